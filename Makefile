@@ -1,0 +1,57 @@
+# From a bare machine to a trained model. The first call of a target sets up what it needs, later ones start at once.
+#
+#   make train      train a small model on the text of the Python standard library; again: resume, or say it is done
+#   make test       run every test that needs no GPU             make gpu-test   those that need one
+#   make lint       ruff: mistakes and formatting                make clean      remove all of that but runs/ and data/
+#
+# PYTHON=/path/to/python3 chooses the interpreter (>= 3.11). One that has torch >= 2.11 is used as it is; else torch
+# is installed as constraints.txt pins it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# The plain python3 if it has torch (a GPU machine), else the Python for which constraints.txt was made, else python3.
+has_torch := import sys, importlib.metadata as m; v = m.version("torch").split("."); sys.exit((int(v[0]), int(v[1])) < (2, 11))
+PYTHON ?= $(shell python3 -c '$(has_torch)' 2>/dev/null && echo python3 || command -v python3.11 || echo python3)
+VENV ?= .venv
+py := $(VENV)/bin/python
+
+# GPUs that torch can use; asked only where there is a device, since the asking takes two seconds.
+gpus = $(if $(wildcard /dev/nvidia[0-9]*),$(shell $(py) -c 'import torch; print(torch.cuda.device_count())'),0)
+TRAIN_FLAGS ?= --config configs/tiny-cpu.toml --run-name python
+TEST_FLAGS ?= -n 2 --dist loadfile
+
+.PHONY: help train test gpu-test lint clean
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+$(VENV)/.train: pyproject.toml constraints.txt tools/environment.py
+	@$(PYTHON) tools/environment.py $(VENV) viz hf
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	@$(PYTHON) tools/environment.py $(VENV) viz hf dev oracle
+	@touch $@
+
+train: $(VENV)/.train
+	@gpus=$(gpus); if [ $$gpus -gt 0 ]; then \
+		exec $(py) -m torch.distributed.run --standalone --nproc-per-node $$gpus train.py $(TRAIN_FLAGS) --bf16; \
+	else \
+		exec $(py) train.py $(TRAIN_FLAGS) --nproc 2; \
+	fi
+
+test: $(VENV)/.test
+	$(py) -m pytest --ignore=tests/gpu $(TEST_FLAGS)
+
+gpu-test: $(VENV)/.test
+	$(py) -m pytest tests/gpu
+
+lint: $(VENV)/.test
+	$(py) -m ruff check .
+	$(py) -m ruff format --check .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
