@@ -1,0 +1,271 @@
+"""Flags, files and checks: what they give, and that every wrong one is named with its value and a way out."""
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nanomegatron.config import Config, padded_vocab_size
+from nanomegatron.config_check import default_run_name, must_match, resolve, validate
+from nanomegatron.config_cli import (
+    PRESETS,
+    ConfigError,
+    Parsed,
+    from_toml,
+    help_text,
+    megatron_flags,
+    parse,
+    sections,
+    to_toml,
+)
+
+SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+GOOD = f"{SHAPE} --mock-data --vocab-size 100 --seq-length 32 --train-iters 10"
+
+
+def read(flags: str) -> Parsed:
+    return parse(flags.split())
+
+
+def errors_of(flags: str, world: int = 1) -> list[str]:
+    parsed = read(flags)
+    return [*parsed.errors, *validate(parsed.config, world)]
+
+
+# flags behind GOOD | processes | what the message must hold: the flag, the value, the way out
+WRONG = """
+--hiden-size 3 | 1 | --hiden-size: unknown flag | did you mean --hidden-size
+--xyzzy | 1 | --xyzzy: unknown flag | --help all
+--tpp 2 | 1 | --tpp: unknown flag | did you mean --tp
+--num-layers | 1 | --num-layers: takes one value
+--num-layers 2 3 | 1 | --num-layers 2 3: takes one value
+--num-layers two | 1 | --num-layers two: must be a whole number
+--num-layers 2.5 | 1 | --num-layers 2.5: must be a whole number
+--lr fast | 1 | --lr fast: must be a number
+--swiglu yes | 1 | --swiglu yes: a switch
+--normalization rmsnorm | 1 | --normalization rmsnorm: must be one of | did you mean RMSNorm
+--position-embedding-type rotary | 1 | rotary: must be one of learned_absolute, rope
+--attention-backend cudnn | 1 | --attention-backend cudnn: must be one of auto
+--lr-decay-style cosin | 1 | did you mean cosine
+--lr-wsd-decay-style sqrt | 1 | --lr-wsd-decay-style sqrt: must be one of
+--dataloader-type external | 1 | --dataloader-type external: must be one of single, cyclic
+--tokenizer-type Llama2Tokenizer | 1 | must be one of ByteTokenizer
+--ckpt-format torch_dist | 1 | --ckpt-format torch_dist: must be one of sharded
+--device tpu | 1 | --device tpu: must be one of auto
+--config nowhere | 1 | --config nowhere: no such file | llama3-8b
+--fp8-format hybrid | 1 | --fp8-format: | not here | --bf16
+--num-experts 8 | 1 | --num-experts: | mixture of experts
+--moe-router-topk 2 | 1 | --moe-router-topk: | mixture of experts
+--use-distributed-optimizer | 1 | --use-distributed-optimizer: | leave it out
+--recompute-activations | 1 | --recompute-activations: | --micro-batch-size
+--rampup-batch-size 1 2 3 | 1 | --rampup-batch-size: | --global-batch-size
+--optimizer sgd | 1 | --optimizer sgd: here only adam
+--rotary-percent 0.5 | 1 | --rotary-percent 0.5: here only 1.0
+--use-flash-attn 1 | 1 | --use-flash-attn 1: takes 0 values
+--num-layers 0 | 1 | --num-layers 0: must be greater than 0
+--hidden-size -64 | 1 | --hidden-size -64: must be greater than 0
+--micro-batch-size 0 | 1 | --micro-batch-size 0: must be greater than 0
+--train-iters 0 | 1 | --train-iters 0: must be greater than 0
+--eval-interval 0 | 1 | --eval-interval 0: must be greater than 0
+--exit-interval 0 | 1 | --exit-interval 0: must be greater than 0
+--lr -1 | 1 | --lr -1.0: must be at least 0
+--weight-decay -0.1 | 1 | --weight-decay -0.1: must be at least 0
+--clip-grad -1 | 1 | --clip-grad -1.0: must be at least 0
+--hidden-dropout 1 | 1 | --hidden-dropout 1.0: must be at least 0 and less than 1
+--attention-dropout 1.5 | 1 | --attention-dropout 1.5: must be
+--adam-beta1 1.0 | 1 | --adam-beta1 1.0: must be
+--hidden-size 66 | 1 | --hidden-size 66: must divide by --num-attention-heads 4 | 64 or 68
+--num-query-groups 3 | 1 | --num-query-groups 3: must divide --num-attention-heads 4 | 2
+--kv-channels 15 --position-embedding-type rope | 1 | head size 15: must be even | --kv-channels
+--max-position-embeddings 16 | 1 | --seq-length 32: must not exceed --max-position-embeddings 16
+--tp 3 | 3 | --num-attention-heads 4: must divide by --tensor-model-parallel-size 3
+--tp 4 --num-query-groups 2 | 4 | --num-query-groups 2: must divide by --tensor-model-parallel-size 4
+--tp 4 --ffn-hidden-size 130 | 4 | --ffn-hidden-size 130: | nearest 128 or 132
+--tp 4 | 2 | --tensor-model-parallel-size 4: | --nproc 4 | 1, 2
+--dp 3 | 2 | --data-parallel-size 3: | --nproc
+--pp 2 | 2 | --pipeline-model-parallel-size 2: pipeline parallelism
+--cp 2 | 2 | --context-parallel-size 2: context parallelism
+--ep 2 | 2 | --expert-model-parallel-size 2: expert parallelism
+--etp 2 | 1 | --expert-tensor-parallel-size 2: there are no experts
+--sp --tp 2 | 2 | --sequence-parallel: is not in this version
+--distributed-backend nccl | 2 | --distributed-backend nccl: needs GPUs
+--global-batch-size 5 --micro-batch-size 2 | 2 | --global-batch-size 5: | dp 2 = 4 | 4 or 8
+--bf16 --fp16 | 1 | --bf16 --fp16: only one
+--loss-scale 128 | 1 | --loss-scale 128.0: is for --fp16
+--attention-backend fused | 1 | --attention-backend fused: needs a GPU
+--attention-backend flash --attention-dropout 0.1 | 1 | --attention-backend flash: has no attention dropout
+--min-lr 1 | 1 | --min-lr 1.0: must not exceed --lr 0.0003
+--lr-warmup-init 1 | 1 | --lr-warmup-init 1.0: must not exceed --lr
+--lr-warmup-iters 2 --lr-warmup-fraction 0.1 | 1 | --lr-warmup-fraction, --lr-warmup-iters: | given 2 times
+--lr-warmup-fraction 2 | 1 | --lr-warmup-fraction 2.0: must be between 0 and 1
+--lr-warmup-iters 10 | 1 | --lr-warmup-iters 10: must be less than the decay's 10
+--lr-decay-samples 100 | 1 | --lr-decay-samples 100: | use --lr-decay-iters
+--lr-decay-style WSD | 1 | --lr-decay-style WSD: needs --lr-wsd-decay-iters
+--lr-decay-style WSD --lr-wsd-decay-iters 20 | 1 | --lr-wsd-decay-iters 20: | longer than the decay's 10
+--train-samples 100 | 1 | --train-iters 10 --train-samples 100: give one
+--data-path x | 1 | --data-path x: no file x.bin and x.idx | preprocess.py
+--data-path x | 1 | --data-path, --mock-data: data from 2 places
+--valid-data-path y | 1 | --valid-data-path: needs --train-data-path too
+--split 0,1,1 | 1 | --split 0,1,1: must be up to three numbers | 99,1,0
+--split a,b | 1 | --split a,b: must be up to three numbers
+--split 1,1,1,1 | 1 | --split 1,1,1,1: must be
+--tokenizer-type TikTokenizer | 1 | --tokenizer-type TikTokenizer: needs --tokenizer-model
+--tokenizer-type GPT2BPETokenizer --vocab-file v | 1 | needs --merge-file
+--tokenizer-model m | 1 | --tokenizer-model m: needs --tokenizer-type
+--tokenizer-type SentencePieceTokenizer --tokenizer-model no/m | 1 | --tokenizer-model no/m: no such file
+--finetune | 1 | --finetune: needs --load
+--no-load-optim | 1 | --no-load-optim: needs --load
+"""
+CASES = [[cell.strip() for cell in line.split("|")] for line in WRONG.strip().splitlines()]
+
+
+def test_control_is_right():
+    assert errors_of(GOOD) == [] and errors_of(GOOD + " --tp 2", 4) == []
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_each_error_has_value_rule_and_fix(case):
+    flags, world, *parts = case
+    messages = errors_of(f"{GOOD} {flags}", int(world))
+    assert any(all(part in message for part in parts) for message in messages), messages
+    assert len(messages) <= 3  # what is wrong, and not a page of what follows from it
+
+
+def test_all_errors_come_together():
+    messages = errors_of(f"{GOOD} --hidden-size 66 --bf16 --fp16 --fp8-format e4m3 --hiden 3 --split x")
+    assert len(messages) == 5
+
+
+def test_missing_shape():
+    assert [m.split(":")[0] for m in errors_of("--num-layers 2")] == [
+        "--hidden-size",
+        "--num-attention-heads",
+    ]
+    parsed = read("--lr 1e-3")
+    assert (
+        parsed.preset == "tiny-cpu" and parsed.config.optimizer.lr == 1e-3 and "tiny-cpu" in parsed.notes[0]
+    )
+
+
+def test_spellings_and_precedence(tmp_path):
+    (tmp_path / "base.toml").write_text("num-layers = 2\nhidden_size = 64\nlr = 0.1\nbf16 = true\n")
+    (tmp_path / "mine.toml").write_text('extends = "base.toml"\nnum-attention-heads = 4\nlr = 0.2\ntp = 2\n')
+    config = read(f"--config {tmp_path}/mine.toml --lr=0.3 --hidden_size 128 --no-bf16 --swiglu").config
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (2, 128, 0.3)
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.model.swiglu and not config.precision.bf16
+    config = read(f"{SHAPE} --use-rotary-position-embeddings --persistent-save-interval 7").config
+    assert config.model.position_embedding_type == "rope" and config.checkpoint.save_interval == 7
+
+
+def test_file_errors(tmp_path):
+    path = tmp_path / "c.toml"
+    for text, part in (
+        ("num-layer = 2", "unknown key num-layer; did you mean --num-layers?"),
+        ("num-layers = 2.5", "num-layers = 2.5: must be a whole number"),
+        ("num-layers = ", "c.toml: "),
+        ('extends = "c.toml"', "extends itself"),
+        ('extends = "gone.toml"', "gone.toml: no such file"),
+    ):
+        path.write_text(text)
+        assert any(part in error for error in read(f"--config {path}").errors), text
+
+
+def test_toml_round_trip():
+    config = resolve(read(f'{GOOD} --swiglu --lr 1e-5 --data-path a b --run-name x"\\y --fp16').config, 1)
+    assert from_toml(to_toml(config)) == config
+    with pytest.raises(ConfigError, match="unknown key"):
+        from_toml("num-layer = 2")
+
+
+def test_megatron_flags():
+    table = megatron_flags()
+    classes = [set(table[kind]) for kind in ("always_on", "not_needed", "unsupported")]
+    own = {setting.name.replace("_", "-") for _, setting in sections()}
+    assert sum(map(len, classes)) == len(set.union(*classes)) > 700 and not set.union(*classes) & own
+    assert all(any(name.startswith(prefix) for name in table["unsupported"]) for prefix in table["hints"])
+    parsed = read(f"{GOOD} --use-flash-attn --transformer-impl local --optimizer adam --no-rope-fusion")
+    assert parsed.errors == () and parsed.config == read(GOOD).config
+    assert parsed.notes == [
+        "--use-flash-attn: always on",
+        "--transformer-impl: not needed here",
+        "--optimizer: always on",
+        "--no-rope-fusion: not needed here",
+    ]
+
+
+def test_a_command_line_of_megatron():
+    flags = (
+        "--tensor-model-parallel-size 2 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+        "--seq-length 4096 --micro-batch-size 4 --global-batch-size 256"
+    )
+    config = resolve(read(flags).config, 8)
+    assert errors_of(flags, 8) == [] and config.parallel.data_parallel_size == 4
+    assert config.model.ffn_hidden_size == 16384 and config.model.max_position_embeddings == 4096
+
+
+PUBLISHED = {  # parameters in billions
+    "gpt2-124m": 0.1244,
+    "llama2-7b": 6.738,
+    "llama3-8b": 8.030,
+    "llama3-70b": 70.55,
+    "mistral-7b": 7.248,
+    "qwen3-8b": 8.191,
+}
+
+
+def parameters(config: Config) -> int:
+    """Counted by hand from the shape, bias and norm weights included."""
+    m, v = config.model, config.data.vocab_size
+    h, d, f = m.hidden_size, m.head_dim, m.ffn_size
+    heads, groups = m.num_attention_heads, m.num_kv_heads
+    weights = h * d * (heads + 2 * groups) + d * heads * h + (3 if m.swiglu else 2) * h * f
+    norms, extra = 2 * h, 2 * d if m.qk_layernorm else 0
+    if m.normalization == "LayerNorm":  # biases: of both norms, QKV, projection, both MLP matrices
+        norms, extra = 4 * h, d * (heads + 2 * groups) + h + f + h
+    tables = v * h * (2 if m.untie_embeddings_and_output_weights else 1)
+    positions = config.data.seq_length * h if m.position_embedding_type == "learned_absolute" else 0
+    final = 2 * h if m.normalization == "LayerNorm" else h
+    return m.num_layers * (weights + norms + extra) + tables + positions + final
+
+
+@pytest.mark.parametrize("name", [p.stem for p in PRESETS.glob("*.toml") if p.stem != "llama"])
+def test_presets(name):
+    parsed = read(f"--config {name}")
+    assert parsed.errors == () and validate(parsed.config, 8 if name != "tiny-cpu" else 2, "cuda") == []
+    if name in PUBLISHED:
+        assert parameters(parsed.config) / 1e9 == pytest.approx(PUBLISHED[name], rel=5e-4)
+    assert PUBLISHED.keys() <= {p.stem for p in PRESETS.glob("*.toml")}
+
+
+def test_no_torch_and_fast():
+    code = "from nanomegatron.config_check import validate; import sys; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).resolve().parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+def test_run_name_and_folder_match():
+    config = resolve(read(GOOD).config, 1)
+    logged = dataclasses.replace(config, run=dataclasses.replace(config.run, log_interval=3, eval_iters=1))
+    assert default_run_name(config, None) == default_run_name(logged, None)
+    other = resolve(read(GOOD + " --lr 1").config, 1)
+    assert default_run_name(config, None) != default_run_name(other, None) and must_match(config, other) == []
+    wider = resolve(read(GOOD + " --hidden-size 128 --seed 5").config, 1)
+    flags = [message.split()[0] for message in must_match(config, wider)]
+    assert {"--hidden-size", "--seed"} <= set(flags)
+
+
+def test_help_fits_and_is_complete():
+    assert len(help_text(False).splitlines()) <= 120
+    text = help_text(True)
+    for _, setting in sections():
+        assert f"--{setting.name.replace('_', '-')}" in text and setting.metadata["help"]
+
+
+def test_padded_vocab_size():
+    assert padded_vocab_size(50257, 128, 1) == 50304 and padded_vocab_size(50257, 128, 8) == 51200
+    assert tomllib.loads((PRESETS / "gpt2-124m.toml").read_text())["vocab-size"] == 50257
