@@ -1,0 +1,288 @@
+"""Who talks to whom: every process group of a run, made once and handed down.
+
+The ranks form a grid, tensor parallel fastest, then context, data and pipeline (Megatron's tp-cp-ep-dp-pp):
+
+    rank = tp + TP * (cp + CP * (dp + DP * pp))          world = TP * CP * DP * PP
+
+    8 ranks, tp 2, dp 2, pp 2        pp 0              pp 1
+                                  dp 0   dp 1       dp 0   dp 1
+                          tp 0      0      2          4      6        tp groups  {0,1} {2,3} {4,5} {6,7}
+                          tp 1      1      3          5      7        dp groups  {0,2} {1,3} {4,6} {5,7}
+
+Experts fold over the same ranks with a grid of their own, `rank = etp + ETP * (ep + EP * (edp + EDP * pp))`:
+an expert group may span data- and context-parallel ranks, and does not multiply the world.
+
+An `Axis` is this rank's group along one direction. A layer is given the axes it uses and nothing else; an
+axis of size 1 has no communicator, and every collective on it is the identity, so that one process and a
+cluster run the same code. Two meshes can live in one process. (Rank order: arXiv 2104.04473, section 3.)
+"""
+
+import datetime
+import itertools
+import math
+import multiprocessing
+import multiprocessing.connection
+import operator
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanomegatron.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's group along one direction of the mesh; `group` is None where it is alone."""
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: Any = field(default=None, compare=False, repr=False)
+    traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
+
+    @staticmethod
+    def single(name: str = "single") -> "Axis":
+        """An axis of one rank, for a model that nobody shares."""
+        return Axis(name, 1, 0, (0,))
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among all: what a launcher tells it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    rendezvous: str = ""  # "", "env://" (torchrun) or "file:///..." (one machine, no open port)
+
+    @staticmethod
+    def from_environment() -> "World":
+        """torchrun's variables, or one process alone."""
+        if "RANK" not in os.environ:
+            return World()
+        rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return World(rank, size, local, "env://")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of this rank. `world` is every rank, `model` all that share one copy of the model."""
+
+    rank: int
+    device: torch.device
+    world: Axis
+    tp: Axis
+    cp: Axis
+    dp: Axis
+    pp: Axis
+    dp_cp: Axis
+    tp_cp: Axis
+    model: Axis
+    ep: Axis
+    etp: Axis
+    edp: Axis
+    embed: Axis
+    traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
+
+    @staticmethod
+    def build(parallel: ParallelConfig, world: World, device: torch.device) -> "Mesh":
+        """Connect to the other processes (if there are any) and make every group.
+
+        Every rank calls this with the same `parallel`; a collective that waits longer than
+        `distributed_timeout_minutes` raises. Source of the grids: Megatron's RankGenerator.
+        """
+        timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+        if world.size > 1 and not dist.is_initialized():
+            _connect(parallel.distributed_backend, world, device, timeout)
+        traffic: Counter = Counter()
+        groups: dict[tuple[int, ...], Any] = {}
+        axes = {
+            name: _axis(name, rank_groups, world.rank, groups, traffic, timeout)
+            for name, rank_groups in axis_groups(parallel, world.size).items()
+        }
+        return Mesh(world.rank, device, traffic=traffic, **axes)
+
+    @property
+    def label(self) -> str:
+        """This rank's coordinates, as they stand before its messages."""
+        return f"rank {self.rank} tp{self.tp.rank} pp{self.pp.rank} cp{self.cp.rank} dp{self.dp.rank}"
+
+    @staticmethod
+    def close() -> None:
+        """Leave the process groups; nothing to do in one process."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tuple[int, ...]]]:
+    """For every axis the groups of world ranks that partition the world (or, for `embed`, part of it)."""
+    tp, cp, pp = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    etp = parallel.expert_tensor_parallel_size or tp
+    ep = parallel.expert_model_parallel_size
+    dense = {"tp": tp, "cp": cp, "dp": world_size // (tp * cp * pp), "pp": pp}
+    expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp), "pp": pp}
+    for grid in (dense, expert):
+        if world_size != math.prod(grid.values()):
+            raise ValueError(f"{world_size} processes do not fill the grid {grid}")
+    stages = list(grid_groups(dense, ("pp",)))
+    return {
+        "world": [tuple(range(world_size))],
+        **{name: list(grid_groups(dense, (name,))) for name in ("tp", "cp", "dp", "pp")},
+        "dp_cp": list(grid_groups(dense, ("cp", "dp"))),
+        "tp_cp": list(grid_groups(dense, ("tp", "cp"))),
+        "model": list(grid_groups(dense, ("tp", "pp"))),
+        **{name: list(grid_groups(expert, (name,))) for name in ("ep", "etp", "edp")},
+        "embed": [(ranks[0], ranks[-1]) if pp > 1 else ranks for ranks in stages],
+    }
+
+
+def grid_groups(sizes: dict[str, int], along: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    """Groups of ranks that differ in the coordinates `along` alone; `sizes` has the fastest axis first."""
+    strides = dict(zip(sizes, itertools.accumulate(sizes.values(), operator.mul, initial=1)))
+
+    def offsets(names: list[str]) -> list[int]:
+        ranges = [range(sizes[name]) for name in reversed(names)]  # the last name varies slowest
+        return [
+            sum(i * strides[name] for i, name in zip(index, reversed(names), strict=True))
+            for index in itertools.product(*ranges)
+        ]
+
+    inside = offsets([name for name in sizes if name in along])
+    for base in offsets([name for name in sizes if name not in along]):
+        yield tuple(base + offset for offset in inside)
+
+
+def _axis(
+    name: str, rank_groups: list, rank: int, groups: dict, traffic: Counter, timeout: datetime.timedelta
+) -> Axis:
+    """Make the communicators of one axis (all ranks, in the same order) and return this rank's own."""
+    for ranks in rank_groups:
+        if len(ranks) > 1 and ranks not in groups:
+            groups[ranks] = dist.new_group(ranks, timeout=timeout)  # torch does not inherit it
+    mine = next((ranks for ranks in rank_groups if rank in ranks), (rank,))
+    return Axis(name, len(mine), mine.index(rank), mine, groups.get(mine), traffic)
+
+
+def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:
+    """Join the default process group.
+
+    The store is prefixed by the attempt: after `torchrun --max-restarts` re-forms the run, the agent's store
+    still holds the addresses of the dead ranks, and gloo and NCCL both would call them.
+    """
+    if world.rendezvous == "env://":
+        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+    else:
+        _loopback_only()
+        store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
+    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    eager = {"device_id": device} if backend == "nccl" else {}
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **eager
+    )
+
+
+def _loopback_only() -> None:
+    """One machine: the ranks meet on the loopback interface, so no port is open to the network."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+# Starting the ranks of one machine. Children come from a fork server that has imported torch and run no
+# operation: a rank starts in milliseconds, and no thread pool is ever forked (a forked one hangs).
+
+
+def launch(
+    worker: Callable[..., int],
+    nproc: int,
+    args: tuple = (),
+    timeout: float | None = None,
+    threads: int | None = None,
+) -> list[int]:
+    """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
+
+    `worker` is a module-level function that returns an exit code. The first rank to fail gets the others
+    stopped; SIGTERM to this process is passed on; after `timeout` seconds all are killed. Each rank computes
+    with `threads` threads (the cores, shared out).
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "torch", "nanomegatron.mesh"])
+    threads = threads or max(1, (os.cpu_count() or 1) // nproc)
+    with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder:
+        places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
+        ranks = [
+            context.Process(target=_run_rank, args=(worker, place, threads, args), name=f"rank{place.rank}")
+            for place in places
+        ]
+        for process in ranks:
+            process.start()
+        passed_on = _pass_on_sigterm(ranks)
+        try:
+            _wait(ranks, timeout)
+        finally:
+            passed_on()
+            _stop(ranks)
+    return [process.exitcode for process in ranks]
+
+
+def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+
+    def leave_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)  # the launcher was killed: no rank may live on and write into the run's folder
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    sys.exit(worker(place, *args))
+
+
+def _pass_on_sigterm(ranks: list) -> Callable[[], None]:
+    """Send SIGTERM on to the ranks while they run; SIGINT reaches them from the terminal by itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def pass_on(*_: Any) -> None:
+        for process in ranks:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGTERM)
+
+    old = signal.signal(signal.SIGTERM, pass_on), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return lambda: (signal.signal(signal.SIGTERM, old[0]), signal.signal(signal.SIGINT, old[1]))
+
+
+def _wait(ranks: list, timeout: float | None, grace: float = 10.0) -> None:
+    """Return when all ranks have ended, `grace` seconds after one has failed, or at the timeout."""
+    end = time.monotonic() + (timeout or math.inf)
+    while alive := [process.sentinel for process in ranks if process.is_alive()]:
+        if any(process.exitcode for process in ranks):  # before the wait: it may have failed already
+            end = min(end, time.monotonic() + grace)
+        left = max(0.0, end - time.monotonic())
+        if not multiprocessing.connection.wait(alive, None if left == math.inf else left):
+            return
+
+
+def _stop(ranks: list) -> None:
+    for process in ranks:  # all at once, or the last would still report that the first went away
+        if process.is_alive():
+            process.kill()
+    for process in ranks:
+        process.join()

@@ -1,0 +1,274 @@
+"""The grids against Megatron's own generator and literal goldens; the launcher: failures, kills, restarts."""
+
+import datetime
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanomegatron import mesh as mesh_module
+from nanomegatron.comm import all_reduce
+from nanomegatron.config import ParallelConfig
+from nanomegatron.mesh import Axis, Mesh, World, axis_groups, launch
+from tests.spmd import run_spmd, spmd
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parallel(tp=1, cp=1, pp=1, ep=1, etp=None):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+
+
+def splits(n, factors):
+    """Every way to write n as a product of so many factors, the last one what remains."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    for sizes in itertools.product(divisors, repeat=factors - 1):
+        product = functools.reduce(int.__mul__, sizes)
+        if n % product == 0:
+            yield *sizes, n // product
+
+
+@pytest.mark.parametrize("world", [8, 16])
+def test_every_grid_is_megatrons(world):
+    """Exactly its groups in its order, for all (tp, cp, pp, dp) and all (etp, ep, edp) folded over them."""
+    state = pytest.importorskip("megatron.core.parallel_state")
+    order = "tp-cp-ep-dp-pp"
+
+    def ranks(tokens, **sizes):
+        grid = state.RankGenerator(order=order, **sizes)
+        return {name: [tuple(group) for group in grid.get_ranks(token)] for name, token in tokens.items()}
+
+    dense = {name: name for name in ("tp", "cp", "dp", "pp")}
+    dense |= {"dp_cp": "dp-cp", "tp_cp": "tp-cp", "model": "tp-pp"}
+    for tp, cp, pp, dp in splits(world, 4):
+        expected = ranks(dense, tp=tp, cp=cp, pp=pp, dp=dp, ep=1)
+        expected["embed"] = [tuple(state.default_embedding_ranks(stages)) for stages in expected["pp"]]
+        if pp == 1:
+            assert axis_groups(parallel(tp, cp, pp), world)["embed"] == [(r,) for r in range(world)]
+        for etp, ep, edp in splits(world // pp, 3):
+            found = axis_groups(parallel(tp, cp, pp, ep, etp), world)
+            folded = {"etp": "tp", "ep": "ep", "edp": "dp", "expert_pp": "pp"}
+            expert = ranks(folded, tp=etp, ep=ep, dp=edp, pp=pp, cp=1)
+            assert expert.pop("expert_pp") == found["pp"]
+            assert found.pop("world") == [tuple(range(world))]
+            assert found == expected | expert, (tp, cp, pp, etp, ep)
+
+
+def test_groups_of_8_and_16_ranks():
+    """As printed in Megatron's own documentation and measured there."""
+    groups = axis_groups(parallel(tp=2, pp=2), 8)
+    assert groups["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups["dp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups["pp"] == groups["embed"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups["model"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    groups = axis_groups(parallel(tp=2, cp=2, pp=2), 16)
+    assert groups["cp"] == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert groups["dp"][:2] == [(0, 4), (1, 5)] and groups["pp"][:2] == [(0, 8), (1, 9)]
+    assert groups["dp_cp"][0] == (0, 2, 4, 6)
+    groups = axis_groups(parallel(pp=4), 8)
+    assert groups["pp"] == [(0, 2, 4, 6), (1, 3, 5, 7)] and groups["embed"] == [(0, 6), (1, 7)]
+    groups = axis_groups(parallel(tp=2, cp=2, ep=4, etp=1), 8)  # experts span tp and cp ranks
+    assert groups["ep"] == [(0, 1, 2, 3), (4, 5, 6, 7)] and groups["edp"][0] == (0, 4)
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=3), dict(tp=2, pp=8), dict(ep=3), dict(tp=4, ep=4)])
+def test_grid_that_does_not_fill_the_world(sizes):
+    with pytest.raises(ValueError, match="8 processes do not fill the grid"):
+        axis_groups(parallel(**sizes), 8)
+
+
+def two_meshes(world: World):
+    """Sums of the ranks over every axis of two meshes, each in its own communicators."""
+    cpu = torch.device("cpu")
+    first = Mesh.build(parallel(tp=2, cp=2, pp=2, ep=2, etp=1), world, cpu)
+    second = Mesh.build(parallel(tp=4), world, cpu)
+    mine = torch.tensor([world.rank])
+    for mesh, (tp, cp, dp) in (first, (2, 2, 1)), (second, (4, 1, 2)):
+        at = mesh.tp.rank + tp * (mesh.cp.rank + cp * (mesh.dp.rank + dp * mesh.pp.rank))
+        assert at == world.rank == mesh.rank
+        for axis in vars(mesh).values():
+            if isinstance(axis, Axis):
+                assert axis.ranks[axis.rank] == world.rank and len(axis.ranks) == axis.size
+                assert (axis.group is None) == (axis.size == 1)
+                assert all_reduce(mine, axis).item() == sum(axis.ranks), axis
+    assert second.tp.group is second.model.group, "equal groups share one communicator"
+    assert ("tp", "all_reduce", "calls") in second.traffic and first.traffic is not second.traffic
+    return first.label, second.tp.ranks, first.embed.ranks
+
+
+def test_two_meshes_in_one_process():
+    results = run_spmd(two_meshes, 8)
+    assert results[0] == ("rank 0 tp0 pp0 cp0 dp0", (0, 1, 2, 3), (0, 4))
+    assert results[7] == ("rank 7 tp1 pp1 cp1 dp0", (4, 5, 6, 7), (3, 7))
+
+
+@spmd(world=4, tp=2, distributed_timeout_minutes=3)
+def test_every_group_has_the_timeout(mesh):
+    """torch gives a new group its own default, not that of the first one."""
+    for axis in mesh.world, mesh.tp, mesh.dp:
+        options = axis.group._get_backend(mesh.device).options
+        assert options._timeout == datetime.timedelta(minutes=3), axis
+
+
+def test_one_process_has_no_groups():
+    mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+    axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
+    assert len(axes) == 12 and all(axis.size == 1 and axis.group is None for axis in axes)
+    assert not dist.is_initialized()
+    Mesh.close()
+
+
+def test_world_comes_from_torchruns_variables(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert World.from_environment() == World(0, 1, 0, "")
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert World.from_environment() == World(5, 8, 1, "env://")
+
+
+# The launcher. A worker is a function of this module; what it returns is the exit code of its rank.
+
+
+def leave_with(world: World, codes):
+    return codes[world.rank]
+
+
+def fail_or_sleep(world: World, failing):
+    if world.rank != failing:
+        time.sleep(60)
+    return 3
+
+
+def threads(world: World, expected):
+    return 0 if torch.get_num_threads() == expected else 1
+
+
+def wait_for_signal(world: World, folder):
+    """0 after a SIGTERM; rank 0 sends one to the launcher once both can take it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(40 + world.rank))
+    (folder / str(world.rank)).touch()
+    if world.rank == 0:
+        while not (folder / "1").exists():
+            time.sleep(0.01)
+        os.kill(int((folder / "launcher").read_text()), signal.SIGTERM)
+    time.sleep(30)
+    return 1
+
+
+def write_pid_and_sleep(world: World, folder):
+    path = Path(folder) / f"pid{world.rank}"
+    path.with_suffix(".part").write_text(str(os.getpid()))
+    path.with_suffix(".part").rename(path)
+    time.sleep(60)
+    return 0
+
+
+def test_launch_returns_the_exit_codes():
+    assert launch(leave_with, 3, ([0, 0, 0],), timeout=30) == [0, 0, 0]
+    assert launch(leave_with, 3, ([0, 75, 2],), timeout=30) == [0, 75, 2]
+    assert launch(threads, 2, (3,), timeout=30, threads=3) == [0, 0]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_first_failure_stops_the_other_ranks(early, monkeypatch):
+    """Also if it has ended before the launcher looks."""
+    wait = mesh_module._wait
+
+    def wait_briefly(ranks, timeout):
+        if early:
+            ranks[1].join()
+        wait(ranks, timeout, grace=0.3)
+
+    monkeypatch.setattr(mesh_module, "_wait", wait_briefly)
+    start = time.monotonic()
+    assert launch(fail_or_sleep, 3, (1,), timeout=30) == [-signal.SIGKILL, 3, -signal.SIGKILL]
+    assert time.monotonic() - start < 15
+
+
+def test_timeout_kills_all_ranks():
+    start = time.monotonic()
+    assert launch(fail_or_sleep, 2, (None,), timeout=0.5) == [-signal.SIGKILL] * 2
+    assert time.monotonic() - start < 10
+
+
+def test_sigterm_is_passed_on(tmp_path):
+    (tmp_path / "launcher").write_text(str(os.getpid()))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert launch(wait_for_signal, 2, (tmp_path,), timeout=20) == [40, 41]
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
+def test_no_rank_outlives_a_killed_launcher():
+    with tempfile.TemporaryDirectory() as folder:  # a short path: it will hold the fork server's socket
+        kill_launcher(Path(folder))
+
+
+def kill_launcher(folder):
+    script = folder / "run.py"
+    script.write_text(
+        "import sys\nfrom nanomegatron.mesh import launch\nfrom tests.test_mesh import write_pid_and_sleep\n"
+        "if __name__ == '__main__':\n    launch(write_pid_and_sleep, 2, (sys.argv[1],))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    launcher = subprocess.Popen([sys.executable, str(script), str(folder)], env=environment)
+    files = [folder / f"pid{rank}" for rank in range(2)]
+    try:
+        wait_until(lambda: all(file.exists() for file in files), 30)
+        pids = [int(file.read_text()) for file in files]
+        assert all(alive(pid) for pid in pids)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_until(lambda: not any(alive(pid) for pid in pids), 10)
+
+
+def wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def attempt(world: World, port, count):
+    """One attempt of a torchrun worker, with the variables that the agent sets."""
+    os.environ |= {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(count),
+    }
+    mesh = Mesh.build(parallel(tp=2), World.from_environment(), torch.device("cpu"))
+    return all_reduce(torch.tensor(mesh.rank + 1), mesh.tp).item()
+
+
+def test_restart_finds_no_address_of_the_dead():
+    """The agent's store lives through all attempts; each must connect to its own processes."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for count in range(3):
+        assert run_spmd(attempt, 2, store.port, count, timeout=20) == [3, 3]
