@@ -1,0 +1,171 @@
+"""Collectives over one axis of the mesh: plain ones, and pairs that autograd can differentiate.
+
+Every function takes an `Axis`, works out of place and is the identity on an axis of size 1. A tensor is, over
+an axis, in one of four states, and each differentiable function changes the state in its name:
+
+    I   the same on every rank, gradient the same      (a replicated weight)
+    R   the same on every rank, gradient partial       (what each rank uses for its own share of the work)
+    V   another slice on every rank                    (a shard)
+    P   a summand on every rank                        (the result of a row-parallel matmul)
+
+    name              forward                    backward                   state
+    copy_to           identity                   all-reduce                 I -> R
+    reduce_from       all-reduce                 identity                   P -> I
+    gather_seq        all-gather, dim 0          reduce-scatter, dim 0      V -> R
+    scatter_seq       reduce-scatter, dim 0      all-gather, dim 0          P -> V
+    gather_from       all-gather, last dim       own slice                  V -> I
+    split_to          own slice, dim 0           all-gather, dim 0          I -> V
+    all_to_all        blocks of dim 0 swapped    blocks swapped back        V -> V
+
+Each backward is the adjoint of its forward, `sum <f(x), y> = sum <x, f'(y)>` over the ranks; a tensor that
+is the same everywhere counts once. (Megatron's f and g, arXiv 1909.08053; sequence parallelism 2205.05198.)
+
+What is sent is counted in `axis.traffic`: calls and bytes per (axis, kind), where bytes are the size of the
+whole tensor on one rank: the input of an all-reduce, reduce-scatter or all-to-all, the output of an
+all-gather. This module alone calls torch's collectives, so a renamed one is mended here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanomegatron.mesh import Axis
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renames the collectives that work on one tensor; 2.11 has the old names only.
+_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _count(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
+    axis.traffic[axis.name, kind, "calls"] += 1
+    axis.traffic[axis.name, kind, "bytes"] += tensor.numel() * tensor.element_size()
+
+
+def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Reduce x over the axis in place and return it; for buffers that are nobody else's."""
+    if axis.size > 1:
+        _count(axis, "all_reduce", x)
+        dist.all_reduce(x, REDUCTIONS[op], group=axis.group)
+    return x
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """x reduced over the axis, the same on every rank: `[...] -> [...]`."""
+    return x if axis.size == 1 else all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op)
+
+
+def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """The ranks' x one after the other along dim: `[n, ...] -> [n * size, ...]`."""
+    if axis.size == 1:
+        return x
+    parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    _count(axis, "all_gather", parts)
+    _gather_tensor(parts, x.contiguous(), group=axis.group)
+    return parts if dim == 0 else torch.cat(parts.chunk(axis.size), dim)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's slice along dim 0 of the sum over the axis: `[n, ...] -> [n / size, ...]`."""
+    if axis.size == 1:
+        return x
+    if x.shape[0] % axis.size:
+        raise ValueError(f"dim 0 of {tuple(x.shape)} does not divide by the {axis.size} ranks of {axis.name}")
+    _count(axis, "reduce_scatter", x)
+    mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    _scatter_tensor(mine, x.contiguous(), group=axis.group)
+    return mine
+
+
+def swap(
+    x: torch.Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
+) -> torch.Tensor:
+    """All-to-all along dim 0: rank r gets everybody's r-th block, in rank order.
+
+    Blocks are equal, or `send[r]` rows go to rank r and `receive[r]` rows come from it.
+    """
+    if axis.size == 1:
+        return x
+    _count(axis, "all_to_all", x)
+    rows = sum(receive) if receive is not None else x.shape[0]
+    result = x.new_empty(rows, *x.shape[1:])
+    dist.all_to_all_single(result, x.contiguous(), receive, send, group=axis.group)
+    return result
+
+
+def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """This rank's equal share of x along dim; nothing is sent."""
+    return x.chunk(axis.size, dim)[axis.rank].contiguous() if axis.size > 1 else x
+
+
+def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
+    """Overwrite x with the one of the axis's rank `source`."""
+    if axis.size > 1:
+        _count(axis, "broadcast", x)
+        dist.broadcast(x, axis.ranks[source], group=axis.group)
+    return x
+
+
+def barrier(axis: Axis) -> None:
+    """Return when every rank of the axis has come here."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+def agree(ok: bool, axis: Axis, device: torch.device | str = "cpu") -> bool:
+    """True where every rank of the axis says so. Waits for all of them, and for the device."""
+    return bool(all_reduce(torch.tensor(float(ok), device=device), axis, "min").item())
+
+
+def ledger(traffic: dict[Any, int]) -> list[str]:
+    """The counts of `axis.traffic` as lines of a table, a row a kind of communication."""
+    kinds = sorted({key[:2] for key in traffic})
+    rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
+    return [
+        f"{axis:>6} {kind:<14} {calls:6d} calls {size / 2**20:12.3f} MiB" for axis, kind, calls, size in rows
+    ]
+
+
+def _pair(name: str, forward: Callable, backward: Callable) -> Callable[[torch.Tensor, Axis], torch.Tensor]:
+    """A differentiable function of (x, axis) from two plain ones, each the other's adjoint."""
+
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+            ctx.axis = axis
+            return forward(x, axis)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return backward(grad, ctx.axis), None
+
+    Pair.__name__ = Pair.__qualname__ = name
+
+    def apply(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return x if axis.size == 1 else Pair.apply(x, axis)
+
+    apply.__name__ = name
+    return apply
+
+
+def _same(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _gather_last(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return all_gather(x, axis, dim=-1)
+
+
+def _own_last(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return own_slice(x, axis, dim=-1)
+
+
+copy_to = _pair("copy_to", _same, all_reduce)
+reduce_from = _pair("reduce_from", all_reduce, _same)
+gather_seq = _pair("gather_seq", all_gather, reduce_scatter)
+scatter_seq = _pair("scatter_seq", reduce_scatter, all_gather)
+gather_from = _pair("gather_from", _gather_last, _own_last)
+split_to = _pair("split_to", own_slice, all_gather)
+all_to_all = _pair("all_to_all", swap, swap)
