@@ -1,0 +1,148 @@
+"""What a parameter is: a slice of a global tensor with a name, drawn from (seed, name) alone.
+
+Nobody else knows how a weight is cut. Initialisation, checkpoints, conversion, norms and the memory planner
+all read `param.spec`:
+
+    fused QKV of rank 1 of 2, local [6, h]           global tensors, each with a name of its own
+        rows 0-3   part "...linear_qkv.q"   ----->   q  [8, h]   rows 4-7
+        row  4     part "...linear_qkv.k"   ----->   k  [2, h]   row  1
+        row  5     part "...linear_qkv.v"   ----->   v  [2, h]   row  1
+
+Fused tensors lay their parts one after the other, never interleaved. A part may be held by several ranks (a
+norm by all of the axis, a key/value head by some when there are fewer heads than ranks); the first of them is
+its owner, who saves it and counts it in a norm. Rows that only pad the local tensor belong to no part.
+
+The gradient contract. `dp.py` gives a parameter `main_grad`, an fp32 view into a bucket, and `grad_ready`.
+Whoever writes a gradient says so: the linear function and the embedding add into `main_grad` and return None
+to autograd (`contribute`); every other gradient is moved from `.grad` by a hook. No hook may sit on a weight
+whose layer writes by itself (`spec.writes_grad`): torch runs it even when the gradient is None.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from nanomegatron.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named global tensor inside a local one, and the slice of it that is here."""
+
+    name: str
+    shape: tuple[int, ...]  # of the global tensor, without padding
+    axis: Axis = field(default_factory=Axis.single)
+    dim: int | None = None  # the dimension that is cut over the axis
+    start: int = 0  # of this rank's slice along dim, clipped to the global tensor
+    stop: int = 0
+    local_start: int = 0  # where the part begins in the local tensor, along dim 0 if it is one of several
+    owner: bool = True  # this rank is the first on the axis that holds the slice
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where the slice begins in the global tensor."""
+        return tuple(self.start if d == self.dim else 0 for d in range(len(self.shape)))
+
+    def view(self, local: torch.Tensor) -> torch.Tensor:
+        """The slice inside the local tensor, without padding: a view."""
+        if self.dim is None:
+            return local.narrow(0, self.local_start, self.shape[0])
+        return local.narrow(self.dim, self.local_start, self.stop - self.start)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The slice of a whole global tensor: a view."""
+        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """The parts of a local tensor, and how its gradient comes to `main_grad`."""
+
+    parts: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+    writes_grad: bool = False  # the layer adds to main_grad itself and calls grad_ready
+    decay: bool = True  # takes part in weight decay: everything but biases and norms
+
+    @property
+    def name(self) -> str:
+        """The parts' common name, for messages."""
+        if len(self.parts) == 1:
+            return self.parts[0].name
+        layer, _, kind = self.parts[0].name.rsplit(".", 2)
+        return f"{layer}.{kind}"
+
+
+@dataclass(frozen=True)
+class Init:
+    """How new parameters come to be, the same for a whole model."""
+
+    seed: int = 1234
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+
+def shard(
+    name: str,
+    shape: tuple[int, ...],
+    dim: int,
+    axis: Axis,
+    local_start: int = 0,
+    local_size: int | None = None,
+    replicas: int = 1,
+) -> Part:
+    """The part that this rank holds when `dim` is cut over the axis into slices of `local_size`.
+
+    Equal cuts without a size. `replicas` neighbouring ranks hold the same slice (key/value heads, when there
+    are fewer than ranks); slices that overrun the global tensor are clipped to it (padded vocabulary).
+    """
+    local_size = local_size or shape[dim] * replicas // axis.size
+    start = min(axis.rank // replicas * local_size, shape[dim])
+    stop = min(start + local_size, shape[dim])
+    return Part(name, shape, axis, dim, start, stop, local_start, owner=axis.rank % replicas == 0)
+
+
+def replica(name: str, shape: tuple[int, ...], axis: Axis) -> Part:
+    """The part of a tensor that every rank of the axis holds whole."""
+    return Part(name, shape, axis, owner=axis.rank == 0)
+
+
+def new_parameter(spec: ParamSpec, init: Init, std: float = 0.0, fill: float | None = None) -> nn.Parameter:
+    """A parameter that is this rank's slice of the same global tensors under any layout.
+
+    Each part is drawn whole in fp32 on `init.device` by a generator seeded with (seed, name), then cut and
+    cast: equal to the bit on one kind of device. `fill` sets a constant instead; padding is zero.
+    """
+    local = torch.zeros(spec.local_shape, dtype=init.dtype, device=init.device)
+    for part in spec.parts:
+        if fill is not None:
+            part.view(local).fill_(fill)
+        elif init.device.type != "meta":
+            part.view(local).copy_(part.of(draw(part.name, part.shape, init, std)))
+    param = nn.Parameter(local)
+    param.spec = spec
+    return param
+
+
+def draw(name: str, shape: tuple[int, ...], init: Init, std: float) -> torch.Tensor:
+    """The whole global tensor `name`, fp32, normal with mean 0."""
+    digest = hashlib.sha256(f"{init.seed}:{name}".encode()).digest()
+    generator = torch.Generator(init.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape, device=init.device).normal_(0.0, std, generator=generator)
+
+
+def contribute(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd."""
+    if getattr(param, "main_grad", None) is None:
+        return grad()
+    param.main_grad.add_(grad())
+    param.grad_ready()
+    return None
+
+
+def scaled_std(std: float, num_layers: int) -> float:
+    """Standard deviation for layers that write into the residual stream (GPT-2; Megatron's scaled init)."""
+    return std / math.sqrt(2.0 * num_layers)

@@ -1,0 +1,143 @@
+"""Initial weights: the slices of all ranks are one tensor, the same to the bit whatever cuts it."""
+
+import pytest
+import torch
+
+from nanomegatron.mesh import Axis
+from nanomegatron.param import Init, ParamSpec, contribute, draw, new_parameter, replica, scaled_std, shard
+
+
+def axes(size):
+    """The axis as each of its ranks sees it; without groups, since nothing is sent here."""
+    return [Axis("tp", size, rank, tuple(range(size))) for rank in range(size)]
+
+
+def put_together(params):
+    """The global tensors by name from the local ones of all ranks; each element from exactly one owner."""
+    whole, times = {}, {}
+    for part, param in [(part, p) for p in params for part in p.spec.parts]:
+        tensor = whole.setdefault(part.name, torch.full(part.shape, torch.nan))
+        count = times.setdefault(part.name, torch.zeros(part.shape))
+        view = part.view(param.detach())
+        here = tuple(slice(start, start + n) for start, n in zip(part.offset, view.shape, strict=True))
+        assert tensor[here].isnan().all() or torch.equal(tensor[here], view), "copies differ"
+        tensor[here] = view
+        assert torch.equal(part.of(tensor), view)
+        count[here] += part.owner
+    assert all((count == 1).all() for count in times.values()), "each element has one owner"
+    return whole
+
+
+def fused(axis):
+    """q of 8 rows, k and v of 4, one after the other."""
+    parts, row = [], 0
+    for name, rows in {"q": 8, "k": 4, "v": 4}.items():
+        parts.append(shard(f"a.{name}.weight", (rows, 6), 0, axis, local_start=row))
+        row += rows // axis.size
+    return ParamSpec(tuple(parts), (row, 6))
+
+
+SPECS = {
+    "rows": lambda axis: ParamSpec((shard("rows", (8, 6), 0, axis),), (8 // axis.size, 6)),
+    "columns": lambda axis: ParamSpec((shard("columns", (6, 8), 1, axis),), (6, 8 // axis.size)),
+    "one dim": lambda axis: ParamSpec((shard("one", (8,), 0, axis),), (8 // axis.size,)),
+    "replica": lambda axis: ParamSpec((replica("replica", (5, 6), axis),), (5, 6)),
+    "fused": fused,
+    "vocabulary": lambda axis: ParamSpec(
+        (shard("vocabulary", (9, 6), 0, axis, local_size=16 // axis.size),), (16 // axis.size, 6)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_cut_gives_the_same_weights(kind, dtype):
+    init = Init(seed=7, dtype=dtype)
+    whole = {n: put_together([new_parameter(SPECS[kind](a), init, 0.5) for a in axes(n)]) for n in (1, 2, 4)}
+    for name, tensor in whole[1].items():
+        assert torch.equal(tensor, draw(name, tensor.shape, init, 0.5).to(dtype).float())
+        assert torch.equal(tensor, whole[2][name]) and torch.equal(tensor, whole[4][name])
+
+
+def test_fused_parts_lie_one_after_the_other():
+    spec = fused(axes(2)[1])
+    assert [(p.name, p.offset, p.start, p.stop, p.local_start) for p in spec.parts] == [
+        ("a.q.weight", (4, 0), 4, 8, 0),
+        ("a.k.weight", (2, 0), 2, 4, 4),
+        ("a.v.weight", (2, 0), 2, 4, 6),
+    ]
+    assert spec.name == "a.weight"
+    biases = tuple(shard(f"a.{name}.bias", (4,), 0, Axis.single()) for name in "qkv")
+    assert ParamSpec(biases, (12,)).name == "a.bias" and ParamSpec(biases[:1], (4,)).name == "a.q.bias"
+    local = torch.arange(8 * 6).view(8, 6)
+    assert torch.equal(torch.cat([part.view(local) for part in spec.parts]), local)
+
+
+def test_replicas_hold_the_same_slice():
+    """Two heads of 3 rows on 4 ranks: ranks 0 and 1 hold the first, 2 and 3 the second."""
+    parts = [shard("k", (6, 2), 0, axis, replicas=2) for axis in axes(4)]
+    assert [(p.start, p.stop, p.owner) for p in parts] == [
+        (0, 3, True),
+        (0, 3, False),
+        (3, 6, True),
+        (3, 6, False),
+    ]
+    params = [new_parameter(ParamSpec((part,), (3, 2)), Init(), 1.0) for part in parts]
+    assert torch.equal(params[2], params[3]) and not torch.equal(params[0], params[2])
+    put_together(params)
+
+
+def test_padding_rows_are_zero_and_belong_to_no_part():
+    """9 rows padded to 16 on 4 ranks: 4, 4, 1 and no real rows."""
+    params = [new_parameter(SPECS["vocabulary"](axis), Init(), 1.0) for axis in axes(4)]
+    parts = [p.spec.parts[0] for p in params]
+    assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9), (9, 9)]
+    assert [part.view(p).shape[0] for part, p in zip(parts, params, strict=True)] == [4, 4, 1, 0]
+    for part, param in zip(parts, params, strict=True):
+        rows = part.stop - part.start
+        assert (param[:rows] != 0).all() and (param[rows:] == 0).all()
+
+
+def test_view_is_a_view():
+    local = torch.zeros(8, 6)
+    fused(axes(2)[0]).parts[1].view(local).fill_(1.0)
+    assert local.sum() == 12 and local[4:6].sum() == 12
+
+
+def test_weights_depend_on_seed_and_name():
+    def new(name, seed):
+        return new_parameter(
+            ParamSpec((replica(name, (100, 100), Axis.single()),), (100, 100)), Init(seed), 0.02
+        )
+
+    torch.manual_seed(3)
+    a = new("a", 1)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    assert torch.equal(a, new("a", 1)), "torch's own generator plays no part"
+    assert torch.equal(before, torch.get_rng_state())
+    for other in new("b", 1), new("a", 2):
+        assert torch.corrcoef(torch.stack((a.flatten(), other.flatten())))[0, 1].abs() < 0.05
+    assert abs(a.std() / 0.02 - 1) < 0.03 and a.mean().abs() < 0.001
+
+
+def test_values_are_stable():
+    """Old runs can be repeated: literal values of torch's CPU generator."""
+    found = draw("decoder.layers.0.mlp.linear_fc1.weight", (2, 2), Init(1234), 0.02).flatten().tolist()
+    assert found == pytest.approx([-0.0015471466, -0.0208222941, -0.0155407339, -0.0139091648], abs=1e-8)
+
+
+def test_fill_and_scaled_std():
+    param = new_parameter(SPECS["vocabulary"](axes(4)[2]), Init(), fill=1.0)
+    assert param.tolist() == [[1.0] * 6] + [[0.0] * 6] * 3
+    assert scaled_std(0.02, 8) == pytest.approx(0.005)
+
+
+def test_contribution_goes_to_main_grad_or_to_autograd():
+    param = new_parameter(SPECS["rows"](Axis.single()), Init(dtype=torch.bfloat16), 1.0)
+    grad = torch.ones(8, 6, dtype=torch.bfloat16)
+    assert contribute(param, lambda: grad) is grad
+    calls = []
+    param.main_grad, param.grad_ready = torch.full((8, 6), 2.0), lambda: calls.append(1)
+    assert contribute(param, lambda: grad) is None
+    assert calls == [1] and (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
