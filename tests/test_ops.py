@@ -1,0 +1,239 @@
+"""Every op, forward and backward, against its formula written out in float64 or another of torch's own."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanomegatron import ops
+
+F64 = torch.float64
+
+
+def randn(*shape, scale=1.0):
+    return (scale * torch.randn(shape, dtype=F64)).requires_grad_()
+
+
+def compare(found, expected, inputs, tolerance=1e-12):
+    """Values, and the gradients of a random weighting of them, from two graphs over the same inputs."""
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    weight = torch.randn_like(found)
+    grads = [torch.autograd.grad((y * weight).sum(), inputs) for y in (found, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_rms_norm():
+    x, w = randn(3, 2, 16), randn(16)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * w
+    compare(ops.rms_norm(x, w, 1e-2), expected, (x, w))
+
+
+def test_layer_norm():
+    x, w, b = randn(3, 2, 16), randn(16), randn(16)
+    centred = x - x.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * w + b
+    compare(ops.layer_norm(x, w, b, 1e-2), expected, (x, w, b))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_statistics_of_bf16_norms_are_fp32(op):
+    """Within one rounding of the exact result; sums in bf16 would be off by many."""
+    x, w = (torch.randn(8, 1024) + 4).bfloat16(), torch.ones(1024).bfloat16()
+    bias = (torch.zeros_like(w),) if op == "layer_norm" else ()
+    found = getattr(ops, op)(x, w, *bias, 1e-5)
+    exact = getattr(ops, op)(x.double(), w.double(), *(b.double() for b in bias), 1e-5)
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+
+
+def test_swiglu_and_gelu():
+    x = randn(5, 12)
+    gate, up = x[:, :6], x[:, 6:]
+    compare(ops.swiglu(x), gate / (1 + (-gate).exp()) * up, (x,))
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    compare(ops.gelu(x), 0.5 * x * (1 + inner.tanh()), (x,))
+
+
+def test_rope_is_a_complex_rotation():
+    """Feature pair (i, i + d/2) is a complex number, turned by position * base^(-2i/d)."""
+    s, b, n, d, base = 6, 2, 3, 8, 100.0
+    x, positions = randn(s, b, n, d), torch.tensor([0, 1, 2, 7, 30, 31])
+    rates = torch.tensor([base ** (-2 * i / d) for i in range(d // 2)], dtype=F64)
+    turn = torch.polar(torch.ones(s, d // 2, dtype=F64), positions[:, None] * rates)
+    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn[:, None, None]
+    cos, sin = ops.rope_angles(positions, d, base)
+    assert cos.dtype == torch.float32 and cos.shape == (s, 1, 1, d // 2)
+    compare(ops.rope(x, cos.double(), sin.double()), torch.cat((turned.real, turned.imag), -1), (x,), 1e-5)
+    assert ops.rope(x.bfloat16(), cos, sin).dtype == torch.bfloat16
+
+
+def test_rope_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 16)
+
+    def score(i, j):
+        turned = [ops.rope(x, *ops.rope_angles(torch.tensor([p]), 16, 10000.0)) for x, p in ((q, i), (k, j))]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert score(5, 2) == pytest.approx(score(103, 100), abs=1e-4)
+    assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-2)
+
+
+@pytest.mark.parametrize("s, t, causal", [(5, 5, False), (5, 5, True), (3, 7, True), (1, 4, True)])
+def test_scaled_softmax(s, t, causal):
+    scores = torch.randn(2, 3, s, t, requires_grad=True)
+    wide = scores.double() * 0.3
+    for i in range(s):
+        if causal:
+            wide[..., i, i + t - s + 1 :] = -1e30
+    probs, lse = ops.scaled_softmax(scores, 0.3, causal)
+    compare(probs.double(), wide.softmax(-1), (scores,), 1e-6)
+    torch.testing.assert_close(lse.double(), wide.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    assert lse.dtype == torch.float32
+
+
+# Dropout
+
+
+def mask(p=0.3, seed=1, site=2, s=64, b=4, h=96, first=0, sample=0):
+    positions, samples = torch.arange(first, first + s), torch.arange(sample, sample + b)
+    return ops.dropout(torch.ones(s, b, h), p, seed, site, positions, samples) > 0
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_dropout_rate_and_scale(p):
+    x = torch.randn(128, 4, 256)
+    y = ops.dropout(x, p, 3, 0, torch.arange(128), torch.arange(4))
+    kept = y != 0
+    assert abs(kept.float().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / x.numel()) + 1e-9
+    torch.testing.assert_close(y[kept], x[kept] / (1 - p))
+    for dims in (0, 1), (0, 2), (1, 2):  # no feature, sample or position is favoured
+        rates = kept.float().mean(dims)
+        assert (rates - (1 - p)).abs().max() < 6 * math.sqrt(p * (1 - p) * rates.numel() / x.numel()) + 1e-6
+
+
+def test_dropout_mask_belongs_to_the_token():
+    """However samples and positions are spread over calls, a token's mask is the same."""
+    whole = mask()
+    assert torch.equal(whole, mask())
+    assert torch.equal(whole[:, 2:], mask(b=2, sample=2))
+    assert torch.equal(whole[16:32], mask(s=16, first=16))
+    x, order = torch.ones(64, 4, 96), torch.randperm(64)
+    shuffled = ops.dropout(x, 0.3, 1, 2, order, torch.arange(4)) > 0
+    assert torch.equal(whole[order], shuffled)
+
+
+@pytest.mark.parametrize(
+    "other", [dict(seed=2), dict(site=3), dict(first=1), dict(sample=1), dict(seed=2**61)]
+)
+def test_dropout_masks_are_independent(other):
+    """Two masks agree as often as chance has it: p^2 + (1-p)^2."""
+    agree = (mask() == mask(**other)).float().mean().item()
+    assert agree == pytest.approx(0.58, abs=0.02)
+
+
+def test_dropout_gradient_has_the_same_mask():
+    x = torch.randn(8, 2, 16, requires_grad=True)
+    y = ops.dropout(x, 0.25, 1, 1, torch.arange(8), torch.arange(2))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (y != 0) / 0.75)
+
+
+# Cross entropy
+
+
+def test_cross_entropy_statistics_and_gradient():
+    logits, labels = torch.randn(7, 11, requires_grad=True), torch.randint(11, (7,))
+    maximum, total, target = ops.cross_entropy_stats(logits, labels)
+    lse = total.log() + maximum
+    loss = F.cross_entropy(logits.double(), labels, reduction="none")
+    torch.testing.assert_close((lse - target).double(), loss, rtol=1e-6, atol=1e-6)
+    weight = torch.rand(7)
+    (expected,) = torch.autograd.grad((loss * weight).sum(), logits)
+    found = ops.cross_entropy_grad(logits, labels, lse, weight)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_cross_entropy_of_another_shards_label():
+    """Below or above the shard: logit 0, and no -1 in the gradient."""
+    logits, labels = torch.randn(3, 5), torch.tensor([-2, 5, 4])
+    maximum, total, target = ops.cross_entropy_stats(logits, labels)
+    assert target.tolist() == [0.0, 0.0, logits[2, 4].item()]
+    lse = logits.logsumexp(-1)
+    grad = ops.cross_entropy_grad(logits, labels, lse, torch.ones(3))
+    torch.testing.assert_close(grad[:2], logits.softmax(-1)[:2])
+    assert grad[2].sum().abs() < 1e-6
+
+
+def test_cross_entropy_of_a_shard_of_padding():
+    empty, labels = torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64)
+    maximum, total, target = ops.cross_entropy_stats(empty, labels)
+    assert maximum.isneginf().all() and (total == 0).all() and (target == 0).all()
+    assert ops.cross_entropy_grad(empty, labels, total, total).shape == (3, 0)
+
+
+def test_cross_entropy_of_large_bf16_logits():
+    logits = torch.tensor([[3000.0, 2990.0, -3000.0]]).bfloat16()
+    maximum, total, target = ops.cross_entropy_stats(logits, torch.tensor([1]))
+    assert maximum.dtype == torch.float32
+    exact = logits.double().logsumexp(-1) - logits[0, 1].double()
+    torch.testing.assert_close((total.log() + maximum - target).double(), exact, rtol=1e-6, atol=1e-6)
+
+
+# AdamW
+
+HYPER = (0.9, 0.95, 1e-8, 0.1)
+
+
+def adam_state(n=3):
+    params = [torch.randn(4, i + 1) for i in range(n)]
+    return params, ([torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params])
+
+
+def update(op, params, moments, grads, step, lr, scale=1.0, skip=0.0):
+    """Grads are copied, since the fused kernel may write the divided gradient back."""
+    numbers = torch.tensor([step, lr, scale, skip])
+    op(params, [g.clone() for g in grads], moments, numbers[0], numbers[1], HYPER, *numbers[2:])
+
+
+@pytest.mark.parametrize("op", [ops.adamw_, ops.adamw_ref_])
+def test_adamw_is_torchs(op):
+    """Ten steps with a changing learning rate; gradients come multiplied by a loss scale that changes too."""
+    params, moments = adam_state()
+    twins = [p.clone().requires_grad_() for p in params]
+    oracle = torch.optim.AdamW(twins, betas=HYPER[:2], eps=HYPER[2], weight_decay=HYPER[3], foreach=False)
+    for step in range(1, 11):
+        grads = [torch.randn_like(p) for p in params]
+        oracle.param_groups[0]["lr"] = lr = 0.1 / step
+        for twin, grad in zip(twins, grads, strict=True):
+            twin.grad = grad
+        oracle.step()
+        scale = 4.0 ** (step % 3)  # AdamW would not notice a constant one
+        update(op, params, moments, [g * scale for g in grads], step, lr, scale)
+        torch.testing.assert_close(params, [t.detach() for t in twins], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [ops.adamw_, ops.adamw_ref_])
+def test_skipped_step_changes_nothing(op):
+    params, moments = adam_state()
+    update(op, params, moments, params, 1, 0.1)
+    before = [t.clone() for t in (*params, *moments[0], *moments[1])]
+    update(op, params, moments, [torch.full_like(p, torch.nan) for p in params], 2, 0.1, torch.nan, skip=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*params, *moments[0], *moments[1]), strict=True))
+    update(op, params, moments, params, 2, 0.1)
+    assert not torch.equal(before[0], params[0])
+
+
+def test_paths_are_named_for_every_op():
+    paths = ops.paths(torch.device("cpu"))
+    assert set(paths) == set(ops.OPS) and all(path.endswith("on cpu") for path in paths.values())
+    assert all(hasattr(ops, op) for op in ops.OPS if op != "cross_entropy")
+
+
+def test_module_prints_its_paths():
+    command = [sys.executable, "-m", "nanomegatron.ops"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in result.stdout.splitlines()] == list(ops.OPS)
