@@ -1,0 +1,274 @@
+"""The transformer against a second one written with torch's own functions, and against itself cut over tp."""
+
+import math
+from zlib import crc32
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanomegatron import ops
+from nanomegatron.config import TransformerConfig, padded_vocab_size
+from nanomegatron.mesh import Axis
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.param import Init
+from tests.spmd import run_spmd
+
+VOCAB, SEQUENCE = 61, 12
+GPT2 = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+LLAMA = TransformerConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=8,
+    ffn_hidden_size=48,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+)
+# The same families with all that a layout can get wrong: key norms, biases, dropout.
+GPT2_TP = TransformerConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, qk_layernorm=True, hidden_dropout=0.1
+)
+LLAMA_TP = TransformerConfig(
+    **{**vars(LLAMA), "qk_layernorm": True, "add_qkv_bias": True, "hidden_dropout": 0.1}
+)
+
+
+def build(config, tp=None, vocab=VOCAB, scale=1.0):
+    """A model whose parameters are all away from their special initial values 0 and 1."""
+    padded = padded_vocab_size(vocab, 4, 4)
+    model = GPTModel(config, vocab, padded, SEQUENCE, tp, Init(seed=3))
+    for param in model.parameters():
+        for part in param.spec.parts:
+            noise = torch.randn(
+                part.shape, generator=torch.Generator().manual_seed(crc32(part.name.encode()))
+            )
+            part.view(param.data).add_(part.of(scale * noise))
+    return model
+
+
+def batch(b=3, dropout_seed=None, vocab=VOCAB):
+    tokens = torch.randint(vocab, (b, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+    positions, samples = torch.arange(SEQUENCE), torch.arange(10, 10 + b)
+    return Tokens(tokens[:, :-1], positions, samples, dropout_seed), tokens[:, 1:]
+
+
+def parts_of(model, value=lambda p: p.detach()):
+    return {part.name: part.view(value(p)) for p in model.parameters() for part in p.spec.parts}
+
+
+class Reference:
+    """The same decoder from the same weights by name, batch first, with nothing of the project in it."""
+
+    def __init__(self, config, weights):
+        self.config = config
+        self.weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
+
+    def linear(self, x, name):
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def norm(self, x, name):
+        w, b = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return F.rms_norm(x, w.shape, w, 1e-5) if b is None else F.layer_norm(x, w.shape, w, b, 1e-5)
+
+    def rotate(self, x):
+        """x `[b, n, s, d]`; pairs (i, i + d/2) as complex numbers."""
+        half = x.shape[-1] // 2
+        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(x.shape[2])[:, None] * rates
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), -1).float()
+
+    def attention(self, x, name):
+        def heads(part):
+            y = self.linear(x, f"{name}.linear_qkv.{part}")
+            return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+        q, k, v = heads("q"), heads("k"), heads("v")
+        if self.config.position_embedding_type == "rope":
+            q, k = self.rotate(q), self.rotate(k)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.linear(y.transpose(1, 2).flatten(2), f"{name}.linear_proj")
+
+    def mlp(self, x, name):
+        if self.config.swiglu:
+            gate, up = (self.linear(x, f"{name}.linear_fc1.{part}") for part in ("gate", "up"))
+            return self.linear(F.silu(gate) * up, f"{name}.linear_fc2")
+        return self.linear(
+            F.gelu(self.linear(x, f"{name}.linear_fc1"), approximate="tanh"), f"{name}.linear_fc2"
+        )
+
+    def logits(self, tokens):
+        words = self.weights["embedding.word_embeddings.weight"]
+        x = words[tokens]
+        if self.config.position_embedding_type == "learned_absolute":
+            x = x + self.weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
+        for layer in (f"decoder.layers.{i}" for i in range(self.config.num_layers)):
+            x = x + self.attention(self.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attention")
+            x = x + self.mlp(self.norm(x, f"{layer}.pre_mlp_layernorm"), f"{layer}.mlp")
+        return F.linear(
+            self.norm(x, "decoder.final_layernorm"), self.weights.get("output_layer.weight", words)
+        )
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_logits_loss_and_gradients_are_the_references(config):
+    model = build(config, scale=0.1)
+    inputs, labels = batch()
+    reference = Reference(config, parts_of(model))
+    expected = reference.logits(inputs.tokens)
+    logits = model(inputs)[..., :VOCAB].transpose(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    loss = model(inputs, labels)
+    expected = F.cross_entropy(expected.transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    loss.mean().backward()
+    expected.mean().backward()
+    found = parts_of(model, lambda p: p.grad)
+    assert found.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
+        assert distance(found[name], weight.grad) < 1e-4, name
+
+
+def distance(a, b):
+    """Relative; a gradient that is zero but for rounding (a key bias without a key norm) counts as equal."""
+    return 0.0 if max(a.norm(), b.norm()) < 1e-7 else (a - b).norm() / b.norm()
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_initial_loss_is_that_of_guessing(config):
+    """ln(vocabulary), whatever it is padded to."""
+    inputs, labels = batch(16)
+    for padded in 64, 256:
+        loss = GPTModel(config, VOCAB, padded, SEQUENCE, init=Init(seed=3))(inputs, labels).mean()
+        assert loss.item() == pytest.approx(math.log(VOCAB), rel=0.03)
+
+
+def cut_over_tp(mesh, config):
+    """Loss and the gradient of every part as on one process, dropout included."""
+    inputs, labels = batch(dropout_seed=7)
+    losses, grads = [], []
+    for axis in Axis.single(), mesh.tp:
+        model = build(config, axis, scale=0.1)
+        losses.append(model(inputs, labels))
+        losses[-1].mean().backward()
+        grads.append(
+            {part.name: (part, part.view(p.grad)) for p in model.parameters() for part in p.spec.parts}
+        )
+    assert distance(losses[1], losses[0]) < 1e-6
+    plain, _ = batch()
+    assert distance(model(plain, labels), losses[0]) > 1e-3, "dropout took place"
+    assert grads[0].keys() == grads[1].keys()
+    for name, (part, grad) in grads[1].items():
+        assert distance(grad, part.of(grads[0][name][1])) < 1e-5, name
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("config", [GPT2_TP, LLAMA_TP], ids=["gpt2", "llama"])
+def test_tensor_parallel_is_one_process(config, tp):
+    run_spmd(cut_over_tp, tp, config, tp=tp)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_initial_weights_do_not_depend_on_tp(config):
+    """The slices of 2 and 4 ranks are those of the whole model, to the bit."""
+    whole = parts_of(GPTModel(config, VOCAB, 64, SEQUENCE))
+    for size in 2, 4:
+        for rank in range(size):
+            model = GPTModel(config, VOCAB, 64, SEQUENCE, Axis("tp", size, rank, tuple(range(size))))
+            for param in model.parameters():
+                for part in param.spec.parts:
+                    assert torch.equal(part.view(param), part.of(whole[part.name])), (part.name, rank)
+
+
+def test_output_projections_start_smaller():
+    """0.02, and by sqrt(2 layers) less where a layer writes into the residual stream."""
+    config = TransformerConfig(num_layers=8, hidden_size=128, num_attention_heads=4)
+    for name, weight in parts_of(GPTModel(config, VOCAB, 64, SEQUENCE)).items():
+        if name.endswith("weight") and "norm" not in name:
+            std = 0.005 if "proj" in name or "fc2" in name else 0.02
+            assert weight.std().item() == pytest.approx(std, rel=0.05), name
+
+
+def test_a_token_sees_no_later_one():
+    model = build(LLAMA, scale=0.1)
+    inputs, _ = batch()
+    changed = inputs.tokens.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % VOCAB
+    found = model(Tokens(changed, inputs.positions))
+    expected = model(inputs)
+    torch.testing.assert_close(found[:6], expected[:6], rtol=1e-5, atol=1e-5)
+    assert (found[6:] - expected[6:]).abs().max() > 0.1
+
+
+def test_every_dropout_has_its_own_mask(monkeypatch):
+    """One on the embedding, two a layer; numbered alike on every layout."""
+    sites = []
+    monkeypatch.setattr(ops, "dropout", lambda x, p, seed, site, *_: sites.append((p, seed, site)) or x)
+    build(GPT2_TP)(batch(dropout_seed=7)[0])
+    assert sites == [(0.1, 7, site) for site in range(5)]
+
+
+def test_evaluation_has_no_dropout():
+    """Attention dropout follows train() and eval(), hidden dropout the seed in the batch."""
+    config = TransformerConfig(**{**vars(GPT2), "attention_dropout": 0.5, "hidden_dropout": 0.5})
+    model, (inputs, _) = build(config, scale=0.1).eval(), batch()
+    plain = build(GPT2, scale=0.1)
+    torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model.train()(inputs), plain(inputs), rtol=1e-2, atol=1e-2)
+
+
+LAYER = "decoder.layers.0"
+NAMES = {
+    "gpt2": [
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+        f"{LAYER}.input_layernorm.weight",
+        f"{LAYER}.input_layernorm.bias",
+        *(f"{LAYER}.self_attention.linear_qkv.{part}.weight" for part in "qkv"),
+        *(f"{LAYER}.self_attention.linear_qkv.{part}.bias" for part in "qkv"),
+        f"{LAYER}.self_attention.linear_proj.weight",
+        f"{LAYER}.self_attention.linear_proj.bias",
+        f"{LAYER}.pre_mlp_layernorm.weight",
+        f"{LAYER}.pre_mlp_layernorm.bias",
+        f"{LAYER}.mlp.linear_fc1.weight",
+        f"{LAYER}.mlp.linear_fc1.bias",
+        f"{LAYER}.mlp.linear_fc2.weight",
+        f"{LAYER}.mlp.linear_fc2.bias",
+        "decoder.final_layernorm.weight",
+        "decoder.final_layernorm.bias",
+    ],
+    "qwen3": [
+        "embedding.word_embeddings.weight",
+        f"{LAYER}.input_layernorm.weight",
+        *(f"{LAYER}.self_attention.linear_qkv.{part}.weight" for part in "qkv"),
+        f"{LAYER}.self_attention.linear_proj.weight",
+        f"{LAYER}.self_attention.q_layernorm.weight",
+        f"{LAYER}.self_attention.k_layernorm.weight",
+        f"{LAYER}.pre_mlp_layernorm.weight",
+        f"{LAYER}.mlp.linear_fc1.gate.weight",
+        f"{LAYER}.mlp.linear_fc1.up.weight",
+        f"{LAYER}.mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    ],
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_global_names(family):
+    """They seed the weights and name them in checkpoints: a change of one breaks every older run."""
+    config = GPT2 if family == "gpt2" else TransformerConfig(**{**vars(LLAMA), "qk_layernorm": True})
+    model = GPTModel(TransformerConfig(**{**vars(config), "num_layers": 1}), VOCAB, 64, SEQUENCE)
+    names = [part.name for p in model.parameters() for part in p.spec.parts]
+    assert sorted(names) == sorted(NAMES[family])
+
+
+def test_global_names_are_unique():
+    model = GPTModel(LLAMA, VOCAB, 64, SEQUENCE)
+    names = [part.name for p in model.parameters() for part in p.spec.parts]
+    assert len(set(names)) == len(names) == 2 * 9 + 3
