@@ -1,0 +1,216 @@
+"""AdamW with fp32 main parameters, its schedules, clipping and loss scaling, without one host sync a step.
+
+    gradients (fp32, summed)  ->  norm of each part  ->  global norm over tp x pp  ->  clip factor, finite?
+                                                                                         |
+    main params (fp32)   <-  AdamW reads factor and flag from the device: a bad step changes nothing
+    params (bf16/fp16)   <-  copied from the main params; in fp32 they are the same tensors
+
+Everything that a step decides stays on the device as 0-d tensors: the finite flag, the number of good steps,
+the learning rate (looked up in a table by that number, so a skipped step holds the schedule) and the loss
+scale. The host reads them when it writes its log, one step late.
+
+The schedules count samples, as Megatron's do: a step's learning rate is that of the samples before it.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanomegatron import ops
+from nanomegatron.comm import all_reduce_
+from nanomegatron.config import OptimizerConfig, PrecisionConfig
+from nanomegatron.dp import flat_views
+from nanomegatron.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate against samples, with the lengths already in samples."""
+
+    style: str
+    lr: float
+    min_lr: float
+    warmup_init: float
+    warmup: int
+    decay: int
+    wsd_style: str = "exponential"
+    wsd_decay: int = 0
+
+    @staticmethod
+    def of(config: OptimizerConfig, train_iters: int, global_batch_size: int) -> "Schedule":
+        """The schedule of a run; lengths given in iterations count `global_batch_size` samples each."""
+        decay = config.lr_decay_samples or (config.lr_decay_iters or train_iters) * global_batch_size
+        if config.lr_warmup_fraction is not None:
+            warmup = int(config.lr_warmup_fraction * decay)
+        else:
+            warmup = config.lr_warmup_samples or config.lr_warmup_iters * global_batch_size
+        wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * global_batch_size
+        return Schedule(
+            config.lr_decay_style,
+            config.lr,
+            config.min_lr,
+            config.lr_warmup_init,
+            warmup,
+            decay,
+            config.lr_wsd_decay_style,
+            wsd,
+        )
+
+    def at(self, samples: int) -> float:
+        """Learning rate of the step that follows `samples` samples."""
+        if self.warmup and samples <= self.warmup:
+            return self.warmup_init + (self.lr - self.warmup_init) * samples / self.warmup
+        if self.style == "constant":
+            return self.lr
+        if samples > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        return self.min_lr + self._remaining(samples) * (self.lr - self.min_lr)
+
+    def _remaining(self, samples: int) -> float:
+        """The share of the way from min_lr up to lr, 1 at the end of the warm-up."""
+        ratio = (samples - self.warmup) / max(1, self.decay - self.warmup)
+        if self.style == "linear":
+            return 1.0 - ratio
+        if self.style == "cosine":
+            return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        start = self.decay - self.wsd_decay  # WSD: flat until its last part
+        if samples <= start:
+            return 1.0
+        ratio = (samples - start) / self.wsd_decay
+        return {
+            "linear": 1.0 - ratio,
+            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+            "exponential": 2.0 * 0.5**ratio - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(ratio),
+        }[self.wsd_style]
+
+
+class LossScaler:
+    """Dynamic loss scale of fp16, all on the device; a constant 1 for bf16 and fp32.
+
+    A window of good steps doubles it; bad steps halve it once `hysteresis` have come. (arXiv 1710.03740)
+    """
+
+    def __init__(self, precision: PrecisionConfig, device: torch.device) -> None:
+        self.dynamic = precision.fp16 and precision.loss_scale is None
+        start = precision.loss_scale or precision.initial_loss_scale if precision.fp16 else 1.0
+        self.window, self.patience = precision.loss_scale_window, precision.hysteresis
+        self.minimum = precision.min_loss_scale
+        # scale, good steps in a row, bad steps that are still forgiven
+        self.state = torch.tensor([start, 0.0, float(self.patience)], device=device)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return self.state[0]
+
+    def update(self, finite: torch.Tensor) -> None:
+        """Take note of one step; finite: 0-d, 1 or 0."""
+        if not self.dynamic:
+            return
+        scale, good, forgiven = self.state
+        good, forgiven = (good + 1) * finite, forgiven - (1 - finite)
+        halve, double = forgiven <= 0, good >= self.window
+        scale = torch.where(halve & (finite == 0), (scale / 2).clamp(min=self.minimum), scale)
+        scale = torch.where(double, scale * 2, scale)
+        forgiven = torch.where(double, torch.full_like(forgiven, self.patience), forgiven)
+        self.state = torch.stack((scale, torch.where(double, torch.zeros_like(good), good), forgiven))
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step did, as 0-d device tensors; `part_norms` has one for each of `Optimizer.part_names`."""
+
+    grad_norm: torch.Tensor
+    finite: torch.Tensor
+    lr: torch.Tensor
+    loss_scale: torch.Tensor
+    part_norms: torch.Tensor
+
+
+class Optimizer:
+    """AdamW over the parameters of this rank.
+
+    `learning_rates` has one for each step of the run. The gradient norm counts each part of each parameter
+    once over the `model` axis (tp x pp): one all-reduce of a number.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        learning_rates: list[float],
+        model_axis: Axis,
+    ) -> None:
+        self.params = [p for p in params if p.requires_grad]
+        self.config, self.model_axis = config, model_axis
+        device = self.params[0].device
+        self.mixed = self.params[0].dtype != torch.float32
+        self.main = [p.detach() for p in self.params]
+        if self.mixed:
+            _, self.main = flat_views(self.params, torch.float32)
+            self.reset_main()
+        _, self.exp_avg = flat_views(self.params, torch.float32)
+        _, self.exp_avg_sq = flat_views(self.params, torch.float32)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.learning_rates = torch.tensor(learning_rates, dtype=torch.float64, device=device)
+        self.scaler = LossScaler(precision, device)
+        owned = [(part, p) for p in self.params for part in p.spec.parts if part.owner]
+        self.part_names = [part.name for part, _ in owned]
+        self._owned = owned
+
+    def step(self, loss: torch.Tensor) -> StepStats:
+        """Update the parameters from their `main_grad`, unless the loss or the norm is not finite.
+
+        loss: 0-d, the global one, so that every rank decides alike.
+        """
+        norms = torch.stack(torch._foreach_norm([part.view(p.main_grad) for part, p in self._owned]))
+        norm = all_reduce_(norms.square().sum(), self.model_axis).sqrt() / self.scaler.scale
+        finite = (norm.isfinite() & loss.isfinite()).float()
+        clip = self.config.clip_grad
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
+        last = len(self.learning_rates) - 1
+        lr = self.learning_rates.take(self.good_steps.clamp(max=last))  # [...] would wait for the GPU
+        self.good_steps += finite.long()
+        self._update(lr.float(), self.scaler.scale / factor, 1.0 - finite)
+        stats = StepStats(norm, finite, lr, self.scaler.scale.clone(), norms)
+        self.scaler.update(finite)
+        return stats
+
+    def _update(self, lr: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
+        config, step = self.config, self.good_steps.float()
+        for decay in (True, False):
+            chosen = [i for i, p in enumerate(self.params) if p.spec.decay == decay]
+            if not chosen:
+                continue
+            main, m, v = ([x[i] for i in chosen] for x in (self.main, self.exp_avg, self.exp_avg_sq))
+            grads = [self.params[i].main_grad for i in chosen]
+            weight_decay = config.weight_decay if decay else 0.0
+            hyper = (config.adam_beta1, config.adam_beta2, config.adam_eps, weight_decay)
+            ops.adamw_(main, grads, (m, v), step, lr, hyper, grad_scale, skip)
+        if self.mixed:
+            torch._foreach_copy_([p.detach() for p in self.params], self.main)
+
+    def reset_main(self) -> None:
+        """Take the main parameters from the parameters again: after weights were loaded without them."""
+        if self.mixed:
+            torch._foreach_copy_(self.main, [p.detach() for p in self.params])
+
+    def states(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors that a checkpoint holds, by kind, in the order of `params`."""
+        main = {"main": self.main} if self.mixed else {}
+        return {**main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    def scalars(self) -> dict:
+        """The numbers that a checkpoint holds. Waits for the device."""
+        return {"good_steps": int(self.good_steps), "loss_scaler": self.scaler.state.tolist()}
+
+    def load_scalars(self, saved: dict) -> None:
+        """Take up `scalars()` again."""
+        self.good_steps.fill_(saved["good_steps"])
+        self.scaler.state.copy_(torch.tensor(saved["loss_scaler"]))
