@@ -1,0 +1,300 @@
+"""Text to tokens: JSON Lines or plain text in, Megatron's .bin/.idx out.
+
+    python preprocess.py --input 'corpus/*.jsonl.gz' --output-prefix data/corpus --append-eod --workers 8 \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe
+    python preprocess.py --input corpus.jsonl --train-tokenizer 32000 --output data/bpe.tiktoken
+    python preprocess.py --embedded
+
+This process reads, the workers parse and tokenize, this process writes, in the order of the input: the
+result does not depend on their number. A line that is no document stops it all with `file:line: reason` and
+exit code 2, and leaves nothing that loads.
+
+`--embedded` makes data of what every machine has that runs this: the sources of Python's standard library.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanomegatron.data_indexed import IndexedDatasetBuilder, best_dtype, file_lock, publish
+from nanomegatron.data_text import chunks, encode, in_order, input_files, kind, lines, train_tokenizer
+from nanomegatron.tokenizer import Tokenizer, build_tokenizer
+
+TOKENIZERS = (
+    "ByteTokenizer NullTokenizer TikTokenizer GPT2BPETokenizer HuggingFaceTokenizer SentencePieceTokenizer"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 2 wrong arguments or input, 130 interrupted."""
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.embedded:
+            prepare_embedded(Path(arguments.output or "data"))
+        elif not arguments.input:
+            raise ValueError("nothing to do: give --input FILE ..., or --embedded")
+        elif arguments.train_tokenizer:
+            if not arguments.output:
+                raise ValueError("--train-tokenizer needs --output FILE for the rank file")
+            files, keys = input_files(arguments.input), tuple(arguments.json_keys)
+            texts = (text for line in lines(files) for text in line.texts(keys))
+            print(train_tokenizer(texts, arguments.train_tokenizer, Path(arguments.output)))
+        else:
+            for report in preprocess_arguments(arguments):
+                print(report)
+    except (ValueError, OSError) as error:
+        print(f"preprocess.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("preprocess.py: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; those of Megatron's tools/preprocess_data.py mean what they mean there."""
+    p = argparse.ArgumentParser(prog="preprocess.py", description=__doc__.splitlines()[0])
+    p.add_argument(
+        "--input", nargs="+", help=".jsonl, .json (JSON Lines), .txt (a document), any with .gz; globs"
+    )
+    p.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys whose text is taken, a dataset each"
+    )
+    p.add_argument("--output-prefix", help="writes PREFIX_KEY_document.{bin,idx,json}")
+    p.add_argument("--tokenizer-type", choices=TOKENIZERS.split())
+    p.add_argument(
+        "--tokenizer-model", help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"
+    )
+    p.add_argument("--vocab-file", help="encoder.json of GPT2BPETokenizer")
+    p.add_argument("--merge-file", help="vocab.bpe of GPT2BPETokenizer")
+    p.add_argument(
+        "--vocab-size", type=int, help="ids of NullTokenizer, the end-of-document token among them"
+    )
+    p.add_argument(
+        "--append-eod", action="store_true", help="end every document with the end-of-document token"
+    )
+    p.add_argument(
+        "--workers", type=int, default=1, help="processes that tokenize; the result does not depend on it"
+    )
+    p.add_argument(
+        "--log-interval", type=int, help="documents between two lines of progress; every few seconds without"
+    )
+    p.add_argument(
+        "--train-tokenizer", type=int, metavar="N", help="instead: train a byte-level BPE of N entries"
+    )
+    p.add_argument("--embedded", action="store_true", help="instead: prepare the standard library's sources")
+    p.add_argument("--output", help="rank file of --train-tokenizer; folder of --embedded (data)")
+    return p
+
+
+def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Run what the command line asks for; a line of report a dataset."""
+    for flag in ("output_prefix", "tokenizer_type"):
+        if not getattr(arguments, flag):
+            raise ValueError(f"--{flag.replace('_', '-')} is missing")
+    if arguments.workers < 1:
+        raise ValueError(f"--workers {arguments.workers}: one process is the least")
+    a = arguments
+    tokenizer = build_tokenizer(a.tokenizer_type, a.tokenizer_model, a.vocab_file, a.merge_file, a.vocab_size)
+    keys, files = tuple(a.json_keys), input_files(a.input)
+    if plain := [f for f in files if kind(f) == ".txt" and keys != ("text",)]:
+        raise ValueError(
+            f"{plain[0]}: plain text has only the key text, --json-keys asks for {' '.join(keys)}"
+        )
+    return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, a.workers, a.log_interval)
+
+
+def tokenize(
+    files: list[str],
+    prefix: str | Path,
+    tokenizer: Tokenizer,
+    keys: tuple[str, ...] = ("text",),
+    append_eod: bool = True,
+    workers: int = 1,
+    log_interval: int | None = None,
+) -> list[str]:
+    """Files to PREFIX_KEY_document.{bin,idx,json}, one triple a key; a line of report each.
+
+    Raises ValueError for a bad line or no token at all; then nothing of these names has changed.
+    """
+    spec = dict(spec=json.dumps(tokenizer.spec), fingerprint=tokenizer.fingerprint)
+    work = functools.partial(encode, keys=keys, append_eod=append_eod, **spec)
+    progress = Progress(sum(os.path.getsize(f) for f in files), log_interval)
+    dtype, sizes = best_dtype(tokenizer.vocab_size), [0 for _ in keys]
+    with contextlib.ExitStack() as stack:
+        builders = [
+            stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{key}_document", dtype)) for key in keys
+        ]
+        stack.enter_context(progress)
+        for encoded in in_order(work, chunks(lines(files, progress.read)), workers):
+            for k, (builder, part) in enumerate(zip(builders, encoded)):
+                builder.add_documents(part.tokens, part.lengths)
+                sizes[k] += part.text_bytes
+            progress.wrote(builders[0].documents, sum(b.tokens for b in builders))
+        for builder in builders:
+            if not builder.tokens:
+                raise ValueError(
+                    f"{builder.prefix}: {builder.documents} documents without a token in {files[0]} ..."
+                )
+        for builder, size in zip(builders, sizes):
+            builder.finalize(_sidecar(builder, tokenizer, size, append_eod))
+    return [
+        f"{b.prefix}: {b.documents:,} documents ({b.documents - b.sequences:,} empty), {b.tokens:,} tokens, "
+        f"{size / b.tokens:.2f} bytes a token, {time.monotonic() - progress.start:.1f} s"
+        for b, size in zip(builders, sizes)
+    ]
+
+
+def _sidecar(builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text_bytes: int, append_eod: bool) -> dict:
+    return dict(
+        documents=builder.documents,
+        empty_documents=builder.documents - builder.sequences,
+        tokens=builder.tokens,
+        text_bytes=text_bytes,
+        max_token=builder.max_token,
+        append_eod=append_eod,
+        tokenizer=tokenizer.spec,
+        fingerprint=tokenizer.fingerprint,
+    )
+
+
+class Progress:
+    """How far it is, on stderr: one line that changes on a terminal, else a new one every few seconds."""
+
+    def __init__(self, total_bytes: int, interval: int | None) -> None:
+        self.total, self.interval = total_bytes, interval
+        self.bytes = self.documents = self.shown_documents = 0
+        self.terminal = sys.stderr.isatty()
+        self.start = self.shown = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.terminal and self.shown > self.start:
+            print(file=sys.stderr)
+
+    def read(self, count: int) -> None:
+        self.bytes = count
+
+    def wrote(self, documents: int, tokens: int) -> None:
+        """Show the state, if it is time to."""
+        now = time.monotonic()
+        due = now - self.shown >= (0.2 if self.terminal else 5)
+        if self.interval:
+            due = documents - self.shown_documents >= self.interval
+        if not due:
+            return
+        self.shown, self.shown_documents = now, documents
+        seconds = max(now - self.start, 1e-9)
+        left = round(seconds * (self.total - self.bytes) / max(self.bytes, 1))
+        text = (
+            f"{documents:,} documents, {documents / seconds:,.0f}/s | {self.bytes / seconds / 1e6:.1f} MB/s "
+            f"| {tokens / seconds / 1e6:.2f} M tokens/s | {self.bytes / max(self.total, 1):4.0%} | "
+            f"ETA {left // 60}:{left % 60:02}"
+        )
+        print(
+            f"\r{text}\x1b[K" if self.terminal else text,
+            end="" if self.terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The data that needs no download; `tokenizer_model` is None for bytes."""
+
+    train_prefix: str
+    valid_prefix: str
+    tokenizer_type: str
+    tokenizer_model: str | None
+    note: str
+
+
+def prepare_embedded(
+    root: Path = Path("data"), vocab: int = 4096, report: Callable[[str], object] = print
+) -> Embedded:
+    """The standard library's sources as training and validation data in `root`/python-VERSION.
+
+    Made once: of several processes that call it one works and the others wait. Tokens are a BPE of `vocab`
+    entries trained on the text, or bytes where the tokenizers library is missing.
+    """
+    folder = root / f"python-{platform.python_version()}"
+    bpe = importlib.util.find_spec("tokenizers") is not None
+    name = f"bpe-{vocab}" if bpe else "bytes"
+    if found := _prepared(folder, f"bpe-{vocab}") or _prepared(folder, name):
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder / "lock"):
+        if found := _prepared(folder, name):
+            return found
+        texts = {split: folder / f"{split}.jsonl" for split in ("train", "valid")}
+        if not all(path.exists() for path in texts.values()):
+            report(collect_stdlib(texts["train"], texts["valid"]))
+        model = folder / f"{name}.tiktoken" if bpe else None
+        if model and not model.exists():
+            documents = lines([str(texts["train"])])
+            report(
+                train_tokenizer((text for line in documents for text in line.texts(("text",))), vocab, model)
+            )
+        tokenizer = build_tokenizer("TikTokenizer" if bpe else "ByteTokenizer", str(model))
+        for split, path in texts.items():
+            prefix, workers = folder / f"{split}-{name}", min(2, os.cpu_count() or 1)
+            for line in tokenize([str(path)], prefix, tokenizer, workers=workers if split == "train" else 1):
+                report(line)
+        return _prepared(folder, name)
+
+
+def _prepared(folder: Path, name: str) -> Embedded | None:
+    prefixes = [folder / f"{split}-{name}_text_document" for split in ("train", "valid")]
+    model = None if name == "bytes" else folder / f"{name}.tiktoken"
+    if not all(path.exists() for path in [*(Path(f"{p}.idx") for p in prefixes), *filter(None, [model])]):
+        return None
+    note = (
+        "" if model else "bytes, since the tokenizers library is missing; pip install tokenizers gives a BPE"
+    )
+    kind = "TikTokenizer" if model else "ByteTokenizer"
+    return Embedded(str(prefixes[0]), str(prefixes[1]), kind, str(model) if model else None, note)
+
+
+def collect_stdlib(train_jsonl: Path, valid_jsonl: Path) -> str:
+    """Python's own *.py files, tests too, as JSON Lines; every 50th by name is held out. A line of report."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    count = size = 0
+    with publish(valid_jsonl) as valid, publish(train_jsonl) as train:
+        with (
+            open(train, "w", encoding="utf-8") as train_file,
+            open(valid, "w", encoding="utf-8") as valid_file,
+        ):
+            for name in names:
+                if skipped & set(name.split("/")):
+                    continue
+                try:
+                    text = (root / name).read_bytes().decode()
+                except (OSError, UnicodeDecodeError):
+                    continue
+                count, size = count + 1, size + len(text)
+                line = json.dumps({"text": text, "path": name}, ensure_ascii=False)
+                print(line, file=train_file if count % 50 else valid_file)
+        if count < 50:
+            raise ValueError(
+                f"{root}: {count} Python sources; the embedded data needs the standard library's"
+            )
+    return f"{root}: {count:,} files, {size / 1e6:.1f} MB of text"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
