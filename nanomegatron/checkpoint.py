@@ -1,0 +1,307 @@
+"""Checkpoints: saved by global name and slice, published atomically, verified before a byte is used.
+
+Each rank writes the slices it owns, so any layout loads what any other has saved (`checkpoint_files.py` has
+the folder's format). What a kill leaves behind at each point of a save:
+
+    make      iter_0000120.tmp/                       a leftover: ignored, removed by the next save
+    write     a shard a rank, each to the disk        the same
+    merge     rank 0: do the slices tile each tensor? then the manifest, to the disk
+    rename    iter_0000120.tmp -> iter_0000120        from here on this is the newest checkpoint
+    point     latest_checkpointed_iteration.txt       a hint for people; the names of the folders decide
+
+Nothing is ever written into a published folder. Saving an iteration again replaces it: the old folder is set
+aside as iter_0000120.old, found there if a kill comes between the two renames, and removed afterwards.
+
+Every rank's success is agreed upon before the next stage, so that an error on one (a full disk) is the same
+error on all, and nobody waits for a rank that has given up. All ranks must see the same `root`.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron.checkpoint_files import (
+    DTYPES,
+    CheckpointError,
+    Manifest,
+    Piece,
+    describe,
+    fill,
+    merge,
+    read_manifest,
+    sync_folder,
+    to_json,
+    verify_file,
+    write_manifest,
+    write_shard,
+    write_text,
+)
+from nanomegatron.comm import all_gather, all_reduce
+from nanomegatron.mesh import Axis, Mesh
+
+LATEST = "latest_checkpointed_iteration.txt"
+PUBLISHED = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})(\.old)?")
+LEFTOVER = re.compile(r"iter_[0-9]{7,18}\.(tmp|old)")
+
+
+class SaveError(Exception):
+    """A checkpoint was not written; those before it are as they were."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds beside tensors; `notes` are for the user to read."""
+
+    iteration: int
+    state: dict[str, Any]
+    config_toml: str
+    notes: list[str]
+
+
+def training_pieces(
+    params: Sequence[torch.nn.Parameter], states: dict[str, list[torch.Tensor]], dp_cp: Axis
+) -> list[Piece]:
+    """The parameters, and the optimizer's tensors: `states[kind][i]` has the local shape of params[i].
+
+    Every data- and context-parallel rank holds all of them; the first is the owner.
+    """
+    first = dp_cp.rank == 0
+    return [
+        Piece(f"{kind}/{part.name}", part.shape, part.offset, part.view(local.detach()), part.owner and first)
+        for kind, tensors in {"model": params, **states}.items()
+        for param, local in zip(params, tensors, strict=True)
+        for part in param.spec.parts
+    ]
+
+
+# Saving.
+
+
+def save(
+    root: str | Path,
+    iteration: int,
+    pieces: Iterable[Piece],
+    state: dict[str, Any],
+    config_toml: str,
+    mesh: Mesh,
+) -> None:
+    """Write and publish `root/iter_<iteration>`; every rank calls this with its pieces and the same `root`.
+
+    Rank 0's `state` (JSON) and `config_toml` are kept. Raises SaveError on all ranks if any fails.
+    """
+    root, first = Path(root), mesh.world.rank == 0
+    owned = [piece for piece in pieces if piece.owner and piece.data.numel()]
+    need = torch.tensor(sum(piece.data.nbytes for piece in owned), device=mesh.device)
+    need = int(all_reduce(need, mesh.world))
+    temporary = root / f"iter_{iteration:07d}.tmp"
+
+    def stage(work: Callable | None, *args: Any) -> None:
+        _, errors = _on_all_ranks(mesh, work, *args)
+        if errors:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            what = f"the checkpoint of iteration {iteration} was not saved in {root}"
+            space = f"it needs {need} bytes, {_free(root)} are free; earlier ones are untouched"
+            raise SaveError(f"{what}: {'; '.join(errors)} ({space})")
+
+    stage(_make if first else None, temporary, need)
+    stage(_write, temporary, mesh.world.rank, owned)
+    stage(_publish if first else None, temporary, mesh.world.size, iteration, state, config_toml)
+
+
+def _make(temporary: Path, need: int) -> None:
+    """The empty temporary folder, without the leftovers of earlier saves."""
+    root = temporary.parent
+    root.mkdir(parents=True, exist_ok=True)
+    in_use = set(_folders(root).values())
+    for path in [path for path in root.iterdir() if LEFTOVER.fullmatch(path.name)]:
+        if path not in in_use:
+            _remove(path)
+    if shutil.disk_usage(root).free < need:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    temporary.mkdir()
+
+
+def _write(temporary: Path, rank: int, pieces: list[Piece]) -> None:
+    """This rank's shard, and beside it what the manifest will say of it."""
+    shard = temporary / f"rank_{rank:05d}.safetensors"
+    tensors, file = write_shard(shard, pieces)
+    shard.with_suffix(".json").write_text(to_json(Manifest(0, {}, "", tensors, {shard.name: file})))
+
+
+def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config_toml: str) -> None:
+    """Rank 0: put the manifest together, then make the folder what it is called."""
+    indices = [temporary / f"rank_{rank:05d}.json" for rank in range(ranks)]
+    write_manifest(temporary, Manifest(iteration, state, config_toml, *merge(indices)))
+    for index in indices:
+        index.unlink()
+    sync_folder(temporary)
+    root, final, aside = temporary.parent, temporary.with_suffix(""), temporary.with_suffix(".old")
+    if final.exists() or final.is_symlink():
+        _remove(aside)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_folder(root)
+    _remove(aside)
+    hint = root / f"{LATEST}.tmp"
+    write_text(hint, f"{iteration}\n")
+    os.replace(hint, root / LATEST)
+    sync_folder(root)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a symbolic link in its place but not what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _free(folder: Path) -> int:
+    """Bytes free on the folder's file system; 0 if that cannot be told."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+# Loading.
+
+
+def latest(root: str | Path) -> int | None:
+    """The newest iteration that is published in root, by the names of the folders; None without any."""
+    return max(_folders(Path(root)), default=None)
+
+
+def load(
+    root: str | Path,
+    pieces: Iterable[Piece],
+    mesh: Mesh,
+    step: int | None = None,
+    keys_optional: Collection[str] = (),
+    cast: bool = False,
+) -> Loaded | None:
+    """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint at all.
+
+    Every rank calls this with its own pieces, whatever layout has saved; of `mesh` only `world` and `device`
+    are used. All files are hashed first, each by one rank. A damaged checkpoint is passed over, and the notes
+    say so, unless `step` asks for just this one. Tensors among `keys_optional` may be absent and keep their
+    values. `cast` allows another dtype than the saved one.
+
+    Raises CheckpointError, on all ranks, where no checkpoint is usable, or where tensors are missing or have
+    another shape or dtype: all of them at once, before anything is filled.
+    """
+    pieces = [piece for piece in pieces if piece.data.numel()]
+    folder, manifest, notes = _newest_intact(Path(root), mesh, step)
+    if manifest is None:
+        return None
+    _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, keys_optional, cast)
+    if errors:
+        raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *errors]))
+    absent = sorted({piece.key for piece in pieces} - manifest.tensors.keys())
+    if absent:
+        notes.append(f"{folder} lacks {', '.join(absent)}: left as they were")
+    present = [piece for piece in pieces if piece.key in manifest.tensors]
+    _, errors = _on_all_ranks(mesh, fill, folder, manifest, present)
+    if errors:
+        raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
+    return Loaded(manifest.iteration, manifest.state, manifest.config, notes)
+
+
+def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Manifest | None, list[str]]:
+    """The checkpoint to load, verified, and what is to be said about those that were passed over."""
+    # Rank 0's view of the folders counts, lest ranks with a stale one look at another checkpoint.
+    folders, errors = _on_all_ranks(mesh, _folders if mesh.world.rank == 0 else None, root)
+    if errors:
+        raise CheckpointError(f"{root}: {errors[0]}")
+    names = json.dumps({i: path.name for i, path in (folders or {}).items()})
+    found = {int(i): name for i, name in json.loads(_texts(names, mesh)[0]).items()}
+    if step is not None and step not in found:
+        raise CheckpointError(f"{root} has no iteration {step}; it has {sorted(found) or 'none'}")
+    bad: list[str] = []
+    for iteration in sorted(found, reverse=True) if step is None else [step]:
+        folder = root / found[iteration]
+        manifest, errors = _on_all_ranks(mesh, _verified, folder, iteration, mesh.world)
+        if not errors:
+            lost = max(found) - iteration
+            fell_back = f"loading iteration {iteration} instead: {lost} iterations are lost"
+            return folder, manifest, [f"damaged checkpoint: {error}; {fell_back}" for error in bad]
+        bad += errors
+    if bad:
+        raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *bad]))
+    return root, None, []
+
+
+def _folders(root: Path) -> dict[int, Path]:
+    """Iteration -> folder, for every published one; one set aside counts where nothing has replaced it."""
+    found: dict[int, Path] = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else []:  # "iter_0000120" before "iter_0000120.old"
+        match = PUBLISHED.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.setdefault(int(match[1]), path)
+    return found
+
+
+def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
+    """The manifest, once this rank's share of the files has been hashed. Raises CheckpointError."""
+    manifest = read_manifest(folder)
+    if manifest.iteration != iteration:
+        raise CheckpointError(f"{folder} was saved as iteration {manifest.iteration}")
+    for name in sorted(manifest.files)[world.rank :: world.size]:
+        verify_file(folder / name, manifest.files[name])
+    return manifest
+
+
+def _check_wanted(
+    manifest: Manifest, pieces: list[Piece], keys_optional: Collection[str], cast: bool
+) -> None:
+    """Raise CheckpointError with a line for every piece that the checkpoint cannot fill."""
+    errors = []
+    for piece in pieces:
+        saved, dtype = manifest.tensors.get(piece.key), DTYPES[piece.data.dtype]
+        if saved is None:
+            if piece.key not in keys_optional:
+                errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
+        elif saved.shape != piece.shape:
+            errors.append(f"{piece.key}: saved {list(saved.shape)}, wanted {list(piece.shape)}")
+        elif saved.dtype != dtype and not cast:
+            errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}")
+    if errors:
+        raise CheckpointError("\n".join(errors))
+
+
+# All ranks together.
+
+
+def _on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, list[str]]:
+    """The result of `work(*args)` here (None: nothing to do), and the errors of all ranks, each once.
+
+    The list is the same on every rank, so all of them go on or none does.
+    """
+    result, error = None, ""
+    try:
+        result = work(*args) if work else None
+    except Exception as caught:  # whatever it is, the other ranks wait to hear of it
+        error = describe(caught)
+    lines = [line for text in _texts(error, mesh) for line in text.splitlines()]
+    return result, list(dict.fromkeys(lines))
+
+
+def _texts(text: str, mesh: Mesh) -> list[str]:
+    """Every rank's text, in rank order."""
+    data = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=mesh.device)
+    sizes = all_gather(torch.tensor([len(data)], device=mesh.device), mesh.world).tolist()
+    if not any(sizes):
+        return [""] * len(sizes)
+    padded = data.new_zeros(max(sizes))
+    padded[: len(data)] = data
+    rows = all_gather(padded, mesh.world).cpu().chunk(len(sizes))
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]

@@ -1,0 +1,326 @@
+"""Checkpoints: any layout loads any other to the bit, and no kill or full disk leaves half of one."""
+
+import errno
+import importlib
+import itertools
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomegatron.checkpoint import (
+    CheckpointError,
+    Piece,
+    SaveError,
+    latest,
+    load,
+    save,
+    training_pieces,
+)
+from nanomegatron.config import ParallelConfig
+from nanomegatron.mesh import Axis, Mesh, World, launch
+from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard
+from tests.checkpoints import (
+    ALONE,
+    SHAPES,
+    cuts,
+    expect,
+    expect_newest,
+    load_by_rank,
+    newest_files,
+    random_tiles,
+    save_alone,
+    save_by_rank,
+    tensor,
+    two_by_two,
+)
+from tests.spmd import run_spmd
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Iterations 10 and 20; not to be changed."""
+    return two_by_two(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def root(saved, tmp_path) -> Path:
+    """A copy of these, to be changed."""
+    return shutil.copytree(saved, tmp_path / "ckpt")
+
+
+# Any layout loads any other.
+
+
+@pytest.mark.parametrize("ranks, dim", [(4, 0), (2, 1), (3, 2)])
+def test_two_ranks_save_and_others_load(saved, ranks, dim):
+    assert run_spmd(load_by_rank, ranks, saved, 20, dim, tp=ranks) == [[]] * ranks
+    assert expect_newest(saved, 20) == []
+
+
+def test_random_cuts_load_random_cuts(tmp_path):
+    rng = random.Random(5)
+    for case in range(25):
+        shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 5)))
+        whole = torch.randn(shape)
+
+        def pieces(source, shape=shape):
+            for offset, tile in random_tiles(rng, shape, 4):
+                view = source[tuple(slice(o, o + n) for o, n in zip(offset, tile))]
+                yield Piece("t", shape, offset, view)
+
+        save(tmp_path, case, pieces(whole), {}, "", ALONE)
+        target = torch.full(shape, torch.nan)
+        load(tmp_path, pieces(target), ALONE)
+        assert torch.equal(whole, target)
+
+
+def test_training_pieces_name_every_part():
+    tp = Axis("tp", 2, 1, (0, 1))
+    parts = (
+        shard("qkv.q", (8, 3), 0, tp, 0),
+        shard("qkv.k", (4, 3), 0, tp, 4),
+        shard("qkv.v", (4, 3), 0, tp, 6),
+    )
+    params = [
+        new_parameter(ParamSpec(parts, (8, 3)), Init(), std=1.0),
+        new_parameter(ParamSpec((replica("norm", (3,), tp),), (3,)), Init(), fill=1.0),
+    ]
+    states = {"exp_avg": [torch.zeros(8, 3), torch.zeros(3)]}
+    pieces = training_pieces(params, states, Axis.single())
+    assert [piece.key for piece in pieces[:4]] == ["model/qkv.q", "model/qkv.k", "model/qkv.v", "model/norm"]
+    assert [piece.key for piece in pieces[4:]] == [p.key.replace("model/", "exp_avg/") for p in pieces[:4]]
+    assert [piece.owner for piece in pieces[:4]] == [True, True, True, False]
+    assert pieces[1].offset == (2, 0) and pieces[1].shape == (4, 3)
+    pieces[1].data.fill_(7)  # a view of the parameter
+    assert params[0][4:6].eq(7).all() and not params[0][[3, 6]].eq(7).any()
+    assert not any(piece.owner for piece in training_pieces(params, states, Axis("dp_cp", 2, 1, (0, 1))))
+
+
+# What does not fit is told at once.
+
+
+def test_everything_that_does_not_fit_is_listed(root):
+    new = torch.ones(3)
+    pieces = [
+        Piece("model/new", (3,), (0,), new),
+        Piece("model/w", (8, 6), (0, 0), torch.ones(8, 6)),
+        Piece("model/b", (5,), (0,), torch.ones(5, dtype=torch.bfloat16)),
+    ]
+    with pytest.raises(CheckpointError) as error:
+        load(root, pieces, ALONE)
+    for line in (
+        "model/new: missing, wanted [3]",
+        "model/w: saved [8, 12], wanted [8, 6]",
+        "model/b: saved as F32, wanted BF16",
+    ):
+        assert line in str(error.value)
+    assert all(piece.data.eq(1).all() for piece in pieces)
+    pieces = [pieces[0], pieces[2]]
+    loaded = load(root, pieces, ALONE, keys_optional=["model/new"], cast=True)
+    assert torch.equal(pieces[1].data, tensor("model/b", 20).bfloat16())
+    assert new.eq(1).all() and "model/new" in loaded.notes[0]
+
+
+def test_no_checkpoint_and_no_such_step(root, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "nowhere"):
+        assert load(folder, cuts(None), ALONE) is None
+        assert latest(folder) is None
+    with pytest.raises(CheckpointError, match=r"no iteration 15; it has \[10, 20\]"):
+        load(root, cuts(None), ALONE, step=15)
+    pieces = cuts(None)
+    assert load(root, pieces, ALONE, step=10).notes == []
+    expect(pieces, 10)
+
+
+# Which checkpoint is used.
+
+
+def test_all_ranks_fall_back_together(root):
+    """The damage is in a file that one rank alone has hashed."""
+    path = newest_files(root)[-1]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    notes = run_spmd(load_by_rank, 2, root, 10, 0, tp=2)
+    assert notes[0] == notes[1] and path.name in notes[0][0]
+
+
+def test_nothing_usable_lists_what_was_tried(root):
+    for folder in root.glob("iter_*"):
+        (folder / "rank_00001.safetensors").unlink()
+    with pytest.raises(CheckpointError) as error:
+        load(root, cuts(None), ALONE)
+    for step in (10, 20):
+        assert f"iter_00000{step}/rank_00001.safetensors: No such file" in str(error.value)
+
+
+def test_names_that_are_no_checkpoint(root, tmp_path):
+    outside = shutil.copytree(root / "iter_0000020", tmp_path / "outside")
+    for name in ("iter_0000030.tmp", "iter_0000030.bak", "iter_30", "iter_00000030", "xiter_0000030"):
+        shutil.copytree(outside, root / name)
+    (root / "iter_0000040").symlink_to(outside)
+    (root / "iter_0000050").write_text("a file")
+    assert latest(root) == 20 and expect_newest(root, 20) == []
+    os.rename(root / "iter_0000010", root / "iter_0000060")  # the manifest knows better
+    assert "was saved as iteration 10" in expect_newest(root, 20)[0]
+
+
+def test_leftovers_are_removed_and_links_not_followed(root, tmp_path):
+    outside = shutil.copytree(root / "iter_0000020", tmp_path / "outside")
+    before = sorted(path.name for path in outside.iterdir())
+    shutil.copytree(outside, root / "iter_0000025.tmp")
+    (root / "iter_0000030.tmp").symlink_to(outside)
+    (root / "iter_0000030").symlink_to(outside)
+    save_alone(root, 30)
+    assert expect_newest(root, 30) == []
+    assert sorted(path.name for path in root.iterdir()) == [
+        *(f"iter_00000{step}" for step in (10, 20, 30)),
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert sorted(path.name for path in outside.iterdir()) == before
+
+
+def test_saving_again_replaces(root):
+    """As after a fall-back: the damaged iteration is reached a second time."""
+    newest_files(root)[0].write_text("{}")
+    save_alone(root, 20)
+    assert expect_newest(root, 20) == []
+
+
+# Failures while saving.
+
+
+def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> int:
+    """A rank that is killed at the n-th call of the function at `place`."""
+    owner, name = place.rsplit(".", 1)
+    owner = importlib.import_module(owner)
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def dying(*args, **kwargs):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, dying)
+    save_alone(root, step)
+    return 0
+
+
+HERE, FILES = "nanomegatron.checkpoint.", "nanomegatron.checkpoint_files."
+
+
+KILLS = {  # where, in which call; what is saved; what is the newest then
+    "after mkdir": (HERE + "write_shard", 1, 30, 20),
+    "mid-shard": (FILES + "raw_bytes", 3, 30, 20),
+    "before a shard's fsync": ("os.fsync", 1, 30, 20),
+    "before the manifest": (HERE + "write_manifest", 1, 30, 20),
+    "before the manifest's hash": ("os.fsync", 3, 30, 20),
+    "before rename": ("os.rename", 1, 30, 20),
+    "before the root's fsync": (HERE + "sync_folder", 2, 30, 30),
+    "at latest": ("os.replace", 1, 30, 30),
+    "when replacing, between the renames": ("os.rename", 2, 20, 20),
+    "when replacing, before the old one goes": ("shutil.rmtree", 1, 20, 20),
+}
+
+
+@pytest.mark.parametrize("point", KILLS)
+def test_kill_while_saving(root, point):
+    place, call, step, newest = KILLS[point]
+    assert launch(save_and_die, 1, (root, step, place, call), timeout=30) == [-signal.SIGKILL]
+    assert expect_newest(root, newest) == []
+    save_alone(root, 30)  # the same or a later iteration can be saved after it
+    assert expect_newest(root, 30) == []
+    assert not list(root.glob("*.tmp"))
+    assert latest(root) == 30
+
+
+def expect_save_error(root: Path, mesh: Mesh, step: int) -> str:
+    """Save on this rank, assert that it fails and leaves no trace; returns the message."""
+    first = mesh.world.rank == 0  # who removes the temporary folder, perhaps while others look
+    before = {path: path.stat().st_mtime_ns for path in root.glob("iter_*/*")} if first else {}
+    with pytest.raises(SaveError) as error:
+        save_by_rank(mesh, root, (step,), 0)
+    if first:
+        assert before == {path: path.stat().st_mtime_ns for path in root.glob("iter_*/*")}
+        assert not list(root.glob("*.tmp"))
+    return str(error.value)
+
+
+def save_with_little_room(mesh: Mesh, root: Path) -> None:
+    """Rank 1 may write files of so many bytes and no more; rank 0 has no limit."""
+    unlimited = resource.RLIM_INFINITY
+    for limit in (0, 1, 100, 300, 500, 700):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit if mesh.world.rank else unlimited, unlimited))
+            message = expect_save_error(root, mesh, 30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+        assert "File too large" in message
+        assert f"it needs {4 * sum(map(math.prod, SHAPES.values()))} bytes" in message
+    save_by_rank(mesh, root, (30,), 0)
+
+
+def test_full_disk_on_one_rank_fails_on_all(root):
+    run_spmd(save_with_little_room, 2, root, tp=2)
+    assert expect_newest(root, 30) == []
+
+
+def test_too_little_room_is_seen_before_writing(root, monkeypatch):
+    usage = shutil.disk_usage(root)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    message = expect_save_error(root, ALONE, 30)
+    assert "No space left" in message and "100 are free" in message
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_every_failing_fsync_is_an_error(root, monkeypatch, code):
+    fsync = os.fsync
+    for failing in range(1, 5):
+        calls = itertools.count(1)
+
+        def failing_fsync(descriptor, calls=calls, failing=failing):
+            if next(calls) == failing:
+                raise OSError(code, os.strerror(code))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", failing_fsync)
+        assert os.strerror(code) in expect_save_error(root, ALONE, 30)
+        assert expect_newest(root, 20) == []
+
+
+def save_twice_the_same(mesh: Mesh, root: Path, offsets: list) -> None:
+    data = torch.ones(4)
+    with pytest.raises(SaveError, match="overlap|cover 4 of 8|elsewhere"):
+        save(root, 1, [Piece("w", (8,), (offsets[mesh.world.rank],), data)], {}, "", mesh)
+    assert mesh.world.rank or not list(root.iterdir())
+
+
+def test_ranks_that_do_not_make_up_a_tensor(tmp_path):
+    run_spmd(save_twice_the_same, 2, tmp_path, [0, 0], tp=2)
+    with pytest.raises(SaveError, match="cover 4 of 8"):
+        save(tmp_path, 1, [Piece("w", (8,), (4,), torch.ones(4))], {}, "", ALONE)
+    with pytest.raises(SaveError, match="TypeError"):
+        save(tmp_path, 1, [], {"not": {"JSON"}}, "", ALONE)
+    assert latest(tmp_path) is None
+
+
+def save_and_lose_a_rank(world: World, root: Path) -> int:
+    mesh = Mesh.build(ParallelConfig(tensor_model_parallel_size=2), world, torch.device("cpu"))
+    if world.rank == 1:
+        return save_and_die(world, root, 30, FILES + "raw_bytes", 1)
+    try:
+        save_by_rank(mesh, root, (30,), 0)
+    except RuntimeError:  # gloo's: the peer has gone
+        return 5
+    return 0
+
+
+def test_killed_peer_publishes_nothing(root):
+    assert launch(save_and_lose_a_rank, 2, (root,), timeout=30) == [5, -signal.SIGKILL]
+    assert expect_newest(root, 20) == []
