@@ -1,0 +1,273 @@
+"""What a run writes down: a console for people, files for programs.
+
+    runs/NAME/log.txt        rank 0's console, with Megatron's log line instead of the table
+              log.R.txt      the words of rank R, once it has any
+              metrics.jsonl  one JSON object a step: KEYS, and whatever else the step knows
+              evals.jsonl    one an evaluation
+              status.json    running | done | preempted | failed, exit code, last checkpoint
+
+Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
+the first that fails says so in status.json. A resumed run drops the steps after its checkpoint from the
+.jsonl files before it adds to them, so that each is one clean series.
+"""
+
+import datetime
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from nanomegatron.config import Config
+from nanomegatron.metrics_writers import (
+    JsonLines,
+    missing_extras,
+    plain,
+    progress_bar,
+    replace_file,
+    scalar_writers,
+    step_scalars,
+)
+
+KEYS = (
+    "iteration",
+    "consumed_samples",
+    "lm_loss",
+    "grad_norm",
+    "lr",
+    "step_time_ms",
+    "tokens_per_s",
+    "tflops_per_gpu",
+    "mfu",
+)
+STATES = ("running", "done", "preempted", "failed")
+_COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 8, "MFU": 7, "mem GiB": 8}, eta=9)
+
+
+class RunLog:
+    """The records of one run. Every rank makes one; methods that are rank 0's do nothing elsewhere.
+
+    Order of use: line() and warn() at any time, begin() once the first iteration is known, step() and
+    evaluation() from then on, status() at each change, close() at the end.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: Config,
+        rank: int = 0,
+        label: str = "rank 0",
+        stream: TextIO | None = None,
+    ) -> None:
+        """`label` is what warnings of other ranks carry, such as "rank 3 tp1 dp0"; stream is sys.stdout.
+
+        Raises ValueError when an extra that the configuration asks for is not installed.
+        """
+        if missing := missing_extras(config):
+            raise ValueError("\n".join(missing))
+        self.folder, self.config, self.rank, self.label = Path(folder), config, rank, label
+        self.is_main = rank == 0
+        self.stream = stream or sys.stdout
+        self.train_iters = 0
+        self._text: TextIO | None = None
+        self._series: list[JsonLines] = []
+        self._evals = JsonLines(self.folder / "evals.jsonl")
+        self._writers: list[Any] = []
+        self._bar: Any = None
+        self._interval: list[dict] = []
+        self._lines = 0
+        self._facts: dict[str, Any] = dict(exit_code=None, iteration=None, message="", checkpoint=None)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.status("running")
+
+    def begin(self, iteration: int, train_iters: int) -> None:
+        """Open the series for the steps after `iteration` (0: new run); an earlier attempt's are dropped."""
+        self.train_iters = train_iters
+        if not self.is_main:
+            return
+        extra = self.config.run.metrics_jsonl
+        paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
+        self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
+        for series in [*self._series, self._evals]:
+            series.drop_after(iteration)
+        self._writers = scalar_writers(self.config, self.folder, iteration)
+        self._bar = progress_bar(iteration, train_iters, self.stream)
+
+    # Text
+
+    def line(self, text: str = "") -> None:
+        """One line on rank 0's console and in this rank's log file."""
+        if self.is_main:
+            self._console(text)
+        self._file(text)
+
+    def warn(self, text: str) -> None:
+        """A line that starts with "!", from any rank."""
+        text = f"! {text}" if self.is_main else f"! [{self.label}] {text}"
+        self._console(text)
+        self._file(text)
+
+    def _console(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self.stream)
+        else:
+            self.stream.write(text + "\n")
+            self.stream.flush()
+
+    def _file(self, text: str) -> None:
+        if self._text is None:
+            name = "log.txt" if self.is_main else f"log.{self.rank}.txt"
+            self._text = open(self.folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._text.write(text + "\n")
+
+    # Numbers
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One iteration; a line on console and log at the first, the last and every --log-interval.
+
+        record: all of KEYS (mfu None where the peak is unknown). Known beside them: `skipped`, `loss_scale`,
+        `peak_mem_gib`, and `tflops_per_gpu_*` by other FLOP conventions.
+        """
+        if not self.is_main:
+            return
+        record = {key: record[key] for key in KEYS} | record
+        for series in self._series:
+            series.append(record)
+        for writer in self._writers:
+            writer.add(step_scalars(record) | {"batch-size": self.config.data.global_batch_size}, record)
+        self._interval.append(record)
+        if self._bar is not None:
+            self._bar.update(1)
+        iteration = record["iteration"]
+        if not self._lines or iteration == self.train_iters or iteration % self.config.run.log_interval == 0:
+            self._log_interval(_mean(self._interval))
+            self._interval = []
+
+    def _log_interval(self, mean: dict[str, Any]) -> None:
+        if not self._lines:
+            self._console("".join(f"{name:>{width}}" for name, width in _COLUMNS.items()))
+        self._lines += 1
+        self._console(table_row(mean, self.train_iters))
+        self._file(megatron_line(mean, self.train_iters, self.config))
+
+    def evaluation(
+        self, iteration: int, split: str, loss: float, ppl: float, bpb: float | None = None
+    ) -> None:
+        """An evaluation on "validation" or "test" data: Megatron's box in the log, one line on the console.
+
+        loss in nats a token, ppl its perplexity, bpb in bits a byte of text where that is known.
+        """
+        if not self.is_main:
+            return
+        record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
+        if plain(record) not in self._evals.read():  # a finished run that is started again evaluates again
+            self._evals.append(record)
+        tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
+        if bpb is not None:
+            tags[f"bits per byte {split}"] = bpb
+        for writer in self._writers:
+            writer.add(tags, record)
+        box = f" validation loss at iteration {iteration} on {split} set | lm loss value: {loss:.6E} | "
+        box += f"lm loss PPL: {ppl:.6E} | " + (f"bits per byte: {bpb:.6E} | " if bpb is not None else "")
+        self._file("\n".join(["-" * len(box), box, "-" * len(box)]))
+        bits = f", {bpb:.3f} bits per byte" if bpb is not None else ""
+        self._console(f"{split} at step {iteration}: loss {loss:.4f}, perplexity {ppl:.4g}{bits}")
+
+    # State
+
+    def status(self, state: str, **facts: Any) -> None:
+        """Replace status.json: the state, and facts (iteration, exit_code, message, checkpoint) as last told.
+
+        Rank 0's business, but any rank may report "failed". The first such report stays: the later ones are
+        of ranks that lost a peer.
+        """
+        if state not in STATES:
+            raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
+        path = self.folder / "status.json"
+        if state == "failed" or not self.is_main:
+            before = json.loads(path.read_text()) if path.exists() else {}
+            if state != "failed" or before.get("state") == "failed":
+                return
+            self._facts = before | {key: value for key, value in self._facts.items() if value}
+            facts = {"rank": self.label} | facts
+        self._facts |= facts
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        content = plain(self._facts | {"state": state, "time": now})
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Flush and close everything; a second call does nothing."""
+        for thing in [self._bar, self._text, self._evals, *self._series, *self._writers]:
+            if thing is not None:
+                thing.close()
+        self._bar, self._text, self._series, self._writers = None, None, [], []
+
+
+# Lines
+
+
+def table_row(mean: dict[str, Any], train_iters: int) -> str:
+    """The console's row for one interval, under the header of RunLog; `-` where there is nothing to say."""
+    rate, share, memory = mean["tokens_per_s"], mean["mfu"], mean.get("peak_mem_gib")
+    cells = (
+        str(mean["iteration"]),
+        f"{mean['lm_loss']:.4f}",
+        f"{mean['lr']:.2e}",
+        f"{mean['grad_norm']:.3f}",
+        f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}",
+        f"{mean['tflops_per_gpu']:.3g}" if mean["tflops_per_gpu"] < 1 else f"{mean['tflops_per_gpu']:.1f}",
+        "-" if share is None else f"{100 * share:.1f}%",
+        "-" if memory is None else f"{memory:.2f}",
+        duration((train_iters - mean["iteration"]) * mean["step_time_ms"] / 1e3),
+    )
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
+
+
+def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:
+    """Megatron-LM's log line, for the tools that parse it, with the MFU; --log-throughput adds TFLOP/s."""
+    now = datetime.datetime.now()
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {mean['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {mean['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {mean['step_time_ms']:.1f}",
+    ]
+    if config.run.log_throughput:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {mean['tflops_per_gpu']:.1f}")
+        others = {key: value for key, value in mean.items() if key.startswith("tflops_per_gpu_")}
+        parts += [f"by {key.removeprefix('tflops_per_gpu_')}: {value:.1f}" for key, value in others.items()]
+    if mean["mfu"] is not None:
+        parts.append(f"MFU: {100 * mean['mfu']:.1f}%")
+    parts += [
+        f"learning rate: {mean['lr']:.6E}",
+        f"global batch size: {config.data.global_batch_size:5d}",
+        f"lm loss: {mean['lm_loss']:.6E}",
+        f"loss scale: {mean.get('loss_scale', 1.0):.1f}",
+        f"grad norm: {mean['grad_norm']:.3f}",
+        f"number of skipped iterations: {mean['skipped']:3d}",
+        f"number of nan iterations: {mean['nan']:3d}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record for an interval: loss over the steps that counted, rates over time, the rest the last."""
+    milliseconds = sum(record["step_time_ms"] for record in records)
+    losses = [record["lm_loss"] for record in records if not record.get("skipped")]
+    mean = dict(records[-1])
+    for key in [key for key in mean if key.startswith(("tokens_per_s", "tflops_per_gpu", "mfu"))]:
+        if mean[key] is not None:
+            mean[key] = sum(record[key] * record["step_time_ms"] for record in records) / milliseconds
+    mean["lm_loss"] = sum(losses) / len(losses) if losses else math.nan
+    mean["step_time_ms"] = milliseconds / len(records)
+    mean["skipped"] = sum(bool(record.get("skipped")) for record in records)
+    mean["nan"] = sum(not math.isfinite(record["lm_loss"]) for record in records)
+    return mean
+
+
+def duration(seconds: float) -> str:
+    """Seconds as m:ss, h:mm:ss or Nd HHh."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

@@ -1,0 +1,157 @@
+"""Where a run's numbers go: JSON lines, files replaced whole, TensorBoard, Weights & Biases, a progress bar.
+
+JSON knows no NaN: numbers that are not finite are written as the strings "nan", "inf" and "-inf", which
+float() reads like any number.
+"""
+
+import importlib.util
+import json
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from nanomegatron.config import Config
+
+
+class JsonLines:
+    """A file of one JSON object a line, in order of `iteration`."""
+
+    def __init__(self, path: Path):
+        self.path, self._file = path, None
+
+    def drop_after(self, iteration: int) -> None:
+        """Keep the records up to `iteration`, without lines that a kill cut short."""
+        if self.path.exists():
+            kept = [record for record in self.read() if record["iteration"] <= iteration]
+            replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def read(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.path)
+
+    def append(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file, none without the file; lines that are not whole records are left out."""
+    records: list[dict[str, Any]] = []
+    if not Path(path).exists():
+        return records
+    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and "iteration" in record:
+            records.append(record)
+    return records
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to `path` such that a reader, or a crash, sees the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def plain(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with everything that JSON lacks, NaN, infinities and paths, as strings."""
+
+    def strange(value: Any) -> bool:
+        return isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+
+    return {key: str(value) if strange(value) else value for key, value in record.items()}
+
+
+# Extras: TensorBoard, Weights & Biases, tqdm
+
+
+def missing_extras(config: Config) -> list[str]:
+    """One line for each package that the settings need and that is not installed; imports nothing."""
+    need = {
+        "tensorboard": (config.run.tensorboard_dir, "--tensorboard-dir", '-e ".[viz]"'),
+        "wandb": (config.run.wandb_project, "--wandb-project", '-e ".[log]"'),
+    }
+    return [
+        f"{flag} {value} needs the package {name}: pip install {target}, or leave the flag out"
+        for name, (value, flag, target) in need.items()
+        if value and importlib.util.find_spec(name) is None
+    ]
+
+
+def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
+    """A step under Megatron's TensorBoard tags; times in seconds."""
+    tags = {
+        "lm loss": record["lm_loss"],
+        "learning-rate": record["lr"],
+        "grad-norm": record["grad_norm"],
+        "iteration-time": record["step_time_ms"] / 1e3,
+        "throughput": record["tflops_per_gpu"],
+        "mfu": record["mfu"],
+        "loss-scale": record.get("loss_scale"),
+    }
+    return {tag: value for tag, value in tags.items() if value is not None}
+
+
+class _TensorBoard:
+    def __init__(self, folder: str, iteration: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what an earlier attempt wrote after the checkpoint.
+        self.writer = SummaryWriter(folder, purge_step=iteration + 1)
+
+    def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, record["iteration"])
+            if tag in ("lm loss", "learning-rate", "grad-norm", "batch-size"):
+                self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, project: str, folder: Path, config: Config):
+        import wandb
+
+        self.run = wandb.init(project=project, name=folder.name, dir=str(folder), config=asdict(config))
+
+    def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
+        self.run.log(scalars, step=record["iteration"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def scalar_writers(config: Config, folder: Path, iteration: int) -> list[Any]:
+    """The writers that the settings ask for: add(scalars by tag, record they are of) and close()."""
+    writers: list[Any] = []
+    if config.run.tensorboard_dir:
+        writers.append(_TensorBoard(config.run.tensorboard_dir, iteration))
+    if config.run.wandb_project:
+        writers.append(_WeightsAndBiases(config.run.wandb_project, folder, config))
+    return writers
+
+
+def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:
+    """A tqdm bar on a terminal; None elsewhere, or without tqdm (the lines say it all)."""
+    if not stream.isatty() or importlib.util.find_spec("tqdm") is None:
+        return None
+    from tqdm import tqdm
+
+    return tqdm(
+        initial=iteration, total=train_iters, file=stream, unit="step", dynamic_ncols=True, leave=False
+    )

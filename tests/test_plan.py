@@ -1,0 +1,113 @@
+"""The memory model against published figures and against what the real model keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanomegatron.config import Config, DataConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.mesh import Axis
+from nanomegatron.metrics import parameter_count
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.param import Init
+from nanomegatron.plan import describe, memory
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LLAMA = dict(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+)
+LLAMA3_8B = TransformerConfig(32, 4096, 32, 14336, num_query_groups=8, **LLAMA)
+
+
+def config(model: TransformerConfig, s: int, b: int, tp: int = 1, dtype: str = "bf16") -> Config:
+    return Config(
+        model=model,
+        parallel=ParallelConfig(tensor_model_parallel_size=tp),
+        precision=PrecisionConfig(**{dtype: True} if dtype != "fp32" else {}),
+        data=DataConfig(seq_length=s, micro_batch_size=b, make_vocab_size_divisible_by=64),
+    )
+
+
+def test_llama3_8b():
+    """8,030,261,248 parameters; what its layers keep as the table adds up by hand."""
+    parts = memory(config(LLAMA3_8B, 8192, 1), 128256, 1, CUDA)
+    states = [parts[name] for name in ("weights", "main weights", "gradients", "Adam moments")]
+    assert [size / 8030261248 for size in states] == [2, 4, 4, 8]
+    token = 2 * (4 * 4096 + 6144 + 5120 + 4096 + 4 * 14336) + 4 * (2 + 32)
+    assert parts["activations"] == 8192 * (32 * token + 2 * 2 * 4096)
+    assert parts["logits and loss"] == 128256 * (2 * 2 * 8192 + 8 * 2048)
+    fp32 = memory(config(LLAMA3_8B, 8192, 1, dtype="fp32"), 128256, 1, CPU)
+    assert sum(list(fp32.values())[:4]) == 16 * 8030261248
+
+
+def test_tp_halves_what_it_shards():
+    one, two = (memory(config(LLAMA3_8B, 8192, 1, tp), 128256, 1, CUDA) for tp in (1, 2))
+    norms = 65 * 4096
+    assert two["weights"] == (one["weights"] - 2 * norms) / 2 + 2 * norms
+    assert two["logits and loss"] == one["logits and loss"] / 2
+    whole = 8192 * (32 * (2 * 4 * 4096 + 4 * 2) + 2 * 2 * 4096)  # norms, before and after: on every rank
+    assert two["activations"] - whole == (one["activations"] - whole) / 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "qwen2"])
+def test_parameters_are_those_of_the_model(family, tp):
+    model = TINY[family]
+    axis = Axis("tp", tp, tp - 1, tuple(range(tp)), None)
+    built = GPTModel(model, 100, 128, 32, axis, Init(device=torch.device("meta")))
+    assert sum(p.numel() for p in built.parameters()) == parameter_count(model, 128, tp)
+
+
+TINY = {
+    "gpt2": TransformerConfig(2, 64, 8, max_position_embeddings=32),
+    "gpt2, dropout": TransformerConfig(2, 64, 8, max_position_embeddings=32, hidden_dropout=0.1),
+    "llama": TransformerConfig(2, 64, 8, 160, num_query_groups=2, **LLAMA),
+    "llama, MHA": TransformerConfig(2, 64, 8, 160, **LLAMA),
+    "llama, unfused": TransformerConfig(
+        2, 64, 8, 160, num_query_groups=2, attention_backend="unfused", **LLAMA
+    ),
+    "qwen3": TransformerConfig(2, 64, 8, 160, 16, 2, qk_layernorm=True, **LLAMA),
+    "qwen2": TransformerConfig(2, 64, 8, 160, num_query_groups=2, add_qkv_bias=True, **LLAMA),
+    "grouped, no rotation": TransformerConfig(2, 64, 8, num_query_groups=2, max_position_embeddings=32),
+}
+
+
+def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype) -> int:
+    """What autograd holds after a forward pass of the real model, every storage once, parameters apart."""
+    built = GPTModel(model, 128, 128, s, init=Init(dtype=dtype))
+    parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))
+    batch = Tokens(tokens, torch.arange(s), torch.arange(b), dropout_seed=1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = built(batch, tokens)
+    assert loss.shape == (b, s)
+    return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in parameters)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", TINY)
+def test_activations_are_what_the_model_keeps(family, dtype):
+    s, b = 32, 4
+    run = config(TINY[family], s, b, dtype=dtype)
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+    two, three = (bytes_kept(replace(TINY[family], num_layers=layers), s, b, kind) for layers in (2, 3))
+    more = replace(run, model=replace(run.model, num_layers=3))
+    layer = memory(more, 128, 1, CPU)["activations"] - memory(run, 128, 1, CPU)["activations"]
+    assert layer == pytest.approx(three - two, rel=0.005)
+    logits = 128 * s * b * kind.itemsize
+    assert memory(run, 128, 1, CPU)["activations"] + logits == pytest.approx(two, rel=0.01)
+
+
+def test_description():
+    parts = {"weights": 2**30, "main weights": 0, "activations": 3 * 2**30}
+    assert describe(parts) == "predicted peak per rank 4.00 GiB (weights 25 %, activations 75 %)"
