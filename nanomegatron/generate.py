@@ -1,0 +1,356 @@
+"""Text from a trained model: sampling token by token with a cache of keys and values.
+
+    python -m nanomegatron.generate --load runs/NAME/ckpt --prompt "def "
+    python -m nanomegatron.generate --load runs/NAME/ckpt            reads a prompt a line, answers as it goes
+    python -m nanomegatron.generate --load runs/NAME/ckpt --prompt "def " --nproc 2          tensor parallel
+
+A token's keys and values never change once they are computed, so they are kept, and each step runs the model
+on one new token. Prompts of a batch step together, at the same position, and need neither padding nor mask
+(beyond the end of the shortest, a longer prompt is read token by token; give long ones alone):
+
+    prompts  a b c d        first forward   a b        logits -> c  is known: taken from the prompt
+             x y                            x y                  z  is sampled
+                            second          c          logits -> d  is known
+                                            z                    w  is sampled       and so on
+
+Each prompt has a random generator of its own, on the CPU, whose numbers depend on neither the rest of the
+batch nor the device. Under tensor parallelism all ranks gather the same logits and choose the same tokens.
+(Nucleus sampling: arXiv 1904.09751)
+
+Exit codes: 0 done, 2 bad arguments, 3 no usable checkpoint, 130 Ctrl-C.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanomegatron import comm
+from nanomegatron.checkpoint import CheckpointError, load, training_pieces
+from nanomegatron.config import Config, ParallelConfig, padded_vocab_size
+from nanomegatron.config_cli import from_toml
+from nanomegatron.mesh import Mesh, World, launch
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.param import Init
+from nanomegatron.tokenizer import Tokenizer, tokenizer_from_spec
+
+DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
+
+
+class KVCache:
+    """Keys and values of all positions so far, of this rank's heads: `[max_length, b, g, d]` each, a layer.
+
+    A `model.Cache`: takes the new ones of a layer, `[s, b, g, d]`, and returns views of all, `[t, b, g, d]`.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0  # positions held, counting those of the forward that runs
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self.buffers:
+            self.buffers[layer] = k.new_empty(2, self.max_length, *k.shape[1:])
+        if layer == next(iter(self.buffers)):  # a new forward begins
+            self.length += len(k)
+        if self.length > self.max_length:
+            raise ValueError(f"{self.length} positions in a cache for {self.max_length}")
+        buffer = self.buffers[layer][:, : self.length]
+        buffer[0, -len(k) :], buffer[1, -len(k) :] = k, v
+        return buffer[0], buffer[1]
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raises ValueError where a setting makes no sense."""
+    if not temperature >= 0:
+        raise ValueError(f"temperature {temperature}: give 0 (the likeliest token) or more")
+    if top_k < 0:
+        raise ValueError(f"top-k {top_k}: give the number of tokens to choose from, 0 for all")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top-p {top_p}: give a probability above 0, at most 1")
+
+
+def truncated(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of the tokens to draw from, likeliest first, and their ids. logits `[b, V]` -> 2 x `[b, V]`
+
+    First the `top_k` likeliest are kept (0: all), then of these the fewest whose share reaches `top_p`. The
+    others weigh 0. The weights are fp64, do not sum to 1, and are on the CPU, as the ids.
+    """
+    weights, ids = (logits.double() / temperature).softmax(-1).sort(descending=True, stable=True)
+    weights, ids = weights.cpu(), ids.cpu()  # sums on a GPU take no fixed order
+    if top_k:
+        weights[:, top_k:] = 0
+    cumulative = weights.cumsum(-1)
+    return weights * (cumulative - weights < top_p * cumulative[:, -1:]), ids
+
+
+def sample(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, generators: Sequence[torch.Generator]
+) -> torch.Tensor:
+    """A token for each row of logits `[b, V]`: ids `[b]`. Temperature 0 takes the likeliest.
+
+    `generators`: one on the CPU for each row, whose next number is looked up in the row's cumulative weights.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    weights, ids = truncated(logits, temperature, top_k, top_p)
+    cumulative = weights.cumsum(-1)
+    uniform = torch.cat([torch.rand(1, 1, dtype=torch.float64, generator=g) for g in generators])
+    place = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return ids.gather(-1, place)[:, 0]
+
+
+def generate(
+    model: GPTModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eod: int | None = None,
+) -> list[list[int]]:
+    """Each prompt and its continuation, up to `max_new_tokens`, the model's longest sequence, or `eod`.
+
+    Prompt i draws with `seed + i`. Every rank of tp calls this with the same arguments and gets the same
+    tokens. Raises ValueError for an empty prompt and for one that is longer than the model's sequences.
+    """
+    check_sampling(temperature, top_k, top_p)
+    texts = [list(prompt) for prompt in prompts]
+    settings = (temperature, top_k, top_p)
+    for step in stream(model, prompts, max_new_tokens, settings, seed, eod):
+        for row, token in step.items():
+            texts[row].append(token)
+    return texts
+
+
+@torch.no_grad()
+def stream(
+    model: GPTModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    settings: tuple[float, int, float],
+    seed: int = 0,
+    eod: int | None = None,
+) -> Iterator[dict[int, int]]:
+    """`generate` step by step: the new token of each prompt that gets one, by the prompt's number.
+
+    settings: temperature, top_k, top_p.
+    """
+    limit = model.config.max_position_embeddings
+    for i, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= limit:
+            raise ValueError(f"prompt {i} has {len(prompt)} tokens; this model takes 1 to {limit}")
+    if not prompts:
+        return
+    ends = [min(len(prompt) + max_new_tokens, limit) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    start = min(map(len, prompts))
+    columns = [prompt[:start] for prompt in prompts]  # what the next forward reads
+    cache = KVCache(max(ends))
+    for position in range(start, max(ends)):
+        logits = next_logits(model, columns, cache)
+        rows = [i for i, prompt in enumerate(prompts) if len(prompt) <= position < ends[i]]
+        chosen = sample(logits[rows], *settings, [generators[i] for i in rows]).tolist() if rows else []
+        step = dict(zip(rows, chosen, strict=True))
+        for i in [i for i, token in step.items() if token == eod]:
+            ends[i] = 0
+            del step[i]
+        yield step
+        if position + 1 >= max(ends):
+            return
+        known = (prompt[position] if position < len(prompt) else 0 for prompt in prompts)
+        columns = [[step.get(i, token)] for i, token in enumerate(known)]  # an ended prompt reads zeros
+
+
+def next_logits(model: GPTModel, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
+    """Logits of the token after `columns`, which follow the cached ones: `[b][s]` -> `[b, V]`, unpadded.
+
+    All-gathers them over tp.
+    """
+    device = model.output_weight.device
+    tokens = torch.tensor(columns, device=device)
+    positions = torch.arange(cache.length, cache.length + tokens.shape[1], device=device)
+    training = model.training
+    model.eval()
+    logits = model(Tokens(tokens, positions), cache=cache)[-1]
+    model.train(training)
+    return comm.all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
+
+
+def load_model(
+    root: str | Path, mesh: Mesh, step: int | None = None, say: Callable[[str], None] = lambda note: None
+) -> tuple[GPTModel, Tokenizer, Config]:
+    """The model of a training checkpoint below `root`, the newest or of iteration `step`, at any tp.
+
+    Of the optimizer nothing is read. `say` hears of a damaged checkpoint that was passed over. Raises
+    CheckpointError, and ValueError where the tokenizer's file is missing or the model does not divide by tp.
+    """
+    found = load(root, [], mesh, step)  # which it is, without the weights: they need a model first
+    if found is None:
+        raise CheckpointError(f"no checkpoint in {root}")
+    for note in found.notes:
+        say(note)
+    config = from_toml(found.config_toml)
+    if "tokenizer" not in found.state:
+        raise CheckpointError(f"iteration {found.iteration} in {root} does not name its tokenizer")
+    tokenizer = tokenizer_from_spec(found.state["tokenizer"], beside=root)
+    if tokenizer.fingerprint != found.state.get("tokenizer_fingerprint", tokenizer.fingerprint):
+        raise ValueError(f"the tokenizer {tokenizer.spec} gives other ids now than when {root} was trained")
+    vocab_size = config.data.vocab_size or tokenizer.vocab_size
+    padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
+    shape = replace(config.model, attention_backend="auto")  # the one of the training may not run here
+    init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
+    model = GPTModel(shape, vocab_size, padded, shape.max_position_embeddings, mesh.tp, init)
+    load(root, training_pieces(list(model.parameters()), {}, mesh.dp_cp), mesh, found.iteration)
+    return model.eval(), tokenizer, config
+
+
+# The program.
+
+
+def main(argv: list[str]) -> int:
+    """Generate here or on `--tp` processes of this machine; returns the exit code."""
+    world = World.from_environment()
+    args = parse(argv, world.size)
+    if world.size > 1 or args.tp == 1:
+        return run_rank(world, args)
+    codes = launch(run_rank, args.tp, (args,))
+    return max(codes, key=lambda code: (code in (BAD_ARGUMENTS, NO_CHECKPOINT), abs(code)))
+
+
+def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
+    """The command line; leaves with exit code 2 where it is wrong. `world_size`: processes of torchrun."""
+    parser = argparse.ArgumentParser(prog="python -m nanomegatron.generate", description="Continue a text.")
+    add = parser.add_argument
+    add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt")
+    add("--ckpt-step", type=int, help="iteration to load; the newest")
+    add("--prompt", action="append", default=[], help="text to continue, may be repeated; none: read stdin")
+    add("--prompt-file", action="append", default=[], help="file whose text is a prompt")
+    add("--max-new-tokens", type=int, default=200, help="longest continuation, in tokens")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    add("--top-k", type=int, default=40, help="choose among so many tokens; 0: all")
+    add("--top-p", type=float, default=0.95, help="choose among the likeliest tokens of this share")
+    add("--seed", type=int, default=0, help="of the random choices")
+    add("--num-samples", type=int, default=1, help="continuations of each prompt")
+    add("--nproc", type=int, help="processes to start on this machine; as --tp")
+    add("--tp", "--tensor-model-parallel-size", type=int, help="processes that share the model; all")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+    args = parser.parse_args(argv)
+    processes = world_size if world_size > 1 else args.nproc or args.tp or 1
+    args.tp = args.tp or processes
+    try:
+        check_sampling(args.temperature, args.top_k, args.top_p)
+        for flag, value in (("max-new-tokens", args.max_new_tokens), ("num-samples", args.num_samples)):
+            if value < 1:
+                raise ValueError(f"--{flag} {value}: give 1 or more")
+        if args.tp != processes or processes < 1:
+            raise ValueError(f"--tp {args.tp} on {processes} processes: give the same number, 1 or more")
+        args.prompt += [Path(name).read_text(encoding="utf-8") for name in args.prompt_file]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not args.prompt and args.tp > 1:
+        parser.error("prompts are read from stdin by one process alone: give --prompt")
+    return args
+
+
+def run_rank(world: World, args: argparse.Namespace) -> int:
+    """One process: load, generate, and on rank 0 print; returns the exit code."""
+
+    def say(text: str) -> None:
+        if world.rank == 0:
+            print(f"generate: {text}", file=sys.stderr)
+
+    code = DONE
+    try:
+        device = pick_device(args.device, world)
+        mesh = Mesh.build(ParallelConfig(tensor_model_parallel_size=args.tp), world, device)
+        model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say)
+        if args.prompt:
+            batch(model, tokenizer, args, mesh.rank == 0)
+        else:
+            interact(model, tokenizer, args)
+    except (CheckpointError, ValueError) as error:
+        code = NO_CHECKPOINT if isinstance(error, CheckpointError) else BAD_ARGUMENTS
+        say(str(error))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    Mesh.close()
+    return code
+
+
+def pick_device(asked: str, world: World) -> torch.device:
+    """cuda:LOCAL_RANK where there are GPUs, unless `--device` says otherwise."""
+    gpus = 0 if asked == "cpu" else torch.cuda.device_count()
+    if asked == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch sees no GPU here")
+    if not gpus:
+        return torch.device("cpu")
+    torch.cuda.set_device(world.local_rank % gpus)
+    return torch.device("cuda", world.local_rank % gpus)
+
+
+def batch(model: GPTModel, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
+    """Continue all prompts of the command line together and print them, a rule between two."""
+    prompts = [prompt for prompt in args.prompt for _ in range(args.num_samples)]
+    texts = generate(
+        model,
+        [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts],
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        eod=tokenizer.eod,
+    )
+    if show:
+        # An empty prompt was the end of the document before, which is not part of the text.
+        shown = (tokenizer.decode(text[not prompt :]) for text, prompt in zip(texts, prompts, strict=True))
+        print("\n---\n".join(shown))
+
+
+def interact(model: GPTModel, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """Continue each line of stdin, printing tokens as they come; on a terminal behind a prompt sign."""
+    sign = "> " if sys.stdin.isatty() else ""
+    settings = (args.temperature, args.top_k, args.top_p)
+    seed = args.seed
+    while True:
+        print(sign, end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        prompt = line.rstrip("\n")
+        for _ in range(args.num_samples):
+            ids = tokenizer.encode(prompt) or [tokenizer.eod]
+            steps = stream(model, [ids], args.max_new_tokens, settings, seed, tokenizer.eod)
+            try:
+                for piece in pieces_of_text(tokenizer, ids, int(not prompt), steps):
+                    print(piece, end="", flush=True)
+            except ValueError as error:
+                print(f"generate: {error}", file=sys.stderr)
+            print()
+            seed += 1
+
+
+def pieces_of_text(
+    tokenizer: Tokenizer, ids: list[int], hidden: int, steps: Iterator[dict[int, int]]
+) -> Iterator[str]:
+    """The text of ids (but the first `hidden`) and of what `steps` adds, by whole characters."""
+    ids, shown = list(ids), ""
+    for step in itertools.chain([{}], steps):
+        ids += step.values()
+        text = tokenizer.decode(ids[hidden:])
+        if not text.endswith("\ufffd"):  # some of a character's bytes are still to come
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(ids[hidden:])[len(shown) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

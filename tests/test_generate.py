@@ -1,0 +1,392 @@
+"""Sampling against brute force; cache, batches and tensor parallelism against the model run whole."""
+
+import io
+import itertools
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomegatron.checkpoint import save, training_pieces
+from nanomegatron.config import Config, DataConfig, ParallelConfig, TransformerConfig
+from nanomegatron.config_cli import to_toml
+from nanomegatron.generate import (
+    KVCache,
+    generate,
+    load_model,
+    main,
+    next_logits,
+    pieces_of_text,
+    sample,
+    stream,
+    truncated,
+)
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.param import Init
+from nanomegatron.tokenizer import ByteTokenizer
+from tests.spmd import run_spmd
+
+VOCAB, PADDED, LONGEST = 61, 64, 32
+GPT = {"position_embedding_type": "learned_absolute"}
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+PROMPTS = [[5, 9, 2, 40, 7, 7, 1], [3], [12, 50, 8], [60, 0, 17, 4, 33]]
+
+
+def build(family: dict, tp=None) -> GPTModel:
+    """Large weights, so that the likeliest token is likelier than rounding; dropout, which must stay off."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=LONGEST,
+        init_method_std=0.3,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        **family,
+    )
+    return GPTModel(config, VOCAB, PADDED, LONGEST, tp)
+
+
+def full_logits(model: GPTModel, tokens: list[int]) -> torch.Tensor:
+    """Logits `[s, V]` of all positions from one forward without a cache."""
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        return model.eval()(Tokens(ids, torch.arange(len(tokens))))[:, 0, :VOCAB]
+
+
+@pytest.fixture(params=[GPT, LLAMA], ids=["learned", "rope"])
+def model(request) -> GPTModel:
+    return build(request.param)
+
+
+@pytest.mark.parametrize("cuts", [[1] * 20, [7] + [1] * 13, [4, 6, 1, 9]], ids=str)
+def test_cached_logits_equal_full(model, cuts):
+    """One by one, after a prefill, and in pieces of any length."""
+    tokens = torch.randint(VOCAB, (20,)).tolist()
+    expected, cache = full_logits(model, tokens), KVCache(20)
+    with torch.no_grad():
+        for stop, size in zip(itertools.accumulate(cuts), cuts):
+            logits = next_logits(model, [tokens[stop - size : stop]], cache)
+            torch.testing.assert_close(logits[0], expected[stop - 1], atol=1e-5, rtol=1e-5)
+    assert cache.length == 20
+    with pytest.raises(ValueError, match="21 positions in a cache for 20"):
+        next_logits(model, [[1]], cache)
+
+
+def test_greedy_equals_naive_loop(model):
+    for prompt in PROMPTS:
+        naive = list(prompt)
+        for _ in range(12):
+            naive.append(full_logits(model, naive)[-1].argmax().item())
+        assert generate(model, [prompt], 12, temperature=0) == [naive]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_batch_equals_singles(model, temperature):
+    together = generate(model, PROMPTS, 15, temperature=temperature, top_k=20, seed=3)
+    alone = [
+        generate(model, [p], 15, temperature=temperature, top_k=20, seed=3 + i) for i, p in enumerate(PROMPTS)
+    ]
+    assert together == [text for [text] in alone]
+    assert [len(text) - len(p) for text, p in zip(together, PROMPTS)] == [15] * 4
+
+
+def test_seed_decides(model):
+    first, again = (generate(model, [[1, 2]] * 3, 20, seed=5) for _ in range(2))
+    assert first == again
+    assert len(set(map(tuple, first))) == 3, "samples of one prompt differ"
+    assert generate(model, [[1, 2]], 20, seed=6) == first[1:2]
+
+
+def test_random_numbers_are_left_alone(model):
+    model.train()
+    state = torch.get_rng_state()
+    generate(model, PROMPTS, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+
+
+def test_eod_stops_one_text_only(model):
+    free = generate(model, PROMPTS, 20, temperature=0)
+    eod = free[0][len(PROMPTS[0]) + 4]
+
+    def cut(text: list[int], prompt: list[int]) -> list[int]:
+        new = text[len(prompt) :]
+        return prompt + (new[: new.index(eod)] if eod in new else new)
+
+    stopped = generate(model, PROMPTS, 20, temperature=0, eod=eod)
+    assert stopped == [cut(text, prompt) for text, prompt in zip(free, PROMPTS)]
+    assert len(stopped[0]) < len(free[0])
+    assert generate(model, [[eod, 1]], 1, temperature=0, eod=eod)[0][:2] == [eod, 1], (
+        "in a prompt it is a token"
+    )
+
+
+def test_stops_at_longest_sequence(model):
+    prompts = [[1] * LONGEST, [2] * (LONGEST - 2), [3]]
+    texts = generate(model, prompts, 100)
+    assert [len(text) for text in texts] == [LONGEST] * 3
+    assert generate(model, prompts, 0) == prompts
+    assert generate(model, [], 5) == []
+
+
+@pytest.mark.parametrize(
+    "prompts, settings, message",
+    [
+        ([[1], [1] * (LONGEST + 1)], {}, f"prompt 1 has 33 tokens; this model takes 1 to {LONGEST}"),
+        ([[]], {}, "prompt 0 has 0 tokens"),
+        ([[1]], {"temperature": -0.5}, "temperature -0.5"),
+        ([[1]], {"temperature": math.nan}, "temperature nan"),
+        ([[1]], {"top_k": -1}, "top-k -1"),
+        ([[1]], {"top_p": 0.0}, "top-p 0.0"),
+        ([[1]], {"top_p": 1.5}, "top-p 1.5"),
+    ],
+)
+def test_bad_requests(prompts, settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate(build(GPT), prompts, 5, **settings)
+
+
+def test_stream_steps_make_the_text(model):
+    texts = [list(p) for p in PROMPTS]
+    steps = list(stream(model, PROMPTS, 10, (0.7, 0, 0.9), seed=2))
+    for step in steps:
+        for row, token in step.items():
+            texts[row].append(token)
+    assert texts == generate(model, PROMPTS, 10, temperature=0.7, top_p=0.9, seed=2)
+    assert [sorted(step) for step in steps[:5]] == [[1], [1], [1, 2], [1, 2], [1, 2, 3]], (
+        "shortest prompt first"
+    )
+
+
+def rank_text(mesh, family: dict, temperature: float) -> list[list[int]]:
+    return generate(
+        build(family, mesh.tp), PROMPTS, 15, temperature=temperature, top_k=30, top_p=0.95, seed=1
+    )
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_tensor_parallel_equals_one_process(model, temperature):
+    family = LLAMA if model.config.swiglu else GPT
+    ranks = run_spmd(rank_text, 2, family, temperature, tp=2)
+    one = generate(model, PROMPTS, 15, temperature=temperature, top_k=30, top_p=0.95, seed=1)
+    assert ranks == [one, one]
+
+
+def brute_force(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Probabilities by the definitions, one token at a time."""
+    weights = [math.exp(x / temperature) for x in logits]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])[: top_k or None]
+    total, kept, mass = sum(weights[i] for i in order), [], 0.0
+    for i in order:
+        if mass >= top_p * total:
+            break
+        kept.append(i)
+        mass += weights[i]
+    return [weights[i] / mass if i in kept else 0.0 for i in range(len(weights))]
+
+
+CASES = list(itertools.product([0.3, 1.0, 2.0], [0, 1, 5, 100], [0.1, 0.6, 0.95, 1.0]))
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", CASES)
+def test_truncated_equals_brute_force(temperature, top_k, top_p):
+    logits = torch.randn(4, 23) * 2
+    weights, ids = truncated(logits, temperature, top_k, top_p)
+    probabilities = torch.zeros(4, 23).double().scatter(1, ids, weights / weights.sum(1, keepdim=True))
+    expected = [brute_force(row, temperature, top_k, top_p) for row in logits.tolist()]
+    torch.testing.assert_close(probabilities, torch.tensor(expected).double(), atol=1e-12, rtol=1e-6)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (4, 1.0), (0, 0.7), (5, 0.8)])
+def test_samples_have_the_distribution(top_k, top_p):
+    n, logits = 20_000, torch.randn(11) * 1.5
+    generator = torch.Generator().manual_seed(0)
+    ids = sample(logits.expand(n, -1), 0.8, top_k, top_p, [generator] * n)
+    found = torch.bincount(ids, minlength=11).double() / n
+    expected = torch.tensor(brute_force(logits.tolist(), 0.8, top_k, top_p)).double()
+    assert torch.equal(found > 0, expected > 0)
+    # Five standard deviations of a frequency.
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / n).sqrt()).all()
+
+
+def test_temperature_zero_and_near_zero():
+    logits = torch.randn(8, 40)
+    generators = [torch.Generator().manual_seed(i) for i in range(8)]
+    assert torch.equal(sample(logits, 0, 0, 1.0, generators), logits.argmax(-1))
+    assert torch.equal(sample(logits, 1e-4, 0, 1.0, generators), logits.argmax(-1))
+
+
+def test_padding_is_never_sampled():
+    """Made likely on purpose: the rows of the padding are not zero here."""
+    model = build(LLAMA)
+    with torch.no_grad():
+        model.output_weight[VOCAB:] = 100 * model.output_weight[: PADDED - VOCAB]
+    texts = generate(model, [[random.Random(i).randrange(VOCAB)] for i in range(20)], 31, temperature=5.0)
+    assert max(map(max, texts)) < VOCAB
+
+
+CONFIG = Config(
+    model=TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64, init_method_std=0.3
+    ),
+    data=DataConfig(make_vocab_size_divisible_by=8),
+)
+
+
+def save_model(root: Path, iteration: int, seed: int, **state) -> GPTModel:
+    """A checkpoint as training writes it, of a model that has learned nothing; returns the model."""
+    mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+    model = GPTModel(CONFIG.model, 257, 264, 64, init=Init(seed))
+    pieces = training_pieces(list(model.parameters()), {}, mesh.dp_cp)
+    save(root, iteration, pieces, {"tokenizer": ByteTokenizer().spec, **state}, to_toml(CONFIG), mesh)
+    return model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict[int, GPTModel]]:
+    root = tmp_path_factory.mktemp("run") / "ckpt"
+    return root, {iteration: save_model(root, iteration, seed=iteration) for iteration in (10, 20)}
+
+
+def rank_loaded(mesh, root: str, step: int | None) -> list:
+    model, tokenizer, config = load_model(root, mesh, step)
+    assert config == CONFIG and not model.training
+    return generate(model, [tokenizer.encode("def ")], 20, temperature=0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_load_model_at_any_tp(trained, tp):
+    root, models = trained
+    for step, iteration in ((None, 20), (10, 10)):
+        expected = generate(models[iteration], [list(b"def ")], 20, temperature=0)
+        assert run_spmd(rank_loaded, tp, str(root), step, tp=tp) == [expected] * tp
+
+
+def test_load_model_refuses_another_tokenizer(tmp_path):
+    save_model(tmp_path, 1, seed=0, tokenizer_fingerprint="of another")
+    mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="gives other ids now"):
+        load_model(tmp_path, mesh)
+
+
+def continued(model: GPTModel, prompts: list[str], tokens: int = 20, **settings) -> list[str]:
+    """What the program must print for the prompts."""
+    tokenizer = ByteTokenizer()
+    settings = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "eod": tokenizer.eod} | settings
+    texts = generate(model, [tokenizer.encode(p) or [tokenizer.eod] for p in prompts], tokens, **settings)
+    return [tokenizer.decode(t[not p :]) for t, p in zip(texts, prompts)]
+
+
+def test_program_on_two_processes(trained):
+    root, models = trained
+    flags = [
+        "--device",
+        "cpu",
+        "--load",
+        str(root),
+        "--prompt",
+        "def ",
+        "--prompt",
+        "",
+        "--max-new-tokens",
+        "20",
+    ]
+    command = [sys.executable, "-m", "nanomegatron.generate", "--tp", "2", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    expected = "\n---\n".join(continued(models[20], ["def ", ""])) + "\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
+def run_main(monkeypatch, capsys, *flags, stdin: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the program, run in this process."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    try:
+        code = main(["--device", "cpu", *map(str, flags)])
+    except SystemExit as leaving:
+        code = leaving.code
+    return code, *capsys.readouterr()
+
+
+def test_flags(trained, tmp_path, monkeypatch, capsys):
+    root, models = trained
+    file = tmp_path / "prompt.txt"
+    file.write_text("class A:\n")
+    flags = (
+        "--max-new-tokens 9 --temperature 1.3 --top-k 0 --top-p 0.9 --seed 4 --num-samples 2 --ckpt-step 10"
+    )
+    code, out, _ = run_main(
+        monkeypatch, capsys, "--load", root, "--prompt", "a", "--prompt-file", file, *flags.split()
+    )
+    prompts = ["a", "a", "class A:\n", "class A:\n"]
+    expected = continued(models[10], prompts, 9, temperature=1.3, top_k=0, top_p=0.9, seed=4)
+    assert (code, out) == (0, "\n---\n".join(expected) + "\n")
+
+
+def test_interactive_continues_each_line(trained, monkeypatch, capsys):
+    """The second prompt is too long: said, and the next one is read."""
+    root, models = trained
+    lines = ["def f", "x" * 65, "", "import"]
+    flags = ("--load", root, "--max-new-tokens", 30)
+    code, out, err = run_main(monkeypatch, capsys, *flags, stdin="\n".join(lines))
+    expected = [continued(models[20], [line], 30, seed=i)[0] for i, line in enumerate(lines) if i != 1]
+    expected.insert(1, "x" * 65)
+    assert (code, out) == (0, "\n".join(expected) + "\n")
+    assert err == "generate: prompt 0 has 65 tokens; this model takes 1 to 64\n"
+
+
+def test_text_comes_in_whole_characters():
+    data = list("a\u20ac\u00e9z".encode())
+    steps = iter([{0: token} for token in data[2:]])
+    pieces = list(pieces_of_text(ByteTokenizer(), data[:2], 0, steps))
+    assert [piece for piece in pieces if piece] == ["a\u20ac", "\u00e9", "z"]
+    cut = list(pieces_of_text(ByteTokenizer(), [256, 97], 1, iter([{0: 0xE2}, {}])))
+    assert "".join(cut) == "a\ufffd", (
+        "the end of the document before is hidden, an unfinished character is not"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, code, message",
+    [
+        (["--prompt", "x" * 65], 2, "prompt 0 has 65 tokens; this model takes 1 to 64"),
+        (["--temperature", -1], 2, "temperature -1.0"),
+        (["--num-samples", 0], 2, "--num-samples 0: give 1 or more"),
+        (["--max-new-tokens", 0], 2, "--max-new-tokens 0: give 1 or more"),
+        (["--prompt-file", "nowhere.txt"], 2, "nowhere.txt"),
+        (["--prompt", "x", "--tp", 2, "--nproc", 4], 2, "--tp 2 on 4 processes"),
+        (["--tp", 2], 2, "give --prompt"),
+        (["--what"], 2, "unrecognized arguments: --what"),
+        (["--prompt", "x", "--ckpt-step", 15], 3, "no iteration 15; it has [10, 20]"),
+        (["--prompt", "x", "--load", "nowhere"], 3, "no checkpoint in nowhere"),
+    ],
+)
+def test_program_errors(trained, monkeypatch, capsys, flags, code, message):
+    found, out, err = run_main(monkeypatch, capsys, "--load", trained[0], *flags)
+    assert (found, out) == (code, "")
+    assert message in err
+
+
+def test_damaged_checkpoint_is_passed_over_loudly(tmp_path, monkeypatch, capsys):
+    models = [save_model(tmp_path, iteration, seed=iteration) for iteration in (1, 2)]
+    shard = tmp_path / "iter_0000002" / "rank_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    flags = ("--load", tmp_path, "--prompt", "a", "--max-new-tokens", 5)
+    code, out, err = run_main(monkeypatch, capsys, *flags)
+    assert (code, out) == (0, continued(models[0], ["a"], 5)[0] + "\n")
+    assert "loading iteration 1 instead" in err
+    assert run_main(monkeypatch, capsys, *flags, "--ckpt-step", 2)[0] == 3
