@@ -1,0 +1,243 @@
+"""What stands around the training loop: the parts of a run, its first lines, its clock, reports and signals.
+
+A step's numbers take this way, so that the host never waits for the device:
+
+    train_step t      device tensors -> one copy to pinned memory, under way          StepReport
+    train_step t+1    launched
+    report t          the copy has arrived: log line, stop wishes, bad steps          on every rank alike
+"""
+
+import math
+import resource
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron import ops
+from nanomegatron.config import Config
+from nanomegatron.dp import GradBuffer
+from nanomegatron.generate import generate
+from nanomegatron.mesh import Mesh
+from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
+from nanomegatron.metrics_log import RunLog
+from nanomegatron.model import GPTModel
+from nanomegatron.optim import Optimizer, StepStats
+from nanomegatron.plan import describe, memory
+
+
+@dataclass
+class Run:
+    """What one process works with, and how far it is."""
+
+    config: Config
+    mesh: Mesh
+    log: RunLog
+    tokenizer: Any
+    datasets: tuple
+    model: GPTModel
+    grads: GradBuffer
+    optimizer: Optimizer
+    padded_vocab_size: int
+    iteration: int = 0  # finished
+    pending: "StepReport | None" = None  # launched, not yet reported
+    stop: str = ""  # why the run ends early
+    preempted: bool = False  # it ends because of a signal
+    interrupts: int = 0  # signals that this rank has received
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.config.data.global_batch_size
+
+    @property
+    def consumed_samples(self) -> int:
+        return self.iteration * self.global_batch_size
+
+    @property
+    def wants_to_stop(self) -> tuple[bool, bool]:
+        """Whether this rank was signalled, and whether its time is up."""
+        minutes = self.config.run.exit_duration_in_mins
+        return self.interrupts > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
+
+
+def banner(run: Run, notes: list[str], vocab_size: int) -> None:
+    """The first lines of a run: what runs, on what, and why."""
+    config, mesh, say = run.config, run.mesh, run.log.line
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
+    backend = "no communication"
+    if mesh.world.size > 1:
+        backend = config.parallel.distributed_backend or ("nccl" if mesh.device.type == "cuda" else "gloo")
+    layout = " ".join(f"{axis.name}{axis.size}" for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.cp, mesh.ep))
+    say(
+        f"nanomegatron 0.1 | commit {commit()} | torch {torch.__version__} | {device} ({backend}) | "
+        f"{mesh.world.size} rank{'s' * (mesh.world.size > 1)}, {torch.get_num_threads()} threads | {layout}"
+    )
+    for note in notes:
+        say(f"note    {note}")
+    model, size = config.model, parameter_count(config.model, vocab_size)
+    say(
+        f"model   {model.num_layers} layers, hidden {model.hidden_size}, vocab {vocab_size} -> "
+        f"{run.padded_vocab_size} | {size / 1e6:.2f} M params, {config.dtype_name} | "
+        f"expected first loss ln({vocab_size}) = {math.log(vocab_size):.2f}"
+    )
+    say(f"memory  {describe(memory(config, vocab_size, mesh.dp.size))}")
+    fused = [op for op, path in ops.paths(mesh.device).items() if "reference" not in path]
+    say(
+        f"kernels torch's fused {', '.join(fused)}, torch reference for the rest (no CUDA extension) | "
+        f"attention {run.model.layers[0].self_attention.backend}"
+    )
+    sizes = [f"{len(d)} {name}" for name, d in zip(("train", "valid"), run.datasets, strict=False) if d]
+    micro, batch = config.data.micro_batch_size, run.global_batch_size
+    say(
+        f"data    {', '.join(sizes)} samples of {config.data.seq_length} tokens | batch {batch} = {micro} x "
+        f"{batch // micro // mesh.dp.size} microbatches x dp {mesh.dp.size} | "
+        f"{config.run.train_iters} iterations | seed {config.run.seed}"
+    )
+    say(f"files   {run.log.folder}/ | Ctrl-C saves and stops, the same command goes on from there")
+
+
+def commit() -> str:
+    """The checkout's commit, marked when there are changes; "unknown" outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+class Clock:
+    """Time between two points of the work, by the GPU's own clock where there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.begin = self.end = self._now()
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> "Clock":
+        self.end = self._now()
+        return self
+
+    def milliseconds(self) -> float:
+        """The time between; waits until the device has come to the end."""
+        if not self.cuda:
+            return 1e3 * (self.end - self.begin)
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end)
+
+
+class StepReport:
+    """The numbers of one step, on their way to the host."""
+
+    def __init__(self, iteration: int, shared: torch.Tensor, stats: StepStats, clock: Clock) -> None:
+        """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks."""
+        self.iteration, self.part_norms = iteration, stats.part_norms
+        numbers = torch.stack((*shared, stats.grad_norm, stats.finite, stats.lr, stats.loss_scale))
+        self.numbers = torch.empty(7, dtype=torch.float64, pin_memory=numbers.is_cuda)
+        self.numbers.copy_(numbers, non_blocking=True)
+        self.clock = clock.stop()
+
+    def read(self) -> tuple[float, list[float]]:
+        """Milliseconds, and [loss, signalled, out of time, gradient norm, finite, lr, loss scale]."""
+        return self.clock.milliseconds(), self.numbers.tolist()
+
+
+def report(run: Run, step: StepReport | None) -> None:
+    """Read one step's numbers, log them, and heed a wish to stop."""
+    if step is None:
+        return
+    milliseconds, (loss, signalled, out_of_time, norm, finite, lr, loss_scale) = step.read()
+    if signalled:
+        run.stop, run.preempted = "a signal", True
+    elif out_of_time:
+        run.stop = f"--exit-duration-in-mins {run.config.run.exit_duration_in_mins}"
+    if not finite:
+        name_bad_step(run, step, loss, norm)
+    run.log.step(
+        {
+            "iteration": step.iteration,
+            "consumed_samples": step.iteration * run.global_batch_size,
+            "lm_loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            **rates(run, milliseconds / 1e3),
+            "loss_scale": loss_scale,
+            "skipped": int(not finite),
+            "peak_mem_gib": peak_memory(run.mesh.device) / 2**30,
+        }
+    )
+
+
+def rates(run: Run, seconds: float) -> dict[str, float | None]:
+    """The speed of a step of `seconds` in every unit that is logged."""
+    config, world, batch = run.config, run.mesh.world.size, run.global_batch_size
+    peak = None
+    if run.mesh.device.type == "cuda":
+        peak = device_peak(torch.cuda.get_device_name(run.mesh.device), config.dtype_name)
+    length = config.data.seq_length
+    flops = {
+        c: flops_per_iteration(config.model, run.padded_vocab_size, length, batch, c) for c in CONVENTIONS
+    }
+    headline, *others = (flop / seconds / world / 1e12 for flop in flops.values())
+    result = {
+        "step_time_ms": 1e3 * seconds,
+        "tokens_per_s": batch * length / seconds,
+        "tflops_per_gpu": headline,
+        "mfu": mfu(flops[CONVENTIONS[0]], seconds, world, peak),
+    }
+    if config.run.log_throughput:
+        result |= {f"tflops_per_gpu_{c}": x for c, x in zip(CONVENTIONS[1:], others, strict=True)}
+    return result
+
+
+def name_bad_step(run: Run, step: StepReport, loss: float, norm: float) -> None:
+    """Say which numbers of a step were not finite: each rank names the first of its own gradients."""
+    first = (step.iteration - 1) * run.global_batch_size
+    names = zip(run.optimizer.part_names, step.part_norms.tolist(), strict=True)
+    bad = next((name for name, value in names if not math.isfinite(value)), None)
+    if run.mesh.rank == 0 or bad:
+        run.log.warn(
+            f"step {step.iteration} (samples {first} to {first + run.global_batch_size - 1}): loss {loss}, "
+            f"gradient norm {norm}, first bad gradient {bad or 'on another rank'}; the step changed nothing"
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest memory so far in bytes: of the allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def show_sample(run: Run, prompts: tuple[str, ...] = ("def ", "class ")) -> None:
+    """Continue two prompts and print them; every rank takes part, rank 0 prints."""
+    if run.config.data.mock_data:
+        return
+    ids = [run.tokenizer.encode(prompt) for prompt in prompts]
+    length = min(120, run.config.model.max_position_embeddings - max(map(len, ids)))
+    for text in generate(run.model, ids, length, temperature=0.7, top_k=40, seed=run.config.run.seed):
+        run.log.line("sample  " + run.tokenizer.decode(text).replace("\n", "\n        "))
+
+
+def listen_for_signals(run: Run) -> None:
+    """SIGTERM or Ctrl-C: finish the step, save, leave. A second one leaves at once."""
+
+    def note(number: int, _: Any) -> None:
+        run.interrupts += 1
+        if run.interrupts > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)

@@ -1,0 +1,125 @@
+"""What only a GPU can show: its attention kernels, matmuls that accumulate, no host sync, a fast start."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from nanomegatron.attention import core_attention
+from nanomegatron.config import TransformerConfig
+from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.metrics_log import RunLog
+from nanomegatron.model import GPTModel
+from nanomegatron.param import Init
+from nanomegatron.run import report
+from nanomegatron.tp import ColumnParallelLinear
+
+CUDA = torch.device("cuda", 0)
+FLAGS = (
+    "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --num-query-groups 2 --swiglu --seq-length 128 "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --micro-batch-size 4 "
+    "--global-batch-size 8 --lr 1e-3 --lr-warmup-iters 2 --eval-iters 2 --run-name test"
+).split()
+
+
+@pytest.fixture
+def corpus(tmp_path) -> list[str]:
+    random, prefix = np.random.RandomState(0), str(tmp_path / "words")
+    words = [random.randint(97, 123, size=random.randint(2, 7)) for _ in range(50)]
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(40):
+            builder.add_document(np.concatenate([words[random.randint(50)] for _ in range(200)]))
+        builder.finalize()
+    return ["--data-path", prefix, "--tokenizer-type", "ByteTokenizer", "--split", "90,10,0"]
+
+
+@pytest.mark.parametrize("backend", ["fused", "flash", "unfused"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_matches_float64(backend, causal):
+    q, k, v = (torch.randn(256, 2, heads, 64, device=CUDA) for heads in (8, 2, 2))
+    grad = torch.randn(256, 2, 512, device=CUDA)
+    results = {}
+    for dtype, kind in ((torch.float64, "unfused"), (torch.bfloat16, backend)):
+        inputs = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
+        out, lse = core_attention(*inputs, kind, causal)
+        out.backward(grad.bfloat16().to(dtype))
+        results[dtype] = [out, lse, *(x.grad for x in inputs)]
+    for ours, exact in zip(results[torch.bfloat16], results[torch.float64], strict=True):
+        # bf16 has 8 bits; rounding of probabilities and outputs adds up to a few times 2^-9
+        assert (ours.double() - exact.double()).norm() < 1e-2 * exact.double().norm()
+
+
+def test_weight_gradient_accumulates_in_fp32():
+    init = Init(device=CUDA, dtype=torch.bfloat16)
+    layer = ColumnParallelLinear(512, 768, Axis.single(), init=init, bias=False)
+    layer.weight.main_grad = torch.zeros(768, 512, device=CUDA)
+    ready = []
+    layer.weight.grad_ready = lambda: ready.append(1)
+    xs = [torch.randn(64, 2, 512, device=CUDA, dtype=torch.bfloat16) for _ in range(3)]
+    for x in xs:
+        layer(x).sum().backward()
+    exact = sum(x.double().flatten(0, 1).sum(0) for x in xs).expand(768, 512)
+    assert len(ready) == 3 and layer.weight.grad is None
+    assert (layer.weight.main_grad.double() - exact).norm() < 1e-6 * exact.norm()
+
+
+def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
+    """CUDA reports every synchronizing call between the launch of two steps."""
+    monkeypatch.chdir(tmp_path)
+    argv = [*FLAGS, *corpus, "--bf16", "--train-iters", "8", "--hidden-dropout", "0.1"]
+    parsed, config = train.settings(argv, World())
+    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
+    run.log.begin(0, 8)
+    steps = [train.train_step(run)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            run.iteration += 1
+            steps.append(train.train_step(run))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step in steps:
+        report(run, step)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_run_learns_and_resumes_to_the_bit(precision, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [*FLAGS, *corpus, precision, "--train-iters", "60", "--deterministic-mode"]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert train.main([*argv, "--run-name", "straight"]) == train.DONE
+    assert train.main([*argv, "--exit-interval", "40"]) == train.DONE
+    assert train.main(argv) == train.DONE
+    straight, broken = (
+        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("straight", "test")
+    )
+    assert [step["lm_loss"] for step in straight] == [step["lm_loss"] for step in broken]
+    assert straight[-1]["lm_loss"] < 0.7 * straight[0]["lm_loss"]
+
+
+def test_llama3_8b_initialises_in_seconds():
+    if torch.cuda.get_device_properties(CUDA).total_memory < 30e9:
+        pytest.skip("needs 30 GB")
+    config = TransformerConfig(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=8,
+        ffn_hidden_size=14336,
+        swiglu=True,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+    )
+    begin = time.monotonic()
+    model = GPTModel(config, 128256, 128256, 8192, init=Init(device=CUDA, dtype=torch.bfloat16))
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 10
+    assert sum(p.numel() for p in model.parameters()) == 8030261248

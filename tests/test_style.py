@@ -1,0 +1,385 @@
+"""The house rules that a machine can check, with the standard library's ast alone.
+
+A cap is raised only in the open: by changing its number here, in the commit that needs it.
+"""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_ARGUMENTS, MAX_LINE = 400, 60, 35, 8, 110
+MAX_PACKAGE = 8000
+
+# Imports run strictly from lower to higher: a module may import those of the lines above its own.
+RANKS = """
+config
+mesh schedules tokenizer
+comm metrics
+param
+ops
+fp8
+attention tp
+cp
+moe
+model
+trace
+dp
+pp
+optim data
+checkpoint hf debug plan
+generate
+run
+preprocess
+train convert setup
+"""
+EXTRAS = {
+    "matplotlib",
+    "tqdm",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "wandb",
+    "tokenizers",
+    "sentencepiece",
+}
+DISTRIBUTED = {"mesh", "comm", "checkpoint"}
+ENVIRONMENT = {"mesh", "train"}
+INTERFACES = {"Protocol", "ABC", "Generic", "object"}  # being based on one of these is no inheritance
+
+
+def family(module: str) -> str:
+    """The entry of RANKS that a module belongs to: `ops_norm` to `ops`, `config_cli` to `config`."""
+    return module if module in RANKS.split() else module.split("_")[0]
+
+
+class Source:
+    """One file: its text, its tree, and its place in the order of imports."""
+
+    def __init__(self, path: Path, text: str | None = None) -> None:
+        self.path, self.text = path, path.read_text(encoding="utf-8") if text is None else text
+        self.name = str(path.relative_to(ROOT))
+        self.lines, self.tree, self.stem = self.text.splitlines(), ast.parse(self.text), path.stem
+        self.family = family(self.stem)
+
+    @functools.cached_property
+    def functions(self) -> list:
+        return [n for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    @functools.cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        return [n for n in ast.walk(self.tree) if isinstance(n, ast.ClassDef)]
+
+    def imports(self, level: str) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of imports at the 'top' of the module or 'inside' functions and classes."""
+        inside = {id(n) for f in self.functions + self.classes for n in ast.walk(f)}
+        for node in ast.walk(self.tree):
+            if (id(node) in inside) == (level == "inside"):
+                if isinstance(node, ast.Import):
+                    yield from ((node.lineno, alias.name) for alias in node.names)
+                if isinstance(node, ast.ImportFrom):
+                    base = ".".join(filter(None, ["nanomegatron" if node.level else "", node.module or ""]))
+                    yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+PACKAGE = [Source(p) for p in sorted(ROOT.glob("nanomegatron/**/*.py"))]
+PROGRAMS = [Source(p) for p in sorted(ROOT.glob("*.py"))]
+SOURCES = PACKAGE + PROGRAMS
+PYTHON = SOURCES + [Source(p) for name in ("tests", "tools") for p in sorted(ROOT.glob(f"{name}/**/*.py"))]
+
+
+def none(violations: Iterator[str]) -> None:
+    """Fail with one violation a line, each `file:line what`."""
+    found = sorted(violations)
+    assert not found, "\n" + "\n".join(found)
+
+
+def length(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def rank(family: str) -> int:
+    return next((i for i, line in enumerate(RANKS.strip().splitlines()) if family in line.split()), -1)
+
+
+def project_imports(source: Source, level: str) -> Iterator[tuple[int, str]]:
+    """(line, module) for the project's own modules that a file imports."""
+    modules = {s.stem for s in SOURCES}
+    for line, name in source.imports(level):
+        parts = name.split(".")
+        if parts[0] == "nanomegatron" and len(parts) > 1:
+            yield line, parts[1]
+        elif parts[0] in modules and rank(parts[0]) == rank("train"):
+            yield line, parts[0]
+
+
+def test_files_are_short():
+    none(f"{s.name}:{len(s.lines)} lines, at most {MAX_FILE}" for s in PYTHON if len(s.lines) > MAX_FILE)
+
+
+def test_package_is_small():
+    assert sum(len(s.lines) for s in PACKAGE) <= MAX_PACKAGE
+
+
+def test_functions_are_short():
+    none(
+        f"{s.name}:{f.lineno} {f.name}: {length(f)} lines, at most {MAX_FUNCTION}"
+        for s in SOURCES
+        for f in s.functions
+        if length(f) > MAX_FUNCTION
+    )
+
+
+def test_most_functions_are_shorter():
+    """The 90th percentile; the message lists what is beyond it, longest first."""
+    lengths = sorted((length(f), f"{s.name}:{f.lineno} {f.name}") for s in SOURCES for f in s.functions)
+    beyond = [f"{n} {where}" for n, where in reversed(lengths) if n > P90_FUNCTION]
+    assert len(beyond) <= 0.1 * len(lengths), "\n" + "\n".join(beyond)
+
+
+def test_functions_take_few_arguments():
+    none(
+        f"{s.name}:{f.lineno} {f.name}: {len(names)} arguments, at most {MAX_ARGUMENTS}"
+        for s in SOURCES
+        for f in s.functions
+        if len(names := [a for a in arguments(f) if a.arg not in ("self", "cls", "ctx")]) > MAX_ARGUMENTS
+    )
+
+
+def arguments(function: ast.FunctionDef) -> list[ast.arg]:
+    a = function.args
+    return [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, [a.vararg, a.kwarg])]
+
+
+def test_inheritance_is_one_level_deep():
+    """A class is based on nn.Module, Function, an exception or one plain class of ours, and that is all."""
+    bases = {c.name: [ast.unparse(b) for b in c.bases] for s in SOURCES for c in s.classes}
+    bases = {name: [re.sub(r"\[.*|.*\.", "", base) for base in above] for name, above in bases.items()}
+
+    def depth(name: str) -> int:
+        return max((1 + depth(b) for b in bases.get(name, ()) if b not in INTERFACES | {name}), default=0)
+
+    none(
+        f"{s.name}:{c.lineno} class {c.name}: {depth(c.name)} levels of inheritance, at most 1"
+        for s in SOURCES
+        for c in s.classes
+        if depth(c.name) > 1
+    )
+
+
+def test_lines_are_short_and_ascii():
+    none(
+        f"{s.name}:{i} {len(line)} characters, at most {MAX_LINE}{'' if line.isascii() else '; not ASCII'}"
+        for s in PYTHON
+        for i, line in enumerate(s.lines, 1)
+        if len(line) > MAX_LINE or not line.isascii()
+    )
+
+
+def test_no_global_state():
+    """No `global`, and nothing at module level that a function fills."""
+    none(
+        f"{s.name}:{n.lineno} global {', '.join(n.names)}"
+        for s in SOURCES
+        for n in ast.walk(s.tree)
+        if isinstance(n, ast.Global)
+    )
+    none(
+        f"{s.name}:{line} module-level {name} is changed in a function"
+        for s in SOURCES
+        for line, name in changed_in_functions(s)
+    )
+
+
+def changed_in_functions(source: Source) -> Iterator[tuple[int, str]]:
+    """Module-level names that a function of the module stores into or calls a changing method of."""
+    assigned = [t for n in source.tree.body if isinstance(n, ast.Assign) for t in n.targets]
+    assigned += [n.target for n in source.tree.body if isinstance(n, ast.AnnAssign)]
+    names = {t.id for t in assigned if isinstance(t, ast.Name)}
+    changing = set("append extend add update pop clear setdefault insert remove popitem".split())
+    for function in source.functions:
+        local = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        local |= {a.arg for a in arguments(function)}
+        for node in ast.walk(function):
+            owner = None
+            if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                owner = node.value
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in changing:
+                owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id in names - local:
+                yield node.lineno, owner.id
+
+
+def test_environment_is_read_in_two_places():
+    none(
+        f"{s.name}:{n.lineno} {ast.unparse(n)}: only {', '.join(sorted(ENVIRONMENT))} read the environment"
+        for s in SOURCES
+        if s.stem not in ENVIRONMENT
+        for n in ast.walk(s.tree)
+        if isinstance(n, ast.Attribute) and ast.unparse(n) in ("os.environ", "os.getenv", "os.putenv")
+    )
+
+
+def test_torch_distributed_stays_below():
+    none(
+        f"{s.name}:{line} {name}: only {', '.join(sorted(DISTRIBUTED))} use torch.distributed"
+        for s in SOURCES
+        if s.family not in DISTRIBUTED
+        for line, name in distributed_uses(s)
+    )
+
+
+def distributed_uses(source: Source) -> Iterator[tuple[int, str]]:
+    for level in ("top", "inside"):
+        yield from ((i, n) for i, n in source.imports(level) if n.startswith("torch.distributed"))
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield node.lineno, "torch.distributed"
+
+
+def test_every_module_has_a_rank():
+    none(f"{s.name}:1 no place in RANKS" for s in SOURCES if s.stem != "__init__" and rank(s.family) < 0)
+
+
+def test_imports_run_from_lower_to_higher():
+    none(
+        f"{s.name}:{line} {s.stem} may not import {module} (same rank or higher)"
+        for s in SOURCES
+        for line, module in project_imports(s, "top")
+        if family(module) != s.family and rank(family(module)) >= rank(s.family)
+    )
+
+
+def test_no_import_cycles():
+    """Families (`ops`, `ops_norm`) may import among themselves, so cycles are looked for by module."""
+    graph = {s.stem: {m for _, m in project_imports(s, "top")} for s in SOURCES}
+
+    def cycle(module: str, path: tuple) -> tuple:
+        if module in path:
+            return path[path.index(module) :] + (module,)
+        return next(filter(None, (cycle(m, (*path, module)) for m in graph.get(module, ()))), ())
+
+    none({" > ".join(found) for module in graph if (found := cycle(module, ()))})
+
+
+def test_no_project_import_is_hidden():
+    none(
+        f"{s.name}:{line} imports {module} inside a function"
+        for s in SOURCES
+        for line, module in project_imports(s, "inside")
+    )
+
+
+def test_extras_are_imported_where_used():
+    none(
+        f"{s.name}:{line} {name} is an extra: import it in the function that needs it"
+        for s in SOURCES
+        for line, name in s.imports("top")
+        if any(name == extra or name.startswith(extra + ".") for extra in EXTRAS)
+    )
+
+
+def test_package_init_is_empty():
+    none(f"{s.name}:1 must stay empty" for s in PACKAGE if s.stem == "__init__" and s.text.strip())
+
+
+def test_public_names_are_documented():
+    """Modules; public functions and classes at module level; public methods of public classes.
+
+    A method of a few lines whose name says it all, and those every torch module has, need none.
+    """
+    none(
+        f"{s.name}:{node.lineno} {name} has no docstring"
+        for s in SOURCES
+        for node, name in public_definitions(s)
+        if not ast.get_docstring(node)
+    )
+    none(f"{s.name}:1 module has no docstring" for s in SOURCES if s.lines and not ast.get_docstring(s.tree))
+
+
+def public_definitions(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    known = {"forward", "backward", "setup_context"}
+    for node in source.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node, node.name
+            for method in node.body if isinstance(node, ast.ClassDef) else []:
+                public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+                if public and method.name not in known and length(method) > 5:
+                    yield method, f"{node.name}.{method.name}"
+
+
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load"}
+FORBIDDEN_KEYWORDS = {"allow_pickle": True, "shell": True, "trust_remote_code": True, "weights_only": False}
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+def test_nothing_runs_foreign_code():
+    """No pickle, no eval, no shell: a data file or checkpoint can never do more than be wrong."""
+    none(f"{s.name}:{line} {what}" for s in SOURCES for line, what in unsafe(s))
+
+
+def unsafe(source: Source) -> Iterator[tuple[int, str]]:
+    for level in ("top", "inside"):
+        for line, name in source.imports(level):
+            if name.split(".")[0] in FORBIDDEN_IMPORTS:
+                yield line, f"import of {name}: can run code from a file"
+    for call in (n for n in ast.walk(source.tree) if isinstance(n, ast.Call)):
+        name = ast.unparse(call.func)
+        keywords = {(k.arg, k.value.value) for k in call.keywords if isinstance(k.value, ast.Constant)}
+        if name in FORBIDDEN_CALLS:
+            yield call.lineno, f"{name}: can run code from a file"
+        if name == "torch.load" and ("weights_only", True) not in keywords:
+            yield call.lineno, "torch.load without weights_only=True: can run code from a file"
+        for key, value in sorted(keywords & set(FORBIDDEN_KEYWORDS.items())):
+            yield call.lineno, f"{name}({key}={value})"
+        if re.search(r"(gather|broadcast|scatter|send|recv)_object(_list)?$", name):
+            yield call.lineno, f"{name}: object collectives are pickles"
+
+
+def test_nothing_is_left_over():
+    """No TODO, and no code in comments (a comment line that parses as a statement of code)."""
+    none(
+        f"{s.name}:{i} {line.strip()}"
+        for s in PYTHON
+        if s.path != Path(__file__).resolve()
+        for i, line in enumerate(s.lines, 1)
+        if re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", line) or is_code(line.strip())
+    )
+
+
+CODE = re.compile(r"# +(\w[\w.\[\], ]* = \S|\w[\w.]*\(.*\)$|return \w|import \w+$|from \S+ import)")
+
+
+def is_code(line: str) -> bool:
+    try:
+        return bool(CODE.match(line) and ast.parse(line.lstrip("# ")).body)
+    except SyntaxError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "rule, code, expected",
+    [
+        (unsafe, "import pickle", "import of pickle"),
+        (unsafe, "import torch\ntorch.load('x')", "torch.load without"),
+        (unsafe, "torch.load('x', weights_only=True)", ""),
+        (unsafe, "f(allow_pickle=True)", "allow_pickle"),
+        (unsafe, "dist.all_gather_object(a, b)", "object collectives"),
+        (changed_in_functions, "seen = {}\ndef f(x):\n    seen[x] = 1", "seen"),
+        (changed_in_functions, "seen = {}\ndef f(seen):\n    seen[1] = 1", ""),
+        (distributed_uses, "def f():\n    import torch.distributed as dist", "torch.distributed"),
+        (distributed_uses, "torch.distributed.barrier()", "torch.distributed"),
+        (distributed_uses, "import torch", ""),
+    ],
+)
+def test_the_rules_themselves(rule, code, expected):
+    """A rule that finds nothing because it looks at nothing would pass for ever."""
+    found = [what for _, what in rule(Source(ROOT / "nanomegatron" / "invented.py", code))]
+    assert expected in found[0] if expected else not found
+
+
+def test_sources_are_found():
+    assert {"config", "mesh", "comm"} <= {s.stem for s in PACKAGE}

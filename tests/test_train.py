@@ -1,0 +1,238 @@
+"""The whole program: every layout trains one model, a killed run goes on to the bit, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.metrics_log import RunLog
+from nanomegatron.metrics_writers import read_jsonl
+from tests.spmd import run_spmd
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --swiglu --seq-length 32 "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 3e-3 --lr-warmup-iters 5 --eval-iters 2 --device cpu --run-name test"
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Prefix of a small data set of bytes: 40 documents of words that repeat, so there is much to learn."""
+    prefix = str(tmp_path_factory.mktemp("data") / "words")
+    random = np.random.RandomState(0)
+    words = [random.randint(97, 123, size=random.randint(2, 7)) for _ in range(50)]
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(40):
+            text = np.concatenate([np.append(words[random.randint(50)], 32) for _ in range(100)])
+            builder.add_document(np.append(text, 256))
+        builder.finalize()
+    return prefix
+
+
+def arguments(corpus: str, *more: str) -> list[str]:
+    data = ["--data-path", corpus, "--tokenizer-type", "ByteTokenizer", "--split", "90,10,0"]
+    return [*MODEL.split(), *data, *" ".join(more).split()]
+
+
+def run_train(world: World, argv: list[str], folder: str) -> list[dict]:
+    """One rank of a run in `folder`; the steps it logged."""
+    os.chdir(folder)
+    assert train.run_rank(world, argv) == train.DONE
+    return read_jsonl("runs/test/metrics.jsonl")
+
+
+def first_gradients(world: World, argv: list[str], folder: str) -> dict:
+    """This rank's slices of all gradients of the first step: name -> (offset, global shape, slice)."""
+    os.chdir(folder)
+    parsed, config = train.settings(argv, world)
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
+    run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
+    train.train_step(run)
+    parts = [(part, p) for p in run.optimizer.params for part in p.spec.parts]
+    return {part.name: (part.offset, part.shape, part.view(p.main_grad).clone()) for part, p in parts}
+
+
+LAYOUTS = {"dp2": (2, ""), "dp4": (4, ""), "tp2": (2, "--tp 2"), "tp2dp2": (4, "--tp 2")}
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory) -> list[dict]:
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return run_spmd(run_train, 1, arguments(corpus, "--train-iters 50"), folder)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_like_one_process(layout, corpus, alone, tmp_path):
+    """fp32, 50 steps: only the order of additions differs, which costs some 1e-7 a step."""
+    world, flags = LAYOUTS[layout]
+    steps = run_spmd(run_train, world, arguments(corpus, "--train-iters 50", flags), str(tmp_path))[0]
+    assert len(steps) == len(alone) == 50
+    assert steps[-1]["lm_loss"] < 0.8 * steps[0]["lm_loss"]  # it learns
+    for key, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0)):
+        ours, theirs = (np.array([step[key] for step in run]) for run in (steps, alone))
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, err_msg=key)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_gradients_equal_one_process(layout, corpus, tmp_path):
+    flags = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0 --hidden-dropout 0.1"
+    world, more = LAYOUTS[layout]
+    whole = run_spmd(first_gradients, 1, arguments(corpus, flags), str(tmp_path))[0]
+    for rank in run_spmd(first_gradients, world, arguments(corpus, flags, more), str(tmp_path)):
+        for name, (offset, _, piece) in rank.items():
+            window = tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))
+            expected = whole[name][2][window]
+            assert (piece - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def start(folder: Path, argv: list[str]) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "train.py"), *argv]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    metrics, end = folder / "runs/test/metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.01)
+
+
+def finished(process: subprocess.Popen, code: int) -> str:
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    argv = arguments(corpus, "--nproc 2 --train-iters 60 --save-interval 10 --hidden-dropout 0.1")
+    finished(start(folder, argv), train.DONE)
+    return read_jsonl(folder / "runs/test/metrics.jsonl")
+
+
+SERIES = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "lr")
+
+
+def test_killed_run_goes_on_to_the_bit(corpus, undisturbed, tmp_path):
+    argv = arguments(corpus, "--nproc 2 --train-iters 60 --save-interval 10 --hidden-dropout 0.1")
+    for step in (13, 37):
+        process = start(tmp_path, argv)
+        wait_for_step(tmp_path, step, process)
+        process.kill()
+        process.communicate()
+    output = finished(start(tmp_path, argv), train.DONE)
+    assert "resumed" in output
+    steps = read_jsonl(tmp_path / "runs/test/metrics.jsonl")
+    assert [[s[key] for key in SERIES] for s in steps] == [[s[key] for key in SERIES] for s in undisturbed]
+    assert "nothing left to train" in finished(start(tmp_path, argv), train.DONE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_leaves(number, corpus, undisturbed, tmp_path):
+    argv = arguments(corpus, "--nproc 2 --train-iters 60 --save-interval 50 --hidden-dropout 0.1")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *argv],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for_step(tmp_path, 5, process)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # a terminal sends Ctrl-C to all
+    else:
+        process.send_signal(number)
+    finished(process, train.PREEMPTED)
+    assert json.loads((tmp_path / "runs/test/status.json").read_text())["exit_code"] == train.PREEMPTED
+    finished(start(tmp_path, argv), train.DONE)
+    steps = read_jsonl(tmp_path / "runs/test/metrics.jsonl")
+    assert [s["lm_loss"] for s in steps] == [s["lm_loss"] for s in undisturbed]
+
+
+def test_configuration_errors_come_at_once_and_once(tmp_path):
+    begin = time.monotonic()
+    flags = "--nproc 2 --tp 3 --num-layers 2 --hidden-size 50 --num-attention-heads 4 --fp8-format e4m3"
+    output = finished(start(tmp_path, flags.split()), train.BAD_CONFIG)
+    assert time.monotonic() - begin < 6  # 3 on a machine that does nothing else
+    for beginning in ("--hidden-size 50:", "--tensor-model-parallel-size 3:", "--fp8-format:"):
+        assert output.count(f"  {beginning}") == 1
+    assert "Traceback" not in output and not (tmp_path / "runs").exists()
+
+
+def test_load_of_nothing_is_an_error(corpus, tmp_path):
+    (tmp_path / "empty").mkdir()
+    output = finished(start(tmp_path, arguments(corpus, "--train-iters 9 --load empty")), train.NO_CHECKPOINT)
+    assert "Traceback" not in output and "--load empty" in output
+
+
+def test_save_that_fails_is_told(corpus, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    argv = arguments(corpus, "--train-iters 9 --save file/ckpt")
+    assert "Traceback" not in finished(start(tmp_path, argv), train.SAVE_FAILED)
+
+
+def test_exit_interval_saves_and_resumes(corpus, alone, tmp_path):
+    argv = arguments(corpus, "--train-iters 50")
+    output = finished(start(tmp_path, [*argv, "--exit-interval", "20"]), train.DONE)
+    assert "after step 20" in output
+    finished(start(tmp_path, argv), train.DONE)
+    ours = [step["lm_loss"] for step in read_jsonl(tmp_path / "runs/test/metrics.jsonl")]
+    np.testing.assert_allclose(ours, [step["lm_loss"] for step in alone], rtol=1e-6)  # other threads
+
+
+def bad_steps(world: World, argv: list[str], folder: str) -> tuple[str, list[bool]]:
+    """An infinite weight, then one infinite gradient, then neither: the log, and what each has changed."""
+    os.chdir(folder)
+    parsed, config = train.settings(argv, world)
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
+    run = train.set_up(parsed, config, mesh, RunLog(folder, config))
+    weight, sync, changed = run.model.layers[1].mlp.linear_fc2.weight, run.grads.grad_sync, []
+
+    def spoil() -> None:
+        sync()
+        weight.main_grad[3, 4] = float("inf")
+
+    for value, grad_sync in ((float("inf"), sync), (0.0, spoil), (0.0, sync)):
+        weight.data[0, 0] = value
+        run.grads.grad_sync = grad_sync
+        before = [
+            x.clone() for x in (*run.optimizer.params, *run.optimizer.exp_avg, run.optimizer.good_steps)
+        ]
+        train.report(run, train.train_step(run))
+        after = [*run.optimizer.params, *run.optimizer.exp_avg, run.optimizer.good_steps]
+        changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        run.iteration += 1
+    return Path("log.txt").read_text(), changed
+
+
+def test_step_that_is_not_finite_changes_nothing_and_is_named(corpus, tmp_path):
+    text, changed = run_spmd(bad_steps, 1, arguments(corpus, "--train-iters 9"), str(tmp_path))[0]
+    assert changed == [False, False, True]
+    assert "step 1 (samples 0 to 7): loss nan, gradient norm nan, first bad gradient" in text
+    assert "first bad gradient decoder.layers.1.mlp.linear_fc2.weight" in text
+    assert "step 3 (" not in text
+
+
+def test_fp16_skips_steps_until_the_loss_scale_fits(corpus, tmp_path):
+    argv = arguments(corpus, "--train-iters 40 --fp16 --lr-warmup-iters 0")
+    steps = run_spmd(run_train, 1, argv, str(tmp_path))[0]
+    skipped = [step["skipped"] for step in steps]
+    scales = [step["loss_scale"] for step in steps]
+    assert skipped[0] == 1 and scales[0] == 2**32 and sum(skipped) < 30 and not any(skipped[-5:])
+    assert scales[-1] < 2**32 and steps[sum(skipped)]["lm_loss"] > steps[-1]["lm_loss"]
+    first_good = skipped.index(0)
+    assert len({step["lr"] for step in steps[: first_good + 1]}) == 1  # the schedule waits for good steps
