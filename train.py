@@ -36,7 +36,8 @@ from nanomegatron.data import (
     microbatch_sample_ids,
 )
 from nanomegatron.dp import GradBuffer
-from nanomegatron.mesh import Mesh, World, launch
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics import bits_per_byte
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.metrics_plot import plot_loss
@@ -80,7 +81,8 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     Raises ConfigError (a ValueError) with everything that is wrong at once.
     """
     parsed = parse(argv)
-    config, size = parsed.config, max(world.size, parsed.config.run.nproc)
+    config = parsed.config
+    size = world.size if world.size > 1 else config.run.nproc
     if errors := [*parsed.errors, *validate(config, size, pick_device(config, world).type)]:
         raise ConfigError(errors)
     data = config.data
@@ -247,6 +249,7 @@ def train_step(run: Run) -> StepReport:
     """
     mesh, seed = run.mesh, run.config.run.seed
     clock = Clock(mesh.device)
+    mesh.traffic.clear()
     torch.manual_seed(seed + 1_000_003 * run.iteration)  # for attention dropout, the only stateful randomness
     batches = list(step_batches(run, run.datasets[0], run.consumed_samples))
     tokens = comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), mesh.dp_cp).clamp(min=1)
@@ -262,7 +265,7 @@ def train_step(run: Run) -> StepReport:
     wishes = torch.tensor(run.wants_to_stop, dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = comm.all_reduce_(torch.cat((mine[None], wishes.to(mesh.device, non_blocking=True))), mesh.world)
     stats = run.optimizer.step(shared[0])
-    return StepReport(run.iteration + 1, shared, stats, clock)
+    return StepReport(run.iteration + 1, shared, stats, clock, mesh.traffic)
 
 
 @torch.no_grad()
@@ -357,7 +360,7 @@ def finish(run: Run) -> int:
     show_sample(run)
     if run.mesh.rank == 0 and (picture := plot_loss(log.folder, log.line)):
         log.line(f"picture {picture}")
-    log.line(f"next    python -m nanomegatron.generate --load {config.checkpoint.save} --prompt 'def '")
+    log.line(f"next    python -m nanomegatron.generate --load {config.checkpoint.save} --prompt def")
     log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE
 

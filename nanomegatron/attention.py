@@ -7,7 +7,9 @@
     unfused    anywhere             scores, `ops.scaled_softmax`, dropout, matmul: the oracle, s x s in memory
 
 All return the log-sum-exp of the scores as well, which ring attention merges by. `auto` takes the first that
-can do what is asked. The fused ones draw attention dropout by themselves, so its mask depends on the layout.
+can do what is asked. Where a causal mask meets more keys than queries (several tokens behind a cache) the
+unfused path runs whatever was chosen: the kernels align the mask to the first key, not to the last. The
+fused ones draw attention dropout by themselves, so its mask depends on the layout.
 (arXiv 2205.14135; grouped queries 2305.13245)
 """
 
@@ -52,7 +54,7 @@ def core_attention(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d], as views
     causal = causal and s > 1
     if causal and s != k.shape[2]:
-        backend = "unfused"  # the kernels align the mask to the first key, a cache needs it at the last
+        backend = "unfused"
     context, lse = _BACKENDS[backend](q, k, v, causal, dropout)
     return context.permute(2, 0, 1, 3).reshape(s, b, n * d), lse
 

@@ -44,6 +44,13 @@ def _count(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
     axis.traffic[axis.name, kind, "bytes"] += tensor.numel() * tensor.element_size()
 
 
+def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"dim {dim} of {tuple(x.shape)} does not divide by the {axis.size} ranks of {axis.name}"
+        )
+
+
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Reduce x over the axis in place and return it; for buffers that are nobody else's."""
     if axis.size > 1:
@@ -71,8 +78,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's slice along dim 0 of the sum over the axis: `[n, ...] -> [n / size, ...]`."""
     if axis.size == 1:
         return x
-    if x.shape[0] % axis.size:
-        raise ValueError(f"dim 0 of {tuple(x.shape)} does not divide by the {axis.size} ranks of {axis.name}")
+    _check_divides(x, axis, 0)
     _count(axis, "reduce_scatter", x)
     mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     _scatter_tensor(mine, x.contiguous(), group=axis.group)
@@ -97,7 +103,10 @@ def swap(
 
 def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """This rank's equal share of x along dim; nothing is sent."""
-    return x.chunk(axis.size, dim)[axis.rank].contiguous() if axis.size > 1 else x
+    if axis.size == 1:
+        return x
+    _check_divides(x, axis, dim)
+    return x.chunk(axis.size, dim)[axis.rank].contiguous()
 
 
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:

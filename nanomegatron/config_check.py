@@ -9,6 +9,7 @@ A message has the flag and its value, the rule, and what to change:
 import dataclasses
 import hashlib
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,11 +48,12 @@ NOT_BUILT = {
 def validate(config: Config, world_size: int, device_type: str = "cpu") -> list[str]:
     """Everything that is wrong with a run of `world_size` processes, a message each; none if it can start."""
     errors = list(_ranges(config))
-    if errors:
-        return errors  # what follows divides by these numbers
-    checks = (_model, _parallel, _batch, _precision, _schedule, _length, _data, _checkpoint, _extras)
-    for check in checks:
-        errors += check(config, world_size, device_type)
+    for check in (_model, _parallel, _batch, _precision, _schedule, _length, _data, _checkpoint, _extras):
+        try:
+            errors += check(config, world_size, device_type)
+        except (TypeError, ZeroDivisionError):
+            if not errors:
+                raise  # only a number that is missing or out of range, and told above, may be in the way
     return errors
 
 
@@ -61,6 +63,8 @@ def _ranges(config: Config) -> Iterator[str]:
         if value is None:
             if name in SHAPE:
                 yield f"{flag(name)}: missing; give all of {', '.join(map(flag, SHAPE))}, or a --config"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{flag(name)} {value}: must be a finite number"
         elif name in POSITIVE and not value > 0:
             yield f"{flag(name)} {value}: must be greater than 0"
         elif name in NOT_NEGATIVE and not value >= 0:
@@ -172,10 +176,14 @@ def _schedule(config: Config, *_: Any) -> Iterator[str]:
 
 
 def _length(config: Config, *_: Any) -> Iterator[str]:
-    run = config.run
-    if run.train_iters and run.train_samples:
+    run, batch = config.run, config.data.global_batch_size
+    same = batch and run.train_iters and run.train_iters * batch == run.train_samples  # as `resolve` fills in
+    if run.train_iters and run.train_samples and not same:
         yield f"--train-iters {run.train_iters} --train-samples {run.train_samples}: give one of the two"
-    batch = config.data.global_batch_size
+    if run.seed >= 2**32:
+        yield f"--seed {run.seed}: must be less than 4294967296, for numpy's generator of the data order"
+    if run.run_name is not None and (not run.run_name.strip(".") or "/" in run.run_name):
+        yield f"--run-name {run.run_name}: must be the name of a folder in runs/, without a slash"
     if run.train_samples and batch:
         yield from _multiple("train_samples", run.train_samples, flag("global_batch_size"), batch)
 
@@ -198,7 +206,7 @@ def _data(config: Config, *_: Any) -> Iterator[str]:
         weights = [float(word) for word in data.split.split(",")]
     except ValueError:
         weights = []
-    if not 0 < len(weights) <= 3 or min(weights) < 0 or not weights[0]:
+    if not 0 < len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or not weights[0]:
         yield f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0"
     if data.mock_data and not (data.vocab_size or data.tokenizer_type):
         yield "--mock-data: needs --vocab-size (with the NullTokenizer), or a --tokenizer-type"

@@ -11,6 +11,7 @@ ignored in silence.
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -27,9 +28,17 @@ SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 # Megatron's other spellings of a setting: flag -> (field, value; None: the flag's own argument)
 SPELLINGS = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
-    "no_position_embedding": ("position_embedding_type", "none"),
     "persistent_save_interval": ("save_interval", None),
 }
+# Ways to say one thing: a flag puts away what a file said in another way. fields of one way | of another
+ALTERNATIVES = """
+train_iters | train_samples
+lr_decay_iters | lr_decay_samples
+lr_warmup_iters | lr_warmup_samples | lr_warmup_fraction
+lr_wsd_decay_iters | lr_wsd_decay_samples
+bf16 | fp16
+data_path | train_data_path valid_data_path test_data_path | mock_data
+"""
 MOST_USED = """
 config num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size position_embedding_type
 normalization swiglu disable_bias_linear untie_embeddings_and_output_weights tensor_model_parallel_size
@@ -82,10 +91,36 @@ def parse(argv: list[str]) -> Parsed:
     from_file = _Reader()
     if preset is not None and reader.action.split()[0] != "help":
         from_file.read_file(find_preset(preset))
-    values = from_file.values | reader.values
+    values = put_away(from_file.values, reader.values) | reader.values
+    reader.errors += unmet(argv, values)
     name = Path(preset).stem if preset else None
     errors = (*from_file.errors, *reader.errors)
     return Parsed(build(values), reader.notes, name, frozenset(values), reader.action, errors)
+
+
+def put_away(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """`earlier` without what `later` says in another way."""
+    ways = [[way.split() for way in line.split("|")] for line in ALTERNATIVES.strip().splitlines()]
+    gone = {
+        name
+        for line in ways
+        for chosen in line
+        if any(later.get(name) for name in chosen)
+        for way in line
+        if way is not chosen
+        for name in way
+    }
+    return {name: value for name, value in earlier.items() if name not in gone}
+
+
+def unmet(argv: list[str], values: dict[str, Any]) -> Iterator[str]:
+    """What two switches of Megatron-LM need beside them; they set nothing themselves."""
+    switches = {word.replace("_", "-") for word in argv if word.startswith("--")}
+    if "--group-query-attention" in switches and not values.get("num_query_groups"):
+        yield "--group-query-attention: needs the number of key/value heads; give --num-query-groups"
+    learned = values.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    if "--no-position-embedding" in switches and learned:
+        yield "--no-position-embedding: needs --position-embedding-type rope or none"
 
 
 def build(values: dict[str, Any]) -> Config:
@@ -140,8 +175,11 @@ class _Reader:
             self.action = " ".join(["help", *arguments])
         elif name == "print_config":
             self.action = "print-config"
-        elif name == "config" and len(arguments) == 1:
-            self.config_file = arguments[0]
+        elif name == "config":
+            if len(arguments) == 1:
+                self.config_file = arguments[0]
+            else:
+                self.errors.append(f"{' '.join((word, *arguments))}: takes one file or preset")
         elif name in self.settings:
             self._set(name, arguments)
         elif name.startswith("no_") and self._is_switch(name[3:]) and not arguments:
@@ -197,7 +235,10 @@ class _Reader:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             self.errors.append(f"{path}: {error}")
             return
-        if base := table.pop("extends", None):
+        base = table.pop("extends", None)
+        if base is not None and not isinstance(base, str):
+            self.errors.append(f"{path}: extends = {base!r}: must be the name of a file")
+        elif base:
             self.read_file(path.parent / base, (*seen, path.resolve()))
         self.read_table(table, str(path))
 
@@ -279,8 +320,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return repr(value)

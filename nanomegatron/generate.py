@@ -33,7 +33,8 @@ from nanomegatron import comm
 from nanomegatron.checkpoint import CheckpointError, load, training_pieces
 from nanomegatron.config import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.config_cli import from_toml
-from nanomegatron.mesh import Mesh, World, launch
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh_launch import launch
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
 from nanomegatron.tokenizer import Tokenizer, tokenizer_from_spec

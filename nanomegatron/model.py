@@ -76,7 +76,11 @@ class Norm(nn.Module):
         return new_parameter(spec, init, fill=value)
 
     def forward(self, x: torch.Tensor, spread: Axis | None = None) -> torch.Tensor:
-        """Normalize x. Where every rank of `spread` normalizes other heads, the weight gradient is summed."""
+        """Normalize x `[..., size]`.
+
+        spread: an axis whose ranks normalize different parts of the data (heads). Each then sees its part of
+        the weight's gradient, and these are summed.
+        """
         weight, bias = self.weight, self.bias
         if spread is not None:
             weight, bias = copy_to(weight, spread), bias if bias is None else copy_to(bias, spread)
@@ -91,6 +95,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
         super().__init__()
         name = f"decoder.layers.{layer}.self_attention"
+        if config.num_kv_heads % tp.size:
+            raise ValueError(f"{config.num_kv_heads} key/value heads do not divide by tp {tp.size}")
         self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
         self.dropout = config.attention_dropout
         heads, groups = config.num_attention_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -84,7 +84,8 @@ def dropout(
     numbers the places in the model. 24 bits decide, so p is met to 6e-8.
     """
     features = torch.arange(x.shape[-1], device=x.device)
-    rows = _mix(_mix(sample_ids + _mix_int(seed * 1_000_003 + site)) + positions[:, None])
+    place = (seed * 1_000_003 + site) * 0x9E3779B97F4A7C15 % 2**63
+    rows = _mix(_mix(sample_ids + place) + positions[:, None])
     bits = (_mix(rows[:, :, None] + features) >> 20) & 0xFFFFFF
     return x * (bits >= int(p * 2**24)).to(x.dtype) / (1.0 - p)
 
@@ -95,10 +96,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _mix_int(x: int) -> int:
-    return int(_mix(torch.tensor([x & 0x7FFFFFFFFFFFFFFF])).item())
 
 
 def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:

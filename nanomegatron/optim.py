@@ -98,27 +98,31 @@ class LossScaler:
 
     def __init__(self, precision: PrecisionConfig, device: torch.device) -> None:
         self.dynamic = precision.fp16 and precision.loss_scale is None
-        start = precision.loss_scale or precision.initial_loss_scale if precision.fp16 else 1.0
-        self.window, self.patience = precision.loss_scale_window, precision.hysteresis
-        self.minimum = precision.min_loss_scale
-        # scale, good steps in a row, bad steps that are still forgiven
-        self.state = torch.tensor([start, 0.0, float(self.patience)], device=device)
-
-    @property
-    def scale(self) -> torch.Tensor:
-        return self.state[0]
+        start = (precision.loss_scale or precision.initial_loss_scale) if precision.fp16 else 1.0
+        self.window, self.minimum = precision.loss_scale_window, precision.min_loss_scale
+        self.hysteresis = torch.tensor(float(precision.hysteresis), device=device)
+        self.scale = torch.tensor(start, device=device)
+        self.good_in_a_row = torch.zeros((), device=device)
+        self.forgiven = self.hysteresis  # bad steps that do not halve the scale yet
 
     def update(self, finite: torch.Tensor) -> None:
         """Take note of one step; finite: 0-d, 1 or 0."""
         if not self.dynamic:
             return
-        scale, good, forgiven = self.state
-        good, forgiven = (good + 1) * finite, forgiven - (1 - finite)
-        halve, double = forgiven <= 0, good >= self.window
-        scale = torch.where(halve & (finite == 0), (scale / 2).clamp(min=self.minimum), scale)
-        scale = torch.where(double, scale * 2, scale)
-        forgiven = torch.where(double, torch.full_like(forgiven, self.patience), forgiven)
-        self.state = torch.stack((scale, torch.where(double, torch.zeros_like(good), good), forgiven))
+        good, forgiven = (self.good_in_a_row + 1) * finite, self.forgiven - (1 - finite)
+        halve, double = (forgiven <= 0) & (finite == 0), good >= self.window
+        halved = (self.scale / 2).clamp(min=self.minimum)
+        self.scale = torch.where(double, self.scale * 2, torch.where(halve, halved, self.scale))
+        self.forgiven = torch.where(double, self.hysteresis, forgiven)
+        self.good_in_a_row = good * ~double
+
+    def state(self) -> list[float]:
+        """What a checkpoint holds. Waits for the device."""
+        return torch.stack((self.scale, self.good_in_a_row, self.forgiven)).tolist()
+
+    def load(self, state: list[float]) -> None:
+        """Take up `state()` again."""
+        self.scale, self.good_in_a_row, self.forgiven = torch.tensor(state, device=self.scale.device)
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,9 @@ class Optimizer:
         owned = [(part, p) for p in self.params for part in p.spec.parts if part.owner]
         self.part_names = [part.name for part, _ in owned]
         self._owned = owned
+        decayed = [i for i, p in enumerate(self.params) if p.spec.decay]
+        others = [i for i, p in enumerate(self.params) if not p.spec.decay]
+        self._groups = [(wd, group) for wd, group in ((config.weight_decay, decayed), (0.0, others)) if group]
 
     def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from their `main_grad`, unless the loss or the norm is not finite.
@@ -178,19 +185,15 @@ class Optimizer:
         lr = self.learning_rates.take(self.good_steps.clamp(max=last))  # [...] would wait for the GPU
         self.good_steps += finite.long()
         self._update(lr.float(), self.scaler.scale / factor, 1.0 - finite)
-        stats = StepStats(norm, finite, lr, self.scaler.scale.clone(), norms)
+        stats = StepStats(norm, finite, lr, self.scaler.scale, norms)
         self.scaler.update(finite)
         return stats
 
     def _update(self, lr: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
         config, step = self.config, self.good_steps.float()
-        for decay in (True, False):
-            chosen = [i for i, p in enumerate(self.params) if p.spec.decay == decay]
-            if not chosen:
-                continue
-            main, m, v = ([x[i] for i in chosen] for x in (self.main, self.exp_avg, self.exp_avg_sq))
-            grads = [self.params[i].main_grad for i in chosen]
-            weight_decay = config.weight_decay if decay else 0.0
+        for weight_decay, group in self._groups:
+            main, m, v = ([x[i] for i in group] for x in (self.main, self.exp_avg, self.exp_avg_sq))
+            grads = [self.params[i].main_grad for i in group]
             hyper = (config.adam_beta1, config.adam_beta2, config.adam_eps, weight_decay)
             ops.adamw_(main, grads, (m, v), step, lr, hyper, grad_scale, skip)
         if self.mixed:
@@ -208,9 +211,9 @@ class Optimizer:
 
     def scalars(self) -> dict:
         """The numbers that a checkpoint holds. Waits for the device."""
-        return {"good_steps": int(self.good_steps), "loss_scaler": self.scaler.state.tolist()}
+        return {"good_steps": int(self.good_steps), "loss_scaler": self.scaler.state()}
 
     def load_scalars(self, saved: dict) -> None:
         """Take up `scalars()` again."""
         self.good_steps.fill_(saved["good_steps"])
-        self.scaler.state.copy_(torch.tensor(saved["loss_scaler"]))
+        self.scaler.load(saved["loss_scaler"])

@@ -12,14 +12,15 @@ import resource
 import signal
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanomegatron import ops
-from nanomegatron.config import Config
+from nanomegatron import comm, ops
+from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.dp import GradBuffer
 from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
@@ -83,7 +84,8 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
     say(
         f"model   {model.num_layers} layers, hidden {model.hidden_size}, vocab {vocab_size} -> "
         f"{run.padded_vocab_size} | {size / 1e6:.2f} M params, {config.dtype_name} | "
-        f"expected first loss ln({vocab_size}) = {math.log(vocab_size):.2f}"
+        f"expected first loss {expected_first_loss(model, vocab_size):.2f}, ln({vocab_size}) = "
+        f"{math.log(vocab_size):.2f} for equal odds"
     )
     say(f"memory  {describe(memory(config, vocab_size, mesh.dp.size))}")
     fused = [op for op, path in ops.paths(mesh.device).items() if "reference" not in path]
@@ -99,6 +101,14 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         f"{config.run.train_iters} iterations | seed {config.run.seed}"
     )
     say(f"files   {run.log.folder}/ | Ctrl-C saves and stops, the same command goes on from there")
+
+
+def expected_first_loss(model: TransformerConfig, vocab_size: int) -> float:
+    """Loss of fresh weights on any text: logits of a unit-variance state are normal with variance h * std^2.
+
+    log E[exp(normal)] adds half of that variance to the ln(vocab_size) of equal odds.
+    """
+    return math.log(vocab_size) + model.hidden_size * model.init_method_std**2 / 2
 
 
 def commit() -> str:
@@ -140,13 +150,19 @@ class Clock:
 class StepReport:
     """The numbers of one step, on their way to the host."""
 
-    def __init__(self, iteration: int, shared: torch.Tensor, stats: StepStats, clock: Clock) -> None:
-        """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks."""
+    def __init__(
+        self, iteration: int, shared: torch.Tensor, stats: StepStats, clock: Clock, traffic: Counter
+    ) -> None:
+        """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks.
+
+        traffic: what this rank has communicated since the step began.
+        """
         self.iteration, self.part_norms = iteration, stats.part_norms
         numbers = torch.stack((*shared, stats.grad_norm, stats.finite, stats.lr, stats.loss_scale))
         self.numbers = torch.empty(7, dtype=torch.float64, pin_memory=numbers.is_cuda)
         self.numbers.copy_(numbers, non_blocking=True)
         self.clock = clock.stop()
+        self.traffic = dict(traffic)
 
     def read(self) -> tuple[float, list[float]]:
         """Milliseconds, and [loss, signalled, out of time, gradient norm, finite, lr, loss scale]."""
@@ -177,6 +193,9 @@ def report(run: Run, step: StepReport | None) -> None:
             "peak_mem_gib": peak_memory(run.mesh.device) / 2**30,
         }
     )
+    if run.config.run.log_comm and step.iteration % run.config.run.log_interval == 0:
+        for line in comm.ledger(step.traffic):
+            run.log.line(f"comm    {line}")
 
 
 def rates(run: Run, seconds: float) -> dict[str, float | None]:
@@ -220,13 +239,13 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def show_sample(run: Run, prompts: tuple[str, ...] = ("def ", "class ")) -> None:
+def show_sample(run: Run, prompts: tuple[str, ...] = ("def", "    def test")) -> None:
     """Continue two prompts and print them; every rank takes part, rank 0 prints."""
     if run.config.data.mock_data:
         return
     ids = [run.tokenizer.encode(prompt) for prompt in prompts]
     length = min(120, run.config.model.max_position_embeddings - max(map(len, ids)))
-    for text in generate(run.model, ids, length, temperature=0.7, top_k=40, seed=run.config.run.seed):
+    for text in generate(run.model, ids, length, temperature=0.6, top_k=40, seed=run.config.run.seed):
         run.log.line("sample  " + run.tokenizer.decode(text).replace("\n", "\n        "))
 
 

@@ -24,7 +24,8 @@ from nanomegatron.checkpoint import (
     training_pieces,
 )
 from nanomegatron.config import ParallelConfig
-from nanomegatron.mesh import Axis, Mesh, World, launch
+from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.mesh_launch import launch
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard
 from tests.checkpoints import (
     ALONE,

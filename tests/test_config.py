@@ -66,6 +66,10 @@ WRONG = """
 --rotary-percent 0.5 | 1 | --rotary-percent 0.5: here only 1.0
 --use-flash-attn 1 | 1 | --use-flash-attn 1: takes 0 values
 --num-layers 0 | 1 | --num-layers 0: must be greater than 0
+--lr inf | 1 | --lr inf: must be a finite number
+--seed 4294967296 | 1 | --seed 4294967296: must be less than
+--run-name ../x | 1 | --run-name ../x: must be the name of a folder
+--split nan,1 | 1 | --split nan,1: must be
 --hidden-size -64 | 1 | --hidden-size -64: must be greater than 0
 --micro-batch-size 0 | 1 | --micro-batch-size 0: must be greater than 0
 --train-iters 0 | 1 | --train-iters 0: must be greater than 0
@@ -117,6 +121,9 @@ WRONG = """
 --tokenizer-model m | 1 | --tokenizer-model m: needs --tokenizer-type
 --tokenizer-type SentencePieceTokenizer --tokenizer-model no/m | 1 | --tokenizer-model no/m: no such file
 --finetune | 1 | --finetune: needs --load
+--config | 1 | --config: takes one file or preset
+--group-query-attention | 1 | --group-query-attention: needs | --num-query-groups
+--no-position-embedding | 1 | --no-position-embedding: needs --position-embedding-type rope or none
 --no-load-optim | 1 | --no-load-optim: needs --load
 """
 CASES = [[cell.strip() for cell in line.split("|")] for line in WRONG.strip().splitlines()]
@@ -136,8 +143,10 @@ def test_each_error_has_value_rule_and_fix(case):
 
 
 def test_all_errors_come_together():
-    messages = errors_of(f"{GOOD} --hidden-size 66 --bf16 --fp16 --fp8-format e4m3 --hiden 3 --split x")
-    assert len(messages) == 5
+    messages = errors_of(
+        f"{GOOD} --hidden-size 66 --bf16 --fp16 --fp8-format e4m3 --hiden 3 --split x --clip-grad -1"
+    )
+    assert len(messages) == 6
 
 
 def test_missing_shape():
@@ -162,6 +171,29 @@ def test_spellings_and_precedence(tmp_path):
     assert config.model.position_embedding_type == "rope" and config.checkpoint.save_interval == 7
 
 
+@pytest.mark.parametrize("order", (1, -1))
+def test_no_position_embedding_keeps_rope(order):
+    flags = ["--use-rotary-position-embeddings", "--no-position-embedding"][::order]
+    parsed = read(" ".join([GOOD, *flags]))
+    assert parsed.errors == () and parsed.config.model.position_embedding_type == "rope"
+
+
+def test_a_flag_puts_away_the_other_ways_of_a_file(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("train-iters = 99\nlr-warmup-iters = 9\nbf16 = true\nmock-data = true\n")
+    flags = f"{SHAPE} --config {path} --train-samples 8 --lr-warmup-fraction 0.1 --fp16 --data-path x"
+    config = read(flags).config
+    assert (config.run.train_iters, config.run.train_samples) == (None, 8)
+    assert config.optimizer.lr_warmup_iters == 0 and not config.precision.bf16 and not config.data.mock_data
+
+
+def test_a_resolved_run_can_be_read_again():
+    config = resolve(
+        parse(f"{SHAPE} --mock-data --vocab-size 9 --train-samples 8 --run-name a\r\x7f".split(" ")).config, 1
+    )
+    assert from_toml(to_toml(config)) == config and validate(config, 1) == []
+
+
 def test_file_errors(tmp_path):
     path = tmp_path / "c.toml"
     for text, part in (
@@ -169,6 +201,7 @@ def test_file_errors(tmp_path):
         ("num-layers = 2.5", "num-layers = 2.5: must be a whole number"),
         ("num-layers = ", "c.toml: "),
         ('extends = "c.toml"', "extends itself"),
+        ("extends = 3", "extends = 3: must be the name of a file"),
         ('extends = "gone.toml"', "gone.toml: no such file"),
     ):
         path.write_text(text)

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanomegatron import mesh as mesh_module
+from nanomegatron import mesh_launch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config import ParallelConfig
-from nanomegatron.mesh import Axis, Mesh, World, axis_groups, launch
+from nanomegatron.mesh import Axis, Mesh, World, axis_groups
+from nanomegatron.mesh_launch import launch
 from tests.spmd import run_spmd, spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,14 +188,14 @@ def test_launch_returns_the_exit_codes():
 @pytest.mark.parametrize("early", [False, True])
 def test_first_failure_stops_the_other_ranks(early, monkeypatch):
     """Also if it has ended before the launcher looks."""
-    wait = mesh_module._wait
+    wait = mesh_launch._wait
 
     def wait_briefly(ranks, timeout):
         if early:
             ranks[1].join()
         wait(ranks, timeout, grace=0.3)
 
-    monkeypatch.setattr(mesh_module, "_wait", wait_briefly)
+    monkeypatch.setattr(mesh_launch, "_wait", wait_briefly)
     start = time.monotonic()
     assert launch(fail_or_sleep, 3, (1,), timeout=30) == [-signal.SIGKILL, 3, -signal.SIGKILL]
     assert time.monotonic() - start < 15
@@ -229,7 +230,8 @@ def test_no_rank_outlives_a_killed_launcher():
 def kill_launcher(folder):
     script = folder / "run.py"
     script.write_text(
-        "import sys\nfrom nanomegatron.mesh import launch\nfrom tests.test_mesh import write_pid_and_sleep\n"
+        "import sys\nfrom nanomegatron.mesh_launch import launch\n"
+        "from tests.test_mesh import write_pid_and_sleep\n"
         "if __name__ == '__main__':\n    launch(write_pid_and_sleep, 2, (sys.argv[1],))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}

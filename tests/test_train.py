@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import train
+from nanomegatron.config import TransformerConfig
 from nanomegatron.data_indexed import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.metrics_writers import read_jsonl
+from nanomegatron.run import expected_first_loss
 from tests.spmd import run_spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +81,8 @@ def test_layout_trains_like_one_process(layout, corpus, alone, tmp_path):
     world, flags = LAYOUTS[layout]
     steps = run_spmd(run_train, world, arguments(corpus, "--train-iters 50", flags), str(tmp_path))[0]
     assert len(steps) == len(alone) == 50
+    expected = expected_first_loss(TransformerConfig(hidden_size=64), 257)
+    assert steps[0]["lm_loss"] == pytest.approx(expected, rel=0.01)
     assert steps[-1]["lm_loss"] < 0.8 * steps[0]["lm_loss"]  # it learns
     for key, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0)):
         ours, theirs = (np.array([step[key] for step in run]) for run in (steps, alone))

@@ -1,0 +1,102 @@
+"""Starting the ranks of one machine, for `--nproc` and for the tests; on a cluster torchrun does it.
+
+    launcher  -->  fork server (has imported torch, has run no operation)  -->  rank 0, rank 1, ...
+
+Ranks come from a fork server, so one starts in milliseconds, and no thread pool is ever forked: a rank forked
+from a process that has computed with threads hangs. They meet through a file in a temporary folder and talk
+over the loopback interface. If one fails the others are stopped, and none outlives the launcher.
+"""
+
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanomegatron.mesh import World
+
+
+def launch(
+    worker: Callable[..., int],
+    nproc: int,
+    args: tuple = (),
+    timeout: float | None = None,
+    threads: int | None = None,
+) -> list[int]:
+    """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
+
+    `worker` is a module-level function that returns an exit code. The first rank to fail gets the others
+    stopped; SIGTERM to this process is passed on; after `timeout` seconds all are killed. Each rank computes
+    with `threads` threads (the cores, shared out).
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "torch", "nanomegatron.mesh_launch"])
+    threads = threads or max(1, (os.cpu_count() or 1) // nproc)
+    with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder:
+        places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
+        ranks = [
+            context.Process(target=_run_rank, args=(worker, place, threads, args), name=f"rank{place.rank}")
+            for place in places
+        ]
+        for process in ranks:
+            process.start()
+        passed_on = _pass_on_sigterm(ranks)
+        try:
+            _wait(ranks, timeout)
+        finally:
+            passed_on()
+            _stop(ranks)
+    return [process.exitcode for process in ranks]
+
+
+def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+
+    def leave_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)  # the launcher was killed: no rank may live on and write into the run's folder
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    sys.exit(worker(place, *args))
+
+
+def _pass_on_sigterm(ranks: list) -> Callable[[], None]:
+    """Send SIGTERM on to the ranks while they run; SIGINT reaches them from the terminal by itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def pass_on(*_: Any) -> None:
+        for process in ranks:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGTERM)
+
+    old = signal.signal(signal.SIGTERM, pass_on), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return lambda: (signal.signal(signal.SIGTERM, old[0]), signal.signal(signal.SIGINT, old[1]))
+
+
+def _wait(ranks: list, timeout: float | None, grace: float = 10.0) -> None:
+    """Return when all ranks have ended, `grace` seconds after one has failed, or at the timeout."""
+    end = time.monotonic() + (timeout or math.inf)
+    while alive := [process.sentinel for process in ranks if process.is_alive()]:
+        if any(process.exitcode for process in ranks):  # before the wait: it may have failed already
+            end = min(end, time.monotonic() + grace)
+        left = max(0.0, end - time.monotonic())
+        if not multiprocessing.connection.wait(alive, None if left == math.inf else left):
+            return
+
+
+def _stop(ranks: list) -> None:
+    for process in ranks:  # all at once, or the last would still report that the first went away
+        if process.is_alive():
+            process.kill()
+    for process in ranks:
+        process.join()
