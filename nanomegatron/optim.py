@@ -176,8 +176,9 @@ class Optimizer:
 
         loss: 0-d, the global one, so that every rank decides alike.
         """
-        norms = torch.stack(torch._foreach_norm([part.view(p.main_grad) for part, p in self._owned]))
-        norm = all_reduce_(norms.square().sum(), self.model_axis).sqrt() / self.scaler.scale
+        grads = [part.view(p.main_grad) for part, p in self._owned]
+        norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float64))  # fp32 sums are off by 1e-5
+        norm = (all_reduce_(norms.square().sum(), self.model_axis).sqrt() / self.scaler.scale).float()
         finite = (norm.isfinite() & loss.isfinite()).float()
         clip = self.config.clip_grad
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
