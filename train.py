@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from nanomegatron import comm
-from nanomegatron.checkpoint import CheckpointError, SaveError, latest, load, save, training_pieces
+from nanomegatron.checkpoint import CheckpointError, SaveError
 from nanomegatron.config import Config, padded_vocab_size
 from nanomegatron.config_check import default_run_name, must_match, resolve, validate
 from nanomegatron.config_cli import ConfigError, Parsed, from_toml, help_text, parse, to_toml
@@ -44,7 +44,21 @@ from nanomegatron.metrics_plot import plot_loss
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.optim import Optimizer, Schedule
 from nanomegatron.param import Init
-from nanomegatron.run import Clock, Run, StepReport, banner, listen_for_signals, report, show_sample
+from nanomegatron.run import (
+    Clock,
+    Run,
+    StepReport,
+    banner,
+    due,
+    listen_for_signals,
+    pick_device,
+    print_errors,
+    report,
+    run_folder,
+    settle,
+    show_sample,
+)
+from nanomegatron.run_checkpoint import load_checkpoint, save_checkpoint
 from preprocess import prepare_embedded
 
 DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED, PREEMPTED = 0, 2, 3, 4, 75
@@ -72,7 +86,8 @@ def main(argv: list[str]) -> int:
     if config.run.nproc == 1 or world.size > 1:
         return run_rank(world, argv)
     codes = launch(run_rank, config.run.nproc, (argv,))
-    return max(codes, key=lambda code: (code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED), code != 0, code))
+    named = (code for code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) if code in codes)
+    return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
 
 def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
@@ -108,26 +123,6 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     if earlier.exists() and (errors := must_match(from_toml(earlier.read_text()), config)):
         raise ConfigError([*errors, f"{earlier.parent} holds another run: choose another --run-name"])
     return parsed, config
-
-
-def pick_device(config: Config, world: World) -> torch.device:
-    """cuda:LOCAL_RANK where there are GPUs, unless --device says otherwise."""
-    if config.run.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
-
-
-def run_folder(config: Config) -> Path:
-    """runs/NAME, where everything that a run writes is found."""
-    return Path("runs") / config.run.run_name
-
-
-def print_errors(error: ValueError) -> None:
-    """One line an error on stderr, from one rank."""
-    messages = getattr(error, "messages", [str(error)])
-    print(f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started", file=sys.stderr)
-    for message in messages:
-        print(f"  {message}", file=sys.stderr)
 
 
 # One process of the run.
@@ -222,11 +217,6 @@ def train(run: Run) -> int:
     return finish(run)
 
 
-def due(interval: int | None, iteration: int) -> bool:
-    """Whether something that happens every `interval` iterations happens after this one."""
-    return bool(interval) and iteration % interval == 0
-
-
 def step_batches(run: Run, dataset: GPTDataset, first_sample: int) -> Iterator[Batch]:
     """This rank's microbatches of the global batch that begins at `first_sample`, on the device."""
     data, dp = run.config.data, run.mesh.dp
@@ -287,64 +277,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
     run.log.evaluation(run.iteration, split, loss, math.exp(min(20, loss)), bpb)
 
 
-def settle(run: Run) -> None:
-    """Report the step that is still under way, before anything that must know how it ended."""
-    step, run.pending = run.pending, None
-    report(run, step)
-
-
-# Checkpoints and the end.
-
-
-def save_checkpoint(run: Run) -> None:
-    """Write everything that the next run needs to go on to the bit."""
-    settle(run)
-    mesh = run.mesh
-    state = {
-        "iteration": run.iteration,
-        "consumed_samples": run.consumed_samples,
-        "optimizer": run.optimizer.scalars(),
-        "seed": run.config.run.seed,
-        "tokenizer": run.tokenizer.spec,
-        "tokenizer_fingerprint": run.tokenizer.fingerprint,
-        "layout": mesh.label,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
-    pieces = training_pieces(run.optimizer.params, states, mesh.dp_cp)
-    save(run.config.checkpoint.save, run.iteration, pieces, state, to_toml(run.config), mesh)
-    run.log.line(f"saved   {run.config.checkpoint.save}, step {run.iteration}")
-    run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
-
-
-def load_checkpoint(run: Run) -> None:
-    """Take up --load, or else this run's own newest checkpoint if it has one."""
-    config = run.config.checkpoint
-    root = config.load or config.save
-    own = latest(config.save) is not None and not config.ckpt_step
-    root = config.save if own else root
-    finetune = config.finetune and not own
-    states = {} if finetune or config.no_load_optim else run.optimizer.states()
-    loaded = load(
-        root, training_pieces(run.optimizer.params, states, run.mesh.dp_cp), run.mesh, config.ckpt_step
-    )
-    if loaded is None:
-        if config.load:
-            raise CheckpointError(
-                f"--load {config.load}: no checkpoint there; train from scratch without --load"
-            )
-        return
-    for note in loaded.notes:
-        run.log.warn(note)
-    if not finetune:
-        run.iteration = loaded.state["iteration"]
-        if states:
-            run.optimizer.load_scalars(loaded.state["optimizer"])
-    if not states:
-        run.optimizer.reset_main()
-    run.log.line(f"resumed {root}, step {loaded.iteration}" + (" (weights alone)" if finetune else ""))
-    run.log.status("running", iteration=run.iteration, checkpoint=root)
+# The end.
 
 
 def finish(run: Run) -> int:

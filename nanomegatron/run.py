@@ -11,6 +11,7 @@ import math
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from nanomegatron import comm, ops
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.dp import GradBuffer
 from nanomegatron.generate import generate
-from nanomegatron.mesh import Mesh
+from nanomegatron.mesh import Mesh, World
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.model import GPTModel
@@ -64,6 +65,31 @@ class Run:
         """Whether this rank was signalled, and whether its time is up."""
         minutes = self.config.run.exit_duration_in_mins
         return self.interrupts > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
+
+
+def pick_device(config: Config, world: World) -> torch.device:
+    """cuda:LOCAL_RANK where there are GPUs, unless --device says otherwise."""
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+
+
+def run_folder(config: Config) -> Path:
+    """runs/NAME, where everything that a run writes is found."""
+    return Path("runs") / config.run.run_name
+
+
+def print_errors(error: ValueError) -> None:
+    """One line an error on stderr."""
+    messages = getattr(error, "messages", [str(error)])
+    print(f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started", file=sys.stderr)
+    for message in messages:
+        print(f"  {message}", file=sys.stderr)
+
+
+def due(interval: int | None, iteration: int) -> bool:
+    """Whether something that happens every `interval` iterations happens after this one."""
+    return bool(interval) and iteration % interval == 0
 
 
 def banner(run: Run, notes: list[str], vocab_size: int) -> None:
@@ -196,6 +222,12 @@ def report(run: Run, step: StepReport | None) -> None:
     if run.config.run.log_comm and step.iteration % run.config.run.log_interval == 0:
         for line in comm.ledger(step.traffic):
             run.log.line(f"comm    {line}")
+
+
+def settle(run: Run) -> None:
+    """Report the step that is still under way, before anything that must know how it ended."""
+    step, run.pending = run.pending, None
+    report(run, step)
 
 
 def rates(run: Run, seconds: float) -> dict[str, float | None]:

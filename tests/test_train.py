@@ -189,6 +189,25 @@ def test_save_that_fails_is_told(corpus, tmp_path):
     assert "Traceback" not in finished(start(tmp_path, argv), train.SAVE_FAILED)
 
 
+def test_what_cannot_go_on_is_an_error(corpus, tmp_path):
+    """Another batch size would repeat or skip samples, a step back would meet newer checkpoints again."""
+    argv = arguments(corpus, "--train-iters 12 --save-interval 5")
+    finished(start(tmp_path, argv), train.DONE)
+    other = ["--run-name", "other", "--load", "runs/test/ckpt"]
+    output = finished(start(tmp_path, [*argv, *other, "--global-batch-size", "4"]), train.BAD_CONFIG)
+    assert "--global-batch-size 4" in output and "96 samples in 12 iterations" in output
+    output = finished(start(tmp_path, [*argv, "--ckpt-step", "5"]), train.BAD_CONFIG)
+    assert "--ckpt-step 5" in output and "holds iteration 12" in output
+    output = finished(start(tmp_path, [*argv, *other, "--ckpt-step", "5", "--nproc", "2"]), train.DONE)
+    assert (
+        "resumed runs/test/ckpt, step 5" in output and "not the same bits" in output and "dp 1 -> 2" in output
+    )
+    ours, theirs = (read_jsonl(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("other", "test"))
+    np.testing.assert_allclose([s["lm_loss"] for s in ours], [s["lm_loss"] for s in theirs[5:]], rtol=1e-6)
+    output = finished(start(tmp_path, [*argv, "--hidden-size", "128"]), train.BAD_CONFIG)
+    assert "--hidden-size 128: the run in this folder has 64" in output
+
+
 def test_exit_interval_saves_and_resumes(corpus, alone, tmp_path):
     argv = arguments(corpus, "--train-iters 50")
     output = finished(start(tmp_path, [*argv, "--exit-interval", "20"]), train.DONE)
