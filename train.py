@@ -240,10 +240,9 @@ def train_step(run: Run) -> StepReport:
     mesh, seed = run.mesh, run.config.run.seed
     clock = Clock(mesh.device)
     mesh.traffic.clear()
-    torch.manual_seed(seed + 1_000_003 * run.iteration)  # for attention dropout, the only stateful randomness
+    torch.manual_seed(seed + 1_000_003 * run.iteration + mesh.rank)  # attention dropout of the fused kernels
     batches = list(step_batches(run, run.datasets[0], run.consumed_samples))
     tokens = comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), mesh.dp_cp).clamp(min=1)
-    run.model.train()
     run.grads.zero()
     total = torch.zeros((), device=mesh.device)
     for batch in batches:
@@ -265,7 +264,6 @@ def evaluate(run: Run, split: str = "validation") -> None:
     dataset, batch_size, device = run.datasets[1], run.global_batch_size, run.mesh.device
     if dataset is None or not run.config.run.eval_iters:
         return
-    run.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(run.config.run.eval_iters):
         for batch in step_batches(run, dataset, i * batch_size):

@@ -9,11 +9,16 @@
 All return the log-sum-exp of the scores as well, which ring attention merges by. `auto` takes the first that
 can do what is asked. Where a causal mask meets more keys than queries (several tokens behind a cache) the
 unfused path runs whatever was chosen: the kernels align the mask to the first key, not to the last. The
-fused ones draw attention dropout by themselves, so its mask depends on the layout.
+fused ones draw attention dropout by themselves, so its mask depends on the layout; in the unfused path it
+is a function of sample, head, query and key.
 (arXiv 2205.14135; grouped queries 2305.13245)
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 
 from nanomegatron import ops
 
@@ -43,19 +48,29 @@ def choose_backend(asked: str, device: torch.device, dtype: torch.dtype, dropout
 
 
 def core_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, causal: bool = True, dropout: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backend: str,
+    causal: bool = True,
+    dropout: float = 0.0,
+    drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q `[s, b, n, d]` over k, v `[t, b, g, d]`, n a multiple of g (query head i reads i*g/n).
 
-    causal: query i sees keys up to i + t - s. Returns the context `[s, b, n*d]` and the log-sum-exp
-    `[b, n, s]`, fp32. Nothing is communicated.
+    causal: query i sees keys up to i + t - s. drop: the unfused path's dropout of the probabilities
+    `[b, n, s, t]`; without it, and in the other paths, torch's generator draws. Returns the context
+    `[s, b, n*d]` and the log-sum-exp `[b, n, s]`, fp32. Nothing is communicated.
     """
     s, b, n, d = q.shape
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d], as views
     causal = causal and s > 1
     if causal and s != k.shape[2]:
         backend = "unfused"
-    context, lse = _BACKENDS[backend](q, k, v, causal, dropout)
+    if backend == "unfused":
+        context, lse = _unfused(q, k, v, causal, drop or partial(F.dropout, p=dropout))
+    else:
+        context, lse = {"fused": _cudnn, "flash": _flash}[backend](q, k, v, causal, dropout)
     return context.permute(2, 0, 1, 3).reshape(s, b, n * d), lse
 
 
@@ -72,15 +87,12 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, drop
     return context, lse
 
 
-def _unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dropout: float) -> tuple:
+def _unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, drop: Callable) -> tuple:
     k, v = _one_per_query(k, q), _one_per_query(v, q)
     probs, lse = ops.scaled_softmax(q @ k.transpose(-1, -2), q.shape[-1] ** -0.5, causal)
-    return torch.nn.functional.dropout(probs, dropout) @ v, lse
+    return drop(probs) @ v, lse
 
 
 def _one_per_query(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Key or value heads repeated until there is one for each query head. `[b, g, t, d] -> [b, n, t, d]`"""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-_BACKENDS = {"fused": _cudnn, "flash": _flash, "unfused": _unfused}

@@ -179,10 +179,7 @@ def next_logits(model: GPTModel, columns: list[list[int]], cache: KVCache) -> to
     device = model.output_weight.device
     tokens = torch.tensor(columns, device=device)
     positions = torch.arange(cache.length, cache.length + tokens.shape[1], device=device)
-    training = model.training
-    model.eval()
     logits = model(Tokens(tokens, positions), cache=cache)[-1]
-    model.train(training)
     return comm.all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 
 
@@ -211,7 +208,7 @@ def load_model(
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
     model = GPTModel(shape, vocab_size, padded, shape.max_position_embeddings, mesh.tp, init)
     load(root, training_pieces(list(model.parameters()), {}, mesh.dp_cp), mesh, found.iteration)
-    return model.eval(), tokenizer, config
+    return model, tokenizer, config
 
 
 # The program.

@@ -128,7 +128,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, cache: Cache | None = None
+        self, x: torch.Tensor, batch: Tokens, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
         """rotary: cos and sin of the positions of x; cache: keeps this layer's keys and values."""
         q, k, v = (
@@ -140,8 +140,13 @@ class SelfAttention(nn.Module):
             q, k = ops.rope(q, *rotary), ops.rope(k, *rotary)
         if cache is not None:
             k, v = cache(self.layer, k, v)
-        dropout = self.dropout if self.training else 0.0
-        context, _ = core_attention(q, k, v, self.backend, causal=True, dropout=dropout)
+        dropout, drop = 0.0, None
+        if self.dropout and batch.dropout_seed is not None:
+            local = q.shape[2]
+            heads = torch.arange(self.tp.rank * local, (self.tp.rank + 1) * local, device=x.device)
+            place = (batch.dropout_seed, -1 - self.layer, batch.positions, batch.sample_ids, heads)
+            dropout, drop = self.dropout, lambda probs: ops.attention_dropout(probs, self.dropout, *place)
+        context, _ = core_attention(q, k, v, self.backend, causal=True, dropout=dropout, drop=drop)
         return self.linear_proj(context)
 
 
@@ -182,7 +187,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, batch: Tokens, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        attention = self.self_attention(self.input_layernorm(x), rotary, cache)
+        attention = self.self_attention(self.input_layernorm(x), batch, rotary, cache)
         x = x + hidden_dropout(attention, self.p, batch, 2 * self.layer + 1)
         mlp = self.mlp(self.pre_mlp_layernorm(x))
         return x + hidden_dropout(mlp, self.p, batch, 2 * self.layer + 2)

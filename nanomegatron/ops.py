@@ -83,11 +83,39 @@ def dropout(
     x: `[s, b, h]`, positions: `[s]`, sample_ids: `[b]`. The same under any layout and when recomputed; `site`
     numbers the places in the model. 24 bits decide, so p is met to 6e-8.
     """
-    features = torch.arange(x.shape[-1], device=x.device)
-    place = (seed * 1_000_003 + site) * 0x9E3779B97F4A7C15 % 2**63
-    rows = _mix(_mix(sample_ids + place) + positions[:, None])
-    bits = (_mix(rows[:, :, None] + features) >> 20) & 0xFFFFFF
+    return _drop(x, p, _hashed(seed, site, sample_ids, positions[:, None]))
+
+
+def attention_dropout(
+    probs: torch.Tensor,
+    p: float,
+    seed: int,
+    site: int,
+    positions: torch.Tensor,
+    sample_ids: torch.Tensor,
+    heads: torch.Tensor,
+) -> torch.Tensor:
+    """Dropout of attention probabilities, a function of (seed, site, sample, head, query, key) alone.
+
+    probs: `[b, n, s, t]`, positions of the queries: `[s]`, sample_ids: `[b]`, heads: `[n]`, as numbered over
+    all ranks.
+    """
+    return _drop(probs, p, _hashed(seed, site, sample_ids[:, None, None], heads[:, None], positions))
+
+
+def _drop(x: torch.Tensor, p: float, rows: torch.Tensor) -> torch.Tensor:
+    """Zero a share p of x, by the counters `rows` (of x's shape without the last dim) and the last index."""
+    columns = torch.arange(x.shape[-1], device=x.device)
+    bits = (_mix(rows[..., None] + columns) >> 20) & 0xFFFFFF
     return x * (bits >= int(p * 2**24)).to(x.dtype) / (1.0 - p)
+
+
+def _hashed(seed: int, site: int, *indices: torch.Tensor) -> torch.Tensor:
+    """One well-mixed int64 for (seed, site) and each combination of the indices, which broadcast."""
+    rows = (seed * 1_000_003 + site) * 0x9E3779B97F4A7C15 % 2**63
+    for index in indices:
+        rows = _mix(index + rows)
+    return rows
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

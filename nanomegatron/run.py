@@ -119,6 +119,8 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         f"kernels torch's fused {', '.join(fused)}, torch reference for the rest (no CUDA extension) | "
         f"attention {run.model.layers[0].self_attention.backend}"
     )
+    if model.attention_dropout and run.model.layers[0].self_attention.backend != "unfused":
+        say("note    the fused kernel's attention dropout depends on the layout; unfused does not")
     sizes = [f"{len(d)} {name}" for name, d in zip(("train", "valid"), run.datasets, strict=False) if d]
     micro, batch = config.data.micro_batch_size, run.global_batch_size
     say(

@@ -31,10 +31,21 @@ LLAMA = TransformerConfig(
 )
 # The same families with all that a layout can get wrong: key norms, biases, dropout.
 GPT2_TP = TransformerConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, qk_layernorm=True, hidden_dropout=0.1
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    qk_layernorm=True,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
 )
 LLAMA_TP = TransformerConfig(
-    **{**vars(LLAMA), "qk_layernorm": True, "add_qkv_bias": True, "hidden_dropout": 0.1}
+    **{
+        **vars(LLAMA),
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    }
 )
 
 
@@ -206,20 +217,21 @@ def test_a_token_sees_no_later_one():
 
 
 def test_every_dropout_has_its_own_mask(monkeypatch):
-    """One on the embedding, two a layer; numbered alike on every layout."""
+    """One on the embedding, two and the attention's a layer; numbered alike on every layout."""
     sites = []
-    monkeypatch.setattr(ops, "dropout", lambda x, p, seed, site, *_: sites.append((p, seed, site)) or x)
+    for name in ("dropout", "attention_dropout"):
+        monkeypatch.setattr(ops, name, lambda x, p, seed, site, *_: sites.append((p, seed, site)) or x)
     build(GPT2_TP)(batch(dropout_seed=7)[0])
-    assert sites == [(0.1, 7, site) for site in range(5)]
+    assert sites == [(0.1, 7, site) for site in (0, -1, 1, 2, -2, 3, 4)]
 
 
 def test_evaluation_has_no_dropout():
-    """Attention dropout follows train() and eval(), hidden dropout the seed in the batch."""
-    config = TransformerConfig(**{**vars(GPT2), "attention_dropout": 0.5, "hidden_dropout": 0.5})
-    model, (inputs, _) = build(config, scale=0.1).eval(), batch()
-    plain = build(GPT2, scale=0.1)
-    torch.testing.assert_close(model(inputs), plain(inputs), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(model.train()(inputs), plain(inputs), rtol=1e-2, atol=1e-2)
+    """Both kinds of dropout follow the seed in the batch; none means none."""
+    for kind in ("attention_dropout", "hidden_dropout"):
+        model = build(TransformerConfig(**{**vars(GPT2), kind: 0.5}), scale=0.1)
+        plain, expected = batch()[0], build(GPT2, scale=0.1)(batch()[0])
+        torch.testing.assert_close(model(plain), expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(model(batch(dropout_seed=1)[0]), expected, rtol=1e-2, atol=1e-2)
 
 
 LAYER = "decoder.layers.0"

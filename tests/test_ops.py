@@ -237,3 +237,18 @@ def test_module_prints_its_paths():
     command = [sys.executable, "-m", "nanomegatron.ops"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert [line.split()[0] for line in result.stdout.splitlines()] == list(ops.OPS)
+
+
+def test_attention_dropout_belongs_to_sample_head_query_and_key():
+    """Any part of the heads, samples or queries has its part of the whole mask, at the rate asked for."""
+    samples, heads, queries = torch.arange(5, 9), torch.arange(6), torch.arange(32)
+    whole = ops.attention_dropout(torch.ones(4, 6, 32, 32), 0.3, 1, -2, queries, samples, heads)
+    part = ops.attention_dropout(
+        torch.ones(2, 3, 8, 32), 0.3, 1, -2, queries[8:16], samples[[3, 1]], heads[3:]
+    )
+    assert torch.equal(part, whole[[3, 1], 3:, 8:16])
+    assert whole.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert (whole == 0).float().mean() == pytest.approx(0.3, abs=0.01)
+    for dim in range(4):  # no two slices alike along any dim
+        slices = whole.movedim(dim, 0).flatten(1)
+        assert len(slices.unique(dim=0)) == len(slices)

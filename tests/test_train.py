@@ -91,7 +91,7 @@ def test_layout_trains_like_one_process(layout, corpus, alone, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_first_gradients_equal_one_process(layout, corpus, tmp_path):
-    flags = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0 --hidden-dropout 0.1"
+    flags = "--train-iters 1 --lr-warmup-iters 0 --clip-grad 0 --hidden-dropout 0.1 --attention-dropout 0.1"
     world, more = LAYOUTS[layout]
     whole = run_spmd(first_gradients, 1, arguments(corpus, flags), str(tmp_path))[0]
     for rank in run_spmd(first_gradients, world, arguments(corpus, flags, more), str(tmp_path)):
