@@ -103,7 +103,8 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     data = config.data
     if not (data.data_path or data.train_data_path or data.mock_data):
         embedded = prepare_embedded()
-        parsed.notes.append(f"text: the Python standard library's own sources {embedded.note}".strip())
+        text = "text: the Python standard library's own sources"
+        parsed.notes.append("; ".join(part for part in (text, embedded.note) if part))
         data = replace(
             data,
             train_data_path=(embedded.train_prefix,),

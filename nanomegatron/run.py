@@ -134,7 +134,8 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
 def expected_first_loss(model: TransformerConfig, vocab_size: int) -> float:
     """Loss of fresh weights on any text: logits of a unit-variance state are normal with variance h * std^2.
 
-    log E[exp(normal)] adds half of that variance to the ln(vocab_size) of equal odds.
+    log E[exp(normal)] adds half of that variance to the ln(vocab_size) of equal odds. Tied weights begin by
+    betting on the token just read: text that often repeats one (bytes: runs of spaces) starts lower.
     """
     return math.log(vocab_size) + model.hidden_size * model.init_method_std**2 / 2
 
