@@ -36,7 +36,7 @@ from nanomegatron.data import (
     microbatch_sample_ids,
 )
 from nanomegatron.dp import GradBuffer
-from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics import bits_per_byte
 from nanomegatron.metrics_log import RunLog
@@ -51,7 +51,6 @@ from nanomegatron.run import (
     banner,
     due,
     listen_for_signals,
-    pick_device,
     print_errors,
     report,
     run_folder,
@@ -98,7 +97,7 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     parsed = parse(argv)
     config = parsed.config
     size = world.size if world.size > 1 else config.run.nproc
-    if errors := [*parsed.errors, *validate(config, size, pick_device(config, world).type)]:
+    if errors := [*parsed.errors, *validate(config, size, pick_device(config.run.device, world).type)]:
         raise ConfigError(errors)
     data = config.data
     if not (data.data_path or data.train_data_path or data.mock_data):
@@ -133,7 +132,7 @@ def run_rank(world: World, argv: list[str]) -> int:
     """Everything one process does; returns its exit code."""
     try:
         parsed, config = settings(argv, world)
-        device = pick_device(config, world)
+        device = pick_device(config.run.device, world)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         mesh = Mesh.build(config.parallel, world, device)

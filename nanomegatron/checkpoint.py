@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,15 +186,13 @@ def load(
     pieces: Iterable[Piece],
     mesh: Mesh,
     step: int | None = None,
-    keys_optional: Collection[str] = (),
     cast: bool = False,
 ) -> Loaded | None:
     """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint at all.
 
     Every rank calls this with its own pieces, whatever layout has saved; of `mesh` only `world` and `device`
     are used. All files are hashed first, each by one rank. A damaged checkpoint is passed over, and the notes
-    say so, unless `step` asks for just this one. Tensors among `keys_optional` may be absent and keep their
-    values. `cast` allows another dtype than the saved one.
+    say so, unless `step` asks for just this one. `cast` allows another dtype than the saved one.
 
     Raises CheckpointError, on all ranks, where no checkpoint is usable, or where tensors are missing or have
     another shape or dtype: all of them at once, before anything is filled.
@@ -203,14 +201,10 @@ def load(
     folder, manifest, notes = _newest_intact(Path(root), mesh, step)
     if manifest is None:
         return None
-    _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, keys_optional, cast)
+    _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *errors]))
-    absent = sorted({piece.key for piece in pieces} - manifest.tensors.keys())
-    if absent:
-        notes.append(f"{folder} lacks {', '.join(absent)}: left as they were")
-    present = [piece for piece in pieces if piece.key in manifest.tensors]
-    _, errors = _on_all_ranks(mesh, fill, folder, manifest, present)
+    _, errors = _on_all_ranks(mesh, fill, folder, manifest, pieces)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes)
@@ -260,16 +254,13 @@ def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
     return manifest
 
 
-def _check_wanted(
-    manifest: Manifest, pieces: list[Piece], keys_optional: Collection[str], cast: bool
-) -> None:
+def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
     """Raise CheckpointError with a line for every piece that the checkpoint cannot fill."""
     errors = []
     for piece in pieces:
         saved, dtype = manifest.tensors.get(piece.key), DTYPES[piece.data.dtype]
         if saved is None:
-            if piece.key not in keys_optional:
-                errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
+            errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
         elif saved.shape != piece.shape:
             errors.append(f"{piece.key}: saved {list(saved.shape)}, wanted {list(piece.shape)}")
         elif saved.dtype != dtype and not cast:

@@ -123,11 +123,6 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-def agree(ok: bool, axis: Axis, device: torch.device | str = "cpu") -> bool:
-    """True where every rank of the axis says so. Waits for all of them, and for the device."""
-    return bool(all_reduce(torch.tensor(float(ok), device=device), axis, "min").item())
-
-
 def ledger(traffic: dict[Any, int]) -> list[str]:
     """The counts of `axis.traffic` as lines of a table, a row a kind of communication."""
     kinds = sorted({key[:2] for key in traffic})

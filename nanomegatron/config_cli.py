@@ -63,7 +63,6 @@ class Parsed:
     config: Config
     notes: list[str]
     preset: str | None = None  # name of the file the settings come from
-    given: frozenset[str] = frozenset()  # fields that a flag or a file has set
     action: str = "train"  # or "help", "help all", "print-config"
     errors: tuple[str, ...] = ()
 
@@ -95,7 +94,7 @@ def parse(argv: list[str]) -> Parsed:
     reader.errors += unmet(argv, values)
     name = Path(preset).stem if preset else None
     errors = (*from_file.errors, *reader.errors)
-    return Parsed(build(values), reader.notes, name, frozenset(values), reader.action, errors)
+    return Parsed(build(values), reader.notes, name, reader.action, errors)
 
 
 def put_away(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:

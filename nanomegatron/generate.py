@@ -33,7 +33,7 @@ from nanomegatron import comm
 from nanomegatron.checkpoint import CheckpointError, load, training_pieces
 from nanomegatron.config import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.config_cli import from_toml
-from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
@@ -269,6 +269,8 @@ def run_rank(world: World, args: argparse.Namespace) -> int:
     code = DONE
     try:
         device = pick_device(args.device, world)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         mesh = Mesh.build(ParallelConfig(tensor_model_parallel_size=args.tp), world, device)
         model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say)
         if args.prompt:
@@ -282,17 +284,6 @@ def run_rank(world: World, args: argparse.Namespace) -> int:
         code = INTERRUPTED
     Mesh.close()
     return code
-
-
-def pick_device(asked: str, world: World) -> torch.device:
-    """cuda:LOCAL_RANK where there are GPUs, unless `--device` says otherwise."""
-    gpus = 0 if asked == "cpu" else torch.cuda.device_count()
-    if asked == "cuda" and not gpus:
-        raise ValueError("--device cuda: torch sees no GPU here")
-    if not gpus:
-        return torch.device("cpu")
-    torch.cuda.set_device(world.local_rank % gpus)
-    return torch.device("cuda", world.local_rank % gpus)
 
 
 def batch(model: GPTModel, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:

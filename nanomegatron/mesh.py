@@ -69,6 +69,17 @@ class World:
         return World(rank, size, local, "env://")
 
 
+def pick_device(asked: str, world: World) -> torch.device:
+    """cuda:LOCAL_RANK where there are GPUs, unless `--device` says otherwise.
+
+    Raises ValueError where it asks for a GPU and there is none.
+    """
+    gpus = 0 if asked == "cpu" else torch.cuda.device_count()
+    if asked == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch sees no GPU here; leave it out, or install a CUDA build")
+    return torch.device("cuda", world.local_rank % gpus) if gpus else torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Mesh:
     """All axes of this rank. `world` is every rank, `model` all that share one copy of the model."""

@@ -1,7 +1,6 @@
-"""The loss curve: as a picture (loss.png) and as one line of text."""
+"""The loss curve as a picture, loss.png."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from nanomegatron.metrics_writers import read_jsonl
 
 # After Okabe and Ito: told apart by colour-blind readers, and by their brightness in grey.
 RAW, SMOOTH, VALIDATION = "#9ad0f0", "#0072b2", "#d55e00"
-_HEIGHTS = "_.-'\""
 
 
 def plot_loss(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
@@ -66,15 +64,3 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     start, stop = index - half, index + half + 1
     number = counts[stop] - counts[start]
     return np.where(number > 0, (sums[stop] - sums[start]) / np.maximum(number, 1), np.nan)
-
-
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The values in at most `width` ASCII characters, low `_` to high `"`; `!` where one is not finite."""
-    width = min(width, len(values))
-    edges = [round(i * len(values) / width) for i in range(width + 1)] if width else [0]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    finite = [mean for mean in means if math.isfinite(mean)]
-    low = min(finite, default=0.0)
-    span = (max(finite, default=0.0) - low) or 1.0
-    last = len(_HEIGHTS) - 1
-    return "".join(_HEIGHTS[round((m - low) / span * last)] if math.isfinite(m) else "!" for m in means)

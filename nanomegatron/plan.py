@@ -35,11 +35,10 @@ from nanomegatron.metrics import parameter_count
 from nanomegatron.tp import CrossEntropyFunction
 
 
-def memory(config: Config, vocab_size: int, dp: int, device: torch.device | None = None) -> dict[str, float]:
+def memory(config: Config, vocab_size: int, device: torch.device | None = None) -> dict[str, float]:
     """Bytes of one rank by part at the peak of a step; config resolved, vocab_size without padding.
 
-    dp: nothing is sharded over it, the answer is the same for any. device: where the run is to be, else what
-    --device means on this machine.
+    device: where the run is to be, else what --device means on this machine. Nothing is sharded over dp.
     """
     tp, dtype = config.parallel.tensor_model_parallel_size, getattr(torch, config.dtype_name)
     device = device or _device(config)

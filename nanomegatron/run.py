@@ -24,7 +24,7 @@ from nanomegatron import comm, ops
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.dp import GradBuffer
 from nanomegatron.generate import generate
-from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh import Mesh
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.model import GPTModel
@@ -67,13 +67,6 @@ class Run:
         return self.interrupts > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
 
 
-def pick_device(config: Config, world: World) -> torch.device:
-    """cuda:LOCAL_RANK where there are GPUs, unless --device says otherwise."""
-    if config.run.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
-
-
 def run_folder(config: Config) -> Path:
     """runs/NAME, where everything that a run writes is found."""
     return Path("runs") / config.run.run_name
@@ -113,7 +106,7 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         f"expected first loss {expected_first_loss(model, vocab_size):.2f}, ln({vocab_size}) = "
         f"{math.log(vocab_size):.2f} for equal odds"
     )
-    say(f"memory  {describe(memory(config, vocab_size, mesh.dp.size))}")
+    say(f"memory  {describe(memory(config, vocab_size))}")
     fused = [op for op, path in ops.paths(mesh.device).items() if "reference" not in path]
     say(
         f"kernels torch's fused {', '.join(fused)}, torch reference for the rest (no CUDA extension) | "

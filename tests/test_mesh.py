@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nanomegatron import mesh_launch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config import ParallelConfig
-from nanomegatron.mesh import Axis, Mesh, World, axis_groups
+from nanomegatron.mesh import Axis, Mesh, World, axis_groups, pick_device
 from nanomegatron.mesh_launch import launch
 from tests.spmd import run_spmd, spmd
 
@@ -274,3 +274,13 @@ def test_restart_finds_no_address_of_the_dead():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for count in range(3):
         assert run_spmd(attempt, 2, store.port, count, timeout=20) == [3, 3]
+
+
+def test_device_asked_for_is_never_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert pick_device("auto", World()) == torch.device("cpu")
+    with pytest.raises(ValueError, match="--device cuda: torch sees no GPU"):
+        pick_device("cuda", World())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert pick_device("auto", World(rank=6, size=8, local_rank=2)) == torch.device("cuda", 2)
+    assert pick_device("cpu", World()) == torch.device("cpu")

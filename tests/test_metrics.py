@@ -15,7 +15,7 @@ from nanomegatron import metrics
 from nanomegatron.config import Config, DataConfig, RunConfig, TransformerConfig
 from nanomegatron.metrics import CONVENTIONS, bits_per_byte, device_peak, flops_per_iteration, parameter_count
 from nanomegatron.metrics_log import KEYS, RunLog
-from nanomegatron.metrics_plot import plot_loss, smoothed, sparkline
+from nanomegatron.metrics_plot import plot_loss, smoothed
 from nanomegatron.metrics_writers import missing_extras, read_jsonl
 
 LLAMA = dict(
@@ -372,10 +372,3 @@ def test_smoothing_is_a_centred_mean_of_what_is_finite():
     assert smoothed(noise)[100:-100].std() < 0.15
     noise[7] = np.nan
     assert np.isfinite(smoothed(noise)).all()
-
-
-def test_sparkline():
-    assert sparkline([4.0, 3.0, 2.0, 1.0, 0.0]) == "\"'-._"
-    assert sparkline(range(1000), width=5) == "_.-'\""
-    assert sparkline([1.0, float("nan"), 1.0]) == "_!_"
-    assert sparkline([]) == ""

@@ -34,18 +34,18 @@ def config(model: TransformerConfig, s: int, b: int, tp: int = 1, dtype: str = "
 
 def test_llama3_8b():
     """8,030,261,248 parameters; what its layers keep as the table adds up by hand."""
-    parts = memory(config(LLAMA3_8B, 8192, 1), 128256, 1, CUDA)
+    parts = memory(config(LLAMA3_8B, 8192, 1), 128256, CUDA)
     states = [parts[name] for name in ("weights", "main weights", "gradients", "Adam moments")]
     assert [size / 8030261248 for size in states] == [2, 4, 4, 8]
     token = 2 * (4 * 4096 + 6144 + 5120 + 4096 + 4 * 14336) + 4 * (2 + 32)
     assert parts["activations"] == 8192 * (32 * token + 2 * 2 * 4096)
     assert parts["logits and loss"] == 128256 * (2 * 2 * 8192 + 8 * 2048)
-    fp32 = memory(config(LLAMA3_8B, 8192, 1, dtype="fp32"), 128256, 1, CPU)
+    fp32 = memory(config(LLAMA3_8B, 8192, 1, dtype="fp32"), 128256, CPU)
     assert sum(list(fp32.values())[:4]) == 16 * 8030261248
 
 
 def test_tp_halves_what_it_shards():
-    one, two = (memory(config(LLAMA3_8B, 8192, 1, tp), 128256, 1, CUDA) for tp in (1, 2))
+    one, two = (memory(config(LLAMA3_8B, 8192, 1, tp), 128256, CUDA) for tp in (1, 2))
     norms = 65 * 4096
     assert two["weights"] == (one["weights"] - 2 * norms) / 2 + 2 * norms
     assert two["logits and loss"] == one["logits and loss"] / 2
@@ -102,10 +102,10 @@ def test_activations_are_what_the_model_keeps(family, dtype):
     kind = torch.float32 if dtype == "fp32" else torch.bfloat16
     two, three = (bytes_kept(replace(TINY[family], num_layers=layers), s, b, kind) for layers in (2, 3))
     more = replace(run, model=replace(run.model, num_layers=3))
-    layer = memory(more, 128, 1, CPU)["activations"] - memory(run, 128, 1, CPU)["activations"]
+    layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
     assert layer == pytest.approx(three - two, rel=0.005)
     logits = 128 * s * b * kind.itemsize
-    assert memory(run, 128, 1, CPU)["activations"] + logits == pytest.approx(two, rel=0.01)
+    assert memory(run, 128, CPU)["activations"] + logits == pytest.approx(two, rel=0.01)
 
 
 def test_description():
