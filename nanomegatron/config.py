@@ -12,9 +12,13 @@ reports everything that is wrong with it. No torch in any of the three: a bad co
 before a second is spent.
 """
 
+import ast
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
+
+from nanomegatron.config_keywords import TRANSFORMER_CONFIG, answer
 
 
 def setting(default: Any, text: str, *aliases: str, choices: tuple = (), nargs: str = "") -> Any:
@@ -23,6 +27,21 @@ def setting(default: Any, text: str, *aliases: str, choices: tuple = (), nargs: 
     return dataclasses.field(default=default, metadata=meta)
 
 
+def with_megatron_keywords(cls: type) -> type:
+    """A dataclass whose constructor takes, or answers, Megatron's keywords too."""
+    own, names = cls.__init__, [f.name for f in dataclasses.fields(cls)]
+
+    @functools.wraps(own)
+    def init(self: Any, *values: Any, **keywords: Any) -> None:
+        strange = {name: keywords.pop(name) for name in list(keywords) if name not in names}
+        answer(cls.__name__, TRANSFORMER_CONFIG, names, strange)
+        own(self, *values, **keywords)
+
+    cls.__init__ = init
+    return cls
+
+
+@with_megatron_keywords
 @dataclass(frozen=True)
 class TransformerConfig:
     """The shape of the model. Families (GPT, Llama, Mistral, Qwen) differ by these values alone."""
@@ -35,19 +54,40 @@ class TransformerConfig:
     num_query_groups: int = setting(0, "number of key/value heads; 0 means one per query head (MHA)")
     max_position_embeddings: int | None = setting(None, "longest sequence the model can see; --seq-length")
     position_embedding_type: str = setting(
-        "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
+        "learned_absolute",
+        "how positions enter the model",
+        choices=("learned_absolute", "rope", "yarn", "none"),
     )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
+    rotary_percent: float = setting(1.0, "share of each head's features that is rotated, the first ones")
+    rotary_interleaved: bool = setting(False, "rotate neighbouring features instead of the two halves")
+    use_rope_scaling: bool = setting(False, "stretch the slow frequencies for long contexts (Llama 3.1)")
+    rope_scaling_factor: float = setting(8.0, "how far --use-rope-scaling stretches")
+    rotary_scaling_factor: float = setting(1.0, "how far yarn stretches the original context")
+    yarn_original_max_position_embeddings: int = setting(4096, "context before yarn stretched it")
+    yarn_beta_fast: float = setting(32.0, "yarn leaves frequencies alone that turn so often in that context")
+    yarn_beta_slow: float = setting(1.0, "yarn stretches those in full that turn no more often than this")
+    yarn_correction_range_round_to_int: bool = setting(True, "round the bounds between the two")
+    mscale: float = setting(1.0, "yarn: weight of log(factor) in the size of cos and sin")
+    mscale_all_dim: float = setting(0.0, "yarn: the same in their divisor")
     normalization: str = setting("LayerNorm", "kind of normalization", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
     qk_layernorm: bool = setting(False, "normalize each query and key head (Qwen3)")
+    apply_layernorm_1p: bool = setting(False, "norm weights are kept as their difference from 1")
     swiglu: bool = setting(False, "gated MLP with SiLU, as in Llama; GELU without")
+    squared_relu: bool = setting(False, "squared ReLU in the MLP instead of GELU")
     disable_bias_linear: bool = setting(False, "no bias in the linear layers")
     add_qkv_bias: bool = setting(False, "bias in the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = setting(False, "give the output layer its own weight")
     hidden_dropout: float = setting(0.0, "dropout on the residual branches and the embedding")
     attention_dropout: float = setting(0.0, "dropout on the attention probabilities")
     init_method_std: float = setting(0.02, "standard deviation of the initial weights")
+    window_size: tuple[int, ...] = setting(
+        (), "keys a query sees before itself, and behind: 4095,0; all without, -1 for all", nargs="*"
+    )
+    window_attn_skip_freq: str | None = setting(
+        None, "every N-th layer sees all keys; or a list, 1 for a window: ([1]*5+[0])*4"
+    )
     attention_backend: str = setting(
         "auto", "core attention implementation", choices=("auto", "fused", "flash", "unfused")
     )
@@ -64,6 +104,14 @@ class TransformerConfig:
     def ffn_size(self) -> int:
         h = self.hidden_size
         return self.ffn_hidden_size or (int(8 * h / 3 / 64) * 64 if self.swiglu else 4 * h)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """For each layer how many keys before itself a query sees; None for all."""
+        if not self.window_size or self.window_size[0] < 0:
+            return [None] * self.num_layers
+        windowed = layer_pattern(self.window_attn_skip_freq, self.num_layers)
+        return [self.window_size[0] if yes else None for yes in windowed]
 
 
 @dataclass(frozen=True)
@@ -117,7 +165,16 @@ class OptimizerConfig:
     )
     lr_wsd_decay_iters: int | None = setting(None, "length of WSD's last part in iterations")
     lr_wsd_decay_samples: int | None = setting(None, "the same in samples")
+    decoupled_lr: float | None = setting(
+        None, "peak learning rate of the embedding and the output layer; --lr"
+    )
+    decoupled_min_lr: float | None = setting(None, "their smallest learning rate; --min-lr")
     weight_decay: float = setting(0.01, "decoupled weight decay; biases and norms have none")
+    start_weight_decay: float | None = setting(None, "weight decay at the start, instead of --weight-decay")
+    end_weight_decay: float | None = setting(None, "weight decay at the end")
+    weight_decay_incr_style: str = setting(
+        "constant", "how it goes from one to the other", choices=("constant", "linear", "cosine")
+    )
     adam_beta1: float = setting(0.9, "decay of the first moment")
     adam_beta2: float = setting(0.999, "decay of the second moment")
     adam_eps: float = setting(1e-8, "added to the root of the second moment")
@@ -128,19 +185,32 @@ class OptimizerConfig:
 class DataConfig:
     """Where tokens come from and how they are cut into batches."""
 
-    data_path: tuple[str, ...] = setting((), "prefix of a .bin/.idx pair", nargs="*")
-    train_data_path: tuple[str, ...] = setting((), "training prefix, instead of --data-path", nargs="*")
-    valid_data_path: tuple[str, ...] = setting((), "validation prefix, with --train-data-path", nargs="*")
-    test_data_path: tuple[str, ...] = setting((), "test prefix, with --train-data-path", nargs="*")
+    data_path: tuple[str, ...] = setting(
+        (), "prefixes of .bin/.idx pairs: one, several by size, or weight prefix weight prefix ...", nargs="*"
+    )
+    data_args_path: str | None = setting(None, "file that holds what --data-path would say")
+    train_data_path: tuple[str, ...] = setting((), "the same for training alone", nargs="*")
+    valid_data_path: tuple[str, ...] = setting((), "for validation, with --train-data-path", nargs="*")
+    test_data_path: tuple[str, ...] = setting((), "for the test, with --train-data-path", nargs="*")
     split: str = setting("99,1,0", "parts of --data-path for training, validation, test")
     mock_data: bool = setting(False, "Megatron's synthetic counting documents; no file needed")
     data_cache_path: str | None = setting(None, "folder for the index caches; beside the data")
     dataloader_type: str = setting(
         "cyclic", "single stops at the end of the data, cyclic starts over", choices=("single", "cyclic")
     )
+    num_workers: int = setting(2, "threads that read ahead; 0 reads when asked")
+    reset_position_ids: bool = setting(False, "positions start over behind every end-of-document token")
+    reset_attention_mask: bool = setting(False, "no attention across end-of-document tokens")
+    eod_mask_loss: bool = setting(False, "no loss where the input is an end-of-document token")
     seq_length: int = setting(1024, "tokens in a training sequence")
     micro_batch_size: int = setting(1, "sequences a process handles at a time")
     global_batch_size: int | None = setting(None, "sequences an iteration; --micro-batch-size * dp")
+    rampup_batch_size: tuple[int, ...] = setting(
+        (), "first batch size, increment, samples until --global-batch-size is reached", nargs="3"
+    )
+    step_batch_size_schedule: str | None = setting(
+        None, 'batch sizes and the token they begin at, instead of --global-batch-size: "0:768 250B:1536"'
+    )
     tokenizer_type: str | None = setting(
         None,
         "kind of tokenizer; the one the data was made with",
@@ -149,8 +219,10 @@ class DataConfig:
             "NullTokenizer",
             "GPT2BPETokenizer",
             "TikTokenizer",
+            "Llama3Tokenizer",
             "HuggingFaceTokenizer",
             "SentencePieceTokenizer",
+            "Llama2Tokenizer",
         ),
     )
     tokenizer_model: str | None = setting(None, "tokenizer file, folder or tiktoken name")
@@ -192,6 +264,18 @@ class RunConfig:
     exit_duration_in_mins: float | None = setting(None, "save and leave after so many minutes")
     log_interval: int = setting(10, "iterations between console lines")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
+    eval_only: bool = setting(False, "evaluate what --load holds on validation and test data, and stop")
+    iterations_to_skip: tuple[int, ...] = setting(
+        (), "iterations whose samples are passed over: no training on them", nargs="*"
+    )
+    timing_log_level: int = setting(0, "1 times the parts of a step, 2 every microbatch", choices=(0, 1, 2))
+    timing_log_option: str = setting(
+        "minmax",
+        "over ranks: the longest, the shortest and longest, or each",
+        choices=("max", "minmax", "all"),
+    )
+    log_params_norm: bool = setting(False, "log the norm of all parameters")
+    log_num_zeros_in_grad: bool = setting(False, "log how many gradients are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
     metrics_jsonl: str | None = setting(None, "one JSON object a step; runs/NAME/metrics.jsonl")
     tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
@@ -214,6 +298,38 @@ class Config:
     def dtype_name(self) -> str:
         """torch's name of the type of weights and activations."""
         return "bfloat16" if self.precision.bf16 else "float16" if self.precision.fp16 else "float32"
+
+
+def layer_pattern(text: str | None, num_layers: int) -> list[int]:
+    """Megatron's way to say which layers have something: 1 or 0 for each.
+
+    None: all; "N": all but every N-th; else a list of Python numbers joined by + and *: "([1]*5+[0])*4".
+    Raises ValueError for anything else, and for a list of another length.
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(int(n)):
+                return n
+            case ast.List(items):
+                return [value(item) for item in items]
+            case ast.BinOp(left, ast.Add(), right):
+                return value(left) + value(right)
+            case ast.BinOp(left, ast.Mult(), right):
+                left, right = value(left), value(right)
+                if isinstance(right, int) and right <= num_layers:
+                    return left * right
+        raise ValueError
+
+    try:
+        found = 1 if text is None else value(ast.parse(text, mode="eval").body)
+        if isinstance(found, int) and found > 0:
+            return [1 if text is None else int((i + 1) % found != 0) for i in range(num_layers)]
+        if len(found) == num_layers and set(found) <= {0, 1}:
+            return found
+    except (ValueError, SyntaxError, TypeError):
+        pass
+    raise ValueError(f"{text}: must be a number N, or a list of {num_layers} ones and zeros")
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:

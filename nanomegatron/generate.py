@@ -206,8 +206,15 @@ def load_model(
     padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
     shape = replace(config.model, attention_backend="auto")  # the one of the training may not run here
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
-    model = GPTModel(shape, vocab_size, padded, shape.max_position_embeddings, mesh.tp, init)
-    load(root, training_pieces(list(model.parameters()), {}, mesh.dp_cp), mesh, found.iteration)
+    model = GPTModel(
+        shape,
+        vocab_size=vocab_size,
+        max_sequence_length=shape.max_position_embeddings,
+        padded_vocab_size=padded,
+        tp=mesh.tp,
+        init=init,
+    )
+    load(root, training_pieces(list(model.parameters()), {}, mesh.dp_cp), mesh, found.iteration, cast=True)
     return model, tokenizer, config
 
 

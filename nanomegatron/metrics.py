@@ -6,7 +6,8 @@ Model FLOP/s utilisation (MFU, PaLM, arXiv:2204.02311 appendix B) is one divisio
 
 but its numerator is a matter of convention. All agree on 6 FLOPs a token and matrix weight (2 forward, 4
 backward); they differ in which weights count and in how much of the S x S attention square does.
-Recomputation never counts. Llama-3-8B, GFLOPs a token:
+Recomputation never counts; keys outside a sliding window do in the full square alone, those of other
+documents always. Llama-3-8B, GFLOPs a token:
 
     convention        weights                    attention     S 4096   S 8192   used by
     megatron          matmuls (LM head too)      causal half    48.25    51.47   Megatron; our headline
@@ -73,10 +74,17 @@ def flops_per_iteration(
         weights = parameter_count(model, padded_vocab_size)
     else:
         weights = model.num_layers * layer_matmul_parameters(model) + model.hidden_size * padded_vocab_size
-    # Scores and weighted sum are 2 * S * width multiply-adds a token each way, half of them under the mask.
-    share = 1 if convention in ("megatron", "6n-causal") else 2
-    attention = share * seq_length * model.num_attention_heads * model.head_dim * model.num_layers
-    return 6 * batch_size * seq_length * (weights + attention)
+    # Scores and weighted sum are 2 * width multiply-adds for a query and each key that it sees.
+    causal = convention in ("megatron", "6n-causal")
+    keys = sum(_keys(seq_length, window if causal else None) for window in model.windows)
+    attention = keys * (1 if causal else 2) * model.num_attention_heads * model.head_dim
+    return 6 * batch_size * (seq_length * weights + attention)
+
+
+def _keys(s: int, window: int | None) -> int:
+    """Twice the keys that s queries see, s * s by the usual count; through a window fewer."""
+    last = s if window is None else min(s, window + 1)
+    return 2 * last * s - last * last
 
 
 # Dense tensor-core peaks in TFLOP/s: pattern of the device's name -> (bf16 or fp16, tf32). Data sheets mostly

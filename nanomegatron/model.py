@@ -22,16 +22,20 @@ and its share of the heads, features and vocabulary. Every weight has a global n
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron import ops
-from nanomegatron.attention import choose_backend, core_attention
+from nanomegatron.attention import Mask, choose_backend, core_attention
 from nanomegatron.comm import copy_to
 from nanomegatron.config import TransformerConfig
+from nanomegatron.config import padded_vocab_size as default_padding
+from nanomegatron.config_keywords import GPT_MODEL, answer
 from nanomegatron.mesh import Axis
+from nanomegatron.ops_rope import rope, rope_angles
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, scaled_std
 from nanomegatron.tp import (
     ColumnParallelLinear,
@@ -47,14 +51,24 @@ from nanomegatron.tp import (
 class Tokens:
     """What the model reads: the tokens and where they stand.
 
-    `tokens` `[b, s]`, `positions` `[s]`; `sample_ids` `[b]` number the sequences in the global data order,
-    and with `dropout_seed` determine the dropout masks (None: no dropout).
+    `tokens` `[b, s]`, `positions` `[s]` in the sample; `sample_ids` `[b]` number the samples in the global
+    data order, and with `dropout_seed` determine the dropout masks (None: no dropout). `position_ids`
+    `[b, s]` are told where they start over with each document; `cu_seqlens`, `max_seqlen` (see attention.py)
+    where attention ends with it.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     sample_ids: torch.Tensor | None = None
     dropout_seed: int | None = None
+    position_ids: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
+
+    @property
+    def embedded_positions(self) -> torch.Tensor:
+        """The positions that the model sees, `[s]` or `[b, s]`."""
+        return self.positions if self.position_ids is None else self.position_ids
 
 
 Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -65,8 +79,8 @@ class Norm(nn.Module):
 
     def __init__(self, config: TransformerConfig, size: int, name: str, axis: Axis, init: Init) -> None:
         super().__init__()
-        self.eps = config.norm_epsilon
-        self.weight = self._parameter(f"{name}.weight", size, axis, init, 1.0)
+        self.eps, self.from_one = config.norm_epsilon, config.apply_layernorm_1p
+        self.weight = self._parameter(f"{name}.weight", size, axis, init, 0.0 if self.from_one else 1.0)
         with_bias = config.normalization == "LayerNorm"
         self.bias = self._parameter(f"{name}.bias", size, axis, init, 0.0) if with_bias else None
 
@@ -84,6 +98,8 @@ class Norm(nn.Module):
         weight, bias = self.weight, self.bias
         if spread is not None:
             weight, bias = copy_to(weight, spread), bias if bias is None else copy_to(bias, spread)
+        if self.from_one:
+            weight = weight + 1
         if bias is None:
             return ops.rms_norm(x, weight, self.eps)
         return ops.layer_norm(x, weight, bias, self.eps)
@@ -98,6 +114,7 @@ class SelfAttention(nn.Module):
         if config.num_kv_heads % tp.size:
             raise ValueError(f"{config.num_kv_heads} key/value heads do not divide by tp {tp.size}")
         self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
+        self.window, self.interleaved = config.windows[layer], config.rotary_interleaved
         self.dropout = config.attention_dropout
         heads, groups = config.num_attention_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.linear_qkv = ColumnParallelLinear(
@@ -137,7 +154,7 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q, spread=self.tp), self.k_norm(k, spread=self.tp)
         if rotary is not None:
-            q, k = ops.rope(q, *rotary), ops.rope(k, *rotary)
+            q, k = rope(q, *rotary, self.interleaved), rope(k, *rotary, self.interleaved)
         if cache is not None:
             k, v = cache(self.layer, k, v)
         dropout, drop = 0.0, None
@@ -146,7 +163,8 @@ class SelfAttention(nn.Module):
             heads = torch.arange(self.tp.rank * local, (self.tp.rank + 1) * local, device=x.device)
             place = (batch.dropout_seed, -1 - self.layer, batch.positions, batch.sample_ids, heads)
             dropout, drop = self.dropout, lambda probs: ops.attention_dropout(probs, self.dropout, *place)
-        context, _ = core_attention(q, k, v, self.backend, causal=True, dropout=dropout, drop=drop)
+        mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen)
+        context, _ = core_attention(q, k, v, self.backend, mask, dropout, drop)
         return self.linear_proj(context)
 
 
@@ -159,7 +177,9 @@ class MLP(nn.Module):
         ffn, bias = config.ffn_size, not config.disable_bias_linear
         inner = {"gate": ffn, "up": ffn} if config.swiglu else ffn
         std = config.init_method_std
-        self.activation = ops.swiglu if config.swiglu else ops.gelu
+        self.activation = (
+            ops.swiglu if config.swiglu else ops.squared_relu if config.squared_relu else ops.gelu
+        )
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size, inner, tp, f"{name}.linear_fc1", init, std, bias
         )
@@ -218,28 +238,38 @@ class Embedding(nn.Module):
     def forward(self, batch: Tokens) -> torch.Tensor:
         x = self.word_embeddings(batch.tokens)
         if self.position_embeddings is not None:
-            x = x + F.embedding(batch.positions, self.position_embeddings)[:, None]
+            places = batch.embedded_positions
+            places = places[:, None] if places.dim() == 1 else places.t()
+            x = x + F.embedding(places, self.position_embeddings)
         return hidden_dropout(x, self.p, batch, 0)
 
 
 class GPTModel(nn.Module):
-    """The whole decoder. With labels the loss of each token, without them this rank's logits.
-
-    vocab_size counts the tokens that exist; padded_vocab_size, a multiple of tp, the rows of the weights.
-    """
+    """The whole decoder. With labels the loss of each token, without them this rank's logits."""
 
     def __init__(
         self,
         config: TransformerConfig,
+        transformer_layer_spec: None = None,
+        *,
         vocab_size: int,
-        padded_vocab_size: int,
         max_sequence_length: int,
+        padded_vocab_size: int | None = None,
         tp: Axis | None = None,
         init: Init = Init(),  # noqa: B008 (frozen)
+        **megatron: Any,
     ) -> None:
+        """vocab_size: the tokens that exist; padded_vocab_size, a multiple of tp: the rows of the weights.
+
+        Other keywords of Megatron's GPTModel are taken, or answered with a TypeError; so is a layer spec.
+        """
         super().__init__()
+        if transformer_layer_spec is not None:
+            megatron["transformer_layer_spec"] = transformer_layer_spec
+        answer("GPTModel", GPT_MODEL, (), megatron)
         self.config, self.vocab_size = config, vocab_size
         self.tp = tp = tp or Axis.single("tp")
+        padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)
         sizes = (vocab_size, padded_vocab_size, max_sequence_length)
         self.embedding = Embedding(config, sizes, tp, init)
         self.layers = nn.ModuleList(TransformerLayer(config, i, tp, init) for i in range(config.num_layers))
@@ -254,8 +284,8 @@ class GPTModel(nn.Module):
     ) -> torch.Tensor:
         """labels `[b, s]` -> loss `[b, s]` fp32, the same on all tp ranks; none -> logits `[s, b, V/tp]`."""
         rotary = None
-        if self.config.position_embedding_type == "rope":
-            rotary = ops.rope_angles(batch.positions, self.config.head_dim, self.config.rotary_base)
+        if self.config.position_embedding_type in ("rope", "yarn"):
+            rotary = rope_angles(batch.embedded_positions, self.config)
         x = self.embedding(batch)
         for layer in self.layers:
             x = layer(x, batch, rotary, cache)

@@ -38,19 +38,6 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def rope_angles(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin of position * base^(-2i/d), i < d/2, fp32. `[s] -> 2 x [s, 1, 1, d/2]` (arXiv 2104.09864)"""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float()[:, None, None, None] * base**-exponents
-    return angles.cos(), angles.sin()
-
-
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each head: the first half of the features is paired with the second. `[s, b, n, d]`"""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
-
-
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of x = [gate; up]. `[..., 2f] -> [..., f]` (arXiv 2002.05202)"""
     gate, up = x.chunk(2, dim=-1)
@@ -62,16 +49,21 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def scaled_softmax(scores: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scores * scale) over keys, in fp32; causal: query i of s sees keys up to i + t - s.
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2. `[..., f] -> [..., f]` (arXiv 2109.08668)"""
+    return F.relu(x).square()
+
+
+def scaled_softmax(
+    scores: torch.Tensor, scale: float, hidden: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scores * scale) over keys, in fp32; hidden: where a query does not see a key, broadcast.
 
     `[b, n, s, t]` -> the same in the dtype of the scores, and the log-sum-exp `[b, n, s]` in fp32.
     """
     scores32 = scores.float() * scale
-    if causal:
-        s, t = scores.shape[-2:]
-        later = torch.ones(s, t, dtype=torch.bool, device=scores.device).triu(t - s + 1)
-        scores32 = scores32.masked_fill(later, float("-inf"))
+    if hidden is not None:
+        scores32 = scores32.masked_fill(hidden, float("-inf"))
     return scores32.softmax(dim=-1).type_as(scores), scores32.detach().logsumexp(dim=-1)
 
 

@@ -80,7 +80,7 @@ def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> 
     kept = _norm_input(model, dtype, device)
 
     unfused = backend == "unfused"
-    new_qk = unfused or model.qk_layernorm or model.position_embedding_type == "rope"
+    new_qk = unfused or model.qk_layernorm or model.position_embedding_type in ("rope", "yarn")
     new_kv = unfused or (g < n and backend != "fused")  # as wide as q
     copied = kept > e and e < 4  # norms keep fp32 copies of their inputs, not these
     numbers = 1 if model.normalization == "RMSNorm" else 2

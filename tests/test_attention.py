@@ -1,12 +1,14 @@
 """Attention backends against a softmax written out in float64, one query at a time."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanomegatron import attention
-from nanomegatron.attention import choose_backend, core_attention
+from nanomegatron.attention import Mask, choose_backend, core_attention
 
 CASES = {
     "causal": dict(),
@@ -17,20 +19,37 @@ CASES = {
     "more keys, full": dict(s=3, t=8, causal=False),
     "cache": dict(s=3, t=8, g=2),
     "one token and a cache": dict(s=1, t=8, g=2),
+    "window": dict(window=7),
+    "window of a block": dict(s=200, window=64, g=2),
+    "window of nothing but itself": dict(window=0),
+    "window as long as it is": dict(window=39),
+    "window and a cache": dict(s=3, t=8, g=2, window=2),
+    "one token, window and a cache": dict(s=1, t=8, window=2),
+    "documents": dict(lengths=(4, 36, 1, 1, 30, 8)),
+    "documents, full": dict(lengths=(40, 13, 27), causal=False, g=2),
+    "documents of a row": dict(lengths=(40, 40)),
+    "documents and a window": dict(lengths=(25, 15, 3, 37), window=5, g=1),
 }
 
 
-def naive(q, k, v, causal):
+def naive(q, k, v, causal, window, lengths):
     """The definition: `[s, b, n, d]` and `[t, b, g, d]` -> `[s, b, n*d]`, log-sum-exp `[b, n, s]`."""
-    (s, _, n, d), (t, _, g, _) = q.shape, k.shape
-    context, lse = [], []
-    for i in range(s):
-        seen = i + t - s + 1 if causal else t
-        keys, values = (x[:seen].repeat_interleave(n // g, dim=2) for x in (k, v))
-        scores = (q[i] * keys).sum(-1) / math.sqrt(d)  # [seen, b, n]
-        lse.append(scores.logsumexp(0))
-        context.append((scores.softmax(0)[..., None] * values).sum(0).flatten(1))
-    return torch.stack(context), torch.stack(lse, -1)
+    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).view(b, t)
+    context, lse = q.new_zeros(s, b, n, d), q.new_zeros(b, n, s)
+    for row, i, head in itertools.product(range(b), range(s), range(n)):
+        own = i + t - s
+        seen = [
+            j
+            for j in range(t)
+            if not (causal and j > own)
+            and not (window is not None and own - j > window)
+            and documents[row, j] == documents[row, own]
+        ]
+        scores = k[seen, row, head * g // n] @ q[i, row, head] / math.sqrt(d)
+        lse[row, head, i] = scores.logsumexp(0)
+        context[i, row, head] = scores.softmax(0) @ v[seen, row, head * g // n]
+    return context.flatten(2), lse
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
@@ -38,10 +57,14 @@ def naive(q, k, v, causal):
 def test_against_the_definition(backend, case):
     sizes = dict(s=40, b=2, n=4, g=4, d=8, causal=True) | CASES[case]
     s, b, n, g, d, causal = (sizes[name] for name in ("s", "b", "n", "g", "d", "causal"))
-    t = sizes.get("t", s)
+    t, lengths, window = sizes.get("t", s), sizes.get("lengths"), sizes.get("window")
+    mask = Mask(causal, window)
+    if lengths:
+        bounds = torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
+        mask = Mask(causal, window, bounds, max(lengths))
     inputs = [torch.randn(*shape, requires_grad=True) for shape in ((s, b, n, d), (t, b, g, d), (t, b, g, d))]
-    context, lse = core_attention(*inputs, backend, causal)
-    expected, expected_lse = naive(*(x.double() for x in inputs), causal)
+    context, lse = core_attention(*inputs, backend, mask)
+    expected, expected_lse = naive(*(x.double() for x in inputs), causal, window, lengths or [t] * b)
     assert context.shape == (s, b, n * d) and lse.shape == (b, n, s) and lse.dtype == torch.float32
     torch.testing.assert_close(context.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
@@ -51,13 +74,14 @@ def test_against_the_definition(backend, case):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_token_by_token_equals_all_at_once():
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=2)], ids=["causal", "window"])
+def test_token_by_token_equals_all_at_once(mask):
     """Each token alone against the keys so far, as generation does it."""
     q, k, v = torch.randn(3, 9, 2, 4, 8)
-    whole, _ = core_attention(q, k, v, "flash")
-    steps = [core_attention(q[i : i + 1], k[: i + 1], v[: i + 1], "flash")[0] for i in range(9)]
+    whole, _ = core_attention(q, k, v, "flash", mask)
+    steps = [core_attention(q[i : i + 1], k[: i + 1], v[: i + 1], "flash", mask)[0] for i in range(9)]
     torch.testing.assert_close(torch.cat(steps), whole)
-    chunks = [core_attention(q[i : i + 3], k[: i + 3], v[: i + 3], "flash")[0] for i in (0, 3, 6)]
+    chunks = [core_attention(q[i : i + 3], k[: i + 3], v[: i + 3], "flash", mask)[0] for i in (0, 3, 6)]
     torch.testing.assert_close(torch.cat(chunks), whole)
 
 
@@ -109,3 +133,29 @@ def test_only_the_unfused_backend_holds_all_scores(monkeypatch):
     q = torch.randn(8, 1, 2, 8)
     for queries in q, q[:1]:
         assert core_attention(queries, q, q, "flash")[0].isfinite().all()
+
+
+def test_no_mask_is_as_large_as_the_scores():
+    """The largest tensor made for 2,048 tokens, their mask by document and by window, is a block of them."""
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            made = op(*args, **(kwargs or {}))
+            sizes = [x.numel() for x in (made if isinstance(made, tuple) else (made,)) if torch.is_tensor(x)]
+            self.elements = max(self.elements, *sizes, 0)
+            return made
+
+    s = 2048
+    q = torch.randn(s, 1, 2, 8)
+    documents = dict(cu_seqlens=torch.tensor([0, 100, 1500, s], dtype=torch.int32), max_seqlen=1400)
+    for backend, mask, most in [
+        ("flash", Mask(window=64), s * 64),
+        ("flash", Mask(**documents), s * 64),
+        ("flash", Mask(window=32, **documents), s * 64),
+        ("unfused", Mask(window=64), 2 * s * s),
+    ]:
+        with Largest() as largest:
+            core_attention(q, q, q, backend, mask)
+        assert largest.elements <= most and (backend == "flash" or largest.elements == most)

@@ -18,7 +18,9 @@ VOCAB, SEQUENCE, SAMPLES = 29, 8, 8
 
 def gradients(config, samples, micro_batch, dp_cp):
     """main_grad of every parameter after these samples of the global batch, one microbatch at a time."""
-    model = GPTModel(config, VOCAB, 32, SEQUENCE, init=Init(seed=1))
+    model = GPTModel(
+        config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, padded_vocab_size=32, init=Init(seed=1)
+    )
     buffer = GradBuffer(model.parameters(), dp_cp)
     data = torch.randint(VOCAB, (SAMPLES, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     for ids in torch.tensor(samples).split(micro_batch):
@@ -51,7 +53,9 @@ def test_gradients_are_autograds():
     """main_grad against .grad of the same model without a buffer; tied weights add both contributions."""
     model, buffer = gradients(TIED, range(SAMPLES), 4, Axis.single())
     assert len(buffer.params) == len(list(model.parameters()))
-    plain = GPTModel(TIED, VOCAB, 32, SEQUENCE, init=Init(seed=1))
+    plain = GPTModel(
+        TIED, vocab_size=VOCAB, max_sequence_length=SEQUENCE, padded_vocab_size=32, init=Init(seed=1)
+    )
     data = torch.randint(VOCAB, (SAMPLES, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     batch = Tokens(data[:, :-1], torch.arange(SEQUENCE), torch.arange(SAMPLES), dropout_seed=5)
     plain(batch, data[:, 1:]).mean().backward()

@@ -56,7 +56,7 @@ def build(family: dict, tp=None) -> GPTModel:
         attention_dropout=0.1,
         **family,
     )
-    return GPTModel(config, VOCAB, PADDED, LONGEST, tp)
+    return GPTModel(config, vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=PADDED, tp=tp)
 
 
 def full_logits(model: GPTModel, tokens: list[int]) -> torch.Tensor:
@@ -247,7 +247,9 @@ CONFIG = Config(
 def save_model(root: Path, iteration: int, seed: int, **state) -> GPTModel:
     """A checkpoint as training writes it, of a model that has learned nothing; returns the model."""
     mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
-    model = GPTModel(CONFIG.model, 257, 264, 64, init=Init(seed))
+    model = GPTModel(
+        CONFIG.model, vocab_size=257, max_sequence_length=64, padded_vocab_size=264, init=Init(seed)
+    )
     pieces = training_pieces(list(model.parameters()), {}, mesh.dp_cp)
     save(root, iteration, pieces, {"tokenizer": ByteTokenizer().spec, **state}, to_toml(CONFIG), mesh)
     return model

@@ -51,6 +51,19 @@ def test_flops_are_megatrons_to_the_last_one():
     assert flops_per_iteration(LLAMA3_8B, 128256, 8192, 24) == 24 * 421645529382912
 
 
+def test_keys_outside_the_window_are_no_work():
+    """One layer in three sees all: counted key by key, all squares as by definition half a key short."""
+    s, window = 64, 9
+    model = TransformerConfig(3, 48, 4, window_size=(window, 0), window_attn_skip_freq="3")
+    plain = TransformerConfig(3, 48, 4)
+    outside = sum(1 for query in range(s) for key in range(query + 1) if query - key > window)
+    half_a_key = (s - (window + 1)) / 2  # the usual count has s * s / 2 keys, not s * (s + 1) / 2
+    saved = flops_per_iteration(plain, 128, s, 1) - flops_per_iteration(model, 128, s, 1)
+    assert saved == 2 * 12 * 48 * (outside - half_a_key)
+    square = [flops_per_iteration(m, 128, s, 1, "full-attention") for m in (plain, model)]
+    assert square[0] == square[1]
+
+
 @pytest.mark.parametrize(
     "convention, at_4096, at_8192",
     [
@@ -123,7 +136,7 @@ def config(**run) -> Config:
 
 
 def record(iteration: int, **changes) -> dict:
-    values = (iteration, 8 * iteration, 5.0 - iteration / 50, 1.5, 3e-4, 20.0, 12800.0, 0.25, None)
+    values = (iteration, 8 * iteration, 8, 5.0 - iteration / 50, 1.5, 3e-4, 20.0, 12800.0, 0.25, None)
     return dict(zip(KEYS, values, strict=True)) | changes
 
 
@@ -163,7 +176,7 @@ def test_log_has_megatrons_lines(tmp_path):
     log.step(record(1, lm_loss=float("nan"), skipped=1, loss_scale=1024.0))
     for i in range(2, 11):
         log.step(record(i, lm_loss=2.0, mfu=0.5, tflops_per_gpu_6n=0.5))
-    log.evaluation(10, "validation", 2.0, math.exp(2.0), 1.5)
+    log.evaluation(10, "validation", 2.0, 1.5)
     first, second, rule, box, rule2 = (tmp_path / "log.txt").read_text().splitlines()
     assert re.fullmatch(
         r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        1/     100 \| .*\|", first
@@ -207,13 +220,13 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     log = started(tmp_path)
     for i in range(1, 8):
         log.step(record(i))
-        log.evaluation(i, "validation", 3.0, 20.0)
+        log.evaluation(i, "validation", 3.0)
     log.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"iteration": 8, "lm_l')  # killed while writing
     log = started(tmp_path, iteration=5)
     log.step(record(6, lm_loss=1.0))
-    log.evaluation(5, "validation", 3.0, 20.0)
+    log.evaluation(5, "validation", 3.0)
     assert [(r["iteration"], r["lm_loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")] == [
         *((i, record(i)["lm_loss"]) for i in range(1, 6)),
         (6, 1.0),
@@ -228,7 +241,7 @@ def test_other_ranks_warn_and_keep_their_own_log(tmp_path):
     other = RunLog(tmp_path, config(), 3, "rank 3 tp1 dp0", io.StringIO())
     other.begin(0, 100)
     other.step(record(1))
-    other.evaluation(1, "validation", 1.0, 1.0)
+    other.evaluation(1, "validation", 1.0)
     assert not (tmp_path / "log.3.txt").exists() and read_jsonl(tmp_path / "metrics.jsonl") == []
     other.line("only in the file")
     other.warn("disk is full")
@@ -285,7 +298,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     log = started(tmp_path, tensorboard_dir=str(tmp_path / "tb"))
     log.step(record(1, loss_scale=2.0))
     log.step(record(2))
-    log.evaluation(2, "validation", 3.0, 20.0, 1.5)
+    log.evaluation(2, "validation", 3.0, 1.5)
     log.close()
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
@@ -342,7 +355,7 @@ def write_series(folder, losses) -> None:
     log = started(folder)
     for i, loss in enumerate(losses, 1):
         log.step(record(i, lm_loss=loss))
-    log.evaluation(len(losses), "validation", 2.5, 12.0)
+    log.evaluation(len(losses), "validation", 2.5)
     log.close()
 
 

@@ -1,5 +1,6 @@
 """The transformer against a second one written with torch's own functions, and against itself cut over tp."""
 
+import itertools
 import math
 from zlib import crc32
 
@@ -29,6 +30,21 @@ LLAMA = TransformerConfig(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
+# What the families of today rarely have, all at once.
+VARIED = TransformerConfig(
+    **{
+        **vars(LLAMA),
+        "swiglu": False,
+        "squared_relu": True,
+        "apply_layernorm_1p": True,
+        "rotary_percent": 0.5,
+        "rotary_interleaved": True,
+        "rotary_base": 100.0,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": "[1]+[0]",
+        "num_query_groups": 2,
+    }
+)
 # The same families with all that a layout can get wrong: key norms, biases, dropout.
 GPT2_TP = TransformerConfig(
     num_layers=2,
@@ -52,7 +68,14 @@ LLAMA_TP = TransformerConfig(
 def build(config, tp=None, vocab=VOCAB, scale=1.0):
     """A model whose parameters are all away from their special initial values 0 and 1."""
     padded = padded_vocab_size(vocab, 4, 4)
-    model = GPTModel(config, vocab, padded, SEQUENCE, tp, Init(seed=3))
+    model = GPTModel(
+        config,
+        vocab_size=vocab,
+        max_sequence_length=SEQUENCE,
+        padded_vocab_size=padded,
+        tp=tp,
+        init=Init(seed=3),
+    )
     for param in model.parameters():
         for part in param.spec.parts:
             noise = torch.randn(
@@ -84,17 +107,24 @@ class Reference:
 
     def norm(self, x, name):
         w, b = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        if self.config.apply_layernorm_1p:
+            w = 1 + w
         return F.rms_norm(x, w.shape, w, 1e-5) if b is None else F.layer_norm(x, w.shape, w, b, 1e-5)
 
     def rotate(self, x):
-        """x `[b, n, s, d]`; pairs (i, i + d/2) as complex numbers."""
-        half = x.shape[-1] // 2
-        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        """x `[b, n, s, d]`; pairs (i, i + r/2), or (2i, 2i + 1), as complex numbers."""
+        r = int(x.shape[-1] * self.config.rotary_percent)
+        rates = self.config.rotary_base ** (-torch.arange(r // 2, dtype=torch.float64) / (r // 2))
         angles = torch.arange(x.shape[2])[:, None] * rates
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), -1).float()
+        one, other = slice(0, r // 2), slice(r // 2, r)
+        if self.config.rotary_interleaved:
+            one, other = slice(0, r, 2), slice(1, r, 2)
+        turned = torch.complex(x[..., one], x[..., other]) * torch.polar(torch.ones_like(angles), angles)
+        result = x.clone()
+        result[..., one], result[..., other] = turned.real.float(), turned.imag.float()
+        return result
 
-    def attention(self, x, name):
+    def attention(self, x, name, window):
         def heads(part):
             y = self.linear(x, f"{name}.linear_qkv.{part}")
             return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
@@ -102,31 +132,36 @@ class Reference:
         q, k, v = heads("q"), heads("k"), heads("v")
         if self.config.position_embedding_type == "rope":
             q, k = self.rotate(q), self.rotate(k)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if window is not None:
+            seen = seen.triu(-window)
+        y = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return self.linear(y.transpose(1, 2).flatten(2), f"{name}.linear_proj")
 
     def mlp(self, x, name):
         if self.config.swiglu:
             gate, up = (self.linear(x, f"{name}.linear_fc1.{part}") for part in ("gate", "up"))
             return self.linear(F.silu(gate) * up, f"{name}.linear_fc2")
-        return self.linear(
-            F.gelu(self.linear(x, f"{name}.linear_fc1"), approximate="tanh"), f"{name}.linear_fc2"
-        )
+        y = self.linear(x, f"{name}.linear_fc1")
+        y = F.relu(y) ** 2 if self.config.squared_relu else F.gelu(y, approximate="tanh")
+        return self.linear(y, f"{name}.linear_fc2")
 
     def logits(self, tokens):
         words = self.weights["embedding.word_embeddings.weight"]
         x = words[tokens]
         if self.config.position_embedding_type == "learned_absolute":
             x = x + self.weights["embedding.position_embeddings.weight"][: tokens.shape[1]]
-        for layer in (f"decoder.layers.{i}" for i in range(self.config.num_layers)):
-            x = x + self.attention(self.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attention")
+        window = self.config.window_size[0] if self.config.window_size else None
+        for i in range(self.config.num_layers):
+            layer, sees = f"decoder.layers.{i}", window if i == 0 else None
+            x = x + self.attention(self.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attention", sees)
             x = x + self.mlp(self.norm(x, f"{layer}.pre_mlp_layernorm"), f"{layer}.mlp")
         return F.linear(
             self.norm(x, "decoder.final_layernorm"), self.weights.get("output_layer.weight", words)
         )
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA, VARIED], ids=["gpt2", "llama", "varied"])
 def test_logits_loss_and_gradients_are_the_references(config):
     model = build(config, scale=0.1)
     inputs, labels = batch()
@@ -155,7 +190,13 @@ def test_initial_loss_is_that_of_guessing(config):
     """ln(vocabulary), whatever it is padded to."""
     inputs, labels = batch(16)
     for padded in 64, 256:
-        loss = GPTModel(config, VOCAB, padded, SEQUENCE, init=Init(seed=3))(inputs, labels).mean()
+        loss = GPTModel(
+            config,
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
+            padded_vocab_size=padded,
+            init=Init(seed=3),
+        )(inputs, labels).mean()
         assert loss.item() == pytest.approx(math.log(VOCAB), rel=0.03)
 
 
@@ -187,10 +228,16 @@ def test_tensor_parallel_is_one_process(config, tp):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_initial_weights_do_not_depend_on_tp(config):
     """The slices of 2 and 4 ranks are those of the whole model, to the bit."""
-    whole = parts_of(GPTModel(config, VOCAB, 64, SEQUENCE))
+    whole = parts_of(GPTModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, padded_vocab_size=64))
     for size in 2, 4:
         for rank in range(size):
-            model = GPTModel(config, VOCAB, 64, SEQUENCE, Axis("tp", size, rank, tuple(range(size))))
+            model = GPTModel(
+                config,
+                vocab_size=VOCAB,
+                max_sequence_length=SEQUENCE,
+                padded_vocab_size=64,
+                tp=Axis("tp", size, rank, tuple(range(size))),
+            )
             for param in model.parameters():
                 for part in param.spec.parts:
                     assert torch.equal(part.view(param), part.of(whole[part.name])), (part.name, rank)
@@ -199,7 +246,9 @@ def test_initial_weights_do_not_depend_on_tp(config):
 def test_output_projections_start_smaller():
     """0.02, and by sqrt(2 layers) less where a layer writes into the residual stream."""
     config = TransformerConfig(num_layers=8, hidden_size=128, num_attention_heads=4)
-    for name, weight in parts_of(GPTModel(config, VOCAB, 64, SEQUENCE)).items():
+    for name, weight in parts_of(
+        GPTModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, padded_vocab_size=64)
+    ).items():
         if name.endswith("weight") and "norm" not in name:
             std = 0.005 if "proj" in name or "fc2" in name else 0.02
             assert weight.std().item() == pytest.approx(std, rel=0.05), name
@@ -214,6 +263,24 @@ def test_a_token_sees_no_later_one():
     expected = model(inputs)
     torch.testing.assert_close(found[:6], expected[:6], rtol=1e-5, atol=1e-5)
     assert (found[6:] - expected[6:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, VARIED], ids=["gpt2", "llama", "varied"])
+@pytest.mark.parametrize("backend", ["flash", "unfused"])
+def test_packed_documents_are_as_each_alone(config, backend):
+    """Where positions start over and attention ends with a document, its neighbours cannot be told."""
+    lengths = (5, 7, 1, 2, 9)  # two rows of 12
+    model = build(TransformerConfig(**{**vars(config), "attention_backend": backend}), scale=0.1)
+    inputs, labels = batch(2)
+    starts = torch.tensor((0, 5, 12, 13, 15, 24))
+    position_ids = torch.cat([torch.arange(n) for n in lengths]).view(2, SEQUENCE)
+    packed = dict(position_ids=position_ids, cu_seqlens=starts.int(), max_seqlen=max(lengths))
+    found = model(Tokens(inputs.tokens, inputs.positions, **packed), labels).flatten()
+    for begin, end in itertools.pairwise(starts.tolist()):
+        tokens, own = (x.flatten()[begin:end][None] for x in (inputs.tokens, labels))
+        alone = model(Tokens(tokens, torch.arange(end - begin)), own)[0]
+        torch.testing.assert_close(found[begin:end], alone, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, model(inputs, labels).flatten(), atol=1e-2), "they see each other else"
 
 
 def test_every_dropout_has_its_own_mask(monkeypatch):
@@ -275,12 +342,17 @@ NAMES = {
 def test_global_names(family):
     """They seed the weights and name them in checkpoints: a change of one breaks every older run."""
     config = GPT2 if family == "gpt2" else TransformerConfig(**{**vars(LLAMA), "qk_layernorm": True})
-    model = GPTModel(TransformerConfig(**{**vars(config), "num_layers": 1}), VOCAB, 64, SEQUENCE)
+    model = GPTModel(
+        TransformerConfig(**{**vars(config), "num_layers": 1}),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        padded_vocab_size=64,
+    )
     names = [part.name for p in model.parameters() for part in p.spec.parts]
     assert sorted(names) == sorted(NAMES[family])
 
 
 def test_global_names_are_unique():
-    model = GPTModel(LLAMA, VOCAB, 64, SEQUENCE)
+    model = GPTModel(LLAMA, vocab_size=VOCAB, max_sequence_length=SEQUENCE, padded_vocab_size=64)
     names = [part.name for p in model.parameters() for part in p.spec.parts]
     assert len(set(names)) == len(names) == 2 * 9 + 3

@@ -58,38 +58,14 @@ def test_swiglu_and_gelu():
     compare(ops.gelu(x), 0.5 * x * (1 + inner.tanh()), (x,))
 
 
-def test_rope_is_a_complex_rotation():
-    """Feature pair (i, i + d/2) is a complex number, turned by position * base^(-2i/d)."""
-    s, b, n, d, base = 6, 2, 3, 8, 100.0
-    x, positions = randn(s, b, n, d), torch.tensor([0, 1, 2, 7, 30, 31])
-    rates = torch.tensor([base ** (-2 * i / d) for i in range(d // 2)], dtype=F64)
-    turn = torch.polar(torch.ones(s, d // 2, dtype=F64), positions[:, None] * rates)
-    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn[:, None, None]
-    cos, sin = ops.rope_angles(positions, d, base)
-    assert cos.dtype == torch.float32 and cos.shape == (s, 1, 1, d // 2)
-    compare(ops.rope(x, cos.double(), sin.double()), torch.cat((turned.real, turned.imag), -1), (x,), 1e-5)
-    assert ops.rope(x.bfloat16(), cos, sin).dtype == torch.bfloat16
-
-
-def test_rope_scores_depend_on_the_distance_alone():
-    q, k = torch.randn(2, 1, 1, 1, 16)
-
-    def score(i, j):
-        turned = [ops.rope(x, *ops.rope_angles(torch.tensor([p]), 16, 10000.0)) for x, p in ((q, i), (k, j))]
-        return (turned[0] * turned[1]).sum().item()
-
-    assert score(5, 2) == pytest.approx(score(103, 100), abs=1e-4)
-    assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-2)
-
-
-@pytest.mark.parametrize("s, t, causal", [(5, 5, False), (5, 5, True), (3, 7, True), (1, 4, True)])
-def test_scaled_softmax(s, t, causal):
+@pytest.mark.parametrize("s, t, masked", [(5, 5, False), (5, 5, True), (3, 7, True), (1, 4, True)])
+def test_scaled_softmax(s, t, masked):
     scores = torch.randn(2, 3, s, t, requires_grad=True)
+    hidden = torch.rand(2, 1, s, t) < 0.5
+    hidden[..., 0] = False  # every query sees a key
     wide = scores.double() * 0.3
-    for i in range(s):
-        if causal:
-            wide[..., i, i + t - s + 1 :] = -1e30
-    probs, lse = ops.scaled_softmax(scores, 0.3, causal)
+    wide = wide.where(~hidden, -1e30) if masked else wide
+    probs, lse = ops.scaled_softmax(scores, 0.3, hidden if masked else None)
     compare(probs.double(), wide.softmax(-1), (scores,), 1e-6)
     torch.testing.assert_close(lse.double(), wide.logsumexp(-1), rtol=1e-6, atol=1e-6)
     assert lse.dtype == torch.float32
@@ -230,7 +206,7 @@ def test_skipped_step_changes_nothing(op):
 def test_paths_are_named_for_every_op():
     paths = ops.paths(torch.device("cpu"))
     assert set(paths) == set(ops.OPS) and all(path.endswith("on cpu") for path in paths.values())
-    assert all(hasattr(ops, op) for op in ops.OPS if op != "cross_entropy")
+    assert all(hasattr(ops, op) for op in ops.OPS if op not in ("rope", "cross_entropy"))
 
 
 def test_module_prints_its_paths():

@@ -58,13 +58,21 @@ def test_tp_halves_what_it_shards():
 def test_parameters_are_those_of_the_model(family, tp):
     model = TINY[family]
     axis = Axis("tp", tp, tp - 1, tuple(range(tp)), None)
-    built = GPTModel(model, 100, 128, 32, axis, Init(device=torch.device("meta")))
+    built = GPTModel(
+        model,
+        vocab_size=100,
+        max_sequence_length=32,
+        padded_vocab_size=128,
+        tp=axis,
+        init=Init(device=torch.device("meta")),
+    )
     assert sum(p.numel() for p in built.parameters()) == parameter_count(model, 128, tp)
 
 
 TINY = {
     "gpt2": TransformerConfig(2, 64, 8, max_position_embeddings=32),
     "gpt2, dropout": TransformerConfig(2, 64, 8, max_position_embeddings=32, hidden_dropout=0.1),
+    "squared relu": TransformerConfig(2, 64, 8, max_position_embeddings=32, squared_relu=True),
     "llama": TransformerConfig(2, 64, 8, 160, num_query_groups=2, **LLAMA),
     "llama, MHA": TransformerConfig(2, 64, 8, 160, **LLAMA),
     "llama, unfused": TransformerConfig(
@@ -78,7 +86,9 @@ TINY = {
 
 def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype) -> int:
     """What autograd holds after a forward pass of the real model, every storage once, parameters apart."""
-    built = GPTModel(model, 128, 128, s, init=Init(dtype=dtype))
+    built = GPTModel(
+        model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, init=Init(dtype=dtype)
+    )
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: its attention kernels, matmuls that accumulate, no host sync, a fast start."""
+"""What only a GPU can show: matmuls that accumulate, no host sync, a fast start."""
 
 import json
 import time
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import train
-from nanomegatron.attention import core_attention
 from nanomegatron.config import TransformerConfig
 from nanomegatron.data_indexed import IndexedDatasetBuilder
 from nanomegatron.mesh import Axis, Mesh, World
@@ -35,22 +34,6 @@ def corpus(tmp_path) -> list[str]:
             builder.add_document(np.concatenate([words[random.randint(50)] for _ in range(200)]))
         builder.finalize()
     return ["--data-path", prefix, "--tokenizer-type", "ByteTokenizer", "--split", "90,10,0"]
-
-
-@pytest.mark.parametrize("backend", ["fused", "flash", "unfused"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_matches_float64(backend, causal):
-    q, k, v = (torch.randn(256, 2, heads, 64, device=CUDA) for heads in (8, 2, 2))
-    grad = torch.randn(256, 2, 512, device=CUDA)
-    results = {}
-    for dtype, kind in ((torch.float64, "unfused"), (torch.bfloat16, backend)):
-        inputs = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
-        out, lse = core_attention(*inputs, kind, causal)
-        out.backward(grad.bfloat16().to(dtype))
-        results[dtype] = [out, lse, *(x.grad for x in inputs)]
-    for ours, exact in zip(results[torch.bfloat16], results[torch.float64], strict=True):
-        # bf16 has 8 bits; rounding of probabilities and outputs adds up to a few times 2^-9
-        assert (ours.double() - exact.double()).norm() < 1e-2 * exact.double().norm()
 
 
 def test_weight_gradient_accumulates_in_fp32():
@@ -119,7 +102,13 @@ def test_llama3_8b_initialises_in_seconds():
         untie_embeddings_and_output_weights=True,
     )
     begin = time.monotonic()
-    model = GPTModel(config, 128256, 128256, 8192, init=Init(device=CUDA, dtype=torch.bfloat16))
+    model = GPTModel(
+        config,
+        vocab_size=128256,
+        max_sequence_length=8192,
+        padded_vocab_size=128256,
+        init=Init(device=CUDA, dtype=torch.bfloat16),
+    )
     torch.cuda.synchronize()
     assert time.monotonic() - begin < 10
     assert sum(p.numel() for p in model.parameters()) == 8030261248

@@ -1,0 +1,66 @@
+"""Megatron-LM's keywords that are no field here: taken where they change nothing, answered where they do.
+
+    TransformerConfig(num_layers=2, ..., use_cpu_initialization=True)    taken: it always is so
+    TransformerConfig(num_layers=2, ..., add_bias_linear=False)          TypeError: disable_bias_linear
+
+So code from Megatron's examples runs, or says which word to change; none is dropped in silence.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+# keyword -> (value that changes nothing, what to write for another)
+TRANSFORMER_CONFIG = {
+    "add_bias_linear": (True, "disable_bias_linear=True"),
+    "gated_linear_unit": (False, "swiglu=True"),
+    "activation_func": (None, "swiglu=True or squared_relu=True; it is GELU without"),
+    "layernorm_epsilon": (1e-5, "norm_epsilon"),
+    "layernorm_zero_centered_gamma": (False, "apply_layernorm_1p=True"),
+    "init_method": (None, "init_method_std, the standard deviation of a normal distribution"),
+    "output_layer_init_method": (None, "init_method_std, which for these is divided by sqrt(2 * num_layers)"),
+    "params_dtype": (None, "GPTModel(..., init=Init(dtype=...))"),
+    "bf16": (False, "PrecisionConfig(bf16=True), and GPTModel(..., init=Init(dtype=torch.bfloat16))"),
+    "fp16": (False, "PrecisionConfig(fp16=True), and GPTModel(..., init=Init(dtype=torch.float16))"),
+    "fp8": (None, "PrecisionConfig(bf16=True); FP8 is not in this version"),
+    "tensor_model_parallel_size": (1, "ParallelConfig, and GPTModel(..., tp=mesh.tp)"),
+    "pipeline_model_parallel_size": (1, "ParallelConfig; there are no pipelines in this version"),
+    "context_parallel_size": (1, "ParallelConfig; there is no context parallelism in this version"),
+    "sequence_parallel": (False, "ParallelConfig(sequence_parallel=True)"),
+    "num_moe_experts": (None, "nothing; there are no experts in this version"),
+}
+GPT_MODEL = {
+    "transformer_layer_spec": (None, "the fields of TransformerConfig; a layer has no other description"),
+    "share_embeddings_and_output_weights": (
+        None,
+        "TransformerConfig(untie_embeddings_and_output_weights=...)",
+    ),
+    "position_embedding_type": (None, "TransformerConfig(position_embedding_type=...)"),
+    "rotary_percent": (None, "TransformerConfig(rotary_percent=...)"),
+    "rotary_base": (None, "TransformerConfig(rotary_base=...)"),
+    "rope_scaling": (False, "TransformerConfig(use_rope_scaling=True)"),
+    "rope_scaling_factor": (None, "TransformerConfig(rope_scaling_factor=...)"),
+    "seq_len_interpolation_factor": (None, "TransformerConfig(position_embedding_type='yarn', ...)"),
+}
+# What these ask for is always so, or would change no result.
+TAKEN = """
+use_cpu_initialization perform_initialization pipeline_dtype attention_softmax_in_fp32 masked_softmax_fusion
+bias_activation_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm gradient_accumulation_fusion
+cross_entropy_loss_fusion deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm enable_autocast
+calculate_per_token_loss fp16_lm_cross_entropy parallel_output pre_process post_process
+""".split()
+
+
+def answer(owner: str, table: dict[str, tuple[Any, str]], own: Iterable[str], given: dict[str, Any]) -> None:
+    """Raise TypeError for keywords `given` that ask `owner` for something; `own` are the ones it has."""
+    wrong = []
+    for name, value in given.items():
+        if name in table:
+            neutral, instead = table[name]
+            if value is not None and (type(value), value) != (type(neutral), neutral):
+                wrong.append(f"{name}={value!r}: use {instead}")
+        elif name not in TAKEN:
+            near = difflib.get_close_matches(name, own, 1)
+            wrong.append(f"{name}: unknown" + (f"; did you mean {near[0]}?" if near else ""))
+    if wrong:
+        raise TypeError(f"{owner}({'; '.join(wrong)})")

@@ -1,0 +1,59 @@
+"""Megatron's own example code: what its constructors are given is taken, or answered."""
+
+import pytest
+import torch
+
+from nanomegatron.config import TransformerConfig
+from nanomegatron.config_keywords import GPT_MODEL, TAKEN, TRANSFORMER_CONFIG
+from nanomegatron.model import GPTModel, Tokens
+
+SHAPE = dict(num_layers=2, hidden_size=12, num_attention_heads=4)
+
+
+def test_megatrons_first_example_runs():
+    config = TransformerConfig(**SHAPE, use_cpu_initialization=True, pipeline_dtype=torch.float32)
+    assert config == TransformerConfig(**SHAPE)
+    model = GPTModel(config=config, transformer_layer_spec=None, vocab_size=100, max_sequence_length=64)
+    loss = model(Tokens(torch.arange(64).view(1, 64), torch.arange(64)), torch.arange(64).view(1, 64))
+    assert loss.shape == (1, 64) and model.output_weight.shape == (128, 12)
+    assert TransformerConfig(**SHAPE, num_query_groups=0).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "keyword, replacement",
+    [
+        (dict(fp8=True), "FP8 is not in this version"),
+        (dict(tensor_model_parallel_size=2), "tensor_model_parallel_size=2: use ParallelConfig"),
+        (dict(add_bias_linear=False), "disable_bias_linear"),
+        (dict(params_dtype=torch.bfloat16), r"Init\(dtype"),
+        (dict(layernorm_epsilon=1e-6), "norm_epsilon"),
+        (dict(hiden_dropout=0.1), "hiden_dropout: unknown; did you mean hidden_dropout"),
+        (dict(num_moe_experts=8, bf16=True), "num_moe_experts=8: .*; bf16=True: use PrecisionConfig"),
+    ],
+)
+def test_a_keyword_that_asks_for_more_names_its_replacement(keyword, replacement):
+    with pytest.raises(TypeError, match=replacement):
+        TransformerConfig(**SHAPE, **keyword)
+
+
+def test_defaults_of_megatrons_keywords_are_taken():
+    TransformerConfig(**SHAPE, fp8=None, bf16=False, tensor_model_parallel_size=1, num_moe_experts=None)
+    TransformerConfig(**SHAPE, add_bias_linear=True, layernorm_zero_centered_gamma=False)
+
+
+@pytest.mark.parametrize("keyword", [dict(rotary_percent=0.5), dict(transformer_layer_spec=object())])
+def test_what_the_config_says_is_not_said_to_the_model(keyword):
+    with pytest.raises(TypeError, match=f"{next(iter(keyword))}=.*: use .*TransformerConfig"):
+        GPTModel(TransformerConfig(**SHAPE), vocab_size=8, max_sequence_length=4, **keyword)
+
+
+def test_the_tables_are_megatrons_keywords_and_none_of_ours():
+    pytest.importorskip("megatron.core")
+    import inspect
+
+    from megatron.core.models.gpt import GPTModel as TheirModel
+    from megatron.core.transformer import TransformerConfig as TheirConfig
+
+    config, model = (set(inspect.signature(of).parameters) for of in (TheirConfig, TheirModel))
+    assert TRANSFORMER_CONFIG.keys() <= config and GPT_MODEL.keys() <= model and set(TAKEN) <= config | model
+    assert not {*TRANSFORMER_CONFIG, *TAKEN} & inspect.signature(TransformerConfig).parameters.keys()

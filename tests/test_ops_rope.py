@@ -1,0 +1,104 @@
+"""Rotary embedding against its definition by complex numbers, and against megatron-core's tables."""
+
+import pytest
+import torch
+
+from nanomegatron.config import TransformerConfig
+from nanomegatron.ops_rope import rope, rope_angles, rope_frequencies
+
+ROPE = dict(position_embedding_type="rope")
+YARN = dict(position_embedding_type="yarn", rotary_scaling_factor=4.0)
+MEGATRON = {
+    "plain": ROPE,
+    "half": dict(ROPE, rotary_percent=0.5),
+    "base": dict(ROPE, rotary_base=500000.0, rotary_interleaved=True),
+    "llama 3.1": dict(ROPE, rotary_base=500000.0, use_rope_scaling=True),
+    "llama 3.2": dict(ROPE, use_rope_scaling=True, rope_scaling_factor=32.0),
+    "yarn": dict(YARN, yarn_original_max_position_embeddings=128),
+    "yarn, own bounds": dict(YARN, yarn_beta_fast=16.0, yarn_beta_slow=2.0, mscale=0.7, mscale_all_dim=0.3),
+    "yarn, not rounded": dict(YARN, yarn_correction_range_round_to_int=False),
+    "yarn, bounds meet": dict(YARN, yarn_beta_fast=1.0, yarn_original_max_position_embeddings=2),
+    "yarn, factor 1": dict(YARN, rotary_scaling_factor=1.0),
+}
+
+
+def config(**settings):
+    return TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, **settings)
+
+
+@pytest.mark.parametrize("case", MEGATRON)
+def test_tables_and_rotation_are_megatrons(case, monkeypatch):
+    pytest.importorskip("megatron.core")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where it would move its tables
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    ours = config(**MEGATRON[case])
+    common = dict(
+        kv_channels=64,
+        rotary_percent=ours.rotary_percent,
+        rotary_interleaved=ours.rotary_interleaved,
+        rotary_base=ours.rotary_base,
+        use_cpu_initialization=True,
+    )
+    size = 1.0
+    if ours.position_embedding_type == "yarn":
+        theirs = YarnRotaryEmbedding(
+            **common,
+            scaling_factor=ours.rotary_scaling_factor,
+            original_max_position_embeddings=ours.yarn_original_max_position_embeddings,
+            beta_fast=ours.yarn_beta_fast,
+            beta_slow=ours.yarn_beta_slow,
+            mscale=ours.mscale,
+            mscale_all_dim=ours.mscale_all_dim,
+            correction_range_round_to_int=ours.yarn_correction_range_round_to_int,
+        )
+        angles, size = theirs.get_emb(40)
+    else:
+        scaling = dict(rope_scaling=ours.use_rope_scaling, rope_scaling_factor=ours.rope_scaling_factor)
+        theirs = rotary_pos_embedding.RotaryEmbedding(**common, **scaling)
+        angles = theirs.get_emb(40)
+        torch.testing.assert_close(rope_frequencies(ours), theirs.inv_freq, rtol=1e-6, atol=0)
+    x = torch.randn(40, 2, 3, 64)
+    expected = rope_utils._apply_rotary_pos_emb_bshd(x, angles, ours.rotary_interleaved, mscale=size)
+    found = rope(x, *rope_angles(torch.arange(40), ours), ours.rotary_interleaved)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    if case not in ("plain", "yarn, factor 1"):
+        assert not torch.allclose(found, rope(x, *rope_angles(torch.arange(40), config(**ROPE))), atol=1e-3)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_pair_is_a_complex_number_that_turns(interleaved):
+    positions, features = torch.tensor([0, 1, 2, 7, 30, 31]), 32
+    x = torch.randn(6, 2, 3, 64, dtype=torch.float64)
+    rates = torch.tensor([100.0 ** (-2 * i / features) for i in range(features // 2)], dtype=torch.float64)
+    turn = torch.polar(torch.ones(6, features // 2, dtype=torch.float64), positions[:, None] * rates)
+    even, odd = (slice(0, 32, 2), slice(1, 32, 2)) if interleaved else (slice(0, 16), slice(16, 32))
+    turned = torch.complex(x[..., even], x[..., odd]) * turn[:, None, None]
+    expected = x.clone()
+    expected[..., even], expected[..., odd] = turned.real, turned.imag
+    cos, sin = rope_angles(positions, config(rotary_base=100.0, rotary_percent=0.5, **ROPE))
+    assert cos.dtype == torch.float32 and cos.shape == (6, 1, 1, features // 2)
+    found = rope(x, cos.double(), sin.double(), interleaved)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert rope(x.bfloat16(), cos, sin, interleaved).dtype == torch.bfloat16
+
+
+def test_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 64)
+
+    def score(i, j):
+        turned = [rope(x, *rope_angles(torch.tensor([p]), config(**ROPE))) for x, p in ((q, i), (k, j))]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert score(5, 2) == pytest.approx(score(103, 100), abs=1e-4)
+    assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-2)
+
+
+def test_every_row_may_have_its_own_positions():
+    rows = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    x = torch.randn(5, 2, 1, 64)
+    found = rope(x, *rope_angles(rows, config(**ROPE)))
+    for b in range(2):
+        alone = rope(x[:, b : b + 1], *rope_angles(rows[b], config(**ROPE)))
+        assert torch.equal(found[:, b : b + 1], alone)
