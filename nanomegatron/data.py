@@ -10,32 +10,25 @@ one token with their neighbour (the last label of one is the first input of the 
 
 The last epoch is shuffled by itself when little of it (under 80 %) will be seen: else some documents would
 come once more than others from the start. The three indices are Megatron's to the bit, for the same seed; the
-sample index, there a loop in C++, is a search in the running sum of lengths here. They are kept as .npy
-files, made by one process and mapped by all.
+sample index, there a loop in C++, is a search in the running sum of lengths here. They are cached
+(data_cache.py).
 
-A sample's number in the order of the run is its identity. It depends on how much was consumed, never on how
-many processes share the work:
-
-    microbatch_sample_ids -> load_batch -> Batch
+Several such datasets make a blend (data_blend.py), and batches of either are read ahead (data_loader.py).
 """
 
-import contextlib
-import hashlib
-import json
+import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from nanomegatron.config import DataConfig
-from nanomegatron.data_indexed import IndexedDataset, file_lock, publish
+from nanomegatron.data_blend import Blend, BlendedDataset, parse_blend
+from nanomegatron.data_cache import cached_arrays
+from nanomegatron.data_indexed import IndexedDataset
 from nanomegatron.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
 
-_INDICES = ("document_index", "sample_index", "shuffle_index")
 _SPLITS = ("train", "valid", "test")
 
 
@@ -61,11 +54,12 @@ class GPTDataset:
         if not tokens:
             raise ValueError(f"{indexed.prefix}: no tokens in sequences {sequences[0]}..{sequences[1]}")
         plan = _Plan.make(sequences, tokens, num_samples, seq_length, seed)
-        if cache_folder is None:
-            indices = plan.build(lengths)
-        else:
-            indices = _cached(plan, indexed, Path(cache_folder))
-        self.document_index, self.sample_index, self.shuffle_index = indices
+        self.document_index, self.sample_index, self.shuffle_index = cached_arrays(
+            cache_folder,
+            ("document_index", "sample_index", "shuffle_index"),
+            {"lengths": indexed.identity, **vars(plan)} if cache_folder else {},
+            lambda: plan.build(lengths),
+        )
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -82,7 +76,18 @@ class GPTDataset:
             offset = begin if place == first else 0
             length = end + 1 - offset if place == last else None
             parts.append(self.indexed.get(document, offset, length))
-        return np.concatenate(parts, dtype=np.int64)
+        sample, limit = np.concatenate(parts, dtype=np.int64), self.indexed.vocab_size
+        if limit and sample.view(np.uint64).max() >= limit:  # a GPU would stop without saying why
+            raise ValueError(
+                f"{self.indexed.prefix}.bin: tokens {sample.min()}..{sample.max()} in sample {i}, beyond the "
+                f"vocabulary's 0..{limit - 1}: the file has changed since the run began; restore it"
+            )
+        return sample
+
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text behind a token, on average over the whole file; None if PREFIX.json does not say."""
+        text = self.indexed.sidecar()
+        return text["text_bytes"] / text["tokens"] if text else None
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,6 @@ class _Plan:
             shuffle = np.concatenate([shuffle, _shuffled(last, random)])
         return documents, index, shuffle
 
-    def fits(self, indices: tuple[np.ndarray, ...]) -> bool:
-        """Whether indices have this plan's sizes."""
-        documents = self.epochs * (self.sequences[1] - self.sequences[0])
-        return [i.shape for i in indices] == [(documents,), (self.samples + 1, 2), (self.samples,)]
-
 
 def build_sample_index(
     lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int
@@ -154,44 +154,6 @@ def _shuffled(x: np.ndarray, random: np.random.RandomState) -> np.ndarray:
     return x
 
 
-def _cached(plan: _Plan, indexed: IndexedDataset, folder: Path) -> tuple[np.ndarray, ...]:
-    """The plan's indices, mapped from files in `folder`; the first of several processes makes them."""
-    description = json.dumps({"indices": _INDICES, "lengths": indexed.identity, **vars(plan)})
-    name = hashlib.sha256(description.encode()).hexdigest()[:32]
-    files = [folder / f"{name}-{part}.npy" for part in _INDICES]
-    if found := _load(files, plan):
-        return found
-    with _lock(folder, name):
-        if not _load(files, plan):
-            for path, array in zip(files, plan.build(indexed.sequence_lengths)):
-                with publish(path) as temporary, open(temporary, "wb") as file:
-                    np.save(file, array, allow_pickle=False)
-            with publish(folder / f"{name}-description.json") as temporary:
-                temporary.write_text(description)
-    return _load(files, plan)
-
-
-def _load(files: list[Path], plan: _Plan) -> tuple[np.ndarray, ...] | None:
-    """Mapped arrays; None where one is missing or damaged."""
-    try:
-        found = tuple(np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray) for path in files)
-    except (OSError, ValueError, EOFError):
-        return None
-    return found if plan.fits(found) else None
-
-
-@contextlib.contextmanager
-def _lock(folder: Path, name: str) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / f"{name}.lock"):
-            yield
-    except OSError as error:
-        raise ValueError(
-            f"{folder}: cannot keep index caches there ({error}); set --data-cache-path"
-        ) from None
-
-
 class MockGPTLowLevelDataset:
     """Megatron's synthetic documents: 1 2 3 ... modulo the vocabulary, the end-of-document token last."""
 
@@ -211,6 +173,9 @@ class MockGPTLowLevelDataset:
         if stop == self.sequence_lengths[i] and stop > offset:
             tokens[-1] = self.eod
         return tokens
+
+    def sidecar(self) -> None:
+        """Nothing is known of a text behind the tokens."""
 
 
 def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
@@ -236,41 +201,71 @@ def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
 
 def build_datasets(
     data: DataConfig, num_samples: tuple[int, int, int], seed: int, tokenizer: Tokenizer
-) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+) -> tuple[GPTDataset | BlendedDataset | None, ...]:
     """Training, validation and test data; None where no sample is asked for or the data has no such part.
 
     Raises ValueError, before any index is built, for data that is missing or damaged, was made by another
     tokenizer, holds ids outside the vocabulary or too few tokens.
     """
-    sources: list[Any] = [None] * 3
     if data.mock_data:
         mock = MockGPTLowLevelDataset(tokenizer.vocab_size, tokenizer.eod)
-        sources = [(mock, part, None) for part in split_ranges("1,1,1", len(mock))]
-    elif path := _one_path(data.data_path, "--data-path"):
-        indexed, cache = _open(path, data, tokenizer)
-        sources = [(indexed, part, cache) for part in split_ranges(data.split, len(indexed))]
+        sources = [([(mock, part, None)], None) for part in split_ranges("1,1,1", len(mock))]
     else:
-        flags = [f"--{split}-data-path" for split in _SPLITS]
-        for i, paths in enumerate((data.train_data_path, data.valid_data_path, data.test_data_path)):
-            if path := _one_path(paths, flags[i]):
-                indexed, cache = _open(path, data, tokenizer)
-                sources[i] = (indexed, (0, len(indexed)), cache)
-    if not any(sources):
-        raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
-    datasets: list[GPTDataset | None] = []
-    for split, source, wanted in zip(_SPLITS, sources, num_samples):
-        if not wanted or not source or not source[1]:
-            datasets.append(None)
-            continue
-        indexed, part, cache = source
-        tokens = int(indexed.sequence_lengths[slice(*part)].sum(dtype=np.int64))
-        if tokens < data.seq_length + 1:
-            raise ValueError(
-                f"{split} data: {tokens} tokens in sequences {part[0]}..{part[1]} of {indexed.prefix}; a "
-                f"sample takes --seq-length + 1 = {data.seq_length + 1}: use more data or another --split"
-            )
-        datasets.append(GPTDataset(indexed, part, wanted, data.seq_length, seed, cache))
+        sources = _sources(data, tokenizer)
+    sources = [(parts if number else [], weights) for (parts, weights), number in zip(sources, num_samples)]
+    for split, (parts, _) in zip(_SPLITS, sources):
+        for indexed, (start, stop), _ in parts:
+            tokens = int(indexed.sequence_lengths[start:stop].sum(dtype=np.int64))
+            if tokens < data.seq_length + 1:
+                raise ValueError(
+                    f"{split} data: {tokens} tokens in sequences {start}..{stop} of {indexed.prefix}; a "
+                    f"sample takes --seq-length + 1 = {data.seq_length + 1}: use more data or another --split"
+                )
+    rest = dict(seq_length=data.seq_length, seed=seed)
+    datasets = []
+    for (parts, weights), number in zip(sources, num_samples):
+        build = [functools.partial(GPTDataset, *part[:2], **rest, cache_folder=part[2]) for part in parts]
+        if len(parts) > 1 or (parts and weights):
+            datasets.append(BlendedDataset(build, weights, number, parts[0][2]))
+        else:
+            datasets.append(build[0](number) if parts else None)
     return tuple(datasets)
+
+
+def _sources(data: DataConfig, tokenizer: Tokenizer) -> list[tuple[list[tuple], list[float] | None]]:
+    """For each split: (dataset, its sequences, cache folder) of every prefix, and the weights."""
+    blends, one_list = _blends(data), data.data_path or data.data_args_path
+    opened = {path: _open(path, data, tokenizer) for blend in blends for path in blend.prefixes}
+    sources = []
+    for i, (prefixes, weights) in enumerate(blends):
+        parts = []
+        for indexed, cache in (opened[path] for path in prefixes):
+            part = split_ranges(data.split, len(indexed))[i] if one_list else (0, len(indexed))
+            parts += [(indexed, part, cache)] if part else []
+        sources.append((parts, weights))
+    return sources
+
+
+def _blends(data: DataConfig) -> list[Blend]:
+    """What each split is made of; the same three times with --data-path.
+
+    Raises ValueError for no data, two answers, or a list that is no blend.
+    """
+    words, flag = data.data_path, "--data-path"
+    if data.data_args_path:
+        flag = f"--data-args-path {data.data_args_path}"
+        try:
+            words = Path(data.data_args_path).read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{flag}: cannot be read ({error})") from None
+        if data.data_path or not words:
+            raise ValueError(f"{flag}: the file holds what --data-path would say; give one of the two")
+    if words:
+        return [parse_blend(words, flag)] * 3
+    each = [parse_blend(getattr(data, f"{split}_data_path"), f"--{split}-data-path") for split in _SPLITS]
+    if not any(blend.prefixes for blend in each):
+        raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
+    return [blend if len(blend.prefixes) > 1 else blend._replace(weights=None) for blend in each]
 
 
 def choose_tokenizer(data: DataConfig) -> Tokenizer:
@@ -281,22 +276,17 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
     if data.tokenizer_type or data.mock_data:
         kind = data.tokenizer_type or "NullTokenizer"
         return build_tokenizer(kind, data.tokenizer_model, data.vocab_file, data.merge_file, data.vocab_size)
-    prefix = (data.data_path or data.train_data_path)[0]
+    prefix = next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
     sidecar = IndexedDataset(prefix).sidecar()
     if sidecar is None:
         raise ValueError(f"{prefix}.json does not say which tokenizer made the data: give --tokenizer-type")
     return tokenizer_from_spec(sidecar["tokenizer"], beside=Path(prefix).parent)
 
 
-def _one_path(paths: tuple[str, ...], flag: str) -> str | None:
-    if len(paths) > 1:
-        raise ValueError(f"{flag} {' '.join(paths)}: one prefix, without a weight; blends are not there yet")
-    return paths[0] if paths else None
-
-
 def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDataset, Path]:
     """A dataset that fits the tokenizer, and the folder of its index caches."""
     indexed = IndexedDataset(path)
+    indexed.vocab_size = tokenizer.vocab_size
     cache = Path(data.data_cache_path) if data.data_cache_path else Path(path).parent / "cache"
     sidecar = indexed.sidecar()
     if sidecar and sidecar["fingerprint"] != tokenizer.fingerprint:
@@ -313,62 +303,9 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
     return indexed, cache
 
 
-def _scanned_range(indexed: IndexedDataset, cache: Path) -> tuple[int, int]:
+def _scanned_range(indexed: IndexedDataset, cache: Path) -> list[int]:
     """Smallest and largest token of data without a sidecar; read once, then remembered in the cache."""
     stat = Path(indexed.prefix + ".bin").stat()
-    version = f"{indexed.identity} {stat.st_size} {stat.st_mtime_ns}"
-    name = hashlib.sha256(version.encode()).hexdigest()[:32]
-    path = cache / f"{name}-token_range.json"
-    with _lock(cache, name):
-        if not path.is_file():
-            with publish(path) as temporary:
-                temporary.write_text(json.dumps(indexed.token_range()))
-        low, high = json.loads(path.read_text())
-    return low, high
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One microbatch."""
-
-    tokens: torch.Tensor  # [b, s] int64
-    labels: torch.Tensor  # [b, s] int64, the token that follows each
-    loss_mask: torch.Tensor  # [b, s] float32, 1 where a label counts
-    positions: torch.Tensor  # [s] int64
-    sample_ids: torch.Tensor  # [b] int64, place in the order of the whole run
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """On `device`; the copy to a GPU does not wait."""
-        cuda = torch.device(device).type == "cuda"
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {n: (t.pin_memory() if cuda else t).to(device, non_blocking=cuda) for n, t in tensors.items()}
-        return replace(self, **moved)
-
-
-def microbatch_sample_ids(
-    consumed_samples: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> np.ndarray:
-    """Ids of a rank's samples [micro_batch_size]: a microbatch is a piece of the order, cut by rank."""
-    first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
-    return np.arange(first, first + micro_batch_size, dtype=np.int64)
-
-
-def load_batch(dataset: GPTDataset, sample_ids: np.ndarray, dataloader_type: str) -> Batch:
-    """Read samples; `cyclic` starts over at the end of the dataset.
-
-    Raises ValueError past the end with `single`.
-    """
-    if dataloader_type == "single" and sample_ids.max() >= len(dataset):
-        raise ValueError(
-            f"sample {sample_ids.max()} of {len(dataset)}: the data is at its end; train fewer iterations "
-            "or start over with --dataloader-type cyclic"
-        )
-    text = torch.from_numpy(np.stack([dataset[int(i)] for i in sample_ids % len(dataset)]))
-    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    return Batch(
-        tokens=tokens,
-        labels=labels,
-        loss_mask=torch.ones(tokens.shape, dtype=torch.float32),
-        positions=torch.arange(tokens.shape[1]),
-        sample_ids=torch.from_numpy(sample_ids),
-    )
+    version = {"lengths": indexed.identity, "size": stat.st_size, "changed": stat.st_mtime_ns}
+    scan = cached_arrays(cache, ("token_range",), version, lambda: (np.array(indexed.token_range()),))
+    return scan[0].tolist()

@@ -141,6 +141,8 @@ class IndexedDatasetBuilder:
 class IndexedDataset:
     """A pair of files, mapped into memory: `dataset[i]` is the i-th sequence, an array of `dtype`."""
 
+    vocab_size: int | None = None  # if known, every sample is checked to keep below it
+
     def __init__(self, prefix: str | Path) -> None:
         """Raises ValueError with file, value and rule for whatever does not hold together."""
         self.prefix = str(prefix)
@@ -240,8 +242,7 @@ class IndexedDataset:
     @functools.cached_property
     def identity(self) -> str:
         """SHA-256 of the index: same lengths in the same order, wherever the files lie."""
-        with open(self.prefix + ".idx", "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_hash(self.prefix + ".idx")
 
     def sidecar(self) -> dict | None:
         """PREFIX.json, None where there is none. Raises ValueError if it was written for other data."""
@@ -261,6 +262,12 @@ class IndexedDataset:
         """Smallest and largest token, by reading all of PREFIX.bin."""
         parts = [self._tokens[at : at + _CHUNK] for at in range(0, self._tokens.size, _CHUNK)]
         return min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256, read in small pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -1,14 +1,11 @@
 """The files and the samples, against goldens of Megatron's format and against megatron-core itself."""
 
-import dataclasses
 import json
 import multiprocessing
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from nanomegatron.config import DataConfig
 from nanomegatron.data import (
@@ -16,32 +13,17 @@ from nanomegatron.data import (
     MockGPTLowLevelDataset,
     build_datasets,
     build_sample_index,
-    load_batch,
-    microbatch_sample_ids,
     split_ranges,
 )
 from nanomegatron.data_indexed import IndexedDataset, IndexedDatasetBuilder, best_dtype
 from nanomegatron.tokenizer import build_tokenizer
+from tests.megatron_data import assert_same, megatron, random_documents, write
 
 GOLDEN_IDX = """
 4d4d49444944580000 0100000000000000 08 0300000000000000 0400000000000000 030000000100000002000000
 000000000000000006000000000000000800000000000000
 0000000000000000010000000000000002000000000000000300000000000000
 """
-
-
-def write(prefix, documents, dtype=np.uint16, sidecar=None):
-    with IndexedDatasetBuilder(prefix, dtype) as builder:
-        for document in documents:
-            builder.add_document(document)
-        builder.finalize(sidecar)
-    return IndexedDataset(prefix)
-
-
-def random_documents(seed, count, longest, empty=False):
-    """The recipe of the golden, so that seed 0, 50, 20 gives the same documents."""
-    state = np.random.RandomState(seed)
-    return [state.randint(1, 100, state.randint(0 if empty else 1, longest)) for _ in range(count)]
 
 
 def test_golden_bytes(tmp_path):
@@ -135,27 +117,6 @@ def test_wrong_index_is_named(tmp_path, change, message):
     assert str(tmp_path / "d") in str(error.value)
 
 
-def test_a_hundred_mutations_are_refused(tmp_path):
-    """Any byte of header, lengths or offsets changed, any file cut or grown: an error, and no crash."""
-    documents = random_documents(2, 20, 9)
-    write(tmp_path / "d", documents)
-    draw, good = random.Random(0), {s: (tmp_path / f"d.{s}").read_bytes() for s in ("idx", "bin")}
-    for trial in range(100):
-        suffix = "idx" if trial % 4 else "bin"
-        data, kind = bytearray(good[suffix]), draw.choice(["flip", "cut", "grow"])
-        if kind == "flip" and suffix == "idx":
-            data[draw.randrange(34 + 12 * len(documents))] ^= 1 << draw.randrange(8)
-        elif kind == "cut":
-            del data[draw.randrange(len(data)) :]
-        else:
-            data += bytes(draw.randrange(1, 40))
-        (tmp_path / f"d.{suffix}").write_bytes(data)
-        with pytest.raises(ValueError):
-            IndexedDataset(tmp_path / "d")
-        (tmp_path / f"d.{suffix}").write_bytes(good[suffix])
-    assert len(IndexedDataset(tmp_path / "d")) == 20
-
-
 def test_golden_sample_index():
     lengths, documents = np.array([3, 5, 2, 7, 4], np.int32), np.array([3, 0, 4, 2, 1], np.int32)
     index = build_sample_index(lengths, documents, seq_length=4, samples=5)
@@ -175,40 +136,6 @@ def test_golden_samples(tmp_path):
     assert train.sample_index[:5].tolist() == [[0, 0], [0, 16], [1, 13], [4, 11], [6, 7]]
     assert train.shuffle_index[:10].tolist() == [29, 71, 81, 78, 10, 12, 52, 57, 0, 15]
     assert train[0][:16].tolist() == [91, 51, 4, 53, 50, 92, 52, 19, 35, 52, 31, 54, 59, 44, 50, 88]
-
-
-def megatron(path, sizes, seq_length, seed, split, mock=False):
-    """Megatron's own three datasets."""
-    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset")
-    builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
-
-    config = gpt.GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        blend=None if mock else ([str(path)], None),
-        split=None if mock else split,
-        path_to_cache=None if mock else str(path) + "-megatron",
-        tokenizer=SimpleNamespace(
-            vocab_size=127, eod=126, unique_identifiers={}, pad=-1, special_tokens_dict={}
-        ),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    kind = gpt.MockGPTDataset if mock else gpt.GPTDataset
-    return builder.BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
-
-
-def assert_same(ours, theirs):
-    for name in ("document_index", "sample_index", "shuffle_index"):
-        mine, reference = getattr(ours, name), getattr(theirs, name)
-        assert mine.dtype == reference.dtype, name
-        np.testing.assert_array_equal(mine, reference, err_msg=name)
-    for i in {0, 1, len(ours) // 2, len(ours) - 1} & set(range(len(ours))):
-        sample = theirs[i]
-        np.testing.assert_array_equal(ours[i][:-1], sample["tokens"])
-        np.testing.assert_array_equal(ours[i][1:], sample["labels"])
 
 
 @pytest.mark.parametrize("case", range(24))
@@ -258,7 +185,7 @@ def test_same_mock_data_as_megatron():
     sizes = (1000, 64, 8)
     data = DataConfig(mock_data=True, seq_length=512)
     ours = build_datasets(data, sizes, 1234, build_tokenizer("NullTokenizer", vocab_size=127))
-    for mine, reference in zip(ours, megatron(None, sizes, 512, 1234, None, mock=True)):
+    for mine, reference in zip(ours, megatron(None, sizes, 512, 1234, None)):
         assert_same(mine, reference)
 
 
@@ -298,45 +225,24 @@ def test_cache_is_built_once(tmp_path):
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 6
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x80\x04N.", None])
-def test_damaged_cache_is_built_again(tmp_path, damage):
-    """Emptied, replaced by a pickle (never opened), or cut."""
+@pytest.mark.parametrize("suffix", [".npy", ".json"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b"",
+        lambda b: b"\x80\x04N.",
+        lambda b: b[:-3],
+        lambda b: b[:-5] + bytes([b[-5] ^ 1]) + b[-4:],
+    ],
+    ids=["emptied", "a pickle, never opened", "cut", "one bit"],
+)
+def test_damaged_cache_is_built_again(tmp_path, damage, suffix):
     indexed = write(tmp_path / "d", random_documents(3, 50, 50))
     expected = [x.tolist() for x in GPTDataset(indexed, (0, 50), 90, 8, 5, tmp_path / "cache")]
-    for path in (tmp_path / "cache").glob("*.npy"):
-        path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
+    for path in (tmp_path / "cache").glob(f"*{suffix}"):
+        path.write_bytes(damage(path.read_bytes()))
     again = GPTDataset(indexed, (0, 50), 90, 8, 5, tmp_path / "cache")
     assert [x.tolist() for x in again] == expected
-
-
-def dataset(tmp_path, count=10):
-    return GPTDataset(write(tmp_path / "d", [np.arange(1 + 4 * count)]), (0, 1), None, 4, 0)
-
-
-def test_batches(tmp_path):
-    data = dataset(tmp_path)
-    batch = load_batch(data, np.array([8, 9, 10, 21]), "cyclic").to("cpu")
-    samples = np.stack([data[i] for i in (8, 9, 0, 1)])
-    np.testing.assert_array_equal(batch.tokens, samples[:, :-1])
-    np.testing.assert_array_equal(batch.labels, samples[:, 1:])
-    assert batch.sample_ids.tolist() == [8, 9, 10, 21] and batch.positions.tolist() == [0, 1, 2, 3]
-    assert batch.loss_mask.dtype == torch.float32 and batch.loss_mask.sum() == 16
-    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.sample_ids.dtype} == {
-        torch.int64
-    }
-    assert load_batch(data, np.array([9]), "single").sample_ids.tolist() == [9]
-    with pytest.raises(ValueError, match="sample 10 of 10: the data is at its end"):
-        load_batch(data, np.array([9, 10]), "single")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        batch.tokens = None
-
-
-@pytest.mark.parametrize("dp, micro, count", [(1, 1, 8), (1, 4, 2), (2, 2, 2), (4, 1, 2), (8, 1, 1)])
-def test_every_sample_once_whatever_dp(dp, micro, count):
-    """A global batch of 8 from sample 24 on: any number of processes reads the same eight, in order."""
-    ids = [microbatch_sample_ids(24, m, micro, r, dp) for m in range(count) for r in range(dp)]
-    assert np.concatenate(ids).tolist() == list(range(24, 32))
-    assert microbatch_sample_ids(24, 1, 2, 1, 2).tolist() == [30, 31]
 
 
 def test_build_datasets_from_one_path_or_three(tmp_path):
@@ -363,7 +269,11 @@ def test_build_datasets_from_one_path_or_three(tmp_path):
     "settings, sidecar, message",
     [
         (dict(), None, "no data: give --data-path"),
-        (dict(data_path=("d", "d")), None, "--data-path d d: one prefix"),
+        (
+            dict(data_path=("1", "d", "d", "d")),
+            None,
+            "--data-path 1 d d d: a weight above 0 before every prefix",
+        ),
         (dict(data_path=("gone",)), None, "gone.idx: no such file; run preprocess.py"),
         (dict(data_path=("d.bin",)), None, "the prefix is given without .bin or .idx"),
         (dict(data_path=("d",), split="x"), None, "--split x"),
