@@ -12,6 +12,7 @@ ignored in silence.
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
 import types
 import typing
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.config import Config
+from nanomegatron.config_hf import is_hf_folder, read_folder
 
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_PRESET = "tiny-cpu"
@@ -29,6 +31,7 @@ SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 SPELLINGS = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
     "persistent_save_interval": ("save_interval", None),
+    "skip_train": ("eval_only", "true"),
 }
 # Ways to say one thing: a flag puts away what a file said in another way. fields of one way | of another
 ALTERNATIVES = """
@@ -37,7 +40,9 @@ lr_decay_iters | lr_decay_samples
 lr_warmup_iters | lr_warmup_samples | lr_warmup_fraction
 lr_wsd_decay_iters | lr_wsd_decay_samples
 bf16 | fp16
-data_path | train_data_path valid_data_path test_data_path | mock_data
+swiglu | squared_relu
+data_path | data_args_path | train_data_path valid_data_path test_data_path | mock_data
+global_batch_size rampup_batch_size | step_batch_size_schedule
 """
 MOST_USED = """
 config num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size position_embedding_type
@@ -83,16 +88,17 @@ def parse(argv: list[str]) -> Parsed:
     """Read a command line; what cannot be read is in `errors`, and the settings are those of the rest."""
     reader = _Reader()
     reader.read_flags(argv)
-    preset = reader.config_file
+    preset, load = reader.config_file, reader.values.get("load")
     if preset is None and not reader.values.keys() & set(SHAPE):
-        preset = DEFAULT_PRESET
-        reader.notes.append(f"no model is given: the preset {preset} ({flag('config')} names another)")
+        preset = load if load and is_hf_folder(load) else DEFAULT_PRESET
+        what = f"that of --load {preset}" if preset == load else f"the preset {preset}"
+        reader.notes.append(f"no model is given: {what} ({flag('config')} names another)")
     from_file = _Reader()
     if preset is not None and reader.action.split()[0] != "help":
         from_file.read_file(find_preset(preset))
     values = put_away(from_file.values, reader.values) | reader.values
     reader.errors += unmet(argv, values)
-    name = Path(preset).stem if preset else None
+    name = find_preset(preset).resolve().name.removesuffix(".toml") if preset else None
     errors = (*from_file.errors, *reader.errors)
     return Parsed(build(values), reader.notes, name, reader.action, errors)
 
@@ -133,9 +139,10 @@ def build(values: dict[str, Any]) -> Config:
 
 
 def find_preset(name: str) -> Path:
-    """The file that --config means: a path, or the name of one in configs/."""
+    """What --config means: a path, the name of a file in configs/, or a folder with a config.json."""
     candidates = [Path(name), PRESETS / name, PRESETS / f"{name}.toml"]
-    return next((path for path in candidates if path.is_file()), candidates[0])
+    found = (path for path in candidates if path.is_file() or (path / "config.json").is_file())
+    return next(found, candidates[0])
 
 
 @dataclass
@@ -221,7 +228,13 @@ class _Reader:
         return did_you_mean(flag(name), names) or "; --help all lists every flag"
 
     def read_file(self, path: Path, seen: tuple[Path, ...] = ()) -> None:
-        """A TOML file and those it extends."""
+        """A TOML file and those it extends, or the config.json of a Hugging Face folder."""
+        if (path / "config.json").is_file():
+            try:
+                self.values |= read_folder(path)[1]
+            except ValueError as error:
+                self.errors += str(error).splitlines()
+            return
         if path.resolve() in seen:
             self.errors.append(f"{path}: extends itself through {', '.join(p.name for p in seen)}")
             return
@@ -263,8 +276,18 @@ def _word(value: Any) -> str:
 def convert(setting: dataclasses.Field, words: list[str]) -> Any:
     """The value of a setting from the words behind its flag. Raises ValueError with what is expected."""
     kind = setting.type
+    names = {int: "a whole number", float: "a number"}
     if typing.get_origin(kind) is tuple:
-        return tuple(words)
+        item, *_ = typing.get_args(kind)
+        if item is not str:
+            words = re.findall(r"[^\s,()\[\]]+", " ".join(words))  # Megatron writes some as "(127,0)"
+        count = setting.metadata["nargs"]
+        if count.isdigit() and len(words) not in (0, int(count)):
+            raise ValueError(f"takes {count} values")
+        try:
+            return tuple(map(item, words))
+        except ValueError:
+            raise ValueError(f"each must be {names[item]}") from None
     if isinstance(kind, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if kind is bool:
@@ -273,14 +296,15 @@ def convert(setting: dataclasses.Field, words: list[str]) -> Any:
         return words != ["false"]
     if len(words) != 1:
         raise ValueError("takes one value")
-    names = {int: "a whole number", float: "a number"}
     try:
         value = kind(words[0])
     except ValueError:
         raise ValueError(f"must be {names[kind]}") from None
     choices = setting.metadata["choices"]
     if choices and value not in choices:
-        raise ValueError(f"must be one of {', '.join(choices)}{did_you_mean(words[0], choices)}")
+        raise ValueError(
+            f"must be one of {', '.join(map(str, choices))}{did_you_mean(words[0], map(str, choices))}"
+        )
     return value
 
 
@@ -338,7 +362,8 @@ def help_text(everything: bool) -> str:
     """The flags with their help and defaults: the most used, or all."""
     lines = [
         "python train.py [--config FILE] [--flag value ...]",
-        "  --config FILE                        settings from a TOML file, or a preset of configs/ by name",
+        "  --config FILE                        settings from a TOML file, a preset of configs/ by name, or",
+        "                                       a Hugging Face folder's config.json",
         "  --print-config                       print the resolved settings as TOML, and stop",
         "  --help all                           every flag"
         if not everything
@@ -353,7 +378,7 @@ def help_text(everything: bool) -> str:
             last = part
         names = ", ".join([flag(setting.name), *(f"--{alias}" for alias in setting.metadata["aliases"])])
         choices = setting.metadata["choices"]
-        tail = f" [{'|'.join(choices)}]" if choices else ""
+        tail = f" [{'|'.join(map(str, choices))}]" if choices else ""
         default = "" if setting.default in (None, (), False) else f" ({setting.default})"
         lines.append(f"  {names:<36} {setting.metadata['help']}{tail}{default}")
     return "\n".join(lines)

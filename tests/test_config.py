@@ -52,7 +52,7 @@ WRONG = """
 --lr-decay-style cosin | 1 | did you mean cosine
 --lr-wsd-decay-style sqrt | 1 | --lr-wsd-decay-style sqrt: must be one of
 --dataloader-type external | 1 | --dataloader-type external: must be one of single, cyclic
---tokenizer-type Llama2Tokenizer | 1 | must be one of ByteTokenizer
+--tokenizer-type Bert | 1 | must be one of ByteTokenizer
 --ckpt-format torch_dist | 1 | --ckpt-format torch_dist: must be one of sharded
 --device tpu | 1 | --device tpu: must be one of auto
 --config nowhere | 1 | --config nowhere: no such file | llama3-8b
@@ -61,9 +61,9 @@ WRONG = """
 --moe-router-topk 2 | 1 | --moe-router-topk: | mixture of experts
 --use-distributed-optimizer | 1 | --use-distributed-optimizer: | leave it out
 --recompute-activations | 1 | --recompute-activations: | --micro-batch-size
---rampup-batch-size 1 2 3 | 1 | --rampup-batch-size: | --global-batch-size
+--rampup-batch-size 1 2 3 | 1 | --rampup-batch-size 1 2 3: | --global-batch-size
 --optimizer sgd | 1 | --optimizer sgd: here only adam
---rotary-percent 0.5 | 1 | --rotary-percent 0.5: here only 1.0
+--rotary-percent 1.5 --position-embedding-type rope | 1 | --rotary-percent 1.5: must be at most 1
 --use-flash-attn 1 | 1 | --use-flash-attn 1: takes 0 values
 --num-layers 0 | 1 | --num-layers 0: must be greater than 0
 --lr inf | 1 | --lr inf: must be a finite number

@@ -1,0 +1,243 @@
+"""Checkpoints to and from Hugging Face folders, to the bit.
+
+    python convert.py --source hf --target megatron --input-path Llama-3.1-8B --output-path llama
+    python train.py --load llama --finetune --config llama/hf ...
+    python convert.py --source megatron --target hf --input-path runs/NAME/ckpt --output-path exported
+
+    Llama-3.1-8B/                              llama/
+        model-00001-of-00004.safetensors           iter_0000000/    the weights under our names, types kept
+        model.safetensors.index.json               hf/              every other file of the folder, and the
+        config.json, tokenizer.json, ...                            headers of the weight files
+
+With hf/ the way back gives the same files, byte for byte. A model that was trained here has no such folder:
+its config.json is written anew, its weights into one model.safetensors. Tensors are read and written one at a
+time, and nothing appears under the new name until it is whole. (`train.py --load` takes a Hugging Face
+folder as it is.) Exit codes: 0 done, 2 wrong arguments or input.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanomegatron.checkpoint import CheckpointError, Loaded, SaveError, load, save
+from nanomegatron.checkpoint_files import DTYPES, Manifest, Piece, fill, raw_bytes, read_manifest, sync
+from nanomegatron.config import ParallelConfig, PrecisionConfig
+from nanomegatron.config_cli import build, from_toml, to_toml
+from nanomegatron.config_hf import to_hf
+from nanomegatron.hf import Folder, places
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.model import GPTModel
+from nanomegatron.param import Init
+from nanomegatron.tokenizer import build_tokenizer, tokenizer_from_spec
+
+ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+HEADER = ".header"  # hf/NAME.header: the bytes of the weight file NAME before its first tensor
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+TOKENIZER_FILES = {  # what our tokenizers' files are called in a Hugging Face folder
+    "HuggingFaceTokenizer": {"model": "tokenizer.json"},
+    "SentencePieceTokenizer": {"model": "tokenizer.model"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0])
+    p.add_argument("--source", required=True, choices=("hf", "megatron"), help="what --input-path holds")
+    p.add_argument("--target", required=True, choices=("hf", "megatron"), help="what is to be written")
+    p.add_argument("--input-path", "--load-dir", required=True, help="folder to read")
+    p.add_argument("--output-path", "--save-dir", required=True, help="folder to make")
+    p.add_argument("--ckpt-step", type=int, help="iteration to read; the newest")
+    args = p.parse_args(argv)
+    source, target = Path(args.input_path), Path(args.output_path).absolute()
+    temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
+    try:
+        if args.source == args.target:
+            raise ValueError(f"--source {args.source} --target {args.target}: nothing to convert")
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise ValueError(f"--output-path {target}: exists; give a new folder")
+        temporary.mkdir(parents=True)
+        to_ours = args.source == "hf"
+        notes = list((to_megatron if to_ours else to_hf_folder)(source, temporary, target, args.ckpt_step))
+        for path in filter(Path.is_file, temporary.rglob("*")):
+            with open(path, "rb+") as file:
+                sync(file)
+        os.replace(temporary, target)
+    except (ValueError, OSError, CheckpointError, SaveError) as error:
+        print(f"convert.py: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print("\n".join([f"{target} is written", *notes]))
+    return 0
+
+
+def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> Iterator[str]:
+    """Write the checkpoint of a Hugging Face folder into `temporary`, to be called `target`; yields notes."""
+    there = Folder(source)
+    config, init = build(there.settings), Init(device=torch.device("meta"))
+    vocab_size, positions = config.data.vocab_size, config.model.max_position_embeddings
+    model = GPTModel(config.model, vocab_size=vocab_size, max_sequence_length=positions, init=init)
+    parts = [part for param in model.parameters() for part in param.spec.parts]
+    found = there.match(parts)
+    ours = {f"model/{p.name}": found[p.name].ours(there.tensors[found[p.name].name]) for p in parts}
+    rest = there.tensors.keys() - {place.name for place in found.values()}
+    pieces = [
+        Piece(key, tuple(data.shape), (0,) * data.dim(), data)
+        for key, data in (ours | {f"hf/{name}": there.tensors[name] for name in sorted(rest)}).items()
+    ]
+    dtype = pieces[0].data.dtype
+    precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    state = {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "skipped_samples": 0,
+        "optimizer": {},
+        "circumstances": {},
+    }
+    try:
+        state |= find_tokenizer(source, target / "hf", vocab_size)
+    except ValueError as error:
+        yield f"without a tokenizer: {error}"
+    state["hf"] = keep_files(there, temporary / "hf")
+    save(temporary, 0, pieces, state, to_toml(replace(config, precision=precision)), ALONE)
+    if left := {path.name for path in source.iterdir()} - set(state["hf"]) - set(there.files):
+        yield f"left out: {', '.join(sorted(left))}"
+
+
+def find_tokenizer(folder: Path, moved: Path, vocab_size: int) -> dict:
+    """What a checkpoint says of the folder's tokenizer, whose files will be in `moved`.
+
+    Where there is none, text is ids as decimal numbers. Raises ValueError.
+    """
+    found = build_tokenizer("NullTokenizer", vocab_size=vocab_size)
+    for kind, files in TOKENIZER_FILES.items():
+        if all((folder / name).is_file() for name in files.values()):
+            found = build_tokenizer(kind, **{key: str(folder / name) for key, name in files.items()})
+            found.spec |= {key: str(moved / name) for key, name in files.items()}
+            break
+    return {"tokenizer": found.spec, "tokenizer_fingerprint": found.fingerprint}
+
+
+def keep_files(there: Folder, folder: Path) -> dict[str, str]:
+    """Copy what is not weights, and the weight files' headers; the SHA-256 of each."""
+    folder.mkdir()
+    for path in there.path.iterdir():
+        if path.is_file() and path.suffix not in WEIGHTS:
+            shutil.copyfile(path, folder / path.name)
+    for name in there.files:
+        with open(there.path / name, "rb") as file:
+            size = file.read(8)
+            (folder / f"{name}{HEADER}").write_bytes(size + file.read(int.from_bytes(size, "little")))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def to_hf_folder(source: Path, temporary: Path, _: Path, step: int | None) -> Iterator[str]:
+    """Write the Hugging Face folder of a checkpoint into `temporary`; yields notes."""
+    loaded = load(source, [], ALONE, step)
+    if loaded is None:
+        raise CheckpointError(f"--input-path {source}: no checkpoint there")
+    folder = source / f"iter_{loaded.iteration:07d}"
+    folder = folder if folder.exists() else folder.with_suffix(".old")
+    manifest = read_manifest(folder)
+    kept = kept_files(source / "hf", loaded.state.get("hf", {}))
+    files, notes = (kept, []) if kept else new_files(source, loaded, manifest)
+    theirs = [key for name, data in files.items() if name.endswith(HEADER) for key in json.loads(data[8:])]
+    weights = Weights(folder, manifest, json.loads(files["config.json"])["model_type"], theirs)
+    files = kept or files | {f"model.safetensors{HEADER}": weights.header()}
+    for name, data in files.items():
+        if name.endswith(HEADER):
+            weights.write(temporary / name.removesuffix(HEADER), data)
+        else:
+            (temporary / name).write_bytes(data)
+    yield from loaded.notes + notes
+
+
+def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
+    """What `keep_files` kept. Raises CheckpointError where it is not as it was."""
+    paths = [folder / Path(name).name for name in hashes]
+    files = {path.name: path.read_bytes() if path.is_file() else b"" for path in paths}
+    for path, expected in zip(paths, hashes.values(), strict=True):
+        if hashlib.sha256(files[path.name]).hexdigest() != expected:
+            raise CheckpointError(f"{path}: not as the checkpoint has kept it")
+    return files
+
+
+def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[str, bytes], list[str]]:
+    """config.json and the tokenizer of a model that was trained here, and notes."""
+    config, files, notes, eod = from_toml(loaded.config_toml), {}, [], None
+    vocab_size, _ = manifest.tensors["model/embedding.word_embeddings.weight"].shape
+    try:
+        tokenizer = tokenizer_from_spec(loaded.state.get("tokenizer", {}), beside=source)
+        eod, names = tokenizer.eod, TOKENIZER_FILES.get(tokenizer.spec["type"], {})
+        files = {name: Path(tokenizer.spec[key]) for key, name in names.items()}
+        for path in [path.with_name("tokenizer_config.json") for path in files.values()]:
+            files |= {path.name: path} if path.is_file() else {}
+        notes = [] if files else [f"without a tokenizer: a {tokenizer.spec['type']} has no file for it"]
+    except ValueError as error:
+        notes = [f"without a tokenizer: {error}"]
+    table = to_hf(replace(config, data=replace(config.data, vocab_size=vocab_size)), eod)
+    data = {name: path.read_bytes() for name, path in files.items()}
+    return data | {"config.json": (json.dumps(table, indent=2) + "\n").encode()}, notes
+
+
+class Weights:
+    """The tensors of a checkpoint under their names in a Hugging Face folder."""
+
+    def __init__(self, folder: Path, manifest: Manifest, family: str, theirs: Iterable[str]) -> None:
+        self.folder, self.manifest, self.parts = folder, manifest, {}
+        ours = [key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")]
+        for name, place in places(ours, family, theirs).items():
+            self.parts.setdefault(place.name, []).append((place, f"model/{name}"))
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor of the checkpoint."""
+        if (saved := self.manifest.tensors.get(key)) is None:
+            raise CheckpointError(f"{self.folder}: {key} is missing")
+        data = torch.empty(saved.shape, dtype=TYPES[saved.dtype])
+        fill(self.folder, self.manifest, [Piece(key, saved.shape, (0,) * len(saved.shape), data)])
+        return data
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of theirs."""
+        if name not in self.parts:
+            return self.whole(f"hf/{name}")
+        parts = sorted(self.parts[name], key=lambda part: part[0].index)
+        return parts[0][0].theirs([self.whole(key) for _, key in parts])
+
+    def write(self, path: Path, header: bytes) -> None:
+        """A safetensors file, from the bytes before its first tensor."""
+        entries = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
+        with open(path, "xb") as file:
+            file.write(header)
+            for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+                tensor = self.tensor(name)
+                if (DTYPES[tensor.dtype], list(tensor.shape)) != (entry["dtype"], entry["shape"]):
+                    raise CheckpointError(f"{self.folder}: {name} is not {entry['dtype']} {entry['shape']}")
+                file.write(raw_bytes(Piece(name, (), (), tensor)))
+
+    def header(self) -> bytes:
+        """The bytes before the first tensor of a new file with all of them."""
+        entries, end = {}, 0
+        for name, ((place, key), *_) in self.parts.items():
+            saved = self.manifest.tensors[key]
+            shape = place.shape(saved.shape)
+            begin, end = end, end + math.prod(shape) * TYPES[saved.dtype].itemsize
+            entries[name] = {"dtype": saved.dtype, "shape": shape, "data_offsets": (begin, end)}
+        text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

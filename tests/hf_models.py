@@ -1,0 +1,136 @@
+"""For the tests of Hugging Face models: tiny ones of every family, random, made by transformers."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanomegatron import hf
+from nanomegatron.config_cli import build
+from nanomegatron.config_hf import read_folder
+from nanomegatron.mesh import Axis
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.param import Init
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, VOCAB = 40, 97
+LLAMA = dict(
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    vocab_size=VOCAB,
+)
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES = {
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCAB),
+    "gpt2-untied-relu2": dict(
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        vocab_size=VOCAB,
+        n_inner=72,
+        tie_word_embeddings=False,
+        activation_function="relu2",
+    ),
+    "llama": LLAMA | dict(rope_theta=1e4, rms_norm_eps=1e-5, num_key_value_heads=4),
+    "llama-3.1": LLAMA | dict(rope_parameters=LLAMA3, max_position_embeddings=16384),
+    "llama-yarn": LLAMA | dict(rope_parameters=YARN, tie_word_embeddings=True, head_dim=12),
+    "llama-biases": LLAMA | dict(attention_bias=True, mlp_bias=True),
+    "mistral": LLAMA | dict(sliding_window=7, head_dim=16),
+    "mistral-tied": LLAMA | dict(tie_word_embeddings=True, sliding_window=None),
+    "qwen2": LLAMA | dict(use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3": LLAMA | dict(head_dim=20, rms_norm_eps=1e-4),
+    "qwen3-tied": LLAMA | dict(head_dim=8, tie_word_embeddings=True),
+}
+FIRST_POSITION = {"llama-3.1": 5000}  # where its scaling makes a difference
+
+
+class Folders:
+    """name -> (the Hugging Face model with random weights, its folder), made when first asked for."""
+
+    def __init__(self, factory) -> None:
+        self.factory, self.made = factory, {}
+
+    def __call__(self, name: str) -> tuple:
+        if name not in self.made:
+            self.made[name] = hugging_face(name), self.factory.mktemp(name)
+            save(*self.made[name])
+        return self.made[name]
+
+
+def hugging_face(name: str, **changes):
+    """A model of the family with random weights, norms and biases included, large enough to tell apart."""
+    config = transformers.AutoConfig.for_model(name.split("-")[0], **FAMILIES[name] | changes)
+    generator = torch.Generator().manual_seed(len(name))
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            norm = p.dim() == 1 and key.endswith("weight")
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + norm)
+    return model
+
+
+def save(model, folder, **how) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model.save_pretrained(folder, **how)
+
+
+def ours(folder, tp: Axis | None = None, dtype=torch.float32, **changes) -> GPTModel:
+    """Our model of the folder's config.json with its weights."""
+    settings = read_folder(folder)[1]
+    config = build(settings | changes)
+    model = GPTModel(
+        config.model,
+        vocab_size=config.data.vocab_size,
+        max_sequence_length=config.model.max_position_embeddings,
+        tp=tp,
+        init=Init(dtype=dtype),
+    )
+    hf.load_weights(folder, list(model.parameters()))
+    return model
+
+
+def data(name: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tokens and labels [2, LENGTH], positions [LENGTH]."""
+    ids = torch.randint(VOCAB, (2, 2, LENGTH), generator=torch.Generator().manual_seed(5))
+    ids[0, 0, 0] = 0  # whose embedding some tests change
+    return ids[0], ids[1], torch.arange(LENGTH) + FIRST_POSITION.get(name, 0)
+
+
+def their_logits(name: str, model) -> torch.Tensor:
+    """[b, s, V]"""
+    tokens, _, positions = data(name)
+    return model(tokens, position_ids=positions[None], use_cache=False).logits
+
+
+@torch.no_grad()
+def logit_error(name: str, model: GPTModel, expected: torch.Tensor) -> float:
+    """Largest difference of our logits from theirs, relative to the largest of theirs."""
+    tokens, _, positions = data(name)
+    logits = model(Tokens(tokens, positions))[..., :VOCAB].transpose(0, 1)
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def rewrite(folder, target, change, metadata=None) -> None:
+    """The folder again, after `change(tensors)`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    target.mkdir(exist_ok=True)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, target / "model.safetensors", metadata)
+    (target / "config.json").write_text((folder / "config.json").read_text())

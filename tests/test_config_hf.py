@@ -1,0 +1,135 @@
+"""config.json of Hugging Face models, read and written; transformers is the oracle."""
+
+import json
+
+import pytest
+import torch
+
+from nanomegatron.config_cli import build, parse
+from nanomegatron.config_hf import read_folder, settings_of, to_hf
+from tests.hf_models import FAMILIES, LLAMA, LLAMA3, VOCAB, YARN, Folders, their_logits, transformers
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Folders:
+    return Folders(tmp_path_factory)
+
+
+def old_spelling(table: dict) -> dict:
+    """As transformers 4 wrote it."""
+    rope = dict(table.pop("rope_parameters", None) or {})
+    if rope:
+        table["rope_theta"] = rope.pop("rope_theta")
+        table["rope_scaling"] = rope if rope.pop("rope_type") != "default" else None
+        if table["rope_scaling"] is not None:
+            table["rope_scaling"]["type"] = (
+                "yarn" if "beta_fast" in rope or "low_freq_factor" not in rope else "llama3"
+            )
+    return table | {"torch_dtype": table.pop("dtype")}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_spellings_mean_the_same(folders, name):
+    table = json.loads((folders(name)[1] / "config.json").read_text())
+    assert "torch_dtype" not in table and "rope_theta" not in table
+    assert settings_of(old_spelling(dict(table))) == settings_of(table)
+    assert settings_of(table | {"dtype": "bfloat16"})["bf16"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_what_is_written_is_the_same_model_to_transformers(folders, name):
+    theirs, folder = folders(name)
+    table = to_hf(build(read_folder(folder)[1]))
+    assert table["model_type"] in (name.split("-")[0], "llama")  # a Mistral without a window is a Llama
+    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(table)))
+    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    again.load_state_dict(theirs.state_dict())
+    assert torch.equal(their_logits(name, again), their_logits(name, theirs))
+    assert to_hf(build(settings_of(json.loads(config.to_json_string(use_diff=False))))) == table
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "bert"}, "model_type = 'bert': here are gpt2, llama"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': here is 'silu'"),
+        ({"attention_bias": True}, "attention_bias = True, mlp_bias = False: here is a llama without either"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type = 'linear': here are default",
+        ),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "'low_freq_factor': 2.0"),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor = None: must be"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: here is 1.13862"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: here is 1.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size = None: must be a number"),
+        ({"hidden_size": "32"}, "hidden_size = '32': must be a number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True: must be a number"),
+        ({"torch_dtype": "int8"}, "dtype = 'int8'"),
+        ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "sliding_window = None"),
+        ({"model_type": "gpt2", "n_layer": 2}, "n_embd = None"),
+    ],
+)
+def test_what_this_model_has_not_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        settings_of(LLAMA | {"model_type": "llama"} | change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rotary_percent": 0.5}, "llama is without rotary_percent = 0.5"),
+        ({"qk_layernorm": True, "position_embedding_type": "none"}, "position_embedding_type = 'none'"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p = True"),
+        ({"swiglu": False}, "swiglu = False"),
+    ],
+)
+def test_a_model_of_no_family_is_refused(change, message):
+    llama = settings_of(LLAMA | {"model_type": "llama"})
+    with pytest.raises(ValueError, match=message):
+        to_hf(build(llama | change))
+
+
+def test_layer_types_make_a_pattern():
+    table = LLAMA | {"model_type": "qwen3", "num_hidden_layers": 6, "use_sliding_window": True}
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    settings = settings_of(table | {"layer_types": kinds, "sliding_window": 5})
+    assert settings["window_attn_skip_freq"] == "[1]*2+[0]*1+[1]*2+[0]*1"
+    assert to_hf(build(settings))["layer_types"] == kinds
+
+
+# The command line.
+
+
+def test_load_and_config_take_the_shape_of_a_folder(folders):
+    folder = str(folders("mistral")[1])
+    loaded, named = (
+        parse(["--load", folder, "--lr", "1e-4"]),
+        parse(["--config", folder, "--seq-length", "32"]),
+    )
+    assert not loaded.errors + named.errors
+    assert loaded.config.model == named.config.model == build(read_folder(folder)[1]).model
+    assert any("that of --load" in note for note in loaded.notes)
+    assert (named.config.data.seq_length, named.config.data.vocab_size) == (32, VOCAB)
+    assert parse(["--load", folder, "--num-layers", "3"]).preset is None
+    assert parse(["--load", "nowhere"]).preset == "tiny-cpu"
+    assert parse(["--config", folder, "--num-layers", "3"]).config.model.num_layers == 3
+    link = folders("mistral")[1].with_name("Llama-3.1-8B.toml")
+    link.symlink_to(folder)
+    assert parse(["--config", str(link)]).preset == folders("mistral")[1].name
+    assert parse(["--config", "llama3-8b"]).preset == "llama3-8b"
+
+
+def test_a_config_json_that_is_wrong_is_an_error_of_the_command_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama", "hidden_act": "gelu"}))
+    (error,) = parse(["--config", str(tmp_path)]).errors
+    assert error == f"{tmp_path}/config.json: hidden_act = 'gelu': here is 'silu'"
