@@ -26,13 +26,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanomegatron.config import DataConfig
 from nanomegatron.data_indexed import IndexedDatasetBuilder, best_dtype, file_lock, publish
-from nanomegatron.data_text import chunks, encode, in_order, input_files, kind, lines, train_tokenizer
+from nanomegatron.data_text import (
+    Portable,
+    blocks,
+    chunks,
+    encode,
+    in_order,
+    input_files,
+    kind,
+    lines,
+    train_tokenizer,
+)
 from nanomegatron.tokenizer import Tokenizer, build_tokenizer
 
-TOKENIZERS = (
-    "ByteTokenizer NullTokenizer TikTokenizer GPT2BPETokenizer HuggingFaceTokenizer SentencePieceTokenizer"
-)
+TOKENIZERS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,13 +74,13 @@ def parser() -> argparse.ArgumentParser:
     """The flags; those of Megatron's tools/preprocess_data.py mean what they mean there."""
     p = argparse.ArgumentParser(prog="preprocess.py", description=__doc__.splitlines()[0])
     p.add_argument(
-        "--input", nargs="+", help=".jsonl, .json (JSON Lines), .txt (a document), any with .gz; globs"
+        "--input", nargs="+", help=".jsonl, .json (JSON Lines), .txt (a document), also .gz or .zst; globs"
     )
     p.add_argument(
         "--json-keys", nargs="+", default=["text"], help="keys whose text is taken, a dataset each"
     )
     p.add_argument("--output-prefix", help="writes PREFIX_KEY_document.{bin,idx,json}")
-    p.add_argument("--tokenizer-type", choices=TOKENIZERS.split())
+    p.add_argument("--tokenizer-type", choices=TOKENIZERS)
     p.add_argument(
         "--tokenizer-model", help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"
     )
@@ -90,6 +99,16 @@ def parser() -> argparse.ArgumentParser:
         "--log-interval", type=int, help="documents between two lines of progress; every few seconds without"
     )
     p.add_argument(
+        "--skip-bad-lines", type=int, default=0, metavar="N", help="leave out up to N, told in PREFIX.skipped"
+    )
+    p.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        help="taken from Megatron's scripts; --workers alone decides here",
+    )
+    p.add_argument("--keep-sequential-samples", action="store_true", help="always so")
+    p.add_argument(
         "--train-tokenizer", type=int, metavar="N", help="instead: train a byte-level BPE of N entries"
     )
     p.add_argument("--embedded", action="store_true", help="instead: prepare the standard library's sources")
@@ -102,8 +121,11 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
     for flag in ("output_prefix", "tokenizer_type"):
         if not getattr(arguments, flag):
             raise ValueError(f"--{flag.replace('_', '-')} is missing")
-    if arguments.workers < 1:
-        raise ValueError(f"--workers {arguments.workers}: one process is the least")
+    for flag, least in (("workers", 1), ("partitions", 1), ("skip_bad_lines", 0)):
+        if (value := getattr(arguments, flag)) < least:
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: {least} is the least")
+    if arguments.partitions > 1:
+        print(f"--partitions {arguments.partitions}: not needed, the result is the same", file=sys.stderr)
     a = arguments
     tokenizer = build_tokenizer(a.tokenizer_type, a.tokenizer_model, a.vocab_file, a.merge_file, a.vocab_size)
     keys, files = tuple(a.json_keys), input_files(a.input)
@@ -111,7 +133,8 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
         raise ValueError(
             f"{plain[0]}: plain text has only the key text, --json-keys asks for {' '.join(keys)}"
         )
-    return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, a.workers, a.log_interval)
+    pace = (a.workers, a.log_interval, a.skip_bad_lines)
+    return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, *pace)
 
 
 def tokenize(
@@ -122,21 +145,26 @@ def tokenize(
     append_eod: bool = True,
     workers: int = 1,
     log_interval: int | None = None,
+    skip_bad_lines: int = 0,
 ) -> list[str]:
     """Files to PREFIX_KEY_document.{bin,idx,json}, one triple a key; a line of report each.
 
-    Raises ValueError for a bad line or no token at all; then nothing of these names has changed.
+    Up to `skip_bad_lines` bad lines are left out, and told in PREFIX.skipped. Raises ValueError for one more,
+    and for no token at all; then nothing of these names has changed.
     """
-    spec = dict(spec=json.dumps(tokenizer.spec), fingerprint=tokenizer.fingerprint)
-    work = functools.partial(encode, keys=keys, append_eod=append_eod, **spec)
+    work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
     progress = Progress(sum(os.path.getsize(f) for f in files), log_interval)
-    dtype, sizes = best_dtype(tokenizer.vocab_size), [0 for _ in keys]
+    dtype, sizes, skipped = best_dtype(tokenizer.vocab_size), [0 for _ in keys], []
     with contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{key}_document", dtype)) for key in keys
         ]
         stack.enter_context(progress)
-        for encoded in in_order(work, chunks(lines(files, progress.read)), workers):
+        for encoded, bad in in_order(work, chunks(blocks(files, progress.read)), workers):
+            skipped += bad
+            if len(skipped) > skip_bad_lines:
+                allowed = f" (line {skip_bad_lines + 1} that is bad)" if skip_bad_lines else ""
+                raise ValueError(f"{skipped[skip_bad_lines]}{allowed}; --skip-bad-lines N leaves out up to N")
             for k, (builder, part) in enumerate(zip(builders, encoded)):
                 builder.add_documents(part.tokens, part.lengths)
                 sizes[k] += part.text_bytes
@@ -148,7 +176,10 @@ def tokenize(
                 )
         for builder, size in zip(builders, sizes):
             builder.finalize(_sidecar(builder, tokenizer, size, append_eod))
-    return [
+    if skipped:
+        with publish(f"{prefix}.skipped") as temporary:
+            temporary.write_text("\n".join(skipped) + "\n", encoding="utf-8")
+    return [f"{prefix}.skipped: {len(skipped)} lines left out"] * bool(skipped) + [
         f"{b.prefix}: {b.documents:,} documents ({b.documents - b.sequences:,} empty), {b.tokens:,} tokens, "
         f"{size / b.tokens:.2f} bytes a token, {time.monotonic() - progress.start:.1f} s"
         for b, size in zip(builders, sizes)

@@ -1,8 +1,9 @@
-"""Text to token ids and back: six tokenizers behind one small interface. No torch.
+"""Text to token ids and back: seven tokenizers behind one small interface. No torch.
 
     ByteTokenizer            the 256 bytes and <|endoftext|>: no file, nothing to download
     NullTokenizer            "12 7 3" is [12, 7, 3]: data that was tokenized elsewhere
-    TikTokenizer             a rank file, one of ours or Llama-3's kind, or a name such as cl100k_base
+    TikTokenizer             a rank file, such as --train-tokenizer writes, or a name such as cl100k_base
+    Llama3Tokenizer          Llama 3's tokenizer.model, which is a rank file too
     GPT2BPETokenizer         GPT-2's encoder.json and vocab.bpe
     HuggingFaceTokenizer     tokenizer.json, or the folder that holds it          (tokenizers library)
     SentencePieceTokenizer   tokenizer.model of Llama 2, Mistral 7B               (sentencepiece library)
@@ -25,6 +26,8 @@ from types import ModuleType
 from typing import Protocol
 
 import tiktoken
+
+from nanomegatron.tokenizer_ascii import AsciiEncoder
 
 EOD = "<|endoftext|>"
 # GPT-2's: contractions, words, numbers, punctuation, space. `++` never gives back what it took, so that a
@@ -130,6 +133,9 @@ class TikTokenizer:
     def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
         """A named encoding's pattern is not in the fingerprint: tiktoken rewords it between releases."""
         self._encoding, self.eod, self.spec = encoding, eod, spec
+        # All at once, where the words are GPT-2's.
+        end = encoding.decode_single_token_bytes(eod).decode()
+        self.encode_ascii = AsciiEncoder(encoding, end) if encoding._pat_str == GPT2_PATTERN else None
         self.vocab_size = encoding.n_vocab
         ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
         known = {rank for rank, _ in ranks} | set(encoding._special_tokens.values())
@@ -140,7 +146,13 @@ class TikTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        """Raises ValueError where tiktoken's stack does not suffice."""
+        try:
+            return self._encoding.encode_ordinary(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, which no module exports
+                raise
+            raise ValueError("tiktoken cannot split it: hundreds of thousands of blanks in a row") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([i for i in ids if i not in self._gaps])
@@ -171,6 +183,30 @@ class GPT2BPETokenizer(TikTokenizer):
         )
         spec = {"vocab_file": str(vocab.absolute()), "merge_file": str(merges.absolute())}
         self._use(encoding, eod, {"type": "GPT2BPETokenizer", **spec})
+
+
+class Llama3Tokenizer(TikTokenizer):
+    """Llama 3's tokenizer.model: ranks as tiktoken's, its own pattern, 256 special tokens behind them."""
+
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    named = (
+        "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
+        "step_id start_header_id end_header_id eom_id eot_id python_tag image"
+    ).split()
+
+    def __init__(self, model: str) -> None:
+        path = _file(model, "--tokenizer-model")
+        ranks = read_ranks(path)
+        names = self.named + [f"reserved_special_token_{i}" for i in range(2, 258 - len(self.named))]
+        special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+        encoding = tiktoken.Encoding(
+            path.name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+        spec = {"type": "Llama3Tokenizer", "model": str(path.absolute())}
+        self._use(encoding, special["<|end_of_text|>"], spec, self.pattern)
 
 
 class HuggingFaceTokenizer:
@@ -254,9 +290,11 @@ def build_tokenizer(
         "ByteTokenizer": (ByteTokenizer, {}),
         "NullTokenizer": (NullTokenizer, {"--vocab-size": vocab_size}),
         "TikTokenizer": (TikTokenizer, {"--tokenizer-model": model}),
+        "Llama3Tokenizer": (Llama3Tokenizer, {"--tokenizer-model": model}),
         "GPT2BPETokenizer": (GPT2BPETokenizer, {"--vocab-file": vocab_file, "--merge-file": merge_file}),
         "HuggingFaceTokenizer": (HuggingFaceTokenizer, {"--tokenizer-model": model}),
         "SentencePieceTokenizer": (SentencePieceTokenizer, {"--tokenizer-model": model}),
+        "Llama2Tokenizer": (SentencePieceTokenizer, {"--tokenizer-model": model}),  # Megatron's name
     }
     if kind not in arguments:
         raise ValueError(f"--tokenizer-type {kind}: must be one of {', '.join(arguments)}")
@@ -268,17 +306,19 @@ def build_tokenizer(
 
 
 def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokenizer:
-    """The tokenizer that a dataset or checkpoint names; files that have moved are looked for in `beside`."""
+    """The tokenizer that a dataset or checkpoint names; files that have moved are looked for in `beside`.
+
+    (And in its folder hf, where convert.py keeps what came with a model.)
+    """
     unknown = set(spec) - {"type", "model", "vocab_file", "merge_file", "vocab_size"}
     if "type" not in spec or unknown:
         raise ValueError(f"{spec}: not the description of a tokenizer; give --tokenizer-type")
-    found = {}
+    found = dict(spec)
     for name, value in spec.items():
-        moved = Path(beside or ".") / Path(str(value)).name
-        elsewhere = name.endswith("file") or (name == "model" and Path(value).is_absolute())
-        found[name] = (
-            str(moved) if elsewhere and beside and not Path(value).exists() and moved.exists() else value
-        )
+        is_file = name.endswith("file") or (name == "model" and Path(value).is_absolute())
+        if is_file and beside and not Path(value).exists():
+            moved = (Path(beside) / folder / Path(value).name for folder in ("", "hf"))
+            found[name] = next((str(path) for path in moved if path.exists()), value)
     return build_tokenizer(found.pop("type"), **found)
 
 

@@ -70,12 +70,14 @@ def gpt2_files(tmp_path_factory, corpus):
     return str(folder / "encoder.json"), str(folder / "vocab.bpe")
 
 
-@pytest.fixture(params=["Byte", "TikTokenizer", "GPT2BPE", "HuggingFace", "SentencePiece"])
+@pytest.fixture(params=["Byte", "TikTokenizer", "Llama3", "GPT2BPE", "HuggingFace", "SentencePiece"])
 def tokenizer(request, tmp_path, corpus):
     if request.param == "Byte":
         return build_tokenizer("ByteTokenizer")
     if request.param == "TikTokenizer":
         return build_tokenizer("TikTokenizer", str(request.getfixturevalue("rank_file")))
+    if request.param == "Llama3":
+        return build_tokenizer("Llama3Tokenizer", str(request.getfixturevalue("rank_file")))
     if request.param == "GPT2BPE":
         vocab, merges = request.getfixturevalue("gpt2_files")
         return build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
@@ -184,6 +186,29 @@ def test_sidecar_gives_pattern_and_special_tokens(rank_file, tmp_path):
     assert ours.encode("12345 and more") == plain.encode("12345 and more")
     assert ours.decode([65, 750, 801]) == plain.decode([65]) + "<|end|>"  # 750 stands for nothing
     assert ours.fingerprint != build_tokenizer("TikTokenizer", str(rank_file)).fingerprint
+
+
+def test_llama3_itself(tmp_path):
+    """Ids by the pattern of Llama 3's reference code; its 256 special tokens, two of them by their place."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    rank_file = tmp_path / "tokenizer.model"
+    write_ranks(rank_file, [*(bytes([b]) for b in range(256)), b"12", b"34", b"1234", b"(x", b"\n\n", b"  "])
+    ranks = read_ranks(rank_file)
+    theirs = tiktoken.Encoding("llama3", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    ours = build_tokenizer("Llama3Tokenizer", str(rank_file))
+    for text in [*TEXTS, "(x) 1234567 It'S\r\n\r\n  y\n", "a \n "]:
+        assert ours.encode(text) == theirs.encode_ordinary(text)
+    assert ours.vocab_size == len(ranks) + 256 and ours.eod == len(ranks) + 1
+    assert ours.decode([ours.eod, len(ranks) + 9]) == "<|end_of_text|><|eot_id|>"
+    assert ours.encode("<|end_of_text|>")[0] < len(ranks)
+    gpt2 = build_tokenizer("TikTokenizer", str(rank_file))
+    assert (
+        all(ours.encode(text) != gpt2.encode(text) for text in ("1234567", "(x"))
+        and ours.fingerprint != gpt2.fingerprint
+    )
 
 
 def test_gpt2_files_equal_tiktokens_own_reading(gpt2_files):
