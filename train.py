@@ -3,6 +3,7 @@
     python train.py                                  one process, a small model, Python's own sources as text
     python train.py --nproc 2                        the same on two processes of this machine
     torchrun --nproc-per-node 8 train.py --config llama3-8b --data-path my_text_document
+    python train.py --load FOLDER --eval-only        no training: what a checkpoint is worth
 
     main -> settings (all errors at once) -> run_rank on each process -> set_up -> train -> finish
                                                                           |
@@ -12,7 +13,6 @@ Exit codes: 0 done, 2 bad configuration or data, 3 no usable checkpoint, 4 save 
 saved. torchrun turns every failure into 1, so the code also stands in runs/NAME/status.json.
 """
 
-import math
 import os
 import sys
 import traceback
@@ -24,17 +24,13 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.checkpoint import CheckpointError, SaveError
-from nanomegatron.config import Config, padded_vocab_size
+from nanomegatron.config import Config, DataConfig, padded_vocab_size
+from nanomegatron.config_batch import samples_before
 from nanomegatron.config_check import default_run_name, must_match, resolve, validate
 from nanomegatron.config_cli import ConfigError, Parsed, from_toml, help_text, parse, to_toml
-from nanomegatron.data import (
-    Batch,
-    GPTDataset,
-    build_datasets,
-    choose_tokenizer,
-    load_batch,
-    microbatch_sample_ids,
-)
+from nanomegatron.config_hf import is_hf_folder
+from nanomegatron.data import build_datasets, choose_tokenizer
+from nanomegatron.data_loader import Batch, BatchLoader
 from nanomegatron.dp import GradBuffer
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
@@ -42,10 +38,9 @@ from nanomegatron.metrics import bits_per_byte
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.metrics_plot import plot_loss
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.optim import Optimizer, Schedule
+from nanomegatron.optim import Optimizer, step_values
 from nanomegatron.param import Init
 from nanomegatron.run import (
-    Clock,
     Run,
     StepReport,
     banner,
@@ -58,6 +53,7 @@ from nanomegatron.run import (
     show_sample,
 )
 from nanomegatron.run_checkpoint import load_checkpoint, save_checkpoint
+from nanomegatron.run_timers import Clock, Timers
 from preprocess import prepare_embedded
 
 DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED, PREEMPTED = 0, 2, 3, 4, 75
@@ -99,19 +95,7 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     size = world.size if world.size > 1 else config.run.nproc
     if errors := [*parsed.errors, *validate(config, size, pick_device(config.run.device, world).type)]:
         raise ConfigError(errors)
-    data = config.data
-    if not (data.data_path or data.train_data_path or data.mock_data):
-        embedded = prepare_embedded()
-        text = "text: the Python standard library's own sources"
-        parsed.notes.append("; ".join(part for part in (text, embedded.note) if part))
-        data = replace(
-            data,
-            train_data_path=(embedded.train_prefix,),
-            valid_data_path=(embedded.valid_prefix,),
-            tokenizer_type=embedded.tokenizer_type,
-            tokenizer_model=embedded.tokenizer_model,
-        )
-    config = resolve(replace(config, data=data), size)
+    config = resolve(replace(config, data=with_text(parsed)), size)
     name = config.run.run_name or default_run_name(config, parsed.preset)
     folder = config.checkpoint.save or str(Path("runs") / name / "ckpt")
     config = replace(
@@ -123,6 +107,28 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     if earlier.exists() and (errors := must_match(from_toml(earlier.read_text()), config)):
         raise ConfigError([*errors, f"{earlier.parent} holds another run: choose another --run-name"])
     return parsed, config
+
+
+def with_text(parsed: Parsed) -> DataConfig:
+    """The data that was asked for; where none was, the embedded text. Raises ConfigError."""
+    data, load = parsed.config.data, parsed.config.checkpoint.load
+    if data.data_path or data.data_args_path or data.train_data_path or data.mock_data:
+        return data
+    if load and is_hf_folder(load):
+        how = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {load}"
+        raise ConfigError([f"--load {load}: give --data-path, data that preprocess.py made with {how}"])
+    if data.tokenizer_type:
+        raise ConfigError([f"--tokenizer-type {data.tokenizer_type}: give --data-path, data made with it"])
+    text = prepare_embedded()
+    notes = ("text: the Python standard library's own sources", text.note)
+    parsed.notes.append("; ".join(filter(None, notes)))
+    return replace(
+        data,
+        train_data_path=(text.train_prefix,),
+        valid_data_path=(text.valid_prefix,),
+        tokenizer_type=text.tokenizer_type,
+        tokenizer_model=text.tokenizer_model,
+    )
 
 
 # One process of the run.
@@ -143,7 +149,9 @@ def run_rank(world: World, argv: list[str]) -> int:
         return BAD_CONFIG
     try:
         run = set_up(parsed, config, mesh, log)
-        code = train(run)
+        code = evaluate_only(run) if config.run.eval_only else train(run)
+        for loader in filter(None, run.loaders):
+            loader.close()
     except (ValueError, CheckpointError, SaveError) as error:
         kind = {CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
         code = kind.get(type(error), BAD_CONFIG)
@@ -163,28 +171,39 @@ def run_rank(world: World, argv: list[str]) -> int:
 def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     """Tokenizer, data, model, optimizer, and the newest checkpoint if there is one."""
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
-    data, length, batch = config.data, config.run.train_iters, config.data.global_batch_size
+    data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
     vocab_size = data.vocab_size or tokenizer.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"--vocab-size {vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens; give at least that"
         )
-    datasets = build_datasets(
-        data, (length * batch, config.run.eval_iters * batch, 0), config.run.seed, tokenizer
-    )
+    held_out = config.run.eval_iters * data.global_batch_size
+    wanted = (0 if config.run.eval_only else before[-1], held_out, held_out)
+    datasets = build_datasets(data, wanted, config.run.seed, tokenizer)
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     positions = config.model.max_position_embeddings
-    model = GPTModel(config.model, vocab_size, padded, positions, mesh.tp, init)
+    model = GPTModel(
+        config.model,
+        vocab_size=vocab_size,
+        max_sequence_length=positions,
+        padded_vocab_size=padded,
+        tp=mesh.tp,
+        init=init,
+    )
     grads = GradBuffer(model.parameters(), mesh.dp_cp)
-    schedule = Schedule.of(config.optimizer, length, batch)
-    rates = [schedule.at(i * batch) for i in range(length)]
-    optimizer = Optimizer(model.parameters(), config.optimizer, config.precision, rates, mesh.model)
-    run = Run(config, mesh, log, tokenizer, datasets, model, grads, optimizer, padded)
+    eod, dp = tokenizer.eod, mesh.dp
+    loaders = tuple(d and BatchLoader(d, data, eod, dp, mesh.device) for d in datasets)
+    values = step_values(config, before)
+    optimizer = Optimizer(model.parameters(), config.optimizer, config.precision, values, mesh.model)
+    timers = Timers(config.run.timing_log_level, config.run.timing_log_option, mesh.device)
+    run = Run(
+        config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer, padded, before, timers
+    )
     banner(run, parsed.notes, vocab_size)
     load_checkpoint(run)
-    if mesh.rank == 0:
+    if mesh.rank == 0 and not config.run.eval_only:
         (log.folder / "config.toml").write_text(to_toml(config))
     return run
 
@@ -201,9 +220,13 @@ def train(run: Run) -> int:
     if run.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {run.iteration} is done; --train-iters goes further")
     while run.iteration < config.train_iters and not run.stop:
-        previous, run.pending = run.pending, train_step(run)
+        skip = run.iteration + 1 in config.iterations_to_skip
+        previous, run.pending = run.pending, None if skip else train_step(run)
         run.iteration += 1
         report(run, previous)
+        if skip:
+            run.skipped_samples += run.batch_size(run.iteration)
+            run.log.line(f"skipped step {run.iteration}, {run.batch_size(run.iteration)} samples unread")
         if due(config.exit_interval, run.iteration):
             run.stop = f"--exit-interval {config.exit_interval}"
         if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
@@ -217,17 +240,16 @@ def train(run: Run) -> int:
     return finish(run)
 
 
-def step_batches(run: Run, dataset: GPTDataset, first_sample: int) -> Iterator[Batch]:
+def step_batches(run: Run, loader: BatchLoader, first_sample: int, batch_size: int) -> Iterator[Batch]:
     """This rank's microbatches of the global batch that begins at `first_sample`, on the device."""
-    data, dp = run.config.data, run.mesh.dp
-    for microbatch in range(run.global_batch_size // (data.micro_batch_size * dp.size)):
-        ids = microbatch_sample_ids(first_sample, microbatch, data.micro_batch_size, dp.rank, dp.size)
-        yield load_batch(dataset, ids, data.dataloader_type).to(run.mesh.device)
+    for sample in range(0, batch_size, run.config.data.micro_batch_size * run.mesh.dp.size):
+        yield loader.get(first_sample + sample)
 
 
 def loss_sum(run: Run, batch: Batch, dropout_seed: int | None = None) -> torch.Tensor:
     """Sum of the loss over the batch's unmasked tokens, 0-d fp32."""
-    tokens = Tokens(batch.tokens, batch.positions, batch.sample_ids, dropout_seed)
+    documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
+    tokens = Tokens(batch.tokens, batch.positions, batch.sample_ids, dropout_seed, *documents)
     return (run.model(tokens, batch.labels) * batch.loss_mask).sum()
 
 
@@ -237,42 +259,62 @@ def train_step(run: Run) -> StepReport:
     Communicates the token count and the gradients over dp_cp, the loss and the wish to stop over world, the
     gradient norm over tp x pp, and what the model does. The host waits for nothing.
     """
-    mesh, seed = run.mesh, run.config.run.seed
+    mesh, config, timers = run.mesh, run.config.run, run.timers
     clock = Clock(mesh.device)
     mesh.traffic.clear()
-    torch.manual_seed(seed + 1_000_003 * run.iteration + mesh.rank)  # attention dropout of the fused kernels
-    batches = list(step_batches(run, run.datasets[0], run.consumed_samples))
+    torch.manual_seed(config.seed + 1_000_003 * run.iteration + mesh.rank)  # dropout of the fused kernels
+    with timers("batch-generator", level=2):
+        size = run.batch_size(run.iteration + 1)
+        batches = list(step_batches(run, run.loaders[0], run.consumed_samples, size))
     tokens = comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), mesh.dp_cp).clamp(min=1)
     run.grads.zero()
     total = torch.zeros((), device=mesh.device)
-    for batch in batches:
-        loss = loss_sum(run, batch, dropout_seed=seed) / tokens
-        (loss * run.optimizer.scaler.scale).backward()
-        total += loss.detach()
-    run.grads.grad_sync()
+    with timers("forward-backward"):
+        for batch in batches:
+            with timers("forward-compute", level=2):
+                loss = loss_sum(run, batch, dropout_seed=config.seed) / tokens
+            with timers("backward-compute", level=2):
+                (loss * run.optimizer.scaler.scale).backward()
+            total += loss.detach()
+    with timers("all-grads-sync"):
+        run.grads.grad_sync()
     mine = total if mesh.model.rank == 0 else torch.zeros_like(total)  # the same on all of tp: it counts once
     wishes = torch.tensor(run.wants_to_stop, dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = comm.all_reduce_(torch.cat((mine[None], wishes.to(mesh.device, non_blocking=True))), mesh.world)
-    stats = run.optimizer.step(shared[0])
-    return StepReport(run.iteration + 1, shared, stats, clock, mesh.traffic)
+    extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
+    with timers("optimizer"):
+        stats = run.optimizer.step(shared[0])
+    if config.log_params_norm:
+        extras["params_norm"] = run.optimizer.params_norm()
+    return StepReport(run.iteration + 1, shared, stats, extras, clock, timers.take(), mesh.traffic)
 
 
 @torch.no_grad()
 def evaluate(run: Run, split: str = "validation") -> None:
     """Mean loss over the first --eval-iters global batches of the held-out data, the same ones every time."""
     settle(run)
-    dataset, batch_size, device = run.datasets[1], run.global_batch_size, run.mesh.device
-    if dataset is None or not run.config.run.eval_iters:
+    config, which = run.config, ("train", "validation", "test").index(split)
+    if (loader := run.loaders[which]) is None:
         return
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(run.config.run.eval_iters):
-        for batch in step_batches(run, dataset, i * batch_size):
+    total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
+    batch_size = config.data.global_batch_size
+    for i in range(config.run.eval_iters):
+        for batch in step_batches(run, loader, i * batch_size, batch_size):
             total += torch.stack((loss_sum(run, batch), batch.loss_mask.sum()))
     loss, tokens = comm.all_reduce_(total, run.mesh.dp_cp).tolist()
-    loss = loss / max(tokens, 1)
-    text = None if run.config.data.mock_data else dataset.indexed.sidecar()
-    bpb = bits_per_byte(loss, text["tokens"], text["text_bytes"]) if text else None
-    run.log.evaluation(run.iteration, split, loss, math.exp(min(20, loss)), bpb)
+    loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
+    bpb = None if length is None else bits_per_byte(loss, 1, length)
+    run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)
+
+
+def evaluate_only(run: Run) -> int:
+    """--eval-only: what was loaded, on validation and test data; returns the exit code."""
+    if not any(run.datasets[1:]):
+        raise ValueError("--eval-only: no validation and no test data; see --split and --valid-data-path")
+    for split in ("validation", "test"):
+        evaluate(run, split)
+    run.log.status("done", exit_code=DONE, iteration=run.iteration)
+    return DONE
 
 
 # The end.
@@ -287,7 +329,8 @@ def finish(run: Run) -> int:
         return PREEMPTED
     if run.stop:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")
-    evaluate(run)
+    evaluate(run, "validation")
+    evaluate(run, "test")
     show_sample(run)
     if run.mesh.rank == 0 and (picture := plot_loss(log.folder, log.line)):
         log.line(f"picture {picture}")

@@ -6,26 +6,34 @@ A message has the flag and its value, the rule, and what to change:
     --num-attention-heads 6: must divide by --tensor-model-parallel-size 4; nearest 4 or 8
 """
 
-import dataclasses
+import contextlib
 import hashlib
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanomegatron.config import Config
+from nanomegatron.config import Config, layer_pattern
+from nanomegatron.config_batch import samples_before, stages
 from nanomegatron.config_cli import SHAPE, flag, sections
 
 # Settings that change neither what is trained nor how it is laid out: they have no part in a run's name.
 RECORDS = """
 save load save_interval ckpt_format ckpt_step finetune no_load_optim no_save_optim nproc device run_name
-eval_interval eval_iters exit_interval exit_duration_in_mins log_interval log_throughput log_comm
-metrics_jsonl tensorboard_dir wandb_project data_cache_path distributed_backend distributed_timeout_minutes
+eval_interval eval_iters eval_only exit_interval exit_duration_in_mins log_interval log_throughput log_comm
+log_params_norm log_num_zeros_in_grad timing_log_level timing_log_option metrics_jsonl tensorboard_dir
+wandb_project data_cache_path num_workers distributed_backend distributed_timeout_minutes
+""".split()
+# Settings of model and data that may change when a run goes on.
+CHANGEABLE = """
+data_cache_path micro_batch_size num_workers attention_backend make_vocab_size_divisible_by
 """.split()
 POSITIVE = """
 num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels max_position_embeddings rotary_base
+rotary_percent rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast
+yarn_beta_slow decoupled_lr iterations_to_skip
 norm_epsilon tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size data_parallel_size distributed_timeout_minutes
 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis adam_eps seq_length micro_batch_size
@@ -34,8 +42,8 @@ exit_interval exit_duration_in_mins log_interval lr_decay_iters lr_decay_samples
 lr_wsd_decay_samples eval_interval
 """.split()
 NOT_NEGATIVE = """
-num_query_groups lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad eval_iters
-init_method_std ckpt_step seed
+num_query_groups lr min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
+start_weight_decay end_weight_decay clip_grad eval_iters init_method_std ckpt_step seed num_workers
 """.split()
 SHARES = "hidden_dropout attention_dropout adam_beta1 adam_beta2".split()  # 0 <= x < 1
 NOT_BUILT = {
@@ -58,14 +66,15 @@ def validate(config: Config, world_size: int, device_type: str = "cpu") -> list[
 
 
 def _ranges(config: Config) -> Iterator[str]:
-    for part, setting in sections():
-        name, value = setting.name, getattr(getattr(config, part), setting.name)
+    for name, value in _values(config).items():
         if value is None:
             if name in SHAPE:
                 yield f"{flag(name)}: missing; give all of {', '.join(map(flag, SHAPE))}, or a --config"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{flag(name)} {value}: must be a finite number"
-        elif name in POSITIVE and not value > 0:
+        elif isinstance(value, tuple) and name in POSITIVE and min(value, default=1) < 1:
+            yield f"{flag(name)} {' '.join(map(str, value))}: each must be greater than 0"
+        elif name in POSITIVE and not isinstance(value, tuple) and not value > 0:
             yield f"{flag(name)} {value}: must be greater than 0"
         elif name in NOT_NEGATIVE and not value >= 0:
             yield f"{flag(name)} {value}: must be at least 0"
@@ -97,8 +106,32 @@ def _model(config: Config, *_: Any) -> Iterator[str]:
             f"in this version); use a {tp_flag} that divides it"
         )
     yield from _multiple("ffn_hidden_size", model.ffn_size, tp_flag, tp)
-    if model.position_embedding_type == "rope" and model.head_dim % 2:
-        yield f"head size {model.head_dim}: must be even for rope; set {flag('kv_channels')}"
+    yield from _positions(config)
+    if model.swiglu and model.squared_relu:
+        yield "--swiglu --squared-relu: only one of the two"
+    try:
+        layer_pattern(model.window_attn_skip_freq, model.num_layers)
+    except ValueError as error:
+        yield f"--window-attn-skip-freq {error}"
+    if model.window_attn_skip_freq is not None and not model.window_size:
+        yield f"--window-attn-skip-freq {model.window_attn_skip_freq}: needs --window-size"
+    window = " ".join(map(str, model.window_size))
+    if window and (len(model.window_size) != 2 or model.window_size[0] < -1 or model.window_size[1]):
+        yield f"--window-size {window}: must be two numbers, keys before (-1 for all) and 0, such as 4095 0"
+
+
+def _positions(config: Config) -> Iterator[str]:
+    model, kind = config.model, config.model.position_embedding_type
+    rotated = int(model.head_dim * model.rotary_percent)
+    if model.rotary_percent > 1:
+        yield f"--rotary-percent {model.rotary_percent}: must be at most 1"
+    elif kind in ("rope", "yarn") and (rotated % 2 or not rotated):
+        share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent} = {rotated}"
+        yield f"head size {model.head_dim}{share}: must be even for {kind}; set {flag('kv_channels')}"
+    if model.use_rope_scaling and kind != "rope":
+        yield f"--use-rope-scaling: needs --position-embedding-type rope, not {kind}"
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        yield f"--yarn-beta-fast {model.yarn_beta_fast}: must exceed --yarn-beta-slow {model.yarn_beta_slow}"
     length, longest = config.data.seq_length, model.max_position_embeddings
     if longest is not None and longest < length:
         yield f"--seq-length {length}: must not exceed --max-position-embeddings {longest}; raise that"
@@ -131,10 +164,22 @@ def _parallel(config: Config, world: int, device: str) -> Iterator[str]:
 
 def _batch(config: Config, world: int, _: str) -> Iterator[str]:
     data, tp = config.data, config.parallel.tensor_model_parallel_size
-    if data.global_batch_size and world % tp == 0:
-        unit = data.micro_batch_size * (world // tp)
-        product = f"--micro-batch-size {data.micro_batch_size} x dp {world // tp} ="
-        yield from _multiple("global_batch_size", data.global_batch_size, product, unit)
+    dp, unit = world // tp, world // tp * data.micro_batch_size
+    names = ("step_batch_size_schedule", "rampup_batch_size", "global_batch_size")
+    given = [name for name in names if getattr(data, name) not in (None, ())]
+    name = given[0] if given else names[-1]
+    value = getattr(data, name)
+    words = f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    try:
+        sizes = [size for _, size in stages(data, dp)]
+    except ValueError as error:
+        yield f"{words}: {error}"
+        return
+    if name == names[0] and given[1:] and data.global_batch_size != sizes[-1]:  # which `resolve` fills in
+        yield f"{words}: gives every batch size; leave {' and '.join(map(flag, given[1:]))} out"
+    elif world % tp == 0:
+        bad = next((size for size in sizes if size % unit), unit)
+        yield from _multiple(name, bad, f"--micro-batch-size {data.micro_batch_size} x dp {dp} =", unit)
 
 
 def _precision(config: Config, _: int, device: str) -> Iterator[str]:
@@ -152,6 +197,17 @@ def _schedule(config: Config, *_: Any) -> Iterator[str]:
     opt, run = config.optimizer, config.run
     if opt.min_lr > opt.lr:
         yield f"--min-lr {opt.min_lr}: must not exceed --lr {opt.lr}"
+    low = opt.min_lr if opt.decoupled_min_lr is None else opt.decoupled_min_lr
+    if opt.decoupled_lr is None and opt.decoupled_min_lr is not None:
+        yield f"--decoupled-min-lr {low}: needs --decoupled-lr"
+    elif opt.decoupled_lr is not None and low > opt.decoupled_lr:
+        yield f"--decoupled-lr {opt.decoupled_lr}: must be at least --decoupled-min-lr (or --min-lr) {low}"
+    start, end, style = opt.start_weight_decay, opt.end_weight_decay, opt.weight_decay_incr_style
+    if style == "constant" and (start is not None or end is not None):
+        yield "--start-weight-decay, --end-weight-decay: need --weight-decay-incr-style linear or cosine"
+    elif style != "constant" and (start is None or end is None or start > end):
+        need = f"needs --start-weight-decay ({start}) and an --end-weight-decay ({end}) no smaller"
+        yield f"--weight-decay-incr-style {style}: {need}"
     if opt.lr_warmup_init > opt.lr:
         yield f"--lr-warmup-init {opt.lr_warmup_init}: must not exceed --lr {opt.lr}"
     names = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
@@ -175,53 +231,77 @@ def _schedule(config: Config, *_: Any) -> Iterator[str]:
         yield f"--lr-wsd-decay-{own} {wsd}: with the warm-up's {warmup} longer than the decay's {decay}"
 
 
-def _length(config: Config, *_: Any) -> Iterator[str]:
-    run, batch = config.run, config.data.global_batch_size
-    same = batch and run.train_iters and run.train_iters * batch == run.train_samples  # as `resolve` fills in
-    if run.train_iters and run.train_samples and not same:
-        yield f"--train-iters {run.train_iters} --train-samples {run.train_samples}: give one of the two"
+def _length(config: Config, world: int, _: str) -> Iterator[str]:
+    run, data = config.run, config.data
+    if run.train_iters and run.train_samples:
+        by_samples = replace(config, run=replace(run, train_iters=None))
+        dp = world // config.parallel.tensor_model_parallel_size
+        with contextlib.suppress(ValueError):  # told by _batch
+            if len(samples_before(by_samples, dp)) != run.train_iters + 1:  # which `resolve` fills in
+                both = f"--train-iters {run.train_iters} --train-samples {run.train_samples}"
+                yield f"{both}: give one of the two"
     if run.seed >= 2**32:
         yield f"--seed {run.seed}: must be less than 4294967296, for numpy's generator of the data order"
     if run.run_name is not None and (not run.run_name.strip(".") or "/" in run.run_name):
         yield f"--run-name {run.run_name}: must be the name of a folder in runs/, without a slash"
-    if run.train_samples and batch:
+    batch, grows = data.global_batch_size, data.rampup_batch_size or data.step_batch_size_schedule
+    if run.train_samples and batch and not grows:
         yield from _multiple("train_samples", run.train_samples, flag("global_batch_size"), batch)
+    if run.eval_only and not run.eval_iters:
+        yield "--eval-only: needs --eval-iters, the number of global batches to evaluate"
 
 
 def _data(config: Config, *_: Any) -> Iterator[str]:
     data = config.data
     per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, n)]
-    sources = [flag(n) for n in ("data_path", "mock_data") if getattr(data, n)] + [
-        "--train-data-path"
-    ] * bool(per_split)
+    ways = [flag(n) for n in ("data_path", "data_args_path", "mock_data") if getattr(data, n)]
+    sources = ways + ["--train-data-path"] * bool(per_split)
     if len(sources) > 1:
         yield f"{', '.join(sources)}: data from {len(sources)} places; give one"
     if per_split and not data.train_data_path:
         yield f"{flag(per_split[0])}: needs --train-data-path too"
     for name in ("data_path", *per_split):
-        for prefix in getattr(data, name):
-            if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
-                yield f"{flag(name)} {prefix}: no file {' and '.join(missing)}; make them with preprocess.py"
-    try:
-        weights = [float(word) for word in data.split.split(",")]
-    except ValueError:
-        weights = []
-    if not 0 < len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or not weights[0]:
+        yield from _blend(flag(name), getattr(data, name))
+    if path := data.data_args_path:
+        words = Path(path).read_text().split() if Path(path).is_file() else None
+        if not words:
+            yield f"--data-args-path {path}: {'no such file' if words is None else 'has no data path in it'}"
+        yield from _blend(f"--data-args-path {path}:", words or ())
+    weights = [_number(word) for word in data.split.split(",")]
+    if len(weights) > 3 or not all(w is not None and 0 <= w < math.inf for w in weights) or not weights[0]:
         yield f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0"
     if data.mock_data and not (data.vocab_size or data.tokenizer_type):
         yield "--mock-data: needs --vocab-size (with the NullTokenizer), or a --tokenizer-type"
     yield from _tokenizer(config)
 
 
+def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
+    """What is wrong with prefixes, or with weights and prefixes in turn: an odd number is prefixes alone."""
+    weights = [] if len(words) % 2 else [n for word in words[::2] if (n := _number(word)) is not None]
+    if weights and (len(weights) < len(words) // 2 or not all(0 < n < math.inf for n in weights)):
+        yield f"{where} {' '.join(words)}: give a weight above 0 before every prefix, or none"
+        return
+    prefixes = words[1::2] if weights else words
+    for prefix in prefixes:
+        if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
+            yield f"{where} {prefix}: no file {' and '.join(missing)}; make them with preprocess.py"
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
 def _tokenizer(config: Config) -> Iterator[str]:
     data, kind = config.data, config.data.tokenizer_type
     needs = {
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+        None: (),
+        "ByteTokenizer": (),
         "NullTokenizer": ("vocab_size",),
-        "TikTokenizer": ("tokenizer_model",),
-        "HuggingFaceTokenizer": ("tokenizer_model",),
-        "SentencePieceTokenizer": ("tokenizer_model",),
-    }.get(kind, ())
+        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    }.get(kind, ("tokenizer_model",))
     for name in needs:
         if not getattr(data, name):
             yield f"--tokenizer-type {kind}: needs {flag(name)}"
@@ -251,8 +331,8 @@ def resolve(config: Config, world_size: int) -> Config:
     """The same run with the values that follow from others filled in; `config` must be valid."""
     model, data, run, opt = config.model, config.data, config.run, config.optimizer
     dp = world_size // config.parallel.tensor_model_parallel_size
-    batch = data.global_batch_size or data.micro_batch_size * dp
-    iters = run.train_iters or (run.train_samples // batch if run.train_samples else 1000)
+    _, batch = stages(data, dp)[-1]
+    iters = run.train_iters or len(samples_before(config, dp)) - 1
     return replace(
         config,
         model=replace(
@@ -271,28 +351,21 @@ def resolve(config: Config, world_size: int) -> Config:
 
 def default_run_name(config: Config, preset: str | None) -> str:
     """A name for runs/: the preset's, and eight digits for all that decides the result and the layout."""
-    text = repr({f"{part}.{s.name}": getattr(getattr(config, part), s.name) for part, s in _identity()})
+    text = repr({name: value for name, value in _values(config).items() if name not in RECORDS})
     return f"{preset or 'run'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def _identity() -> Iterator[tuple[str, dataclasses.Field]]:
-    return ((part, setting) for part, setting in sections() if setting.name not in RECORDS)
 
 
 def must_match(earlier: Config, config: Config) -> list[str]:
     """What keeps `config` from going on in the folder of `earlier`: another model, data, batch or seed."""
-    names = {s.name for part, s in sections() if part in ("model", "data")} - {
-        "data_cache_path",
-        "micro_batch_size",
-    }
-    names = names - {"attention_backend", "make_vocab_size_divisible_by"} | {"seed"}
-    pairs = [
-        (
-            setting.name,
-            getattr(getattr(earlier, part), setting.name),
-            getattr(getattr(config, part), setting.name),
-        )
-        for part, setting in sections()
-        if setting.name in names
+    names = {s.name for part, s in sections() if part in ("model", "data")} - set(CHANGEABLE) | {"seed"}
+    pairs = zip(_values(earlier).items(), _values(config).values(), strict=True)
+    return [
+        f"{flag(name)} {new}: the run in this folder has {old}"
+        for (name, old), new in pairs
+        if name in names and old != new
     ]
-    return [f"{flag(name)} {new}: the run in this folder has {old}" for name, old, new in pairs if old != new]
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """Every setting by name."""
+    return {s.name: getattr(getattr(config, part), s.name) for part, s in sections()}

@@ -32,6 +32,7 @@ from nanomegatron.metrics_writers import (
 KEYS = (
     "iteration",
     "consumed_samples",
+    "global_batch_size",
     "lm_loss",
     "grad_norm",
     "lr",
@@ -126,7 +127,8 @@ class RunLog:
         """One iteration; a line on console and log at the first, the last and every --log-interval.
 
         record: all of KEYS (mfu None where the peak is unknown). Known beside them: `skipped`, `loss_scale`,
-        `peak_mem_gib`, and `tflops_per_gpu_*` by other FLOP conventions.
+        `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, and `tflops_per_gpu_*` by other FLOP
+        conventions.
         """
         if not self.is_main:
             return
@@ -134,7 +136,7 @@ class RunLog:
         for series in self._series:
             series.append(record)
         for writer in self._writers:
-            writer.add(step_scalars(record) | {"batch-size": self.config.data.global_batch_size}, record)
+            writer.add(step_scalars(record), record)
         self._interval.append(record)
         if self._bar is not None:
             self._bar.update(1)
@@ -151,15 +153,17 @@ class RunLog:
         self._file(megatron_line(mean, self.train_iters, self.config))
 
     def evaluation(
-        self, iteration: int, split: str, loss: float, ppl: float, bpb: float | None = None
+        self, iteration: int, split: str, loss: float, bpb: float | None = None, samples: int | None = None
     ) -> None:
         """An evaluation on "validation" or "test" data: Megatron's box in the log, one line on the console.
 
-        loss in nats a token, ppl its perplexity, bpb in bits a byte of text where that is known.
+        loss in nats a token, bpb in bits a byte of text where that is known; samples: consumed so far.
         """
         if not self.is_main:
             return
+        ppl = math.exp(min(20, loss))
         record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
+        record["consumed_samples"] = samples
         if plain(record) not in self._evals.read():  # a finished run that is started again evaluates again
             self._evals.append(record)
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
@@ -229,6 +233,7 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {mean['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {mean['consumed_samples']:12d}",
+        *([f"skipped samples: {skipped:12d}"] if (skipped := mean.get("skipped_samples")) else []),
         f"elapsed time per iteration (ms): {mean['step_time_ms']:.1f}",
     ]
     if config.run.log_throughput:
@@ -239,10 +244,12 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
         parts.append(f"MFU: {100 * mean['mfu']:.1f}%")
     parts += [
         f"learning rate: {mean['lr']:.6E}",
-        f"global batch size: {config.data.global_batch_size:5d}",
+        f"global batch size: {mean['global_batch_size']:5d}",
         f"lm loss: {mean['lm_loss']:.6E}",
         f"loss scale: {mean.get('loss_scale', 1.0):.1f}",
         f"grad norm: {mean['grad_norm']:.3f}",
+        *([f"num zeros: {mean['num_zeros']:.0f}"] if "num_zeros" in mean else []),
+        *([f"params norm: {mean['params_norm']:.3f}"] if "params_norm" in mean else []),
         f"number of skipped iterations: {mean['skipped']:3d}",
         f"number of nan iterations: {mean['nan']:3d}",
     ]

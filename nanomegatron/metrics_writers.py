@@ -92,6 +92,9 @@ def missing_extras(config: Config) -> list[str]:
     ]
 
 
+BY_ITERATION = {"iteration-time", "throughput", "mfu", "skipped-train-samples"}  # the rest vs samples too
+
+
 def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
     """A step under Megatron's TensorBoard tags; times in seconds."""
     tags = {
@@ -102,6 +105,10 @@ def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
         "throughput": record["tflops_per_gpu"],
         "mfu": record["mfu"],
         "loss-scale": record.get("loss_scale"),
+        "batch-size": record["global_batch_size"],
+        "skipped-train-samples": record.get("skipped_samples") or None,
+        "num-zeros": record.get("num_zeros"),
+        "params-norm": record.get("params_norm"),
     }
     return {tag: value for tag, value in tags.items() if value is not None}
 
@@ -116,7 +123,7 @@ class _TensorBoard:
     def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, record["iteration"])
-            if tag in ("lm loss", "learning-rate", "grad-norm", "batch-size"):
+            if tag not in BY_ITERATION and record["consumed_samples"] is not None:
                 self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from nanomegatron import comm, ops
 from nanomegatron.config import Config, TransformerConfig
+from nanomegatron.config_batch import stages
 from nanomegatron.dp import GradBuffer
 from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
@@ -30,6 +31,7 @@ from nanomegatron.metrics_log import RunLog
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan import describe, memory
+from nanomegatron.run_timers import Clock, Timers
 
 
 @dataclass
@@ -40,25 +42,29 @@ class Run:
     mesh: Mesh
     log: RunLog
     tokenizer: Any
-    datasets: tuple
+    datasets: tuple  # training, validation, test; None where there is none
+    loaders: tuple
     model: GPTModel
     grads: GradBuffer
     optimizer: Optimizer
     padded_vocab_size: int
+    samples_before: list[int]  # consumed before each iteration, and after the last
+    timers: Timers
     iteration: int = 0  # finished
+    skipped_samples: int = 0  # passed over by --iterations-to-skip
     pending: "StepReport | None" = None  # launched, not yet reported
     stop: str = ""  # why the run ends early
     preempted: bool = False  # it ends because of a signal
     interrupts: int = 0  # signals that this rank has received
     started: float = field(default_factory=time.monotonic)
 
-    @property
-    def global_batch_size(self) -> int:
-        return self.config.data.global_batch_size
+    def batch_size(self, iteration: int) -> int:
+        """Sequences of an iteration, counted from 1."""
+        return self.samples_before[iteration] - self.samples_before[iteration - 1]
 
     @property
     def consumed_samples(self) -> int:
-        return self.iteration * self.global_batch_size
+        return self.samples_before[min(self.iteration, len(self.samples_before) - 1)]
 
     @property
     def wants_to_stop(self) -> tuple[bool, bool]:
@@ -114,13 +120,17 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
     )
     if model.attention_dropout and run.model.layers[0].self_attention.backend != "unfused":
         say("note    the fused kernel's attention dropout depends on the layout; unfused does not")
-    sizes = [f"{len(d)} {name}" for name, d in zip(("train", "valid"), run.datasets, strict=False) if d]
-    micro, batch = config.data.micro_batch_size, run.global_batch_size
+    sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), run.datasets, strict=True) if d]
+    micro, batch = config.data.micro_batch_size, config.data.global_batch_size
     say(
         f"data    {', '.join(sizes)} samples of {config.data.seq_length} tokens | batch {batch} = {micro} x "
         f"{batch // micro // mesh.dp.size} microbatches x dp {mesh.dp.size} | "
         f"{config.run.train_iters} iterations | seed {config.run.seed}"
     )
+    grows = [f"{size} from sample {start}" for start, size in stages(config.data, mesh.dp.size)]
+    if len(grows) > 1:
+        shown = [*grows[:3], "...", *grows[-2:]] if len(grows) > 6 else grows
+        say(f"batch   {', '.join(shown)} | {run.samples_before[-1]} samples in all")
     say(f"files   {run.log.folder}/ | Ctrl-C saves and stops, the same command goes on from there")
 
 
@@ -143,81 +153,69 @@ def commit() -> str:
         return "unknown"
 
 
-class Clock:
-    """Time between two points of the work, by the GPU's own clock where there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.begin = self.end = self._now()
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stop(self) -> "Clock":
-        self.end = self._now()
-        return self
-
-    def milliseconds(self) -> float:
-        """The time between; waits until the device has come to the end."""
-        if not self.cuda:
-            return 1e3 * (self.end - self.begin)
-        self.end.synchronize()
-        return self.begin.elapsed_time(self.end)
-
-
 class StepReport:
     """The numbers of one step, on their way to the host."""
 
     def __init__(
-        self, iteration: int, shared: torch.Tensor, stats: StepStats, clock: Clock, traffic: Counter
+        self,
+        iteration: int,
+        shared: torch.Tensor,
+        stats: StepStats,
+        extras: dict[str, torch.Tensor],
+        clock: Clock,
+        timed: list[tuple[str, Clock]],
+        traffic: Counter,
     ) -> None:
         """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks.
 
-        traffic: what this rank has communicated since the step began.
+        extras: further numbers for the log, 0-d. traffic: what this rank has communicated in the step.
         """
-        self.iteration, self.part_norms = iteration, stats.part_norms
-        numbers = torch.stack((*shared, stats.grad_norm, stats.finite, stats.lr, stats.loss_scale))
-        self.numbers = torch.empty(7, dtype=torch.float64, pin_memory=numbers.is_cuda)
-        self.numbers.copy_(numbers, non_blocking=True)
-        self.clock = clock.stop()
-        self.traffic = dict(traffic)
+        numbers = (
+            dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True)) | vars(stats) | extras
+        )
+        self.iteration, self.part_norms, self.names = iteration, numbers.pop("part_norms"), list(numbers)
+        values = torch.stack([number.double() for number in numbers.values()])
+        self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
+        self.values.copy_(values, non_blocking=True)
+        self.clock, self.timed, self.traffic = clock.stop(), timed, dict(traffic)
 
-    def read(self) -> tuple[float, list[float]]:
-        """Milliseconds, and [loss, signalled, out of time, gradient norm, finite, lr, loss scale]."""
-        return self.clock.milliseconds(), self.numbers.tolist()
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Milliseconds, and the numbers by name."""
+        return self.clock.milliseconds(), dict(zip(self.names, self.values.tolist(), strict=True))
 
 
 def report(run: Run, step: StepReport | None) -> None:
     """Read one step's numbers, log them, and heed a wish to stop."""
     if step is None:
         return
-    milliseconds, (loss, signalled, out_of_time, norm, finite, lr, loss_scale) = step.read()
+    milliseconds, told = step.read()
+    signalled, out_of_time, finite = (told.pop(name) for name in ("signalled", "out_of_time", "finite"))
     if signalled:
         run.stop, run.preempted = "a signal", True
     elif out_of_time:
         run.stop = f"--exit-duration-in-mins {run.config.run.exit_duration_in_mins}"
     if not finite:
-        name_bad_step(run, step, loss, norm)
+        name_bad_step(run, step, told["lm_loss"], told["grad_norm"])
+    batch = run.batch_size(step.iteration)
     run.log.step(
         {
             "iteration": step.iteration,
-            "consumed_samples": step.iteration * run.global_batch_size,
-            "lm_loss": loss,
-            "grad_norm": norm,
-            "lr": lr,
-            **rates(run, milliseconds / 1e3),
-            "loss_scale": loss_scale,
+            "consumed_samples": run.samples_before[step.iteration],
+            "global_batch_size": batch,
+            **told,
+            **rates(run, batch, milliseconds / 1e3),
             "skipped": int(not finite),
+            "skipped_samples": run.skipped_samples,
             "peak_mem_gib": peak_memory(run.mesh.device) / 2**30,
         }
     )
-    if run.config.run.log_comm and step.iteration % run.config.run.log_interval == 0:
-        for line in comm.ledger(step.traffic):
-            run.log.line(f"comm    {line}")
+    run.timers.add(step.timed)
+    if step.iteration % run.config.run.log_interval == 0:
+        if run.timers.level:
+            run.log.line(run.timers.text(run.mesh.world))
+        if run.config.run.log_comm:
+            for line in comm.ledger(step.traffic):
+                run.log.line(f"comm    {line}")
 
 
 def settle(run: Run) -> None:
@@ -226,9 +224,9 @@ def settle(run: Run) -> None:
     report(run, step)
 
 
-def rates(run: Run, seconds: float) -> dict[str, float | None]:
-    """The speed of a step of `seconds` in every unit that is logged."""
-    config, world, batch = run.config, run.mesh.world.size, run.global_batch_size
+def rates(run: Run, batch: int, seconds: float) -> dict[str, float | None]:
+    """The speed of a step of `batch` sequences in `seconds`, in every unit that is logged."""
+    config, world = run.config, run.mesh.world.size
     peak = None
     if run.mesh.device.type == "cuda":
         peak = device_peak(torch.cuda.get_device_name(run.mesh.device), config.dtype_name)
@@ -250,12 +248,12 @@ def rates(run: Run, seconds: float) -> dict[str, float | None]:
 
 def name_bad_step(run: Run, step: StepReport, loss: float, norm: float) -> None:
     """Say which numbers of a step were not finite: each rank names the first of its own gradients."""
-    first = (step.iteration - 1) * run.global_batch_size
+    first, behind = run.samples_before[step.iteration - 1 : step.iteration + 1]
     names = zip(run.optimizer.part_names, step.part_norms.tolist(), strict=True)
     bad = next((name for name, value in names if not math.isfinite(value)), None)
     if run.mesh.rank == 0 or bad:
         run.log.warn(
-            f"step {step.iteration} (samples {first} to {first + run.global_batch_size - 1}): loss {loss}, "
+            f"step {step.iteration} (samples {first} to {behind - 1}): loss {loss}, "
             f"gradient norm {norm}, first bad gradient {bad or 'on another rank'}; the step changed nothing"
         )
 

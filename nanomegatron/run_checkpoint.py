@@ -11,7 +11,10 @@ consumed), dropout from (seed, sample, place). So a run that goes on does so to 
 import torch
 
 from nanomegatron.checkpoint import CheckpointError, latest, load, save, training_pieces
-from nanomegatron.config_cli import to_toml
+from nanomegatron.config import TransformerConfig
+from nanomegatron.config_cli import flag, to_toml
+from nanomegatron.config_hf import is_hf_folder, read_folder
+from nanomegatron.hf import load_weights
 from nanomegatron.run import Run, settle
 
 
@@ -29,6 +32,7 @@ def save_checkpoint(run: Run) -> None:
     state = {
         "iteration": run.iteration,
         "consumed_samples": run.consumed_samples,
+        "skipped_samples": run.skipped_samples,
         "optimizer": run.optimizer.scalars(),
         "seed": run.config.run.seed,
         "tokenizer": run.tokenizer.spec,
@@ -43,43 +47,74 @@ def save_checkpoint(run: Run) -> None:
 
 
 def load_checkpoint(run: Run) -> None:
-    """Take up --load, or else this run's own newest checkpoint if it has one."""
-    config = run.config.checkpoint
-    root = config.load or config.save
+    """Take up this run's own newest checkpoint if it has one, or else --load: ours or a Hugging Face folder.
+
+    --eval-only wants what --load names, whatever the run has. Raises CheckpointError where nothing is found.
+    """
+    config, eval_only = run.config.checkpoint, run.config.run.eval_only
     newest = latest(config.save)
-    own = newest is not None and config.ckpt_step is None
-    if config.ckpt_step is not None and (newest or 0) > config.ckpt_step:
+    own = newest is not None and config.ckpt_step is None and not (eval_only and config.load)
+    if config.ckpt_step is not None and (newest or 0) > config.ckpt_step and not eval_only:
         raise ValueError(
             f"--ckpt-step {config.ckpt_step}: {config.save} holds iteration {newest}, which a later resume "
             "would take; give a new --run-name and --load this folder"
         )
-    root = config.save if own else root
+    root = config.save if own else config.load or config.save
+    if is_hf_folder(root):
+        for note in [*load_weights(root, run.optimizer.params), *contradictions(root, run.config.model)]:
+            run.log.line(f"note    {note}")
+        run.optimizer.reset_main()
+        run.log.line(f"loaded  {root}, the weights of a Hugging Face model")
+        return
     finetune = config.finetune and not own
-    states = {} if finetune or config.no_load_optim else run.optimizer.states()
+    states = {} if finetune or eval_only or config.no_load_optim else run.optimizer.states()
     pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp)
     loaded = load(root, pieces, run.mesh, config.ckpt_step, cast=not states)
     if loaded is None:
         if config.load:
-            raise CheckpointError(
-                f"--load {config.load}: no checkpoint there; train from scratch without --load"
-            )
+            raise CheckpointError(f"--load {root}: no checkpoint there; train from scratch without --load")
+        if eval_only:
+            raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
     for note in loaded.notes:
         run.log.warn(note)
+    if loaded.state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
+        run.log.warn(f"{root} was trained on {loaded.state['tokenizer']}, the data here is another's ids")
     if not finetune:
-        run.iteration = loaded.state["iteration"]
-        if loaded.state["consumed_samples"] != run.consumed_samples:
-            raise ValueError(
-                f"--global-batch-size {run.global_batch_size}: {root} has consumed "
-                f"{loaded.state['consumed_samples']} samples in {run.iteration} iterations; keep its batch "
-                "size, or start at iteration 0 with --finetune"
-            )
+        take_up(run, root, loaded.state)
         if states:
             run.optimizer.load_scalars(loaded.state["optimizer"])
     if not states:
         run.optimizer.reset_main()
     run.log.line(f"resumed {root}, step {loaded.iteration}" + (" (weights alone)" if finetune else ""))
     before, now = loaded.state["circumstances"], circumstances(run)
-    if changed := [f"{key} {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]:
+    changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
+    if changed and not finetune:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)
+
+
+def contradictions(folder: str, model: TransformerConfig) -> list[str]:
+    """What the weights of a Hugging Face folder fit, but were not trained with."""
+    free = {"init_method_std", "max_position_embeddings"}
+    said = {name: value for name, value in read_folder(folder)[1].items() if name in vars(model)}
+    return [
+        f"{flag(name)} {getattr(model, name)}: {folder} was trained with {value}"
+        for name, value in said.items()
+        if name not in free and getattr(model, name) != value
+    ]
+
+
+def take_up(run: Run, root: str, state: dict) -> None:
+    """Go on behind the samples that a checkpoint has consumed.
+
+    Raises ValueError where this run would have consumed others by then.
+    """
+    run.iteration, run.skipped_samples = state["iteration"], state.get("skipped_samples", 0)
+    done = run.iteration >= len(run.samples_before) or run.config.run.eval_only
+    if not done and state["consumed_samples"] != run.consumed_samples:
+        raise ValueError(
+            f"--global-batch-size {run.config.data.global_batch_size}: {root} has consumed "
+            f"{state['consumed_samples']} samples in {run.iteration} iterations, this run "
+            f"{run.consumed_samples}; keep its batch sizes, or start at iteration 0 with --finetune"
+        )

@@ -72,7 +72,7 @@ def test_schedule_is_megatrons(style, wsd_style):
 
 def test_schedule_lengths_are_counted_in_samples():
     def of(**settings):
-        found = Schedule.of(OptimizerConfig(**settings), train_iters=100, global_batch_size=8)
+        found = Schedule.of(OptimizerConfig(**settings), length=800, global_batch_size=8)
         return found.warmup, found.decay, found.wsd_decay
 
     assert of() == (0, 800, 0)
@@ -146,7 +146,7 @@ def make(dtype=torch.float32, config=CONFIG, precision=None):
         part = replica(name, shape, Axis.single())
         params.append(new_parameter(ParamSpec((part,), shape, decay=len(shape) > 1), Init(dtype=dtype), 1.0))
     GradBuffer(params, Axis.single())
-    return params, Optimizer(params, config, precision or PrecisionConfig(), RATES, Axis.single())
+    return params, Optimizer(params, config, precision or PrecisionConfig(), [RATES] * 3, Axis.single())
 
 
 def put(params, grads, scale=1.0):
@@ -211,7 +211,7 @@ def test_clipping_off():
 def test_low_precision_follows_fp32_main_parameters(dtype):
     """Steps too small for bf16 add up in the main parameters; the model's are their rounding, to the bit."""
     params, optimizer = make(dtype)
-    optimizer.learning_rates.fill_(1e-4)
+    optimizer.values.fill_(1e-4)
     twins, adamw = torchs(params)
     before = [p.detach().clone() for p in params]
     for _ in range(20):
@@ -320,9 +320,13 @@ LLAMA = TransformerConfig(
 
 def train(axis, model_axis, dtype=torch.float32):
     """Norms of three steps and the final weights of the shards."""
-    model = GPTModel(LLAMA, 29, 32, 8, axis, Init(dtype=dtype))
+    model = GPTModel(
+        LLAMA, vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=axis, init=Init(dtype=dtype)
+    )
     grads = GradBuffer(model.parameters(), Axis.single())
-    optimizer = Optimizer(model.parameters(), OptimizerConfig(), PrecisionConfig(), [1e-2] * 3, model_axis)
+    optimizer = Optimizer(
+        model.parameters(), OptimizerConfig(), PrecisionConfig(), [[1e-2] * 3] * 3, model_axis
+    )
     data, norms = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(2)), []
     for _ in range(3):
         grads.zero()
@@ -359,6 +363,8 @@ def test_norm_is_exact_however_large_the_tensors():
             spec = ParamSpec((replica(f"w{i}", piece.shape, Axis.single()),), tuple(piece.shape))
             params.append(new_parameter(spec, Init(), fill=0.0))
             params[-1].main_grad = piece
-        optimizer = Optimizer(params, OptimizerConfig(clip_grad=0), PrecisionConfig(), [0.0], Axis.single())
+        optimizer = Optimizer(
+            params, OptimizerConfig(clip_grad=0), PrecisionConfig(), [[0.0]] * 3, Axis.single()
+        )
         norms.append(optimizer.step(torch.tensor(0.0)).grad_norm.item())
     assert norms == pytest.approx([grad.double().norm().item()] * 3, rel=1e-7)

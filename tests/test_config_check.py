@@ -1,0 +1,134 @@
+"""Settings that cannot be are named with their value and a way out; what is right is let through."""
+
+import dataclasses
+
+import pytest
+
+from nanomegatron.config_check import default_run_name, must_match, resolve, validate
+from nanomegatron.config_cli import from_toml, parse, to_toml
+
+SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+GOOD = f"{SHAPE} --mock-data --vocab-size 100 --train-iters 10"
+
+
+def errors_of(flags: str, world: int = 1) -> list[str]:
+    parsed = parse(flags.split())
+    return [*parsed.errors, *validate(parsed.config, world)]
+
+
+# flags behind GOOD | processes | what the message must hold: the flag, the value, the way out
+WRONG = """
+--position-embedding-type rope --rotary-percent 1.5 | 1 | --rotary-percent 1.5: must be at most 1
+--position-embedding-type rope --rotary-percent 0.2 | 1 | head size 16 x --rotary-percent 0.2 = 3: must
+--position-embedding-type rope --rotary-percent 0.01 | 1 | --rotary-percent 0.01 = 0: must be even
+--use-rope-scaling | 1 | --use-rope-scaling: needs --position-embedding-type rope, not learned
+--rotary-scaling-factor -1 | 1 | --rotary-scaling-factor -1.0: must be greater than 0
+--rope-scaling-factor 0 | 1 | --rope-scaling-factor 0.0: must be greater than 0
+--yarn-beta-slow 64 | 1 | --yarn-beta-fast 32.0: must exceed --yarn-beta-slow 64.0
+--swiglu --squared-relu | 1 | --swiglu --squared-relu: only one
+--window-size 7 | 1 | --window-size 7: must be two numbers | 4095 0
+--window-size 7 7 | 1 | --window-size 7 7: must be two numbers
+--window-size -2 0 | 1 | --window-size -2 0: must be
+--window-attn-skip-freq 2 | 1 | --window-attn-skip-freq 2: needs --window-size
+--window-size 7 0 --window-attn-skip-freq [1,0] | 1 | --window-attn-skip-freq [1,0]: must be | list of 4
+--decoupled-lr 0 | 1 | --decoupled-lr 0.0: must be greater than 0
+--decoupled-min-lr 1e-5 | 1 | --decoupled-min-lr 1e-05: needs --decoupled-lr
+--decoupled-lr 1e-3 --decoupled-min-lr 0.1 | 1 | --decoupled-lr 0.001: must be at least --decoupled-min-lr
+--decoupled-lr 1e-5 --min-lr 1e-4 | 1 | --decoupled-lr 1e-05: must be at least | 0.0001
+--start-weight-decay 0.1 | 1 | --start-weight-decay, | need --weight-decay-incr-style linear
+--weight-decay-incr-style linear | 1 | linear: needs --start-weight-decay (None) and an --end-weight-decay
+--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0 | 1 | --end-weight-decay (0.0)
+--num-workers -1 | 1 | --num-workers -1: must be at least 0
+--timing-log-level 3 | 1 | --timing-log-level 3: must be one of 0, 1, 2
+--iterations-to-skip 3 0 | 1 | --iterations-to-skip 3 0: each must be greater than 0
+--eval-only --eval-iters 0 | 1 | --eval-only: needs --eval-iters
+--rampup-batch-size 1 2 | 1 | --rampup-batch-size | takes 3 values
+--rampup-batch-size 1 2 3 | 1 | --rampup-batch-size 1 2 3: must reach --global-batch-size 1 from 1
+--global-batch-size 8 --rampup-batch-size 2 4 9 | 1 | --rampup-batch-size 2 4 9: must reach --global
+--global-batch-size 8 --rampup-batch-size 2 2 0 | 1 | --rampup-batch-size 2 2 0: must be three numbers
+--global-batch-size 8 --rampup-batch-size 2 2 9 | 4 | --rampup-batch-size 2: must divide by | nearest 4
+--global-batch-size 8 --rampup-batch-size 4 2 9 | 4 | --rampup-batch-size 6: must divide by
+--step-batch-size-schedule 0:4 --global-batch-size 8 | 1 | every batch size; leave --global-batch-size out
+--step-batch-size-schedule 5:4x | 1 | --step-batch-size-schedule 5:4x: "5:4x" must be TOKENS:BATCH
+--step-batch-size-schedule 0:4,1K:6 | 4 | --step-batch-size-schedule 6: must divide by | nearest 4 or 8
+--data-args-path nowhere | 1 | --data-args-path nowhere: no such file
+--data-path 1 x 2 y | 1 | --data-path x: no file x.bin and x.idx
+--data-path 1 x y z | 1 | --data-path 1 x y z: give a weight above 0 before every prefix
+--data-path 1 x 0 y | 1 | --data-path 1 x 0 y: give a weight above 0
+--data-path x y z | 1 | --data-path z: no file z.bin and z.idx
+"""
+CASES = [[cell.strip() for cell in line.split("|")] for line in WRONG.strip().splitlines()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_each_error_has_value_rule_and_fix(case):
+    flags, world, *parts = case
+    messages = errors_of(f"{GOOD} {flags}", int(world))
+    assert any(all(part in message for part in parts) for message in messages), messages
+    assert len(messages) <= 4  # what is wrong, and not a page of what follows from it
+
+
+RIGHT = """
+--position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved --use-rope-scaling
+--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8
+--window-size 7 0 --window-attn-skip-freq ([1]*3+[0])
+--window-size (7,0) --window-attn-skip-freq 2
+--squared-relu --apply-layernorm-1p --num-workers 0
+--decoupled-lr 1e-3 --decoupled-min-lr 1e-5 --iterations-to-skip 5 6
+--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1
+--global-batch-size 8 --rampup-batch-size 2 2 30
+--step-batch-size-schedule 0:4,1K:8
+--timing-log-level 2 --timing-log-option all --log-params-norm --log-num-zeros-in-grad
+"""
+
+
+@pytest.mark.parametrize("flags", RIGHT.strip().splitlines())
+def test_what_is_right_passes_and_can_be_read_again(flags):
+    """A resolved run is a file; read back it is the same run, and valid."""
+    assert errors_of(f"{GOOD} {flags}", 2) == []
+    config = resolve(parse(f"{GOOD} {flags}".split()).config, 2)
+    assert from_toml(to_toml(config)) == config and validate(config, 2) == []
+    assert resolve(config, 2) == config
+
+
+@pytest.mark.parametrize(
+    "flags, iters, batch",
+    [
+        ("--global-batch-size 16 --rampup-batch-size 4 4 48", 11, 16),
+        ("--step-batch-size-schedule 0:4,320:8", 15, 8),
+        ("--global-batch-size 8", 13, 8),
+    ],
+)
+def test_samples_become_iterations(flags, iters, batch):
+    config = parse(f"{SHAPE} --mock-data --vocab-size 9 --train-samples 104 {flags}".split()).config
+    assert validate(config, 1) == []
+    resolved = resolve(config, 1)
+    assert (resolved.run.train_iters, resolved.data.global_batch_size) == (iters, batch)
+    assert validate(resolved, 1) == []
+    both = dataclasses.replace(resolved, run=dataclasses.replace(resolved.run, train_iters=99))
+    assert any("--train-iters 99 --train-samples 104: give one" in message for message in validate(both, 1))
+
+
+def test_data_from_a_file_of_arguments(tmp_path):
+    for end in ("a.bin", "a.idx"):
+        (tmp_path / end).touch()
+    (tmp_path / "args").write_text(f"0.5 {tmp_path}/a\n0.5 {tmp_path}/b\n")
+    (tmp_path / "empty").touch()
+    flags = f"{SHAPE} --train-iters 1 --data-args-path {tmp_path}"
+    (message,) = errors_of(f"{flags}/args")
+    assert message.startswith(f"--data-args-path {tmp_path}/args: {tmp_path}/b: no file {tmp_path}/b.bin and")
+    (message,) = errors_of(f"{flags}/empty")
+    assert "has no data path in it" in message
+    assert any("data from 2 places" in m for m in errors_of(f"{flags}/args --mock-data --vocab-size 9"))
+
+
+def test_what_may_change_when_a_run_goes_on():
+    def config(flags: str):
+        return resolve(parse(f"{GOOD} {flags}".split()).config, 1)
+
+    free = "--num-workers 0 --eval-only --log-params-norm --timing-log-level 2 --log-num-zeros-in-grad"
+    assert default_run_name(config(free), "x") == default_run_name(config(""), "x")
+    assert must_match(config(""), config(f"{free} --iterations-to-skip 3 --micro-batch-size 1")) == []
+    for flags in ("--global-batch-size 4 --rampup-batch-size 1 1 9", "--step-batch-size-schedule 0:4,1K:8"):
+        assert any("the run in this folder has" in m for m in must_match(config(""), config(flags)))
+        assert default_run_name(config(flags), "x") != default_run_name(config(""), "x")

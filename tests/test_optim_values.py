@@ -1,0 +1,156 @@
+"""What changes from step to step, against Megatron's scheduler and torch's AdamW; the logged norms."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanomegatron.config import (
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    TransformerConfig,
+)
+from nanomegatron.config_batch import samples_before
+from nanomegatron.dp import GradBuffer
+from nanomegatron.mesh import Axis
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.optim import Optimizer, step_values
+from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from tests.spmd import run_spmd
+
+RAMP = DataConfig(global_batch_size=16, rampup_batch_size=(4, 4, 48))
+CASES = {
+    "iterations": (RAMP, RunConfig(train_iters=30), {}),
+    "samples": (RAMP, RunConfig(train_iters=24, train_samples=300), {}),
+    "decoupled": (RAMP, RunConfig(train_iters=30), dict(decoupled_lr=3e-3, decoupled_min_lr=2e-5)),
+    "decoupled, one minimum": (RAMP, RunConfig(train_iters=30), dict(decoupled_lr=3e-3)),
+}
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_megatrons(case, style):
+    """Its scheduler, stepped by each batch of a ramp: the rate of both groups, and the weight decay."""
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    data, run, more = CASES[case]
+    if style != "constant":
+        more = more | dict(start_weight_decay=0.01, end_weight_decay=0.1)
+    unit = "samples" if run.train_samples else "iters"
+    settings = {f"lr_warmup_{unit}": 3, f"lr_decay_{unit}": 290 if unit == "samples" else 25}
+    opt = OptimizerConfig(lr=1e-3, min_lr=1e-5, weight_decay_incr_style=style, **settings, **more)
+    table = samples_before(Config(data=data, run=run), 1)
+    values = step_values(Config(optimizer=opt, data=data, run=run), table)
+
+    each = 1 if unit == "samples" else 16
+    groups: list[dict] = [{}, {}]
+    if opt.decoupled_lr:
+        groups[1]["max_lr"] = opt.decoupled_lr
+    if opt.decoupled_min_lr:
+        groups[1]["min_lr"] = opt.decoupled_min_lr
+    theirs = scheduler(
+        SimpleNamespace(param_groups=groups),
+        init_lr=0.0,
+        max_lr=opt.lr,
+        min_lr=opt.min_lr,
+        lr_warmup_steps=3 * each,
+        lr_decay_steps=290 if each == 1 else 25 * 16,
+        lr_decay_style="cosine",
+        start_wd=opt.weight_decay if opt.start_weight_decay is None else opt.start_weight_decay,
+        end_wd=opt.weight_decay if opt.end_weight_decay is None else opt.end_weight_decay,
+        wd_incr_steps=run.train_samples or 30 * 16,
+        wd_incr_style=style,
+    )
+    for i, step in enumerate(zip(*values, strict=True)):
+        expected = (groups[0]["lr"], groups[1]["lr"], groups[0]["weight_decay"])
+        assert step == pytest.approx(expected, rel=1e-12), i
+        theirs.step(table[i + 1] - table[i])
+    assert len(values[0]) == len(table) - 1
+    assert (len(set(values[2])) == 1) == (style == "constant")
+
+
+def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.float32):
+    """The embedding, another matrix and a norm."""
+    params = []
+    for name, shape in {"embedding.word_embeddings.weight": (6, 4), "w": (4, 4), "norm": (4,)}.items():
+        spec = ParamSpec((replica(name, shape, Axis.single()),), shape, decay=len(shape) > 1)
+        params.append(new_parameter(spec, Init(dtype=dtype), 1.0))
+    GradBuffer(params, Axis.single())
+    return params, Optimizer(params, config, PrecisionConfig(), values, Axis.single())
+
+
+@pytest.mark.parametrize("style", ["constant", "linear"])
+def test_groups_step_like_torchs(style):
+    """Each group has its rate, and matrices the weight decay of the step; a bad step holds all of it."""
+    config = OptimizerConfig(weight_decay=0.3, weight_decay_incr_style=style, clip_grad=0.0)
+    values = [
+        [0.01 * (i + 1) for i in range(8)],
+        [0.05 / (i + 1) for i in range(8)],
+        [0.1 * i for i in range(8)],
+    ]
+    params, optimizer = parameters(config, values)
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    adamw = torch.optim.AdamW([{"params": [twin]} for twin in twins], betas=(0.9, 0.999))
+    for i in range(8):
+        grads = [torch.randn(p.shape) for p in params]
+        for p in params:
+            p.main_grad.fill_(math.nan)
+        before = [p.detach().clone() for p in params]
+        assert optimizer.step(torch.tensor(1.0)).finite == 0
+        assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+        for p, twin, grad in zip(params, twins, grads, strict=True):
+            p.main_grad.copy_(grad)
+            twin.grad = grad
+        for group, rates, decays in zip(adamw.param_groups, (1, 0, 0), (True, True, False), strict=True):
+            decay = values[2][i] if style == "linear" else config.weight_decay
+            group.update(lr=values[rates][i], weight_decay=decay * decays)
+        assert optimizer.step(torch.tensor(1.0)).lr == values[0][i]
+        adamw.step()
+        torch.testing.assert_close([*params], [*twins], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_of_parameters_and_zeros_in_gradients(dtype):
+    params, optimizer = parameters(OptimizerConfig(), [[1e-3]] * 3, dtype)
+    for p in params:
+        p.main_grad.fill_(1.0)
+    assert optimizer.num_zeros() == 0
+    params[0].main_grad[2:4] = 0
+    params[2].main_grad[1] = 0
+    assert optimizer.num_zeros() == 2 * 4 + 1
+    optimizer.step(torch.tensor(1.0))
+    expected = torch.cat([m.flatten() for m in optimizer.main]).double().norm()
+    assert optimizer.params_norm() == pytest.approx(expected.item(), rel=1e-12)
+
+
+MODEL = TransformerConfig(1, 16, 4, untie_embeddings_and_output_weights=True, disable_bias_linear=True)
+
+
+def numbers(axis: Axis, model_axis: Axis) -> tuple[float, int]:
+    """Norm of the parameters and zero gradients of a model that has seen the tokens 0 to 4 of 29."""
+    sizes = dict(vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=axis)
+    model = GPTModel(MODEL, **sizes)
+    grads = GradBuffer(model.parameters(), Axis.single())
+    optimizer = Optimizer(model.parameters(), OptimizerConfig(), PrecisionConfig(), [[0.1]] * 3, model_axis)
+    grads.zero()
+    tokens = torch.arange(5)[None]
+    loss = model(Tokens(tokens, torch.arange(5)), tokens).sum()
+    loss.backward()
+    zeros = optimizer.num_zeros().item()
+    optimizer.step(loss.detach())
+    return optimizer.params_norm().item(), zeros
+
+
+def numbers_on_tp(mesh):
+    return numbers(mesh.tp, mesh.model)
+
+
+def test_norm_and_zeros_count_every_part_once_over_tp():
+    norm, zeros = numbers(Axis.single(), Axis.single())
+    assert zeros == (24 + 3) * 16  # of the tokens and the positions that were not seen; padding is no part
+    first, second = run_spmd(numbers_on_tp, 2, tp=2)
+    assert first == second == (pytest.approx(norm, rel=1e-6), zeros)
