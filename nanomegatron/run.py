@@ -113,12 +113,15 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         f"{math.log(vocab_size):.2f} for equal odds"
     )
     say(f"memory  {describe(memory(config, vocab_size))}")
+    core = run.model.layers[0].self_attention.backend
+    if core == "fused" and (any(w is not None for w in model.windows) or config.data.reset_attention_mask):
+        core += ", flash for windows and documents"
     fused = [op for op, path in ops.paths(mesh.device).items() if "reference" not in path]
     say(
         f"kernels torch's fused {', '.join(fused)}, torch reference for the rest (no CUDA extension) | "
-        f"attention {run.model.layers[0].self_attention.backend}"
+        f"attention {core}"
     )
-    if model.attention_dropout and run.model.layers[0].self_attention.backend != "unfused":
+    if model.attention_dropout and core != "unfused":
         say("note    the fused kernel's attention dropout depends on the layout; unfused does not")
     sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), run.datasets, strict=True) if d]
     micro, batch = config.data.micro_batch_size, config.data.global_batch_size
