@@ -191,7 +191,7 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray
         )
     runs = [[text] if text.isascii() else ascii_runs(text) for text in texts]
     pieces = list(itertools.chain.from_iterable(runs))
-    plain = np.array([piece.isascii() and "\0" not in piece for piece in pieces])
+    plain = np.array([piece.isascii() and "\0" not in piece for piece in pieces], bool)
     rest = {i: tokenizer.encode(pieces[i]) for i in np.flatnonzero(~plain).tolist()}
     ids, counts = tokenizer.encode_ascii([piece for piece, yes in zip(pieces, plain) if yes])
     lengths = np.zeros(len(pieces), np.int64)
@@ -204,7 +204,7 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray
             mine[place], result[place] = False, own
         result[mine] = ids
         ids = result
-    last = np.cumsum([*map(len, runs)]) - 1  # piece of each text
+    last = np.cumsum([*map(len, runs)], dtype=np.int64) - 1  # piece of each text
     return ids, np.diff(ends[last], prepend=0)
 
 

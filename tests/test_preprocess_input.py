@@ -57,6 +57,18 @@ def test_bad_lines_are_left_out_and_told(tmp_path, capsys, workers):
     assert [data[i].tolist() for i in range(len(data))] == [[i, i] for i in range(90)]
 
 
+def test_a_chunk_of_bad_lines_alone(tmp_path):
+    pytest.importorskip("tokenizers")
+    source, ranks = tmp_path / "in.jsonl", tmp_path / "ranks"
+    assert run("--input", jsonl(source, ["a b c"]), "--train-tokenizer", 257, "--output", ranks) == 0
+    source.write_bytes(b"[]\n" * 5)
+    tokenizer = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", ranks, "--skip-bad-lines", 5]
+    other = jsonl(tmp_path / "other.jsonl", ["x " * 500_000, "a"])  # behind it, in a chunk of its own
+    assert run("--input", source, other, source, "--output-prefix", tmp_path / "x", *tokenizer) == 2
+    assert run("--input", source, other, "--output-prefix", tmp_path / "x", *tokenizer) == 0
+    assert len(read(tmp_path / "x")) == 2
+
+
 def test_a_run_of_blanks_that_tiktoken_cannot_split(tmp_path, capfd):
     pytest.importorskip("tokenizers")
     source = jsonl(tmp_path / "in.jsonl", ["fine \u00e9", " " * 2_000_000 + "\u00e9", "fine"])

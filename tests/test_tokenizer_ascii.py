@@ -70,6 +70,7 @@ def test_other_patterns_are_tiktokens_alone(rank_file):  # noqa: F811
     compare(tokenizer, [*TEXTS, "12345'S don't\n\n  x"])
 
 
-def test_no_texts():
-    ids, lengths = encode_batch(build_tokenizer("ByteTokenizer"), [])
+@pytest.mark.parametrize("kind", ["ByteTokenizer", "TikTokenizer"])
+def test_no_texts(kind, rank_file):  # noqa: F811
+    ids, lengths = encode_batch(build_tokenizer(kind, str(rank_file)), [])
     assert len(ids) == len(lengths) == 0 and np.issubdtype(lengths.dtype, np.integer)
