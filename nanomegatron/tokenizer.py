@@ -169,12 +169,12 @@ class GPT2BPETokenizer(TikTokenizer):
             eod = entries.pop(EOD)
             ranks = {bytes(alphabet[c] for c in token): i for token, i in entries.items()}
             lines = merges.read_text(encoding="utf-8").split("\n")[1:]
-            merged = [bytes(alphabet[c] for c in line.replace(" ", "", 1)) for line in lines if line]
+            merged = [line.replace(" ", "", 1) for line in lines if line]
         except (KeyError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{vocab}, {merges}: not GPT-2's encoder.json and vocab.bpe ({error!r})"
             ) from None
-        if sorted(ranks, key=ranks.get)[256:] != merged:
+        if sorted(entries, key=entries.get)[256:] != merged:
             raise ValueError(
                 f"{vocab} and {merges} do not belong together: ids are not in the order of the merges"
             )
