@@ -91,6 +91,29 @@ class TransformerConfig:
     attention_backend: str = setting(
         "auto", "core attention implementation", choices=("auto", "fused", "flash", "unfused")
     )
+    sequence_parallel: bool = setting(False, "shard norms and dropout over the tp ranks", "sp")
+    cross_entropy_loss_fusion: bool = setting(
+        False, "output projection and loss in chunks, forward and backward at once: no logits in memory"
+    )
+    recompute_granularity: str | None = setting(
+        None,
+        "make activations again in the backward: of some modules or of layers",
+        choices=("selective", "full"),
+    )
+    recompute_modules: tuple[str, ...] = setting(
+        ("core_attn",),
+        "for selective: core_attn, mlp, mlp_act (SwiGLU or GELU), layernorm",
+        nargs="*",
+    )
+    recompute_method: str | None = setting(
+        None,
+        "for full: every N layers as one, or the first N layers each",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = setting(None, "the N of --recompute-method")
+    distribute_saved_activations: bool = setting(
+        False, "for full: each tp rank keeps its share of what layers are made again from"
+    )
 
     @property
     def num_kv_heads(self) -> int:
@@ -104,6 +127,10 @@ class TransformerConfig:
     def ffn_size(self) -> int:
         h = self.hidden_size
         return self.ffn_hidden_size or (int(8 * h / 3 / 64) * 64 if self.swiglu else 4 * h)
+
+    def recomputes(self, module: str) -> bool:
+        """Whether --recompute-granularity selective names the module."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     @property
     def windows(self) -> list[int | None]:
@@ -126,9 +153,30 @@ class ParallelConfig:
         None, "processes that share each expert; as --tp", "etp"
     )
     data_parallel_size: int | None = setting(None, "checked against the world size when given", "dp")
-    sequence_parallel: bool = setting(False, "shard norms and dropout over the tp ranks", "sp")
+    tp_comm_overlap: bool = setting(False, "send pieces over tp while matmuls work on others; with --sp")
+    use_distributed_optimizer: bool = setting(
+        False, "cut optimizer states over the dp ranks; as --data-parallel-sharding-strategy optim"
+    )
+    data_parallel_sharding_strategy: str = setting(
+        "no_shard",
+        "what is cut over the dp ranks: nothing, optimizer states, or gradients too",
+        choices=("no_shard", "optim", "optim_grads"),
+    )
+    overlap_grad_reduce: bool = setting(False, "sum gradients over dp bucket by bucket during the backward")
+    overlap_param_gather: bool = setting(False, "gather parameters bucket by bucket during the forward")
+    ddp_bucket_size: int | None = setting(
+        None, "elements in a bucket; max(40M, 1M x dp) when overlapping, else all in one"
+    )
+    ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
+    grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16 instead of fp32")
     distributed_backend: str | None = setting(None, "nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer stops the run")
+
+    @property
+    def sharding(self) -> str:
+        """What is cut over the dp ranks."""
+        unset = self.data_parallel_sharding_strategy == "no_shard"
+        return "optim" if unset and self.use_distributed_optimizer else self.data_parallel_sharding_strategy
 
 
 @dataclass(frozen=True)
@@ -179,6 +227,13 @@ class OptimizerConfig:
     adam_beta2: float = setting(0.999, "decay of the second moment")
     adam_eps: float = setting(1e-8, "added to the root of the second moment")
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 switches clipping off")
+    use_precision_aware_optimizer: bool = setting(False, "allow the types below to be other than fp32")
+    main_grads_dtype: str = setting("fp32", "type of accumulated gradients", choices=("fp32", "bf16"))
+    exp_avg_dtype: str = setting("fp32", "type of Adam's first moment", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = setting("fp32", "type of Adam's second moment", choices=("fp32", "bf16"))
+    optimizer_cpu_offload: bool = setting(False, "keep main weights and moments in host memory, update there")
+    optimizer_offload_fraction: float = setting(1.0, "share of them that --optimizer-cpu-offload moves")
+    overlap_cpu_optimizer_d2h_h2d: bool = setting(False, "copy one bucket while the host updates another")
 
 
 @dataclass(frozen=True)
@@ -298,6 +353,12 @@ class Config:
     def dtype_name(self) -> str:
         """torch's name of the type of weights and activations."""
         return "bfloat16" if self.precision.bf16 else "float16" if self.precision.fp16 else "float32"
+
+    @property
+    def grad_dtype_name(self) -> str:
+        """torch's name of the type in which gradients are added up and summed over dp."""
+        bf16 = self.parallel.grad_reduce_in_bf16 or self.optimizer.main_grads_dtype == "bf16"
+        return "bfloat16" if bf16 else "float32"
 
 
 def layer_pattern(text: str | None, num_layers: int) -> list[int]:

@@ -10,13 +10,13 @@ import contextlib
 import hashlib
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from nanomegatron.config import Config, layer_pattern
 from nanomegatron.config_batch import samples_before, stages
+from nanomegatron.config_check_data import data_errors
 from nanomegatron.config_cli import SHAPE, flag, sections
 
 # Settings that change neither what is trained nor how it is laid out: they have no part in a run's name.
@@ -28,7 +28,9 @@ wandb_project data_cache_path num_workers distributed_backend distributed_timeou
 """.split()
 # Settings of model and data that may change when a run goes on.
 CHANGEABLE = """
-data_cache_path micro_batch_size num_workers attention_backend make_vocab_size_divisible_by
+data_cache_path micro_batch_size num_workers attention_backend make_vocab_size_divisible_by sequence_parallel
+cross_entropy_loss_fusion recompute_granularity recompute_modules recompute_method recompute_num_layers
+distribute_saved_activations
 """.split()
 POSITIVE = """
 num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels max_position_embeddings rotary_base
@@ -39,7 +41,7 @@ expert_model_parallel_size expert_tensor_parallel_size data_parallel_size distri
 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis adam_eps seq_length micro_batch_size
 global_batch_size vocab_size make_vocab_size_divisible_by nproc train_iters train_samples save_interval
 exit_interval exit_duration_in_mins log_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters
-lr_wsd_decay_samples eval_interval
+lr_wsd_decay_samples eval_interval ddp_bucket_size optimizer_offload_fraction recompute_num_layers
 """.split()
 NOT_NEGATIVE = """
 num_query_groups lr min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
@@ -56,7 +58,8 @@ NOT_BUILT = {
 def validate(config: Config, world_size: int, device_type: str = "cpu") -> list[str]:
     """Everything that is wrong with a run of `world_size` processes, a message each; none if it can start."""
     errors = list(_ranges(config))
-    for check in (_model, _parallel, _batch, _precision, _schedule, _length, _data, _checkpoint, _extras):
+    checks = (_model, _parallel, _recompute, _batch, _precision, _optimizer, _schedule, _length, data_errors)
+    for check in (*checks, _checkpoint, _extras):
         try:
             errors += check(config, world_size, device_type)
         except (TypeError, ZeroDivisionError):
@@ -100,11 +103,10 @@ def _model(config: Config, *_: Any) -> Iterator[str]:
         yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}; nearest {nearest}"
     tp_flag = flag("tensor_model_parallel_size")
     yield from _multiple("num_attention_heads", heads, tp_flag, tp)
-    if groups % tp and model.num_query_groups and heads % tp == 0:
-        yield (
-            f"--num-query-groups {groups}: must divide by {tp_flag} {tp} (key/value heads are not replicated "
-            f"in this version); use a {tp_flag} that divides it"
-        )
+    if groups % tp and tp % groups and heads % tp == 0:
+        near = [g for g in range(1, heads + 1) if heads % g == 0 and (g % tp == 0 or tp % g == 0)]
+        nearest = min(near, key=lambda g: abs(g - groups))
+        yield f"--num-query-groups {groups}: must divide {tp_flag} {tp} or divide by it; nearest {nearest}"
     yield from _multiple("ffn_hidden_size", model.ffn_size, tp_flag, tp)
     yield from _positions(config)
     if model.swiglu and model.squared_relu:
@@ -145,8 +147,12 @@ def _parallel(config: Config, world: int, device: str) -> Iterator[str]:
     if parallel.expert_tensor_parallel_size not in (None, 1, parallel.tensor_model_parallel_size):
         yield f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size}: there are no experts"
     tp = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and tp > 1:
-        yield "--sequence-parallel: is not in this version; leave it out"
+    if config.model.sequence_parallel:
+        yield from _multiple("seq_length", config.data.seq_length, flag("tensor_model_parallel_size"), tp)
+    elif parallel.tp_comm_overlap and tp > 1:
+        yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
+    if parallel.overlap_param_gather and parallel.sharding == "no_shard":
+        yield "--overlap-param-gather: needs --use-distributed-optimizer; without it nothing is gathered"
     if world % tp:
         fits = [n for n in range(1, world + 1) if world % n == 0]
         yield (
@@ -191,6 +197,45 @@ def _precision(config: Config, _: int, device: str) -> Iterator[str]:
         yield "--attention-backend flash: has no attention dropout on a CPU; use auto or unfused"
     if config.model.attention_backend == "fused" and (device == "cpu" or config.dtype_name == "float32"):
         yield "--attention-backend fused: needs a GPU and --bf16 or --fp16; use auto"
+
+
+def _optimizer(config: Config, *_: Any) -> Iterator[str]:
+    opt, names = config.optimizer, ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    given = [f"{flag(name)} {getattr(opt, name)}" for name in names if getattr(opt, name) != "fp32"]
+    if given and not opt.use_precision_aware_optimizer:
+        yield f"{', '.join(given)}: needs --use-precision-aware-optimizer"
+    if config.grad_dtype_name == "bfloat16" and not config.precision.bf16:
+        name = "grad-reduce-in-bf16" if config.parallel.grad_reduce_in_bf16 else "main-grads-dtype bf16"
+        yield f"--{name}: needs --bf16"
+    fraction = opt.optimizer_offload_fraction
+    if fraction > 1:
+        yield f"--optimizer-offload-fraction {fraction}: must be at most 1"
+    if opt.optimizer_cpu_offload:
+        if config.dtype_name == "float32":
+            yield "--optimizer-cpu-offload: needs --bf16 or --fp16; in fp32 the weights are the main weights"
+        if moments := [text for text in given if "exp-avg" in text]:
+            yield f"{', '.join(moments)}: moments in host memory are fp32 (--optimizer-cpu-offload)"
+    elif fraction < 1 or opt.overlap_cpu_optimizer_d2h_h2d:
+        name = "optimizer-offload-fraction" if fraction < 1 else "overlap-cpu-optimizer-d2h-h2d"
+        yield f"--{name}: needs --optimizer-cpu-offload"
+
+
+def _recompute(config: Config, *_: Any) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    full, known = model.recompute_granularity == "full", ("core_attn", "mlp", "mlp_act", "layernorm")
+    if strange := [name for name in model.recompute_modules if name not in known]:
+        yield f"--recompute-modules {' '.join(strange)}: must be of {', '.join(known)}"
+    given = [
+        name for name in ("recompute_method", "recompute_num_layers") if getattr(model, name) is not None
+    ]
+    if full and len(given) < 2:
+        yield "--recompute-granularity full: needs --recompute-method and --recompute-num-layers"
+    elif given and not full:
+        yield f"{flag(given[0])}: needs --recompute-granularity full"
+    if model.distribute_saved_activations and not full:
+        yield "--distribute-saved-activations: needs --recompute-granularity full"
+    elif model.distribute_saved_activations:
+        yield from _multiple("hidden_size", model.hidden_size, flag("tensor_model_parallel_size"), tp)
 
 
 def _schedule(config: Config, *_: Any) -> Iterator[str]:
@@ -251,68 +296,6 @@ def _length(config: Config, world: int, _: str) -> Iterator[str]:
         yield "--eval-only: needs --eval-iters, the number of global batches to evaluate"
 
 
-def _data(config: Config, *_: Any) -> Iterator[str]:
-    data = config.data
-    per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, n)]
-    ways = [flag(n) for n in ("data_path", "data_args_path", "mock_data") if getattr(data, n)]
-    sources = ways + ["--train-data-path"] * bool(per_split)
-    if len(sources) > 1:
-        yield f"{', '.join(sources)}: data from {len(sources)} places; give one"
-    if per_split and not data.train_data_path:
-        yield f"{flag(per_split[0])}: needs --train-data-path too"
-    for name in ("data_path", *per_split):
-        yield from _blend(flag(name), getattr(data, name))
-    if path := data.data_args_path:
-        words = Path(path).read_text().split() if Path(path).is_file() else None
-        if not words:
-            yield f"--data-args-path {path}: {'no such file' if words is None else 'has no data path in it'}"
-        yield from _blend(f"--data-args-path {path}:", words or ())
-    weights = [_number(word) for word in data.split.split(",")]
-    if len(weights) > 3 or not all(w is not None and 0 <= w < math.inf for w in weights) or not weights[0]:
-        yield f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0"
-    if data.mock_data and not (data.vocab_size or data.tokenizer_type):
-        yield "--mock-data: needs --vocab-size (with the NullTokenizer), or a --tokenizer-type"
-    yield from _tokenizer(config)
-
-
-def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
-    """What is wrong with prefixes, or with weights and prefixes in turn: an odd number is prefixes alone."""
-    weights = [] if len(words) % 2 else [n for word in words[::2] if (n := _number(word)) is not None]
-    if weights and (len(weights) < len(words) // 2 or not all(0 < n < math.inf for n in weights)):
-        yield f"{where} {' '.join(words)}: give a weight above 0 before every prefix, or none"
-        return
-    prefixes = words[1::2] if weights else words
-    for prefix in prefixes:
-        if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
-            yield f"{where} {prefix}: no file {' and '.join(missing)}; make them with preprocess.py"
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def _tokenizer(config: Config) -> Iterator[str]:
-    data, kind = config.data, config.data.tokenizer_type
-    needs = {
-        None: (),
-        "ByteTokenizer": (),
-        "NullTokenizer": ("vocab_size",),
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    }.get(kind, ("tokenizer_model",))
-    for name in needs:
-        if not getattr(data, name):
-            yield f"--tokenizer-type {kind}: needs {flag(name)}"
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        value = getattr(data, name)
-        if value and kind is None:
-            yield f"{flag(name)} {value}: needs --tokenizer-type"
-        elif value and not Path(value).exists() and not (kind == "TikTokenizer" and "/" not in value):
-            yield f"{flag(name)} {value}: no such file"
-
-
 def _checkpoint(config: Config, *_: Any) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load is None:
@@ -342,11 +325,19 @@ def resolve(config: Config, world_size: int) -> Config:
             ffn_hidden_size=model.ffn_size,
             max_position_embeddings=model.max_position_embeddings or data.seq_length,
         ),
-        parallel=replace(config.parallel, data_parallel_size=dp),
+        parallel=replace(config.parallel, data_parallel_size=dp, ddp_bucket_size=_bucket_size(config)),
         optimizer=opt,
         data=replace(data, global_batch_size=batch),
         run=replace(run, train_iters=iters),
     )
+
+
+def _bucket_size(config: Config) -> int | None:
+    """Updates that take memory for a bucket, on the device or the host, want more than one."""
+    opt = config.optimizer
+    in_16_bits = "bf16" in (opt.main_grads_dtype, opt.exp_avg_dtype, opt.exp_avg_sq_dtype)
+    wanted = opt.optimizer_cpu_offload or in_16_bits or config.parallel.grad_reduce_in_bf16
+    return config.parallel.ddp_bucket_size or (40_000_000 if wanted else None)
 
 
 def default_run_name(config: Config, preset: str | None) -> str:

@@ -32,6 +32,10 @@ SPELLINGS = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
     "persistent_save_interval": ("save_interval", None),
     "skip_train": ("eval_only", "true"),
+    "accumulate_allreduce_grads_in_fp32": ("grad_reduce_in_bf16", "false"),
+    "recompute_activations": ("recompute_granularity", "selective"),
+    "cpu_offload_optimizer": ("optimizer_cpu_offload", None),
+    "dp_comm_overlap_bucket_size": ("ddp_bucket_size", None),
 }
 # Ways to say one thing: a flag puts away what a file said in another way. fields of one way | of another
 ALTERNATIVES = """

@@ -26,7 +26,7 @@ TRANSFORMER_CONFIG = {
     "tensor_model_parallel_size": (1, "ParallelConfig, and GPTModel(..., tp=mesh.tp)"),
     "pipeline_model_parallel_size": (1, "ParallelConfig; there are no pipelines in this version"),
     "context_parallel_size": (1, "ParallelConfig; there is no context parallelism in this version"),
-    "sequence_parallel": (False, "ParallelConfig(sequence_parallel=True)"),
+    "tp_comm_overlap": (False, "ParallelConfig(tp_comm_overlap=True)"),
     "num_moe_experts": (None, "nothing; there are no experts in this version"),
 }
 GPT_MODEL = {
@@ -46,7 +46,7 @@ GPT_MODEL = {
 TAKEN = """
 use_cpu_initialization perform_initialization pipeline_dtype attention_softmax_in_fp32 masked_softmax_fusion
 bias_activation_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm gradient_accumulation_fusion
-cross_entropy_loss_fusion deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm enable_autocast
+deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm enable_autocast
 calculate_per_token_loss fp16_lm_cross_entropy parallel_output pre_process post_process
 """.split()
 

@@ -15,7 +15,7 @@ def test_megatrons_first_example_runs():
     assert config == TransformerConfig(**SHAPE)
     model = GPTModel(config=config, transformer_layer_spec=None, vocab_size=100, max_sequence_length=64)
     loss = model(Tokens(torch.arange(64).view(1, 64), torch.arange(64)), torch.arange(64).view(1, 64))
-    assert loss.shape == (1, 64) and model.output_weight.shape == (128, 12)
+    assert loss.shape == (1, 64) and model.output_layer.weight.shape == (128, 12)
     assert TransformerConfig(**SHAPE, num_query_groups=0).num_kv_heads == 4
 
 
