@@ -14,6 +14,7 @@ an axis, in one of four states, and each differentiable function changes the sta
     gather_seq        all-gather, dim 0          reduce-scatter, dim 0      V -> R
     scatter_seq       reduce-scatter, dim 0      all-gather, dim 0          P -> V
     gather_from       all-gather, last dim       own slice                  V -> I
+    scatter_to        own slice, last dim        all-gather                 I -> V
     split_to          own slice, dim 0           all-gather, dim 0          I -> V
     all_to_all        blocks of dim 0 swapped    blocks swapped back        V -> V
 
@@ -33,13 +34,19 @@ import torch.distributed as dist
 
 from nanomegatron.mesh import Axis
 
-REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 # torch 2.13 renames the collectives that work on one tensor; 2.11 has the old names only.
 _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _count(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
+def count(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
+    """Note in `axis.traffic` that `tensor` is sent."""
     axis.traffic[axis.name, kind, "calls"] += 1
     axis.traffic[axis.name, kind, "bytes"] += tensor.numel() * tensor.element_size()
 
@@ -51,12 +58,71 @@ def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
         )
 
 
+class Pending:
+    """A collective under way: what was sent and the result are nobody else's until `wait` gives the result.
+
+    On a GPU waiting holds up the current stream, not the host.
+    """
+
+    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, *sent: torch.Tensor) -> None:
+        self.result, self.work, self.sent = result, work, sent
+
+    def wait(self) -> torch.Tensor:
+        """The result; a second call returns at once."""
+        if self.work is not None:
+            self.work.wait()
+            self.work, self.sent = None, ()
+        return self.result
+
+
+def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Begin to reduce x over the axis in place."""
+    if axis.size == 1:
+        return Pending(x)
+    count(axis, "all_reduce", x)
+    return Pending(x, dist.all_reduce(x, _reduction(x, axis, op), group=axis.group, async_op=True))
+
+
+def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
+    """Begin to lay the ranks' x one after the other along dim 0: `[n, ...] -> [n * size, ...]`.
+
+    `out` may be a tensor of which x is this rank's slice.
+    """
+    if axis.size == 1:
+        return Pending(x if out is None else out)
+    x = x.contiguous()
+    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
+    count(axis, "all_gather", out)
+    return Pending(out, _gather_tensor(out, x, group=axis.group, async_op=True), x)
+
+
+def start_reduce_scatter(
+    x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum"
+) -> Pending:
+    """Begin to reduce x and give this rank its slice along dim 0: `[n, ...] -> [n / size, ...]`.
+
+    x may be overwritten; `out` may be this rank's slice of it.
+    """
+    if axis.size == 1:
+        return Pending(x if out is None else out)
+    _check_divides(x, axis, 0)
+    count(axis, "reduce_scatter", x)
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
+    return Pending(out, _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True), x)
+
+
+def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
+    """torch's name of a reduction; gloo has no average: x is divided beforehand."""
+    if op == "avg" and dist.get_backend(axis.group) == "gloo":
+        x.div_(axis.size)
+        return dist.ReduceOp.SUM
+    return REDUCTIONS[op]
+
+
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Reduce x over the axis in place and return it; for buffers that are nobody else's."""
-    if axis.size > 1:
-        _count(axis, "all_reduce", x)
-        dist.all_reduce(x, REDUCTIONS[op], group=axis.group)
-    return x
+    return start_all_reduce_(x, axis, op).wait()
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
@@ -66,23 +132,13 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """The ranks' x one after the other along dim: `[n, ...] -> [n * size, ...]`."""
-    if axis.size == 1:
-        return x
-    parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    _count(axis, "all_gather", parts)
-    _gather_tensor(parts, x.contiguous(), group=axis.group)
-    return parts if dim == 0 else torch.cat(parts.chunk(axis.size), dim)
+    parts = start_all_gather(x, axis).wait()
+    return parts if dim == 0 or axis.size == 1 else torch.cat(parts.chunk(axis.size), dim)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's slice along dim 0 of the sum over the axis: `[n, ...] -> [n / size, ...]`."""
-    if axis.size == 1:
-        return x
-    _check_divides(x, axis, 0)
-    _count(axis, "reduce_scatter", x)
-    mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    _scatter_tensor(mine, x.contiguous(), group=axis.group)
-    return mine
+    return start_reduce_scatter(x, axis).wait()
 
 
 def swap(
@@ -94,7 +150,7 @@ def swap(
     """
     if axis.size == 1:
         return x
-    _count(axis, "all_to_all", x)
+    count(axis, "all_to_all", x)
     rows = sum(receive) if receive is not None else x.shape[0]
     result = x.new_empty(rows, *x.shape[1:])
     dist.all_to_all_single(result, x.contiguous(), receive, send, group=axis.group)
@@ -112,7 +168,7 @@ def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrite x with the one of the axis's rank `source`."""
     if axis.size > 1:
-        _count(axis, "broadcast", x)
+        count(axis, "broadcast", x)
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
@@ -171,5 +227,6 @@ reduce_from = _pair("reduce_from", all_reduce, _same)
 gather_seq = _pair("gather_seq", all_gather, reduce_scatter)
 scatter_seq = _pair("scatter_seq", reduce_scatter, all_gather)
 gather_from = _pair("gather_from", _gather_last, _own_last)
+scatter_to = _pair("scatter_to", _own_last, _gather_last)
 split_to = _pair("split_to", own_slice, all_gather)
 all_to_all = _pair("all_to_all", swap, swap)

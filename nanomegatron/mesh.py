@@ -25,7 +25,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,20 @@ class Axis:
     ranks: tuple[int, ...]
     group: Any = field(default=None, compare=False, repr=False)
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
+    overlap: bool = False  # matmuls and collectives over this axis work in pieces, side by side
+    scratch: dict = field(default_factory=dict, compare=False, repr=False)  # buffers shared with its peers
+    parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)
+
+    def neighbours(self, size: int) -> "Axis":
+        """The part of this axis of `size` ranks next to each other that this rank is in.
+
+        Raises ValueError for a size that `Mesh.build` has made no groups of.
+        """
+        if size == self.size:
+            return self
+        if size not in self.parts:
+            raise ValueError(f"{self.name}: no groups of {size} neighbours; see num_query_groups of Mesh.build")
+        return self.parts[size]
 
     @staticmethod
     def single(name: str = "single") -> "Axis":
@@ -101,21 +115,32 @@ class Mesh:
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
 
     @staticmethod
-    def build(parallel: ParallelConfig, world: World, device: torch.device) -> "Mesh":
+    def build(
+        parallel: ParallelConfig, world: World, device: torch.device, num_query_groups: int | None = None
+    ) -> "Mesh":
         """Connect to the other processes (if there are any) and make every group.
 
         Every rank calls this with the same `parallel`; a collective that waits longer than
-        `distributed_timeout_minutes` raises. Source of the grids: Megatron's RankGenerator.
+        `distributed_timeout_minutes` raises. With fewer key/value heads (`num_query_groups`; None: as many as
+        you like) than tp ranks, those that share one get a group of their own. Source of the grids: Megatron's
+        RankGenerator.
         """
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         if world.size > 1 and not dist.is_initialized():
             _connect(parallel.distributed_backend, world, device, timeout)
         traffic: Counter = Counter()
         groups: dict[tuple[int, ...], Any] = {}
+        made, tp = axis_groups(parallel, world.size), parallel.tensor_model_parallel_size
+        copies = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
+        sizes = [n for n in copies if 1 < n < tp and tp % n == 0]
+        for n in sizes:
+            made[f"tp{n}"] = [ranks[i : i + n] for ranks in made["tp"] for i in range(0, tp, n)]
         axes = {
             name: _axis(name, rank_groups, world.rank, groups, traffic, timeout)
-            for name, rank_groups in axis_groups(parallel, world.size).items()
+            for name, rank_groups in made.items()
         }
+        parts = {n: axes.pop(f"tp{n}") for n in sizes}
+        axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap, parts=parts)
         return Mesh(world.rank, device, traffic=traffic, **axes)
 
     @property
@@ -178,9 +203,18 @@ def _axis(
     """Make the communicators of one axis (all ranks, in the same order) and return this rank's own."""
     for ranks in rank_groups:
         if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = dist.new_group(ranks, timeout=timeout)  # torch does not inherit it
+            groups[ranks] = dist.new_group(ranks, timeout=timeout, pg_options=_options())  # not inherited
     mine = next((ranks for ranks in rank_groups if rank in ranks), (rank,))
     return Axis(name, len(mine), mine.index(rank), mine, groups.get(mine), traffic)
+
+
+def _options() -> Any:
+    """NCCL's settings for a group: to run before matmuls of another stream, which it is to hide behind."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
 
 
 def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:

@@ -10,18 +10,20 @@ all read `param.spec`:
 
 Fused tensors lay their parts one after the other, never interleaved. A part may be held by several ranks (a
 norm by all of the axis, a key/value head by some when there are fewer heads than ranks); the first of them is
-its owner, who saves it and counts it in a norm. Rows that only pad the local tensor belong to no part.
+its owner, who saves it and counts it in a norm. Where each of them uses it for its own share of the tokens or
+heads, each gets a summand of its gradient: `partial`. Rows that only pad the local tensor belong to no part.
 
-The gradient contract. `dp.py` gives a parameter `main_grad`, an fp32 view into a bucket, and `grad_ready`.
-Whoever writes a gradient says so: the linear function and the embedding add into `main_grad` and return None
-to autograd (`contribute`); every other gradient is moved from `.grad` by a hook. No hook may sit on a weight
-whose layer writes by itself (`spec.writes_grad`): torch runs it even when the gradient is None.
+The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_grad` is a view. Whoever writes
+a gradient asks for it and says so: the linear function and the embedding add into `main_grad(param)`, tell
+the bucket that the parameter is ready once a contribution, and return None to autograd (`contribute`); every
+other gradient is moved from `.grad` by a hook. No hook may sit on a weight whose layer writes by itself
+(`spec.writes_grad`): torch runs it even when the gradient is None.
 """
 
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -40,7 +42,13 @@ class Part:
     start: int = 0  # of this rank's slice along dim, clipped to the global tensor
     stop: int = 0
     local_start: int = 0  # where the part begins in the local tensor, along dim 0 if it is one of several
-    owner: bool = True  # this rank is the first on the axis that holds the slice
+    replicas: int = 1  # neighbouring ranks of the axis that hold the same slice
+    partial: Axis | None = None  # each of its ranks gets a summand of the gradient; `dp.py` sums them
+
+    @property
+    def owner(self) -> bool:
+        """This rank is the first that holds the slice."""
+        return self.axis.rank % self.replicas == 0
 
     @property
     def offset(self) -> tuple[int, ...]:
@@ -53,6 +61,14 @@ class Part:
             return local.narrow(0, self.local_start, self.shape[0])
         return local.narrow(self.dim, self.local_start, self.stop - self.start)
 
+    def span(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
+        """(begin, end) of the slice inside the flattened local tensor, where it lies in one piece."""
+        row = math.prod(local_shape[1:])
+        if self.dim in (None, 0):
+            rows = self.shape[0] if self.dim is None else self.stop - self.start
+            return self.local_start * row, (self.local_start + rows) * row
+        return 0, local_shape[0] * row
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The slice of a whole global tensor: a view."""
         return whole if self.dim is None else whole.narrow(self.dim, self.start, self.stop - self.start)
@@ -64,7 +80,8 @@ class ParamSpec:
 
     parts: tuple[Part, ...]
     local_shape: tuple[int, ...]
-    writes_grad: bool = False  # the layer adds to main_grad itself and calls grad_ready
+    writes_grad: bool = False  # the layer adds to main_grad itself and says so
+    uses: int = 1  # contributions to the gradient in a microbatch: 2 for tied embeddings
     decay: bool = True  # takes part in weight decay: everything but biases and norms
 
     @property
@@ -78,11 +95,18 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Init:
-    """How new parameters come to be, the same for a whole model."""
+    """How new parameters come to be: for a whole model, or with a name and deviation for one layer of it."""
 
     seed: int = 1234
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
+    name: str = ""
+    std: float = 0.02
+
+    def at(self, name: str, std: float | None = None) -> "Init":
+        """The same for a layer inside this one."""
+        path = f"{self.name}.{name}" if self.name else name
+        return replace(self, name=path, std=self.std if std is None else std)
 
 
 def shard(
@@ -92,25 +116,27 @@ def shard(
     axis: Axis,
     local_start: int = 0,
     local_size: int | None = None,
-    replicas: int = 1,
+    replicas: Axis | None = None,
 ) -> Part:
     """The part that this rank holds when `dim` is cut over the axis into slices of `local_size`.
 
-    Equal cuts without a size. `replicas` neighbouring ranks hold the same slice (key/value heads, when there
-    are fewer than ranks); slices that overrun the global tensor are clipped to it (padded vocabulary).
+    Equal cuts without a size. The neighbouring ranks `replicas` hold the same slice (key/value heads, when
+    there are fewer than ranks), each with a summand of its gradient. Slices that overrun the global tensor
+    are clipped to it (padded vocabulary).
     """
-    local_size = local_size or shape[dim] * replicas // axis.size
-    start = min(axis.rank // replicas * local_size, shape[dim])
+    copies = replicas.size if replicas else 1
+    local_size = local_size or shape[dim] * copies // axis.size
+    start = min(axis.rank // copies * local_size, shape[dim])
     stop = min(start + local_size, shape[dim])
-    return Part(name, shape, axis, dim, start, stop, local_start, owner=axis.rank % replicas == 0)
+    return Part(name, shape, axis, dim, start, stop, local_start, copies, replicas)
 
 
-def replica(name: str, shape: tuple[int, ...], axis: Axis) -> Part:
-    """The part of a tensor that every rank of the axis holds whole."""
-    return Part(name, shape, axis, owner=axis.rank == 0)
+def replica(name: str, shape: tuple[int, ...], axis: Axis, partial: bool = False) -> Part:
+    """The part of a tensor that every rank of the axis holds whole, with its gradient or a summand of it."""
+    return Part(name, shape, axis, replicas=axis.size, partial=axis if partial else None)
 
 
-def new_parameter(spec: ParamSpec, init: Init, std: float = 0.0, fill: float | None = None) -> nn.Parameter:
+def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.Parameter:
     """A parameter that is this rank's slice of the same global tensors under any layout.
 
     Each part is drawn whole in fp32 on `init.device` by a generator seeded with (seed, name), then cut and
@@ -121,25 +147,38 @@ def new_parameter(spec: ParamSpec, init: Init, std: float = 0.0, fill: float | N
         if fill is not None:
             part.view(local).fill_(fill)
         elif init.device.type != "meta":
-            part.view(local).copy_(part.of(draw(part.name, part.shape, init, std)))
+            part.view(local).copy_(part.of(draw(part.name, part.shape, init)))
     param = nn.Parameter(local)
     param.spec = spec
     return param
 
 
-def draw(name: str, shape: tuple[int, ...], init: Init, std: float) -> torch.Tensor:
-    """The whole global tensor `name`, fp32, normal with mean 0."""
+def draw(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
+    """The whole global tensor `name`, fp32, normal with mean 0 and deviation `init.std`."""
     digest = hashlib.sha256(f"{init.seed}:{name}".encode()).digest()
     generator = torch.Generator(init.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape, device=init.device).normal_(0.0, std, generator=generator)
+    return torch.empty(shape, device=init.device).normal_(0.0, init.std, generator=generator)
+
+
+def main_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Where gradients of the parameter are to be added now; None where no bucket wants them.
+
+    A bucket that gives its memory away between microbatches takes some anew.
+    """
+    bucket = getattr(param, "bucket", None)
+    if bucket is None:
+        return None
+    bucket.open()
+    return param.main_grad
 
 
 def contribute(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd."""
-    if getattr(param, "main_grad", None) is None:
+    target = main_grad(param)
+    if target is None:
         return grad()
-    param.main_grad.add_(grad())
-    param.grad_ready()
+    target.add_(grad())
+    param.bucket.ready(param)
     return None
 
 

@@ -52,10 +52,10 @@ SPECS = {
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_cut_gives_the_same_weights(kind, dtype):
-    init = Init(seed=7, dtype=dtype)
-    whole = {n: put_together([new_parameter(SPECS[kind](a), init, 0.5) for a in axes(n)]) for n in (1, 2, 4)}
+    init = Init(seed=7, dtype=dtype, std=0.5)
+    whole = {n: put_together([new_parameter(SPECS[kind](a), init) for a in axes(n)]) for n in (1, 2, 4)}
     for name, tensor in whole[1].items():
-        assert torch.equal(tensor, draw(name, tensor.shape, init, 0.5).to(dtype).float())
+        assert torch.equal(tensor, draw(name, tensor.shape, init).to(dtype).float())
         assert torch.equal(tensor, whole[2][name]) and torch.equal(tensor, whole[4][name])
 
 
@@ -75,21 +75,23 @@ def test_fused_parts_lie_one_after_the_other():
 
 def test_replicas_hold_the_same_slice():
     """Two heads of 3 rows on 4 ranks: ranks 0 and 1 hold the first, 2 and 3 the second."""
-    parts = [shard("k", (6, 2), 0, axis, replicas=2) for axis in axes(4)]
+    pairs = [Axis("kv", 2, rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1)) for rank in range(4)]
+    parts = [shard("k", (6, 2), 0, axis, replicas=pair) for axis, pair in zip(axes(4), pairs, strict=True)]
+    assert [part.partial for part in parts] == pairs
     assert [(p.start, p.stop, p.owner) for p in parts] == [
         (0, 3, True),
         (0, 3, False),
         (3, 6, True),
         (3, 6, False),
     ]
-    params = [new_parameter(ParamSpec((part,), (3, 2)), Init(), 1.0) for part in parts]
+    params = [new_parameter(ParamSpec((part,), (3, 2)), Init(std=1.0)) for part in parts]
     assert torch.equal(params[2], params[3]) and not torch.equal(params[0], params[2])
     put_together(params)
 
 
 def test_padding_rows_are_zero_and_belong_to_no_part():
     """9 rows padded to 16 on 4 ranks: 4, 4, 1 and no real rows."""
-    params = [new_parameter(SPECS["vocabulary"](axis), Init(), 1.0) for axis in axes(4)]
+    params = [new_parameter(SPECS["vocabulary"](axis), Init(std=1.0)) for axis in axes(4)]
     parts = [p.spec.parts[0] for p in params]
     assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 9), (9, 9)]
     assert [part.view(p).shape[0] for part, p in zip(parts, params, strict=True)] == [4, 4, 1, 0]
@@ -107,7 +109,7 @@ def test_view_is_a_view():
 def test_weights_depend_on_seed_and_name():
     def new(name, seed):
         return new_parameter(
-            ParamSpec((replica(name, (100, 100), Axis.single()),), (100, 100)), Init(seed), 0.02
+            ParamSpec((replica(name, (100, 100), Axis.single()),), (100, 100)), Init(seed, std=0.02)
         )
 
     torch.manual_seed(3)
@@ -123,7 +125,7 @@ def test_weights_depend_on_seed_and_name():
 
 def test_values_are_stable():
     """Old runs can be repeated: literal values of torch's CPU generator."""
-    found = draw("decoder.layers.0.mlp.linear_fc1.weight", (2, 2), Init(1234), 0.02).flatten().tolist()
+    found = draw("decoder.layers.0.mlp.linear_fc1.weight", (2, 2), Init(1234, std=0.02)).flatten().tolist()
     assert found == pytest.approx([-0.0015471466, -0.0208222941, -0.0155407339, -0.0139091648], abs=1e-8)
 
 
@@ -134,10 +136,31 @@ def test_fill_and_scaled_std():
 
 
 def test_contribution_goes_to_main_grad_or_to_autograd():
-    param = new_parameter(SPECS["rows"](Axis.single()), Init(dtype=torch.bfloat16), 1.0)
+    param = new_parameter(SPECS["rows"](Axis.single()), Init(dtype=torch.bfloat16, std=1.0))
     grad = torch.ones(8, 6, dtype=torch.bfloat16)
     assert contribute(param, lambda: grad) is grad
     calls = []
-    param.main_grad, param.grad_ready = torch.full((8, 6), 2.0), lambda: calls.append(1)
+
+    class Bucket:
+        def open(self):
+            calls.append("open")
+            param.main_grad = torch.full((8, 6), 2.0)
+
+        def ready(self, which):
+            calls.append(which)
+
+    param.bucket = Bucket()
     assert contribute(param, lambda: grad) is None
-    assert calls == [1] and (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
+    assert calls[0] == "open" and calls[1] is param and len(calls) == 2
+    assert (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_part_lies_in_one_piece(kind):
+    """`span` finds in the flattened local tensor what `view` shows."""
+    for axis in axes(4):
+        spec = SPECS[kind](axis)
+        local = torch.arange(torch.Size(spec.local_shape).numel()).view(spec.local_shape)
+        for part in spec.parts:
+            begin, end = part.span(spec.local_shape)
+            assert torch.equal(local.flatten()[begin:end], part.view(local).flatten())
