@@ -1,107 +1,190 @@
-"""Tensor parallelism: each layer's matrices cut over the ranks of one axis, the activations replicated.
+"""Tensor parallelism: each layer's matrices cut over the ranks of one axis.
 
-                x (same on every rank)                      an MLP or an attention block
-                |  copy_to            <- backward: sum the input gradients
-        W1 cut by rows of output      each rank makes its own features          ColumnParallelLinear
-                |
-        W2 cut by columns of input    each rank makes a summand                 RowParallelLinear
-                |  reduce_from        <- forward: sum the summands
-                y (same on every rank)
+                x  [s, b, h]                                x  [s/tp, b, h]   with sequence parallelism
+                |  copied                                   |  gather the sequence
+        W1 cut by rows of output      each rank makes its own features              ColumnParallelLinear
+                |                                           |
+        W2 cut by columns of input    each rank makes a summand                     RowParallelLinear
+                |  all-reduce                               |  reduce-scatter over the sequence
+                y  [s, b, h]                                y  [s/tp, b, h]
 
-One all-reduce forward and one backward for such a pair. The vocabulary is cut the same way: the embedding
-looks up its own rows and sums, the output layer makes its own columns of the logits, and the loss needs three
-numbers a token from each rank (maximum, sum of exponentials, the label's logit), never the logits themselves.
+One all-reduce forward and one backward for such a pair; or, with the residual stream, norms and dropout cut
+along the sequence, a gather and a reduce-scatter, which send the same bytes. The vocabulary is cut the same
+way: the embedding looks up its own rows and sums, the output layer makes its own columns of the logits
+(`tp_loss.py` goes on from there).
 
 A linear layer does three matmuls, and its backward writes the weight gradient where the contract of
-`param.py` wants it:
+`param.py` wants it. What is sent in the backward hides behind a matmul that does not wait for it:
 
-        forward  y = x W^T        input gradient  dx = dy W        weight gradient  main_grad += dy^T x
+    time ->            comm "copy"                               comm "gather"
+    matmuls            [ dx = dy W ][ main_grad += dy^T x ]      [ dx = dy W ][ main_grad += dy^T X ]
+    collectives                     [ all-reduce dx       ]      [ gather x  ][ reduce-scatter dx    ]
 
-(Megatron-LM, arXiv 1909.08053)
+In eval mode nothing is cut along the sequence: generating takes sequences of any length.
+(Megatron-LM, arXiv 1909.08053; sequence parallelism 2205.05198)
 """
 
 import torch
 from torch import nn
 
-from nanomegatron import ops
-from nanomegatron.comm import all_reduce, copy_to, reduce_from
+from nanomegatron.comm import (
+    Pending,
+    all_gather,
+    all_reduce_,
+    gather_from,
+    reduce_from,
+    reduce_scatter,
+    scatter_seq,
+    scatter_to,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
 from nanomegatron.mesh import Axis
-from nanomegatron.param import Init, ParamSpec, Part, contribute, new_parameter, replica, shard
+from nanomegatron.param import Init, ParamSpec, Part, contribute, main_grad, new_parameter, replica, shard
+from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x W^T for a local weight. x `[..., i]`, weight `[o, i]`, y `[..., o]`; nothing is communicated."""
+    """y = x W^T for a local weight `[o, i]`, with what its place in a column-row pair sends over the axis.
+
+    comm        x                 y                 forward                       backward
+    "copy"      [s, b, i]         [s, b, o/tp]      -                             all-reduce dx
+    "gather"    [s/tp, b, i]      [s, b, o/tp]      gather x                      gather x, reduce-scatter dx
+    "sum"       [s, b, i/tp]      [s, b, o]         all-reduce y                  -
+    "scatter"   [s, b, i/tp]      [s/tp, b, o]      reduce-scatter y              gather dy
+
+    The input is kept as it came; a gathered one is gathered again rather than kept.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # what hooks save comes back without its bucket
+        if axis.overlap and axis.size > 1 and comm in ("gather", "scatter"):
+            rows, w = x.flatten(0, -2), weight.t()
+            y = gather_matmul(rows, w, axis)[0] if comm == "gather" else matmul_scatter(rows, w, axis)
+            return y.view(-1, *x.shape[1:-1], weight.shape[0])
+        y = (all_gather(x, axis) if comm == "gather" else x) @ weight.t()
+        if comm == "scatter":
+            return reduce_scatter(y, axis)
+        return all_reduce_(y, axis) if comm == "sum" else y
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, accumulate_weight_grad(weight, x, grad)
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), weight, axis, comm = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.comm
+        if axis.overlap and axis.size > 1 and comm in ("gather", "scatter"):
+            return _overlapped_backward(x, weight, grad, axis, comm)
+        gathered = start_all_gather(x, axis) if comm == "gather" else Pending(x)
+        if comm == "scatter":
+            grad = all_gather(grad, axis)
+        dx = grad @ weight
+        x = gathered.wait()
+        sent = Pending(dx)
+        if comm == "copy":
+            sent = start_all_reduce_(dx, axis)
+        elif comm == "gather":
+            sent = start_reduce_scatter(dx, axis)
+        dw = accumulate_weight_grad(weight, x, grad)
+        return sent.wait(), dw, None, None
+
+
+def _overlapped_backward(
+    x: torch.Tensor, weight: nn.Parameter, grad: torch.Tensor, axis: Axis, comm: str
+) -> tuple[torch.Tensor | None, ...]:
+    """The backward with collectives in pieces (`tp_overlap.py`); the gather of x runs beside the matmuls."""
+    shape, rows, x = x.shape, grad.flatten(0, -2), x.flatten(0, -2)
+    if comm == "gather":
+        gathered = start_gather(x, axis)
+        dx = matmul_scatter(rows, weight, axis)
+        x = gathered.wait()
+    else:
+        dx, rows = gather_matmul(rows, weight, axis)
+    return dx.view(shape), accumulate_weight_grad(weight, x, rows), None, None
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
     """The weight gradient grad^T x, summed over all rows, into `main_grad`. x `[..., i]`, grad `[..., o]`
 
-    On a GPU the matmul adds into the fp32 buffer by itself; torch has no CPU kernel for that.
+    On a GPU the matmul adds into the buffer by itself; torch has no CPU kernel that adds bf16 into fp32.
     """
     x, grad = x.flatten(0, -2), grad.flatten(0, -2)
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or x.dtype == torch.float32 or not x.is_cuda:
+    if not add_product(main_grad(weight), grad, x):
         return contribute(weight, lambda: grad.t() @ x)
-    torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad)
-    weight.grad_ready()
+    weight.bucket.ready(weight)
     return None
+
+
+def add_product(target: torch.Tensor | None, grad: torch.Tensor, x: torch.Tensor) -> bool:
+    """target += grad^T x in one matmul, where the device has one for these types; else False."""
+    if target is None or not x.is_cuda:
+        return False
+    if target.dtype == x.dtype:
+        torch.addmm(target, grad.t(), x, out=target)
+    else:
+        torch.addmm(target, grad.t(), x, out_dtype=target.dtype, out=target)
+    return True
 
 
 class ColumnParallelLinear(nn.Module):
     """Linear layer whose output features are cut over tp. x `[s, b, i]` -> `[s, b, o/tp]`
 
-    `output_size` is a number, or the sizes of the parts of a fused layer by name ({"q": .., "k": .., "v":
-    ..}): each part is cut by itself, so a rank's output is its own [q; k; v]. Backward all-reduces the input
-    gradient over tp.
+    `output_size` is a number, or the sizes of the parts of a fused layer by name ({"q": 64, "k": 16, "v":
+    16}): each part is cut by itself, so a rank's output is its own [q; k; v]. A size that is a pair (16, 2)
+    is cut over groups of so many neighbouring ranks, which hold the same slice. With `sequence_parallel` x is
+    `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank. `skip_bias_add` gives
+    (y, bias) instead of their sum. Communicates over tp as `LinearFunction` says.
     """
 
     def __init__(
         self,
         input_size: int,
-        output_size: int | dict[str, int],
+        output_size: int | dict[str, int | tuple[int, int]],
         tp: Axis,
-        name: str = "linear",
-        init: Init = Init(),  # noqa: B008 (frozen)
-        std: float = 0.02,
+        init: Init = Init(name="linear"),  # noqa: B008 (frozen)
         bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         sizes = output_size if isinstance(output_size, dict) else {"": output_size}
-        for part, size in sizes.items():
-            if size % tp.size:
-                raise ValueError(f"{name}.{part}: {size} output features do not divide by tp {tp.size}")
-        self.weight = new_parameter(self._spec(name, "weight", sizes, (input_size,)), init, std)
-        self.bias = new_parameter(self._spec(name, "bias", sizes, ()), init, fill=0.0) if bias else None
+        self.sizes = {part: size if isinstance(size, tuple) else (size, 1) for part, size in sizes.items()}
+        if gather_output and len(sizes) > 1:
+            raise ValueError(f"{init.name}: gather_output would mix the parts {', '.join(sizes)}")
+        for part, (size, copies) in self.sizes.items():
+            if size * copies % tp.size or tp.size % copies:
+                raise ValueError(f"{init.name}.{part}: {size} output features do not divide by tp {tp.size}")
+        self.weight = new_parameter(self._spec("weight", (input_size,), init), init)
+        self.bias = new_parameter(self._spec("bias", (), init), init, fill=0.0) if bias else None
 
-    def _spec(self, name: str, kind: str, sizes: dict[str, int], rest: tuple[int, ...]) -> ParamSpec:
+    def _spec(self, kind: str, rest: tuple[int, ...], init: Init) -> ParamSpec:
         parts, rows = [], 0
-        for part, size in sizes.items():
-            full_name = ".".join(word for word in (name, part, kind) if word)
-            parts.append(shard(full_name, (size, *rest), 0, self.tp, local_start=rows))
-            rows += size // self.tp.size
+        for part, (size, copies) in self.sizes.items():
+            name = ".".join(word for word in (init.name, part, kind) if word)
+            holders = self.tp.neighbours(copies) if copies > 1 else None
+            parts.append(shard(name, (size, *rest), 0, self.tp, rows, replicas=holders))
+            rows += size * copies // self.tp.size
         is_weight = kind == "weight"
         return ParamSpec(tuple(parts), (rows, *rest), writes_grad=is_weight, decay=is_weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = LinearFunction.apply(copy_to(x, self.tp), self.weight)
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        cut = self.sequence_parallel and self.training
+        y = LinearFunction.apply(x, self.weight, self.tp, "gather" if cut else "copy")
+        if self.gather_output:
+            bias = None if self.bias is None else gather_from(self.bias, self.tp)
+            return _with_bias(gather_from(y, self.tp), bias, self.skip_bias_add)
+        return _with_bias(y, self.bias, self.skip_bias_add)
 
 
 class RowParallelLinear(nn.Module):
     """Linear layer whose input features are cut over tp. x `[s, b, i/tp]` -> `[s, b, o]`
 
-    Forward all-reduces the output over tp; the bias is replicated and added after that.
+    With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on
+    all ranks. The bias is replicated and added once the summands are together, or with `skip_bias_add` given
+    back as (y, bias). Communicates over tp as `LinearFunction` says.
     """
 
     def __init__(
@@ -109,24 +192,38 @@ class RowParallelLinear(nn.Module):
         input_size: int,
         output_size: int,
         tp: Axis,
-        name: str = "linear",
-        init: Init = Init(),  # noqa: B008 (frozen)
-        std: float = 0.02,
+        init: Init = Init(name="linear"),  # noqa: B008 (frozen)
         bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         if input_size % tp.size:
-            raise ValueError(f"{name}: {input_size} input features do not divide by tp {tp.size}")
-        part = shard(f"{name}.weight", (output_size, input_size), 1, tp)
+            raise ValueError(f"{init.name}: {input_size} input features do not divide by tp {tp.size}")
+        part = shard(f"{init.name}.weight", (output_size, input_size), 1, tp)
         spec = ParamSpec((part,), (output_size, input_size // tp.size), writes_grad=True)
-        self.weight = new_parameter(spec, init, std)
-        spec = ParamSpec((replica(f"{name}.bias", (output_size,), tp),), (output_size,), decay=False)
+        self.weight = new_parameter(spec, init)
+        part = replica(f"{init.name}.bias", (output_size,), tp, partial=sequence_parallel)
+        spec = ParamSpec((part,), (output_size,), decay=False)
         self.bias = new_parameter(spec, init, fill=0.0) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = reduce_from(LinearFunction.apply(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.tp)
+        cut = self.sequence_parallel and self.training
+        y = LinearFunction.apply(x, self.weight, self.tp, "scatter" if cut else "sum")
+        return _with_bias(y, self.bias, self.skip_bias_add)
+
+
+def _with_bias(
+    y: torch.Tensor, bias: torch.Tensor | None, apart: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    if apart:
+        return y, bias
+    return y if bias is None else y + bias
 
 
 def vocab_spec(name: str, vocab_size: int, padded_size: int, hidden_size: int, tp: Axis) -> ParamSpec:
@@ -141,26 +238,31 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
-        local = ids.t() - first
+        local = ids.t().contiguous() - first  # else the sequence would not be first in memory
         here = (local >= 0) & (local < table.shape[0])
         # Foreign ids are spread over the rows: their gradient is zero, and no row becomes a hot spot.
         local = torch.where(here, local, local.remainder(table.shape[0]))
-        ctx.save_for_backward(local, here, table)
+        ctx.save_for_backward(local, here)
+        ctx.table = table
         return table[local] * here[..., None]
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
-        local, here, table = ctx.saved_tensors
+        (local, here), table = ctx.saved_tensors, ctx.table
         rows, grad = local.flatten(), (grad * here[..., None]).flatten(0, 1)
-        if getattr(table, "main_grad", None) is None:
+        target = main_grad(table)
+        if target is None:
             return None, torch.zeros_like(table).index_put_((rows,), grad, accumulate=True), None
-        table.main_grad.index_put_((rows,), grad.to(table.main_grad.dtype), accumulate=True)
-        table.grad_ready()
+        target.index_put_((rows,), grad.to(target.dtype), accumulate=True)
+        table.bucket.ready(table)
         return None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose rows are cut over tp. ids `[b, s]` -> `[s, b, h]`, all-reduced over tp."""
+    """Embedding whose rows are cut over tp. ids `[b, s]` -> `[s, b, h]`, all-reduced over tp.
+
+    With `sequence_parallel` the result is this rank's `[s/tp, b, h]` of the sum.
+    """
 
     def __init__(
         self,
@@ -168,70 +270,25 @@ class VocabParallelEmbedding(nn.Module):
         padded_size: int,
         hidden_size: int,
         tp: Axis,
-        name: str = "embedding.word_embeddings",
-        init: Init = Init(),  # noqa: B008 (frozen)
-        std: float = 0.02,
+        init: Init = Init(name="embedding.word_embeddings"),  # noqa: B008 (frozen)
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tp = tp
-        spec = vocab_spec(f"{name}.weight", vocab_size, padded_size, hidden_size, tp)
-        self.weight = new_parameter(spec, init, std)
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        spec = vocab_spec(f"{init.name}.weight", vocab_size, padded_size, hidden_size, tp)
+        self.weight = new_parameter(spec, init)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        first = self.tp.rank * self.weight.shape[0]
-        return reduce_from(EmbeddingFunction.apply(ids, self.weight, first), self.tp)
+        x = EmbeddingFunction.apply(ids, self.weight, self.tp.rank * self.weight.shape[0])
+        cut = self.sequence_parallel and self.training
+        return scatter_seq(x, self.tp) if cut else reduce_from(x, self.tp)
 
 
-def vocab_parallel_logits(x: torch.Tensor, weight: torch.Tensor, tp: Axis) -> torch.Tensor:
+def vocab_parallel_logits(
+    x: torch.Tensor, weight: torch.Tensor, tp: Axis, sequence_parallel: bool = False
+) -> torch.Tensor:
     """This rank's columns of the logits. x `[s, b, h]`, weight `[V/tp, h]` -> `[s, b, V/tp]`
 
-    Backward all-reduces the gradient of x over tp.
+    With `sequence_parallel` x is `[s/tp, b, h]`. Communicates over tp as `LinearFunction` says.
     """
-    return LinearFunction.apply(copy_to(x, tp), weight)
-
-
-class CrossEntropyFunction(torch.autograd.Function):
-    """Loss of each token from logits that are cut over tp; see `vocab_parallel_cross_entropy`.
-
-    Works through the tokens in chunks, so that fp32 logits of the whole sequence never exist, and keeps the
-    logits and one log-sum-exp a token. Of the columns the first `real` are vocabulary, the others padding.
-    """
-
-    chunk = 2048  # tokens
-
-    @staticmethod
-    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, tp: Axis, real: int) -> torch.Tensor:
-        chunks = zip(*(x.split(CrossEntropyFunction.chunk) for x in (logits[:, :real], labels)), strict=True)
-        stats = [ops.cross_entropy_stats(*chunk) for chunk in chunks]
-        maximum, total, target = (torch.cat(column) for column in zip(*stats, strict=True))
-        highest = all_reduce(maximum, tp, "max")
-        total, target = all_reduce(torch.stack((total * (maximum - highest).exp(), target)), tp)
-        lse = total.log() + highest
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.real = real
-        return lse - target
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, labels, lse = ctx.saved_tensors
-        result = torch.zeros_like(logits) if ctx.real < logits.shape[-1] else torch.empty_like(logits)
-        columns = (result[:, : ctx.real], logits[:, : ctx.real], labels, lse, grad)
-        for out, *chunk in zip(*(x.split(CrossEntropyFunction.chunk) for x in columns), strict=True):
-            out.copy_(ops.cross_entropy_grad(*chunk))
-        return result, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, tp: Axis, vocab_size: int
-) -> torch.Tensor:
-    """-log softmax(logits)[label] of each token, fp32, the same on all ranks of tp.
-
-    logits: `[s, b, V/tp]`, labels: `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding and take no
-    part, so the loss does not depend on tp. Two all-reduces over tp: `s*b` maxima, then `2*s*b` sums.
-    """
-    b, s = labels.shape
-    width = logits.shape[-1]
-    first = tp.rank * width
-    real = min(max(vocab_size - first, 0), width)
-    loss = CrossEntropyFunction.apply(logits.flatten(0, 1), labels.t().flatten() - first, tp, real)
-    return loss.view(s, b).t()
+    return LinearFunction.apply(x, weight, tp, "gather" if sequence_parallel else "copy")

@@ -1,19 +1,18 @@
 """Tensor-parallel layers on 1, 2 and 4 ranks against dense torch with the same global weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron import tp as tp_module
-from nanomegatron.comm import all_gather
-from nanomegatron.dp import GradBuffer
+from nanomegatron.comm import all_gather, all_reduce, own_slice
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init, draw
 from nanomegatron.tp import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
     vocab_parallel_logits,
 )
 from tests.spmd import run_spmd
@@ -32,7 +31,7 @@ def fill(*modules):
     whole = {}
     for param in (p for module in modules for p in module.parameters()):
         for part in param.spec.parts:
-            whole[part.name] = draw(part.name, part.shape, INIT, 0.5).requires_grad_()
+            whole[part.name] = draw(part.name, part.shape, replace(INIT, std=0.5)).requires_grad_()
             part.view(param.data).copy_(part.of(whole[part.name].detach()))
     return whole
 
@@ -40,6 +39,7 @@ def fill(*modules):
 def same_grads(whole, *modules, tolerance=1e-5):
     """Every part's gradient is its slice of the dense one; padding rows have none."""
     for param in (p for module in modules for p in module.parameters()):
+        summed(param, param.grad)
         for part in param.spec.parts:
             torch.testing.assert_close(
                 part.view(param.grad), part.of(whole[part.name].grad), rtol=tolerance, atol=tolerance
@@ -52,32 +52,103 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def mlp(mesh):
-    fc1 = ColumnParallelLinear(6, 16, mesh.tp, "fc1", INIT)
-    fc2 = RowParallelLinear(16, 6, mesh.tp, "fc2", INIT)
+def summed(param, grad):
+    """A gradient, once the ranks that hold the same slice have put their summands together."""
+    for part in param.spec.parts:
+        if part.partial is not None:
+            part.view(grad).copy_(all_reduce(part.view(grad), part.partial))
+    return grad
+
+
+def mlp(mesh, how):
+    """As Megatron's users call it: cut along the sequence or not, pipelined, bias apart."""
+    cut, overlap = "sequence" in how, "overlap" in how
+    tp = replace(mesh.tp, overlap=overlap)
+    fc1 = ColumnParallelLinear(6, 16, tp, INIT.at("fc1"), sequence_parallel=cut)
+    fc2 = RowParallelLinear(16, 6, tp, INIT.at("fc2"), sequence_parallel=cut, skip_bias_add="apart" in how)
     whole = fill(fc1, fc2)
     assert fc1.weight.shape == (16 // mesh.tp.size, 6) and fc2.weight.shape == (6, 16 // mesh.tp.size)
-    x = torch.randn(5, 2, 6, requires_grad=True)
-    twin = x.detach().clone().requires_grad_()
+    twin = torch.randn(8, 2, 6).requires_grad_()
+    mine = (lambda x: own_slice(x, mesh.tp)) if cut else (lambda x: x)
+    x = mine(twin.detach()).clone().requires_grad_()
     y = fc2(F.gelu(fc1(x)))
+    if "apart" in how:
+        y, bias = y
+        assert bias is fc2.bias
+        y = y + bias
     inner = F.gelu(F.linear(twin, whole["fc1.weight"], whole["fc1.bias"]))
     expected = F.linear(inner, whole["fc2.weight"], whole["fc2.bias"])
+    close(y, mine(expected))
+    grad = torch.randn(8, 2, 6)
+    y.backward(mine(grad))
+    expected.backward(grad)
+    close(x.grad, mine(twin.grad))
+    same_grads(whole, fc1, fc2)
+    kinds = {kind for _, kind, what in mesh.traffic if what == "calls"}
+    assert mesh.tp.size == 1 or kinds == ({"all_gather", "reduce_scatter"} if cut else set()) | {"all_reduce"}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "how", ["plain", "bias apart", "sequence", "sequence, bias apart", "sequence, overlap"]
+)
+def test_mlp(how, size):
+    run_spmd(mlp, size, how, tp=size)
+
+
+def whole_in_and_out(mesh):
+    """gather_output and input_is_parallel=False: each layer alone is a dense one on every rank."""
+    column = ColumnParallelLinear(6, 16, mesh.tp, INIT.at("column"), gather_output=True)
+    row = RowParallelLinear(16, 6, mesh.tp, INIT.at("row"), input_is_parallel=False)
+    whole = fill(column, row)
+    twin = torch.randn(5, 2, 6).requires_grad_()
+    x = twin.detach().clone().requires_grad_()
+    inner = F.linear(twin, whole["column.weight"], whole["column.bias"])
+    expected = F.linear(torch.sin(inner), whole["row.weight"], whole["row.bias"])
+    y = column(x)
+    close(y, inner)
+    y = row(torch.sin(y))
     close(y, expected)
     grad = torch.randn(5, 2, 6)
     y.backward(grad)
     expected.backward(grad)
     close(x.grad, twin.grad)
-    same_grads(whole, fc1, fc2)
+    same_grads(whole, column, row)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_mlp(size):
-    on_ranks(mlp, size)
+def test_gather_output_and_whole_input(size):
+    on_ranks(whole_in_and_out, size)
+
+
+def test_fused_output_cannot_be_gathered():
+    with pytest.raises(ValueError, match="qkv: gather_output would mix the parts q, k"):
+        ColumnParallelLinear(6, {"q": 8, "k": 8}, Axis.single(), Init(name="qkv"), gather_output=True)
+
+
+def shared_heads(mesh):
+    """Two heads of 3 features on 4 ranks: neighbours hold the same one, and together its gradient."""
+    layer = ColumnParallelLinear(6, {"q": 12, "k": (6, 2)}, mesh.tp, INIT.at("qk"))
+    whole, rank = fill(layer), mesh.tp.rank
+    x = torch.randn(4, 2, 6)
+    q, k = layer(x).split([3, 3], -1)
+    dense_q, dense_k = (F.linear(x, whole[f"qk.{n}.weight"], whole[f"qk.{n}.bias"]) for n in "qk")
+    close(q, dense_q.chunk(4, -1)[rank])
+    close(k, dense_k.chunk(2, -1)[rank // 2])
+    (q * k).sum().backward()
+    (
+        dense_q.unflatten(-1, (4, 3)) * dense_k.unflatten(-1, (2, 1, 3)).expand(-1, -1, 2, 2, 3).flatten(2, 3)
+    ).sum().backward()
+    same_grads(whole, layer)
+
+
+def test_fewer_heads_than_ranks():
+    run_spmd(shared_heads, 4, tp=4)
 
 
 def fused_parts(mesh):
     """A rank's output is its own [q; k; v], each a slice of the dense projection."""
-    layer = ColumnParallelLinear(6, {"q": 16, "k": 8, "v": 4}, mesh.tp, "qkv", INIT)
+    layer = ColumnParallelLinear(6, {"q": 16, "k": 8, "v": 4}, mesh.tp, INIT.at("qkv"))
     whole, n, rank = fill(layer), mesh.tp.size, mesh.tp.rank
     x = torch.randn(3, 2, 6)
     parts = layer(x).split([16 // n, 8 // n, 4 // n], -1)
@@ -94,14 +165,14 @@ def test_fused_parts(size):
     on_ranks(fused_parts, size)
 
 
-def embedding_and_logits(mesh):
+def embedding_and_logits(mesh, cut):
     """Vocabulary 9 padded to 16, tied: rank 3 of 4 holds padding alone. Ids fall into every shard."""
-    layer = VocabParallelEmbedding(9, 16, 6, mesh.tp, init=INIT)
+    layer = VocabParallelEmbedding(9, 16, 6, mesh.tp, INIT.at("embedding.word_embeddings"), cut)
     (table,) = fill(layer).values()
     ids = torch.tensor([[0, 8, 3, 3], [5, 1, 8, 7]])
     x = layer(ids)
-    close(x, table[ids].transpose(0, 1))
-    logits = vocab_parallel_logits(x, layer.weight, mesh.tp)
+    close(x, own_slice(table[ids].transpose(0, 1), mesh.tp) if cut else table[ids].transpose(0, 1))
+    logits = vocab_parallel_logits(x, layer.weight, mesh.tp, cut)
     assert logits.shape == (4, 2, 16 // mesh.tp.size)
     dense = table[ids].transpose(0, 1) @ table.t()
     close(all_gather(logits.detach(), mesh.tp, dim=-1)[..., :9], dense)
@@ -113,59 +184,67 @@ def embedding_and_logits(mesh):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_embedding_and_tied_logits(size):
-    on_ranks(embedding_and_logits, size)
+@pytest.mark.parametrize("cut", [False, True])
+def test_embedding_and_tied_logits(cut, size):
+    run_spmd(embedding_and_logits, size, cut, tp=size)
 
 
-def cross_entropy(mesh, vocab, chunk):
-    """Padding columns hold large numbers, which must play no part; the chunks cut the 10 tokens unevenly."""
-    tp_module.CrossEntropyFunction.chunk = chunk
-    whole = 3 * torch.randn(5, 2, 16)
-    whole[..., vocab:] = 100.0
-    labels = torch.randint(vocab, (2, 5))
-    labels[0, :2] = torch.tensor([0, vocab - 1])
-    logits = whole.chunk(mesh.tp.size, -1)[mesh.tp.rank].clone().requires_grad_()
-    dense = whole[..., :vocab].double().requires_grad_()
-    loss = vocab_parallel_cross_entropy(logits, labels, mesh.tp, vocab)
-    expected = F.cross_entropy(dense.permute(1, 2, 0), labels, reduction="none")
-    assert loss.shape == (2, 5) and loss.dtype == torch.float32
-    close(loss.double(), expected)
-    weight = torch.rand(2, 5)
-    (loss * weight).sum().backward()
-    (expected * weight).sum().backward()
-    padded = F.pad(dense.grad, (0, 16 - vocab)).chunk(mesh.tp.size, -1)[mesh.tp.rank]
-    close(logits.grad.double(), padded)
+def eval_mode(mesh):
+    """Generating takes any length: in eval mode nothing is cut along the sequence."""
+    fc1 = ColumnParallelLinear(6, 16, mesh.tp, INIT.at("fc1"), sequence_parallel=True).eval()
+    fc2 = RowParallelLinear(16, 6, mesh.tp, INIT.at("fc2"), sequence_parallel=True).eval()
+    whole = fill(fc1, fc2)
+    x = torch.randn(3, 1, 6)
+    inner = F.linear(x, whole["fc1.weight"], whole["fc1.bias"])
+    close(fc2(fc1(x)), F.linear(inner, whole["fc2.weight"], whole["fc2.bias"]))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab, chunk", [(16, 2048), (13, 4), (9, 10)])
-def test_cross_entropy(size, vocab, chunk):
-    """All columns real; a padded last shard; with 4 ranks and 9 words a last shard of nothing but padding."""
-    run_spmd(cross_entropy, size, vocab, chunk, tp=size)
+def test_eval_mode_takes_whole_sequences():
+    on_ranks(eval_mode, 2)
+
+
+class Bucket:
+    """What layers see of a bucket: fp32 `main_grad`, and somebody to tell of each contribution."""
+
+    def __init__(self, *params):
+        self.told = []
+        for param in params:
+            param.bucket, param.main_grad = self, torch.zeros(param.shape)
+            if not param.spec.writes_grad:
+                param.register_post_accumulate_grad_hook(self.move)
+
+    def move(self, param):
+        param.main_grad += param.grad
+        param.grad = None
+
+    def open(self):
+        pass
+
+    def ready(self, param):
+        self.told.append(param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_main_grad_sums_microbatches(dtype):
     """main_grad after two microbatches is autograd's .grad of both, and autograd's own stays empty."""
-    init, axis = Init(dtype=dtype), Axis.single("tp")
+    init, axis = Init(dtype=dtype, std=0.5), Axis.single("tp")
 
     def make():
         return torch.nn.ModuleList(
             [
-                VocabParallelEmbedding(9, 12, 6, axis, init=init, std=0.5),
-                ColumnParallelLinear(6, 8, axis, "fc1", init, 0.5),
-                RowParallelLinear(8, 6, axis, "fc2", init, 0.5),
+                VocabParallelEmbedding(9, 12, 6, axis, init.at("embedding")),
+                ColumnParallelLinear(6, 8, axis, init.at("fc1")),
+                RowParallelLinear(8, 6, axis, init.at("fc2")),
             ]
         )
 
     model, twin = make(), make()
-    buffer = GradBuffer(model.parameters(), Axis.single("dp_cp"))
+    Bucket(*model.parameters())
     for _ in range(2):
         ids, weight = torch.randint(9, (2, 4)), torch.randn(4, 2, 6).to(dtype)
         for layers in model, twin:
             embedding, fc1, fc2 = layers
             (fc2(F.gelu(fc1(embedding(ids)))) * weight).sum().backward()
-    buffer.grad_sync()
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert p.grad is None and p.main_grad.dtype == torch.float32
@@ -174,19 +253,19 @@ def test_main_grad_sums_microbatches(dtype):
 
 def test_bf16_microbatches_add_up_in_fp32():
     """256 + 1 is 256 in bf16; the fp32 buffer keeps the 1."""
-    layer = ColumnParallelLinear(1, 1, Axis.single(), "fc", Init(dtype=torch.bfloat16), bias=False)
-    GradBuffer(layer.parameters(), Axis.single())
+    layer = ColumnParallelLinear(1, 1, Axis.single(), Init(dtype=torch.bfloat16), bias=False)
+    bucket = Bucket(layer.weight)
     for value in 256.0, 1.0:
         layer(torch.full((1, 1, 1), value, dtype=torch.bfloat16)).sum().backward()
-    assert layer.weight.main_grad.item() == 257.0
+    assert layer.weight.main_grad.item() == 257.0 and bucket.told == [layer.weight] * 2
 
 
 def test_sizes_that_do_not_divide_are_refused():
     axis = Axis("tp", 4, 0, (0, 1, 2, 3))
     with pytest.raises(ValueError, match="qkv.k: 6 output features do not divide by tp 4"):
-        ColumnParallelLinear(8, {"q": 8, "k": 6}, axis, "qkv")
+        ColumnParallelLinear(8, {"q": 8, "k": 6}, axis, Init(name="qkv"))
     with pytest.raises(ValueError, match="proj: 10 input features do not divide by tp 4"):
-        RowParallelLinear(10, 8, axis, "proj")
+        RowParallelLinear(10, 8, axis, Init(name="proj"))
 
 
 def test_weight_decay_is_for_matrices():

@@ -1,0 +1,202 @@
+"""Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
+
+`PeerMemory` is for activations, which tp ranks send as they are made; `PeerShards` further below for the flat
+gradients and parameters of data parallelism, which stay where they are.
+
+    rank 0                  rank 1                  call       n           n + 1       n + 2
+    [ half 0 | half 1 ]     [ half 0 | half 1 ]     half       0           1           0
+         ^                       |                  stream   --work--meet----work--meet----work--meet-->
+         +--- a copy engine -----+
+
+The copies run on a stream of their own and take no multiprocessor from the matmuls. NVLink multicast is not
+used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
+
+**Why one meeting a call is enough.** Every call works in one half only, the other one than the call before,
+and meets once. `begin` puts call n + 1 of a rank behind all that the rank did in call n, its copies
+included. So who has met in call n + 1 knows that nobody reads or writes a half in the name of call n any
+more, and call n + 2, which comes after that meeting, may write into that half, here and on the peers, before
+it meets. This asks of the ranks what every collective asks: the same calls in the same order, of the same
+sizes.
+"""
+
+import math
+import platform
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+from nanomegatron.comm import Pending, all_gather, count
+from nanomegatron.mesh import Axis
+
+
+class PeerMemory:
+    """Buffers of one kind of collective over an axis, as drawn above, and the stream of its copies.
+
+    `kind` is what `axis.traffic` calls it. A call is `begin`, work with `of`, `mark` and `copy`, one `meet`;
+    what is read after the meeting was written by everybody before it. Views and events are made once and used
+    again, for the host's sake (0.14 ms a call instead of 0.2). An event recorded anew stands for more work of
+    the same stream, never for less.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, kind: str) -> None:
+        self.axis, self.device, self.kind = axis, device, kind
+        self.half, self.size = 0, 0
+        self.memory: list[torch.Tensor] = []  # of each rank, [2, size] bytes
+        self.views: dict[tuple, list[torch.Tensor]] = {}
+
+    def begin(self, size: int, whole: torch.Tensor) -> None:
+        """Begin a call that needs `size` bytes on every rank; `whole` is the tensor that counts as sent."""
+        count(self.axis, self.kind, whole)
+        if size > self.size:
+            self.memory, self.size = self.allocate(size), size
+            self.views.clear()
+        self.join()
+        self.half ^= 1
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The beginning of this call's half as a tensor, on each rank."""
+        key = self.half, shape, dtype
+        if key not in self.views:
+            size = math.prod(shape) * dtype.itemsize
+            self.views[key] = [m[self.half, :size].view(dtype).view(shape) for m in self.memory]
+        return self.views[key]
+
+    def allocate(self, size: int) -> list[torch.Tensor]:
+        """New halves of `size` bytes; every rank takes part, and the device has finished all earlier calls.
+
+        The old ones are let go by the caller: none before all ranks have come here.
+        """
+        torch.cuda.synchronize(self.device)
+        self.stream = torch.cuda.Stream(self.device, priority=-1)
+        self.marks, self.done = ([torch.cuda.Event() for _ in range(self.axis.size)] for _ in range(2))
+        self.last = self.done[0]
+        own = symmetric.empty(2 * size, dtype=torch.uint8, device=self.device)
+        self.handle = symmetric.rendezvous(own, self.axis.group.group_name)
+        return [self.handle.get_buffer(rank, (2, size), torch.uint8) for rank in range(self.axis.size)]
+
+    def mark(self, k: int) -> torch.cuda.Event:
+        """What the current stream has been given so far, for `copy` to wait for. k: 0 ... axis.size - 1"""
+        self.marks[k].record()
+        return self.marks[k]
+
+    def copy(self, *copies: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]) -> list[torch.cuda.Event]:
+        """Begin out.copy_(source) for each (mark, out, source), in order; an event for the end of each."""
+        with torch.cuda.stream(self.stream):
+            for (mark, out, source), done in zip(copies, self.done):
+                mark.wait(self.stream)
+                out.copy_(source)
+                done.record(self.stream)
+        self.last = self.done[len(copies) - 1]
+        return self.done[: len(copies)]
+
+    def join(self) -> None:
+        """Hold up the current stream until all copies begun are done."""
+        self.last.wait()
+
+    def meet(self) -> None:
+        """Hold up the current stream until that of every rank has come here."""
+        self.handle.barrier(channel=0)
+
+
+class PeerShards:
+    """Flat tensors of which each rank owns a shard, summed and gathered by copy engines alone.
+
+    reduce-scatter    meet; of every peer's tensor pull my shard, a piece at a time; add the pieces to mine
+    all-gather        meet; pull every peer's shard from its tensor into mine
+
+    NCCL takes multiprocessors from the matmuls that it is to hide behind (docs/log.md); here all but the sums
+    are left to these. Everything runs in one stream in the order of the calls, so a meeting tells
+    that the peers have done what they were asked for before. `settle` makes sure that nobody pulls any more
+    from what is about to be written anew; a shard that is written between a reduce-scatter and the gather
+    after it is safe by that order.
+    """
+
+    PIECE = 2**24  # elements
+
+    def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
+        """size: bytes on each rank for all tensors together. All ranks of the axis take part."""
+        self.axis, self.device, self.size, self.used = axis, device, size, 0
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self.handle = symmetric.rendezvous(own, axis.group.group_name)
+        self.arenas = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(axis.size)]
+        self.tensors: dict[int, list[torch.Tensor]] = {}  # by address: the ranks' own
+        self.others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+        self.room: dict[torch.dtype, torch.Tensor] = {}
+        self.met, self.pulled = torch.cuda.Event(), False
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that all ranks make together; later ones lie behind it."""
+        begin, self.used = self.used, self.used + -(-size * dtype.itemsize // 256) * 256
+        views = [arena[begin : begin + size * dtype.itemsize].view(dtype) for arena in self.arenas]
+        self.tensors[views[self.axis.rank].data_ptr()] = views
+        return views[self.axis.rank].zero_()
+
+    def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
+        """Begin to reduce one of these tensors; the result is this rank's shard of it."""
+        count(self.axis, "reduce_scatter", whole)
+        ranks, mine = self.tensors[whole.data_ptr()], self._shard(whole, self.axis.rank)
+        if whole.dtype not in self.room:
+            self.room[whole.dtype] = whole.new_empty(len(self.others), self.PIECE)
+        with self._side_by_side():
+            for begin in range(0, len(mine), self.PIECE):
+                piece = mine[begin : begin + self.PIECE]
+                room = self.room[whole.dtype][:, : len(piece)]
+                for out, rank in zip(room, self.others):
+                    out.copy_(self._shard(ranks[rank], self.axis.rank)[begin : begin + self.PIECE])
+                piece.add_(room.sum(0))
+            if op == "avg":
+                mine.div_(self.axis.size)
+            self.pulled = True
+            return Pending(mine, self.stream.record_event())
+
+    def start_all_gather(self, whole: torch.Tensor) -> Pending:
+        """Begin to fetch the other ranks' shards of one of these tensors."""
+        count(self.axis, "all_gather", whole)
+        ranks = self.tensors[whole.data_ptr()]
+        with self._side_by_side():
+            for rank in self.others:
+                self._shard(whole, rank).copy_(self._shard(ranks[rank], rank))
+            return Pending(whole, self.stream.record_event())
+
+    def settle(self) -> None:
+        """Hold up the current stream until no peer pulls what it is to reduce any more."""
+        if self.pulled:
+            with self._side_by_side():
+                pass
+        self.met.wait()
+
+    def _shard(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        return whole.view(self.axis.size, -1)[rank]
+
+    @contextmanager
+    def _side_by_side(self) -> Iterator[None]:
+        """Work in the stream of the copies, behind what the current stream has been given, on all ranks."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self.handle.barrier(channel=0)
+            if self.pulled:
+                self.met.record()
+                self.pulled = False
+            yield
+
+
+def obstacle(axis: Axis, device: torch.device) -> str:
+    """Why the ranks of an axis cannot share memory, the same on each, or "". All ranks call it together."""
+    if device.type != "cuda":
+        return "no GPU"
+    # What the ranks tell each other here is no traffic of the model's.
+    quiet = replace(axis, traffic=Counter())
+    mine = torch.tensor([[zlib.crc32(platform.node().encode()), device.index]], device=device)
+    hosts, gpus = all_gather(mine, quiet).t().tolist()
+    if len(set(hosts)) > 1:
+        return f"{axis.name} spans {len(set(hosts))} machines"
+    if len(set(gpus)) < axis.size:
+        return "each process sees its own GPU only"
+    apart = [(a, b) for a in gpus for b in gpus if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    return f"GPU {apart[0][0]} cannot reach GPU {apart[0][1]}" if apart else ""

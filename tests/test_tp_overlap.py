@@ -1,0 +1,137 @@
+"""Pipelined gathers and reduce-scatters against whole ones: over collectives, and over memory in common.
+
+On the CPU ranks the memory that GPUs would share is a file that all of them map, and the copies are put off
+until somebody waits for them: what the real ones may do at worst.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+
+from nanomegatron.comm import all_gather, barrier, reduce_scatter
+from nanomegatron.comm_symmetric import PeerMemory
+from nanomegatron.mesh import Axis
+from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, overlap_path, start_gather
+from tests.spmd import run_spmd, spmd
+
+CPU = torch.device("cpu")
+
+
+class LateCopy:
+    """A copy that is made when it is waited for, after those begun before it."""
+
+    def __init__(self, memory, out, source):
+        self.memory, self.pair = memory, (out, source)
+
+    def wait(self):
+        while self in self.memory.late:
+            copy = self.memory.late.pop(0)
+            copy.pair[0].copy_(copy.pair[1])
+
+
+class FileMemory(PeerMemory):
+    """Files in place of GPU memory; the rest, the halves and who waits for what, is the real thing."""
+
+    def __init__(self, axis, kind, folder):
+        super().__init__(axis, CPU, kind)
+        self.folder, self.late = folder, []
+
+    def allocate(self, size):
+        names = [f"{self.folder}/{self.kind}-{size}-{rank}" for rank in self.axis.ranks]
+        torch.from_file(names[self.axis.rank], shared=True, size=2 * size, dtype=torch.uint8).fill_(255)
+        barrier(self.axis)
+        maps = [torch.from_file(name, shared=True, size=2 * size, dtype=torch.uint8) for name in names]
+        return [whole.view(2, size) for whole in maps]
+
+    def mark(self, k):
+        return None
+
+    def copy(self, *copies):
+        self.late += (late := [LateCopy(self, *pair) for _, *pair in copies])
+        return late
+
+    def join(self):
+        if self.late:
+            self.late[-1].wait()
+
+    def meet(self):
+        barrier(self.axis)
+
+
+def share_files(axis, folder):
+    kinds = ("all_gather", "reduce_scatter")
+    axis.scratch.update({kind: FileMemory(axis, kind, folder) for kind in kinds}, path="files")
+
+
+def draw(seed, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def agrees(axis, seed, n, i=24, o=16, dtype=torch.float32):
+    """All three on rows drawn from this seed, like the whole collectives, sending as much."""
+    exact = {torch.float32: dict(rtol=1e-6, atol=1e-5), torch.bfloat16: dict(rtol=2e-2, atol=0.1)}[dtype]
+    x, weight = draw(seed + axis.rank, n, i, dtype=dtype), draw(seed, o, i, dtype=dtype).t()
+    rows = draw(seed + 50 + axis.rank, n * axis.size, i, dtype=dtype)
+    axis.traffic.clear()
+    whole = all_gather(x, axis)
+    expected = whole @ weight, reduce_scatter(rows @ weight.contiguous(), axis)
+    sent = {key: size for key, size in axis.traffic.items() if key[2] == "bytes"}
+    axis.traffic.clear()
+    y, gathered = gather_matmul(x, weight, axis)
+    assert torch.equal(gathered, whole)
+    torch.testing.assert_close(y, expected[0], **exact)
+    torch.testing.assert_close(matmul_scatter(rows, weight, axis), expected[1], **exact)
+    assert {key: size for key, size in axis.traffic.items() if key[2] == "bytes"} == sent
+    assert torch.equal(start_gather(x.view(n, 2, -1), axis).wait(), whole.view(-1, 2, i // 2))
+    assert torch.equal(gathered, whole), "the caller's for good"
+
+
+def all_shapes(mesh, folder):
+    if folder:
+        share_files(mesh.tp, folder)
+    for seed, n in enumerate((4, 1, 5, 64, 4)):  # memory grows on the way
+        agrees(mesh.tp, 1000 * seed, n)
+    agrees(mesh.tp, 7000, 8, dtype=torch.bfloat16)
+    kind = "files" if folder else "asynchronous collectives (no GPU)"
+    assert overlap_path(mesh.tp, CPU) == kind
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("files", [False, True], ids=["collectives", "memory"])
+def test_pieces_make_the_whole(world, files, tmp_path):
+    run_spmd(all_shapes, world, str(tmp_path) if files else "", tp=world)
+
+
+@spmd(world=3, tp=3)
+def test_one_meeting_a_call_is_enough(mesh, tmp_path):
+    """Ranks that dawdle each at another place: nobody overwrites what another has still to read."""
+    axis, n, i = mesh.tp, 4, 8
+    share_files(axis, tmp_path)
+    dawdle, weight = random.Random(axis.rank), draw(0, i, i)
+    for turn in range(0, 600, 10):
+        time.sleep(dawdle.choice((0, 0, 0.003)))
+        xs = [draw(turn + rank, n, i) for rank in range(axis.size)]
+        parts = [draw(5000 + turn + rank, n * axis.size, i) for rank in range(axis.size)]
+        pending = start_gather(xs[axis.rank], axis)
+        total = matmul_scatter(parts[axis.rank], weight, axis)
+        later = [gather_matmul(k * xs[axis.rank], weight, axis)[1] for k in (2, 3) if turn % 20]
+        time.sleep(dawdle.choice((0, 0, 0.003)))
+        assert torch.equal(pending.wait(), torch.cat(xs))
+        assert all(torch.equal(found, k * torch.cat(xs)) for k, found in zip((2, 3), later))
+        own = slice(axis.rank * n, (axis.rank + 1) * n)
+        torch.testing.assert_close(total, sum(part @ weight for part in parts)[own], rtol=1e-5, atol=1e-5)
+
+
+@spmd(world=2, tp=2)
+def test_odd_rows_are_refused(mesh):
+    with pytest.raises(ValueError, match="5 rows do not divide by the 2 ranks of tp"):
+        matmul_scatter(torch.zeros(5, 2), torch.zeros(2, 2), mesh.tp)
+
+
+def test_alone_nothing_is_sent():
+    axis, x, weight = Axis.single(), draw(1, 3, 4), draw(2, 4, 5)
+    y, gathered = gather_matmul(x, weight, axis)
+    assert torch.equal(y, x @ weight) and gathered is x and start_gather(x, axis).wait() is x
+    assert torch.equal(matmul_scatter(x, weight, axis), x @ weight) and not axis.traffic
