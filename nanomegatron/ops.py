@@ -129,7 +129,7 @@ def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[tor
         return zeros - float("inf"), zeros, zeros
     logits32 = logits.float()
     maximum = logits32.amax(dim=-1)
-    total = (logits32 - maximum[:, None]).exp().sum(dim=-1)
+    total = (logits32 - maximum[:, None]).exp_().sum(dim=-1)
     here = (labels >= 0) & (labels < logits.shape[-1])
     target = logits32.gather(-1, labels.where(here, labels.new_zeros(()))[:, None])[:, 0]
     return maximum, total, target.where(here, target.new_zeros(()))
