@@ -176,10 +176,13 @@ def next_logits(model: GPTModel, columns: list[list[int]], cache: KVCache) -> to
 
     All-gathers them over tp.
     """
-    device = model.output_weight.device
+    device = model.output_layer.weight.device
     tokens = torch.tensor(columns, device=device)
     positions = torch.arange(cache.length, cache.length + tokens.shape[1], device=device)
+    training = model.training
+    model.eval()  # nothing is cut along the sequence, which may have any length
     logits = model(Tokens(tokens, positions), cache=cache)[-1]
+    model.train(training)
     return comm.all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron import ops
+from nanomegatron.comm import all_reduce
 from nanomegatron.config import TransformerConfig, padded_vocab_size
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
@@ -203,26 +205,50 @@ def test_initial_loss_is_that_of_guessing(config):
 def cut_over_tp(mesh, config):
     """Loss and the gradient of every part as on one process, dropout included."""
     inputs, labels = batch(dropout_seed=7)
+    inputs = replace(inputs, loss_weights=torch.full(labels.shape, 1 / labels.numel()))
     losses, grads = [], []
     for axis in Axis.single(), mesh.tp:
-        model = build(config, axis, scale=0.1)
+        model = build(config if axis is mesh.tp else replace(config, **PLAIN), axis, scale=0.1)
         losses.append(model(inputs, labels))
-        losses[-1].mean().backward()
-        grads.append(
-            {part.name: (part, part.view(p.grad)) for p in model.parameters() for part in p.spec.parts}
-        )
+        (losses[-1] * inputs.loss_weights).sum().backward()
+        parts = [(part, part.view(p.grad)) for p in model.parameters() for part in p.spec.parts]
+        for part, grad in parts:
+            grad.copy_(all_reduce(grad, part.partial or Axis.single()))
+        grads.append({part.name: (part, grad) for part, grad in parts})
     assert distance(losses[1], losses[0]) < 1e-6
-    plain, _ = batch()
-    assert distance(model(plain, labels), losses[0]) > 1e-3, "dropout took place"
+    with torch.no_grad():
+        assert distance(model(batch()[0], labels), losses[0]) > 1e-3, "dropout took place"
     assert grads[0].keys() == grads[1].keys()
     for name, (part, grad) in grads[1].items():
         assert distance(grad, part.of(grads[0][name][1])) < 1e-5, name
 
 
+PLAIN = dict(sequence_parallel=False, cross_entropy_loss_fusion=False, recompute_granularity=None)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+VARIANTS = {
+    "": {},
+    "sequence": dict(sequence_parallel=True),
+    "fused loss": dict(cross_entropy_loss_fusion=True),
+    "fused loss, sequence": dict(cross_entropy_loss_fusion=True, sequence_parallel=True),
+    "recompute": FULL,
+    "recompute, sequence": dict(sequence_parallel=True, **FULL),
+    "recompute, spread": dict(distribute_saved_activations=True, **FULL),
+}
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("config", [GPT2_TP, LLAMA_TP], ids=["gpt2", "llama"])
-def test_tensor_parallel_is_one_process(config, tp):
-    run_spmd(cut_over_tp, tp, config, tp=tp)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensor_parallel_is_one_process(variant, config, tp):
+    run_spmd(cut_over_tp, tp, replace(config, **VARIANTS[variant]), tp=tp)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("variant", ["", "sequence"])
+def test_ranks_that_share_a_head_are_one_process(variant, heads):
+    """Fewer key/value heads than ranks, with their norms and biases."""
+    config = replace(LLAMA_TP, num_query_groups=heads, **VARIANTS[variant])
+    run_spmd(cut_over_tp, 4, config, tp=4)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])

@@ -1,0 +1,126 @@
+"""Activations made again: the same gradients to the bit, and less that is kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.dp import Buckets
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model_recompute import made_again, recomputed, segments
+from nanomegatron.param import Init
+
+ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+BASE = TransformerConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    swiglu=True,
+    qk_layernorm=True,
+)
+SELECTIVE = ["core_attn", "mlp", "mlp_act", "layernorm"]
+WAYS = {
+    **{name: dict(recompute_granularity="selective", recompute_modules=(name,)) for name in SELECTIVE},
+    "all of them": dict(recompute_granularity="selective", recompute_modules=tuple(SELECTIVE)),
+    **{
+        f"{method} {n}": dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=n)
+        for method, n in (("uniform", 1), ("uniform", 3), ("block", 2), ("block", 9))
+    },
+}
+
+
+def train_once(config, dtype):
+    """Loss, all gradients, and the bytes that autograd keeps between forward and backward."""
+    model = GPTModel(config, vocab_size=61, max_sequence_length=16, init=Init(seed=3, dtype=dtype, std=0.1))
+    buckets = Buckets(model, ParallelConfig(), ALONE)
+    data = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
+    inputs = Tokens(data[:, :-1], torch.arange(16), torch.arange(2), dropout_seed=7)
+    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def count(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        loss = model(inputs, data[:, 1:])
+    loss.mean().backward()
+    buckets.grad_sync()
+    return loss, {name: p.main_grad for name, p in model.named_parameters()}, sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_equal_to_the_bit(way, kind, dtype):
+    plain = replace(BASE, normalization=kind)
+    expected, grads, _ = train_once(plain, dtype)
+    loss, found, _ = train_once(replace(plain, **WAYS[way]), dtype)
+    assert torch.equal(loss, expected)
+    for name, grad in grads.items():
+        assert torch.equal(found[name], grad), name
+
+
+def test_full_keeps_the_inputs_of_layers_alone():
+    """What autograd keeps in all, by number of layers: four inputs for uniform 1, two for uniform 2."""
+    h, tokens = 32 * 4, 32
+    sizes = {}
+    for n in 1, 2, 4:
+        more = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=n)
+        sizes[n] = train_once(replace(BASE, hidden_dropout=0.0, **more), torch.float32)[2]
+    assert sizes[1] - sizes[2] == 2 * h * tokens and sizes[2] - sizes[4] == h * tokens
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_outputs_made_again_are_not_kept(kept):
+    """What the matmul alone keeps is gone before the backward, which calls for it once."""
+    weight, x = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    calls = []
+
+    def first(x):
+        calls.append(1)
+        return torch.sin(x)
+
+    y, again = first(x), x.detach()
+    memory = StorageWeakRef(y.untyped_storage())
+    if kept:
+        z = y @ weight.t()
+    else:
+        with made_again(y, lambda: first(again)):
+            z = y @ weight.t()
+    del y
+    assert memory.expired() != kept and len(calls) == 1
+    z.sum().backward()
+    assert len(calls) == (1 if kept else 2)
+    assert torch.equal(weight.grad, torch.autograd.grad((torch.sin(x) @ weight.t()).sum(), weight)[0])
+
+
+def test_recomputed_inputs():
+    """Inputs that want no gradient are fine, and without autograd nothing is kept."""
+    x, mask = torch.randn(4, requires_grad=True), torch.rand(4)
+    y = recomputed(lambda a, b: (a * b).exp(), x, mask)
+    y.sum().backward()
+    assert torch.equal(x.grad, (mask * (x * mask).exp()).detach()) and mask.grad is None
+    with torch.no_grad():
+        assert not recomputed(lambda a: a * 2, x).requires_grad
+
+
+@pytest.mark.parametrize(
+    "way, expected",
+    [
+        ({}, [(range(4), False)]),
+        (WAYS["core_attn"], [(range(4), False)]),
+        (WAYS["uniform 3"], [(range(3), True), (range(3, 4), True)]),
+        (WAYS["block 2"], [(range(1), True), (range(1, 2), True), (range(2, 4), False)]),
+        (WAYS["block 9"], [(range(i, i + 1), True) for i in range(4)] + [(range(4, 4), False)]),
+    ],
+)
+def test_segments(way, expected):
+    assert segments(replace(BASE, **way), 4) == expected
