@@ -31,14 +31,15 @@ from nanomegatron.config_cli import ConfigError, Parsed, from_toml, help_text, p
 from nanomegatron.config_hf import is_hf_folder
 from nanomegatron.data import build_datasets, choose_tokenizer
 from nanomegatron.data_loader import Batch, BatchLoader
-from nanomegatron.dp import GradBuffer
+from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics import bits_per_byte
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.metrics_plot import plot_loss
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.optim import Optimizer, step_values
+from nanomegatron.optim import Optimizer
+from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init
 from nanomegatron.run import (
     Run,
@@ -141,7 +142,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         device = pick_device(config.run.device, world)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        mesh = Mesh.build(config.parallel, world, device)
+        mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         log = RunLog(run_folder(config), config, mesh.rank, mesh.label)
     except ValueError as error:
         if world.rank == 0:
@@ -192,11 +193,11 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
         tp=mesh.tp,
         init=init,
     )
-    grads = GradBuffer(model.parameters(), mesh.dp_cp)
+    grads = Buckets(model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
     eod, dp = tokenizer.eod, mesh.dp
     loaders = tuple(d and BatchLoader(d, data, eod, dp, mesh.device) for d in datasets)
     values = step_values(config, before)
-    optimizer = Optimizer(model.parameters(), config.optimizer, config.precision, values, mesh.model)
+    optimizer = Optimizer(grads, config.optimizer, config.precision, values)
     timers = Timers(config.run.timing_log_level, config.run.timing_log_option, mesh.device)
     run = Run(
         config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer, padded, before, timers
@@ -246,18 +247,21 @@ def step_batches(run: Run, loader: BatchLoader, first_sample: int, batch_size: i
         yield loader.get(first_sample + sample)
 
 
-def loss_sum(run: Run, batch: Batch, dropout_seed: int | None = None) -> torch.Tensor:
-    """Sum of the loss over the batch's unmasked tokens, 0-d fp32."""
+def losses(
+    run: Run, batch: Batch, weights: torch.Tensor | None = None, dropout_seed: int | None = None
+) -> torch.Tensor:
+    """Loss of each token of the batch, `[b, s]` fp32; weights: what they will be multiplied by."""
     documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-    tokens = Tokens(batch.tokens, batch.positions, batch.sample_ids, dropout_seed, *documents)
-    return (run.model(tokens, batch.labels) * batch.loss_mask).sum()
+    tokens = Tokens(batch.tokens, batch.positions, batch.sample_ids, dropout_seed, *documents, weights)
+    return run.model(tokens, batch.labels)
 
 
 def train_step(run: Run) -> StepReport:
     """One iteration: gradient of the mean loss over the unmasked tokens of the global batch, and the update.
 
     Communicates the token count and the gradients over dp_cp, the loss and the wish to stop over world, the
-    gradient norm over tp x pp, and what the model does. The host waits for nothing.
+    gradient norm over tp x pp, or over world where optimizer states are cut over dp_cp, the parameters then,
+    and what the model does. The host waits for nothing.
     """
     mesh, config, timers = run.mesh, run.config.run, run.timers
     clock = Clock(mesh.device)
@@ -267,15 +271,16 @@ def train_step(run: Run) -> StepReport:
         size = run.batch_size(run.iteration + 1)
         batches = list(step_batches(run, run.loaders[0], run.consumed_samples, size))
     tokens = comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), mesh.dp_cp).clamp(min=1)
-    run.grads.zero()
-    total = torch.zeros((), device=mesh.device)
+    run.grads.zero(len(batches))
+    total, scale = torch.zeros((), device=mesh.device), run.optimizer.scaler.scale * run.grads.grad_scale
     with timers("forward-backward"):
         for batch in batches:
+            weights = batch.loss_mask * (scale / tokens)
             with timers("forward-compute", level=2):
-                loss = loss_sum(run, batch, dropout_seed=config.seed) / tokens
+                loss = losses(run, batch, weights, config.seed)
             with timers("backward-compute", level=2):
-                (loss * run.optimizer.scaler.scale).backward()
-            total += loss.detach()
+                (loss * weights).sum().backward()
+            total += (loss.detach() * batch.loss_mask).sum() / tokens
     with timers("all-grads-sync"):
         run.grads.grad_sync()
     mine = total if mesh.model.rank == 0 else torch.zeros_like(total)  # the same on all of tp: it counts once
@@ -300,7 +305,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
     batch_size = config.data.global_batch_size
     for i in range(config.run.eval_iters):
         for batch in step_batches(run, loader, i * batch_size, batch_size):
-            total += torch.stack((loss_sum(run, batch), batch.loss_mask.sum()))
+            total += torch.stack(((losses(run, batch) * batch.loss_mask).sum(), batch.loss_mask.sum()))
     loss, tokens = comm.all_reduce_(total, run.mesh.dp_cp).tolist()
     loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)

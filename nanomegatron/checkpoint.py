@@ -18,10 +18,11 @@ error on all, and nobody waits for a rank that has given up. All ranks must see 
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from nanomegatron.checkpoint_files import (
     write_text,
 )
 from nanomegatron.comm import all_gather, all_reduce
+from nanomegatron.dp import Slice
 from nanomegatron.mesh import Axis, Mesh
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -67,19 +69,55 @@ class Loaded:
 
 
 def training_pieces(
-    params: Sequence[torch.nn.Parameter], states: dict[str, list[torch.Tensor]], dp_cp: Axis
+    params: Iterable[torch.nn.Parameter], states: dict[str, list[tuple[Slice, torch.Tensor]]], dp_cp: Axis
 ) -> list[Piece]:
-    """The parameters, and the optimizer's tensors: `states[kind][i]` has the local shape of params[i].
+    """The parameters, and the optimizer's tensors: by kind, flat ranges of the parameters' parts.
 
-    Every data- and context-parallel rank holds all of them; the first is the owner.
+    Every data- and context-parallel rank holds all parameters; the first is the owner. A range of a part
+    becomes the rectangles that it consists of.
     """
-    first = dp_cp.rank == 0
-    return [
-        Piece(f"{kind}/{part.name}", part.shape, part.offset, part.view(local.detach()), part.owner and first)
-        for kind, tensors in {"model": params, **states}.items()
-        for param, local in zip(params, tensors, strict=True)
+    pieces = [
+        Piece(
+            f"model/{part.name}",
+            part.shape,
+            part.offset,
+            part.view(param.detach()),
+            part.owner and not dp_cp.rank,
+        )
+        for param in params
         for part in param.spec.parts
     ]
+    for kind, ranges in states.items():
+        for piece, flat in ranges:
+            part, at = piece.part, piece.at
+            for corner, shape in rectangles(part.view(piece.param).shape, at, at + len(flat)):
+                offset = tuple(a + b for a, b in zip(part.offset, corner, strict=True))
+                data, flat = flat[: math.prod(shape)].view(shape), flat[math.prod(shape) :]
+                pieces.append(Piece(f"{kind}/{part.name}", part.shape, offset, data, piece.saver))
+    return pieces
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple, tuple]]:
+    """(offset, shape) of the rectangles, in order, that elements begin to end of a flattened tensor make up.
+
+    . . . .
+    . . a a    the rest of a row, or of what a row is in more dimensions
+    b b b b    whole rows
+    c . . .    the beginning of one
+    """
+    row = math.prod(shape[1:])
+    zeros = (0,) * (len(shape) - 1)
+    while begin < end:
+        first, inside = divmod(begin, row)
+        if inside == 0 and end - begin >= row:
+            rows = (end - begin) // row
+            yield (first, *zeros), (rows, *shape[1:])
+            begin += rows * row
+            continue
+        stop = min(end, (first + 1) * row)
+        for offset, size in rectangles(shape[1:], inside, stop - first * row):
+            yield (first, *offset), (1, *size)
+        begin = stop
 
 
 # Saving.

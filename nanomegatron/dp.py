@@ -1,65 +1,359 @@
 """Data parallelism: every replica sees other samples, their gradients are summed before the update.
 
-    one flat fp32 buffer     [ output weight | layer n ... | layer 1 | embedding ]     reverse order of use
-    param.main_grad          a view into it, where the layers add their gradients over all microbatches
-    grad_sync                one all-reduce of the buffer over dp x cp, after the last microbatch
+    parameters in reverse order of use, laid into flat buckets
+
+    bucket 0   [ output weight | layer n | . ]      full first in the backward: reduced first
+    bucket 1   [ layer n-1 | ... | layer 1 | . ]
+    bucket 2   [ embedding | . ]                    read first in the forward: updated and gathered first
+
+A bucket has one flat tensor of parameters and one of gradients; every `param.data` and `param.main_grad` is a
+view. Each of d ranks is given a shard of every bucket, which it alone updates (ZeRO, arXiv 1910.02054):
+
+    strategy       shard   gradients                                      bytes a parameter in bf16
+    no_shard       all     all-reduced                                    2 + 4 + 12
+    optim          1/d     reduce-scattered after the last microbatch     2 + 4 + 12/d
+    optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
+
+`optim_grads` takes memory for a bucket's gradients when the first of them is written, adds what the reduction
+gives to the shard's fp32 sum, and gives the memory back. Both all-gather the parameters after the update.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
-mean and nothing is averaged here. Dense gradients are summed over dp x cp: stated once, here.
-(PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
+mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
+all its contributions (`spec.uses` a microbatch). (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
 """
 
 import functools
-from collections.abc import Iterable
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from nanomegatron.comm import all_reduce_
-from nanomegatron.mesh import Axis
+from nanomegatron.comm import Pending, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
+from nanomegatron.comm_symmetric import PeerShards, obstacle
+from nanomegatron.config import ParallelConfig
+from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.param import Part, main_grad
+
+PARAM_ALIGN, SHARD_ALIGN = (
+    64,
+    128,
+)  # elements: where a parameter begins, what a shard's length is a multiple of
+IN_FLIGHT = 2  # reductions of `optim_grads` under way, each with a bucket's gradients
 
 
-def flat_views(params: Iterable[nn.Parameter], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A zeroed flat buffer as large as all params together, and a view of it in the shape of each."""
-    params = list(params)
-    flat = torch.zeros(sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
-    pieces = flat.split([p.numel() for p in params])
-    return flat, [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
+def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
+    """Whose ranks each have a summand of a parameter's gradient: of dense ones all of dp x cp."""
+    return mesh.dp_cp
 
 
-class GradBuffer:
-    """The gradients of a model in one flat fp32 buffer; gives each parameter `main_grad` and `grad_ready`."""
+@dataclass(frozen=True)
+class Slice:
+    """What a rank's shard of a bucket holds of one part of a parameter: a range of its flattened elements."""
 
-    def __init__(self, params: Iterable[nn.Parameter], dp_cp: Axis) -> None:
-        self.params = list(params)[::-1]
-        self.dp_cp = dp_cp
-        self.flat, views = flat_views(self.params, torch.float32)
-        self.ready: set[int] = set()
-        for param, view in zip(self.params, views, strict=True):
-            param.main_grad = view
-            param.grad_ready = functools.partial(self.ready.add, id(param))
+    param: nn.Parameter
+    part: Part
+    at: int  # where the range begins in the flattened local slice of the part
+    start: int  # and where it is in the shard
+    stop: int
+    saver: bool  # of the ranks that hold this range, the one that saves it
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """The range, flat: a view."""
+        return shard[self.start : self.stop]
+
+
+class Bucket:
+    """Some parameters and their gradients, flat; every parameter knows its own as `param.bucket`.
+
+    axis: the ranks that sum gradients; shards: those that share the update, an axis of one for no sharding.
+    `full(bucket, last)` is called when all parameters have a further microbatch's gradient, `last` after that
+    of the last one. With `pooled`, gradients have memory between `open` and `close` only.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        axis: Axis,
+        shards: Axis,
+        grad_dtype: torch.dtype,
+        pooled: bool,
+        full: Callable[["Bucket", bool], None],
+        peers: PeerShards | None = None,
+    ) -> None:
+        self.params, self.axis, self.shards = params, axis, shards
+        self.grad_dtype, self.full, self.pooled, self.peers = grad_dtype, full, pooled, peers
+        self.begins, size = lay_out(params, SHARD_ALIGN * axis.size)
+        self.device = params[0].device
+        self.data = self._zeros(size, params[0].dtype, shared=True)
+        for param, view in zip(params, self._views(self.data), strict=True):
+            view.copy_(param.detach())
+            param.data, param.bucket = view, self
             if not param.spec.writes_grad:
                 param.register_post_accumulate_grad_hook(_move_grad)
+        length = size // shards.size
+        self.shard = slice(shards.rank * length, (shards.rank + 1) * length)
+        self.param_shard, self.slices = self.data[self.shard], list(self._slices())
+        self.uses = sum(param.spec.uses for param in params)
+        self.grads: torch.Tensor | None = None
+        self.gather: Pending | None = None
+        if pooled:
+            self.close()
+            self.grad_shard = torch.zeros(length, device=self.device)
+        else:
+            self.open()
+            self.grad_shard = self.grads[self.shard]
+        self.expect(1)
 
-    def zero(self) -> None:
-        """Forget all gradients: before the first microbatch of an iteration."""
-        self.flat.zero_()
-        self.ready.clear()
+    def _zeros(self, size: int, dtype: torch.dtype, shared: bool) -> torch.Tensor:
+        if self.peers is not None and shared:
+            return self.peers.zeros(size, dtype)
+        return torch.zeros(size, dtype=dtype, device=self.device)
 
-    def grad_sync(self) -> None:
-        """Sum the gradients over dp x cp (one all-reduce, 4 bytes a parameter).
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[b : b + p.numel()].view(p.shape) for b, p in zip(self.begins, self.params, strict=True)]
 
-        Raises RuntimeError where a parameter got no gradient at all: a layer that is not used, or one that
-        did not say `grad_ready`.
-        """
-        missing = [param.spec.name for param in self.params if id(param) not in self.ready]
-        if missing:
-            raise RuntimeError(f"no gradient for {', '.join(missing)}")
-        all_reduce_(self.flat, self.dp_cp)
+    def _slices(self) -> Iterator[Slice]:
+        saver = self.shards.size > 1 or self.axis.rank == 0
+        for first, param in zip(self.begins, self.params, strict=True):
+            for part in param.spec.parts:
+                begin, end = (first + n for n in part.span(param.spec.local_shape))
+                start, stop = max(begin, self.shard.start), min(end, self.shard.stop)
+                if start < stop:
+                    place = (start - begin, start - self.shard.start, stop - self.shard.start)
+                    yield Slice(param, part, *place, part.owner and saver)
+
+    def open(self) -> None:
+        """Let there be zeroed gradients to add to, if there are none."""
+        if self.grads is None:
+            self.grads = self._zeros(len(self.data), self.grad_dtype, shared=not self.pooled)
+            for param, view in zip(self.params, self._views(self.grads), strict=True):
+                param.main_grad = view
+
+    def close(self) -> None:
+        """Let go of the gradients."""
+        self.grads = None
+        for param in self.params:
+            param.main_grad = None
+
+    def expect(self, microbatches: int) -> None:
+        """Begin to count contributions anew."""
+        self.counts, self.seen, self.microbatches = Counter(), 0, microbatches
+
+    def ready(self, param: nn.Parameter) -> None:
+        """A contribution to the gradient of `param` has been added. Raises RuntimeError for one too many."""
+        self.counts[param] += 1
+        if self.counts[param] > self.microbatches * param.spec.uses:
+            raise RuntimeError(
+                f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
+                f"microbatches has {param.spec.uses}; tell zero() how many microbatches follow"
+            )
+        self.seen += 1
+        if self.seen % self.uses == 0:
+            self.full(self, self.seen == self.microbatches * self.uses)
+
+    def missing(self) -> list[str]:
+        """Parameters that have not had all their contributions."""
+        return [p.spec.name for p in self.params if self.counts[p] < self.microbatches * p.spec.uses]
+
+    def reduce(self, op: str) -> Pending:
+        """Begin to sum the gradients over the axis; the result holds this rank's shard."""
+        if self.shards.size < self.axis.size:
+            return start_all_reduce_(self.grads, self.axis, op)
+        if self.peers is not None and not self.pooled:
+            return self.peers.start_reduce_scatter(self.grads, op)
+        return start_reduce_scatter(self.grads, self.axis, self.grads[self.shard], op)
+
+    def start_gather(self) -> None:
+        """Begin to fetch the parameters that other ranks have updated."""
+        if self.peers is not None:
+            self.gather = self.peers.start_all_gather(self.data)
+        else:
+            self.gather = start_all_gather(self.param_shard, self.shards, self.data)
+
+    def wait_params(self) -> None:
+        """Make sure that the parameters are there."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
 
 
 def _move_grad(param: nn.Parameter) -> None:
     """Add what autograd left in `.grad` to `main_grad`: for norms, biases and position embeddings."""
-    param.main_grad.add_(param.grad)
+    main_grad(param).add_(param.grad)
     param.grad = None
-    param.grad_ready()
+    param.bucket.ready(param)
+
+
+def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
+    """Where each parameter begins in a flat tensor, and the tensor's length, a multiple of `multiple`."""
+    begins, end = [], 0
+    for param in params:
+        begins.append(math.ceil(end / PARAM_ALIGN) * PARAM_ALIGN)
+        end = begins[-1] + param.numel()
+    return begins, math.ceil(end / multiple) * multiple
+
+
+def split(params: Iterable[nn.Parameter], size: float) -> Iterator[list[nn.Parameter]]:
+    """The parameters in lists of at least `size` elements, the last perhaps of fewer.
+
+    Tied embeddings, which are full at the very end, hold up nobody else.
+    """
+    current: list[nn.Parameter] = []
+    for param in params:
+        alone = param.spec.uses > 1 and size < math.inf
+        if alone and current:
+            yield current
+            current = []
+        current.append(param)
+        if alone or sum(p.numel() for p in current) >= size:
+            yield current
+            current = []
+    if current:
+        yield current
+
+
+def bucket_size(parallel: ParallelConfig, ranks: int) -> float:
+    """Elements of a bucket; without a wish large enough to keep a network busy, or everything in one."""
+    many = parallel.overlap_grad_reduce or parallel.overlap_param_gather or parallel.sharding == "optim_grads"
+    return parallel.ddp_bucket_size or (max(40_000_000, 1_000_000 * ranks) if many else math.inf)
+
+
+class Buckets:
+    """All gradients of a model in buckets, summed over the replicas; and the parameters, gathered from them.
+
+    buckets.zero(microbatches=8)   forward and backward, 8 times   buckets.grad_sync()   optimizer.step(loss)
+
+    Re-points the parameters into flat tensors, so nothing else may hold views of them. `grad_scale` is to be
+    multiplied into the loss. The order of `all` is that in which gradients become ready.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: ParallelConfig,
+        mesh: Mesh,
+        grad_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
+        self.overlap_reduce, self.overlap_gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
+        self.pooled = self.strategy == "optim_grads"
+        sharded = self.strategy != "no_shard"
+        self.norm_axis = mesh.world if sharded else mesh.model  # over which shards make up the whole model
+        self.op = "avg" if parallel.ddp_average_in_collective else "sum"
+        self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
+        self.flying: deque[tuple[Bucket, Pending]] = deque()
+        self.all: list[Bucket] = []
+        self.peers: list[PeerShards] = []
+        groups: dict[tuple, list[nn.Parameter]] = {}
+        for param in reversed(self.params):
+            groups.setdefault((reduction_axis(param, mesh), param.dtype), []).append(param)
+        for (axis, _), params in groups.items():
+            shards = axis if sharded else Axis.single()
+            members = list(split(params, bucket_size(parallel, axis.size)))
+            peers = self._peers(members, shards)
+            self.all += [Bucket(m, axis, shards, grad_dtype, self.pooled, self._full, peers) for m in members]
+        self.partial: dict[Axis, list[torch.Tensor]] = {}
+        for bucket, piece in self.slices():
+            if piece.part.partial is not None:
+                self.partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
+        for module in model.modules() if self.overlap_gather else ():
+            needed = dict.fromkeys(p.bucket for p in module.parameters(recurse=False) if p.requires_grad)
+            if needed:
+                module.register_forward_pre_hook(functools.partial(_wait, tuple(needed)))
+
+    def _peers(self, members: list[list[nn.Parameter]], shards: Axis) -> PeerShards | None:
+        """Memory that copy engines can move shards in, where that is asked to hide and the GPUs allow it."""
+        device = self.params[0].device
+        if shards.size == 1 or not (self.overlap_reduce or self.overlap_gather) or obstacle(shards, device):
+            return None
+        size = 0
+        for params in members:
+            elements = lay_out(params, SHARD_ALIGN * shards.size)[1]
+            size += elements * (params[0].dtype.itemsize + self.grad_dtype.itemsize * (not self.pooled))
+        self.peers.append(PeerShards(shards, device, size))
+        return self.peers[-1]
+
+    def slices(self) -> Iterator[tuple[Bucket, Slice]]:
+        """What this rank's shards hold, in the order of the forward."""
+        for bucket in reversed(self.all):
+            for piece in reversed(bucket.slices):
+                yield bucket, piece
+
+    def zero(self, microbatches: int = 1) -> None:
+        """Forget all gradients: before the first of `microbatches` of an iteration."""
+        self._land()
+        for peers in self.peers:
+            peers.settle()
+        for bucket in self.all:
+            bucket.grad_shard.zero_() if self.pooled else bucket.grads.zero_()
+            bucket.expect(microbatches)
+
+    def _full(self, bucket: Bucket, last: bool) -> None:
+        if self.pooled or (last and self.overlap_reduce):
+            self.flying.append((bucket, bucket.reduce(self.op)))
+        if self.pooled:
+            bucket.close()
+            self._land(IN_FLIGHT if self.overlap_reduce else 0)
+
+    def _land(self, left: int = 0) -> None:
+        """Take in the results of reductions, the oldest first, until `left` are under way."""
+        while len(self.flying) > left:
+            bucket, pending = self.flying.popleft()
+            summed = pending.wait()
+            if self.pooled:
+                bucket.grad_shard.add_(summed)
+
+    def grad_sync(self) -> None:
+        """Finish the sums over dp x cp of what has not been summed yet; then those of partial gradients.
+
+        Afterwards each bucket's `grad_shard` is final. Communicates, a rank, the gradients once (a
+        microbatch, with optim_grads) over dp x cp, and the shard's norms and the like in one piece over tp.
+        Raises RuntimeError where gradients are missing: of a layer that is not used, or one that did not say
+        that they are ready. And where parameters were used that may not have been there: those of a module
+        whose own forward has not run.
+        """
+        if missing := [name for bucket in self.all for name in bucket.missing()]:
+            raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
+        if early := [p.spec.name for bucket in self.all if bucket.gather for p in bucket.params]:
+            raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")
+        if not (self.overlap_reduce or self.pooled):
+            self.flying.extend([(bucket, bucket.reduce(self.op)) for bucket in self.all])
+        self._land()
+        for axis, pieces in self.partial.items():
+            summed = all_reduce_(torch.cat(pieces), axis)
+            torch._foreach_copy_(pieces, list(summed.split([len(piece) for piece in pieces])))
+
+    def wait_params(self) -> None:
+        """Make sure that all parameters are there: for whoever reads them without a forward."""
+        for bucket in self.all:
+            bucket.wait_params()
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory that peers read and write, which torch's allocator does not count."""
+        return sum(peers.size for peers in self.peers)
+
+    def describe(self) -> str:
+        """What is cut, summed and gathered how, in a line; "" where nothing is out of the ordinary."""
+        what = {"optim": "optimizer states", "optim_grads": "optimizer states and gradients"}
+        said = []
+        if self.strategy in what:
+            said.append(f"{what[self.strategy]} cut over {self.all[0].shards.size} ranks")
+        if len(self.all) > 1:
+            largest = max(len(bucket.data) for bucket in self.all)
+            said.append(f"{len(self.all)} buckets of up to {largest:,} elements")
+        if self.grad_dtype != torch.float32:
+            said.append(f"gradients in {str(self.grad_dtype).removeprefix('torch.')}")
+        said += ["gradients reduced during the backward"] * self.overlap_reduce
+        said += ["parameters gathered during the forward"] * self.overlap_gather
+        said += ["by GPU copy engines"] * bool(self.peers)
+        return ", ".join(said + ["averaged by the collective"] * (self.op == "avg"))
+
+
+def _wait(buckets: tuple[Bucket, ...], *_: object) -> None:
+    for bucket in buckets:
+        bucket.wait_params()

@@ -23,7 +23,7 @@ import torch
 from nanomegatron import comm, ops
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import stages
-from nanomegatron.dp import GradBuffer
+from nanomegatron.dp import Buckets
 from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
@@ -32,6 +32,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan import describe, memory
 from nanomegatron.run_timers import Clock, Timers
+from nanomegatron.tp_overlap import overlap_path
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Run:
     datasets: tuple  # training, validation, test; None where there is none
     loaders: tuple
     model: GPTModel
-    grads: GradBuffer
+    grads: Buckets
     optimizer: Optimizer
     padded_vocab_size: int
     samples_before: list[int]  # consumed before each iteration, and after the last
@@ -113,6 +114,10 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         f"{math.log(vocab_size):.2f} for equal odds"
     )
     say(f"memory  {describe(memory(config, vocab_size))}")
+    if sharding := run.grads.describe():
+        say(f"dp      {sharding}")
+    if mesh.tp.overlap and mesh.tp.size > 1:
+        say(f"tp      matmuls in pieces, sent by {overlap_path(mesh.tp, mesh.device)}")
     core = run.model.layers[0].self_attention.backend
     if core == "fused" and (any(w is not None for w in model.windows) or config.data.reset_attention_mask):
         core += ", flash for windows and documents"
@@ -209,7 +214,7 @@ def report(run: Run, step: StepReport | None) -> None:
             **rates(run, batch, milliseconds / 1e3),
             "skipped": int(not finite),
             "skipped_samples": run.skipped_samples,
-            "peak_mem_gib": peak_memory(run.mesh.device) / 2**30,
+            "peak_mem_gib": (peak_memory(run.mesh.device) + run.grads.shared_bytes) / 2**30,
         }
     )
     run.timers.add(step.timed)

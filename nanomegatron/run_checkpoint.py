@@ -23,6 +23,7 @@ def circumstances(run: Run) -> dict:
     mesh = run.mesh
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     sizes = {axis.name: axis.size for axis in (mesh.tp, mesh.pp, mesh.cp, mesh.dp)}
+    sizes["sharding"] = run.config.parallel.sharding
     return {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads(), **sizes}
 
 
@@ -39,6 +40,7 @@ def save_checkpoint(run: Run) -> None:
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
         "circumstances": circumstances(run),
     }
+    run.grads.wait_params()
     states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
     pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp)
     save(run.config.checkpoint.save, run.iteration, pieces, state, to_toml(run.config), run.mesh)
@@ -87,8 +89,9 @@ def load_checkpoint(run: Run) -> None:
     if not states:
         run.optimizer.reset_main()
     run.log.line(f"resumed {root}, step {loaded.iteration}" + (" (weights alone)" if finetune else ""))
-    before, now = loaded.state["circumstances"], circumstances(run)
-    changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
+    now = circumstances(run)
+    before = now | loaded.state["circumstances"]  # one that is not known has not changed
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
     if changed and not finetune:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)

@@ -20,13 +20,17 @@ from nanomegatron.checkpoint import (
     SaveError,
     latest,
     load,
+    rectangles,
     save,
     training_pieces,
 )
+from nanomegatron.checkpoint_files import DTYPES, read_manifest
 from nanomegatron.config import ParallelConfig
+from nanomegatron.dp import Slice
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.mesh_launch import launch
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard
+from tests import toy
 from tests.checkpoints import (
     ALONE,
     SHAPES,
@@ -90,18 +94,90 @@ def test_training_pieces_name_every_part():
         shard("qkv.v", (4, 3), 0, tp, 6),
     )
     params = [
-        new_parameter(ParamSpec(parts, (8, 3)), Init(), std=1.0),
+        new_parameter(ParamSpec(parts, (8, 3)), Init(std=1.0)),
         new_parameter(ParamSpec((replica("norm", (3,), tp),), (3,)), Init(), fill=1.0),
     ]
-    states = {"exp_avg": [torch.zeros(8, 3), torch.zeros(3)]}
+    flat = torch.arange(27.0)
+    ranges = [(params[0], part, *part.span((8, 3))) for part in parts]
+    ranges.append((params[1], params[1].spec.parts[0], 24, 27))
+    slices = [Slice(param, part, 0, start, stop, part.owner) for param, part, start, stop in ranges]
+    states = {"exp_avg": [(piece, piece.of(flat)) for piece in slices]}
     pieces = training_pieces(params, states, Axis.single())
     assert [piece.key for piece in pieces[:4]] == ["model/qkv.q", "model/qkv.k", "model/qkv.v", "model/norm"]
     assert [piece.key for piece in pieces[4:]] == [p.key.replace("model/", "exp_avg/") for p in pieces[:4]]
     assert [piece.owner for piece in pieces[:4]] == [True, True, True, False]
-    assert pieces[1].offset == (2, 0) and pieces[1].shape == (4, 3)
+    for i in (1, 5):
+        assert pieces[i].offset == (2, 0) and pieces[i].shape == (4, 3) and pieces[i].data.shape == (2, 3)
+    assert pieces[5].data.tolist() == [[12, 13, 14], [15, 16, 17]]
+    assert [piece.owner for piece in pieces[4:]] == [True, True, True, False]
     pieces[1].data.fill_(7)  # a view of the parameter
     assert params[0][4:6].eq(7).all() and not params[0][[3, 6]].eq(7).any()
-    assert not any(piece.owner for piece in training_pieces(params, states, Axis("dp_cp", 2, 1, (0, 1))))
+    assert not any(piece.owner for piece in training_pieces(params, {}, Axis("dp_cp", 2, 1, (0, 1))))
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 4, 5), (2, 3, 1, 4), (1, 6), (6, 1)])
+def test_every_flat_range_is_rectangles(shape):
+    """In order, none empty, of the very elements, and as few as there can be: 2 a dimension and 1."""
+    size = math.prod(shape)
+    for begin, end in itertools.combinations(range(size + 1), 2):
+        found, boxes = [], list(rectangles(shape, begin, end))
+        for offset, box in boxes:
+            window = tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))
+            found += torch.arange(size).view(shape)[window].flatten().tolist()
+            assert math.prod(box)
+        assert found == list(range(begin, end)) and len(boxes) <= 2 * len(shape) - 1
+    assert list(rectangles(shape, 0, size)) == [((0,) * len(shape), shape)]
+
+
+LAYOUTS = [(1, "no_shard"), (2, "optim"), (2, "no_shard"), (3, "optim_grads"), (4, "optim")]
+
+
+def trained(mesh: Mesh, strategy: str, root: Path, target: str, steps: int, dtype: str) -> list[float]:
+    """Take up the newest checkpoint in root if there is one, make some steps, save; the norms."""
+    flags = {
+        "data_parallel_sharding_strategy": strategy,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 400,
+    }
+    model, buckets, optimizer = toy.built(mesh, flags, getattr(torch, dtype))
+    loaded = load(root, training_pieces(buckets.params, optimizer.states(), mesh.dp_cp), mesh)
+    if loaded:
+        optimizer.load_scalars(loaded.state)
+    norms = [toy.train_step(model, buckets, optimizer, mesh).item() for _ in range(steps)]
+    buckets.wait_params()
+    pieces = training_pieces(buckets.params, optimizer.states(), mesh.dp_cp)
+    save(root.parent / target, 1 + steps, pieces, optimizer.scalars(), "", mesh)
+    return norms
+
+
+def tensors(root: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds, whole."""
+    manifest = read_manifest(next(root.glob("iter_*")))
+    types = {name: dtype for dtype, name in DTYPES.items()}
+    found = {key: torch.empty(t.shape, dtype=types[t.dtype]) for key, t in manifest.tensors.items()}
+    load(root, [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in found.items()], ALONE)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_sharding_loads_any_other(tmp_path, dtype):
+    """States to the bit, and the step that follows is the one that the first run makes."""
+    first = run_spmd(trained, 2, "optim", tmp_path / "none", "saved", 3, dtype)[0]
+    (expected,) = set(run_spmd(trained, 2, "optim", tmp_path / "saved", "further", 1, dtype)[0])
+    assert first != [expected]
+    saved, further = tensors(tmp_path / "saved"), tensors(tmp_path / "further")
+    kinds = {"model", "exp_avg", "exp_avg_sq"} | ({"main"} if dtype == "bfloat16" else set())
+    assert {key.split("/")[0] for key in saved} == kinds
+    for i, (world, strategy) in enumerate(LAYOUTS):
+        run_spmd(trained, world, strategy, tmp_path / "saved", f"same{i}", 0, dtype)
+        same = tensors(tmp_path / f"same{i}")
+        assert all(torch.equal(same[key], x) for key, x in saved.items()) and len(same) == len(saved)
+        norms = run_spmd(trained, world, strategy, tmp_path / "saved", f"next{i}", 1, dtype)
+        bound = 1e-6 if dtype == "float32" else 2e-3
+        assert all(norm == pytest.approx([expected], rel=bound) for norm in norms), (world, strategy)
+        after = tensors(tmp_path / f"next{i}")
+        for key, x in further.items() if dtype == "float32" else ():
+            assert (after[key] - x).norm() <= 2e-6 * x.norm(), key
 
 
 # What does not fit is told at once.

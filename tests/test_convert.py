@@ -15,8 +15,10 @@ from nanomegatron.checkpoint_files import Piece
 from nanomegatron.config import DataConfig
 from nanomegatron.config_cli import build, from_toml, parse, to_toml
 from nanomegatron.config_hf import is_hf_folder, read_folder
+from nanomegatron.dp import Buckets
 from nanomegatron.generate import generate, load_model
 from nanomegatron.model import GPTModel
+from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
 from nanomegatron.tokenizer import build_tokenizer
 from tests.checkpoints import ALONE
@@ -131,11 +133,11 @@ def trained_here(root: Path, dtype=torch.float32, **shape) -> GPTModel:
     config = replace(config, data=DataConfig(tokenizer_type="ByteTokenizer"))
     init = Init(seed=3, dtype=dtype)
     model = GPTModel(config.model, vocab_size=VOCAB, max_sequence_length=64, init=init)
-    params = list(model.parameters())
-    states = {"exp_avg": [torch.ones_like(p) for p in params]}
+    buckets = Buckets(model, config.parallel, ALONE)
+    states = Optimizer(buckets, config.optimizer, config.precision, [[0.0]] * 3).states()
     tokenizer = build_tokenizer("ByteTokenizer")
     state = {"iteration": 7, "tokenizer": tokenizer.spec, "tokenizer_fingerprint": tokenizer.fingerprint}
-    save(root, 7, training_pieces(params, states, ALONE.dp_cp), state, to_toml(config), ALONE)
+    save(root, 7, training_pieces(buckets.params, states, ALONE.dp_cp), state, to_toml(config), ALONE)
     return model
 
 

@@ -1,6 +1,7 @@
 """Schedules, loss scaling, clipping and AdamW against Megatron's and torch's own."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomegatron.config import OptimizerConfig, PrecisionConfig, TransformerConfig
-from nanomegatron.dp import GradBuffer
+from nanomegatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.optim import LossScaler, Optimizer, Schedule
+from nanomegatron.optim import Optimizer
+from nanomegatron.optim_schedule import LossScaler, Schedule
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from tests.checkpoints import ALONE
 from tests.spmd import run_spmd
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -139,14 +142,20 @@ RATES = [0.05 / (n + 1) for n in range(20)]
 GOOD = torch.tensor(1.0)
 
 
-def make(dtype=torch.float32, config=CONFIG, precision=None):
+def make(dtype=torch.float32, config=CONFIG, precision=None, grad_dtype=torch.float32):
     """Two matrices and two vectors, the vectors without weight decay, and an optimizer over them."""
     params = []
     for name, shape in {"a": (4, 6), "b": (6,), "c": (5, 4), "d": (3,)}.items():
         part = replica(name, shape, Axis.single())
         params.append(new_parameter(ParamSpec((part,), shape, decay=len(shape) > 1), Init(dtype=dtype), 1.0))
-    GradBuffer(params, Axis.single())
-    return params, Optimizer(params, config, precision or PrecisionConfig(), [RATES] * 3, Axis.single())
+    buckets = Buckets(nn.ParameterList(params), ParallelConfig(), ALONE, grad_dtype)
+    return params, Optimizer(buckets, config, precision or PrecisionConfig(), [RATES] * 3)
+
+
+def of_params(params, optimizer, kind):
+    """A kind of state, in the shape of each parameter."""
+    found = {id(piece.param): flat for piece, flat in optimizer.states()[kind]}
+    return [found[id(p)].view(p.shape) for p in params]
 
 
 def put(params, grads, scale=1.0):
@@ -203,7 +212,7 @@ def test_clipping_off():
     grads = random_grads(params, 10.0)
     put(params, grads)
     assert optimizer.step(GOOD).grad_norm > 10
-    for m, grad in zip(optimizer.exp_avg, grads, strict=True):
+    for m, grad in zip(of_params(params, optimizer, "exp_avg"), grads, strict=True):
         torch.testing.assert_close(m, 0.1 * grad)
 
 
@@ -219,15 +228,36 @@ def test_low_precision_follows_fp32_main_parameters(dtype):
         put(params, grads)
         optimizer.step(GOOD)
         torch_step(twins, adamw, grads, 1e-4)
-    torch.testing.assert_close(optimizer.main, [t.detach() for t in twins], rtol=1e-5, atol=1e-6)
-    for p, main, old in zip(params, optimizer.main, before, strict=True):
+    mains = of_params(params, optimizer, "main")
+    torch.testing.assert_close(mains, [t.detach() for t in twins], rtol=1e-5, atol=1e-6)
+    for p, main, old in zip(params, mains, before, strict=True):
         assert torch.equal(p, main.to(dtype)) and p.dtype == dtype and main.dtype == torch.float32
         assert (main != old.float()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bf16_states_are_rounded_after_steps_in_fp32(dtype):
+    """To the bit those of an fp32 optimizer whose moments and gradients are rounded by hand."""
+    low = replace(CONFIG, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    (params, optimizer), (twins, twin) = make(dtype, low, grad_dtype=torch.bfloat16), make(dtype)
+    for _ in range(5):
+        grads = random_grads(params)
+        put(params, grads)
+        put(twins, [grad.bfloat16() for grad in grads])
+        assert optimizer.step(GOOD).grad_norm == twin.step(GOOD).grad_norm
+        for shard in twin.shards:
+            shard.exp_avg.copy_(shard.exp_avg.bfloat16())
+            shard.exp_avg_sq.copy_(shard.exp_avg_sq.bfloat16())
+        assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    for kind in "exp_avg", "exp_avg_sq":
+        ours, theirs = of_params(params, optimizer, kind), of_params(twins, twin, kind)
+        assert all(m.dtype == torch.bfloat16 for m in ours)
+        assert all(torch.equal(m.float(), n) for m, n in zip(ours, theirs, strict=True))
+
+
 def state(params, optimizer):
-    tensors = [*params, *itertools.chain(*optimizer.states().values()), optimizer.good_steps]
-    return [t.detach().clone() for t in tensors]
+    states = [flat for ranges in optimizer.states().values() for _, flat in ranges]
+    return [t.detach().clone() for t in (*params, *states, optimizer.good_steps)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -303,7 +333,8 @@ def test_main_parameters_can_be_taken_from_loaded_weights():
     with torch.no_grad():
         params[0].fill_(3.0)
     optimizer.reset_main()
-    assert (optimizer.main[0] == 3).all() and list(optimizer.states()) == ["main", "exp_avg", "exp_avg_sq"]
+    assert (of_params(params, optimizer, "main")[0] == 3).all()
+    assert list(optimizer.states()) == ["main", "exp_avg", "exp_avg_sq"]
 
 
 # Several ranks
@@ -318,15 +349,13 @@ LLAMA = TransformerConfig(
 )
 
 
-def train(axis, model_axis, dtype=torch.float32):
+def train(mesh, dtype=torch.float32):
     """Norms of three steps and the final weights of the shards."""
     model = GPTModel(
-        LLAMA, vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=axis, init=Init(dtype=dtype)
+        LLAMA, vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=mesh.tp, init=Init(dtype=dtype)
     )
-    grads = GradBuffer(model.parameters(), Axis.single())
-    optimizer = Optimizer(
-        model.parameters(), OptimizerConfig(), PrecisionConfig(), [[1e-2] * 3] * 3, model_axis
-    )
+    grads = Buckets(model, ParallelConfig(), mesh)
+    optimizer = Optimizer(grads, OptimizerConfig(), PrecisionConfig(), [[1e-2] * 3] * 3)
     data, norms = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(2)), []
     for _ in range(3):
         grads.zero()
@@ -338,7 +367,7 @@ def train(axis, model_axis, dtype=torch.float32):
 
 
 def train_on_tp(mesh):
-    norms, names, model = train(mesh.tp, mesh.model)
+    norms, names, model = train(mesh)
     table = model.embedding.word_embeddings.weight
     assert (table[29 - 16 * mesh.tp.rank :] == 0).all() or mesh.tp.rank == 0, "padding stays zero"
     return norms, names
@@ -346,7 +375,7 @@ def train_on_tp(mesh):
 
 def test_norm_over_tp_counts_every_part_once():
     """Tied embedding, padded vocabulary and replicated norms: the norm of one process, step by step."""
-    norms, names, _ = train(Axis.single(), Axis.single())
+    norms, names, _ = train(ALONE)
     (first, owned), (second, others) = run_spmd(train_on_tp, 2, tp=2)
     assert first == second == pytest.approx(norms, rel=1e-5)
     assert sorted(owned) == sorted(names)
@@ -362,9 +391,8 @@ def test_norm_is_exact_however_large_the_tensors():
         for i, piece in enumerate(grad.tensor_split(pieces)):
             spec = ParamSpec((replica(f"w{i}", piece.shape, Axis.single()),), tuple(piece.shape))
             params.append(new_parameter(spec, Init(), fill=0.0))
-            params[-1].main_grad = piece
-        optimizer = Optimizer(
-            params, OptimizerConfig(clip_grad=0), PrecisionConfig(), [[0.0]] * 3, Axis.single()
-        )
+        buckets = Buckets(nn.ParameterList(params), ParallelConfig(), ALONE)
+        put(params, grad.tensor_split(pieces))
+        optimizer = Optimizer(buckets, OptimizerConfig(clip_grad=0), PrecisionConfig(), [[0.0]] * 3)
         norms.append(optimizer.step(torch.tensor(0.0)).grad_norm.item())
     assert norms == pytest.approx([grad.double().norm().item()] * 3, rel=1e-7)

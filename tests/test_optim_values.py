@@ -10,16 +10,19 @@ from nanomegatron.config import (
     Config,
     DataConfig,
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     RunConfig,
     TransformerConfig,
 )
 from nanomegatron.config_batch import samples_before
-from nanomegatron.dp import GradBuffer
-from nanomegatron.mesh import Axis
+from nanomegatron.dp import Buckets
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.optim import Optimizer, step_values
+from nanomegatron.optim import Optimizer
+from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from tests.checkpoints import ALONE
 from tests.spmd import run_spmd
 
 RAMP = DataConfig(global_batch_size=16, rampup_batch_size=(4, 4, 48))
@@ -78,8 +81,8 @@ def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.f
     for name, shape in {"embedding.word_embeddings.weight": (6, 4), "w": (4, 4), "norm": (4,)}.items():
         spec = ParamSpec((replica(name, shape, Axis.single()),), shape, decay=len(shape) > 1)
         params.append(new_parameter(spec, Init(dtype=dtype), 1.0))
-    GradBuffer(params, Axis.single())
-    return params, Optimizer(params, config, PrecisionConfig(), values, Axis.single())
+    buckets = Buckets(torch.nn.ParameterList(params), ParallelConfig(), ALONE)
+    return params, Optimizer(buckets, config, PrecisionConfig(), values)
 
 
 @pytest.mark.parametrize("style", ["constant", "linear"])
@@ -123,34 +126,36 @@ def test_norm_of_parameters_and_zeros_in_gradients(dtype):
     params[2].main_grad[1] = 0
     assert optimizer.num_zeros() == 2 * 4 + 1
     optimizer.step(torch.tensor(1.0))
-    expected = torch.cat([m.flatten() for m in optimizer.main]).double().norm()
+    mains = [shard.main for shard in optimizer.shards]
+    expected = torch.cat(mains).double().norm()
     assert optimizer.params_norm() == pytest.approx(expected.item(), rel=1e-12)
 
 
 MODEL = TransformerConfig(1, 16, 4, untie_embeddings_and_output_weights=True, disable_bias_linear=True)
 
 
-def numbers(axis: Axis, model_axis: Axis) -> tuple[float, int]:
+def numbers(mesh: Mesh, strategy: str = "no_shard") -> tuple[float, int]:
     """Norm of the parameters and zero gradients of a model that has seen the tokens 0 to 4 of 29."""
-    sizes = dict(vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=axis)
+    sizes = dict(vocab_size=29, max_sequence_length=8, padded_vocab_size=32, tp=mesh.tp)
     model = GPTModel(MODEL, **sizes)
-    grads = GradBuffer(model.parameters(), Axis.single())
-    optimizer = Optimizer(model.parameters(), OptimizerConfig(), PrecisionConfig(), [[0.1]] * 3, model_axis)
-    grads.zero()
+    flags = ParallelConfig(data_parallel_sharding_strategy=strategy, ddp_bucket_size=1000)
+    grads = Buckets(model, flags, mesh)
+    optimizer = Optimizer(grads, OptimizerConfig(), PrecisionConfig(), [[0.1]] * 3)
     tokens = torch.arange(5)[None]
     loss = model(Tokens(tokens, torch.arange(5)), tokens).sum()
     loss.backward()
+    grads.grad_sync()
     zeros = optimizer.num_zeros().item()
     optimizer.step(loss.detach())
     return optimizer.params_norm().item(), zeros
 
 
-def numbers_on_tp(mesh):
-    return numbers(mesh.tp, mesh.model)
-
-
-def test_norm_and_zeros_count_every_part_once_over_tp():
-    norm, zeros = numbers(Axis.single(), Axis.single())
+def test_norm_and_zeros_count_every_part_once():
+    """Over tp; over dp where each rank has a shard; and over both."""
+    norm, zeros = numbers(ALONE)
     assert zeros == (24 + 3) * 16  # of the tokens and the positions that were not seen; padding is no part
-    first, second = run_spmd(numbers_on_tp, 2, tp=2)
+    first, second = run_spmd(numbers, 2, tp=2)
     assert first == second == (pytest.approx(norm, rel=1e-6), zeros)
+    for world, tp, strategy in ((2, 1, "no_shard"), (3, 1, "optim"), (4, 2, "optim_grads")):
+        for found in run_spmd(numbers, world, strategy, tp=tp):
+            assert found == (pytest.approx(norm, rel=1e-6), zeros), strategy

@@ -1,0 +1,168 @@
+r"""The update of one shard: its main parameters and moments, on the device or in host memory.
+
+    on the device    grads -> AdamW on main, m, v -> params
+
+    in host memory   device   grads 0  grads 1  grads 2 ...        params 0  params 1
+                                 \        \        \                 /         /
+                     host         [ AdamW 0     ][ AdamW 1     ][ AdamW 2     ] ...
+
+The host takes the gradients of the next shard and gives back the parameters of the last while it works on
+one, if asked to (--overlap-cpu-optimizer-d2h-h2d): that needs two pinned buffers each way, as large as the
+largest shard, beside 12 bytes a parameter of ordinary host memory.
+(ZeRO-Offload, arXiv 2101.06840)
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import torch
+
+from nanomegatron import ops
+from nanomegatron.config import OptimizerConfig
+from nanomegatron.dp import Bucket, Slice
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Ferry:
+    """Carries shards of gradients to the host, in the order of `begin`, and of parameters back.
+
+    On a CPU both are plain copies.
+    """
+
+    def __init__(self, device: torch.device, ahead: bool) -> None:
+        self.device, self.ahead = device, ahead
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self.busy: dict[tuple[str, int], torch.cuda.Event] = {}  # the copy that last used a buffer
+        self.waiting: deque[torch.Tensor] = deque()
+        self.sailing: deque[tuple[str, int]] = deque()
+        self.turns = Counter()
+
+    def begin(self, grads: Iterable[torch.Tensor]) -> None:
+        """Shards of final gradients that `fetch` will give, one after the other."""
+        self.waiting.extend(grads)
+        self.largest = max(map(len, self.waiting))
+        if self.ahead:
+            self._load()
+
+    def fetch(self) -> torch.Tensor:
+        """The next shard of gradients in host memory; the host waits for it. Good until the next but one."""
+        if not self.sailing:
+            self._load()
+        key, size = self.sailing.popleft()
+        self._landed(key)
+        if self.ahead and self.waiting:
+            self._load()
+        return self.buffers[key][:size]
+
+    def send(self, main: torch.Tensor, params: torch.Tensor) -> None:
+        """Begin to write the host's main parameters to those on the device; its stream waits for them."""
+        out = self._buffer("out", params.dtype)
+        self._landed(out)
+        staged = self.buffers[out][: len(main)].copy_(main)
+        self._copy(params, staged, out)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.busy[out])
+
+    def _load(self) -> None:
+        grads = self.waiting.popleft()
+        key = self._buffer("in", grads.dtype)
+        self._copy(self.buffers[key][: len(grads)], grads, key)
+        self.sailing.append((key, len(grads)))
+
+    def _buffer(self, way: str, dtype: torch.dtype) -> tuple[str, int]:
+        """The buffer of this way whose turn it is."""
+        self.turns[way] += 1
+        key = (way, self.turns[way] % 2)
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty(self.largest, dtype=dtype, pin_memory=self.stream is not None)
+        return key
+
+    def _copy(self, out: torch.Tensor, source: torch.Tensor, key: tuple[str, int]) -> None:
+        if self.stream is None:
+            out.copy_(source)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            out.copy_(source, non_blocking=True)
+            self.busy[key] = self.stream.record_event()
+
+    def _landed(self, key: tuple[str, int]) -> None:
+        if key in self.busy:
+            self.busy[key].synchronize()
+
+
+class ShardState:
+    """Main parameters and moments of this rank's shard of one bucket, flat, and the update that needs them.
+
+    What is kept in bf16 is worked on in fp32, so that a step takes memory for the copy of one shard.
+    """
+
+    on_host = False
+
+    def __init__(self, bucket: Bucket, config: OptimizerConfig, ferry: Ferry) -> None:
+        self.bucket, self.config, self.ferry = bucket, config, ferry
+        self.mixed = bucket.param_shard.dtype != torch.float32
+        device = torch.device("cpu") if self.on_host else bucket.param_shard.device
+        self.main = bucket.param_shard.float().to(device)  # in fp32 the parameters themselves
+        self.exp_avg = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_dtype])
+        self.exp_avg_sq = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_sq_dtype])
+        self.groups: dict[tuple[bool, bool], list[Slice]] = {}
+        for piece in bucket.slices:
+            kind = piece.param.spec.decay, piece.param.spec.name in VOCABULARY
+            self.groups.setdefault(kind, []).append(piece)
+
+    def update(
+        self, step: torch.Tensor, values: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """AdamW's step number `step` from the bucket's `grad_shard` to its `param_shard`.
+
+        All 0-d, where the states are. values: `step_values` of this step. The gradients are divided by
+        `grad_scale` first; where `skip` is 1 nothing changes.
+        """
+        self.adamw(self.bucket.grad_shard.float(), step, values, grad_scale, skip)
+        if self.mixed:
+            self.bucket.param_shard.copy_(self.main)
+
+    def adamw(
+        self,
+        grads: torch.Tensor,
+        step: torch.Tensor,
+        values: torch.Tensor,
+        grad_scale: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """The same from fp32 `grads` to `main`, all in one place."""
+        config = self.config
+        moments = self.exp_avg.float(), self.exp_avg_sq.float()
+        for (decays, vocabulary), pieces in self.groups.items():
+            main, g, m, v = ([piece.of(x) for piece in pieces] for x in (self.main, grads, *moments))
+            lr, decay = values[int(vocabulary)], config.weight_decay if decays else 0.0
+            if decays and config.weight_decay_incr_style != "constant":  # a kernel takes but a host's number
+                decay = 0.0
+                torch._foreach_mul_(main, 1.0 - lr * values[2] * (1.0 - skip))
+            hyper = (config.adam_beta1, config.adam_beta2, config.adam_eps, decay)
+            ops.adamw_(main, g, (m, v), step, lr, hyper, grad_scale, skip)
+        for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
+            if kept.dtype != torch.float32:
+                kept.copy_(new)
+
+    def reset_main(self) -> None:
+        """Take the main parameters from the parameters again."""
+        if self.mixed:
+            self.main.copy_(self.bucket.param_shard)
+
+
+class HostShard(ShardState):
+    """The same in host memory, for parameters in 16 bits; updates come in the order of `Ferry.begin`."""
+
+    on_host = True
+
+    def update(
+        self, step: torch.Tensor, values: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """As above, the numbers on the host, which waits for the gradients."""
+        self.adamw(self.ferry.fetch().float(), step, values, grad_scale, skip)
+        self.ferry.send(self.main, self.bucket.param_shard)

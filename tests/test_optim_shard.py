@@ -1,0 +1,72 @@
+"""Optimizer states in host memory: the same run to the bit, whatever is moved there and in which order."""
+
+import pytest
+import torch
+
+from nanomegatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.dp import Buckets
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.optim import Optimizer
+from nanomegatron.optim_shard import Ferry, HostShard
+from nanomegatron.param import Init
+
+ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+MODEL = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2)
+RATES = [[0.01 / (n + 1) for n in range(9)]] * 3
+
+
+def run(optimizer_config, bucket_size=700, bad_step=None):
+    """Five steps in bf16: weights, states and norms."""
+    model = GPTModel(MODEL, vocab_size=29, max_sequence_length=8, init=Init(dtype=torch.bfloat16))
+    buckets = Buckets(model, ParallelConfig(ddp_bucket_size=bucket_size), ALONE)
+    optimizer = Optimizer(buckets, optimizer_config, PrecisionConfig(bf16=True), RATES)
+    data = torch.randint(29, (5, 4, 9), generator=torch.Generator().manual_seed(1))
+    norms = []
+    for step, batch in enumerate(data):
+        buckets.zero()
+        model(Tokens(batch[:, :-1], torch.arange(8)), batch[:, 1:]).mean().backward()
+        buckets.grad_sync()
+        loss = torch.tensor(float("nan") if step == bad_step else 1.0)
+        norms.append(optimizer.step(loss).grad_norm.item())
+    states = {kind: [flat.clone() for _, flat in pieces] for kind, pieces in optimizer.states().items()}
+    return [p.detach().clone() for p in model.parameters()], states, norms, optimizer
+
+
+@pytest.mark.parametrize("bad_step", [None, 2])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("fraction, bucket_size", [(1.0, 700), (0.5, 700), (1.0, 10**9)])
+def test_updates_on_the_host_are_the_same(fraction, bucket_size, ahead, bad_step):
+    weights, states, norms, plain = run(OptimizerConfig(weight_decay=0.1), bucket_size, bad_step)
+    moved = OptimizerConfig(
+        weight_decay=0.1,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=fraction,
+        overlap_cpu_optimizer_d2h_h2d=ahead,
+    )
+    found, found_states, found_norms, optimizer = run(moved, bucket_size, bad_step)
+    assert norms == found_norms and states.keys() == found_states.keys()
+    assert all(torch.equal(a, b) for a, b in zip(weights, found, strict=True))
+    for kind in states:
+        assert all(torch.equal(a, b) for a, b in zip(states[kind], found_states[kind], strict=True)), kind
+    kinds = [isinstance(shard, HostShard) for shard in optimizer.shards]
+    sizes = [len(shard.main) for shard in optimizer.shards]
+    away = sum(size for size, on_host in zip(sizes, kinds, strict=True) if on_host) / sum(sizes)
+    assert away == 1 if fraction == 1 else fraction <= away < fraction + max(sizes) / sum(sizes)
+    assert not any(isinstance(shard, HostShard) for shard in plain.shards)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ferry_keeps_order_and_reuses_its_buffers(ahead):
+    """Each shard comes as it was; two buffers each way carry any number of them."""
+    ferry = Ferry(torch.device("cpu"), ahead)
+    shards = [torch.full((n,), float(n), dtype=torch.bfloat16) for n in (3, 5, 2, 4)]
+    for _ in range(2):
+        ferry.begin(shards)
+        for shard in shards:
+            fetched = ferry.fetch()
+            assert torch.equal(fetched, shard)
+            params = torch.zeros_like(shard)
+            ferry.send(fetched.float() + 1, params)
+            assert torch.equal(params, shard + 1)
+    assert len(ferry.buffers) == 4 and {len(buffer) for buffer in ferry.buffers.values()} == {5}
