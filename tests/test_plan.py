@@ -5,12 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.config import Config, DataConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.config import (
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TransformerConfig,
+)
 from nanomegatron.mesh import Axis
 from nanomegatron.metrics import parameter_count
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
 from nanomegatron.plan import describe, memory
+from tests.spmd import run_spmd
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA = dict(
@@ -84,10 +92,10 @@ TINY = {
 }
 
 
-def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype) -> int:
+def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp: Axis | None = None) -> int:
     """What autograd holds after a forward pass of the real model, every storage once, parameters apart."""
     built = GPTModel(
-        model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, init=Init(dtype=dtype)
+        model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, tp=tp, init=Init(dtype=dtype)
     )
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -116,6 +124,71 @@ def test_activations_are_what_the_model_keeps(family, dtype):
     assert layer == pytest.approx(three - two, rel=0.005)
     logits = 128 * s * b * kind.itemsize
     assert memory(run, 128, CPU)["activations"] + logits == pytest.approx(two, rel=0.01)
+
+
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+LAYOUTS = {
+    "tp": {},
+    "sequence": dict(sequence_parallel=True),
+    "full": FULL,
+    "full, sequence": dict(sequence_parallel=True, **FULL),
+    "full, spread": dict(distribute_saved_activations=True, **FULL),
+    "block": dict(FULL, recompute_method="block"),
+    "attention": dict(recompute_granularity="selective", recompute_modules=("core_attn",)),
+    "mlp": dict(recompute_granularity="selective", recompute_modules=("mlp",)),
+}
+
+
+def kept_on_a_rank(mesh, model, dtype):
+    return [
+        bytes_kept(replace(model, num_layers=layers), 32, 4, dtype, mesh.tp) / (32 * 4) for layers in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2, dropout", "llama, unfused", "qwen3"])
+def test_activations_of_two_ranks(family, layout):
+    """What a further layer keeps, and the whole, in bf16 on two tensor-parallel ranks."""
+    model = replace(TINY[family], **LAYOUTS[layout])
+    run = config(model, 32, 4, 2)
+    two, three = run_spmd(kept_on_a_rank, 2, model, torch.bfloat16, tp=2)[0]
+    planned = [
+        memory(replace(run, model=replace(model, num_layers=layers)), 128, CPU)["activations"] / (32 * 4)
+        for layers in (2, 3)
+    ]
+    assert planned[1] - planned[0] == pytest.approx(three - two, abs=12)  # a CPU's statistics are in bf16
+    assert planned[0] + 2 * 64 == pytest.approx(two, abs=50)  # and half of 128 logits; tokens, labels
+
+
+def test_states_are_shared_as_the_strategies_say():
+    """Bytes a parameter in bf16 of four replicas: 18, 6 + 12/4, 2 + 16/4 and buckets; bf16; on the host."""
+
+    def per_parameter(optimizer=None, **parallel):
+        optimizer = optimizer or OptimizerConfig()
+        run = config(LLAMA3_8B, 8192, 1)
+        kind = ParallelConfig(data_parallel_size=4, **parallel)
+        parts = memory(replace(run, parallel=kind, optimizer=optimizer), 128256, CUDA)
+        return sum(list(parts.values())[:4]) / 8030261248
+
+    assert per_parameter() == 18
+    assert per_parameter(use_distributed_optimizer=True) == 9
+    pool = 2 * 40e6 * 4 / 8030261248
+    assert per_parameter(data_parallel_sharding_strategy="optim_grads") == pytest.approx(6 + pool)
+    half = OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_grads_dtype="bf16")
+    assert per_parameter(half) == 12
+    assert per_parameter(OptimizerConfig(optimizer_cpu_offload=True)) == 6
+    assert per_parameter(OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)) == 12
+
+
+def test_buffers_of_overlapped_collectives():
+    run = config(replace(LLAMA3_8B, sequence_parallel=True), 8192, 1, 4)
+    run = replace(run, parallel=replace(run.parallel, tp_comm_overlap=True))
+    assert memory(run, 128256, CUDA)["tp buffers"] == 2 * 2 * 4096 * 8192 * 1.25
+
+
+def test_a_fused_loss_keeps_no_logits():
+    run = config(replace(LLAMA3_8B, cross_entropy_loss_fusion=True), 8192, 1)
+    assert memory(run, 128256, CUDA)["logits and loss"] == 128256 * 10 * 2048 + 2 * 4096 * 8192
 
 
 def test_description():
