@@ -1,0 +1,63 @@
+"""Layouts over NCCL and NVLink against one GPU: as tests/test_layouts.py has it for processes of a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --num-query-groups 2 --swiglu --seq-length 256 "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0.1 "
+    "--global-batch-size 8 --lr 1e-3 --lr-warmup-iters 2 --eval-iters 0 --train-iters 10 --mock-data "
+    "--vocab-size 1000 --tokenizer-type NullTokenizer --untie-embeddings-and-output-weights"
+)
+ALL = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 300000"
+LAYOUTS = {
+    "tp2sp": (2, "--tp 2 --sp"),
+    "tp2spov": (2, "--tp 2 --sp --tp-comm-overlap"),
+    "dp2z1ov": (2, f"--use-distributed-optimizer {ALL}"),
+    "dp2z2av": (2, f"--data-parallel-sharding-strategy optim_grads {ALL} --ddp-average-in-collective"),
+    "tp2spce": (2, "--tp 2 --sp --cross-entropy-loss-fusion"),
+    "tp4spov": (4, "--tp 4 --sp --tp-comm-overlap"),
+    "tp2dp2z1spov": (4, f"--tp 2 --sp --tp-comm-overlap --use-distributed-optimizer {ALL}"),
+    "dp4z1ov": (4, f"--use-distributed-optimizer {ALL}"),
+}
+
+
+def train(folder: Path, name: str, processes: int, flags: str) -> list[dict]:
+    command = [sys.executable, str(ROOT / "train.py"), "--nproc", str(processes), "--run-name", name]
+    done = subprocess.run(
+        [*command, *MODEL.split(), *flags.split()], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    results = {}
+
+    def result(precision: str) -> list[dict]:
+        if precision not in results:
+            results[precision] = train(tmp_path_factory.mktemp("alone"), "alone", 1, precision)
+        return results[precision]
+
+    return result
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpus_train_like_one(layout, precision, alone, tmp_path):
+    """fp32 to 1e-5; bf16, where rounding is 4e-3, losses to 1e-3 and norms to 2e-2."""
+    processes, flags = LAYOUTS[layout]
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    steps, expected = train(tmp_path, "run", processes, f"{precision} {flags}"), alone(precision)
+    for key, fp32, bf16 in (("lm_loss", 1e-5, 1e-3), ("grad_norm", 1e-4, 2e-2)):
+        ours, theirs = ([step[key] for step in run] for run in (steps, expected))
+        np.testing.assert_allclose(ours, theirs, rtol=bf16 if precision else fp32, err_msg=key)
