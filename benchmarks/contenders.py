@@ -1,0 +1,181 @@
+"""Who is measured by bench_parallel.py: our model under several settings, and the peers.
+
+    part   what is in memory at once, phase after phase                                  layers   microbatches
+    tp     one gpu | tp, tp overlap, tp fused loss, dtensor, dtensor async | one gpu       16       2
+    dp     one gpu | dp overlap | dp | fsdp | dp overlap | dp | one gpu                    32       1, then 4
+
+`one gpu` is our model with eight layers on every GPU by itself: what there is to reach.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.peers import fully_sharded, tensor_parallel
+from nanomegatron.comm import all_reduce_
+from nanomegatron.config import Config, padded_vocab_size
+from nanomegatron.config_batch import samples_before
+from nanomegatron.config_check import resolve, validate
+from nanomegatron.config_cli import ConfigError, parse
+from nanomegatron.dp import Buckets
+from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.metrics import flops_per_iteration, mfu
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.optim import Optimizer
+from nanomegatron.optim_schedule import step_values
+from nanomegatron.param import Init
+
+COMMON = "--config llama3-8b --mock-data --tokenizer-type NullTokenizer --train-iters 1000"
+COMMON += " --lr 1e-4 --lr-decay-style constant --lr-warmup-iters 0"
+SMALL = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 8 --num-query-groups 4"
+SMALL += " --vocab-size 96 --seq-length 16 --make-vocab-size-divisible-by 8"
+DP = "--use-distributed-optimizer"
+
+
+class Ours:
+    """The library as train.py uses it."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        vocab, tp = config.data.vocab_size, mesh.tp
+        self.mesh = mesh
+        self.model = GPTModel(
+            config.model,
+            vocab_size=vocab,
+            max_sequence_length=config.model.max_position_embeddings,
+            padded_vocab_size=padded_vocab_size(vocab, config.data.make_vocab_size_divisible_by, tp.size),
+            tp=tp,
+            init=Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device),
+        )
+        self.buckets = Buckets(self.model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
+        values = step_values(config, samples_before(config, mesh.dp.size))
+        self.optimizer = Optimizer(self.buckets, config.optimizer, config.precision, values)
+        self.positions = torch.arange(config.data.seq_length, device=mesh.device)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory that torch's allocator does not count."""
+        return self.buckets.shared_bytes
+
+    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        """batches: tokens and one more, `[b, s + 1]` each. Returns the mean loss of all ranks, 0-d."""
+        mesh, device = self.mesh, self.mesh.device
+        mask = torch.ones(batches[0].shape[0], batches[0].shape[1] - 1, device=device)
+        tokens = all_reduce_(len(batches) * mask.sum(), mesh.dp_cp)
+        self.buckets.zero(len(batches))
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            weights = mask * (self.buckets.grad_scale / tokens)
+            samples = torch.arange(len(batch), device=device)
+            read = Tokens(batch[:, :-1], self.positions, samples, loss_weights=weights)
+            loss = self.model(read, batch[:, 1:])
+            (loss * weights).sum().backward()
+            total += (loss.detach() * mask).sum() / tokens
+        self.buckets.grad_sync()
+        total = all_reduce_(total, mesh.dp_cp)
+        self.optimizer.step(total)
+        return total
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is measured: ways to build it, by name, of which the first that works is taken."""
+
+    name: str
+    flags: str
+    config: Config
+    replica: int  # which samples it gets
+    builds: dict[str, Callable]
+
+    def numbers(self, microbatches: int, milliseconds: float, peak: float | None) -> dict:
+        """Speed of a step by its time."""
+        data, parallel = self.config.data, self.config.parallel
+        gpus = parallel.tensor_model_parallel_size * parallel.data_parallel_size
+        samples = data.micro_batch_size * microbatches * parallel.data_parallel_size
+        flops = flops_per_iteration(self.config.model, data.vocab_size, data.seq_length, samples)
+        seconds = milliseconds / 1e3
+        return {
+            "tokens_per_s_per_gpu": samples * data.seq_length / seconds / gpus,
+            "mfu": mfu(flops, seconds, gpus, peak),
+        }
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Contenders that are in memory together, the microbatches of their steps, and rounds of each."""
+
+    names: list[str]
+    microbatches: tuple[int, ...]
+    warm: int
+    timed: int
+
+
+def contenders(part: str, world: World, device: torch.device, small: bool) -> dict[str, Contender]:
+    """All that a part knows, by name."""
+    meshes: dict[tuple, Mesh] = {}
+    backend, n, layers = ("aot_eager" if small else "inductor"), world.size, 16 if part == "tp" else 32
+
+    def config_of(flags: str, size: int, depth: int) -> Config:
+        parsed = parse(f"{COMMON} --num-layers {depth} {SMALL if small else ''} {flags}".split())
+        if errors := [*parsed.errors, *validate(parsed.config, size, device.type)]:
+            raise ConfigError(errors)
+        return resolve(parsed.config, size)
+
+    def mesh_of(config: Config) -> Mesh:
+        key = (config.parallel, config.model.num_kv_heads)
+        if key not in meshes:
+            meshes[key] = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
+        return meshes[key]
+
+    def ours(name: str, flags: str) -> Contender:
+        config = config_of(flags, n, layers)
+        replica = world.rank // config.parallel.tensor_model_parallel_size
+        return Contender(name, flags, config, replica, {"ours": lambda: Ours(config, mesh_of(config))})
+
+    def peer(name: str, flags: str, make: Callable, **options: bool) -> Contender:
+        config = config_of(flags, n, layers)
+        replica = world.rank // config.parallel.tensor_model_parallel_size
+        whole = dict(options, backend=backend)
+        builds = {"loss compiled": lambda: make(config, device, **whole)}
+        builds["loss eager"] = lambda: make(config, device, **whole, compile_loss=False)
+        return Contender(name, flags, config, replica, builds)
+
+    def alone() -> Contender:
+        config = config_of("", 1, 8)
+        names = {f.name for f in dataclasses.fields(Mesh)} - {"rank", "device", "traffic"}
+        mesh = Mesh(world.rank, device, **{name: Axis.single(name) for name in names})
+        return Contender("one gpu", "", config, 0, {"ours": lambda: Ours(config, mesh)})
+
+    tp = f"--tp {n} --sp"
+    overlap = f"{DP} --overlap-grad-reduce --overlap-param-gather"
+    known = [alone()]
+    if part == "tp":
+        known += [
+            ours("tp", tp),
+            ours("tp overlap", f"{tp} --tp-comm-overlap"),
+            ours("tp fused loss", f"{tp} --cross-entropy-loss-fusion"),
+            ours("tp overlap, fused loss", f"{tp} --tp-comm-overlap --cross-entropy-loss-fusion"),
+            peer("dtensor", tp, tensor_parallel, async_tp=False),
+            peer("dtensor async", tp, tensor_parallel, async_tp=True),
+        ]
+    else:
+        known += [
+            ours("dp overlap", overlap),
+            ours("dp overlap, fused loss", f"{overlap} --cross-entropy-loss-fusion"),
+            ours("dp", DP),
+            peer("fsdp", DP, fully_sharded, keep=False),
+            peer("fsdp kept", DP, fully_sharded, keep=True),
+        ]
+    return {contender.name: contender for contender in known}
+
+
+def phases(part: str, small: bool, only: list[str]) -> list[Phase]:
+    """What is run in which order; with `only` those names in place of the usual ones."""
+    one = Phase(["one gpu"], (2,), *((1, 2) if small else (3, 10)))
+    if part == "tp":
+        names = only or ["tp", "tp overlap", "tp fused loss", "dtensor", "dtensor async"]
+        return [one, Phase(names, (2,), *((1, 2) if small else (5, 20))), one]
+    rounds = (1, 2) if small else (2, 6)
+    names = only or ["dp overlap", "dp", "fsdp", "dp overlap", "dp"]
+    return [one, *(Phase([name], (1, 4), *rounds) for name in names), one]
