@@ -56,7 +56,7 @@ class Axis:
         if size == self.size:
             return self
         if size not in self.parts:
-            raise ValueError(f"{self.name}: no groups of {size} neighbours; see num_query_groups of Mesh.build")
+            raise ValueError(f"{self.name}: no groups of {size} ranks; see num_query_groups of Mesh.build")
         return self.parts[size]
 
     @staticmethod
@@ -121,9 +121,9 @@ class Mesh:
         """Connect to the other processes (if there are any) and make every group.
 
         Every rank calls this with the same `parallel`; a collective that waits longer than
-        `distributed_timeout_minutes` raises. With fewer key/value heads (`num_query_groups`; None: as many as
-        you like) than tp ranks, those that share one get a group of their own. Source of the grids: Megatron's
-        RankGenerator.
+        `distributed_timeout_minutes` raises. With fewer key/value heads than tp ranks, those that share one
+        get a group of their own (`num_query_groups`; None: whatever the number).
+        Source of the grids: Megatron's RankGenerator.
         """
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         if world.size > 1 and not dist.is_initialized():
