@@ -26,7 +26,7 @@ from nanomegatron import comm
 from nanomegatron.checkpoint import CheckpointError, SaveError
 from nanomegatron.config import Config, DataConfig, padded_vocab_size
 from nanomegatron.config_batch import samples_before
-from nanomegatron.config_check import default_run_name, must_match, resolve, validate
+from nanomegatron.config_check import default_run_name, must_match, remarks, resolve, validate
 from nanomegatron.config_cli import ConfigError, Parsed, from_toml, help_text, parse, to_toml
 from nanomegatron.config_hf import is_hf_folder
 from nanomegatron.data import build_datasets, choose_tokenizer
@@ -202,7 +202,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     run = Run(
         config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer, padded, before, timers
     )
-    banner(run, parsed.notes, vocab_size)
+    banner(run, [*parsed.notes, *remarks(config)], vocab_size)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
         (log.folder / "config.toml").write_text(to_toml(config))

@@ -301,8 +301,9 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
             errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
         elif saved.shape != piece.shape:
             errors.append(f"{piece.key}: saved {list(saved.shape)}, wanted {list(piece.shape)}")
-        elif saved.dtype != dtype and not cast:
-            errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}")
+        elif saved.dtype != dtype and not (cast or piece.key.startswith("exp_avg")):  # moments are rounded
+            hint = "keep the type it was trained in, or --no-load-optim"
+            errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}; {hint}")
     if errors:
         raise CheckpointError("\n".join(errors))
 

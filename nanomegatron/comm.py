@@ -1,7 +1,8 @@
 """Collectives over one axis of the mesh: plain ones, and pairs that autograd can differentiate.
 
-Every function takes an `Axis`, works out of place and is the identity on an axis of size 1. A tensor is, over
-an axis, in one of four states, and each differentiable function changes the state in its name:
+Every function takes an `Axis` and is the identity on an axis of size 1. It works out of place, but for those
+whose name ends in _ and where `out` says otherwise; `start_` gives a Pending. A tensor is, over an axis, in
+one of four states, and each differentiable function changes the state in its name:
 
     I   the same on every rank, gradient the same      (a replicated weight)
     R   the same on every rank, gradient partial       (what each rank uses for its own share of the work)

@@ -157,15 +157,15 @@ class ParallelConfig:
     use_distributed_optimizer: bool = setting(
         False, "cut optimizer states over the dp ranks; as --data-parallel-sharding-strategy optim"
     )
-    data_parallel_sharding_strategy: str = setting(
-        "no_shard",
+    data_parallel_sharding_strategy: str | None = setting(
+        None,
         "what is cut over the dp ranks: nothing, optimizer states, or gradients too",
         choices=("no_shard", "optim", "optim_grads"),
     )
     overlap_grad_reduce: bool = setting(False, "sum gradients over dp bucket by bucket during the backward")
     overlap_param_gather: bool = setting(False, "gather parameters bucket by bucket during the forward")
     ddp_bucket_size: int | None = setting(
-        None, "elements in a bucket; max(40M, 1M x dp) when overlapping, else all in one"
+        None, "elements in a bucket; all in one, or max(40M, 1M x dp) where there is use for several"
     )
     ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
     grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16 instead of fp32")
@@ -175,8 +175,9 @@ class ParallelConfig:
     @property
     def sharding(self) -> str:
         """What is cut over the dp ranks."""
-        unset = self.data_parallel_sharding_strategy == "no_shard"
-        return "optim" if unset and self.use_distributed_optimizer else self.data_parallel_sharding_strategy
+        return self.data_parallel_sharding_strategy or (
+            "optim" if self.use_distributed_optimizer else "no_shard"
+        )
 
 
 @dataclass(frozen=True)

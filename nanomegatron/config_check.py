@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from nanomegatron.config import Config, layer_pattern
+from nanomegatron.config import Config, TransformerConfig, layer_pattern
 from nanomegatron.config_batch import samples_before, stages
 from nanomegatron.config_check_data import data_errors
 from nanomegatron.config_cli import SHAPE, flag, sections
@@ -151,6 +151,8 @@ def _parallel(config: Config, world: int, device: str) -> Iterator[str]:
         yield from _multiple("seq_length", config.data.seq_length, flag("tensor_model_parallel_size"), tp)
     elif parallel.tp_comm_overlap and tp > 1:
         yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
+    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":
+        yield "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard: only one of the two"
     if parallel.overlap_param_gather and parallel.sharding == "no_shard":
         yield "--overlap-param-gather: needs --use-distributed-optimizer; without it nothing is gathered"
     if world % tp:
@@ -225,6 +227,11 @@ def _recompute(config: Config, *_: Any) -> Iterator[str]:
     full, known = model.recompute_granularity == "full", ("core_attn", "mlp", "mlp_act", "layernorm")
     if strange := [name for name in model.recompute_modules if name not in known]:
         yield f"--recompute-modules {' '.join(strange)}: must be of {', '.join(known)}"
+    selective, usual = model.recompute_granularity == "selective", TransformerConfig().recompute_modules
+    if selective and not model.recompute_modules:
+        yield f"--recompute-modules: must name one or more of {', '.join(known)}"
+    elif not selective and model.recompute_modules != usual:
+        yield "--recompute-modules: needs --recompute-granularity selective"
     given = [
         name for name in ("recompute_method", "recompute_num_layers") if getattr(model, name) is not None
     ]
@@ -325,19 +332,26 @@ def resolve(config: Config, world_size: int) -> Config:
             ffn_hidden_size=model.ffn_size,
             max_position_embeddings=model.max_position_embeddings or data.seq_length,
         ),
-        parallel=replace(config.parallel, data_parallel_size=dp, ddp_bucket_size=_bucket_size(config)),
+        parallel=replace(config.parallel, data_parallel_size=dp, ddp_bucket_size=_bucket_size(config, dp)),
         optimizer=opt,
         data=replace(data, global_batch_size=batch),
         run=replace(run, train_iters=iters),
     )
 
 
-def _bucket_size(config: Config) -> int | None:
+def remarks(config: Config) -> list[str]:
+    """What was asked for and is so already."""
+    if config.model.distribute_saved_activations and config.model.sequence_parallel:
+        return ["--distribute-saved-activations: with --sequence-parallel they are cut as they are"]
+    return []
+
+
+def _bucket_size(config: Config, dp: int) -> int | None:
     """Updates that take memory for a bucket, on the device or the host, want more than one."""
     opt = config.optimizer
     in_16_bits = "bf16" in (opt.main_grads_dtype, opt.exp_avg_dtype, opt.exp_avg_sq_dtype)
     wanted = opt.optimizer_cpu_offload or in_16_bits or config.parallel.grad_reduce_in_bf16
-    return config.parallel.ddp_bucket_size or (40_000_000 if wanted else None)
+    return config.parallel.ddp_bucket_size or (max(40_000_000, 1_000_000 * dp) if wanted else None)
 
 
 def default_run_name(config: Config, preset: str | None) -> str:

@@ -67,7 +67,14 @@ YARN = {  # key of rope_parameters -> setting
 }
 ROPE_KEYS = {"default": (), "llama3": ("factor", *LLAMA3), "yarn": ("attention_factor", *YARN)}
 DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
-TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std", "attention_backend")
+TRAINING = (
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "attention_backend",
+    "sequence_parallel",
+)
+TRAINING += ("cross_entropy_loss_fusion", "recompute", "distribute_saved")
 _SETTINGS = {s.name: s for part in dataclasses.fields(Config) for s in dataclasses.fields(part.type)}
 
 

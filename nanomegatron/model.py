@@ -350,8 +350,15 @@ class GPTModel(nn.Module):
     def forward(
         self, batch: Tokens, labels: torch.Tensor | None = None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """labels `[b, s]` -> loss `[b, s]` fp32, the same on all tp ranks; none -> logits `[s, b, V/tp]`."""
+        """labels `[b, s]` -> loss `[b, s]` fp32, the same on all tp ranks; none -> logits `[s, b, V/tp]`.
+
+        Raises RuntimeError for a loss in eval mode that autograd follows, under sequence parallelism: the
+        ranks would have whole gradients where `dp.py` adds up summands.
+        """
         config, rotary = self.config, None
+        whole = config.sequence_parallel and self.tp.size > 1 and not self.training
+        if whole and labels is not None and torch.is_grad_enabled():
+            raise RuntimeError("eval mode with sequence_parallel: use model.train(), or torch.no_grad()")
         if config.position_embedding_type in ("rope", "yarn"):
             rotary = rope_angles(batch.embedded_positions, config)
         cut = config.sequence_parallel and self.training

@@ -39,7 +39,7 @@ class RecomputeFunction(torch.autograd.Function):
     """run(*tensors) whose inputs alone are kept; each is cut over `spread` until the backward."""
 
     @staticmethod
-    def forward(ctx, run: Callable, spread: Axis, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, run: Callable, spread: Axis, _: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.run, ctx.spread, ctx.shapes = run, spread, [x.shape for x in tensors]
         cut = (own_slice(x.flatten(), spread).clone() if spread.size > 1 else x for x in tensors)
         ctx.save_for_backward(*cut)
@@ -48,7 +48,7 @@ class RecomputeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept = zip(ctx.saved_tensors, ctx.shapes, ctx.needs_input_grad[2:], strict=True)
+        kept = zip(ctx.saved_tensors, ctx.shapes, ctx.needs_input_grad[3:], strict=True)
         grads: list[list] = [[] for _ in ctx.shapes]
         anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad(), _generator(grad.device, ctx.random):
@@ -58,7 +58,7 @@ class RecomputeFunction(torch.autograd.Function):
             ]
             output = ctx.run(*inputs)
         torch.autograd.backward(output, grad)
-        return None, None, *(found[0] if found else None for found in grads)
+        return None, None, None, *(found[0] if found else None for found in grads)
 
 
 class Inlet(torch.autograd.Function):
@@ -83,7 +83,10 @@ def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None
     """
     if not torch.is_grad_enabled():
         return run(*tensors)
-    return RecomputeFunction.apply(run, spread or Axis.single(), *tensors)
+    anchor = torch.empty(
+        0, requires_grad=True
+    )  # `run` may have weights to train where no input has a gradient
+    return RecomputeFunction.apply(run, spread or Axis.single(), anchor, *tensors)
 
 
 @contextmanager

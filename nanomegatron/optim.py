@@ -104,7 +104,8 @@ class Optimizer:
     def _norm(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         norms = self.values.new_zeros(0)  # a rank may hold nothing but padding and what others count
         if tensors:  # fp32 sums are off by 1e-5
-            norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float64))
+            found = torch._foreach_norm(tensors, dtype=torch.float64)
+            norms = torch.stack([norm.to(self.values.device) for norm in found])  # some may be on the host
         return norms, all_reduce_(norms.square().sum(), self.buckets.norm_axis).sqrt()
 
     def params_norm(self) -> torch.Tensor:

@@ -128,13 +128,14 @@ class FusedLossFunction(torch.autograd.Function):
             loss, dx = chunk_loss(rows.wait(), weight, numbers, target, reduce, tp, real)
             losses.append(loss.view(ranks, -1))
             ctx.dx.append(dx)
-        ctx.save_for_backward(weight, loss_weights)
+        ctx.weight = weight  # what hooks save comes back without its bucket
+        ctx.save_for_backward(loss_weights)
         return torch.cat(losses, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, loss_weights = ctx.saved_tensors
+        (loss_weights,), weight = ctx.saved_tensors, ctx.weight
         torch._assert_async(
             (grad == loss_weights).all(),
             "the gradient of the loss is not loss_weights: put every factor (mask, 1/tokens, loss scale) "

@@ -63,7 +63,7 @@ WRONG = """
 --overlap-param-gather | 1 | --overlap-param-gather: needs --use-distributed-optimizer
 --recompute-granularity full | 1 | needs --recompute-method and --recompute-num-layers
 --recompute-method block | 1 | --recompute-method: needs --recompute-granularity full
---recompute-modules norms | 1 | --recompute-modules norms: must be of core_attn, mlp, mlp_act, layernorm
+--recompute-activations --recompute-modules norms | 1 | --recompute-modules norms: must be of core_attn, mlp
 --recompute-granularity full --recompute-method block --recompute-num-layers 0 | 1 | --recompute-num-layers 0:
 --distribute-saved-activations | 1 | --distribute-saved-activations: needs --recompute-granularity full
 --exp-avg-dtype bf16 | 1 | --exp-avg-dtype bf16: needs --use-precision-aware-optimizer
@@ -74,6 +74,9 @@ WRONG = """
 --overlap-cpu-optimizer-d2h-h2d | 1 | needs --optimizer-cpu-offload
 --optimizer-cpu-offload --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 | 1 | moments in host
 --optimizer-cpu-offload | 1 | --optimizer-cpu-offload: needs --bf16 or --fp16
+--recompute-modules mlp | 1 | --recompute-modules: needs --recompute-granularity selective
+--recompute-activations --recompute-modules | 1 | --recompute-modules: must name one or more
+--use-distributed-optimizer --data-parallel-sharding-strategy no_shard | 1 | only one of the two
 --ddp-bucket-size 0 | 1 | --ddp-bucket-size 0: must be greater than 0
 --data-parallel-sharding-strategy optim_grads_params | 1 | must be one of no_shard, optim, optim_grads
 --rampup-batch-size 1 2 3 | 1 | --rampup-batch-size 1 2 3: | --global-batch-size

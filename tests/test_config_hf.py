@@ -99,6 +99,15 @@ def test_a_model_of_no_family_is_refused(change, message):
         to_hf(build(llama | change))
 
 
+def test_how_it_was_trained_is_no_part_of_a_model(folders):
+    """Settings that change memory and speed alone stay in the checkpoint."""
+    settings = read_folder(folders(next(iter(FAMILIES)))[1])[1]
+    training = dict(sequence_parallel=True, cross_entropy_loss_fusion=True, recompute_granularity="full")
+    training |= dict(recompute_method="block", recompute_num_layers=1, distribute_saved_activations=True)
+    training |= dict(recompute_modules=("mlp",), hidden_dropout=0.1)
+    assert to_hf(build(settings | training)) == to_hf(build(settings))
+
+
 def test_layer_types_make_a_pattern():
     table = LLAMA | {"model_type": "qwen3", "num_hidden_layers": 6, "use_sliding_window": True}
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2

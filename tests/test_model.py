@@ -243,6 +243,21 @@ def test_tensor_parallel_is_one_process(variant, config, tp):
     run_spmd(cut_over_tp, tp, replace(config, **VARIANTS[variant]), tp=tp)
 
 
+def loss_in_eval_mode(mesh):
+    model = build(replace(LLAMA, sequence_parallel=True), mesh.tp).eval()
+    inputs, labels = batch()
+    with torch.no_grad():
+        expected = build(LLAMA, mesh.tp)(inputs, labels)
+        torch.testing.assert_close(model(inputs, labels), expected)
+    with pytest.raises(RuntimeError, match=r"use model.train\(\)"):
+        model(inputs, labels)
+
+
+def test_no_gradients_in_eval_mode():
+    """Whole sequences there, so each rank would have the whole gradient of a norm, not a summand."""
+    run_spmd(loss_in_eval_mode, 2, tp=2)
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("variant", ["", "sequence"])
 def test_ranks_that_share_a_head_are_one_process(variant, heads):

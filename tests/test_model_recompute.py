@@ -112,6 +112,19 @@ def test_recomputed_inputs():
         assert not recomputed(lambda a: a * 2, x).requires_grad
 
 
+@pytest.mark.parametrize("way", ["uniform 1", "all of them"])
+def test_layers_train_behind_a_frozen_embedding(way):
+    """Where no input has a gradient the weights have theirs all the same."""
+    grads = []
+    for more in {}, WAYS[way]:
+        model = GPTModel(replace(BASE, **more), vocab_size=61, max_sequence_length=16, init=Init(seed=3))
+        model.embedding.requires_grad_(False)
+        tokens = torch.arange(32).view(2, 16)
+        model(Tokens(tokens, torch.arange(16)), tokens).mean().backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and len(grads[0]) > 20
+
+
 @pytest.mark.parametrize(
     "way, expected",
     [

@@ -241,6 +241,18 @@ class Recorder(TorchDispatchMode):
         return result
 
 
+def test_saved_tensors_may_pass_through_hooks():
+    """As save_on_cpu does: what comes back is no parameter, and has no bucket."""
+    weight, x = torch.randn(8, 4, requires_grad=True), torch.randn(3, 1, 4, requires_grad=True)
+    labels, weights = torch.tensor([[1, 5, 7]]), torch.rand(1, 3)
+    found = []
+    for hooks in (lambda x: x, lambda x: x.clone()):
+        with torch.autograd.graph.saved_tensors_hooks(hooks, lambda x: x):
+            loss = fused_linear_cross_entropy(x, weight, labels, weights, Axis.single(), 8)
+        found.append(torch.autograd.grad((loss * weights).sum(), (x, weight)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def peak(loss, dtype, chunk, vocab=512, padded=512):
     """Most bytes a logit of a chunk (and largest tensor in them) that 64 tokens' loss and backward take."""
     x = torch.randn(64, 1, 2, dtype=dtype, requires_grad=True)

@@ -70,6 +70,7 @@ LAYOUTS = {
     "dp2": (2, ""),
     "dp4": (4, ""),
     "tp2": (2, "--tp 2"),
+    "tp2sp": (2, "--tp 2 --sequence-parallel"),  # to the sample at the end, whose sequences have any length
     "tp2dp2": (4, "--tp 2"),
     "dp4z1": (4, "--use-distributed-optimizer --overlap-grad-reduce --ddp-average-in-collective"),
     "tp2dp2z2": (
