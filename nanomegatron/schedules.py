@@ -1,0 +1,369 @@
+"""Pipeline schedules as pure data: what each rank does, in order; the messages that follow; a simulator.
+
+    name         bubble / ideal time      kept at most, in microbatches of a rank's layers       source
+    gpipe        (p-1) / m                m                                                      1811.06965
+    1f1b         (p-1) / m                p                                                      2006.09503
+    interleaved  (p-1) / (v m)            p (1 + (p-1) / (p v)), for groups of p microbatches    2104.04473
+    zb-h1        (p-1) / (3 m)            p                                                      2401.10241
+    zb-v         (p-1) / (6 m)            p                                                      2405.15362
+
+p stages, m microbatches, v chunks a rank; all of equal cost, F = B = W; m >= p, for zb-v m >= 2p - 1. Sources
+are arXiv numbers. Nothing here needs torch or a second process:
+
+    python -m nanomegatron.schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
+
+In the pictures a row is a rank and a cell a unit of time; F0b is the forward of microbatch 0 through chunk b.
+"""
+
+import argparse
+import sys
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from nanomegatron.schedules_draw import draw, text
+
+
+class Op(NamedTuple):
+    """One piece of work: F forward, B gradient of the input, W of the weights, BW of both at once."""
+
+    kind: str
+    chunk: int
+    microbatch: int
+
+
+class Message(NamedTuple):
+    """What one rank hands to another: activations (F) or their gradients (B), for `stage`."""
+
+    source: int
+    destination: int
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Exchange(NamedTuple):
+    """An op's messages: those to take from the wire before it, the one it uses, the one it sends.
+
+    Messages of an ordered pair of ranks are taken in the order they were sent. What an op uses is thus the
+    last that it takes, or was taken before, by an op that needed what was sent later.
+    """
+
+    takes: tuple[Message, ...]
+    uses: Message | None
+    sends: Message | None
+
+
+class Event(NamedTuple):
+    """An op in time."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What `simulate` found. Bubbles are idle over busy time; peaks count activations of single chunks."""
+
+    events: list[Event]  # rank by rank, in order
+    total: float
+    bubbles: list[float]  # of each rank
+    bubble: float  # of all ranks together
+    peak_until_backward: list[int]  # forwards whose input gradient is still to come
+    peak_until_weight: list[int]  # forwards whose weight gradient is still to come
+
+
+# Every schedule takes the microbatches of a chunk in order, so `F1` is enough to say: forward of chunk 1, of
+# the microbatch whose turn it is.
+
+
+def gpipe(microbatches: int, chunks: int) -> list[str]:
+    """All forwards, then all backwards; with chunks, one chunk after the other (breadth first, 2211.05953).
+
+    rank 0  F0  F1  F2  .   .   .   .   .   .   BW0==== BW1==== BW2====
+    rank 1  .   F0  F1  F2  .   .   .   BW0==== BW1==== BW2====
+    rank 2  .   .   F0  F1  F2  BW0==== BW1==== BW2====
+    """
+    forwards = [f"F{chunk}" for chunk in range(chunks) for _ in range(microbatches)]
+    return forwards + [f"BW{chunk}" for chunk in reversed(range(chunks)) for _ in range(microbatches)]
+
+
+def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
+    """As many forwards as keep the later ranks busy, then one forward, one backward.
+
+    rank 0  F0  F1  F2  .   .   .   .   BW0==== F3  BW1==== .   BW2==== .   BW3====
+    rank 1  .   F0  F1  .   .   BW0==== F2  BW1==== F3  BW2==== .   BW3====
+    rank 2  .   .   F0  BW0==== F1  BW1==== F2  BW2==== F3  BW3====
+    """
+    ahead, n = stages - 1 - rank, max(microbatches, stages)
+    return "F0 ".split() * ahead + "F0 BW0".split() * (n - ahead) + ["BW0"] * ahead
+
+
+def interleaved(
+    rank: int, stages: int, microbatches: int, chunks: int, group: int | None = None
+) -> list[str]:
+    """1f1b over `chunks` pieces of the model a rank, in groups of `group` microbatches (None: `stages`).
+
+    A group runs through chunk 0, then chunk 1 ...; backwards do the same from the last chunk down. Megatron's
+    order wherever Megatron takes the sizes. It refuses a last group of fewer than `stages` microbatches, the
+    order of which can deadlock; here they are shared out among the other groups, at the same bubble.
+
+    rank 0  F0a  F1a  F0b  F1b  .    .    BW0b===== .    BW1b===== BW0a===== BW1a=====
+    rank 1  .    F0a  F1a  F0b  BW0b===== F1b  BW1b===== BW0a===== BW1a=====
+    """
+    sizes = _group_sizes(microbatches, stages, group or stages)
+    forwards = [f"F{chunk}" for size in sizes for chunk in range(chunks) for _ in range(size)]
+    backwards = [f"BW{chunk}" for size in sizes for chunk in reversed(range(chunks)) for _ in range(size)]
+    ahead = min(2 * (stages - 1 - rank) + (chunks - 1) * max(stages, *sizes), len(forwards))
+    steady = [op for pair in zip(forwards[ahead:], backwards) for op in pair]
+    return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
+
+
+def _group_sizes(microbatches: int, stages: int, group: int) -> list[int]:
+    """Groups of `group`; a shorter last one may stand if it fills the pipeline, or is all there is."""
+    full, rest = divmod(microbatches, group)
+    if full and rest < stages:
+        return [group + rest // full + (i < rest % full) for i in range(full)]
+    return [group] * full + [rest]
+
+
+def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
+    """1f1b with weight gradients put off, the more the later the rank, to fill the bubble at the end.
+
+    rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+    rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+    rank 2  .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+    """
+    ahead, n = stages - 1 - rank, max(microbatches, stages)
+    order = "F0 " * ahead + "F0 B0 " * rank + "F0 B0 W0 " * (n - stages + 1) + "B0 W0 " * ahead + "W0 " * rank
+    return order.split()
+
+
+def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
+    """Two chunks a rank, down the ranks and up again, so that the loss is where the pipeline begins.
+
+    rank 0  F0a F1a F2a F0b B0b W0b F1b B1b W1b B0a W0a F2b B2b W2b B1a W1a B2a W2a
+    rank 1  .   F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a
+    """
+    p, n = stages, max(microbatches, 2 * stages - 1)
+    start = "F0 " * (2 * (p - rank) - 1) + "F1 F0 " * rank + "F1 B1 W1 " * (p - rank)
+    steady = "F0 B0 W0 F1 B1 W1 " * (n - 2 * p + 1 + rank) + "B0 W0 F1 B1 W1 " * (p - 1 - rank)
+    return (start + steady + "B0 B1 " * rank + "B0 W0 " * (p - rank) + "W1 " * rank + "W0 " * rank).split()
+
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+def schedule(
+    name: str, stages: int, microbatches: int, chunks: int = 1, group: int | None = None
+) -> list[list[Op]]:
+    """What each pipeline rank does, in order.
+
+    chunks: pieces of the model a rank holds: any number for gpipe and interleaved; zb-v always has two.
+    group: of interleaved, the microbatches a chunk takes before it is the next one's turn; None: `stages`.
+
+    Raises: ValueError for a schedule that there is not.
+    """
+    _check(name, stages, chunks)
+    if microbatches < 1:
+        raise ValueError(f"{microbatches} microbatches: a schedule needs at least one")
+    if group is not None and (name != "interleaved" or group < stages):
+        raise ValueError(f"{name} in groups of {group}: only for interleaved, of at least {stages} (stages)")
+    order = {
+        "gpipe": lambda rank: gpipe(microbatches, chunks),
+        "1f1b": lambda rank: one_f_one_b(rank, stages, microbatches),
+        "interleaved": lambda rank: interleaved(rank, stages, microbatches, chunks, group),
+        "zb-h1": lambda rank: zb_h1(rank, stages, microbatches),
+        "zb-v": lambda rank: zb_v(rank, stages, microbatches),
+    }[name]
+    return [_numbered(order(rank), microbatches) for rank in range(stages)]
+
+
+def _check(name: str, stages: int, chunks: int) -> None:
+    if name not in NAMES:
+        raise ValueError(f"schedule {name!r}: must be one of {', '.join(NAMES)}")
+    if stages < 1 or chunks < 1:
+        raise ValueError(f"{stages} stages of {chunks} chunks: at least one of each")
+    if chunks > {"1f1b": 1, "zb-h1": 1, "zb-v": 2}.get(name, chunks):
+        raise ValueError(f"{name} with {chunks} chunks a rank: interleaved and gpipe take more chunks")
+
+
+def _numbered(order: list[str], microbatches: int) -> list[Op]:
+    """Number the ops of each kind and chunk; those past the last microbatch only gave the order its shape."""
+    seen: Counter = Counter()
+    ops = []
+    for word in order:
+        kind = word.rstrip("0123456789")
+        ops.append(Op(kind, int(word[len(kind) :]), seen[word]))
+        seen[word] += 1
+    return [op for op in ops if op.microbatch < microbatches]
+
+
+def placement(name: str, stages: int, chunks: int = 1) -> list[list[int]]:
+    """`[rank][chunk]` -> stage of the model, 0 ... stages * chunks - 1; a V for zb-v, else a loop."""
+    _check(name, stages, chunks)
+    if name == "zb-v":
+        return [[rank, 2 * stages - 1 - rank] for rank in range(stages)]
+    return [[chunk * stages + rank for chunk in range(chunks)] for rank in range(stages)]
+
+
+def owners(placed: list[list[int]]) -> dict[int, int]:
+    """The rank of each stage."""
+    return {stage: rank for rank, stages in enumerate(placed) for stage in stages}
+
+
+def embedding_ranks(placed: list[list[int]]) -> tuple[int, int]:
+    """The ranks of the first and of the last stage; the second computes the loss. One rank twice for zb-v."""
+    rank_of = owners(placed)
+    return rank_of[0], rank_of[len(rank_of) - 1]
+
+
+def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchange]]:
+    """The messages of every op of every rank, derived from lists and placement, so that both ends agree.
+
+    What is on a wire (an ordered pair of ranks) and in which order, the sender's list says.
+
+    Raises: ValueError where an op uses what is never sent, or nothing uses what is sent.
+    """
+    rank_of, wires = owners(placed), {}
+
+    def message(kind: str, stage: int, step: int, microbatch: int) -> Message | None:
+        """To `stage` from the one `step` before it, if both are there and on different ranks."""
+        ends = rank_of.get(stage - step), rank_of.get(stage)
+        return None if None in ends or ends[0] == ends[1] else Message(*ends, kind, stage, microbatch)
+
+    pairs = []
+    for ops, stages in zip(lists, placed):
+        pairs.append([])
+        for op in ops:
+            stage, step = stages[op.chunk], {"F": 1, "B": -1, "BW": -1, "W": 0}[op.kind]  # W: nothing moves
+            sends = message(op.kind[0], stage + step, step, op.microbatch)
+            pairs[-1].append((message(op.kind[0], stage, step, op.microbatch), sends))
+            if sends:
+                wires.setdefault(sends[:2], deque()).append(sends)
+    exchanges = []
+    for rank_pairs in pairs:
+        early: set[Message] = set()
+        exchanges.append([Exchange(_take(uses, wires, early), uses, sends) for uses, sends in rank_pairs])
+        if early:
+            raise ValueError(f"messages that no op uses: {sorted(early)}")
+    if left := [message for wire in wires.values() for message in wire]:
+        raise ValueError(f"messages that no op uses: {left}")
+    return exchanges
+
+
+def _take(uses: Message | None, wires: dict, early: set[Message]) -> tuple[Message, ...]:
+    """Take from the wire up to and with what the op uses; `early` holds what was taken and not used yet."""
+    taken = []
+    while uses and uses not in early:
+        wire = wires.get(uses[:2])
+        if not wire:
+            raise ValueError(f"{uses} is never sent")
+        taken.append(wire.popleft())
+        early.add(taken[-1])
+    early.discard(uses)
+    return tuple(taken)
+
+
+def simulate(
+    lists: list[list[Op]],
+    placed: list[list[int]],
+    costs: Mapping[str, float] | None = None,
+    message_time: float = 0.0,
+) -> Timeline:
+    """Run the lists, each op as soon as its rank is free and what it needs has come.
+
+    costs: time of an op of each kind (None: F = B = W = 1; BW = B + W unless given). Messages travel beside
+    the ops, for `message_time`; between chunks of one rank they take none.
+
+    Raises: ValueError naming ranks and ops when all ranks wait.
+    """
+    costs = {"F": 1, "B": 1, "W": 1} | dict(costs or {})
+    costs.setdefault("BW", costs["B"] + costs["W"])
+    rank_of, done, runs = owners(placed), {}, [[] for _ in lists]
+    moving = True
+    while moving:
+        moving = False
+        for rank, (ops, run) in enumerate(zip(lists, runs)):
+            while len(run) < len(ops):
+                op = ops[len(run)]
+                needs = _needs(op, placed[rank][op.chunk], rank_of)
+                if any(need not in done for need in needs):
+                    break
+                ready = [done[need] + message_time * (rank_of[need[1]] != rank) for need in needs]
+                start = max([run[-1].end if run else 0, *ready])
+                run.append(Event(rank, op, start, start + costs[op.kind]))
+                done[op.kind[0], placed[rank][op.chunk], op.microbatch] = run[-1].end
+                moving = True
+    stuck = [(rank, ops[len(run)]) for rank, (ops, run) in enumerate(zip(lists, runs)) if len(run) < len(ops)]
+    if stuck:
+        missing = [[n for n in _needs(op, placed[r][op.chunk], rank_of) if n not in done] for r, op in stuck]
+        raise ValueError("deadlock: " + "; ".join(_waits(*at, needs) for at, needs in zip(stuck, missing)))
+    return _timeline(runs)
+
+
+def _needs(op: Op, stage: int, rank_of: dict[int, int]) -> list[tuple[str, int, int]]:
+    """(kind, stage, microbatch) of the ops whose results an op needs; a BW counts as the B in it."""
+    if op.kind == "W":
+        return [("B", stage, op.microbatch)]
+    needs = [("F", stage - 1 if op.kind == "F" else stage, op.microbatch)]
+    if op.kind != "F":
+        needs.append(("B", stage + 1, op.microbatch))
+    return [need for need in needs if need[1] in rank_of]
+
+
+def _waits(rank: int, op: Op, needs: list[tuple[str, int, int]]) -> str:
+    what = " and ".join(f"{kind} of stage {stage}, microbatch {i}" for kind, stage, i in needs)
+    return f"rank {rank} at {op.kind} of chunk {op.chunk}, microbatch {op.microbatch}, waits for {what}"
+
+
+def _timeline(runs: list[list[Event]]) -> Timeline:
+    total = max(run[-1].end for run in runs)
+    busy = [sum(event.end - event.start for event in run) for run in runs]
+    return Timeline(
+        events=[event for run in runs for event in run],
+        total=total,
+        bubbles=[(total - time) / time for time in busy],
+        bubble=(len(runs) * total - sum(busy)) / sum(busy),
+        peak_until_backward=[_peak(run, ("B", "BW")) for run in runs],
+        peak_until_weight=[_peak(run, ("W", "BW")) for run in runs],
+    )
+
+
+def _peak(run: list[Event], last: tuple[str, str]) -> int:
+    kept = most = 0
+    for event in run:
+        kept += (event.op.kind == "F") - (event.op.kind in last)
+        most = max(most, kept)
+    return most
+
+
+def main(argv: list[str]) -> int:
+    """Print a schedule as it runs, and draw it on request."""
+    parser = argparse.ArgumentParser("python -m nanomegatron.schedules", description="Show a schedule.")
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=1, help="pieces of the model a rank holds")
+    parser.add_argument("--group", type=int, help="of interleaved: microbatches a chunk takes in turn")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there; .svg, .pdf work, too")
+    args = parser.parse_args(argv)
+    try:
+        lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
+        timeline = simulate(lists, placement(args.schedule, args.stages, args.chunks))
+        print(text(timeline, colour=sys.stdout.isatty()))
+        if args.png:
+            title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
+            draw(timeline, args.png, title)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"schedules: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""Pictures of a schedule in time: coloured text for the terminal, PNG or SVG for a page.
+
+rank 0  F0 F1 F2 .. .. .. .. BW0=== BW1=== BW2===        time runs to the right, a row is a rank
+"""
+
+from pathlib import Path
+from typing import Any
+
+# After Okabe and Ito: told apart by colour-blind readers. Later chunks are paler.
+COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115), "BW": (213, 94, 0)}
+MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
+
+
+def shade(kind: str, chunk: int, chunks: int) -> tuple[int, ...]:
+    """Red, green, blue (0 - 255) of an op; at most three quarters of the way to white."""
+    share = 0.75 * chunk / max(chunks, 1)
+    return tuple(round(part + (255 - part) * share) for part in COLOURS[kind])
+
+
+def text(timeline: Any, colour: bool = False) -> str:
+    """A row a rank, a cell a unit of time (the shortest op), and below it bubble and peak activations.
+
+    Without colour a cell says kind, microbatch and, of several chunks, which (a, b ...).
+    """
+    events, (chunks, label) = timeline.events, _labels(timeline, colour)
+    unit = min(event.end - event.start for event in events)
+    width = max(len(label(event.op)) for event in events) + (not colour)
+    lines = []
+    for rank in range(len(timeline.bubbles)):
+        cells, now = [], 0
+        for event in (event for event in events if event.rank == rank):
+            begin, end = int(event.start / unit + 0.5), int(event.end / unit + 0.5)
+            size = width * (end - begin)
+            cells.append(" " * (width * (begin - now)) if colour else ".".ljust(width) * (begin - now))
+            filled = label(event.op).ljust(size - 1, " " if colour or end - begin == 1 else "=").ljust(size)
+            cells.append(_painted(filled, shade(event.op.kind, event.op.chunk, chunks)) if colour else filled)
+            now = end
+        lines.append(f"rank {rank}  " + "".join(cells).rstrip(" "))
+    if colour:
+        kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in events)]
+        lines.append("        " + " ".join(_painted(f" {MEANING[k]} ", shade(k, 0, 1)) for k in kinds))
+    return "\n".join([*lines, summary(timeline)])
+
+
+def summary(timeline: Any) -> str:
+    """Bubble and peak activations in words."""
+    peaks = [" ".join(map(str, peak)) for peak in (timeline.peak_until_backward, timeline.peak_until_weight)]
+    kept = f"{peaks[0]} until B, {peaks[1]} until W" if peaks[0] != peaks[1] else peaks[0]
+    return (
+        f"total {timeline.total:g}, bubble {100 * timeline.bubble:.1f} % of ideal time; "
+        f"peak activations, in chunks, of each rank: {kept}"
+    )
+
+
+def _labels(timeline: Any, short: bool) -> tuple[int, Any]:
+    """How many chunks there are, and the function that names an op."""
+    chunks = 1 + max(event.op.chunk for event in timeline.events)
+
+    def label(op: Any) -> str:
+        piece = chr(ord("a") + op.chunk) if chunks > 1 else ""
+        return str(op.microbatch) if short else f"{op.kind}{op.microbatch}{piece}"
+
+    return chunks, label
+
+
+def _painted(words: str, rgb: tuple[int, ...]) -> str:
+    """In the nearest of the terminal's 216 colours, with black or white letters."""
+    red, green, blue = (round(part / 51) for part in rgb)
+    letters = 16 if _ink(rgb) == "black" else 231
+    return f"\x1b[48;5;{16 + 36 * red + 6 * green + blue};38;5;{letters}m{words}\x1b[0m"
+
+
+def _ink(rgb: tuple[int, ...]) -> str:
+    return "black" if 0.3 * rgb[0] + 0.6 * rgb[1] + 0.1 * rgb[2] > 130 else "white"
+
+
+def draw(timeline: Any, path: str | Path, title: str = "") -> None:
+    """Draw bars in time, a row a rank, to a file of the kind its name says (.png, .svg, .pdf).
+
+    Raises: ImportError without matplotlib, ValueError for a kind of file that it cannot write.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f'{path} needs matplotlib: pip install -e ".[viz]"') from error
+    figure = Figure(figsize=(14, 1.6 + 0.4 * len(timeline.bubbles)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bars(axes, timeline)
+    axes.set_title(f"{title}\n{summary(timeline)}".strip(), fontsize=9)
+    figure.savefig(path)
+
+
+def bars(axes: Any, timeline: Any) -> None:
+    """The bars themselves, on axes of matplotlib."""
+    ranks, (chunks, label) = len(timeline.bubbles), _labels(timeline, short=True)
+    legend = {}
+    for event in timeline.events:
+        rgb, length = shade(event.op.kind, event.op.chunk, chunks), event.end - event.start
+        face = [part / 255 for part in rgb]
+        bar = axes.barh(event.rank, length, 0.9, event.start, color=face, edgecolor="white", linewidth=0.5)
+        if event.op.chunk == 0:
+            legend.setdefault(MEANING[event.op.kind], bar)
+        if length > 0.007 * timeline.total:
+            middle = event.start + length / 2, event.rank
+            axes.text(*middle, label(event.op), ha="center", va="center", fontsize=7, color=_ink(rgb))
+    axes.set(
+        xlim=(0, timeline.total), xlabel="time", ylim=(ranks - 0.5, -0.5), yticks=range(ranks), ylabel="rank"
+    )
+    note = "paler: later chunks" if chunks > 1 else None
+    place = dict(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(legend.values(), legend, title=note, fontsize=8, title_fontsize=8, **place)
+    axes.spines[["top", "right", "left"]].set_visible(False)
