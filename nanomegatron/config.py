@@ -1,4 +1,4 @@
-"""What a run is: seven small dataclasses, the only definition of every setting.
+"""What a run is: seven small dataclasses, the only definition of every setting (config_model.py has one).
 
 A field is a setting; its name with dashes is its flag, and its key in a TOML file:
 
@@ -12,141 +12,44 @@ reports everything that is wrong with it. No torch in any of the three: a bad co
 before a second is spent.
 """
 
-import ast
-import dataclasses
-import functools
 from dataclasses import dataclass
-from typing import Any
 
-from nanomegatron.config_keywords import TRANSFORMER_CONFIG, answer
-
-
-def setting(default: Any, text: str, *aliases: str, choices: tuple = (), nargs: str = "") -> Any:
-    """A dataclass field with its one-line help, short flag aliases and allowed values."""
-    meta = {"help": text, "aliases": aliases, "choices": choices, "nargs": nargs}
-    return dataclasses.field(default=default, metadata=meta)
-
-
-def with_megatron_keywords(cls: type) -> type:
-    """A dataclass whose constructor takes, or answers, Megatron's keywords too."""
-    own, names = cls.__init__, [f.name for f in dataclasses.fields(cls)]
-
-    @functools.wraps(own)
-    def init(self: Any, *values: Any, **keywords: Any) -> None:
-        strange = {name: keywords.pop(name) for name in list(keywords) if name not in names}
-        answer(cls.__name__, TRANSFORMER_CONFIG, names, strange)
-        own(self, *values, **keywords)
-
-    cls.__init__ = init
-    return cls
-
-
-@with_megatron_keywords
-@dataclass(frozen=True)
-class TransformerConfig:
-    """The shape of the model. Families (GPT, Llama, Mistral, Qwen) differ by these values alone."""
-
-    num_layers: int | None = setting(None, "number of transformer layers")
-    hidden_size: int | None = setting(None, "width of the residual stream")
-    num_attention_heads: int | None = setting(None, "number of query heads")
-    ffn_hidden_size: int | None = setting(None, "inner width of the MLP; 4h, with --swiglu int(8h/3/64)*64")
-    kv_channels: int | None = setting(None, "width of one attention head; hidden size / heads")
-    num_query_groups: int = setting(0, "number of key/value heads; 0 means one per query head (MHA)")
-    max_position_embeddings: int | None = setting(None, "longest sequence the model can see; --seq-length")
-    position_embedding_type: str = setting(
-        "learned_absolute",
-        "how positions enter the model",
-        choices=("learned_absolute", "rope", "yarn", "none"),
-    )
-    rotary_base: float = setting(10000.0, "base of the rotary frequencies")
-    rotary_percent: float = setting(1.0, "share of each head's features that is rotated, the first ones")
-    rotary_interleaved: bool = setting(False, "rotate neighbouring features instead of the two halves")
-    use_rope_scaling: bool = setting(False, "stretch the slow frequencies for long contexts (Llama 3.1)")
-    rope_scaling_factor: float = setting(8.0, "how far --use-rope-scaling stretches")
-    rotary_scaling_factor: float = setting(1.0, "how far yarn stretches the original context")
-    yarn_original_max_position_embeddings: int = setting(4096, "context before yarn stretched it")
-    yarn_beta_fast: float = setting(32.0, "yarn leaves frequencies alone that turn so often in that context")
-    yarn_beta_slow: float = setting(1.0, "yarn stretches those in full that turn no more often than this")
-    yarn_correction_range_round_to_int: bool = setting(True, "round the bounds between the two")
-    mscale: float = setting(1.0, "yarn: weight of log(factor) in the size of cos and sin")
-    mscale_all_dim: float = setting(0.0, "yarn: the same in their divisor")
-    normalization: str = setting("LayerNorm", "kind of normalization", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
-    qk_layernorm: bool = setting(False, "normalize each query and key head (Qwen3)")
-    apply_layernorm_1p: bool = setting(False, "norm weights are kept as their difference from 1")
-    swiglu: bool = setting(False, "gated MLP with SiLU, as in Llama; GELU without")
-    squared_relu: bool = setting(False, "squared ReLU in the MLP instead of GELU")
-    disable_bias_linear: bool = setting(False, "no bias in the linear layers")
-    add_qkv_bias: bool = setting(False, "bias in the QKV projection even with --disable-bias-linear")
-    untie_embeddings_and_output_weights: bool = setting(False, "give the output layer its own weight")
-    hidden_dropout: float = setting(0.0, "dropout on the residual branches and the embedding")
-    attention_dropout: float = setting(0.0, "dropout on the attention probabilities")
-    init_method_std: float = setting(0.02, "standard deviation of the initial weights")
-    window_size: tuple[int, ...] = setting(
-        (), "keys a query sees before itself, and behind: 4095,0; all without, -1 for all", nargs="*"
-    )
-    window_attn_skip_freq: str | None = setting(
-        None, "every N-th layer sees all keys; or a list, 1 for a window: ([1]*5+[0])*4"
-    )
-    attention_backend: str = setting(
-        "auto", "core attention implementation", choices=("auto", "fused", "flash", "unfused")
-    )
-    sequence_parallel: bool = setting(False, "shard norms and dropout over the tp ranks", "sp")
-    cross_entropy_loss_fusion: bool = setting(
-        False, "output projection and loss in chunks, forward and backward at once: no logits in memory"
-    )
-    recompute_granularity: str | None = setting(
-        None,
-        "make activations again in the backward: of some modules or of layers",
-        choices=("selective", "full"),
-    )
-    recompute_modules: tuple[str, ...] = setting(
-        ("core_attn",),
-        "for selective: core_attn, mlp, mlp_act (SwiGLU or GELU), layernorm",
-        nargs="*",
-    )
-    recompute_method: str | None = setting(
-        None,
-        "for full: every N layers as one, or the first N layers each",
-        choices=("uniform", "block"),
-    )
-    recompute_num_layers: int | None = setting(None, "the N of --recompute-method")
-    distribute_saved_activations: bool = setting(
-        False, "for full: each tp rank keeps its share of what layers are made again from"
-    )
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def ffn_size(self) -> int:
-        h = self.hidden_size
-        return self.ffn_hidden_size or (int(8 * h / 3 / 64) * 64 if self.swiglu else 4 * h)
-
-    def recomputes(self, module: str) -> bool:
-        """Whether --recompute-granularity selective names the module."""
-        return self.recompute_granularity == "selective" and module in self.recompute_modules
-
-    @property
-    def windows(self) -> list[int | None]:
-        """For each layer how many keys before itself a query sees; None for all."""
-        if not self.window_size or self.window_size[0] < 0:
-            return [None] * self.num_layers
-        windowed = layer_pattern(self.window_attn_skip_freq, self.num_layers)
-        return [self.window_size[0] if yes else None for yes in windowed]
+from nanomegatron.config_model import TransformerConfig, setting
+from nanomegatron.schedules import NAMES, placement
+from nanomegatron.schedules_split import split_layers
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the processes are laid out. data parallel = world / (tp * pp * cp)."""
+    """How the processes are laid out. data parallel = world / (tp * cp * pp)."""
 
     tensor_model_parallel_size: int = setting(1, "processes that share each layer", "tp")
-    pipeline_model_parallel_size: int = setting(1, "pipeline stages", "pp")
+    pipeline_model_parallel_size: int = setting(1, "processes that share the layers, in turn", "pp")
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None, "cut the layers of each pipeline rank into pieces of so many, which take turns"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = setting(None, "the same by their number", "vpp")
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
+        None, "microbatches a piece takes before it is the next one's turn; --pp"
+    )
+    pipeline_schedule: str | None = setting(
+        None, "what each pipeline rank does when; 1f1b, with --vpp interleaved", choices=NAMES
+    )
+    pipeline_split: str = setting(
+        "even",
+        "as many layers for each pipeline rank, or as much work, where the output layer counts",
+        choices=("even", "flops"),
+    )
+    decoder_first_pipeline_num_layers: int | None = setting(
+        None, "layers of the first pipeline rank; the others share what is left"
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last pipeline rank")
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "the embedding counts as a layer when they are shared out"
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, "the output layer and the loss count as a layer when they are shared out"
+    )
     context_parallel_size: int = setting(1, "processes that share each sequence", "cp")
     expert_model_parallel_size: int = setting(1, "processes that share the experts", "ep")
     expert_tensor_parallel_size: int | None = setting(
@@ -177,6 +80,39 @@ class ParallelConfig:
         """What is cut over the dp ranks."""
         return self.data_parallel_sharding_strategy or (
             "optim" if self.use_distributed_optimizer else "no_shard"
+        )
+
+    @property
+    def schedule(self) -> str:
+        """The name of the pipeline schedule."""
+        several = (self.num_virtual_stages_per_pipeline_rank or 1) > 1
+        return self.pipeline_schedule or ("interleaved" if several else "1f1b")
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of the model that a pipeline rank holds; `resolve` has made a number of their size."""
+        return self.num_virtual_stages_per_pipeline_rank or (2 if self.pipeline_schedule == "zb-v" else 1)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that share one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def stage_layers(self, num_layers: int, head: float = 1.0) -> list[range]:
+        """The layers of every pipeline stage, of a resolved config.
+
+        head: for --pipeline-split flops what the output layer costs, in layers.
+
+        Raises: ValueError with a fix for what does not divide.
+        """
+        return split_layers(
+            num_layers,
+            placement(self.schedule, self.pipeline_model_parallel_size, self.chunks),
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            embedding=self.account_for_embedding_in_pipeline_split,
+            loss=self.account_for_loss_in_pipeline_split,
+            head=head if self.pipeline_split == "flops" else None,
         )
 
 
@@ -333,6 +269,14 @@ class RunConfig:
     log_params_norm: bool = setting(False, "log the norm of all parameters")
     log_num_zeros_in_grad: bool = setting(False, "log how many gradients are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
+    trace_dir: str | None = setting(None, "folder for pictures of what each rank did in some steps")
+    trace_iterations: tuple[int, ...] = setting((3,), "the steps that --trace-dir shows", nargs="*")
+    profile: bool = setting(False, "torch's profiler around some steps; a trace file a rank")
+    profile_step_start: int = setting(10, "the step --profile begins with")
+    profile_step_end: int = setting(12, "the step it ends before")
+    profile_ranks: tuple[int, ...] = setting((0,), "the ranks it looks at", nargs="*")
+    record_memory_history: bool = setting(False, "write who allocated what on the GPU, for torch's viewer")
+    memory_snapshot_path: str = setting("snapshot.pickle", "file of --record-memory-history")
     metrics_jsonl: str | None = setting(None, "one JSON object a step; runs/NAME/metrics.jsonl")
     tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
     wandb_project: str | None = setting(None, "Weights & Biases project")
@@ -360,38 +304,6 @@ class Config:
         """torch's name of the type in which gradients are added up and summed over dp."""
         bf16 = self.parallel.grad_reduce_in_bf16 or self.optimizer.main_grads_dtype == "bf16"
         return "bfloat16" if bf16 else "float32"
-
-
-def layer_pattern(text: str | None, num_layers: int) -> list[int]:
-    """Megatron's way to say which layers have something: 1 or 0 for each.
-
-    None: all; "N": all but every N-th; else a list of Python numbers joined by + and *: "([1]*5+[0])*4".
-    Raises ValueError for anything else, and for a list of another length.
-    """
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(int(n)):
-                return n
-            case ast.List(items):
-                return [value(item) for item in items]
-            case ast.BinOp(left, ast.Add(), right):
-                return value(left) + value(right)
-            case ast.BinOp(left, ast.Mult(), right):
-                left, right = value(left), value(right)
-                if isinstance(right, int) and right <= num_layers:
-                    return left * right
-        raise ValueError
-
-    try:
-        found = 1 if text is None else value(ast.parse(text, mode="eval").body)
-        if isinstance(found, int) and found > 0:
-            return [1 if text is None else int((i + 1) % found != 0) for i in range(num_layers)]
-        if len(found) == num_layers and set(found) <= {0, 1}:
-            return found
-    except (ValueError, SyntaxError, TypeError):
-        pass
-    raise ValueError(f"{text}: must be a number N, or a list of {num_layers} ones and zeros")
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:

@@ -14,17 +14,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from nanomegatron.config import Config, TransformerConfig, layer_pattern
+from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import samples_before, stages
 from nanomegatron.config_check_data import data_errors
+from nanomegatron.config_check_pipeline import pipeline_errors, with_virtual_stages
 from nanomegatron.config_cli import SHAPE, flag, sections
+from nanomegatron.config_model import layer_pattern
 
 # Settings that change neither what is trained nor how it is laid out: they have no part in a run's name.
 RECORDS = """
 save load save_interval ckpt_format ckpt_step finetune no_load_optim no_save_optim nproc device run_name
 eval_interval eval_iters eval_only exit_interval exit_duration_in_mins log_interval log_throughput log_comm
 log_params_norm log_num_zeros_in_grad timing_log_level timing_log_option metrics_jsonl tensorboard_dir
-wandb_project data_cache_path num_workers distributed_backend distributed_timeout_minutes
+wandb_project data_cache_path num_workers distributed_backend distributed_timeout_minutes trace_dir
+trace_iterations profile profile_step_start profile_step_end profile_ranks record_memory_history
+memory_snapshot_path
 """.split()
 # Settings of model and data that may change when a run goes on.
 CHANGEABLE = """
@@ -42,24 +46,24 @@ loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis adam_e
 global_batch_size vocab_size make_vocab_size_divisible_by nproc train_iters train_samples save_interval
 exit_interval exit_duration_in_mins log_interval lr_decay_iters lr_decay_samples lr_wsd_decay_iters
 lr_wsd_decay_samples eval_interval ddp_bucket_size optimizer_offload_fraction recompute_num_layers
+num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank trace_iterations
+microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers
+decoder_last_pipeline_num_layers
 """.split()
 NOT_NEGATIVE = """
 num_query_groups lr min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
 start_weight_decay end_weight_decay clip_grad eval_iters init_method_std ckpt_step seed num_workers
+profile_step_start
 """.split()
 SHARES = "hidden_dropout attention_dropout adam_beta1 adam_beta2".split()  # 0 <= x < 1
-NOT_BUILT = {
-    "pipeline_model_parallel_size": "pipeline",
-    "context_parallel_size": "context",
-    "expert_model_parallel_size": "expert",
-}
+NOT_BUILT = {"context_parallel_size": "context", "expert_model_parallel_size": "expert"}
 
 
 def validate(config: Config, world_size: int, device_type: str = "cpu") -> list[str]:
     """Everything that is wrong with a run of `world_size` processes, a message each; none if it can start."""
     errors = list(_ranges(config))
-    checks = (_model, _parallel, _recompute, _batch, _precision, _optimizer, _schedule, _length, data_errors)
-    for check in (*checks, _checkpoint, _extras):
+    checks = (_model, _parallel, pipeline_errors, _recompute, _batch, _precision, _optimizer, _schedule)
+    for check in (*checks, _length, data_errors, _checkpoint, _extras, _profile):
         try:
             errors += check(config, world_size, device_type)
         except (TypeError, ZeroDivisionError):
@@ -155,24 +159,27 @@ def _parallel(config: Config, world: int, device: str) -> Iterator[str]:
         yield "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard: only one of the two"
     if parallel.overlap_param_gather and parallel.sharding == "no_shard":
         yield "--overlap-param-gather: needs --use-distributed-optimizer; without it nothing is gathered"
-    if world % tp:
+    copy, pp = parallel.model_parallel_size, parallel.pipeline_model_parallel_size
+    if world % copy:
+        sizes = (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp))
+        words = " x ".join(f"{flag(name)} {size}" for name, size in sizes if size > 1)
         fits = [n for n in range(1, world + 1) if world % n == 0]
         yield (
-            f"--tensor-model-parallel-size {tp}: must divide the number of processes, {world}; use "
-            f"--nproc {-(-world // tp) * tp} or a size of {', '.join(map(str, fits))}"
+            f"{words}: must divide the number of processes, {world}; use "
+            f"--nproc {-(-world // copy) * copy} or a size of {', '.join(map(str, fits))}"
         )
-    elif parallel.data_parallel_size not in (None, world // tp):
+    elif parallel.data_parallel_size not in (None, world // copy):
         yield (
-            f"--data-parallel-size {parallel.data_parallel_size}: {world} processes / tp {tp} give "
-            f"{world // tp}; start {parallel.data_parallel_size * tp} processes (--nproc) or leave it out"
+            f"--data-parallel-size {parallel.data_parallel_size}: {world} processes / tp {tp} / pp {pp} give "
+            f"{world // copy}; start {parallel.data_parallel_size * copy} processes (--nproc) or leave it out"
         )
     if parallel.distributed_backend == "nccl" and device != "cuda":
         yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
 
 
 def _batch(config: Config, world: int, _: str) -> Iterator[str]:
-    data, tp = config.data, config.parallel.tensor_model_parallel_size
-    dp, unit = world // tp, world // tp * data.micro_batch_size
+    data, copy = config.data, config.parallel.model_parallel_size
+    dp, unit = world // copy, world // copy * data.micro_batch_size
     names = ("step_batch_size_schedule", "rampup_batch_size", "global_batch_size")
     given = [name for name in names if getattr(data, name) not in (None, ())]
     name = given[0] if given else names[-1]
@@ -185,7 +192,7 @@ def _batch(config: Config, world: int, _: str) -> Iterator[str]:
         return
     if name == names[0] and given[1:] and data.global_batch_size != sizes[-1]:  # which `resolve` fills in
         yield f"{words}: gives every batch size; leave {' and '.join(map(flag, given[1:]))} out"
-    elif world % tp == 0:
+    elif world % copy == 0:
         bad = next((size for size in sizes if size % unit), unit)
         yield from _multiple(name, bad, f"--micro-batch-size {data.micro_batch_size} x dp {dp} =", unit)
 
@@ -287,7 +294,7 @@ def _length(config: Config, world: int, _: str) -> Iterator[str]:
     run, data = config.run, config.data
     if run.train_iters and run.train_samples:
         by_samples = replace(config, run=replace(run, train_iters=None))
-        dp = world // config.parallel.tensor_model_parallel_size
+        dp = world // config.parallel.model_parallel_size
         with contextlib.suppress(ValueError):  # told by _batch
             if len(samples_before(by_samples, dp)) != run.train_iters + 1:  # which `resolve` fills in
                 both = f"--train-iters {run.train_iters} --train-samples {run.train_samples}"
@@ -317,10 +324,23 @@ def _extras(config: Config, *_: Any) -> Iterator[str]:
             yield f"{flag(name)} {value}: needs the package {package}: pip install {package}"
 
 
+def _profile(config: Config, world: int, device: str) -> Iterator[str]:
+    run = config.run
+    if run.trace_dir is not None and not run.trace_iterations:
+        yield f"--trace-dir {run.trace_dir}: needs --trace-iterations, the steps to show"
+    if run.profile and run.profile_step_end <= run.profile_step_start:
+        start = f"--profile-step-start {run.profile_step_start}"
+        yield f"--profile-step-end {run.profile_step_end}: must exceed {start}; the step itself is not seen"
+    if run.profile and (strange := [rank for rank in run.profile_ranks if not 0 <= rank < world]):
+        yield f"--profile-ranks {' '.join(map(str, strange))}: must be of the processes 0 to {world - 1}"
+    if run.record_memory_history and device != "cuda":
+        yield "--record-memory-history: needs a GPU, whose allocations it records"
+
+
 def resolve(config: Config, world_size: int) -> Config:
     """The same run with the values that follow from others filled in; `config` must be valid."""
     model, data, run, opt = config.model, config.data, config.run, config.optimizer
-    dp = world_size // config.parallel.tensor_model_parallel_size
+    dp = world_size // config.parallel.model_parallel_size
     _, batch = stages(data, dp)[-1]
     iters = run.train_iters or len(samples_before(config, dp)) - 1
     return replace(
@@ -332,7 +352,9 @@ def resolve(config: Config, world_size: int) -> Config:
             ffn_hidden_size=model.ffn_size,
             max_position_embeddings=model.max_position_embeddings or data.seq_length,
         ),
-        parallel=replace(config.parallel, data_parallel_size=dp, ddp_bucket_size=_bucket_size(config, dp)),
+        parallel=replace(
+            with_virtual_stages(config), data_parallel_size=dp, ddp_bucket_size=_bucket_size(config, dp)
+        ),
         optimizer=opt,
         data=replace(data, global_batch_size=batch),
         run=replace(run, train_iters=iters),

@@ -47,13 +47,15 @@ bf16 | fp16
 swiglu | squared_relu
 data_path | data_args_path | train_data_path valid_data_path test_data_path | mock_data
 global_batch_size rampup_batch_size | step_batch_size_schedule
+num_layers_per_virtual_pipeline_stage | num_virtual_stages_per_pipeline_rank
 """
 MOST_USED = """
 config num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size position_embedding_type
 normalization swiglu disable_bias_linear untie_embeddings_and_output_weights tensor_model_parallel_size
-data_parallel_size nproc device bf16 fp16 lr min_lr lr_decay_style lr_warmup_iters weight_decay clip_grad
-data_path split mock_data seq_length micro_batch_size global_batch_size tokenizer_type tokenizer_model
-train_iters eval_interval eval_iters save load save_interval run_name seed log_interval metrics_jsonl
+pipeline_model_parallel_size pipeline_schedule num_virtual_stages_per_pipeline_rank data_parallel_size nproc
+device bf16 fp16 lr min_lr lr_decay_style lr_warmup_iters weight_decay clip_grad data_path split
+mock_data seq_length micro_batch_size global_batch_size tokenizer_type tokenizer_model train_iters
+eval_interval eval_iters save load save_interval run_name seed log_interval metrics_jsonl
 """.split()
 
 
@@ -383,6 +385,8 @@ def help_text(everything: bool) -> str:
         names = ", ".join([flag(setting.name), *(f"--{alias}" for alias in setting.metadata["aliases"])])
         choices = setting.metadata["choices"]
         tail = f" [{'|'.join(map(str, choices))}]" if choices else ""
-        default = "" if setting.default in (None, (), False) else f" ({setting.default})"
+        value = setting.default
+        words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        default = "" if value in (None, (), False) else f" ({words})"
         lines.append(f"  {names:<36} {setting.metadata['help']}{tail}{default}")
     return "\n".join(lines)

@@ -24,7 +24,28 @@ TRANSFORMER_CONFIG = {
     "fp16": (False, "PrecisionConfig(fp16=True), and GPTModel(..., init=Init(dtype=torch.float16))"),
     "fp8": (None, "PrecisionConfig(bf16=True); FP8 is not in this version"),
     "tensor_model_parallel_size": (1, "ParallelConfig, and GPTModel(..., tp=mesh.tp)"),
-    "pipeline_model_parallel_size": (1, "ParallelConfig; there are no pipelines in this version"),
+    "pipeline_model_parallel_size": (
+        1,
+        "ParallelConfig, and GPTModel(..., stage=Stage(...))",
+    ),
+    "virtual_pipeline_model_parallel_size": (
+        None,
+        "ParallelConfig(num_virtual_stages_per_pipeline_rank=...)",
+    ),
+    "num_layers_in_first_pipeline_stage": (None, "ParallelConfig(decoder_first_pipeline_num_layers=...)"),
+    "num_layers_in_last_pipeline_stage": (None, "ParallelConfig(decoder_last_pipeline_num_layers=...)"),
+    "account_for_embedding_in_pipeline_split": (False, "ParallelConfig"),
+    "account_for_loss_in_pipeline_split": (False, "ParallelConfig"),
+    "microbatch_group_size_per_vp_stage": (
+        None,
+        "ParallelConfig(microbatch_group_size_per_virtual_pipeline_stage=...)",
+    ),
+    "pipeline_model_parallel_layout": (
+        None,
+        "ParallelConfig(decoder_first_pipeline_num_layers=..., decoder_last_pipeline_num_layers=...)",
+    ),
+    "delay_wgrad_compute": (False, "ParallelConfig(pipeline_schedule='zb-h1') or 'zb-v'"),
+    "defer_embedding_wgrad_compute": (False, "ParallelConfig(pipeline_schedule='zb-h1') or 'zb-v'"),
     "context_parallel_size": (1, "ParallelConfig; there is no context parallelism in this version"),
     "tp_comm_overlap": (False, "ParallelConfig(tp_comm_overlap=True)"),
     "num_moe_experts": (None, "nothing; there are no experts in this version"),
@@ -40,14 +61,18 @@ GPT_MODEL = {
     "rotary_base": (None, "TransformerConfig(rotary_base=...)"),
     "rope_scaling": (False, "TransformerConfig(use_rope_scaling=True)"),
     "rope_scaling_factor": (None, "TransformerConfig(rope_scaling_factor=...)"),
+    "pre_process": (True, "stage=Stage(pre_process=False, ...)"),
+    "post_process": (True, "stage=Stage(post_process=False, ...)"),
+    "vp_stage": (None, "stage=Stage(layers=range(...), ...), the layers of this piece"),
     "seq_len_interpolation_factor": (None, "TransformerConfig(position_embedding_type='yarn', ...)"),
 }
 # What these ask for is always so, or would change no result.
 TAKEN = """
 use_cpu_initialization perform_initialization pipeline_dtype attention_softmax_in_fp32 masked_softmax_fusion
 bias_activation_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm gradient_accumulation_fusion
-deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm enable_autocast
-calculate_per_token_loss fp16_lm_cross_entropy parallel_output pre_process post_process
+deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm overlap_p2p_comm
+overlap_p2p_comm_warmup_flush enable_autocast
+calculate_per_token_loss fp16_lm_cross_entropy parallel_output
 """.split()
 
 

@@ -272,13 +272,14 @@ def _take(uses: Message | None, wires: dict, early: set[Message]) -> tuple[Messa
 def simulate(
     lists: list[list[Op]],
     placed: list[list[int]],
-    costs: Mapping[str, float] | None = None,
+    costs: Mapping[str | tuple[str, int], float] | None = None,
     message_time: float = 0.0,
 ) -> Timeline:
     """Run the lists, each op as soon as its rank is free and what it needs has come.
 
-    costs: time of an op of each kind (None: F = B = W = 1; BW = B + W unless given). Messages travel beside
-    the ops, for `message_time`; between chunks of one rank they take none.
+    costs: time of an op of each kind (None: F = B = W = 1; BW = B + W unless given), and of (kind, stage) for
+    stages that differ. Messages travel beside the ops, for `message_time`; between chunks of one rank they
+    take none.
 
     Raises: ValueError naming ranks and ops when all ranks wait.
     """
@@ -291,13 +292,14 @@ def simulate(
         for rank, (ops, run) in enumerate(zip(lists, runs)):
             while len(run) < len(ops):
                 op = ops[len(run)]
-                needs = _needs(op, placed[rank][op.chunk], rank_of)
+                stage = placed[rank][op.chunk]
+                needs = _needs(op, stage, rank_of)
                 if any(need not in done for need in needs):
                     break
                 ready = [done[need] + message_time * (rank_of[need[1]] != rank) for need in needs]
                 start = max([run[-1].end if run else 0, *ready])
-                run.append(Event(rank, op, start, start + costs[op.kind]))
-                done[op.kind[0], placed[rank][op.chunk], op.microbatch] = run[-1].end
+                run.append(Event(rank, op, start, start + costs.get((op.kind, stage), costs[op.kind])))
+                done[op.kind[0], stage, op.microbatch] = run[-1].end
                 moving = True
     stuck = [(rank, ops[len(run)]) for rank, (ops, run) in enumerate(zip(lists, runs)) if len(run) < len(ops)]
     if stuck:

@@ -108,7 +108,8 @@ WRONG = """
 --tp 4 --ffn-hidden-size 130 | 4 | --ffn-hidden-size 130: | nearest 128 or 132
 --tp 4 | 2 | --tensor-model-parallel-size 4: | --nproc 4 | 1, 2
 --dp 3 | 2 | --data-parallel-size 3: | --nproc
---pp 2 | 2 | --pipeline-model-parallel-size 2: pipeline parallelism
+--pp 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: | --nproc 8
+--pp 3 | 3 | --num-layers 4: must divide by 3 pipeline ranks | nearest --num-layers 3 or 6
 --cp 2 | 2 | --context-parallel-size 2: context parallelism
 --ep 2 | 2 | --expert-model-parallel-size 2: expert parallelism
 --etp 2 | 1 | --expert-tensor-parallel-size 2: there are no experts
@@ -149,7 +150,7 @@ CASES = [[cell.strip() for cell in line.split("|")] for line in WRONG.strip().sp
 
 
 def test_control_is_right():
-    assert errors_of(GOOD) == [] and errors_of(GOOD + " --tp 2", 4) == []
+    assert errors_of(GOOD) == [] and errors_of(GOOD + " --tp 2 --pp 2", 8) == []
     assert len(CASES) >= 60
 
 
@@ -316,6 +317,7 @@ def test_help_fits_and_is_complete():
     text = help_text(True)
     for _, setting in sections():
         assert f"--{setting.name.replace('_', '-')}" in text and setting.metadata["help"]
+    assert "--profile-ranks " in text and "looks at (0)\n" in text
 
 
 def test_padded_vocab_size():

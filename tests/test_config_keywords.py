@@ -1,9 +1,12 @@
 """Megatron's own example code: what its constructors are given is taken, or answered."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
-from nanomegatron.config import TransformerConfig
+from nanomegatron.config import ParallelConfig, TransformerConfig
 from nanomegatron.config_keywords import GPT_MODEL, TAKEN, TRANSFORMER_CONFIG
 from nanomegatron.model import GPTModel, Tokens
 
@@ -24,6 +27,10 @@ def test_megatrons_first_example_runs():
     [
         (dict(fp8=True), "FP8 is not in this version"),
         (dict(tensor_model_parallel_size=2), "tensor_model_parallel_size=2: use ParallelConfig"),
+        (dict(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2: use ParallelConfig"),
+        (dict(virtual_pipeline_model_parallel_size=2), "num_virtual_stages_per_pipeline_rank"),
+        (dict(num_layers_in_first_pipeline_stage=1), "decoder_first_pipeline_num_layers"),
+        (dict(account_for_loss_in_pipeline_split=True), "use ParallelConfig"),
         (dict(add_bias_linear=False), "disable_bias_linear"),
         (dict(params_dtype=torch.bfloat16), r"Init\(dtype"),
         (dict(layernorm_epsilon=1e-6), "norm_epsilon"),
@@ -39,6 +46,30 @@ def test_a_keyword_that_asks_for_more_names_its_replacement(keyword, replacement
 def test_defaults_of_megatrons_keywords_are_taken():
     TransformerConfig(**SHAPE, fp8=None, bf16=False, tensor_model_parallel_size=1, num_moe_experts=None)
     TransformerConfig(**SHAPE, add_bias_linear=True, layernorm_zero_centered_gamma=False)
+
+
+def test_the_keywords_that_moved_are_settings():
+    """What the answers name is there."""
+    names = {setting.name for setting in dataclasses.fields(ParallelConfig)}
+    for _, instead in TRANSFORMER_CONFIG.values():
+        for keyword in re.findall(r"(\w+)=", "".join(re.findall(r"ParallelConfig\((.*?)\)", instead))):
+            assert keyword in names
+    assert "pipeline_schedule" in names
+
+
+@pytest.mark.parametrize("keyword", [dict(pre_process=False), dict(post_process=False), dict(vp_stage=0)])
+def test_a_piece_of_the_model_is_a_stage(keyword):
+    with pytest.raises(TypeError, match=f"{next(iter(keyword))}=.*: use stage=Stage"):
+        GPTModel(TransformerConfig(**SHAPE), vocab_size=8, max_sequence_length=4, **keyword)
+    model = GPTModel(
+        TransformerConfig(**SHAPE),
+        vocab_size=8,
+        max_sequence_length=4,
+        pre_process=True,
+        post_process=True,
+        vp_stage=None,
+    )
+    assert len(model.layers) == 2
 
 
 @pytest.mark.parametrize("keyword", [dict(rotary_percent=0.5), dict(transformer_layer_spec=object())])

@@ -233,6 +233,7 @@ def test_timeline_by_hand():
     ]
     assert (found.total, found.bubbles, found.bubble) == (13, [5 / 8, 5 / 8], 10 / 16)
     assert simulate(lists, placed, {"BW": 1}).total == 6
+    assert simulate(lists, placed, {"BW": 1, ("F", 1): 3, ("BW", 0): 2}).total == 11
 
 
 def test_messages_within_a_rank_take_no_time():

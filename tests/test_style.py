@@ -14,8 +14,9 @@ MAX_PACKAGE = 8000  # lines of code: what explains it is not counted
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own.
 RANKS = """
+schedules
 config
-mesh schedules tokenizer
+mesh tokenizer
 comm metrics
 param
 ops
@@ -34,15 +35,7 @@ run
 preprocess
 train convert setup
 """
-EXTRAS = {
-    "matplotlib",
-    "tqdm",
-    "tensorboard",
-    "torch.utils.tensorboard",
-    "wandb",
-    "tokenizers",
-    "sentencepiece",
-}
+EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "checkpoint"}
 ENVIRONMENT = {"mesh", "train"}
 INTERFACES = {"Protocol", "ABC", "Generic", "object"}  # being based on one of these is no inheritance
@@ -148,11 +141,13 @@ def test_most_functions_are_shorter():
 
 
 def test_functions_take_few_arguments():
+    """Not counted: what catches keywords that there are not, to answer them."""
+    free = ("self", "cls", "ctx", "megatron")
     none(
         f"{s.name}:{f.lineno} {f.name}: {len(names)} arguments, at most {MAX_ARGUMENTS}"
         for s in SOURCES
         for f in s.functions
-        if len(names := [a for a in arguments(f) if a.arg not in ("self", "cls", "ctx")]) > MAX_ARGUMENTS
+        if len(names := [a for a in arguments(f) if a.arg not in free]) > MAX_ARGUMENTS
     )
 
 

@@ -1,0 +1,103 @@
+"""Which layers each stage of a pipeline has.
+
+    Llama-3-8B: 32 layers, 4 pipeline ranks                     layers of the ranks    busiest, in layers
+    even                                                        8 8 8 8                10.4
+    by cost, the output layer being worth 2.4 layers            9 9 8 6                 9.0
+    the same, 2 pieces a rank: stages 0 to 3, then 4 to 7       5 5 4 4, 4 4 4 2        9.0
+
+All ranks wait for the busiest one. The even split and its four settings are Megatron's, whose versions have
+lost layers that did not divide: here that is an error, and that every layer has its place is asserted.
+"""
+
+from nanomegatron.schedules import embedding_ranks, owners
+
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+FLOPS = "--pipeline-split flops"
+
+
+def split_layers(
+    num_layers: int,
+    placed: list[list[int]],
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+    head: float | None = None,
+) -> list[range]:
+    """The layers of every stage, in order; a stage may have none.
+
+    placed: `schedules.placement`. Layers go to ranks, and a rank's layers to its pieces.
+    first, last: layers of the rank of the first and of the last stage; the others share what is left.
+    embedding, loss: count as a layer, of which the first and the last stage have one less.
+    head: what the output layer costs, in layers. Layers then go one by one to the rank with the least to do.
+
+    Raises: ValueError with a fix, for what does not divide, for a rank with nothing to do, and for first or
+    last together with embedding or loss, or any of them with head.
+    """
+    ways = [first is not None or last is not None, embedding or loss, head is not None]
+    if sum(ways) > 1:
+        names = (f"{FIRST} or {LAST}", "--account-for-...-in-pipeline-split", FLOPS)
+        raise ValueError(f"{', '.join(name for name, used in zip(names, ways) if used)}: only one of them")
+    if head is None:
+        counts = _even(num_layers, embedding + loss, placed, (first, last))
+        sizes = [counts[rank] // len(placed[rank]) for _, rank in sorted(owners(placed).items())]
+        sizes[0] -= embedding
+        sizes[-1] -= loss
+    else:
+        sizes = _by_cost(num_layers, placed, head)
+    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
+    assert ends[-1] == num_layers
+    return [range(end - size, end) for end, size in zip(ends, sizes)]
+
+
+def _even(
+    num_layers: int, more: int, placed: list[list[int]], given: tuple[int | None, int | None]
+) -> list[int]:
+    """What each rank counts, `more` than the layers included; `given` for the ranks of both end stages."""
+    ranks, chunks, ends = len(placed), len(placed[0]), embedding_ranks(placed)
+    if given[1] is not None and ends[0] == ends[1]:
+        raise ValueError(f"{LAST} {given[1]}: the last stage is on rank {ends[1]}, as the first; use {FIRST}")
+    words = " ".join(f"{name} {count}" for name, count in zip((FIRST, LAST), given) if count is not None)
+    fixed = {rank: count for rank, count in zip(ends, given) if count is not None}
+    if any(count < 1 or count % chunks for count in fixed.values()):
+        raise ValueError(
+            f"{words}: must divide by the pieces of a pipeline rank; give a multiple of {chunks}"
+        )
+    rest, left = ranks - len(fixed), num_layers + more - sum(fixed.values())
+    if not rest and left:
+        raise ValueError(
+            f"--num-layers {num_layers}: {words} make {num_layers - left}; leave one of them out"
+        )
+    unit = max(1, rest * chunks)
+    if left % unit or rest and left < 1:
+        counted = f"--num-layers {num_layers}" + f" + {more}" * bool(more) + f" less {words}" * bool(words)
+        by = f"{rest} pipeline ranks" + f" x {chunks} pieces" * (chunks > 1)
+        below = max(left, 0) // unit * unit
+        near = " or ".join(str(num_layers + n - left) for n in (below, below + unit) if n)
+        other = f", or {FLOPS}" * (not words and num_layers >= ranks)
+        raise ValueError(f"{counted}: must divide by {by}; nearest --num-layers {near}{other}")
+    return [fixed.get(rank, left // max(1, rest)) for rank in range(ranks)]
+
+
+def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]:
+    """Layers of every stage: shared out among the ranks, then among the pieces of each."""
+    last = max(map(max, placed))
+    starts = [[head if stage == last else 0.0 for stage in stages] for stages in placed]
+    counts = _share_out(num_layers, [sum(start) for start in starts])
+    for rank, (count, start) in enumerate(zip(counts, starts)):
+        if count + sum(start) == 0:
+            raise ValueError(
+                f"--num-layers {num_layers}: leave nothing for pipeline rank {rank} of {len(placed)}; "
+                f"use --pipeline-model-parallel-size {rank} or less"
+            )
+    shares = [_share_out(count, start) for count, start in zip(counts, starts)]
+    return [n for _, n in sorted(pair for both in zip(placed, shares) for pair in zip(*both))]
+
+
+def _share_out(layers: int, loads: list[float]) -> list[int]:
+    """How many layers each gets if every layer goes to the one with the least load, the first of equals."""
+    counts = [0] * len(loads)
+    for _ in range(layers):
+        counts[min(range(len(loads)), key=lambda i: loads[i] + counts[i])] += 1
+    return counts
