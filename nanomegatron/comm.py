@@ -28,6 +28,7 @@ all-gather. This module alone calls torch's collectives, so a renamed one is men
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -74,6 +75,34 @@ class Pending:
             self.work.wait()
             self.work, self.sent = None, ()
         return self.result
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once, as far as can be told: gloo only tells who waits."""
+        return self.work is None or self.work.is_completed()
+
+
+def start_send(x: torch.Tensor, wire: Axis) -> Pending:
+    """Begin to hand x to the receiver of a wire, which takes messages in the order in which they are sent."""
+    x = x.contiguous()
+    count(wire, "send", x)
+    return Pending(x, dist.isend(x, wire.ranks[1], group=wire.group), x)
+
+
+def start_receive(empty: Callable[[], torch.Tensor], wire: Axis) -> Pending:
+    """Begin to receive the next message of a wire into what `empty` makes, which has its shape and type.
+
+    On a GPU it comes beside all that the current stream has to do, into memory of a stream that the wire has
+    for itself. Until it has come nothing that synchronizes the GPU returns (to load a kernel does, too): what
+    the message depends on must have been launched.
+    """
+    stream = wire.scratch.get("stream")
+    with torch.cuda.stream(stream) if stream else nullcontext():
+        out = empty()
+        work = dist.irecv(out, wire.ranks[0], group=wire.group)
+    if stream:
+        out.record_stream(torch.cuda.current_stream())
+    return Pending(out, work)
 
 
 def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:

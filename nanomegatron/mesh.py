@@ -15,6 +15,10 @@ an expert group may span data- and context-parallel ranks, and does not multiply
 An `Axis` is this rank's group along one direction. A layer is given the axes it uses and nothing else; an
 axis of size 1 has no communicator, and every collective on it is the identity, so that one process and a
 cluster run the same code. Two meshes can live in one process. (Rank order: arXiv 2104.04473, section 3.)
+
+Messages between pipeline stages go over wires, one for each ordered pair of ranks that the schedule lets
+talk, with a communicator, and so on a GPU a stream, of its own: what comes from one rank never waits for
+what goes to it, and the messages of a wire need no tags, since their order is known to both ends.
 """
 
 import datetime
@@ -32,6 +36,10 @@ import torch
 import torch.distributed as dist
 
 from nanomegatron.config import ParallelConfig
+from nanomegatron.schedules import embedding_ranks, owners, placement
+
+# Of a wire: a message waits for its other end for as long as an op takes, and may take time to be sent, too.
+WIRE_CTAS = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Axis:
     group: Any = field(default=None, compare=False, repr=False)
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
     overlap: bool = False  # matmuls and collectives over this axis work in pieces, side by side
-    scratch: dict = field(default_factory=dict, compare=False, repr=False)  # buffers shared with its peers
+    scratch: dict = field(default_factory=dict, compare=False, repr=False)  # shared buffers, a wire's stream
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)
 
     def neighbours(self, size: int) -> "Axis":
@@ -96,7 +104,11 @@ def pick_device(asked: str, world: World) -> torch.device:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank. `world` is every rank, `model` all that share one copy of the model."""
+    """All axes of this rank. `world` is every rank, `model` all that share one copy of the model.
+
+    `embed` are the ranks of the first and the last stage; `wires` those of this rank by (sender, receiver),
+    numbers on the pp axis, each an axis of these two.
+    """
 
     rank: int
     device: torch.device
@@ -112,6 +124,7 @@ class Mesh:
     etp: Axis
     edp: Axis
     embed: Axis
+    wires: dict[tuple[int, int], Axis] = field(default_factory=dict)
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
 
     @staticmethod
@@ -141,7 +154,16 @@ class Mesh:
         }
         parts = {n: axes.pop(f"tp{n}") for n in sizes}
         axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap, parts=parts)
-        return Mesh(world.rank, device, traffic=traffic, **axes)
+        wires = {}
+        for ends in wire_ends(parallel):
+            pairs = [tuple(ranks[end] for end in ends) for ranks in made["pp"]]
+            wire = _axis("pp", pairs, world.rank, {}, traffic, timeout, WIRE_CTAS)  # none is shared
+            if wire.size > 1:
+                wires[ends] = wire
+                if device.type == "cuda":
+                    wire.scratch["stream"] = torch.cuda.Stream(device)
+                _first_message(wire, device)
+        return Mesh(world.rank, device, wires=wires, traffic=traffic, **axes)
 
     @property
     def label(self) -> str:
@@ -169,7 +191,8 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
     for grid in (dense, expert):
         if world_size != math.prod(grid.values()):
             raise ValueError(f"{world_size} processes do not fill the grid {grid}")
-    stages = list(grid_groups(dense, ("pp",)))
+    pipelines = list(grid_groups(dense, ("pp",)))
+    ends = sorted(set(embedding_ranks(placement(parallel.schedule, pp, parallel.chunks))))
     return {
         "world": [tuple(range(world_size))],
         **{name: list(grid_groups(dense, (name,))) for name in ("tp", "cp", "dp", "pp")},
@@ -177,8 +200,16 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
         "tp_cp": list(grid_groups(dense, ("tp", "cp"))),
         "model": list(grid_groups(dense, ("tp", "pp"))),
         **{name: list(grid_groups(expert, (name,))) for name in ("ep", "etp", "edp")},
-        "embed": [(ranks[0], ranks[-1]) if pp > 1 else ranks for ranks in stages],
+        "embed": [tuple(ranks[end] for end in ends) for ranks in pipelines],
     }
+
+
+def wire_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
+    """The pipeline ranks (sender, receiver) between which the schedule sends anything."""
+    placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
+    rank_of = owners(placed)
+    pairs = {(rank_of[stage], rank_of[stage + 1]) for stage in range(len(rank_of) - 1)}
+    return sorted({pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b})
 
 
 def grid_groups(sizes: dict[str, int], along: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
@@ -198,22 +229,47 @@ def grid_groups(sizes: dict[str, int], along: tuple[str, ...]) -> Iterator[tuple
 
 
 def _axis(
-    name: str, rank_groups: list, rank: int, groups: dict, traffic: Counter, timeout: datetime.timedelta
+    name: str,
+    rank_groups: list,
+    rank: int,
+    groups: dict,
+    traffic: Counter,
+    timeout: datetime.timedelta,
+    ctas: int | None = None,
 ) -> Axis:
     """Make the communicators of one axis (all ranks, in the same order) and return this rank's own."""
     for ranks in rank_groups:
         if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = dist.new_group(ranks, timeout=timeout, pg_options=_options())  # not inherited
+            # the timeout is not inherited
+            groups[ranks] = dist.new_group(ranks, timeout=timeout, pg_options=_options(ctas))
     mine = next((ranks for ranks in rank_groups if rank in ranks), (rank,))
     return Axis(name, len(mine), mine.index(rank), mine, groups.get(mine), traffic)
 
 
-def _options() -> Any:
-    """NCCL's settings for a group: to run before matmuls of another stream, which it is to hide behind."""
+def _first_message(wire: Axis, device: torch.device) -> None:
+    """Send a number. NCCL connects two ranks at their first message, and the host waits for the other one.
+
+    In the middle of a schedule both might wait, each for the other's part in another wire; here, where every
+    rank takes its wires in the same order, that cannot happen.
+    """
+    x = torch.zeros(1, device=device)
+    if wire.rank == 0:
+        dist.send(x, wire.ranks[1], group=wire.group)
+    else:
+        dist.recv(x, wire.ranks[0], group=wire.group)
+
+
+def _options(ctas: int | None) -> Any:
+    """NCCL's settings for a group: to run before matmuls of another stream, which it is to hide behind.
+
+    ctas: how many multiprocessors it may take from them at most.
+    """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    if ctas:
+        options.config.max_ctas = ctas
     return options
 
 
@@ -230,6 +286,8 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
         store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    # A group of two ranks sends one message after the other, as torch warns: it is what a wire is to do.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     eager = {"device_id": device} if backend == "nccl" else {}
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **eager
