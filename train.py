@@ -16,7 +16,6 @@ saved. torchrun turns every failure into 1, so the code also stands in runs/NAME
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +36,11 @@ from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics import bits_per_byte
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.metrics_plot import plot_loss
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init
+from nanomegatron.pp import build, execute
 from nanomegatron.run import (
     Run,
     StepReport,
@@ -54,7 +54,10 @@ from nanomegatron.run import (
     show_sample,
 )
 from nanomegatron.run_checkpoint import load_checkpoint, save_checkpoint
+from nanomegatron.run_profile import Profile
+from nanomegatron.run_step import forward_step, losses, rehearse_step, step_batches, token_count
 from nanomegatron.run_timers import Clock, Timers
+from nanomegatron.trace import Tracer
 from preprocess import prepare_embedded
 
 DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED, PREEMPTED = 0, 2, 3, 4, 75
@@ -184,24 +187,18 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     datasets = build_datasets(data, wanted, config.run.seed, tokenizer)
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
-    positions = config.model.max_position_embeddings
-    model = GPTModel(
-        config.model,
-        vocab_size=vocab_size,
-        max_sequence_length=positions,
-        padded_vocab_size=padded,
-        tp=mesh.tp,
-        init=init,
-    )
+    model = build(config, mesh, vocab_size, padded, init)
     grads = Buckets(model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
     eod, dp = tokenizer.eod, mesh.dp
-    loaders = tuple(d and BatchLoader(d, data, eod, dp, mesh.device) for d in datasets)
+    loaders = tuple(d and BatchLoader(d, data, eod, dp, mesh.device, model.reads_tokens) for d in datasets)
     values = step_values(config, before)
     optimizer = Optimizer(grads, config.optimizer, config.precision, values)
     timers = Timers(config.run.timing_log_level, config.run.timing_log_option, mesh.device)
-    run = Run(
-        config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer, padded, before, timers
-    )
+    folder = Path(config.run.trace_dir) if config.run.trace_dir else None
+    tracer = Tracer(mesh, folder, config.run.trace_iterations, timers)
+    profile = Profile(config.run, mesh, log.folder, log.line)
+    parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
+    run = Run(*parts, padded, before, timers, tracer, profile)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
@@ -220,7 +217,10 @@ def train(run: Run) -> int:
     saved = run.iteration
     if run.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {run.iteration} is done; --train-iters goes further")
+    elif run.model.on_gpu and run.mesh.pp.size > 1:
+        rehearse_step(run)
     while run.iteration < config.train_iters and not run.stop:
+        run.profile.step(run.iteration + 1)
         skip = run.iteration + 1 in config.iterations_to_skip
         previous, run.pending = run.pending, None if skip else train_step(run)
         run.iteration += 1
@@ -236,24 +236,10 @@ def train(run: Run) -> int:
             save_checkpoint(run)
             saved = run.iteration
     settle(run)
+    run.profile.close()
     if saved < run.iteration:
         save_checkpoint(run)
     return finish(run)
-
-
-def step_batches(run: Run, loader: BatchLoader, first_sample: int, batch_size: int) -> Iterator[Batch]:
-    """This rank's microbatches of the global batch that begins at `first_sample`, on the device."""
-    for sample in range(0, batch_size, run.config.data.micro_batch_size * run.mesh.dp.size):
-        yield loader.get(first_sample + sample)
-
-
-def losses(
-    run: Run, batch: Batch, weights: torch.Tensor | None = None, dropout_seed: int | None = None
-) -> torch.Tensor:
-    """Loss of each token of the batch, `[b, s]` fp32; weights: what they will be multiplied by."""
-    documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-    tokens = Tokens(batch.tokens, batch.positions, batch.sample_ids, dropout_seed, *documents, weights)
-    return run.model(tokens, batch.labels)
 
 
 def train_step(run: Run) -> StepReport:
@@ -261,29 +247,26 @@ def train_step(run: Run) -> StepReport:
 
     Communicates the token count and the gradients over dp_cp, the loss and the wish to stop over world, the
     gradient norm over tp x pp, or over world where optimizer states are cut over dp_cp, the parameters then,
-    and what the model does. The host waits for nothing.
+    what the model does, and what the pipeline sends. The host waits for nothing.
     """
-    mesh, config, timers = run.mesh, run.config.run, run.timers
+    mesh, config, data, timers = run.mesh, run.config.run, run.config.data, run.timers
     clock = Clock(mesh.device)
     mesh.traffic.clear()
     torch.manual_seed(config.seed + 1_000_003 * run.iteration + mesh.rank)  # dropout of the fused kernels
     with timers("batch-generator", level=2):
         size = run.batch_size(run.iteration + 1)
         batches = list(step_batches(run, run.loaders[0], run.consumed_samples, size))
-    tokens = comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), mesh.dp_cp).clamp(min=1)
     run.grads.zero(len(batches))
-    total, scale = torch.zeros((), device=mesh.device), run.optimizer.scaler.scale * run.grads.grad_scale
+    total = torch.zeros((), device=mesh.device)
+    tokens = token_count(run, batches)
+    step = forward_step(run, batches, tokens, total)
+    run.tracer.begin(run.iteration + 1, run.model.plan(len(batches))[0], run.model.placed)
     with timers("forward-backward"):
-        for batch in batches:
-            weights = batch.loss_mask * (scale / tokens)
-            with timers("forward-compute", level=2):
-                loss = losses(run, batch, weights, config.seed)
-            with timers("backward-compute", level=2):
-                (loss * weights).sum().backward()
-            total += (loss.detach() * batch.loss_mask).sum() / tokens
+        shape = run.model.shape(data.seq_length, data.micro_batch_size)
+        execute(run.model, step, len(batches), shape, tracer=run.tracer)
     with timers("all-grads-sync"):
         run.grads.grad_sync()
-    mine = total if mesh.model.rank == 0 else torch.zeros_like(total)  # the same on all of tp: it counts once
+    mine = total if run.model.tells_loss else torch.zeros_like(total)  # of all dp ranks, each once
     wishes = torch.tensor(run.wants_to_stop, dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = comm.all_reduce_(torch.cat((mine[None], wishes.to(mesh.device, non_blocking=True))), mesh.world)
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
@@ -291,6 +274,9 @@ def train_step(run: Run) -> StepReport:
         stats = run.optimizer.step(shared[0])
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()
+    run.tracer.end()
+    for line in run.tracer.summary:
+        run.log.line(f"trace   {line}")
     return StepReport(run.iteration + 1, shared, stats, extras, clock, timers.take(), mesh.traffic)
 
 
@@ -303,10 +289,19 @@ def evaluate(run: Run, split: str = "validation") -> None:
         return
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     batch_size = config.data.global_batch_size
-    for i in range(config.run.eval_iters):
-        for batch in step_batches(run, loader, i * batch_size, batch_size):
-            total += torch.stack(((losses(run, batch) * batch.loss_mask).sum(), batch.loss_mask.sum()))
-    loss, tokens = comm.all_reduce_(total, run.mesh.dp_cp).tolist()
+    shape = run.model.shape(config.data.seq_length, config.data.micro_batch_size)
+    for n in range(config.run.eval_iters):
+        batches = list(step_batches(run, loader, n * batch_size, batch_size))
+
+        def step(chunk: GPTModel, i: int, batches: list[Batch] = batches) -> torch.Tensor:
+            found, mask = losses(chunk, batches[i]), batches[i].loss_mask
+            if chunk.post_process:
+                total.add_(torch.stack(((found * mask).sum(), mask.sum())))
+            return found
+
+        execute(run.model, step, len(batches), shape, forward_only=True)
+    mine = total if run.model.tells_loss else torch.zeros_like(total)
+    loss, tokens = comm.all_reduce_(mine, run.mesh.world).tolist()
     loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)
     run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)

@@ -26,11 +26,14 @@ from nanomegatron.config import DataConfig
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch. A document ends with its end-of-document token, and every row starts one."""
+    """One microbatch. A document ends with its end-of-document token, and every row starts one.
 
-    tokens: torch.Tensor  # [b, s] int64
-    labels: torch.Tensor  # [b, s] int64, the token that follows each
-    loss_mask: torch.Tensor  # [b, s] float32, 1 where a label counts
+    A rank with neither the first nor the last pipeline stage has no use for the first three: None.
+    """
+
+    tokens: torch.Tensor | None  # [b, s] int64
+    labels: torch.Tensor | None  # [b, s] int64, the token that follows each
+    loss_mask: torch.Tensor | None  # [b, s] float32, 1 where a label counts
     positions: torch.Tensor  # [s] int64, place in the sample
     sample_ids: torch.Tensor  # [b] int64, place in the order of the whole run
     position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
@@ -47,8 +50,10 @@ class Batch:
         return self.each(lambda t: t.to(device, non_blocking=True))
 
 
-def load_batch(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig, eod: int) -> Batch:
-    """Read samples; `cyclic` starts over at the end of the dataset.
+def load_batch(
+    dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig, eod: int, tokens_too: bool = True
+) -> Batch:
+    """Read samples; `cyclic` starts over at the end of the dataset. Without tokens only where documents end.
 
     Raises ValueError past the end with `single`.
     """
@@ -57,13 +62,17 @@ def load_batch(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: Data
             f"sample {sample_ids.max()} of {len(dataset)}: the data is at its end; train fewer iterations "
             "or start over with --dataloader-type cyclic"
         )
+    by_document = data.reset_position_ids or data.reset_attention_mask
+    if not tokens_too and not by_document:  # nothing is read
+        place = torch.arange(data.seq_length)
+        return Batch(None, None, None, place, torch.from_numpy(sample_ids))
     text = np.stack([dataset[i] for i in (sample_ids % len(dataset)).tolist()])
     tokens, labels = (np.ascontiguousarray(t) for t in (text[:, :-1], text[:, 1:]))
     loss_mask, place = np.ones(tokens.shape, np.float32), np.arange(tokens.shape[1])
     if data.eod_mask_loss:
         loss_mask[tokens == eod] = 0
     documents: dict[str, Any] = {}
-    if data.reset_position_ids or data.reset_attention_mask:
+    if by_document:
         begins = np.ones(tokens.shape, bool)  # a document
         begins[:, 1:] = tokens[:, :-1] == eod
     if data.reset_position_ids:
@@ -80,10 +89,17 @@ class BatchLoader:
     """One rank's microbatches on its device, `num_workers` threads ahead of whoever asks."""
 
     def __init__(
-        self, dataset: Sequence[np.ndarray], data: DataConfig, eod: int, dp: Any, device: torch.device | str
+        self,
+        dataset: Sequence[np.ndarray],
+        data: DataConfig,
+        eod: int,
+        dp: Any,
+        device: torch.device | str,
+        tokens_too: bool = True,
     ) -> None:
         """dp: the rank's place among those that share the data, with `rank` and `size`."""
         self._dataset, self._data, self._eod, self._dp = dataset, data, eod, dp
+        self._tokens_too = tokens_too
         self._device = torch.device(device)
         self._ahead: deque[Future[Batch]] = deque()
         self._next = -1  # first sample of the microbatch at the head of _ahead
@@ -113,7 +129,7 @@ class BatchLoader:
     def _read(self, first_sample: int) -> Batch:
         mine = first_sample + self._dp.rank * self._data.micro_batch_size
         ids = np.arange(mine, mine + self._data.micro_batch_size)
-        batch = load_batch(self._dataset, ids, self._data, self._eod)
+        batch = load_batch(self._dataset, ids, self._data, self._eod, self._tokens_too)
         return batch.each(torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
     def _drop(self) -> None:

@@ -199,11 +199,12 @@ def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], i
 def split(params: Iterable[nn.Parameter], size: float) -> Iterator[list[nn.Parameter]]:
     """The parameters in lists of at least `size` elements, the last perhaps of fewer.
 
-    Tied embeddings, which are full at the very end, hold up nobody else.
+    A tied embedding, full at the very end, holds up nobody else; and where two pipeline stages have one, both
+    cut it up alike, since they sum their shards' gradients.
     """
     current: list[nn.Parameter] = []
     for param in params:
-        alone = param.spec.uses > 1 and size < math.inf
+        alone = param.spec.tied and (size < math.inf or param.spec.parts[0].partial is not None)
         if alone and current:
             yield current
             current = []

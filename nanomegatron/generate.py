@@ -3,6 +3,7 @@
     python -m nanomegatron.generate --load runs/NAME/ckpt --prompt "def "
     python -m nanomegatron.generate --load runs/NAME/ckpt            reads a prompt a line, answers as it goes
     python -m nanomegatron.generate --load runs/NAME/ckpt --prompt "def " --nproc 2          tensor parallel
+    python -m nanomegatron.generate --load runs/NAME/ckpt --prompt "def " --nproc 2 --pp 2   in two stages
 
 A token's keys and values never change once they are computed, so they are kept, and each step runs the model
 on one new token. Prompts of a batch step together, at the same position, and need neither padding nor mask
@@ -14,7 +15,8 @@ on one new token. Prompts of a batch step together, at the same position, and ne
                                             z                    w  is sampled       and so on
 
 Each prompt has a random generator of its own, on the CPU, whose numbers depend on neither the rest of the
-batch nor the device. Under tensor parallelism all ranks gather the same logits and choose the same tokens.
+batch nor the device. Under tensor parallelism all ranks gather the same logits and choose the same tokens;
+under pipeline parallelism the last stage hands them round.
 (Nucleus sampling: arXiv 1904.09751)
 
 Exit codes: 0 done, 2 bad arguments, 3 no usable checkpoint, 130 Ctrl-C.
@@ -37,6 +39,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
+from nanomegatron.pp import Stages, build
 from nanomegatron.tokenizer import Tokenizer, tokenizer_from_spec
 
 DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
@@ -108,7 +111,7 @@ def sample(
 
 
 def generate(
-    model: GPTModel,
+    model: GPTModel | Stages,
     prompts: list[list[int]],
     max_new_tokens: int,
     *,
@@ -120,8 +123,8 @@ def generate(
 ) -> list[list[int]]:
     """Each prompt and its continuation, up to `max_new_tokens`, the model's longest sequence, or `eod`.
 
-    Prompt i draws with `seed + i`. Every rank of tp calls this with the same arguments and gets the same
-    tokens. Raises ValueError for an empty prompt and for one that is longer than the model's sequences.
+    Prompt i draws with `seed + i`. Every rank of tp and pp calls this with the same arguments and gets the
+    same tokens. Raises ValueError for an empty prompt and for one that is longer than the model's sequences.
     """
     check_sampling(temperature, top_k, top_p)
     texts = [list(prompt) for prompt in prompts]
@@ -134,7 +137,7 @@ def generate(
 
 @torch.no_grad()
 def stream(
-    model: GPTModel,
+    model: GPTModel | Stages,
     prompts: list[list[int]],
     max_new_tokens: int,
     settings: tuple[float, int, float],
@@ -171,12 +174,12 @@ def stream(
         columns = [[step.get(i, token)] for i, token in enumerate(known)]  # an ended prompt reads zeros
 
 
-def next_logits(model: GPTModel, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
+def next_logits(model: GPTModel | Stages, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
     """Logits of the token after `columns`, which follow the cached ones: `[b][s]` -> `[b, V]`, unpadded.
 
-    All-gathers them over tp.
+    All-gathers them over tp; what a pipeline sends, `Stages.forward` says.
     """
-    device = model.output_layer.weight.device
+    device = next(model.parameters()).device
     tokens = torch.tensor(columns, device=device)
     positions = torch.arange(cache.length, cache.length + tokens.shape[1], device=device)
     training = model.training
@@ -188,8 +191,8 @@ def next_logits(model: GPTModel, columns: list[list[int]], cache: KVCache) -> to
 
 def load_model(
     root: str | Path, mesh: Mesh, step: int | None = None, say: Callable[[str], None] = lambda note: None
-) -> tuple[GPTModel, Tokenizer, Config]:
-    """The model of a training checkpoint below `root`, the newest or of iteration `step`, at any tp.
+) -> tuple[Stages, Tokenizer, Config]:
+    """The model of a training checkpoint below `root`, the newest or of iteration `step`, at any tp and pp.
 
     Of the optimizer nothing is read. `say` hears of a damaged checkpoint that was passed over. Raises
     CheckpointError, and ValueError where the tokenizer's file is missing or the model does not divide by tp.
@@ -209,14 +212,8 @@ def load_model(
     padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
     shape = replace(config.model, attention_backend="auto")  # the one of the training may not run here
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
-    model = GPTModel(
-        shape,
-        vocab_size=vocab_size,
-        max_sequence_length=shape.max_position_embeddings,
-        padded_vocab_size=padded,
-        tp=mesh.tp,
-        init=init,
-    )
+    parallel = ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops")
+    model = build(replace(config, model=shape, parallel=parallel), mesh, vocab_size, padded, init)
     load(root, training_pieces(list(model.parameters()), {}, mesh.dp_cp), mesh, found.iteration, cast=True)
     return model, tokenizer, config
 
@@ -225,12 +222,12 @@ def load_model(
 
 
 def main(argv: list[str]) -> int:
-    """Generate here or on `--tp` processes of this machine; returns the exit code."""
+    """Generate here or on `--nproc` processes of this machine; returns the exit code."""
     world = World.from_environment()
     args = parse(argv, world.size)
-    if world.size > 1 or args.tp == 1:
+    if world.size > 1 or args.nproc == 1:
         return run_rank(world, args)
-    codes = launch(run_rank, args.tp, (args,))
+    codes = launch(run_rank, args.nproc, (args,))
     return max(codes, key=lambda code: (code in (BAD_ARGUMENTS, NO_CHECKPOINT), abs(code)))
 
 
@@ -248,23 +245,31 @@ def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     add("--top-p", type=float, default=0.95, help="choose among the likeliest tokens of this share")
     add("--seed", type=int, default=0, help="of the random choices")
     add("--num-samples", type=int, default=1, help="continuations of each prompt")
-    add("--nproc", type=int, help="processes to start on this machine; as --tp")
-    add("--tp", "--tensor-model-parallel-size", type=int, help="processes that share the model; all")
+    add("--nproc", type=int, help="processes to start on this machine; --tp x --pp")
+    add(
+        "--tp",
+        "--tensor-model-parallel-size",
+        type=int,
+        help="processes that share each layer; --nproc / --pp",
+    )
+    add("--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
     args = parser.parse_args(argv)
-    processes = world_size if world_size > 1 else args.nproc or args.tp or 1
-    args.tp = args.tp or processes
+    args.nproc = world_size if world_size > 1 else args.nproc or (args.tp or 1) * args.pp
+    args.tp = args.tp or args.nproc // max(args.pp, 1)
     try:
         check_sampling(args.temperature, args.top_k, args.top_p)
         for flag, value in (("max-new-tokens", args.max_new_tokens), ("num-samples", args.num_samples)):
             if value < 1:
                 raise ValueError(f"--{flag} {value}: give 1 or more")
-        if args.tp != processes or processes < 1:
-            raise ValueError(f"--tp {args.tp} on {processes} processes: give the same number, 1 or more")
+        if args.tp * args.pp != args.nproc or min(args.tp, args.pp) < 1:
+            raise ValueError(
+                f"--tp {args.tp} --pp {args.pp} on {args.nproc} processes: their product must be that number"
+            )
         args.prompt += [Path(name).read_text(encoding="utf-8") for name in args.prompt_file]
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if not args.prompt and args.tp > 1:
+    if not args.prompt and args.nproc > 1:
         parser.error("prompts are read from stdin by one process alone: give --prompt")
     return args
 
@@ -281,7 +286,8 @@ def run_rank(world: World, args: argparse.Namespace) -> int:
         device = pick_device(args.device, world)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        mesh = Mesh.build(ParallelConfig(tensor_model_parallel_size=args.tp), world, device)
+        sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
+        mesh = Mesh.build(ParallelConfig(**sizes), world, device)
         model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say)
         if args.prompt:
             batch(model, tokenizer, args, mesh.rank == 0)
@@ -296,7 +302,7 @@ def run_rank(world: World, args: argparse.Namespace) -> int:
     return code
 
 
-def batch(model: GPTModel, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
+def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
     """Continue all prompts of the command line together and print them, a rule between two."""
     prompts = [prompt for prompt in args.prompt for _ in range(args.num_samples)]
     texts = generate(
@@ -315,7 +321,7 @@ def batch(model: GPTModel, tokenizer: Tokenizer, args: argparse.Namespace, show:
         print("\n---\n".join(shown))
 
 
-def interact(model: GPTModel, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Continue each line of stdin, printing tokens as they come; on a terminal behind a prompt sign."""
     sign = "> " if sys.stdin.isatty() else ""
     settings = (args.temperature, args.top_k, args.top_p)

@@ -172,13 +172,17 @@ def weight_files(folder: Path) -> list[str]:
     )
 
 
-def load_weights(folder: str | Path, params: Sequence[torch.nn.Parameter]) -> list[str]:
+def load_weights(
+    folder: str | Path, params: Sequence[torch.nn.Parameter], whole: Iterable[Part] | None = None
+) -> list[str]:
     """Fill the parameters from a Hugging Face folder, each rank its slices; returns notes for the user.
 
-    Nothing is communicated. Raises ValueError, before anything is filled, with all that does not fit.
+    whole: the parts of the whole model, where the parameters are a pipeline stage's. Nothing is communicated.
+    Raises ValueError, before anything is filled, with all that does not fit.
     """
     there, types = Folder(folder), set()
-    found = there.match([part for param in params for part in param.spec.parts])
+    parts = (part for param in params for part in param.spec.parts)
+    found = there.match(parts if whole is None else whole)
     for param in params:
         for part in param.spec.parts:
             theirs = there.tensors[found[part.name].name]

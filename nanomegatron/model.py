@@ -21,11 +21,10 @@ Every weight has a global name, `decoder.layers.3.mlp...`, which with the seed d
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron import ops
@@ -35,45 +34,15 @@ from nanomegatron.config import TransformerConfig
 from nanomegatron.config import padded_vocab_size as default_padding
 from nanomegatron.config_keywords import GPT_MODEL, answer
 from nanomegatron.mesh import Axis
+from nanomegatron.model_ends import Embedding, OutputLayer, Stage, Tokens, hidden_dropout
 from nanomegatron.model_recompute import made_again, recomputed, segments
 from nanomegatron.ops_rope import rope, rope_angles
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, scaled_std
 from nanomegatron.tp import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
-    vocab_parallel_logits,
     vocab_spec,
 )
-from nanomegatron.tp_loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What the model reads: the tokens and where they stand.
-
-    `tokens` `[b, s]`, `positions` `[s]` in the sample; `sample_ids` `[b]` number the samples in the global
-    data order, and with `dropout_seed` determine the dropout masks (None: no dropout). `position_ids`
-    `[b, s]` are told where they start over with each document; `cu_seqlens`, `max_seqlen` (see attention.py)
-    where attention ends with it. `loss_weights` `[b, s]` are the gradients that the losses will get, for
-    --cross-entropy-loss-fusion; the model itself fills in `residual_positions`, `[s/tp]`.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    sample_ids: torch.Tensor | None = None
-    dropout_seed: int | None = None
-    position_ids: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
-    max_seqlen: int | None = None
-    loss_weights: torch.Tensor | None = None
-    residual_positions: torch.Tensor | None = None
-
-    @property
-    def embedded_positions(self) -> torch.Tensor:
-        """The positions that the model sees, `[s]` or `[b, s]`."""
-        return self.positions if self.position_ids is None else self.position_ids
-
 
 Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -246,67 +215,8 @@ class TransformerLayer(nn.Module):
         return x + hidden_dropout(y, self.p, batch, 2 * self.layer + 2)
 
 
-def hidden_dropout(x: torch.Tensor, p: float, batch: Tokens, site: int) -> torch.Tensor:
-    """Dropout of the residual stream, the same under any layout; `site` numbers the places from 0."""
-    if p == 0.0 or batch.dropout_seed is None:
-        return x
-    return ops.dropout(x, p, batch.dropout_seed, site, batch.residual_positions, batch.sample_ids)
-
-
-class Embedding(nn.Module):
-    """Word and learned position embeddings: tokens `[b, s]` -> `[s, b, h]`, or this rank's `[s/tp, b, h]`."""
-
-    def __init__(self, config: TransformerConfig, sizes: tuple[int, int, int], tp: Axis, init: Init) -> None:
-        """sizes: vocabulary, padded vocabulary, positions."""
-        super().__init__()
-        vocab_size, padded_size, positions = sizes
-        h, cut, init = config.hidden_size, config.sequence_parallel, init.at("embedding")
-        self.p, self.tp, self.sequence_parallel = config.hidden_dropout, tp, cut
-        self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, padded_size, h, tp, init.at("word_embeddings"), cut
-        )
-        self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute":
-            part = replica(f"{init.name}.position_embeddings.weight", (positions, h), tp, partial=cut)
-            self.position_embeddings = new_parameter(ParamSpec((part,), (positions, h)), init)
-
-    def forward(self, batch: Tokens) -> torch.Tensor:
-        x = self.word_embeddings(batch.tokens)
-        if self.position_embeddings is not None:
-            places = batch.embedded_positions
-            places = places[:, None] if places.dim() == 1 else places.t()
-            if self.sequence_parallel and self.training:
-                places = own_slice(places, self.tp)
-            x = x + F.embedding(places, self.position_embeddings)
-        return hidden_dropout(x, self.p, batch, 0)
-
-
-class OutputLayer(nn.Module):
-    """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
-
-    def __init__(self, config: TransformerConfig, vocab_size: int, weight: nn.Parameter, tp: Axis) -> None:
-        """weight: `[V/tp, h]`, columns past `vocab_size` are padding."""
-        super().__init__()
-        self.vocab_size, self.weight, self.tp = vocab_size, weight, tp
-        self.fused, self.sequence_parallel = config.cross_entropy_loss_fusion, config.sequence_parallel
-
-    def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None, loss_weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Loss `[b, s]` for labels, or logits `[s, b, V/tp]`."""
-        cut = self.sequence_parallel and self.training
-        if labels is not None and self.fused:
-            return fused_linear_cross_entropy(
-                x, self.weight, labels, loss_weights, self.tp, self.vocab_size, cut
-            )
-        logits = vocab_parallel_logits(x, self.weight, self.tp, cut)
-        if labels is None:
-            return logits
-        return vocab_parallel_cross_entropy(logits, labels, self.tp, self.vocab_size)
-
-
 class GPTModel(nn.Module):
-    """The whole decoder. With labels the loss of each token, without them this rank's logits."""
+    """The decoder or a stage of it. With labels the loss of each token, without them this rank's logits."""
 
     def __init__(
         self,
@@ -318,6 +228,7 @@ class GPTModel(nn.Module):
         padded_vocab_size: int | None = None,
         tp: Axis | None = None,
         init: Init = Init(),  # noqa: B008 (frozen)
+        stage: Stage = Stage(),  # noqa: B008 (frozen)
         **megatron: Any,
     ) -> None:
         """vocab_size: the tokens that exist; padded_vocab_size, a multiple of tp: the rows of the weights.
@@ -330,30 +241,46 @@ class GPTModel(nn.Module):
         answer("GPTModel", GPT_MODEL, (), megatron)
         self.config, self.vocab_size = config, vocab_size
         self.tp = tp = tp or Axis.single("tp")
-        padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)
-        sizes = (vocab_size, padded_vocab_size, max_sequence_length)
-        self.embedding = Embedding(config, sizes, tp, replace(init, std=config.init_method_std))
+        self.padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)
+        self.input_tensor: torch.Tensor | None = None
+        self.pre_process, self.post_process = stage.pre_process, stage.post_process
+        sizes = (vocab_size, self.padded_vocab_size, max_sequence_length)
         decoder = init.at("decoder", config.init_method_std)
+        tied = not config.untie_embeddings_and_output_weights
+        words, self.embedding = stage.word_embeddings, None
+        if words is None and (stage.pre_process or (stage.post_process and tied)):
+            name, ends = "embedding.word_embeddings.weight", stage.embed if tied else None
+            words = new_parameter(vocab_spec(name, sizes[:2], config.hidden_size, tp, tied, ends), decoder)
+        if stage.pre_process:
+            start = init.at("embedding", config.init_method_std)
+            self.embedding = Embedding(config, sizes, words, tp, start)
+        layers = range(config.num_layers) if stage.layers is None else stage.layers
         self.layers = nn.ModuleList(
-            TransformerLayer(config, i, tp, decoder.at(f"layers.{i}")) for i in range(config.num_layers)
+            TransformerLayer(config, i, tp, decoder.at(f"layers.{i}")) for i in layers
         )
-        final = decoder.at("final_layernorm")
-        self.final_layernorm = Norm(config, config.hidden_size, tp, final, config.sequence_parallel)
-        weight = self.embedding.word_embeddings.weight
-        if config.untie_embeddings_and_output_weights:
-            spec = vocab_spec("output_layer.weight", *sizes[:2], config.hidden_size, tp)
-            weight = new_parameter(spec, decoder)
-        else:
-            weight.spec = replace(weight.spec, uses=2)
-        self.output_layer = OutputLayer(config, vocab_size, weight, tp)
+        self.final_layernorm = self.output_layer = None
+        if stage.post_process:
+            final = decoder.at("final_layernorm")
+            self.final_layernorm = Norm(config, config.hidden_size, tp, final, config.sequence_parallel)
+            if not tied:
+                spec = vocab_spec("output_layer.weight", sizes[:2], config.hidden_size, tp)
+                words = new_parameter(spec, decoder)
+            elif stage.pre_process or stage.word_embeddings is not None:
+                words.spec = replace(words.spec, uses=2)
+            self.output_layer = OutputLayer(config, vocab_size, words, tp)
+
+    def set_input_tensor(self, x: torch.Tensor) -> None:
+        """What the stage before has made, for the next forward of a stage without embedding: `[s, b, h]`."""
+        self.input_tensor = x
 
     def forward(
         self, batch: Tokens, labels: torch.Tensor | None = None, cache: Cache | None = None
     ) -> torch.Tensor:
         """labels `[b, s]` -> loss `[b, s]` fp32, the same on all tp ranks; none -> logits `[s, b, V/tp]`.
 
+        A stage that is not the last gives `[s, b, h]`, with sequence parallelism this rank's `[s/tp, b, h]`.
         Raises RuntimeError for a loss in eval mode that autograd follows, under sequence parallelism: the
-        ranks would have whole gradients where `dp.py` adds up summands.
+        ranks would have whole gradients where `dp.py` adds up summands; and without a needed input tensor.
         """
         config, rotary = self.config, None
         whole = config.sequence_parallel and self.tp.size > 1 and not self.training
@@ -365,7 +292,11 @@ class GPTModel(nn.Module):
         batch = replace(
             batch, residual_positions=own_slice(batch.positions, self.tp) if cut else batch.positions
         )
-        x = self.embedding(batch)
+        x, self.input_tensor = self.input_tensor, None
+        if self.embedding is not None:
+            x = self.embedding(batch)
+        elif x is None:
+            raise RuntimeError("this stage has no embedding: call set_input_tensor before each forward")
         spread = self.tp if config.distribute_saved_activations and not cut else None
         for layers, again in segments(config, len(self.layers)):
 
@@ -375,4 +306,6 @@ class GPTModel(nn.Module):
                 return x
 
             x = recomputed(run, x, spread=spread) if again else run(x)
+        if self.output_layer is None:
+            return x
         return self.output_layer(self.final_layernorm(x), labels, batch.loss_weights)

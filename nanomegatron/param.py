@@ -17,12 +17,14 @@ The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_g
 a gradient asks for it and says so: the linear function and the embedding add into `main_grad(param)`, tell
 the bucket that the parameter is ready once a contribution, and return None to autograd (`contribute`); every
 other gradient is moved from `.grad` by a hook. No hook may sit on a weight whose layer writes by itself
-(`spec.writes_grad`): torch runs it even when the gradient is None.
+(`spec.writes_grad`): torch runs it even when the gradient is None. What such a layer does for its weight goes
+through `when_due`, so that a pipeline can put it off (`param.deferred`) and fill its bubbles with it.
 """
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,7 +50,7 @@ class Part:
     @property
     def owner(self) -> bool:
         """This rank is the first that holds the slice."""
-        return self.axis.rank % self.replicas == 0
+        return self.axis.rank % self.replicas == 0 and (self.partial is None or self.partial.rank == 0)
 
     @property
     def offset(self) -> tuple[int, ...]:
@@ -81,7 +83,8 @@ class ParamSpec:
     parts: tuple[Part, ...]
     local_shape: tuple[int, ...]
     writes_grad: bool = False  # the layer adds to main_grad itself and says so
-    uses: int = 1  # contributions to the gradient in a microbatch: 2 for tied embeddings
+    uses: int = 1  # contributions to the gradient in a microbatch: 2 for tied embeddings on one rank
+    tied: bool = False  # embedding and output weight in one
     decay: bool = True  # takes part in weight decay: everything but biases and norms
 
     @property
@@ -170,6 +173,45 @@ def main_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     bucket.open()
     return param.main_grad
+
+
+class Deferred:
+    """Work on weight gradients, put off by whoever runs the backward (zero bubble, arXiv 2401.10241).
+
+    The object is handed to the parameters as `param.deferred`; only inside `collect` is anything put off.
+    """
+
+    def __init__(self) -> None:
+        self.list: list[tuple[nn.Parameter, Callable]] | None = None
+
+    @contextmanager
+    def collect(self) -> Iterator[list]:
+        """A backward in here leaves its work on weights in the list, for `do`."""
+        self.list = found = []
+        yield found
+        self.list = None
+
+    @staticmethod
+    @torch.no_grad()
+    def do(works: list[tuple[nn.Parameter, Callable]]) -> None:
+        """Make the weight gradients of one backward, in its order."""
+        for param, work in works:
+            if (grad := work()) is not None:  # there is no bucket
+                param.grad = grad if param.grad is None else param.grad + grad
+
+
+def puts_off(param: nn.Parameter) -> bool:
+    """Whether the work on the gradient of the parameter is put off now."""
+    deferred = getattr(param, "deferred", None)
+    return deferred is not None and deferred.list is not None
+
+
+def when_due(param: nn.Parameter, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    """Do `work` now, or when what is put off is done; it gives what autograd is to have, or None."""
+    if not puts_off(param):
+        return work()
+    param.deferred.list.append((param, work))
+    return None
 
 
 def contribute(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:

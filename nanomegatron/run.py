@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nanomegatron import comm, ops
+from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import stages
 from nanomegatron.dp import Buckets
@@ -28,11 +29,13 @@ from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
 from nanomegatron.metrics_log import RunLog
-from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer, StepStats
-from nanomegatron.plan import describe, memory
+from nanomegatron.plan import chunks_kept, describe, memory_of_ranks
+from nanomegatron.pp import Stages, stage_layers
+from nanomegatron.run_profile import Profile
 from nanomegatron.run_timers import Clock, Timers
 from nanomegatron.tp_overlap import overlap_path
+from nanomegatron.trace import Tracer
 
 
 @dataclass
@@ -45,12 +48,14 @@ class Run:
     tokenizer: Any
     datasets: tuple  # training, validation, test; None where there is none
     loaders: tuple
-    model: GPTModel
+    model: Stages
     grads: Buckets
     optimizer: Optimizer
     padded_vocab_size: int
     samples_before: list[int]  # consumed before each iteration, and after the last
     timers: Timers
+    tracer: Tracer
+    profile: Profile
     iteration: int = 0  # finished
     skipped_samples: int = 0  # passed over by --iterations-to-skip
     pending: "StepReport | None" = None  # launched, not yet reported
@@ -113,12 +118,19 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         f"expected first loss {expected_first_loss(model, vocab_size):.2f}, ln({vocab_size}) = "
         f"{math.log(vocab_size):.2f} for equal odds"
     )
-    say(f"memory  {describe(memory(config, vocab_size))}")
+    say(f"memory  {describe(*memory_of_ranks(config, vocab_size))}")
     if sharding := run.grads.describe():
         say(f"dp      {sharding}")
+    if mesh.pp.size > 1:
+        layers = stage_layers(config, run.padded_vocab_size)
+        ranks = (" + ".join(str(len(layers[stage])) for stage in stages) for stages in run.model.placed)
+        kept = " | ".join(map(str, chunks_kept(config)))
+        say(f"pp      {run.model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}")
     if mesh.tp.overlap and mesh.tp.size > 1:
         say(f"tp      matmuls in pieces, sent by {overlap_path(mesh.tp, mesh.device)}")
-    core = run.model.layers[0].self_attention.backend
+    core = choose_backend(
+        model.attention_backend, mesh.device, getattr(torch, config.dtype_name), model.attention_dropout
+    )
     if core == "fused" and (any(w is not None for w in model.windows) or config.data.reset_attention_mask):
         core += ", flash for windows and documents"
     fused = [op for op, path in ops.paths(mesh.device).items() if "reference" not in path]

@@ -15,6 +15,8 @@ from nanomegatron.config import TransformerConfig
 from nanomegatron.config_cli import flag, to_toml
 from nanomegatron.config_hf import is_hf_folder, read_folder
 from nanomegatron.hf import load_weights
+from nanomegatron.model import GPTModel
+from nanomegatron.param import Init
 from nanomegatron.run import Run, settle
 
 
@@ -63,7 +65,11 @@ def load_checkpoint(run: Run) -> None:
         )
     root = config.save if own else config.load or config.save
     if is_hf_folder(root):
-        for note in [*load_weights(root, run.optimizer.params), *contradictions(root, run.config.model)]:
+        whole = (part for param in whole_model(run).parameters() for part in param.spec.parts)
+        for note in [
+            *load_weights(root, run.optimizer.params, whole),
+            *contradictions(root, run.config.model),
+        ]:
             run.log.line(f"note    {note}")
         run.optimizer.reset_main()
         run.log.line(f"loaded  {root}, the weights of a Hugging Face model")
@@ -95,6 +101,16 @@ def load_checkpoint(run: Run) -> None:
     if changed and not finetune:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)
+
+
+def whole_model(run: Run) -> GPTModel:
+    """The model that all stages make up, without memory for its weights."""
+    return GPTModel(
+        run.config.model,
+        vocab_size=run.model.vocab_size,
+        max_sequence_length=run.config.model.max_position_embeddings,
+        init=Init(device=torch.device("meta")),
+    )
 
 
 def contradictions(folder: str, model: TransformerConfig) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 # After Okabe and Ito: told apart by colour-blind readers. Later chunks are paler.
 COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115), "BW": (213, 94, 0)}
+HEIGHT = 0.84  # of a bar; rows are 1 apart
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
 
 
@@ -74,41 +75,69 @@ def _ink(rgb: tuple[int, ...]) -> str:
     return "black" if 0.3 * rgb[0] + 0.6 * rgb[1] + 0.1 * rgb[2] > 130 else "white"
 
 
-def draw(timeline: Any, path: str | Path, title: str = "") -> None:
-    """Draw bars in time, a row a rank, to a file of the kind its name says (.png, .svg, .pdf).
+def canvas(rows: float, what: str | Path) -> Any:
+    """An empty figure of matplotlib, for so many rows of bars.
 
-    Raises: ImportError without matplotlib, ValueError for a kind of file that it cannot write.
+    Raises: ImportError, that `what` needs it.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f'{path} needs matplotlib: pip install -e ".[viz]"') from error
-    figure = Figure(figsize=(14, 1.6 + 0.4 * len(timeline.bubbles)), dpi=120, layout="constrained")
+        raise ImportError(f'{what} needs matplotlib: pip install -e ".[viz]"') from error
+    figure = Figure(figsize=(14, 1.6 + 0.4 * rows), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(timeline: Any, path: str | Path, title: str = "") -> None:
+    """Draw bars in time, a row a rank, to a file of the kind its name says (.png, .svg, .pdf).
+
+    Raises: ImportError without matplotlib, ValueError for a kind of file that it cannot write.
+    """
+    figure = canvas(len(timeline.bubbles), path)
     axes = figure.add_subplot()
     bars(axes, timeline)
+    legend(axes, timeline)
     axes.set_title(f"{title}\n{summary(timeline)}".strip(), fontsize=9)
     figure.savefig(path)
 
 
 def bars(axes: Any, timeline: Any) -> None:
-    """The bars themselves, on axes of matplotlib."""
+    """The bars themselves, on axes of matplotlib; those of a rank and a colour are one object, for speed."""
     ranks, (chunks, label) = len(timeline.bubbles), _labels(timeline, short=True)
-    legend = {}
+    spans: dict[tuple, list] = {}
     for event in timeline.events:
         rgb, length = shade(event.op.kind, event.op.chunk, chunks), event.end - event.start
-        face = [part / 255 for part in rgb]
-        bar = axes.barh(event.rank, length, 0.9, event.start, color=face, edgecolor="white", linewidth=0.5)
-        if event.op.chunk == 0:
-            legend.setdefault(MEANING[event.op.kind], bar)
-        if length > 0.007 * timeline.total:
-            middle = event.start + length / 2, event.rank
-            axes.text(*middle, label(event.op), ha="center", va="center", fontsize=7, color=_ink(rgb))
+        spans.setdefault((event.rank, rgb), []).append((event.start, length))
+        words = label(event.op)
+        size = min(7, 1400 * length / timeline.total / len(words))  # points, to fit in
+        if size > 4:
+            style = dict(ha="center", va="center", fontsize=size, color=_ink(rgb), in_layout=False)
+            axes.text(event.start + length / 2, event.rank, words, **style)
+    for (rank, rgb), pieces in spans.items():
+        axes.broken_barh(
+            pieces, (rank - HEIGHT / 2, HEIGHT), color=_face(rgb), edgecolor="white", linewidth=0.5
+        )
     axes.set(
         xlim=(0, timeline.total), xlabel="time", ylim=(ranks - 0.5, -0.5), yticks=range(ranks), ylabel="rank"
     )
-    note = "paler: later chunks" if chunks > 1 else None
-    place = dict(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes.legend(legend.values(), legend, title=note, fontsize=8, title_fontsize=8, **place)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def legend(axes: Any, timeline: Any, above: bool = False) -> None:
+    """What the colours mean: to the right of the axes, or in a line above them."""
+    from matplotlib.patches import Patch
+
+    kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in timeline.events)]
+    patches = [Patch(color=_face(shade(kind, 0, 1)), label=MEANING[kind]) for kind in kinds]
+    if any(event.op.chunk for event in timeline.events):
+        patches.append(Patch(color="none", label="paler: later chunks"))
+    place = dict(loc="upper left", bbox_to_anchor=(1, 1))
+    if above:
+        place = dict(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), borderaxespad=0)
+    axes.legend(handles=patches, fontsize=8, frameon=False, **place)
+
+
+def _face(rgb: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(part / 255 for part in rgb)

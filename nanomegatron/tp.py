@@ -20,9 +20,12 @@ A linear layer does three matmuls, and its backward writes the weight gradient w
     matmuls            [ dx = dy W ][ main_grad += dy^T x ]      [ dx = dy W ][ main_grad += dy^T X ]
     collectives                     [ all-reduce dx       ]      [ gather x  ][ reduce-scatter dx    ]
 
+Where a pipeline puts weight gradients off, the last matmul runs later (and x is gathered then, not before).
 In eval mode nothing is cut along the sequence: generating takes sequences of any length.
 (Megatron-LM, arXiv 1909.08053; sequence parallelism 2205.05198)
 """
+
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -41,7 +44,17 @@ from nanomegatron.comm import (
     start_reduce_scatter,
 )
 from nanomegatron.mesh import Axis
-from nanomegatron.param import Init, ParamSpec, Part, contribute, main_grad, new_parameter, replica, shard
+from nanomegatron.param import (
+    Init,
+    ParamSpec,
+    contribute,
+    main_grad,
+    new_parameter,
+    puts_off,
+    replica,
+    shard,
+    when_due,
+)
 from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
 
 
@@ -75,7 +88,8 @@ class LinearFunction(torch.autograd.Function):
         (x,), weight, axis, comm = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.comm
         if axis.overlap and axis.size > 1 and comm in ("gather", "scatter"):
             return _overlapped_backward(x, weight, grad, axis, comm)
-        gathered = start_all_gather(x, axis) if comm == "gather" else Pending(x)
+        later = puts_off(weight) and comm == "gather"
+        gathered = start_all_gather(x, axis) if comm == "gather" and not later else Pending(x)
         if comm == "scatter":
             grad = all_gather(grad, axis)
         dx = grad @ weight
@@ -85,7 +99,11 @@ class LinearFunction(torch.autograd.Function):
             sent = start_all_reduce_(dx, axis)
         elif comm == "gather":
             sent = start_reduce_scatter(dx, axis)
-        dw = accumulate_weight_grad(weight, x, grad)
+
+        def weight_grad() -> torch.Tensor | None:
+            return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, grad)
+
+        dw = when_due(weight, weight_grad)
         return sent.wait(), dw, None, None
 
 
@@ -94,13 +112,18 @@ def _overlapped_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """The backward with collectives in pieces (`tp_overlap.py`); the gather of x runs beside the matmuls."""
     shape, rows, x = x.shape, grad.flatten(0, -2), x.flatten(0, -2)
+    later = puts_off(weight) and comm == "gather"
     if comm == "gather":
-        gathered = start_gather(x, axis)
+        gathered = Pending(x) if later else start_gather(x, axis)
         dx = matmul_scatter(rows, weight, axis)
         x = gathered.wait()
     else:
         dx, rows = gather_matmul(rows, weight, axis)
-    return dx.view(shape), accumulate_weight_grad(weight, x, rows), None, None
+
+    def weight_grad() -> torch.Tensor | None:
+        return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, rows)
+
+    return dx.view(shape), when_due(weight, weight_grad), None, None
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
@@ -226,11 +249,24 @@ def _with_bias(
     return y if bias is None else y + bias
 
 
-def vocab_spec(name: str, vocab_size: int, padded_size: int, hidden_size: int, tp: Axis) -> ParamSpec:
-    """A `[padded_size/tp, hidden]` weight whose rows are the vocabulary, zero rows at the end."""
-    rows = padded_size // tp.size
-    part: Part = shard(name, (vocab_size, hidden_size), 0, tp, local_size=rows)
-    return ParamSpec((part,), (rows, hidden_size), writes_grad=True)
+def vocab_spec(
+    name: str,
+    sizes: tuple[int, int],
+    hidden_size: int,
+    tp: Axis,
+    tied: bool = False,
+    ends: Axis | None = None,
+) -> ParamSpec:
+    """A `[padded/tp, hidden]` weight whose rows are the vocabulary, zero rows at the end.
+
+    sizes: of the vocabulary and padded. tied: it is embedding and output weight, of which each rank of `ends`
+    has a copy and a summand of the gradient, where these are several.
+    """
+    rows = sizes[1] // tp.size
+    part = shard(name, (sizes[0], hidden_size), 0, tp, local_size=rows)
+    if ends is not None and ends.size > 1:
+        part = replace(part, partial=ends)
+    return ParamSpec((part,), (rows, hidden_size), writes_grad=True, tied=tied)
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -249,19 +285,23 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         (local, here), table = ctx.saved_tensors, ctx.table
-        rows, grad = local.flatten(), (grad * here[..., None]).flatten(0, 1)
-        target = main_grad(table)
-        if target is None:
-            return None, torch.zeros_like(table).index_put_((rows,), grad, accumulate=True), None
-        target.index_put_((rows,), grad.to(target.dtype), accumulate=True)
-        table.bucket.ready(table)
-        return None, None, None
+
+        def table_grad() -> torch.Tensor | None:
+            rows, values = local.flatten(), (grad * here[..., None]).flatten(0, 1)
+            target = main_grad(table)
+            if target is None:
+                return torch.zeros_like(table).index_put_((rows,), values, accumulate=True)
+            target.index_put_((rows,), values.to(target.dtype), accumulate=True)
+            table.bucket.ready(table)
+            return None
+
+        return None, when_due(table, table_grad), None
 
 
 class VocabParallelEmbedding(nn.Module):
     """Embedding whose rows are cut over tp. ids `[b, s]` -> `[s, b, h]`, all-reduced over tp.
 
-    With `sequence_parallel` the result is this rank's `[s/tp, b, h]` of the sum.
+    With `sequence_parallel` the result is this rank's `[s/tp, b, h]` of the sum. `weight`: one to use.
     """
 
     def __init__(
@@ -272,11 +312,12 @@ class VocabParallelEmbedding(nn.Module):
         tp: Axis,
         init: Init = Init(name="embedding.word_embeddings"),  # noqa: B008 (frozen)
         sequence_parallel: bool = False,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        spec = vocab_spec(f"{init.name}.weight", vocab_size, padded_size, hidden_size, tp)
-        self.weight = new_parameter(spec, init)
+        spec = vocab_spec(f"{init.name}.weight", (vocab_size, padded_size), hidden_size, tp)
+        self.weight = new_parameter(spec, init) if weight is None else weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = EmbeddingFunction.apply(ids, self.weight, self.tp.rank * self.weight.shape[0])

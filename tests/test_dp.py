@@ -77,7 +77,7 @@ def test_layout_is_aligned_flat_and_in_reverse_order():
 
 def test_buckets_are_split_by_size():
     params = [parameter(str(i), (n,)) for i, n in enumerate((5, 5, 5, 20, 1))]
-    params.insert(1, parameter("tied", (3,), uses=2))
+    params.insert(1, parameter("tied", (3,), uses=2, tied=True))
 
     def names(size):
         return ["".join(p.spec.name[0] for p in members) for members in split(params, size)]

@@ -368,7 +368,7 @@ def test_text_comes_in_whole_characters():
         (["--num-samples", 0], 2, "--num-samples 0: give 1 or more"),
         (["--max-new-tokens", 0], 2, "--max-new-tokens 0: give 1 or more"),
         (["--prompt-file", "nowhere.txt"], 2, "nowhere.txt"),
-        (["--prompt", "x", "--tp", 2, "--nproc", 4], 2, "--tp 2 on 4 processes"),
+        (["--prompt", "x", "--tp", 2, "--nproc", 4], 2, "--tp 2 --pp 1 on 4 processes"),
         (["--tp", 2], 2, "give --prompt"),
         (["--what"], 2, "unrecognized arguments: --what"),
         (["--prompt", "x", "--ckpt-step", 15], 3, "no iteration 15; it has [10, 20]"),

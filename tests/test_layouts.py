@@ -7,10 +7,13 @@ A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
     ce           loss fused with the output projection           rc   layers recomputed; rs: parts of them
     bk           small buckets, so that there are many           av   averaged by the collective
     co           optimizer states on the host (bf16 alone)
+    pp2 pp4      pipeline stages; behind them v2, v4 for chunks that take turns (interleaved), zb and zbv for
+                 weight gradients put off (zb-h1, zb-v), gp for gpipe, uneven for a split by cost
 
 Data are real: Python sources, as bytes. One process and the layout take five AdamW steps from the same seed.
 """
 
+import json
 import os
 import random
 import re
@@ -27,10 +30,11 @@ from nanomegatron.comm import all_gather
 from nanomegatron.data_indexed import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.metrics_log import RunLog
+from nanomegatron.run_checkpoint import save_checkpoint
 from tests.spmd import run_spmd
 
 COMMON = (
-    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
     "--global-batch-size 8 --lr 2e-3 --min-lr 1e-3 --train-iters 5 --eval-iters 0 --device cpu "
     "--run-name test --make-vocab-size-divisible-by 4 --tokenizer-type ByteTokenizer --split 1 "
     "--log-num-zeros-in-grad --adam-eps 1e-6"  # else AdamW makes full steps of gradients that are rounding
@@ -53,32 +57,50 @@ FLAGS = {
     "bk": "--ddp-bucket-size 4000",
     "av": "--ddp-average-in-collective",
     "co": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+    "pp": "--pp {}",
+    "v": "--vpp {}",
+    "zb": "--pipeline-schedule zb-h1",
+    "zbv": "--pipeline-schedule zb-v",
+    "gp": "--pipeline-schedule gpipe",
+    "uneven": "--pipeline-split flops",
 }
 
 
 def flags_of(layout: str) -> tuple[int, str]:
     """Processes, and the flags of train.py."""
-    words = re.findall(r"tp\d+|dp\d+|z\d|[a-z]{2}", layout)
+    words = re.findall(r"[tdp]p\d+|v\d|z\d|zbv|uneven|[a-z]{2}", layout)
     assert "".join(words) == layout, layout
     size, flags = 1, []
     for word in words:
-        if word[:2] in ("tp", "dp"):
+        if word[:2] in ("tp", "dp", "pp"):
             size *= int(word[2:])
             flags.append(FLAGS[word[:2]].format(word[2:]))
+        elif word[0] == "v":
+            flags.append(FLAGS["v"].format(word[1:]))
         elif word == "ov":
             flags += ["--overlap-grad-reduce"]
-            flags += ["--overlap-param-gather"] * ("z" in layout) + ["--tp-comm-overlap"] * ("sp" in layout)
+            sharded = "z1" in words or "z2" in words
+            flags += ["--overlap-param-gather"] * sharded + ["--tp-comm-overlap"] * ("sp" in words)
         else:
             flags.append(FLAGS[word])
     return size, " ".join(flags)
 
 
-def draws(count: int, seed: int) -> list[tuple[str, str]]:
+FLAT = [(1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp
+PIPELINES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
+SCHEDULES = ["", "v2", "v2gp", "gp", "zb", "zbv", "v4uneven", "zbuneven"]
+
+
+def draws(count: int, seed: int, sizes: list[tuple[int, int, int]]) -> list[tuple[str, str]]:
     """Layouts on two and four processes as chance would have them, with a model each; always the same."""
     chance, found = random.Random(seed), []
     while len(found) < count:
-        tp, dp = chance.choice([(1, 2), (2, 1), (1, 4), (2, 2), (2, 2), (4, 1)])
-        layout = f"tp{tp}" * (tp > 1) + f"dp{dp}" * (dp > 1)
+        tp, pp, dp = chance.choice(sizes)
+        layout = f"tp{tp}" * (tp > 1) + f"pp{pp}" * (pp > 1)
+        if pp > 1:
+            layout += chance.choice(SCHEDULES)
+            layout += "uneven" * (pp == 4 and "v" in layout and "uneven" not in layout)
+        layout += f"dp{dp}" * (dp > 1)
         layout += chance.choice(["", "z1", "z2"]) * (dp > 1)
         for word in ("sp" * (tp > 1), "ov", "ce", chance.choice(["rc", "rs"]), "bk", "av"):
             layout += word * (chance.random() < 0.5)
@@ -105,6 +127,24 @@ NAMED = [
     ("tp2dp2z2spovcerc", "qwen"),
     ("tp4spce", "gpt"),
     ("tp2cers", "llama"),
+    ("pp2", "gpt"),
+    ("pp4", "llama"),
+    ("pp2v2", "gpt"),
+    ("pp2v2gp", "llama"),
+    ("pp2zb", "qwen"),
+    ("pp2zbv", "gpt"),
+    ("pp4zb", "gpt"),
+    ("pp4zbvuneven", "llama"),
+    ("pp2uneven", "llama"),
+    ("pp2dp2z1", "gpt"),
+    ("pp2zbdp2z2bk", "gpt"),
+    ("pp2v2dp2z1ovbk", "llama"),
+    ("tp2pp2sp", "llama"),
+    ("tp2pp2zbspovce", "llama"),
+    ("tp2pp2zbvsprc", "qwen"),
+    ("tp2pp2v2ce", "gpt"),
+    ("tp2pp2dp2z1sp", "gpt"),
+    ("tp2pp2zbvdp2z1sprs", "llama"),
 ]
 
 
@@ -167,6 +207,9 @@ def alike(run) -> bool:
                 copies = all_gather(part.view(param.detach())[None], part.axis)
                 groups = copies.split(part.replicas)
                 same &= all(torch.equal(group[0], copy) for group in groups for copy in group)
+            if param.spec.tied:
+                copies = all_gather(param.detach()[None], mesh.embed)
+                same &= torch.equal(copies[0], copies[-1])
     return bool(same)
 
 
@@ -214,7 +257,7 @@ def without_gradient(gradients: list[tuple]) -> set[str]:
     return keys
 
 
-@pytest.mark.parametrize("layout, model", NAMED + draws(10, seed=4))
+@pytest.mark.parametrize("layout, model", NAMED + draws(10, 4, FLAT) + draws(12, 5, PIPELINES))
 def test_layout_trains_like_one_process(layout, model, alone, sources, tmp_path):
     """fp32: only the order of additions differs."""
     size, flags = flags_of(layout)
@@ -240,6 +283,8 @@ def test_layout_trains_like_one_process(layout, model, alone, sources, tmp_path)
         ("dp2z2rc", "qwen"),
         ("dp4z1bk", "gpt"),
         ("tp2dp2z1ovbkco", "llama"),
+        ("pp2zbvdp2z1ovbk", "llama"),
+        ("tp2pp2v2spovco", "gpt"),
     ],
 )
 def test_bf16_stays_near_one_process(layout, model, alone, sources, tmp_path):
@@ -257,6 +302,41 @@ def test_bf16_stays_near_one_process(layout, model, alone, sources, tmp_path):
     compare(gradients, expected["gradients"], 5e-2, keys)
 
 
+def resumed(world: World, argv: list[str], folder: str, save: str, iterations: int) -> list[dict]:
+    """Steps and evaluation of a run up to `iterations` that takes up what `save` holds and is saved there."""
+    os.chdir(folder)
+    parsed, config = train.settings([*argv, "--save", save], world)
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
+    run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
+    steps = []
+    while run.iteration < iterations:
+        told = train.train_step(run).read()[1]
+        steps.append({name: told[name] for name in ("lm_loss", "grad_norm")})
+        run.iteration += 1
+    train.evaluate(run, "train")
+    save_checkpoint(run)
+    line = (Path(folder) / "evals.jsonl").read_text().splitlines()[-1] if mesh.rank == 0 else "{}"
+    return [*steps, {"held out": json.loads(line).get("lm_loss")}]
+
+
+@pytest.mark.parametrize("first, second", [("pp2v2", "tp2pp2zb"), ("pp2zbv", "one"), ("one", "pp4")])
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_a_run_goes_on_under_another_pipeline(first, second, model, sources, tmp_path):
+    """Its losses, and that of held-out data, are those of one process that was never stopped."""
+
+    def run(layout: str, save: str, iterations: int) -> list[dict]:
+        size, flags = (1, "") if layout == "one" else flags_of(layout)
+        argv, folder = arguments(sources, model, flags, "--eval-iters 2"), tmp_path / f"{save} {iterations}"
+        folder.mkdir()
+        where = str(folder), str(tmp_path / save)
+        return run_spmd(resumed, size, argv, *where, iterations, timeout=120)[0]
+
+    straight = run("one", "straight", 5)
+    stopped = run(first, "stopped", 3)[:-1] + run(second, "stopped", 5)
+    for ours, theirs in zip(stopped, straight, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def initial_weights(world: World, argv: list[str], folder: str) -> list[tuple]:
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
@@ -264,7 +344,7 @@ def initial_weights(world: World, argv: list[str], folder: str) -> list[tuple]:
     return weights_of(train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank)))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp4sp", "tp2dp2z1", "dp4z2"])
+@pytest.mark.parametrize("layout", ["tp2", "tp4sp", "tp2dp2z1", "dp4z2", "pp2v2", "tp2pp2zbv"])
 @pytest.mark.parametrize("model", MODELS)
 def test_initial_weights_of_any_layout_are_one_processs(layout, model, sources, tmp_path):
     """To the bit; and what must differ does: slices of different ranks, layers, and parts."""

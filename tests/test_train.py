@@ -274,7 +274,7 @@ def bad_steps(world: World, argv: list[str], folder: str) -> tuple[str, list[boo
     parsed, config = train.settings(argv, world)
     mesh = Mesh.build(config.parallel, world, torch.device("cpu"))
     run = train.set_up(parsed, config, mesh, RunLog(folder, config))
-    weight, sync, changed = run.model.layers[1].mlp.linear_fc2.weight, run.grads.grad_sync, []
+    weight, sync, changed = run.model[0].layers[1].mlp.linear_fc2.weight, run.grads.grad_sync, []
 
     def spoil() -> None:
         sync()

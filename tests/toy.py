@@ -57,7 +57,7 @@ class Embedding(nn.Module):
     def __init__(self, dtype) -> None:
         super().__init__()
         part = shard("embedding.word_embeddings.weight", (VOCAB, WIDTH), 0, ONE, local_size=16)
-        spec = ParamSpec((part,), (16, WIDTH), writes_grad=True, uses=2)
+        spec = ParamSpec((part,), (16, WIDTH), writes_grad=True, uses=2, tied=True)
         self.weight = new_parameter(spec, Init(dtype=dtype, std=0.2))
 
     def forward(self, ids):

@@ -26,6 +26,13 @@ LAYOUTS = {
     "tp4spov": (4, "--tp 4 --sp --tp-comm-overlap"),
     "tp2dp2z1spov": (4, f"--tp 2 --sp --tp-comm-overlap --use-distributed-optimizer {ALL}"),
     "dp4z1ov": (4, f"--use-distributed-optimizer {ALL}"),
+    "pp2": (2, "--pp 2"),
+    "pp2v2": (2, "--pp 2 --vpp 2"),
+    "pp2zb": (2, "--pp 2 --pipeline-schedule zb-h1"),
+    "pp2zbv": (2, "--pp 2 --pipeline-schedule zb-v"),
+    "pp4zbv": (4, "--pp 4 --pipeline-schedule zb-v --pipeline-split flops"),
+    "tp2pp2v2spov": (4, "--tp 2 --pp 2 --vpp 2 --sp --tp-comm-overlap"),
+    "pp2v2dp2z1ov": (4, f"--pp 2 --vpp 2 --use-distributed-optimizer {ALL}"),
 }
 
 

@@ -1,0 +1,371 @@
+"""Pipeline parallelism: the model cut into stages, and one executor that runs any schedule.
+
+    schedules.py   what each rank does, op by op, and which messages follow          data
+    pp.py          does it: take what has come, compute, send on                     one loop
+
+    rank 0   [F0][F1][F2]          [B0]    ...      a row is the loop of a rank, an op at a time
+               \\   \\   \\          /
+    rank 1        [F0][F1][B0][F2][B1]     ...      arrows are messages, over wires of their own (`mesh.py`)
+
+Messages travel beside the computation: sends are not waited for, and at most one receive a wire is under way
+ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known beforehand. On a
+CPU, where the host computes, it asks for a wire's next message as soon as it has one. On a GPU the host runs
+ahead of the stream anyway, and asks when it comes to the op: then the message depends on launched ops alone.
+
+(A message under way is a kernel that waits for the other rank. Whatever synchronizes the GPU waits with it,
+and two ranks that do so can wait for each other for ever. Loading a kernel for its first use does: hence
+`rehearse`. Freeing memory does, too: leave some unused.)
+
+What a forward leaves for its backward is the autograd graph alone. Its output is sent and let go of: the
+graph ends in an `Outlet`, a tensor without elements to call backward on, that brings in the gradient that has
+come; and begins in an `Inlet`, where the gradient of the input is found. (Megatron-LM replaces the data of
+outputs for the same end, deallocate_pipeline_outputs.) In a schedule with W ops, B leaves the work on weight
+gradients in a list, and W does it.
+
+Gradients are those of one process to the bit: each rank handles the microbatches of a chunk in their order.
+(arXiv 1811.06965, 2006.09503, 2104.04473; zero bubble 2401.10241)
+"""
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanomegatron.comm import Pending, broadcast_, start_receive, start_send
+from nanomegatron.config import Config
+from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.metrics import flops_per_iteration
+from nanomegatron.model import Cache, GPTModel
+from nanomegatron.model_ends import Stage, Tokens
+from nanomegatron.model_recompute import Inlet
+from nanomegatron.param import Deferred, Init
+from nanomegatron.schedules import Exchange, Message, Op, embedding_ranks, messages, placement, schedule
+from nanomegatron.trace import Tracer
+
+Lists = list[list[Op]]
+
+
+class Stages(nn.ModuleList):
+    """The chunks of the model that this rank holds, in the order of the model, and how they are run.
+
+    Without the other arguments the whole model on one rank. `logits` etc. communicate with the other ranks of
+    the pipeline, which must call them alike.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        mesh: Mesh | None = None,
+        name: str = "1f1b",
+        group: int | None = None,
+    ) -> None:
+        """name, group: the schedule, as `schedules.schedule` takes them."""
+        super().__init__(chunks)
+        self.pp, self.wires = (mesh.pp, mesh.wires) if mesh else (Axis.single("pp"), {})
+        self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
+        self.name, self.group = name, group
+        self.placed = placement(name, self.pp.size, len(chunks))
+        self.first_rank, self.last_rank = embedding_ranks(self.placed)
+        weight = next(self.parameters())
+        self.dtype, self.device, self.on_gpu = weight.dtype, weight.device, weight.is_cuda
+        self.deferred = Deferred()
+        for param in self.parameters():
+            param.deferred = self.deferred
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether this rank has the first or the last stage."""
+        return self.pp.rank in (self.first_rank, self.last_rank)
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether this is the one rank, of those that share a copy of the model, whose loss counts."""
+        return self.pp.rank == self.last_rank and self.tp.rank == 0
+
+    def plan(self, microbatches: int, forward_only: bool = False) -> tuple[Lists, list[list[Exchange]]]:
+        """The ops of every rank, and their messages."""
+        return _plan(self.name, self.pp.size, microbatches, len(self), self.group, forward_only)
+
+    def shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
+        """Of every message."""
+        cut = self.tp.size if self.config.sequence_parallel and self.training else 1
+        return seq_length // cut, micro_batch_size, self.config.hidden_size
+
+    @torch.no_grad()
+    def forward(self, batch: Tokens, cache: Cache | None = None) -> torch.Tensor:
+        """Logits of the last position, `[1, b, V/tp]`, the same on all ranks of pp: for generation.
+
+        Every rank is given the whole batch. Communicates the activations, and a broadcast of the logits.
+        """
+        (b, s), columns = batch.tokens.shape, self[0].padded_vocab_size // self.tp.size
+        logits = torch.empty(1, b, columns, dtype=self.dtype, device=self.device)
+
+        def step(chunk: GPTModel, _: int) -> torch.Tensor:
+            x = chunk(batch, cache=cache)
+            if chunk.post_process:
+                logits.copy_(x[-1:])
+            return x
+
+        execute(self, step, 1, self.shape(s, b), forward_only=True)
+        return broadcast_(logits, self.pp, self.last_rank)
+
+
+def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
+    """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
+    model, length = config.model, config.data.seq_length
+    layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
+    return config.parallel.stage_layers(model.num_layers, head=(whole / layers - 1) * model.num_layers)
+
+
+def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:
+    """This rank's chunks of the model of a resolved config, with new weights."""
+    parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
+    placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
+    chunks: list[GPTModel] = []
+    for stage in placed[mesh.pp.rank]:
+        first, last, words = stage == 0, stage == len(layers) - 1, None
+        if last and chunks and chunks[0].embedding is not None:
+            words = chunks[0].embedding.word_embeddings.weight
+        chunks.append(
+            GPTModel(
+                config.model,
+                vocab_size=vocab_size,
+                max_sequence_length=config.model.max_position_embeddings,
+                padded_vocab_size=padded_vocab_size,
+                tp=mesh.tp,
+                init=init,
+                stage=Stage(layers[stage], first, last, mesh.embed, words),
+            )
+        )
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    return Stages(chunks, mesh, parallel.schedule, group)
+
+
+@functools.lru_cache
+def _plan(
+    name: str, stages: int, microbatches: int, chunks: int, group: int | None, forward_only: bool
+) -> tuple[Lists, list[list[Exchange]]]:
+    lists = schedule(name, stages, microbatches, chunks, group)
+    if forward_only:
+        lists = [[op for op in ops if op.kind == "F"] for ops in lists]
+    return lists, messages(lists, placement(name, stages, chunks))
+
+
+class Outlet(torch.autograd.Function):
+    """The end of a stage's graph: a backward from here begins with the gradient that is in `came` by then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, came: list) -> torch.Tensor:
+        ctx.came = came
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.came.pop(), None
+
+
+class Kept(NamedTuple):
+    """What a forward leaves: where to call backward, and lists for the gradients of output and input."""
+
+    end: torch.Tensor
+    came: list
+    found: list
+
+
+class Inbox:
+    """The messages of a wire, taken in the order of sending; `ahead`: the next one is always on its way."""
+
+    def __init__(
+        self, wire: Axis, expected: list[Message], empty: Callable[[], torch.Tensor], ahead: bool
+    ) -> None:
+        self.wire, self.expected, self.empty, self.ahead = wire, deque(expected), empty, ahead
+        self.coming: Pending | None = None
+        if ahead:
+            self._ask()
+
+    def _ask(self) -> None:
+        self.coming = start_receive(self.empty, self.wire) if self.expected else None
+
+    def take(self, tracer: Tracer) -> tuple[Message, torch.Tensor]:
+        """Wait for the next message."""
+        if not self.ahead:
+            self._ask()
+        message, coming = self.expected.popleft(), self.coming
+        tracer.receive(message, coming)
+        x = coming.wait()
+        tracer.received(message)
+        if self.ahead:
+            self._ask()
+        return message, x
+
+
+class Outbox:
+    """Messages on their way; each holds its tensor until it has left.
+
+    Where nobody can tell without waiting (gloo), one waits for the oldest when there are more on a wire than
+    forwards can be without a backward: it has been used then.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.flying = most, {}
+
+    def send(self, x: torch.Tensor, wire: Axis) -> None:
+        """Send, and let go of what has arrived."""
+        flying = self.flying.setdefault(wire, deque())
+        flying.append(start_send(x, wire))
+        while flying and (flying[0].done or len(flying) > self.most):
+            flying.popleft().wait()
+
+    def close(self) -> None:
+        """Return when all has left; on a GPU, let the stream wait for it."""
+        for flying in self.flying.values():
+            for pending in flying:
+                pending.wait()
+
+
+class Executor:
+    """Runs one rank's list of ops; see `execute`."""
+
+    def __init__(self, stages: Stages, step: Callable, shape: tuple[int, ...], tracer: Tracer) -> None:
+        self.stages, self.step, self.tracer = stages, step, tracer
+        self.empty = functools.partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
+        self.arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
+        self.kept: dict[tuple[int, int], Kept] = {}  # by chunk and microbatch
+        self.works: dict[tuple[int, int], list] = {}
+
+    def run(self, ops: list[Op], exchanges: list[Exchange]) -> None:
+        """All of it, in order."""
+        stages, rank = self.stages, self.stages.pp.rank
+        taken = [message for exchange in exchanges for message in exchange.takes]
+        inboxes = {
+            source: Inbox(wire, [m for m in taken if m.source == source], self.empty, not stages.on_gpu)
+            for (source, destination), wire in stages.wires.items()
+            if destination == rank
+        }
+        outbox = Outbox(_most_open(ops))
+        for op, exchange in zip(ops, exchanges, strict=True):
+            stage = stages.placed[rank][op.chunk]
+            for expected in exchange.takes:
+                message, x = inboxes[expected.source].take(self.tracer)
+                assert message == expected, f"{message} came in place of {expected}"
+                self.arrived[message.kind, message.stage, message.microbatch] = x
+            came = self.arrived.pop((op.kind[0], stage, op.microbatch), None)
+            with self.tracer.op(op):
+                made = self.do(op, came)
+            if exchange.sends is not None:
+                outbox.send(made, stages.wires[rank, exchange.sends.destination])
+            elif made is not None:  # the next stage is here, too
+                self.arrived[op.kind[0], stage + (1 if op.kind == "F" else -1), op.microbatch] = made
+        outbox.close()
+
+    def do(self, op: Op, came: torch.Tensor | None) -> torch.Tensor | None:
+        """One op: came and made are activations for F, their gradients for B and BW."""
+        place = op.chunk, op.microbatch
+        if op.kind == "F":
+            return self._forward(place, came)
+        if op.kind == "W":
+            return self.stages.deferred.do(self.works.pop(place))
+        kept = self.kept.pop(place)
+        kept.came.append(came)
+        if op.kind == "BW":
+            kept.end.backward()
+        else:
+            with self.stages.deferred.collect() as works:
+                kept.end.backward()
+            self.works[place] = works
+        return kept.found[0] if kept.found else None
+
+    def _forward(self, place: tuple[int, int], came: torch.Tensor | None) -> torch.Tensor | None:
+        chunk, found, gradients = self.stages[place[0]], [], []
+        follow = torch.is_grad_enabled()
+        if came is not None:
+            anchor = torch.empty(0, requires_grad=True) if follow else None
+            chunk.set_input_tensor(Inlet.apply(came, anchor, found))
+        y = self.step(chunk, place[1])
+        if follow:
+            end = y if chunk.post_process else Outlet.apply(y, gradients)
+            self.kept[place] = Kept(end, gradients, found)
+        return None if chunk.post_process else y.detach()
+
+
+def _most_open(ops: list[Op]) -> int:
+    """The most forwards of a rank that wait for their backward at a time."""
+    steps = ((op.kind == "F") - (op.kind in ("B", "BW")) for op in ops)
+    return max(itertools.accumulate(steps), default=0)
+
+
+def execute(
+    stages: Stages,
+    step: Callable[[GPTModel, int], torch.Tensor],
+    microbatches: int,
+    shape: tuple[int, int, int],
+    forward_only: bool = False,
+    tracer: Tracer | None = None,
+) -> None:
+    """Forward and backward of all microbatches, as the schedule of `stages` has it.
+
+    step(chunk, i): the forward of microbatch i through a chunk, whose input it has. Gives what the chunk
+    gives, `shape` `[s, b, h]`, or of the last stage the 0-d loss whose gradient is wanted. Every rank of pp
+    calls this alike. Communicates a message of `shape` for each microbatch, stage boundary and direction.
+    """
+    lists, exchanges = stages.plan(microbatches, forward_only)
+    rank = stages.pp.rank
+    with torch.no_grad() if forward_only else nullcontext():
+        Executor(stages, step, shape, tracer or Tracer()).run(lists[rank], exchanges[rank])
+
+
+def rehearse(
+    stages: Stages, step: Callable[[GPTModel, int], torch.Tensor], shape: tuple[int, int, int]
+) -> None:
+    """Microbatch 0 through every chunk by itself, forward and backward, with zeros for what would come.
+
+    For a GPU, before the first `execute`: it loads the kernels and makes the handles, which would hold up the
+    GPU in the middle of a schedule. Gradients are added and reported as by `execute`. No messages.
+    """
+    executor = Executor(stages, step, shape, Tracer())
+    kinds = {op.kind for op in stages.plan(1)[0][stages.pp.rank]}
+    for chunk, model in enumerate(stages):
+        for kind in sorted(kinds, key="F B BW W".split().index):
+            alone = model.pre_process if kind == "F" else model.post_process  # nothing would come
+            executor.do(Op(kind, chunk, 0), None if alone else executor.empty().zero_())
+
+
+def forward_backward(
+    *,
+    forward_step_func: Callable[[Iterator, GPTModel], tuple[torch.Tensor, Callable]],
+    data_iterator: Iterator | list[Iterator] | None,
+    model: Stages,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+) -> list[Any]:
+    """What Megatron's `get_forward_backward_func()` gives, for a forward step written for it.
+
+    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, what to tell), or
+    (loss, tokens, what to tell) for a loss that is a sum. The loss is divided by the number of microbatches
+    (and of tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
+    Returns what was told of each microbatch on the last stage's rank, an empty list on others.
+    """
+    several = isinstance(data_iterator, list | tuple)
+    iterators = data_iterator if several else [data_iterator] * len(model)
+    if len(model) > 1 and not several and data_iterator is not None:
+        raise ValueError(f"data_iterator: one for each of the {len(model)} chunks of this rank is needed")
+    told = []
+
+    def step(chunk: GPTModel, _: int) -> torch.Tensor:
+        index = next(i for i, own in enumerate(model) if own is chunk)
+        output, loss_func = forward_step_func(iterators[index], chunk)
+        if not chunk.post_process:
+            return output
+        loss, *tokens, said = loss_func(output)
+        told.append(said)
+        return loss / (num_microbatches * (tokens[0].clamp(min=1) if tokens else 1))
+
+    execute(model, step, num_microbatches, model.shape(seq_length, micro_batch_size), forward_only)
+    return told

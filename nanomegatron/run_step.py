@@ -1,0 +1,73 @@
+"""What an iteration computes: this rank's microbatches, and the loss that the last pipeline stage makes.
+
+    global batch of an iteration, in the order of the data
+        microbatch 0            microbatch 1            ...
+        dp 0 | dp 1 | ...       dp 0 | dp 1 | ...               each rank reads its own part of each
+
+The loss is the mean over the unmasked tokens of the whole global batch, whatever their share in a microbatch:
+each token's loss is weighted by mask / tokens, where the tokens of all of dp x cp are counted beforehand.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from nanomegatron import comm
+from nanomegatron.data_loader import Batch, BatchLoader
+from nanomegatron.model import GPTModel
+from nanomegatron.model_ends import Tokens
+from nanomegatron.pp import rehearse
+from nanomegatron.run import Run
+
+
+def step_batches(run: Run, loader: BatchLoader, first_sample: int, batch_size: int) -> Iterator[Batch]:
+    """This rank's microbatches of the global batch that begins at `first_sample`, on the device."""
+    for sample in range(0, batch_size, run.config.data.micro_batch_size * run.mesh.dp.size):
+        yield loader.get(first_sample + sample)
+
+
+def losses(
+    chunk: GPTModel, batch: Batch, weights: torch.Tensor | None = None, dropout_seed: int | None = None
+) -> torch.Tensor:
+    """The last stage's loss of each token of the batch, `[b, s]` fp32; of other stages the activations.
+
+    weights: what the losses will be multiplied by.
+    """
+    documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
+    tokens = Tokens(batch.tokens, batch.positions, batch.sample_ids, dropout_seed, *documents, weights)
+    return chunk(tokens, batch.labels)
+
+
+def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
+    """Unmasked tokens of the global batch, at least 1, where there are tokens. Communicates it over dp_cp."""
+    if not run.model.reads_tokens:
+        return None
+    return comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), run.mesh.dp_cp).clamp(min=1)
+
+
+def forward_step(
+    run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
+) -> Callable[[GPTModel, int], torch.Tensor]:
+    """What `pp.execute` runs for microbatch i of a chunk; the last stage adds its loss to `total`."""
+    scale = run.optimizer.scaler.scale * run.grads.grad_scale
+
+    def step(chunk: GPTModel, i: int) -> torch.Tensor:
+        batch, seed = batches[i], run.config.run.seed
+        if not chunk.post_process:
+            return losses(chunk, batch, None, seed)
+        weights = batch.loss_mask * (scale / tokens)
+        loss = losses(chunk, batch, weights, seed)
+        total.add_((loss.detach() * batch.loss_mask).sum() / tokens)
+        return (loss * weights).sum()
+
+    return step
+
+
+def rehearse_step(run: Run) -> None:
+    """A microbatch through this rank's chunks, each by itself; its gradients are forgotten. See pp.py."""
+    data = run.config.data
+    batches, total = [run.loaders[0].get(run.consumed_samples)], torch.zeros((), device=run.mesh.device)
+    run.grads.zero(1)
+    step = forward_step(run, batches, token_count(run, batches), total)
+    rehearse(run.model, step, run.model.shape(data.seq_length, data.micro_batch_size))
+    run.grads.grad_sync()

@@ -1,0 +1,98 @@
+"""Profiles: which steps of which ranks are recorded, what is written, what is said."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanomegatron.config import ParallelConfig, RunConfig
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.run_profile import Profile
+from tests.spmd import run_spmd
+
+
+def steps(mesh: Mesh, folder: Path, first: int, last: int, run: RunConfig) -> list[str]:
+    """Iterations first ... last, each with an operator that its name tells in a trace."""
+    said = []
+    profile = Profile(run, mesh, folder, said.append)
+    for iteration in range(first, last + 1):
+        profile.step(iteration)
+        with torch.profiler.record_function(f"iteration {iteration}"):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    profile.close()
+    profile.close()  # once is enough
+    return said
+
+
+def recorded(path: Path) -> list[int]:
+    """The iterations in a trace."""
+    names = [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
+    assert "aten::mm" in names
+    return sorted({int(name.split()[1]) for name in names if name.startswith("iteration ")})
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "first, last, expected",
+    [
+        (1, 6, [3, 4]),
+        (4, 6, [4]),  # a run that goes on from a checkpoint
+        (1, 3, [3]),  # one that ends before
+        (5, 6, None),
+    ],
+)
+def test_steps_from_start_to_before_end(mesh, tmp_path, first, last, expected):
+    run = RunConfig(profile=True, profile_step_start=3, profile_step_end=5, profile_ranks=(0,))
+    said = steps(mesh, tmp_path, first, last, run)
+    path = tmp_path / "profile-rank0.json"
+    assert (recorded(path) if path.exists() else None) == expected
+    assert len(said) == (expected is not None) and all(str(path) in line for line in said)
+
+
+def on_ranks(mesh: Mesh, folder: str) -> list[str]:
+    run = RunConfig(profile=True, profile_step_start=1, profile_step_end=2, profile_ranks=(1,))
+    return steps(mesh, Path(folder), 1, 2, run)
+
+
+def test_ranks(tmp_path):
+    said = run_spmd(on_ranks, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["profile-rank1.json"]
+    assert [len(lines) for lines in said] == [0, 1]
+
+
+def test_nothing_unless_asked(mesh, tmp_path):
+    assert steps(mesh, tmp_path, 1, 20, RunConfig()) == [] and not list(tmp_path.iterdir())
+
+
+def test_memory_history_needs_a_gpu(mesh, tmp_path):
+    (line,) = steps(mesh, tmp_path, 1, 2, RunConfig(record_memory_history=True))
+    assert "--record-memory-history" in line and "of a GPU alone" in line and not list(tmp_path.iterdir())
+
+
+def test_memory_history(tmp_path, monkeypatch):
+    """On a GPU: recorded from the beginning, written at the end and when memory runs out, by rank."""
+    done, memory = [], torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **keys: done.append(keys))
+    monkeypatch.setattr(memory, "_dump_snapshot", done.append)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", done.append, raising=False)
+    mesh, said = SimpleNamespace(rank=3, device=torch.device("cuda")), []
+    run = RunConfig(record_memory_history=True, memory_snapshot_path="m.pickle")
+    profile = Profile(run, mesh, tmp_path, said.append)
+    profile.step(1)
+    begin, observer = done
+    assert begin == dict(max_entries=100_000)
+    observer(0, 1, 2, 3)
+    profile.close()
+    profile.close()
+    observer(0, 1, 2, 3)  # torch has no way to take it off
+    paths = [str(tmp_path / f"m-rank3{when}.pickle") for when in ("-out-of-memory", "")]
+    assert done[2:] == [*paths, dict(enabled=None)]
+    assert len(said) == 2
+    for path, line in zip(paths, said):
+        assert path in line and "a pickle" in line and "https://pytorch.org/memory_viz alone" in line
