@@ -37,11 +37,20 @@ def layer_matmul_parameters(model: TransformerConfig, tp: int = 1) -> int:
     return h * (query + key_value) + query * h + h * ffn * (3 if model.swiglu else 2)
 
 
-def parameter_count(model: TransformerConfig, vocab_size: int, tp: int = 1) -> int:
+def parameter_count(
+    model: TransformerConfig,
+    vocab_size: int,
+    tp: int = 1,
+    layers: int | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> int:
     """Parameters that one of `tp` ranks holds; all of the model's with tp 1.
 
     Matrices and the biases of column-parallel layers are sharded, norms, positions and the other biases
-    replicated. vocab_size is what is to be counted: the tokenizer's, or the padded one.
+    replicated. vocab_size is what is to be counted: the tokenizer's, or the padded one. Of a pipeline rank:
+    the number of its layers (None: all), and whether it has the first stage (embedding) and the last one
+    (norm, output weight).
     """
     h, d = model.hidden_size, model.head_dim
     norm = h if model.normalization == "RMSNorm" else 2 * h  # weight, or weight and bias
@@ -52,9 +61,10 @@ def parameter_count(model: TransformerConfig, vocab_size: int, tp: int = 1) -> i
         layer += (model.num_attention_heads // tp + 2 * max(model.num_kv_heads // tp, 1)) * d
     if not model.disable_bias_linear:
         layer += (2 if model.swiglu else 1) * model.ffn_size // tp + 2 * h
-    tables = 2 if model.untie_embeddings_and_output_weights else 1
+    tables = first + last if model.untie_embeddings_and_output_weights else first or last
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
-    return model.num_layers * layer + norm + h * (tables * vocab_size // tp + positions)
+    ends = norm * last + h * (tables * vocab_size // tp + positions * first)
+    return (model.num_layers if layers is None else layers) * layer + ends
 
 
 def flops_per_iteration(

@@ -1,4 +1,4 @@
-"""What a run needs, before it starts: the memory of one rank.
+"""What a run needs, before it starts: the memory of one rank, of each stage of a pipeline.
 
 Bytes a parameter of this rank's share of the model (ZeRO, arXiv:1910.02054, section 3.1); d ranks share the
 optimizer states with `optim` and `optim_grads`, the gradients too with `optim_grads`, which then needs some
@@ -28,39 +28,108 @@ marked * the tp-th part:
 
 Layers that are recomputed as a whole keep their input alone, and one such group is whole again in the
 backward. At the end come the last norm, the logits with their gradient, and the loss in fp32, a chunk of
-tokens at a time, or with fused loss a chunk of all of it; there the memory is at its peak. (The same count
-for a model of 2022: arXiv:2205.05198, section 4.)
-What torch itself takes is not in it: some 0.3 GiB of a process on a CPU, more of a GPU.
+tokens at a time, or with fused loss a chunk of all of it; there the memory of a rank with a loss is at its
+peak, that of others where the first gradients inside an MLP join what is kept. (The same count for a model of
+2022: arXiv:2205.05198, section 4.)
+
+Pipeline ranks differ in their layers, in what they have of the two ends of the model, and in how many
+microbatches are under way: each rank's ops (`schedules.py`) are gone through, F adding what its chunk keeps,
+B or BW taking it away. What is put off from B until W holds, in values a token, * as above and V of one rank,
+
+    inputs of the linear layers               2h * + n + f          made again, where they were not kept
+    gradients of their outputs                n + 2g + 2f or f + 2h
+    embedding                                 h
+    output layer                              h * + V               none with fused loss: it has been done
+
+Of messages one is counted on its way in and one out for each neighbour, and one in use. What torch itself
+takes is not in it: some 0.3 GiB of a process on a CPU, more of a GPU.
 """
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig, padded_vocab_size
+from nanomegatron.config_batch import stages as batch_stages
 from nanomegatron.dp import IN_FLIGHT, bucket_size
 from nanomegatron.metrics import parameter_count
 from nanomegatron.model_recompute import segments
+from nanomegatron.pp import stage_layers
+from nanomegatron.schedules import Op, owners, placement, schedule, simulate
 from nanomegatron.tp_loss import CrossEntropyFunction, FusedLossFunction
+
+PARTS = ("activations", "logits and loss", "backward of a layer", "weight gradients put off")
+
+
+class Piece(NamedTuple):
+    """A chunk: how many layers, and whether it is the first stage (embedding) and the last (norm, loss)."""
+
+    layers: int
+    first: bool = True
+    last: bool = True
+
+
+class Needs(NamedTuple):
+    """Bytes by part that one microbatch takes in a chunk."""
+
+    kept: Counter  # from F to B or BW
+    put_off: Counter  # from B to W
+    forward: Counter  # beside these, at the end of F: a fused loss
+    backward: Counter  # beside these, when B or BW begins: the loss, or the last layers
+    ending: Counter  # beside these, when B is at the first layers
 
 
 def memory(config: Config, vocab_size: int, device: torch.device | None = None) -> dict[str, float]:
-    """Bytes of one rank by part at the peak of a step; config resolved, vocab_size without padding.
+    """Bytes by part at the peak of a step, of the pipeline rank that needs most.
 
-    device: where the run is to be, else what --device means on this machine.
+    Config resolved, vocab_size without padding. device: where the run is to be, else what --device means on
+    this machine.
     """
+    return max(memory_of_ranks(config, vocab_size, device), key=_total)
+
+
+def memory_of_ranks(
+    config: Config, vocab_size: int, device: torch.device | None = None
+) -> list[dict[str, float]]:
+    """The same of each pipeline rank."""
     tp, dtype = config.parallel.tensor_model_parallel_size, getattr(torch, config.dtype_name)
-    device = device or _device(config)
+    device, (lists, placed) = device or _device(config), _pipeline(config)
     vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, tp)
-    params = parameter_count(config.model, vocab, tp)
-    loss = logits_and_loss(config, vocab // tp, dtype)
-    kept, again = activations(config, dtype, device)
-    return {
-        **states(config, params, dtype),
-        "activations": kept,
-        "logits and loss": loss,
-        "layers made again": max(0, again - loss),
-        "tp buffers": tp_buffers(config, dtype) if device.type == "cuda" else 0,
-    }
+    layers, found = stage_layers(config, vocab), []
+    for ops, stages in zip(lists, placed, strict=True):
+        pieces = [Piece(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
+        count, first, last = zip(*pieces, strict=True)
+        params = parameter_count(config.model, vocab, tp, sum(count), any(first), any(last))
+        chunks = [needs(config, piece, vocab // tp, device) for piece in pieces]
+        peak = max((running for running, _ in walk(ops, chunks)), key=_total)
+        found.append(
+            {
+                **states(config, params, dtype),
+                **{part: peak[part] for part in PARTS},
+                "messages": messages(config, stages, placed),
+                "tp buffers": tp_buffers(config, dtype) if device.type == "cuda" else 0,
+            }
+        )
+    return found
+
+
+def chunks_kept(config: Config) -> list[int]:
+    """The most forwards of single chunks that wait for their backward at a time, of each pipeline rank."""
+    return simulate(*_pipeline(config)).peak_until_backward
+
+
+def describe(*ranks: dict[str, float]) -> str:
+    """One line about the pipeline rank that needs most: the sum in GiB and the share of each part."""
+    totals = [_total(parts) for parts in ranks]
+    total, worst = max(totals), totals.index(max(totals))
+    shares = ", ".join(
+        f"{name} {100 * size / total:.0f} %" for name, size in ranks[worst].items() if size > total / 200
+    )
+    which = f"of pipeline rank {worst}" if len(ranks) > 1 else "per rank"
+    return f"predicted peak {which} {total / 2**30:.2f} GiB ({shares})"
 
 
 def states(config: Config, params: int, dtype: torch.dtype) -> dict[str, float]:
@@ -85,37 +154,74 @@ def states(config: Config, params: int, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def describe(parts: dict[str, float]) -> str:
-    """One line: the sum in GiB and the share of each part."""
-    total = sum(parts.values())
-    shares = ", ".join(f"{name} {100 * size / total:.0f} %" for name, size in parts.items() if size)
-    return f"predicted peak per rank {total / 2**30:.2f} GiB ({shares})"
+def walk(ops: list[Op], chunks: list[Needs]) -> Iterator[tuple[Counter, Counter]]:
+    """For each op of a rank what microbatches take, by part: at most while it runs, and afterwards."""
+    held: Counter = Counter()
+    for op in ops:
+        need, before = chunks[op.chunk], held
+        if op.kind == "F":
+            held = before + need.kept
+            yield held + need.forward, held
+        elif op.kind == "W":
+            held = before - need.put_off
+            yield before, held
+        else:
+            held = before - need.kept + (need.put_off if op.kind == "B" else Counter())
+            ends = held + need.ending if op.kind == "B" else held
+            yield max(before + need.backward, ends, key=_total), held
 
 
-def activations(config: Config, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Bytes that one microbatch keeps from the embedding to the last norm, and of a group made again."""
-    model, e, cut = config.model, dtype.itemsize, _cut(config)
-    tokens = config.data.seq_length * config.data.micro_batch_size
-    layer = sum(saved_by_layer(config, dtype, device).values())
-    last_norm = (_norm_input(model, dtype, device) + e) * model.hidden_size / cut
-    embedding_mask = e * model.hidden_size / cut * (model.hidden_dropout > 0)
+def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> Needs:
+    """What a microbatch takes in a chunk, with so many columns of the logits."""
+    model, dtype = config.model, getattr(torch, config.dtype_name)
+    value = dtype.itemsize * _tokens(config)
+    stream = value * model.hidden_size / _cut(config)
+    fused = piece.last and model.cross_entropy_loss_fusion
+    loss = logits_and_loss(config, columns, dtype) if piece.last else 0
+    logits = stream if fused else value * columns * piece.last  # fused: the gradient of the stream
+    layer = _tokens(config) * sum(saved_by_layer(config, dtype, device).values())
+    again = max((len(run) for run, again in segments(model, piece.layers) if again), default=0)
+    group = min(again or 1, piece.layers)  # whose backward begins or ends that of the chunk
+    inside = value * (3 if model.swiglu else 2) * _widths(config)[2] * (group > 0)
+    part, later = (value * put_off(config, p, columns) for p in (Piece(group, False, False), piece))
+    at_loss = Counter({"activations": stream * fused, "logits and loss": loss - logits})  # fused: normed x
+    before = 0 if fused else loss  # what the backward of the layers finds to be free again
+    backward = Counter({"backward of a layer": max(0, again * layer + inside - before)})
+    return Needs(
+        kept=Counter({"activations": activations(config, piece, device), "logits and loss": logits}),
+        put_off=Counter({"weight gradients put off": later}),
+        forward=at_loss if fused else Counter(),
+        backward=backward if fused else at_loss + backward,
+        ending=Counter({"backward of a layer": max(0, group * layer + inside - part)}),
+    )
+
+
+def activations(config: Config, piece: Piece, device: torch.device) -> float:
+    """Bytes that a microbatch keeps of a chunk, from its embedding or input to its last norm."""
+    model, cut, dtype = config.model, _cut(config), getattr(torch, config.dtype_name)
+    h, e, layer = model.hidden_size, dtype.itemsize, sum(saved_by_layer(config, dtype, device).values())
+    output = 0 if model.cross_entropy_loss_fusion else e  # of the last norm
+    kept = (_norm_input(model, dtype, device) + output) * h / cut * piece.last
+    kept += e * h / cut * (model.hidden_dropout > 0) * piece.first
     spread = config.parallel.tensor_model_parallel_size if model.distribute_saved_activations else cut
-    groups = segments(model, model.num_layers)
-    kept = sum(e * model.hidden_size / spread if again else layer * len(run) for run, again in groups)
-    most = max((len(run) for run, again in groups if again), default=0)
-    return tokens * (kept + last_norm + embedding_mask), tokens * most * layer
+    kept += sum(e * h / spread if again else layer * len(run) for run, again in segments(model, piece.layers))
+    return _tokens(config) * kept
 
 
-def _cut(config: Config) -> int:
-    """Over how many ranks the residual stream is cut along the sequence."""
-    return config.parallel.tensor_model_parallel_size if config.model.sequence_parallel else 1
+def put_off(config: Config, piece: Piece, columns: int) -> float:
+    """Values a token that weight gradients need which are put off: the second table of the docstring."""
+    model, h = config.model, config.model.hidden_size
+    n, g, f = _widths(config)
+    inputs, gradients = 2 * h / _cut(config) + n + f, n + 2 * g + (2 if model.swiglu else 1) * f + 2 * h
+    loss = (h / _cut(config) + columns) * (piece.last and not model.cross_entropy_loss_fusion)
+    return piece.layers * (inputs + gradients) + h * piece.first + loss
 
 
 def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Bytes a token that one layer keeps for its backward: the table of the module's docstring."""
     model, tp, e = config.model, config.parallel.tensor_model_parallel_size, dtype.itemsize
     heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    h, n, g = model.hidden_size / _cut(config), heads * model.head_dim, groups * model.head_dim
+    h, (n, g, f) = model.hidden_size / _cut(config), _widths(config)
     backend = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
     kept = _norm_input(model, dtype, device)
 
@@ -134,7 +240,7 @@ def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> 
         "q, k, v": e * (n * new_qk + 2 * n * new_kv + g * (new_qk and not new_kv)),
         "attention output": e * n,
         "scores": heads * config.data.seq_length * _score(model, e) * unfused,
-        "MLP": e * inner * (model.ffn_size // tp) * (not model.recomputes("mlp")),
+        "MLP": e * inner * f * (not model.recomputes("mlp")),
         "dropout masks": 2 * e * h * (model.hidden_dropout > 0),
         "statistics": 4
         * (
@@ -150,7 +256,7 @@ def logits_and_loss(config: Config, columns: int, dtype: torch.dtype) -> float:
     With fused loss of a chunk alone, and the gradient of the residual stream. Under sequence parallelism the
     last norm's output, gathered, and its gradient before it is scattered.
     """
-    tokens, e = config.data.seq_length * config.data.micro_batch_size, dtype.itemsize
+    tokens, e = _tokens(config), dtype.itemsize
     whole = 2 * e * tokens * config.model.hidden_size if _cut(config) > 1 else 0
     if config.model.cross_entropy_loss_fusion:
         chunk = min(tokens, FusedLossFunction.chunk)
@@ -161,10 +267,7 @@ def logits_and_loss(config: Config, columns: int, dtype: torch.dtype) -> float:
 
 def tp_buffers(config: Config, dtype: torch.dtype) -> float:
     """Bytes that tp ranks share to send pieces: two halves for a gather, two for a reduce-scatter."""
-    tp, tokens = (
-        config.parallel.tensor_model_parallel_size,
-        config.data.seq_length * config.data.micro_batch_size,
-    )
+    tp, tokens = config.parallel.tensor_model_parallel_size, _tokens(config)
     used = config.parallel.tp_comm_overlap and tp > 1
     return 2 * dtype.itemsize * config.model.hidden_size * tokens * (1 + 1 / tp) * used
 
@@ -181,3 +284,44 @@ def _score(model: TransformerConfig, e: int) -> int:
 
 def _device(config: Config) -> torch.device:
     return torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _pipeline(config: Config) -> tuple[list[list[Op]], list[list[int]]]:
+    """The ops of every pipeline rank, for the largest batch there will be, and their stages."""
+    parallel, data = config.parallel, config.data
+    replicas = parallel.data_parallel_size or 1
+    batch = max(size for _, size in batch_stages(data, replicas))
+    name, pp, chunks = parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    microbatches = max(1, batch // (data.micro_batch_size * replicas))
+    return schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
+
+
+def messages(config: Config, stages: list[int], placed: list[list[int]]) -> float:
+    """Bytes of the messages that the rank of these stages has at a time: see the module's docstring."""
+    rank_of = owners(placed)
+    here = rank_of[stages[0]]
+    beside = {rank_of.get(stage + step, here) for stage in stages for step in (-1, 1)} - {here}
+    size = getattr(torch, config.dtype_name).itemsize * config.model.hidden_size / _cut(config)
+    return _tokens(config) * size * (2 * len(beside) + bool(beside))
+
+
+def _cut(config: Config) -> int:
+    """Over how many ranks the residual stream is cut along the sequence."""
+    return config.parallel.tensor_model_parallel_size if config.model.sequence_parallel else 1
+
+
+def _tokens(config: Config) -> int:
+    """Of a microbatch."""
+    return config.data.seq_length * config.data.micro_batch_size
+
+
+def _widths(config: Config) -> tuple[int, int, int]:
+    """Features of the queries, of the keys or values, and inside the MLP that one tp rank has."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
+    return heads * model.head_dim, groups * model.head_dim, model.ffn_size // tp
+
+
+def _total(parts: dict[str, float]) -> float:
+    return sum(parts.values())

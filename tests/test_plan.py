@@ -1,5 +1,12 @@
-"""The memory model against published figures and against what the real model keeps."""
+"""The memory model against published figures and against what the real model keeps.
 
+Of a pipeline the record of torch's allocator tells what every rank holds during and behind each op.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,11 +20,15 @@ from nanomegatron.config import (
     PrecisionConfig,
     TransformerConfig,
 )
+from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis
 from nanomegatron.metrics import parameter_count
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
-from nanomegatron.plan import describe, memory
+from nanomegatron.plan import Needs, Piece, chunks_kept, describe, memory, memory_of_ranks, needs, walk
+from nanomegatron.pp import Stages, build, execute, stage_layers
+from nanomegatron.schedules import Op, placement, schedule
+from nanomegatron.trace import Tracer
 from tests.spmd import run_spmd
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -194,3 +205,182 @@ def test_a_fused_loss_keeps_no_logits():
 def test_description():
     parts = {"weights": 2**30, "main weights": 0, "activations": 3 * 2**30}
     assert describe(parts) == "predicted peak per rank 4.00 GiB (weights 25 %, activations 75 %)"
+
+
+# Pipelines
+
+SCHEDULES = {
+    "gpipe": dict(pipeline_schedule="gpipe"),
+    "1f1b": {},
+    "interleaved": dict(num_virtual_stages_per_pipeline_rank=2),
+    "zb-h1": dict(pipeline_schedule="zb-h1"),
+    "zb-v": dict(pipeline_schedule="zb-v"),
+}
+VOCAB, M = 256, 8
+
+
+class Marked(Tracer):
+    """Names the ops in the profiler's record."""
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        with torch.profiler.record_function("op"):
+            yield
+
+
+def allocated(mesh, config: Config) -> dict:
+    """Of this rank the parameters, and bytes allocated: the most during, and those behind each op."""
+    torch.manual_seed(0)
+    kind = getattr(torch, config.dtype_name)
+    stages = build(config, mesh, VOCAB, VOCAB, Init(dtype=kind))
+    buckets = Buckets(stages, config.parallel, mesh)
+    s, b = config.data.seq_length, config.data.micro_batch_size
+    labels = torch.randint(VOCAB, (b, s))
+    weights = torch.full((b, s), 1 / (b * s))
+    batch = Tokens(labels, torch.arange(s), torch.arange(b), dropout_seed=1, loss_weights=weights)
+
+    def step(chunk: GPTModel, _: int) -> torch.Tensor:
+        out = chunk(batch, labels)
+        return (out * weights).sum() if chunk.post_process else out
+
+    buckets.zero(M)
+    with torch.profiler.profile(profile_memory=True) as record:
+        execute(stages, step, M, stages.shape(s, b), tracer=Marked())
+    events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event for event in events if event.name() == "[memory]"]
+    times = [event.start_ns() for event in changes]
+    sizes = [0, *itertools.accumulate(event.nbytes() for event in changes)]
+    most, behind = [], []
+    for op in (event for event in events if event.name() == "op"):
+        begin, end = (bisect.bisect(times, op.start_ns() + span) for span in (0, op.duration_ns()))
+        most.append(max(sizes[begin : end + 1]))
+        behind.append(sizes[end])
+    return {"params": sum(p.numel() for p in stages.parameters()), "most": most, "behind": behind}
+
+
+def pipeline(family: str, name: str, pp: int, **changes) -> Config:
+    """Two layers a chunk, and microbatches large beside the weights, whose copies are not planned."""
+    chunks = 2 if name in ("interleaved", "zb-v") else 1
+    model = replace(TINY[family], num_layers=2 * pp * chunks, max_position_embeddings=64, **changes)
+    run = config(model, 64, 8)
+    parallel = replace(run.parallel, pipeline_model_parallel_size=pp, **SCHEDULES[name])
+    return replace(run, parallel=parallel, data=replace(run.data, global_batch_size=8 * M))
+
+
+def chunks_of(run: Config, stages: list[int]) -> list[Needs]:
+    layers = stage_layers(run, VOCAB)
+    pieces = [Piece(len(layers[i]), i == 0, i == len(layers) - 1) for i in stages]
+    return [needs(run, piece, VOCAB, CPU) for piece in pieces]
+
+
+FUSED = dict(cross_entropy_loss_fusion=True)
+PIPELINES = [
+    *(("llama", name, pp, {}) for name in SCHEDULES for pp in (2, 4)),
+    *(("gpt2, dropout", name, 2, {}) for name in ("1f1b", "zb-h1", "zb-v")),
+    *(("llama", name, 2, FULL) for name in ("1f1b", "zb-h1", "zb-v")),
+    *(("llama", name, 2, FUSED) for name in ("gpipe", "zb-h1")),
+]
+
+
+@pytest.mark.parametrize("family, name, pp, changes", PIPELINES)
+def test_every_rank_of_a_pipeline_holds_what_was_planned(family, name, pp, changes):
+    """Parameters; bytes behind every op, with no more than some messages on top; and the peak.
+
+    gloo keeps what was sent until a wire has as many messages as forwards are open: two wires, and what the
+    executor has in hand. That is less than any op adds or takes away, but for layers that are made again.
+    """
+    run = pipeline(family, name, pp, **changes)
+    parallel, message = run.parallel, 64 * 8 * 64 * 2
+    lists = schedule(name, pp, M, parallel.chunks)
+    placed = placement(name, pp, parallel.chunks)
+    found = run_spmd(allocated, pp, run, pp=pp, **SCHEDULES[name])
+    ranks, kept = memory_of_ranks(run, VOCAB, CPU), chunks_kept(run)
+    assert memory(run, VOCAB, CPU) in ranks
+    for rank, (seen, parts) in enumerate(zip(found, ranks, strict=True)):
+        chunks = chunks_of(run, placed[rank])
+        smallest = min(sum(part.values()) for chunk in chunks for part in (chunk.kept, chunk.put_off))
+        slack = (2 * kept[rank] + 5) * message
+        assert slack < smallest or changes is FULL
+        held = [sum(behind.values()) for _, behind in walk(lists[rank], chunks)]
+        assert parts["weights"] == 2 * seen["params"]
+        assert all(-message / 4 < b - h < slack for b, h in zip(seen["behind"], held, strict=True))
+        planned = sum(parts.values()) - sum(list(parts.values())[:4])
+        least = 8 if changes is FULL else 2  # the last norm, let go of by then, is planned beside the layers
+        assert -least * message < max(seen["most"]) - planned < slack
+
+
+def put_off_on_a_rank(mesh, model, dtype):
+    """Bytes a token that the work of a backward on weight gradients holds, every storage once."""
+    found = []
+    for layers in (2, 3):
+        stages = Stages(
+            [
+                GPTModel(
+                    replace(model, num_layers=layers),
+                    vocab_size=128,
+                    max_sequence_length=32,
+                    padded_vocab_size=128,
+                    tp=mesh.tp,
+                    init=Init(dtype=dtype),
+                )
+            ]
+        )
+        labels = torch.zeros(4, 32, dtype=torch.long)
+        with stages.deferred.collect() as works:
+            stages[0](
+                Tokens(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels
+            ).sum().backward()
+        cells = [cell.cell_contents for _, work in works for cell in work.__closure__]
+        tensors = [x for x in cells if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        found.append(sum(storages.values()) / (32 * 4))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2, dropout", "qwen3"])
+def test_what_is_put_off_until_w(family, layout):
+    """Of a further layer exactly, on two tensor-parallel ranks; of the ends with token ids and a mask."""
+    model = replace(TINY[family], **LAYOUTS[layout])
+    run = config(model, 32, 4, 2)
+    two, three = run_spmd(put_off_on_a_rank, 2, model, torch.bfloat16, tp=2)[0]
+    planned = [sum(needs(run, Piece(layers), 128 // 2, CPU).put_off.values()) / (32 * 4) for layers in (2, 3)]
+    assert planned[1] - planned[0] == three - two
+    assert planned[0] + 9 == two
+
+
+def test_llama3_8b_in_four_stages():
+    """Rank r of 1f1b keeps 4 - r microbatches of its 8 layers; the states are its own parameters'."""
+    run = config(LLAMA3_8B, 8192, 1)
+    run = replace(run, data=replace(run.data, global_batch_size=16))
+    run = replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=4, data_parallel_size=2))
+    ranks, table, layer = memory_of_ranks(run, 128256, CUDA), 128256 * 4096, 218112000
+    params = [8 * layer + table, 8 * layer, 8 * layer, 8 * layer + 4096 + table]
+    assert sum(params) == 8030261248
+    assert [parts["weights"] + parts["Adam moments"] for parts in ranks] == [10 * n for n in params]
+    token = 2 * (4 * 4096 + 6144 + 5120 + 4096 + 4 * 14336) + 4 * (2 + 32)
+    norm = [0, 0, 0, 2 * 2 * 4096]
+    kept = [8192 * ((4 - rank) * 8 * token + norm[rank]) for rank in range(4)]
+    assert [parts["activations"] for parts in ranks] == kept
+    assert [parts["logits and loss"] for parts in ranks] == [0, 0, 0, 128256 * (2 * 2 * 8192 + 8 * 2048)]
+    assert [parts["messages"] / (8192 * 4096 * 2) for parts in ranks] == [3, 5, 5, 3]
+    assert chunks_kept(run) == [4, 3, 2, 1]
+    assert memory(run, 128256, CUDA) == ranks[0]
+
+
+def test_gpipe_keeps_every_microbatch():
+    """Of the largest batch that there will be; 64 sequences for 2 replicas are 8 microbatches of 4."""
+    run = pipeline("llama", "gpipe", 2)
+    data = replace(run.data, micro_batch_size=4, global_batch_size=64, rampup_batch_size=(16, 16, 1000))
+    run = replace(run, data=data, parallel=replace(run.parallel, data_parallel_size=2))
+    assert chunks_kept(run) == [8, 8]
+    one = replace(run, data=replace(data, rampup_batch_size=(), global_batch_size=8))
+    pairs = [(parts["activations"], parts["logits and loss"]) for parts in memory_of_ranks(run, VOCAB, CPU)]
+    single = [(parts["activations"], parts["logits and loss"]) for parts in memory_of_ranks(one, VOCAB, CPU)]
+    assert [many[0] / few[0] for many, few in zip(pairs, single)] == [8, 8]
+    assert pairs[1][1] - single[1][1] == 7 * 2 * VOCAB * 4 * 64
+
+
+def test_description_of_a_pipeline():
+    ranks = [{"weights": 2**30}, {"weights": 2**30, "messages": 2**30}, {"weights": 2**30}]
+    assert describe(*ranks) == "predicted peak of pipeline rank 1 2.00 GiB (weights 50 %, messages 50 %)"
