@@ -168,12 +168,16 @@ def run_rank(world: World, argv: list[str]) -> int:
         log.close()
         os._exit(1)  # peers may wait in a collective for ever: leave without the exit handlers
     log.close()
+    if code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) and world.size > 1:
+        sys.stdout.flush()
+        os._exit(code)  # as above: this may be the only rank that has failed
     Mesh.close()
     return code
 
 
 def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     """Tokenizer, data, model, optimizer, and the newest checkpoint if there is one."""
+    profile = Profile(config.run, mesh, log.folder, log.line)  # before anything takes memory
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
@@ -196,7 +200,6 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     timers = Timers(config.run.timing_log_level, config.run.timing_log_option, mesh.device)
     folder = Path(config.run.trace_dir) if config.run.trace_dir else None
     tracer = Tracer(mesh, folder, config.run.trace_iterations, timers)
-    profile = Profile(config.run, mesh, log.folder, log.line)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     run = Run(*parts, padded, before, timers, tracer, profile)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)

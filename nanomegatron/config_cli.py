@@ -112,11 +112,12 @@ def parse(argv: list[str]) -> Parsed:
 def put_away(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """`earlier` without what `later` says in another way."""
     ways = [[way.split() for way in line.split("|")] for line in ALTERNATIVES.strip().splitlines()]
+    said = {name for name, value in later.items() if value or (value == 0 and value is not False)}
     gone = {
         name
         for line in ways
         for chosen in line
-        if any(later.get(name) for name in chosen)
+        if said.intersection(chosen)
         for way in line
         if way is not chosen
         for name in way

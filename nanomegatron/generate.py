@@ -56,13 +56,15 @@ class KVCache:
         self.length = 0  # positions held, counting those of the forward that runs
         self.buffers: dict[int, torch.Tensor] = {}
 
+    def extend(self, count: int) -> None:
+        """A forward over so many new positions begins. Raises ValueError where there is no room for them."""
+        self.length += count
+        if self.length > self.max_length:
+            raise ValueError(f"{self.length} positions in a cache for {self.max_length}")
+
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in self.buffers:
             self.buffers[layer] = k.new_empty(2, self.max_length, *k.shape[1:])
-        if layer == next(iter(self.buffers)):  # a new forward begins
-            self.length += len(k)
-        if self.length > self.max_length:
-            raise ValueError(f"{self.length} positions in a cache for {self.max_length}")
         buffer = self.buffers[layer][:, : self.length]
         buffer[0, -len(k) :], buffer[1, -len(k) :] = k, v
         return buffer[0], buffer[1]
@@ -182,6 +184,7 @@ def next_logits(model: GPTModel | Stages, columns: list[list[int]], cache: KVCac
     device = next(model.parameters()).device
     tokens = torch.tensor(columns, device=device)
     positions = torch.arange(cache.length, cache.length + tokens.shape[1], device=device)
+    cache.extend(tokens.shape[1])
     training = model.training
     model.eval()  # nothing is cut along the sequence, which may have any length
     logits = model(Tokens(tokens, positions), cache=cache)[-1]

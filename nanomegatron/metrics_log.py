@@ -42,7 +42,7 @@ KEYS = (
     "mfu",
 )
 STATES = ("running", "done", "preempted", "failed")
-_COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 8, "MFU": 7, "mem GiB": 8}, eta=9)
+_COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8}, eta=9)
 
 
 class RunLog:

@@ -28,7 +28,7 @@ Gradients are those of one process to the bit: each rank handles the microbatche
 
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -83,9 +83,14 @@ class Stages(nn.ModuleList):
         return self.pp.rank in (self.first_rank, self.last_rank)
 
     @property
+    def has_loss(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.pp.rank == self.last_rank
+
+    @property
     def tells_loss(self) -> bool:
         """Whether this is the one rank, of those that share a copy of the model, whose loss counts."""
-        return self.pp.rank == self.last_rank and self.tp.rank == 0
+        return self.has_loss and self.tp.rank == 0
 
     def plan(self, microbatches: int, forward_only: bool = False) -> tuple[Lists, list[list[Exchange]]]:
         """The ops of every rank, and their messages."""
@@ -178,30 +183,30 @@ class Kept(NamedTuple):
 
 
 class Inbox:
-    """The messages of a wire, taken in the order of sending; `ahead`: the next one is always on its way."""
+    """The messages of a wire, in the order of sending; `ahead`: the next one is always on its way."""
 
-    def __init__(
-        self, wire: Axis, expected: list[Message], empty: Callable[[], torch.Tensor], ahead: bool
-    ) -> None:
-        self.wire, self.expected, self.empty, self.ahead = wire, deque(expected), empty, ahead
+    def __init__(self, wire: Axis, count: int, empty: Callable[[], torch.Tensor], ahead: bool) -> None:
+        self.wire, self.left, self.empty, self.ahead = wire, count, empty, ahead
         self.coming: Pending | None = None
         if ahead:
             self._ask()
 
     def _ask(self) -> None:
-        self.coming = start_receive(self.empty, self.wire) if self.expected else None
+        if self.left:
+            self.left -= 1
+            self.coming = start_receive(self.empty, self.wire)
 
-    def take(self, tracer: Tracer) -> tuple[Message, torch.Tensor]:
-        """Wait for the next message."""
+    def take(self, message: Message, tracer: Tracer) -> torch.Tensor:
+        """Wait for the next message, which is this one."""
         if not self.ahead:
             self._ask()
-        message, coming = self.expected.popleft(), self.coming
+        coming = self.coming
         tracer.receive(message, coming)
         x = coming.wait()
         tracer.received(message)
         if self.ahead:
             self._ask()
-        return message, x
+        return x
 
 
 class Outbox:
@@ -241,22 +246,18 @@ class Executor:
     def run(self, ops: list[Op], exchanges: list[Exchange]) -> None:
         """All of it, in order."""
         stages, rank = self.stages, self.stages.pp.rank
-        taken = [message for exchange in exchanges for message in exchange.takes]
+        counts = Counter(message.source for exchange in exchanges for message in exchange.takes)
         inboxes = {
-            source: Inbox(wire, [m for m in taken if m.source == source], self.empty, not stages.on_gpu)
-            for (source, destination), wire in stages.wires.items()
-            if destination == rank
+            source: Inbox(stages.wires[source, rank], count, self.empty, ahead=not stages.on_gpu)
+            for source, count in counts.items()
         }
         outbox = Outbox(_most_open(ops))
         for op, exchange in zip(ops, exchanges, strict=True):
+            for message in exchange.takes:
+                self.arrived[message[2:]] = inboxes[message.source].take(message, self.tracer)
             stage = stages.placed[rank][op.chunk]
-            for expected in exchange.takes:
-                message, x = inboxes[expected.source].take(self.tracer)
-                assert message == expected, f"{message} came in place of {expected}"
-                self.arrived[message.kind, message.stage, message.microbatch] = x
-            came = self.arrived.pop((op.kind[0], stage, op.microbatch), None)
             with self.tracer.op(op):
-                made = self.do(op, came)
+                made = self.do(op, self.arrived.pop((op.kind[0], stage, op.microbatch), None))
             if exchange.sends is not None:
                 outbox.send(made, stages.wires[rank, exchange.sends.destination])
             elif made is not None:  # the next stage is here, too
@@ -350,6 +351,8 @@ def forward_backward(
     forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, what to tell), or
     (loss, tokens, what to tell) for a loss that is a sum. The loss is divided by the number of microbatches
     (and of tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
+    Gradients go where those of the model go: into `dp.Buckets`, whose `zero` comes before and `grad_sync`
+    behind this, which also sums those of a tied embedding on two ranks; without buckets into `.grad`.
     Returns what was told of each microbatch on the last stage's rank, an empty list on others.
     """
     several = isinstance(data_iterator, list | tuple)

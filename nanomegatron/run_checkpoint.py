@@ -8,6 +8,8 @@ There is no random state to keep: weights come from (seed, name), the order of t
 consumed), dropout from (seed, sample, place). So a run that goes on does so to the bit, and under any layout.
 """
 
+from dataclasses import replace
+
 import torch
 
 from nanomegatron.checkpoint import CheckpointError, latest, load, save, training_pieces
@@ -106,7 +108,7 @@ def load_checkpoint(run: Run) -> None:
 def whole_model(run: Run) -> GPTModel:
     """The model that all stages make up, without memory for its weights."""
     return GPTModel(
-        run.config.model,
+        replace(run.config.model, attention_backend="auto"),  # the one of the run may want a device
         vocab_size=run.model.vocab_size,
         max_sequence_length=run.config.model.max_position_embeddings,
         init=Init(device=torch.device("meta")),

@@ -34,8 +34,12 @@ class Profile:
         if self.remembers:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump("-out-of-memory"))
-        elif run.record_memory_history:
-            say("note    --record-memory-history: torch records those of a GPU alone; nothing is written")
+        if run.profile:
+            ranks, steps = (
+                " ".join(map(str, run.profile_ranks)),
+                (run.profile_step_start, run.profile_step_end),
+            )
+            say(f"profile steps {steps[0]} to {steps[1] - 1} of ranks {ranks}: {folder}/profile-rank*.json")
 
     def step(self, iteration: int) -> None:
         """At the start of every iteration."""
@@ -46,7 +50,7 @@ class Profile:
             self._stop()
 
     def close(self) -> None:
-        """At the end of the run, also if it failed: write what has been recorded."""
+        """At the end of the run: write what has been recorded."""
         self._stop()
         self._dump()
         if self.remembers:
@@ -71,7 +75,7 @@ class Profile:
         profiler.stop()
         path = self.folder / f"profile-rank{self.mesh.rank}.json"
         profiler.export_chrome_trace(str(path))
-        self.say(f"profile {path}: https://ui.perfetto.dev or chrome://tracing shows it")
+        self.say(f"profile {path} is written; https://ui.perfetto.dev or chrome://tracing shows it")
 
     def _dump(self, when: str = "") -> None:
         if not self.remembers:

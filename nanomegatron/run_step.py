@@ -39,8 +39,8 @@ def losses(
 
 
 def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
-    """Unmasked tokens of the global batch, at least 1, where there are tokens. Communicates it over dp_cp."""
-    if not run.model.reads_tokens:
+    """Unmasked tokens of the global batch, at least 1, on the last stage. Communicates it over dp_cp."""
+    if not run.model.has_loss:
         return None
     return comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), run.mesh.dp_cp).clamp(min=1)
 

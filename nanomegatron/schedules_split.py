@@ -89,7 +89,7 @@ def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]
         if count + sum(start) == 0:
             raise ValueError(
                 f"--num-layers {num_layers}: leave nothing for pipeline rank {rank} of {len(placed)}; "
-                f"use --pipeline-model-parallel-size {rank} or less"
+                f"use --pipeline-model-parallel-size {num_layers + 1} or less"
             )
     shares = [_share_out(count, start) for count, start in zip(counts, starts)]
     return [n for _, n in sorted(pair for both in zip(placed, shares) for pair in zip(*both))]

@@ -198,6 +198,13 @@ def test_no_position_embedding_keeps_rope(order):
     assert parsed.errors == () and parsed.config.model.position_embedding_type == "rope"
 
 
+def test_a_zero_puts_a_preset_away_too():
+    """It is a wish, unlike a switch that is off."""
+    assert parse(["--config", "llama3-8b"]).config.optimizer.lr_warmup_fraction
+    found = parse("--config llama3-8b --lr-warmup-iters 0 --no-mock-data".split())
+    assert not found.errors and found.config.optimizer.lr_warmup_fraction is None
+
+
 def test_a_flag_puts_away_the_other_ways_of_a_file(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text("train-iters = 99\nlr-warmup-iters = 9\nbf16 = true\nmock-data = true\n")

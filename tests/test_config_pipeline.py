@@ -65,7 +65,7 @@ PP 4 SCHEDULE zb-v LAST 2 | 4 | LAST 2: the last stage is on rank 0, as the firs
 PP 2 FIRST 4 LOSS | 2 | FIRST or LAST, --account-for-...-in-pipeline-split: only one
 PP 2 LAST 4 SPLIT flops | 2 | FIRST or LAST, SPLIT flops: only one
 PP 2 SPLIT flops LOSS | 2 | , SPLIT flops: only one
-PP 16 SPLIT flops | 16 | --num-layers 8: leave nothing for pipeline rank 8 of 16; use PP 8 or less
+PP 16 SPLIT flops | 16 | --num-layers 8: leave nothing for pipeline rank 8 of 16; use PP 9 or less
 PP 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x PP 2: must divide the number of processes, 6; use --nproc 8
 PP 4 | 2 | PP 4: must divide the number of processes, 2; use --nproc 4 or a size of 1, 2
 PP 2 --tp 2 --dp 2 | 4 | --data-parallel-size 2: 4 processes / tp 2 / pp 2 give 1; start 8 processes

@@ -307,6 +307,23 @@ def test_generated_text_is_one_processs(family):
     assert run_spmd(text_of, 4, family, flags, cut, pp=2, tp=2, **flags) == [whole] * 4
 
 
+def text_of_empty_stages(mesh, schedule: dict) -> list[list[int]]:
+    """Rank 0 has both ends of the model and no layer between them."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops", **schedule)
+    config = config_of({}, parallel)
+    config = replace(config, model=replace(config.model, num_layers=2, init_method_std=0.3))
+    stages = build(config, mesh, 3000, 3072, Init(seed=5))
+    assert mesh.pp.size == 1 or mesh.pp.rank or not any(len(chunk.layers) for chunk in stages)
+    return generate(stages, [[1, 2, 3], [7]], 8, temperature=0)
+
+
+def test_generated_text_of_a_rank_without_layers():
+    """It must count positions, too."""
+    whole = run_spmd(text_of_empty_stages, 1, {})[0]
+    flags = LAYOUTS["zb-v"]
+    assert run_spmd(text_of_empty_stages, 2, flags, pp=2, **flags) == [whole] * 2
+
+
 class Unread:
     """A data set that nobody may look into."""
 

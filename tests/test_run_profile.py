@@ -49,7 +49,8 @@ def mesh() -> Mesh:
 )
 def test_steps_from_start_to_before_end(mesh, tmp_path, first, last, expected):
     run = RunConfig(profile=True, profile_step_start=3, profile_step_end=5, profile_ranks=(0,))
-    said = steps(mesh, tmp_path, first, last, run)
+    first_line, *said = steps(mesh, tmp_path, first, last, run)
+    assert "steps 3 to 4 of ranks 0" in first_line
     path = tmp_path / "profile-rank0.json"
     assert (recorded(path) if path.exists() else None) == expected
     assert len(said) == (expected is not None) and all(str(path) in line for line in said)
@@ -63,7 +64,7 @@ def on_ranks(mesh: Mesh, folder: str) -> list[str]:
 def test_ranks(tmp_path):
     said = run_spmd(on_ranks, 2, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["profile-rank1.json"]
-    assert [len(lines) for lines in said] == [0, 1]
+    assert [len(lines) for lines in said] == [1, 2]  # the log shows rank 0's: where all files are
 
 
 def test_nothing_unless_asked(mesh, tmp_path):
@@ -71,8 +72,9 @@ def test_nothing_unless_asked(mesh, tmp_path):
 
 
 def test_memory_history_needs_a_gpu(mesh, tmp_path):
-    (line,) = steps(mesh, tmp_path, 1, 2, RunConfig(record_memory_history=True))
-    assert "--record-memory-history" in line and "of a GPU alone" in line and not list(tmp_path.iterdir())
+    """As the check of the settings says; nothing is written without one."""
+    assert steps(mesh, tmp_path, 1, 2, RunConfig(record_memory_history=True)) == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_history(tmp_path, monkeypatch):

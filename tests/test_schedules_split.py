@@ -174,7 +174,7 @@ def test_a_v_gives_back_to_the_first_rank():
             2,
             loop(4),
             dict(head=1.0),
-            "--num-layers 2: leave nothing for pipeline rank 2 of 4; use .* 2 or less",
+            "--num-layers 2: leave nothing for pipeline rank 2 of 4; use .* 3 or less",
         ),
         (2, loop(4), {}, "--num-layers 2: must divide by 4 pipeline ranks; nearest --num-layers 4$"),
     ],

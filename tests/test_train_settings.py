@@ -178,6 +178,11 @@ def test_a_hugging_face_folder_is_evaluated_and_trained_on(tmp_path):
             logits = model(samples[:, :-1]).logits.flatten(0, 1).double()
         expected = torch.nn.functional.cross_entropy(logits, samples[:, 1:].flatten())
         assert loss == pytest.approx(expected.item(), rel=1e-6) and iteration == 0
+    staged = [*argv, "--eval-only", "--pp", "2", "--attention-backend", "flash", "--run-name", "staged"]
+    assert run_spmd(run_there, 2, staged, str(tmp_path)) == [train.DONE] * 2
+    lines = (tmp_path / "runs/staged/evals.jsonl").read_text().splitlines()
+    found = [json.loads(line)["lm_loss"] for line in lines]
+    assert found == pytest.approx([loss for _, _, loss, _ in evaluations(tmp_path)], rel=1e-6)
     assert run_spmd(run_there, 1, argv, str(tmp_path)) == [train.DONE]
     assert run_spmd(run_there, 1, [*argv, "--train-iters", "3"], str(tmp_path)) == [train.DONE]
     text = (tmp_path / "runs/test/log.txt").read_text()
