@@ -104,7 +104,7 @@ def test_generate_takes_what_was_converted(tmp_path, name):
     model, tokenizer, _ = load_model(tmp_path / "ours", ALONE)
     tokens, _, positions = data(name)
     expected = theirs(tokens, position_ids=positions[None], use_cache=False).logits
-    assert logit_error(name, model, expected) < 1e-5
+    assert logit_error(name, model[0], expected) < 1e-5
     prompt = tokenizer.encode("abc")
     assert len(prompt) == 3 and tokenizer.decode(prompt) == "a b c"
     more = theirs.generate(

@@ -306,9 +306,9 @@ def alone() -> Mesh:
     return Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 
 
-def recording(late: float = 0.0) -> Recording:
+def recording(late: float = 0.0, microbatches: int = 2) -> Recording:
     """Two ranks of 1f1b, rank 0's last backward waits for a gradient that comes `late`."""
-    lists, placed = schedule("1f1b", 2, 2), placement("1f1b", 2)
+    lists, placed = schedule("1f1b", 2, microbatches), placement("1f1b", 2)
     events = [[e for e in simulate(lists, placed).events if e.rank == rank] for rank in (0, 1)]
     exchanges = messages(lists, placed)
     ends = {x.sends: e.end for of_rank, run in zip(exchanges, events) for x, e in zip(of_rank, run)}
@@ -335,17 +335,20 @@ def test_words(tmp_path):
     assert "BW0.1 though what it needs was there" in write(early, tmp_path)[1][3]
 
 
-def test_plan_takes_the_median_of_each_kind():
-    """Not their nominal cost, and not that of the one op in four that took ten times as long."""
-    slow = recording()
+def test_plan_takes_the_median_of_each_kind_and_stage():
+    """Not their nominal cost, and not that of the one op in three that took ten times as long."""
+    slow = recording(microbatches=3)
     for run in slow.events:
         for i, e in enumerate(run):
-            start = 100 * i
-            cost = {"F": 2, "BW": 7}[e.op.kind] * (10 if e.rank == 1 and e.op.microbatch == 1 else 1)
-            run[i] = e._replace(start=start, end=start + cost)
+            cost = {"F": 2, "BW": 7}[e.op.kind] * (2 if e.rank else 1) * (10 if e.op.microbatch == 1 else 1)
+            run[i] = e._replace(start=100 * i, end=100 * i + cost)
     planned, measured = slow.timelines()
-    assert planned.total == 3 * (2 + 7) and planned.bubble == 0.5
-    assert measured.total == 370 and measured.bubble == pytest.approx((740 - 117) / 117)
+    busy = 3 * (4 + 14)  # of rank 1, which waits for one forward, and rank 0 for its last gradient
+    assert planned.total == 2 + busy + 7 and planned.bubble == pytest.approx(
+        (2 * 63 - 1.5 * busy) / (1.5 * busy)
+    )
+    busy = (2 + 20 + 2 + 7 + 70 + 7) * 3
+    assert measured.total == 514 and measured.bubble == pytest.approx((2 * 514 - busy) / busy)
 
 
 def test_a_wait_beyond_plan_is_named(tmp_path):
