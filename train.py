@@ -277,10 +277,11 @@ def train_step(run: Run) -> StepReport:
         stats = run.optimizer.step(shared[0])
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()
-    run.tracer.end()
+    told = StepReport(run.iteration + 1, shared, stats, extras, clock, timers.take(), mesh.traffic)
+    run.tracer.end()  # behind the step's clock: to draw takes a second
     for line in run.tracer.summary:
         run.log.line(f"trace   {line}")
-    return StepReport(run.iteration + 1, shared, stats, extras, clock, timers.take(), mesh.traffic)
+    return told
 
 
 @torch.no_grad()

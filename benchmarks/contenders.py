@@ -91,11 +91,12 @@ class Contender:
     def numbers(self, microbatches: int, milliseconds: float, peak: float | None) -> dict:
         """Speed of a step by its time."""
         data, parallel = self.config.data, self.config.parallel
-        gpus = parallel.tensor_model_parallel_size * parallel.data_parallel_size
+        gpus = parallel.model_parallel_size * parallel.data_parallel_size
         samples = data.micro_batch_size * microbatches * parallel.data_parallel_size
         flops = flops_per_iteration(self.config.model, data.vocab_size, data.seq_length, samples)
         seconds = milliseconds / 1e3
         return {
+            "tokens_per_s": samples * data.seq_length / seconds,
             "tokens_per_s_per_gpu": samples * data.seq_length / seconds / gpus,
             "mfu": mfu(flops, seconds, gpus, peak),
         }
@@ -143,7 +144,7 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
 
     def alone() -> Contender:
         config = config_of("", 1, 8)
-        names = {f.name for f in dataclasses.fields(Mesh)} - {"rank", "device", "traffic"}
+        names = {f.name for f in dataclasses.fields(Mesh)} - {"rank", "device", "wires", "traffic"}
         mesh = Mesh(world.rank, device, **{name: Axis.single(name) for name in names})
         return Contender("one gpu", "", config, 0, {"ours": lambda: Ours(config, mesh)})
 

@@ -19,7 +19,6 @@ from nanomegatron.config_check import resolve, validate
 from nanomegatron.config_cli import ConfigError, parse
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.metrics import flops_per_iteration, mfu
 from nanomegatron.model import GPTModel
 from nanomegatron.model_ends import Tokens
 from nanomegatron.optim import Optimizer
@@ -94,17 +93,6 @@ class Ours:
 @dataclass(frozen=True)
 class Pipelined(Contender):
     """One whose model all ranks share."""
-
-    def numbers(self, microbatches: int, milliseconds: float, peak: float | None) -> dict:
-        """Speed of a step by its time."""
-        data, gpus = self.config.data, self.config.parallel.pipeline_model_parallel_size
-        samples, seconds = data.micro_batch_size * microbatches, milliseconds / 1e3
-        flops = flops_per_iteration(self.config.model, data.vocab_size, data.seq_length, samples)
-        return {
-            "tokens_per_s_per_gpu": samples * data.seq_length / seconds / gpus,
-            "tokens_per_s": samples * data.seq_length / seconds,
-            "mfu": mfu(flops, seconds, gpus, peak),
-        }
 
 
 def config_of(flags: str, ranks: int, device: torch.device, small: bool, layers: int) -> Config:

@@ -35,6 +35,14 @@ from torch.distributed.tensor.parallel import (
 
 from nanomegatron.config import Config, OptimizerConfig, TransformerConfig
 
+OURS = {  # what this project calls a block's weights
+    "attention_norm": "input_layernorm",
+    "qkv": "self_attention.linear_qkv",
+    "proj": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "fc1": "mlp.linear_fc1",
+    "fc2": "mlp.linear_fc2",
+}
 BLOCK_PLAN = {
     "attention_norm": SequenceParallel(),
     "qkv": ColwiseParallel(input_layouts=Shard(1)),

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.peers import Block, Peer, compiled, token_loss
+from benchmarks.peers import OURS, Block, Peer, compiled, token_loss
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config import Config, padded_vocab_size
 from nanomegatron.mesh import Mesh
@@ -36,14 +36,6 @@ SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "interleaved zero bubble": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
-}
-OURS = {  # the names of a block's weights -> ours
-    "attention_norm": "input_layernorm",
-    "qkv": "self_attention.linear_qkv",
-    "proj": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "fc1": "mlp.linear_fc1",
-    "fc2": "mlp.linear_fc2",
 }
 
 

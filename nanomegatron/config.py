@@ -15,7 +15,7 @@ before a second is spent.
 from dataclasses import dataclass
 
 from nanomegatron.config_model import TransformerConfig, setting
-from nanomegatron.schedules import NAMES, placement
+from nanomegatron.schedules import CHUNKS, NAMES, placement
 from nanomegatron.schedules_split import split_layers
 
 
@@ -91,7 +91,7 @@ class ParallelConfig:
     @property
     def chunks(self) -> int:
         """Pieces of the model that a pipeline rank holds; `resolve` has made a number of their size."""
-        return self.num_virtual_stages_per_pipeline_rank or (2 if self.pipeline_schedule == "zb-v" else 1)
+        return self.num_virtual_stages_per_pipeline_rank or CHUNKS.get(self.pipeline_schedule, 1)
 
     @property
     def model_parallel_size(self) -> int:

@@ -6,13 +6,13 @@ from typing import Any
 
 from nanomegatron.config import Config, ParallelConfig
 from nanomegatron.config_cli import flag
+from nanomegatron.schedules import CHUNKS
 
 PP, PER_PIECE = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 VPP, GROUP = "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_virtual_pipeline_stage"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 NEED_RANKS = (PER_PIECE, VPP, GROUP, "pipeline_schedule", "pipeline_split", *ENDS, *COUNTED)
-PIECES = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}  # of a rank; the other schedules take any number
 
 
 def pipeline_errors(config: Config, *_: Any) -> Iterator[str]:
@@ -66,9 +66,9 @@ def with_virtual_stages(config: Config) -> ParallelConfig:
 
 def _schedule(parallel: ParallelConfig) -> Iterator[str]:
     name, chunks, pp = parallel.schedule, parallel.chunks, parallel.pipeline_model_parallel_size
-    if chunks != PIECES.get(name, chunks):
+    if chunks != CHUNKS.get(name, chunks):
         yield (
-            f"--pipeline-schedule {name}: has {PIECES[name]} of the model's pieces on a pipeline rank, not "
+            f"--pipeline-schedule {name}: has {CHUNKS[name]} of the model's pieces on a pipeline rank, not "
             f"{chunks}; leave {flag(VPP)} out, or use interleaved"
         )
     elif name == "interleaved" and chunks == 1:

@@ -58,7 +58,7 @@ from nanomegatron.dp import IN_FLIGHT, bucket_size
 from nanomegatron.metrics import parameter_count
 from nanomegatron.model_recompute import segments
 from nanomegatron.pp import stage_layers
-from nanomegatron.schedules import Op, owners, placement, schedule, simulate
+from nanomegatron.schedules import Op, most_open, owners, placement, schedule
 from nanomegatron.tp_loss import CrossEntropyFunction, FusedLossFunction
 
 PARTS = ("activations", "logits and loss", "backward of a layer", "weight gradients put off")
@@ -118,7 +118,7 @@ def memory_of_ranks(
 
 def chunks_kept(config: Config) -> list[int]:
     """The most forwards of single chunks that wait for their backward at a time, of each pipeline rank."""
-    return simulate(*_pipeline(config)).peak_until_backward
+    return [most_open(ops) for ops in _pipeline(config)[0]]
 
 
 def describe(*ranks: dict[str, float]) -> str:

@@ -22,12 +22,12 @@ come; and begins in an `Inlet`, where the gradient of the input is found. (Megat
 outputs for the same end, deallocate_pipeline_outputs.) In a schedule with W ops, B leaves the work on weight
 gradients in a list, and W does it.
 
-Gradients are those of one process to the bit: each rank handles the microbatches of a chunk in their order.
+Each rank handles the microbatches of a chunk in their order, so gradients are those of one process to the
+bit; but for a tied embedding's on two ranks, which is one sum more.
 (arXiv 1811.06965, 2006.09503, 2104.04473; zero bubble 2401.10241)
 """
 
 import functools
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -44,7 +44,16 @@ from nanomegatron.model import Cache, GPTModel
 from nanomegatron.model_ends import Stage, Tokens
 from nanomegatron.model_recompute import Inlet
 from nanomegatron.param import Deferred, Init
-from nanomegatron.schedules import Exchange, Message, Op, embedding_ranks, messages, placement, schedule
+from nanomegatron.schedules import (
+    Exchange,
+    Message,
+    Op,
+    embedding_ranks,
+    messages,
+    most_open,
+    placement,
+    schedule,
+)
 from nanomegatron.trace import Tracer
 
 Lists = list[list[Op]]
@@ -251,7 +260,7 @@ class Executor:
             source: Inbox(stages.wires[source, rank], count, self.empty, ahead=not stages.on_gpu)
             for source, count in counts.items()
         }
-        outbox = Outbox(_most_open(ops))
+        outbox = Outbox(most_open(ops))
         for op, exchange in zip(ops, exchanges, strict=True):
             for message in exchange.takes:
                 self.arrived[message[2:]] = inboxes[message.source].take(message, self.tracer)
@@ -292,12 +301,6 @@ class Executor:
             end = y if chunk.post_process else Outlet.apply(y, gradients)
             self.kept[place] = Kept(end, gradients, found)
         return None if chunk.post_process else y.detach()
-
-
-def _most_open(ops: list[Op]) -> int:
-    """The most forwards of a rank that wait for their backward at a time."""
-    steps = ((op.kind == "F") - (op.kind in ("B", "BW")) for op in ops)
-    return max(itertools.accumulate(steps), default=0)
 
 
 def execute(

@@ -20,6 +20,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,6 +157,7 @@ def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
 
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}  # of a rank; the other schedules take any number
 
 
 def schedule(
@@ -188,7 +190,7 @@ def _check(name: str, stages: int, chunks: int) -> None:
         raise ValueError(f"schedule {name!r}: must be one of {', '.join(NAMES)}")
     if stages < 1 or chunks < 1:
         raise ValueError(f"{stages} stages of {chunks} chunks: at least one of each")
-    if chunks > {"1f1b": 1, "zb-h1": 1, "zb-v": 2}.get(name, chunks):
+    if chunks > CHUNKS.get(name, chunks):
         raise ValueError(f"{name} with {chunks} chunks a rank: interleaved and gpipe take more chunks")
 
 
@@ -331,17 +333,14 @@ def _timeline(runs: list[list[Event]]) -> Timeline:
         total=total,
         bubbles=[(total - time) / time for time in busy],
         bubble=(len(runs) * total - sum(busy)) / sum(busy),
-        peak_until_backward=[_peak(run, ("B", "BW")) for run in runs],
-        peak_until_weight=[_peak(run, ("W", "BW")) for run in runs],
+        peak_until_backward=[most_open([event.op for event in run]) for run in runs],
+        peak_until_weight=[most_open([event.op for event in run], ("W", "BW")) for run in runs],
     )
 
 
-def _peak(run: list[Event], last: tuple[str, str]) -> int:
-    kept = most = 0
-    for event in run:
-        kept += (event.op.kind == "F") - (event.op.kind in last)
-        most = max(most, kept)
-    return most
+def most_open(ops: list[Op], last: tuple[str, str] = ("B", "BW")) -> int:
+    """The most forwards of a rank, of single chunks, that wait for their `last` op at a time."""
+    return max(accumulate((op.kind == "F") - (op.kind in last) for op in ops), default=0)
 
 
 def main(argv: list[str]) -> int:

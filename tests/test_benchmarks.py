@@ -23,14 +23,6 @@ MODEL = TransformerConfig(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
-OURS = {  # their names of a block's weights -> ours
-    "attention_norm": "input_layernorm",
-    "qkv": "self_attention.linear_qkv",
-    "proj": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "fc1": "mlp.linear_fc1",
-    "fc2": "mlp.linear_fc2",
-}
 
 
 def weights(model) -> dict[str, torch.Tensor]:
@@ -41,7 +33,7 @@ def weights(model) -> dict[str, torch.Tensor]:
         "output.weight": model.output_layer.weight,
     }
     for i, layer in enumerate(model.layers):
-        for theirs, name in OURS.items():
+        for theirs, name in peers.OURS.items():
             found[f"blocks.{i}.{theirs}.weight"] = layer.get_submodule(name).weight
     return found
 

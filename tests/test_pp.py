@@ -37,6 +37,9 @@ LAYOUTS = {
     "gpipe": dict(pipeline_schedule="gpipe"),
     "1f1b": {},
     "interleaved": dict(num_virtual_stages_per_pipeline_rank=2),
+    "in groups": dict(
+        num_virtual_stages_per_pipeline_rank=2, microbatch_group_size_per_virtual_pipeline_stage=5
+    ),
     "zb-h1": dict(pipeline_schedule="zb-h1"),
     "zb-v": dict(pipeline_schedule="zb-v"),
 }

@@ -1,12 +1,14 @@
 """Profiles: which steps of which ranks are recorded, what is written, what is said."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from nanomegatron.config import ParallelConfig, RunConfig
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.run_profile import Profile
@@ -65,6 +67,32 @@ def test_ranks(tmp_path):
     said = run_spmd(on_ranks, 2, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["profile-rank1.json"]
     assert [len(lines) for lines in said] == [1, 2]  # the log shows rank 0's: where all files are
+
+
+def train_there(world: World, argv: list[str], folder: str) -> int:
+    os.chdir(folder)
+    return train.run_rank(world, argv)
+
+
+def test_a_run_is_profiled_and_drawn(tmp_path):
+    """As the flags say, by train.py itself; to draw a step is no part of its time."""
+    argv = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 4 --hidden-size 32 "
+        "--num-attention-heads 4 --seq-length 32 --global-batch-size 4 --train-iters 4 --eval-iters 0 --pp 2 "
+        "--vpp 2 --device cpu --run-name test --profile --profile-step-start 2 --profile-step-end 3 "
+        "--profile-ranks 1 --trace-dir pictures --trace-iterations 2 4 --timing-log-level 2 --log-interval 1"
+    )
+    assert run_spmd(train_there, 2, argv.split(), str(tmp_path)) == [train.DONE] * 2
+    for iteration in (2, 4):
+        events = json.loads((tmp_path / f"pictures/iteration-{iteration}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events if event.get("ph") == "X" and event["tid"] == 0]
+        assert sorted(names) == sorted(
+            2 * [f"{k}{c}.{i}" for k in ("F", "BW") for c in (0, 1) for i in range(4)]
+        )
+    assert len(list((tmp_path / "pictures").glob("*.json"))) == 2
+    assert [path.name for path in (tmp_path / "runs/test").glob("profile-*")] == ["profile-rank1.json"]
+    log = (tmp_path / "runs/test/log.txt").read_text()
+    assert log.count("bubble") == 4 and "backward-compute" in log and "steps 2 to 2 of ranks 1" in log
 
 
 def test_nothing_unless_asked(mesh, tmp_path):
