@@ -2,7 +2,8 @@
 #
 #   make train      train a small model on the text of the Python standard library; again: resume, or say it is done
 #   make test       run every test that needs no GPU             make gpu-test   those that need one
-#   make lint       ruff: mistakes and formatting                make clean      remove all of that but runs/ and data/
+#   make kernels    compile cuda/ (done by itself with a GPU)    make lint       ruff: mistakes and formatting
+#   make clean      remove all of that but runs/ and data/
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11). One that has torch >= 2.11 is used as it is; else torch
 # is installed as constraints.txt pins it.
@@ -22,20 +23,26 @@ gpus = $(if $(wildcard /dev/nvidia[0-9]*),$(shell $(py) -c 'import torch; print(
 TRAIN_FLAGS ?= --config configs/tiny-cpu.toml --run-name python
 TEST_FLAGS ?= -n 2 --dist loadfile
 
-.PHONY: help train test gpu-test lint clean
+.PHONY: help train test gpu-test kernels lint clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.train: pyproject.toml constraints.txt tools/environment.py
-	@$(PYTHON) tools/environment.py $(VENV) viz hf
+	@$(PYTHON) tools/environment.py $(VENV) viz hf build
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.train
-	@$(PYTHON) tools/environment.py $(VENV) viz hf dev oracle
+	@$(PYTHON) tools/environment.py $(VENV) viz hf build dev oracle
 	@touch $@
 
-train: $(VENV)/.train
+$(VENV)/.kernels: $(VENV)/.train setup.py $(wildcard cuda/*)
+	@$(py) setup.py -q build_ext --inplace
+	@! compgen -G "nanomegatron/_kernels*.so" > /dev/null || touch $@ # asked again once there is a compiler
+
+kernels: $(VENV)/.kernels
+
+train: $(VENV)/.train $(if $(wildcard /dev/nvidia[0-9]*),$(VENV)/.kernels)
 	@gpus=$(gpus); if [ $$gpus -gt 0 ]; then \
 		exec $(py) -m torch.distributed.run --standalone --nproc-per-node $$gpus train.py $(TRAIN_FLAGS) --bf16; \
 	else \
@@ -45,13 +52,14 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	$(py) -m pytest --ignore=tests/gpu $(TEST_FLAGS)
 
-gpu-test: $(VENV)/.test
+gpu-test: $(VENV)/.test $(VENV)/.kernels
 	$(py) -m pytest tests/gpu
 
 lint: $(VENV)/.test
 	$(py) -m ruff check .
 	$(py) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror cuda/*.c* cuda/*.h
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache *.egg-info nanomegatron/_kernels*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,158 @@
+// FP8 for kernels: values to bytes, maxima of |x|, a scale from such a maximum; eight neighbours at once, and
+// tiles whose columns are turned into rows.
+//
+// A maximum of |x| is one of integers, its bits: in any order the same, also between blocks by atomics, and
+// NaN is the largest.
+
+#pragma once
+#include <type_traits>
+
+#include "common.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int TILE = 128, PIECES = TILE / 8;  // a tile is 128 x 128, 8 x 8 a thread
+
+__device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Over a block of THREADS; every thread gets the result. Called once a kernel.
+__device__ __forceinline__ unsigned largest_of_block(unsigned bits) {
+    __shared__ unsigned warps[THREADS / 32];
+    bits = __reduce_max_sync(0xffffffff, bits);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = bits;
+    __syncthreads();
+    return __reduce_max_sync(0xffffffff, warps[threadIdx.x % (THREADS / 32)]);
+}
+
+// Raises *amax, which is at least +0, to a block's largest. Most blocks have nothing to add, and to see that
+// is cheaper than an atomic.
+__device__ __forceinline__ void raise_to(unsigned* amax, unsigned largest) {
+    if (threadIdx.x == 0 && largest > *static_cast<volatile unsigned*>(amax)) atomicMax(amax, largest);
+}
+
+__device__ __forceinline__ float scale_for(float amax, float limit, bool power_of_two, float otherwise) {
+    if (!(amax > 0.0f && amax < INFINITY)) return otherwise;
+    const float scale = fminf(fmaxf(limit / amax, 0x1p-126f), 0x1p126f);
+    return power_of_two ? __uint_as_float(__float_as_uint(scale) & 0x7f800000u) : scale;
+}
+
+// Hopper and Ada have an instruction for it; before them it is a long function, called and not copied.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+#define FP8_CONVERSION __noinline__
+#else
+#define FP8_CONVERSION __forceinline__
+#endif
+
+template <int FORMAT>
+__device__ FP8_CONVERSION unsigned two(float a, float b) {  // a in the low byte
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
+                                    FORMAT == E4M3 ? __NV_E4M3 : __NV_E5M2);
+}
+
+template <int FORMAT>
+__device__ __forceinline__ unsigned four(float a, float b, float c, float d) {
+    return two<FORMAT>(a, b) | two<FORMAT>(c, d) << 16;
+}
+
+// Eight neighbours.
+
+template <typename T>
+struct Eight {  // neighbours of one row, as they lie in memory
+    unsigned words[2 * sizeof(T)];
+
+    __device__ __forceinline__ float operator[](int i) const {
+        if constexpr (sizeof(T) == 4) return __uint_as_float(words[i]);
+        const unsigned word = words[i / 2];
+        if constexpr (std::is_same_v<T, __nv_bfloat16>)
+            return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 ? word >> 16 : word)));
+    }
+};
+
+// Whole: 16 bytes at a time. Else one by one, of the type that is named, into floats.
+template <bool WHOLE, typename T>
+__device__ __forceinline__ Eight<T> load_eight(const void* from, int type, int64_t at, int64_t inside) {
+    Eight<T> eight = {};
+    if (inside <= 0) return eight;
+    if constexpr (WHOLE) {
+#pragma unroll
+        for (int p = 0; p < static_cast<int>(sizeof(T)) / 2; ++p) {
+            const uint4 four =
+                load_pack(reinterpret_cast<const uint4*>(static_cast<const T*>(from) + at) + p);
+            eight.words[4 * p] = four.x, eight.words[4 * p + 1] = four.y;
+            eight.words[4 * p + 2] = four.z, eight.words[4 * p + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (i >= inside) continue;
+            const float x = type == FP32   ? static_cast<const float*>(from)[at + i]
+                            : type == BF16 ? to_float(static_cast<const __nv_bfloat16*>(from)[at + i])
+                                           : to_float(static_cast<const __half*>(from)[at + i]);
+            eight.words[i] = __float_as_uint(x);
+        }
+    }
+    return eight;
+}
+
+// The first `count` of N bytes, or all of them at once where they are aligned.
+template <bool WHOLE, typename V>
+__device__ __forceinline__ void store_bytes(uint8_t* to, V bytes, int64_t count) {
+    if constexpr (WHOLE) {
+        *reinterpret_cast<V*>(to) = bytes;
+    } else {
+        const unsigned* words = reinterpret_cast<const unsigned*>(&bytes);
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(V)); ++i) {
+            if (i < count) to[i] = static_cast<uint8_t>(words[i / 4] >> (i % 4 * 8));
+        }
+    }
+}
+
+template <int FORMAT, typename T>
+__device__ __forceinline__ uint2 cast_eight(const Eight<T>& x, float s) {
+    return make_uint2(four<FORMAT>(x[0] * s, x[1] * s, x[2] * s, x[3] * s),
+                      four<FORMAT>(x[4] * s, x[5] * s, x[6] * s, x[7] * s));
+}
+
+// Tiles.
+
+// rows[i] holds four bytes of row i, turned in place: then of column i.
+__device__ __forceinline__ void turn(unsigned (&rows)[4]) {
+    const unsigned a = __byte_perm(rows[0], rows[1], 0x5140), b = __byte_perm(rows[0], rows[1], 0x7362);
+    const unsigned c = __byte_perm(rows[2], rows[3], 0x5140), d = __byte_perm(rows[2], rows[3], 0x7362);
+    rows[0] = __byte_perm(a, c, 0x5410), rows[1] = __byte_perm(a, c, 0x7632);
+    rows[2] = __byte_perm(b, d, 0x5410), rows[3] = __byte_perm(b, d, 0x7632);
+}
+
+// q[r] is row r of a thread's 8 x 8, columns 8 * across ..., rows 8 * down ... of the tile that begins at
+// (row, column); flip gets the tile's columns, 128 bytes each. The piece of 8 rows `down` of a column lies at
+// down ^ across.
+template <bool WHOLE>
+__device__ __forceinline__ void store_flipped(uint8_t* flip, const uint2 (&q)[8], uint2* tile, int64_t row,
+                                              int64_t column, int64_t m, int64_t k) {
+    const int across = threadIdx.x % PIECES, down = threadIdx.x / PIECES;
+    unsigned words[4][4] = {{q[0].x, q[1].x, q[2].x, q[3].x},
+                            {q[4].x, q[5].x, q[6].x, q[7].x},
+                            {q[0].y, q[1].y, q[2].y, q[3].y},
+                            {q[4].y, q[5].y, q[6].y, q[7].y}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) turn(words[i]);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+        const uint2 piece = make_uint2(words[c / 4 * 2][c % 4], words[c / 4 * 2 + 1][c % 4]);
+        tile[(across * 8 + c) * PIECES + (down ^ across)] = piece;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TILE * PIECES / 2 / THREADS; ++i) {  // 16 bytes at a time, two pieces
+        const int number = i * THREADS + threadIdx.x, part = number % (PIECES / 2), c = number / (PIECES / 2);
+        uint4 bytes = reinterpret_cast<const uint4*>(tile)[c * (PIECES / 2) + (part ^ (c / 8 / 2))];
+        if (c / 8 % 2) bytes = make_uint4(bytes.z, bytes.w, bytes.x, bytes.y);
+        const int64_t r = row + part * 16;
+        if (column + c < k && r < m) store_bytes<WHOLE>(flip + (column + c) * m + r, bytes, m - r);
+    }
+}
+
+}  // namespace

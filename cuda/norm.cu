@@ -1,0 +1,255 @@
+// RMSNorm and LayerNorm over the last dimension, with an optional residual add before. Backward:
+// norm_backward.cu.
+//
+//     x, residual, y, total [rows, h]     mean, rstd [rows] fp32
+//     weight w, bias b [h], of the type of x or fp32
+//     v = x, or total = x + residual rounded to their type       w counts from 0 or, with from_one, from 1
+//     RMSNorm    y = v rstd w                 rstd = 1 / sqrt(mean(v^2) + eps)          (arXiv 1910.07467)
+//     LayerNorm  y = (v - mean) rstd w + b    rstd = 1 / sqrt(mean((v - mean)^2) + eps) (arXiv 1607.06450)
+//
+// The naive loop, in fp32:  for r:     rstd[r] = rsqrt(sum_c x[r][c]^2 / h + eps)
+//                           for r, c:  y[r][c] = x[r][c] rstd[r] w[c]
+//
+// Bytes in 16 bits a value: 4, with the add 8 (two read, two written). `group` threads hold a row in
+// registers between its passes, so each value is read once: a few lanes when it is short, a block when it is
+// long. The total is rounded before its statistics are taken, as the backward will read it. Rows that are not
+// whole packs of 16 bytes, and those longer than 2048 packs, take the plain kernel, which reads them once a
+// pass.
+
+#include "norm.cuh"
+
+namespace {
+
+constexpr int TEAMS = 128;  // threads of a block that has several rows
+constexpr int BLOCKS = 64;  // a multiprocessor; more rows than that: a loop
+
+struct Forward {
+    void *out, *total;
+    float *rstd, *mean;  // no mean: RMSNorm
+    const void *x, *residual, *weight, *bias;
+    int64_t rows, width;  // of a row, in elements (plain) or packs
+    float h, eps, from;   // `from` is added to the weight
+    bool wide;            // weight and bias are fp32
+    int group;            // threads of a row: a power of two up to 32, or all of the block
+};
+
+// The row in registers, packs lane, lane + group, ...; all its loads are on their way before the first is
+// used.
+template <bool ADD, typename P, int PER>
+__device__ __forceinline__ void load_row(P (&x)[PER], const Forward& a, int64_t begin, int packs, int lane) {
+    const P* from = static_cast<const P*>(a.x) + begin;
+#pragma unroll
+    for (int k = 0; k < PER; ++k) {
+        if (lane + k * a.group < packs) x[k] = load_pack(from + lane + k * a.group);
+    }
+    if constexpr (!ADD) return;
+    P other[PER];
+    from = static_cast<const P*>(a.residual) + begin;
+#pragma unroll
+    for (int k = 0; k < PER; ++k) {
+        if (lane + k * a.group < packs) other[k] = load_pack(from + lane + k * a.group);
+    }
+    P* total = static_cast<P*>(a.total) + begin;
+#pragma unroll
+    for (int k = 0; k < PER; ++k) {
+        if (lane + k * a.group >= packs) continue;
+        float sum[P::size];
+#pragma unroll
+        for (int i = 0; i < P::size; ++i) sum[i] = x[k][i] + other[k][i];
+        x[k].set(sum);
+        keep_packed(x[k]);
+        total[lane + k * a.group] = x[k];
+    }
+}
+
+// Weights or biases of a thread's packs: on their way while the row is summed up, where there are registers
+// for them and they are of the type of x; else they come when they are needed.
+template <typename T, int PER, bool EARLY>
+struct Columns {
+    Pack<T> early[EARLY ? PER : 1];
+
+    __device__ __forceinline__ void load(const void* from, const Forward& a, int packs, int lane) {
+        if constexpr (EARLY) {
+            if (a.wide) return;
+#pragma unroll
+            for (int k = 0; k < PER; ++k) {
+                if (lane + k * a.group < packs)
+                    early[k] = static_cast<const Pack<T>*>(from)[lane + k * a.group];
+            }
+        }
+    }
+
+    // Of pack k of the thread, the row's number `pack`.
+    template <int N>
+    __device__ __forceinline__ void get(float (&to)[N], const void* from, const Forward& a, int k,
+                                        int pack) const {
+        if constexpr (EARLY) {
+            if (!a.wide) {
+#pragma unroll
+                for (int i = 0; i < N; ++i) to[i] = early[k][i];
+                return;
+            }
+        }
+        parameters<T>(to, from, a.wide, pack);
+    }
+};
+
+template <typename T, int PER, bool ADD, bool CENTRED>
+__global__ void __launch_bounds__(MOST) norm_forward_rows(const Forward a) {
+    using P = Pack<T>;
+    __shared__ float shared[2][WARPS];
+    int lane = threadIdx.x % a.group;
+    const int group = a.group, team = threadIdx.x / group, teams = blockDim.x / group;
+    int turn = 0;
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < a.rows;
+         first += static_cast<int64_t>(gridDim.x) * teams) {
+        const int64_t row = first + team, begin = row * a.width;
+        const int packs =
+            row < a.rows ? static_cast<int>(a.width) : 0;  // past the last row: none, but take part
+        P x[PER];
+        Columns<T, PER, !CENTRED> weights, biases;
+        load_row<ADD>(x, a, begin, packs, lane);
+        weights.load(a.weight, a, packs, lane);
+        if (CENTRED) biases.load(a.bias, a, packs, lane);
+        float sum[1] = {0.0f}, mean = 0.0f;
+        if constexpr (CENTRED) {
+#pragma unroll
+            for (int k = 0; k < PER; ++k) {
+                if (lane + k * group >= packs) continue;
+#pragma unroll
+                for (int i = 0; i < P::size; ++i) sum[0] += x[k][i];
+                keep_packed(x[k]);
+            }
+            over_group(sum, group, shared, turn);
+            mean = sum[0] / a.h;
+            sum[0] = 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+            if (lane + k * group >= packs) continue;
+#pragma unroll
+            for (int i = 0; i < P::size; ++i) {
+                const float d = CENTRED ? x[k][i] - mean : x[k][i];
+                sum[0] += d * d;
+            }
+            keep_packed(x[k]);
+        }
+        over_group(sum, group, shared, turn);
+        const float rstd = rsqrtf(sum[0] / a.h + a.eps);
+        if (lane == 0 && packs > 0) {
+            a.rstd[row] = rstd;
+            if (CENTRED) a.mean[row] = mean;
+        }
+        asm("" : "+r"(lane));  // places are counted again, which costs less than keeping them
+        P* out = static_cast<P*>(a.out) + begin;
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+            const int pack = lane + k * group;
+            if (pack >= packs) continue;
+            float w[P::size], b[P::size], y[P::size];
+            weights.get(w, a.weight, a, k, pack);
+            if (CENTRED) biases.get(b, a.bias, a, k, pack);
+#pragma unroll
+            for (int i = 0; i < P::size; ++i) {
+                const float n = (CENTRED ? x[k][i] - mean : x[k][i]) * rstd * (w[i] + a.from);
+                y[i] = CENTRED ? n + b[i] : n;
+            }
+            x[k].set(y);
+            out[pack] = x[k];
+        }
+    }
+}
+
+// Any row, by single elements: read again for each pass, from the cache as long as it fits there.
+template <typename T>
+__global__ void __launch_bounds__(PLAIN) norm_forward_plain(const Forward a) {
+    __shared__ float shared[2][WARPS];
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const int64_t begin = row * a.width;
+        const T* x = static_cast<const T*>(a.x) + begin;
+        if (a.residual != nullptr) {
+            T* total = static_cast<T*>(a.total) + begin;
+            const T* other = static_cast<const T*>(a.residual) + begin;
+            for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
+                total[c] = from_float<T>(to_float(x[c]) + to_float(other[c]));
+            }
+            x = total;  // each thread reads what it wrote itself
+        }
+        float sum[1] = {0.0f}, mean = 0.0f;
+        if (a.mean != nullptr) {
+            for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) sum[0] += to_float(x[c]);
+            over_group(sum, PLAIN, shared, turn);
+            mean = sum[0] / a.h;
+            sum[0] = 0.0f;
+        }
+        for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
+            const float d = to_float(x[c]) - mean;
+            sum[0] += d * d;
+        }
+        over_group(sum, PLAIN, shared, turn);
+        const float rstd = rsqrtf(sum[0] / a.h + a.eps);
+        if (threadIdx.x == 0) {
+            a.rstd[row] = rstd;
+            if (a.mean != nullptr) a.mean[row] = mean;
+        }
+        T* out = static_cast<T*>(a.out) + begin;
+        for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
+            const float b = a.bias != nullptr ? parameter<T>(a.bias, a.wide, c) : 0.0f;
+            out[c] = from_float<T>(
+                (to_float(x[c]) - mean) * rstd * (parameter<T>(a.weight, a.wide, c) + a.from) + b);
+        }
+    }
+}
+
+// Split alike with the add and without: a sum that is normalized again gives the same bits.
+template <typename T, bool ADD>
+void launch_forward(Forward a, int64_t packs, cudaStream_t stream) {
+    const Split s = packs == 0 ? Split{} : split(packs, TEAMS, 4);
+    if (s.per == 0) {
+        norm_forward_plain<T><<<blocks_for(a.rows, BLOCKS), PLAIN, 0, stream>>>(a);
+        return;
+    }
+    a.width = packs, a.group = s.group;
+    const int64_t teams = s.threads / s.group;
+    const unsigned blocks = blocks_for((a.rows + teams - 1) / teams, BLOCKS);
+    const auto run = [&](auto per) {
+        constexpr int PER = decltype(per)::value;
+        auto* kernel = a.mean ? norm_forward_rows<T, PER, ADD, true> : norm_forward_rows<T, PER, ADD, false>;
+        kernel<<<blocks, s.threads, 0, stream>>>(a);
+    };
+    s.per == 2 ? run(std::integral_constant<int, 2>{}) : run(std::integral_constant<int, 4>{});
+}
+
+}  // namespace
+
+void norm_forward(Address out, Address total, Address rstd, Address mean, Address x, Address residual,
+                  Address weight, Address bias, int64_t rows, int64_t h, double eps, int from_one, int type,
+                  int weight_type, Address stream) {
+    if (rows * h == 0) return;
+    bool whole = true;
+    for (const Address& a : {out, total, x, residual, weight, bias}) whole = whole && aligned(a.value);
+    with_type(type, [&](auto element) {
+        using T = decltype(element);
+        whole = whole && h % Pack<T>::size == 0;
+        Forward a{out,
+                  total,
+                  rstd,
+                  mean,
+                  x,
+                  residual,
+                  weight,
+                  bias,
+                  rows,
+                  h,
+                  static_cast<float>(h),
+                  static_cast<float>(eps),
+                  from_one ? 1.0f : 0.0f,
+                  weight_type == FP32,
+                  PLAIN};
+        const int64_t packs = whole ? h / Pack<T>::size : 0;
+        a.residual != nullptr ? launch_forward<T, true>(a, packs, stream)
+                              : launch_forward<T, false>(a, packs, stream);
+    });
+    check_launch("norm_forward");
+}

@@ -1,0 +1,403 @@
+// RMSNorm and LayerNorm backward; norm.cu says what the letters are, and has the forward.
+//
+//     n = (v - mean) rstd     g = dy w     dw = sum over rows of dy n     db = sum over rows of dy
+//     dx = rstd (g - n mean(g n))                       RMSNorm, where mean = 0
+//     dx = rstd (g - mean(g) - n mean(g n))             LayerNorm
+//     dx += dtotal, where the residual add's output has a gradient of its own; the residual's is dx too
+//
+// The naive loop, in fp32:  for r:  m = sum_c dy[r][c] w[c] n[r][c] / h
+//                           for r, c:  dx[r][c] = rstd[r] (dy[r][c] w[c] - n[r][c] m)
+//                           for r, c:  dw[c] += dy[r][c] n[r][c]
+//
+// Bytes in 16 bits a value: 6, with dtotal 8; and 8 h a block for the sums over rows, 16 h with biases. The
+// blocks stay: while they work on one row they copy the next ones into shared memory (each thread reads only
+// what it copied itself, so that needs no barrier). Their sums for dw and db stay in registers, and become a
+// row of a workspace [1 or 2, parts, h] that a second kernel adds up, always in the same order. Rows that are
+// not whole packs of 16 bytes, and those longer than 2048 packs, take the plain kernel, which keeps its sums
+// in the workspace.
+
+#include "norm.cuh"
+
+namespace {
+
+constexpr int TEAMS = 256;  // threads of a block that has several rows
+constexpr int STAGES = 2;   // rows in shared memory, at most
+constexpr int SHORT = 512;  // packs of a row that get two a thread, longer ones four
+
+// Threads of a block at most, and blocks of so many that fit a multiprocessor's registers: with two packs a
+// thread the weights are kept there too, and n and g between the passes; with four they are read and made
+// again.
+constexpr int threads_of(int per) { return per == 2 ? 256 : MOST; }
+constexpr int blocks_of(int per) { return per == 2 ? 2 : 1; }
+
+struct Backward {
+    void* dx;
+    float* sums;  // [1 or 2, parts, h]
+    const void *grad, *grad_total, *x;
+    const float *rstd, *mean;
+    const void* weight;
+    int64_t rows, width, parts;
+    float inverse_h, from;
+    bool wide;
+    int group, stages;
+};
+
+// Copies from device to shared memory that go on while the thread works; `wait` for all but the last few
+// groups.
+__device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_all_but(int groups) {
+    switch (groups) {
+        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    }
+}
+static_assert(STAGES <= 2, "wait_for_all_but");
+
+// The ring in shared memory: [stages][x, dy, dtotal][PER][threads] packs, so that lanes are neighbours.
+template <int PER>
+__device__ __forceinline__ void fetch_row(uint4* slot, const Backward& a, int64_t row, int lane) {
+    if (row < a.rows) {
+        const int streams = a.grad_total != nullptr ? 3 : 2;
+        for (int s = 0; s < streams; ++s) {
+            const void* tensor = s == 0 ? a.x : s == 1 ? a.grad : a.grad_total;
+            const uint4* from = static_cast<const uint4*>(tensor) + row * a.width;
+#pragma unroll
+            for (int k = 0; k < PER; ++k) {
+                const int pack = lane + k * a.group;
+                if (pack < a.width) copy_async(slot + (s * PER + k) * blockDim.x, from + pack);
+            }
+        }
+    }
+    copies_end();  // also where there was nothing, so that the groups can be counted
+}
+
+// This block's sums, a row of the workspace: over its teams if there are several, in a fixed order.
+template <int PER, int N>
+__device__ __forceinline__ void write_sums(float (&sums)[PER][N], float* to, float* shared, const Backward& a,
+                                           int lane) {
+    const int width = static_cast<int>(a.width) * N, warp = threadIdx.x / 32;
+    const bool several = a.group <= 32;
+    for (int step = a.group; step < 32; step *= 2) {
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) sums[k][i] += __shfl_xor_sync(0xffffffff, sums[k][i], step);
+        }
+    }
+    __syncthreads();
+    float* mine = several ? shared + warp * width : to;
+    if (!several || threadIdx.x % 32 < a.group) {
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+            const int pack = lane + k * a.group;
+            if (pack >= a.width) continue;
+#pragma unroll
+            for (int i = 0; i < N; i += 4) {
+                reinterpret_cast<float4*>(mine + pack * N)[i / 4] =
+                    make_float4(sums[k][i], sums[k][i + 1], sums[k][i + 2], sums[k][i + 3]);
+            }
+        }
+    }
+    if (!several) return;
+    __syncthreads();
+    for (int c = threadIdx.x; c < width; c += blockDim.x) {
+        float sum = 0.0f;
+        for (int other = 0; other < blockDim.x / 32; ++other) sum += shared[other * width + c];
+        to[c] = sum;
+    }
+}
+
+// What a thread has for all its rows: its columns' weights, unless they are too many, and sums.
+template <typename T, int PER, bool CENTRED>
+struct Columns {
+    static constexpr int N = Pack<T>::size, KEPT = PER == 2 ? PER : 0;
+    float w[KEPT + 1][N], dw[PER][N] = {}, db[CENTRED ? PER : 1][N] = {};
+    float n[KEPT + 1][N], g[KEPT + 1][N];  // of the row; if not kept, made again
+
+    __device__ __forceinline__ void load(float (&to)[N], const Backward& a, int pack) {
+        parameters<T>(to, a.weight, a.wide, pack);
+#pragma unroll
+        for (int i = 0; i < N; ++i) to[i] += a.from;
+    }
+
+    __device__ __forceinline__ void keep(const Backward& a, int lane) {
+#pragma unroll
+        for (int k = 0; k < KEPT; ++k) {
+            if (lane + k * a.group < a.width) load(w[k], a, lane + k * a.group);
+        }
+    }
+
+    // Of pack k; if not kept, read into the last place.
+    __device__ __forceinline__ const float (&weights(int k, const Backward& a, int lane)) [N] {
+        if constexpr (KEPT > 0) return w[k];
+        load(w[KEPT], a, lane + k * a.group);
+        return w[KEPT];
+    }
+
+    // n and g = dy w of pack k, from shared memory; dy too for who wants it.
+    __device__ __forceinline__ void read(const Pack<T>* x, const Pack<T>* dy, float (&pdy)[N],
+                                         const Backward& a, int k, int lane, float rstd, float mean) {
+        const Pack<T> packed_x = x[k * blockDim.x], packed_dy = dy[k * blockDim.x];
+        const float (&wk)[N] = weights(k, a, lane);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            pdy[i] = packed_dy[i];
+            n[KEPT ? k : 0][i] = (CENTRED ? packed_x[i] - mean : packed_x[i]) * rstd;
+            g[KEPT ? k : 0][i] = pdy[i] * wk[i];
+        }
+    }
+
+    // First pass over a row: sums of g n and, for LayerNorm, g; and what the row adds to dw and db.
+    __device__ __forceinline__ void add_row(float (&sums)[CENTRED ? 2 : 1], const Pack<T>* x,
+                                            const Pack<T>* dy, const Backward& a, int lane, int packs,
+                                            float rstd, float mean) {
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+            if (lane + k * a.group >= packs) continue;
+            float pdy[N];
+            read(x, dy, pdy, a, k, lane, rstd, mean);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                dw[k][i] += pdy[i] * n[KEPT ? k : 0][i];
+                sums[0] += g[KEPT ? k : 0][i] * n[KEPT ? k : 0][i];
+                if constexpr (CENTRED) {
+                    db[k][i] += pdy[i];
+                    sums[1] += g[KEPT ? k : 0][i];
+                }
+            }
+        }
+    }
+
+    // Second pass: dx; `along` = mean(g n), `shift` = mean(g).
+    __device__ __forceinline__ void write_row(Pack<T>* dx, const Pack<T>* x, const Pack<T>* dy,
+                                              const Pack<T>* dtotal, const Backward& a, int lane, int packs,
+                                              float rstd, float mean, float along, float shift) {
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+            if (lane + k * a.group >= packs) continue;
+            float d[N];
+            if constexpr (KEPT == 0) read(x, dy, d, a, k, lane, rstd, mean);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const float part = g[KEPT ? k : 0][i] - n[KEPT ? k : 0][i] * along;
+                d[i] = rstd * (CENTRED ? part - shift : part);
+            }
+            if (a.grad_total != nullptr) {
+                const Pack<T> add = dtotal[k * blockDim.x];
+#pragma unroll
+                for (int i = 0; i < N; ++i) d[i] += add[i];
+            }
+            Pack<T> result;
+            result.set(d);
+            dx[lane + k * a.group] = result;
+        }
+    }
+};
+
+template <typename T, int PER, bool CENTRED>
+__global__ void __launch_bounds__(threads_of(PER), blocks_of(PER)) norm_backward_rows(const Backward a) {
+    using P = Pack<T>;
+    extern __shared__ uint4 ring[];
+    __shared__ float shared[2][(CENTRED ? 2 : 1) * WARPS];
+    const int lane = threadIdx.x % a.group, team = threadIdx.x / a.group, teams = blockDim.x / a.group;
+    const int stream = PER * blockDim.x, slot_size = (a.grad_total != nullptr ? 3 : 2) * stream;
+    Columns<T, PER, CENTRED> columns;
+    columns.keep(a, lane);
+    const int64_t step = static_cast<int64_t>(gridDim.x) * teams;
+    int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team;
+    for (int s = 0; s < a.stages - 1; ++s) {
+        fetch_row<PER>(ring + s * slot_size + threadIdx.x, a, row + s * step, lane);
+    }
+    float next_rstd = row < a.rows ? a.rstd[row] : 0.0f,
+          next_mean = CENTRED && row < a.rows ? a.mean[row] : 0.0f;
+    // A team past the last row takes part, with no packs, as long as its block has rows.
+    for (int slot = 0, turn = 0; row - team < a.rows; row += step) {
+        const int free = slot == 0 ? a.stages - 1 : slot - 1;  // read in the last turn, by this thread
+        fetch_row<PER>(ring + free * slot_size + threadIdx.x, a, row + (a.stages - 1) * step, lane);
+        const int packs = row < a.rows ? static_cast<int>(a.width) : 0;
+        const float rstd = next_rstd, mean = next_mean;
+        if (row + step < a.rows) {
+            next_rstd = a.rstd[row + step];
+            if (CENTRED) next_mean = a.mean[row + step];
+        }
+        wait_for_all_but(a.stages - 1);
+        const P* x = reinterpret_cast<const P*>(ring + slot * slot_size + threadIdx.x);
+        float sums[CENTRED ? 2 : 1] = {};
+        columns.add_row(sums, x, x + stream, a, lane, packs, rstd, mean);
+        over_group(sums, a.group, shared, turn);
+        const float along = sums[0] * a.inverse_h, shift = CENTRED ? sums[CENTRED] * a.inverse_h : 0.0f;
+        columns.write_row(static_cast<P*>(a.dx) + row * a.width, x, x + stream, x + 2 * stream, a, lane,
+                          packs, rstd, mean, along, shift);
+        slot = slot + 1 == a.stages ? 0 : slot + 1;
+    }
+    float* to = a.sums + blockIdx.x * a.width * P::size;
+    write_sums(columns.dw, to, reinterpret_cast<float*>(ring), a, lane);
+    if constexpr (CENTRED) {
+        write_sums(columns.db, to + a.parts * a.width * P::size, reinterpret_cast<float*>(ring), a, lane);
+    }
+}
+
+// Any row, by single elements; the block's sums are kept in its row of the workspace, which fits in the
+// cache.
+template <typename T>
+__global__ void __launch_bounds__(PLAIN) norm_backward_plain(const Backward a) {
+    __shared__ float shared[2][2 * WARPS];
+    float *dw = a.sums + blockIdx.x * a.width, *db = a.mean != nullptr ? dw + a.parts * a.width : nullptr;
+    for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
+        dw[c] = 0.0f;
+        if (db != nullptr) db[c] = 0.0f;
+    }
+    int turn = 0;
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const int64_t begin = row * a.width;
+        const T *x = static_cast<const T*>(a.x) + begin, *dy = static_cast<const T*>(a.grad) + begin;
+        const float rstd = a.rstd[row], mean = a.mean != nullptr ? a.mean[row] : 0.0f;
+        float sums[2] = {};
+        for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
+            const float d = to_float(dy[c]), part = d * ((to_float(x[c]) - mean) * rstd);
+            const float w = parameter<T>(a.weight, a.wide, c) + a.from;
+            dw[c] += part;
+            if (db != nullptr) db[c] += d;
+            sums[0] += part * w;
+            sums[1] += d * w;
+        }
+        over_group(sums, PLAIN, shared, turn);
+        const float along = sums[0] * a.inverse_h, shift = a.mean != nullptr ? sums[1] * a.inverse_h : 0.0f;
+        T* dx = static_cast<T*>(a.dx) + begin;
+        for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
+            const float w = parameter<T>(a.weight, a.wide, c) + a.from;
+            float d = rstd * (to_float(dy[c]) * w - shift - (to_float(x[c]) - mean) * rstd * along);
+            if (a.grad_total != nullptr) d += to_float(static_cast<const T*>(a.grad_total)[begin + c]);
+            dx[c] = from_float<T>(d);
+        }
+    }
+}
+
+// kernel<<<grid, threads, 0, stream>>>(args...); on Hopper and later its blocks take the places of those of
+// the kernel before as these end. What that one wrote is there after `wait_for_the_kernel_before`.
+template <typename... Args>
+void launch_early(void (*kernel)(Args...), dim3 grid, unsigned threads, cudaStream_t stream, Args... args) {
+#ifdef __CUDACC__
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid, config.blockDim = dim3(threads), config.stream = stream;
+    config.attrs = &early, config.numAttrs = major >= 9;
+    cudaLaunchKernelEx(&config, kernel, args...);
+#else
+    kernel<<<grid, threads, 0, stream>>>(args...);
+#endif
+}
+
+__device__ __forceinline__ void wait_for_the_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+// dw and db: over the rows that the blocks wrote, [blocks, h] -> [h]; 32 columns a block of 32 x 32 threads.
+template <typename T>
+__global__ void __launch_bounds__(1024)
+    norm_add_parts(T* dweight, T* dbias, const float* sums, int64_t parts, int blocks, int64_t h) {
+    __shared__ float shared[32][33];
+    wait_for_the_kernel_before();
+    const int x = threadIdx.x % 32, y = threadIdx.x / 32;
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * 32;
+    float sum = 0.0f;
+    if (begin + x < h) {
+        const float* from = sums + blockIdx.y * parts * h + begin + x;
+#pragma unroll 8
+        for (int part = y; part < blocks; part += 32) sum += from[part * h];
+    }
+    shared[y][x] = sum;
+    __syncthreads();
+    sum = over_warp<Sum>(shared[x][y]);
+    if (x == 0 && begin + y < h) (blockIdx.y == 0 ? dweight : dbias)[begin + y] = from_float<T>(sum);
+}
+
+template <typename T, int PER, bool CENTRED>
+void launch_backward(Backward a, const Split& s, int64_t& blocks, int stage, int most, cudaStream_t stream) {
+    const auto kernel = norm_backward_rows<T, PER, CENTRED>;
+    const int threads = threads_of(PER) * blocks_of(PER);
+    int wanted = threads / s.threads;  // blocks a multiprocessor
+    while (wanted > 1 && most / wanted - 2048 < 2 * stage) --wanted;
+    const int fit = (most / wanted - 2048) / stage;
+    a.stages = fit < 1 ? 1 : fit < STAGES ? fit : STAGES;
+    const int bytes = a.stages * stage;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    int resident = 1;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, s.threads, bytes);
+    const int64_t teams = s.threads / s.group, needed = (a.rows + teams - 1) / teams;
+    const int64_t held = blocks_for(needed, resident < wanted ? resident : wanted);
+    blocks = held < blocks ? held : blocks;
+    kernel<<<static_cast<unsigned>(blocks), s.threads, bytes, stream>>>(a);
+}
+
+}  // namespace
+
+void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Address grad, Address grad_total,
+                   Address x, Address rstd, Address mean, Address weight, int64_t rows, int64_t h,
+                   int64_t parts, int from_one, int type, int weight_type, Address stream) {
+    if (h == 0) return;
+    bool whole = true;
+    for (const Address& a : {dx, sums, grad, grad_total, x, weight}) whole = whole && aligned(a.value);
+    int device = 0, most = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    int64_t blocks = parts < rows ? parts : rows;
+    with_type(type, [&](auto element) {
+        using T = decltype(element);
+        whole = whole && h % Pack<T>::size == 0;
+        Backward a{dx,
+                   sums,
+                   grad,
+                   grad_total,
+                   x,
+                   rstd,
+                   mean,
+                   weight,
+                   rows,
+                   h,
+                   parts,
+                   1.0f / static_cast<float>(h),
+                   from_one ? 1.0f : 0.0f,
+                   weight_type == FP32,
+                   PLAIN,
+                   1};
+        const int64_t packs = h / Pack<T>::size;
+        const Split s = whole ? split(packs, TEAMS, packs <= SHORT ? 2 : 4) : Split{};
+        const int stage = (grad_total.value ? 3 : 2) * s.per * s.threads * 16;
+        if (blocks == 0) return;  // no rows: the sums below are zeros
+        if (s.per == 0 || stage > most - 2048) {
+            norm_backward_plain<T><<<static_cast<unsigned>(blocks), PLAIN, 0, stream>>>(a);
+            return;
+        }
+        a.width = packs, a.group = s.group;
+        auto run = [&](auto per, auto centred) {
+            launch_backward<T, per.value, centred.value>(a, s, blocks, stage, most, stream);
+        };
+        auto with_kind = [&](auto per) {
+            dbias.value ? run(per, std::true_type{}) : run(per, std::false_type{});
+        };
+        s.per == 2 ? with_kind(std::integral_constant<int, 2>{})
+                   : with_kind(std::integral_constant<int, 4>{});
+    });
+    check_launch("norm_backward");
+    const dim3 grid(static_cast<unsigned>((h + 31) / 32), dbias.value ? 2 : 1);  // no rows: mean is null too
+    with_type(weight_type, [&](auto element) {
+        using T = decltype(element);
+        launch_early<T*, T*, const float*, int64_t, int, int64_t>(
+            norm_add_parts<T>, grid, 1024, stream, dweight, dbias, sums, parts, static_cast<int>(blocks), h);
+    });
+    check_launch("norm_backward, sums");
+}

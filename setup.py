@@ -1,0 +1,176 @@
+"""Builds the CUDA extension `nanomegatron._kernels` where there is a compiler; the rest is in pyproject.toml.
+
+    pip install .            for the GPU of this machine, or sm_90a (Hopper) where there is none
+    pip install -e .         the same, in the checkout; again after a change in cuda/
+    python setup.py build_ext --inplace --archs 80,89,90a        what a wheel is for
+    python setup.py build_ext --inplace --strict                 warnings are errors
+
+cuda/*.cu  --nvcc, side by side-->  objects  --g++-->  nanomegatron/_kernels.*.so
+
+Nothing of torch is included or linked, so the extension is built in seconds and fits any torch. nvcc is taken
+from CUDA_HOME, from PATH, or from NVIDIA's pip packages, g++ from CXX if that is set. Without nvcc, with one
+older than CUDA 12.0, or with only GPUs older than sm_80 (Ampere), the package is installed without them, says
+so, and runs torch's own operations instead.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, PlatformError
+
+ROOT = Path(__file__).resolve().parent
+
+
+def find_cuda() -> Path | None:
+    """The folder that has bin/nvcc; None where there is no compiler."""
+    places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _above(shutil.which("nvcc"))]
+    places += ["/usr/local/cuda", *Path(sysconfig.get_path("purelib"), "nvidia").glob("cu*")]
+    return next((Path(place) for place in places if place and Path(place, "bin", "nvcc").is_file()), None)
+
+
+def _above(nvcc: str | None) -> Path | None:
+    """nvcc's toolkit: where its own driver says it is, since the program in PATH may be a script."""
+    if nvcc is None:
+        return None
+    top = re.search(r"TOP=(.+)", _told(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull))
+    return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parent.parent
+
+
+def archs_here() -> list[str]:
+    """Of the GPUs here that can run the kernels, as nvcc has them ("90a"); Hopper's where there is no GPU."""
+    told = _told("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    numbers = {int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", told, re.M)} or {90}
+    # "a": what only this one generation has
+    return [f"{number}{'a' * (number >= 90)}" for number in sorted(numbers) if number >= 80]
+
+
+def why_not(cuda: Path | None, archs: list[str]) -> str | None:
+    """What keeps this machine from having the kernels, or None."""
+    if cuda is None:
+        return "no nvcc in CUDA_HOME, PATH or pip packages"
+    release = re.search(r"release (\d+)\.\d+", _told(cuda / "bin/nvcc", "--version"))
+    if release is None or int(release[1]) < 12:
+        version = release[0] if release else "of an unknown release"
+        return f"{cuda}/bin/nvcc is {version}, CUDA 12.0 is needed (CUDA_HOME names another)"
+    return None if archs else "the GPUs here are older than sm_80 (Ampere)"
+
+
+def _told(*command: str | Path) -> str:
+    """What a program prints; nothing where it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+class BuildKernels(build_ext):
+    """Compiles every .cu by itself, two and more at a time."""
+
+    user_options = [
+        *build_ext.user_options,
+        ("archs=", None, "architectures, as 80,89,90a"),
+        ("strict", None, "warnings are errors"),
+    ]
+    boolean_options = [*build_ext.boolean_options, "strict"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.archs, self.strict = None, False
+
+    def run(self) -> None:
+        """Compile and link; or say why not, and remove what an earlier build left. Raises PlatformError."""
+        self.cuda = find_cuda()
+        self.codes = self.archs.replace(",", " ").split() if self.archs else archs_here()
+        if reason := why_not(self.cuda, self.codes):
+            print(f"{reason}: installed without CUDA kernels", file=sys.stderr)
+            for ext in self.extensions:
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            self.extensions = []
+        elif not (find_spec("pybind11") and (shutil.which("ninja") or find_spec("ninja"))):
+            raise PlatformError(
+                "the CUDA kernels are built with pybind11 and ninja: pip install pybind11 ninja"
+            )
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Raises CompileError with all that the compiler said."""
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(self.build_temp).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        sources = [ROOT / source for source in ext.sources]
+        (folder / "build.ninja").write_text(rules(self.cuda, self.codes, sources, target, self.strict))
+        done = subprocess.run([*ninja(), "-C", str(folder)], capture_output=True, text=True)
+        (folder / "build.log").write_text(done.stdout + done.stderr)
+        if done.returncode:
+            raise CompileError(f"the CUDA kernels do not compile:\n{done.stdout}{done.stderr}")
+        print(f"built {target.name} for {', '.join('sm_' + arch for arch in self.codes)} with {self.cuda}")
+
+
+def ninja() -> list[str]:
+    """The program, or the module that brings it."""
+    program = shutil.which("ninja")
+    return [program] if program else [sys.executable, "-m", "ninja"]
+
+
+def rules(cuda: Path, archs: list[str], sources: list[Path], target: Path, strict: bool = False) -> str:
+    """What ninja is to do, in the folder of the objects. Paths may have blanks."""
+    import pybind11
+
+    cxx = shlex.split(os.environ.get("CXX") or "g++")
+    warnings = ["-Wall", "-Wextra", *["-Werror"] * strict]
+    nvcc = [cuda / "bin/nvcc", "-std=c++17", "-O3", "-Xptxas", "-v", *["-Werror", "all-warnings"] * strict]
+    nvcc += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    nvcc += ["-Xcompiler", ",".join(["-fPIC", *warnings]), f"-I{ROOT / 'cuda'}"]
+    if os.environ.get("CXX") and len(cxx) == 1:  # "ccache g++" is more than nvcc takes
+        nvcc += ["-ccbin", *cxx]
+    # Headers of others are not ours to warn about; CUDA's may be in /usr/include, which -isystem would break.
+    includes = [f"-isystem{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
+    includes += [f"-I{path}" for path in (cuda / "include", ROOT / "cuda")]
+    named = " ".join(f"sm_{arch}" for arch in archs)
+    cpp = [*cxx, "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", *warnings, *includes]
+    cpp += [f'-DKERNEL_ARCHS="{named}"']
+    libs = [f"-L{path}" for path in (cuda / "lib64", cuda / "lib", *sorted(cuda.glob("targets/*/lib")))]
+    libs += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    compiled = "-MD -MF $out.d -c $in -o $out\n  depfile = $out.d"
+    lines = [
+        f"rule cu\n  command = {_words(nvcc)} {compiled}",
+        f"rule cpp\n  command = {_words(cpp)} {compiled}",
+        f"rule link\n  command = {_words(cxx)} -shared $in -o $out {_words(libs)}",
+    ]
+    objects = [f"{source.name}.o" for source in sources]
+    lines += [
+        f"build {_path(name)}: {source.suffix[1:]} {_path(source)}" for name, source in zip(objects, sources)
+    ]
+    return "\n".join([*lines, f"build {_path(target)}: link {' '.join(map(_path, objects))}", ""])
+
+
+def _words(command: list[str | Path]) -> str:
+    """Words of a command, for the shell and then for ninja."""
+    return shlex.join(map(str, command)).replace("$", "$$")
+
+
+def _path(path: str | Path) -> str:
+    """A path of a build line, for ninja, which quotes $in and $out for the shell itself."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def main() -> None:
+    """What pip and the command line run."""
+    os.chdir(ROOT)  # setuptools looks for pyproject.toml and the package in the current folder
+    sources = ["cuda/bindings.cpp", *sorted(f"cuda/{path.name}" for path in Path("cuda").glob("*.cu"))]
+    setup(ext_modules=[Extension("nanomegatron._kernels", sources)], cmdclass={"build_ext": BuildKernels})
+
+
+if __name__ == "__main__":
+    main()

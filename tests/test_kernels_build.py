@@ -1,0 +1,197 @@
+"""The CUDA extension compiles as it is shipped, without a GPU: warnings are errors, no hot kernel spills."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools import Distribution
+from setuptools.errors import PlatformError
+
+ROOT = Path(__file__).resolve().parent.parent
+SPILLS = {"sm_80": 32, "sm_89": 32, "sm_90a": 0}  # bytes a kernel may spill, by architecture
+
+
+def setup_of(folder: Path):
+    """setup.py of a copy of the project, as a module."""
+    spec = importlib.util.spec_from_file_location("setup_of_the_kernels", folder / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SETUP = setup_of(ROOT)
+needs_nvcc = pytest.mark.skipif(bool(SETUP.why_not(SETUP.find_cuda(), ["90a"])), reason="no nvcc here")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A copy of the project, built by pip for all: the wheel in dist, the compiler's log in build."""
+    tree = tmp_path_factory.mktemp("project with blanks")
+    for name in ("cuda", "nanomegatron"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "setup.cfg").write_text("[build_ext]\narchs = 80,89,90a\nstrict = true\n")
+    flags = "-q --no-deps --no-build-isolation -w dist ."
+    run(tree, "-m", "pip", "wheel", *flags.split())
+    return tree
+
+
+def run(folder: Path, *words: str) -> str:
+    """A Python command that must succeed, and what it said."""
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@needs_nvcc
+def test_it_loads_and_names_its_archs(built, tmp_path):
+    (wheel,) = built.glob("dist/*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if "/_kernels." in name)
+        file = archive.extract(name, tmp_path)
+    spec = importlib.util.spec_from_file_location("built._kernels", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.archs == "sm_80 sm_89 sm_90a"
+    declared = set(re.findall(r"^void (\w+)\(", (ROOT / "cuda/kernels.h").read_text(), re.M))
+    assert declared == {name for name in dir(module) if callable(getattr(module, name)) and name[0] != "_"}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", SPILLS)
+def test_no_kernel_spills(built, arch):
+    (log,) = (path.read_text() for path in built.glob("build/temp*/build.log"))
+    entry = rf"Compiling entry function '(\w+)' for '{arch}'\n.*\n.*?(\d+) bytes spill stores"
+    kernels = re.findall(entry, log)
+    assert len(kernels) > 10
+    spilled = [f"{name}: {size} bytes" for name, size in kernels if int(size) > SPILLS[arch]]
+    assert not spilled, "\n".join(spilled)
+
+
+def compile_one(folder: Path, code: str) -> str:
+    """What ninja says of folder/cuda/one.cu, compiled and linked into folder/one.so."""
+    shutil.copy(ROOT / "setup.py", folder)
+    (folder / "cuda").mkdir(exist_ok=True)
+    (folder / "cuda/one.cu").write_text(code)
+    setup = setup_of(folder)
+    rules = setup.rules(setup.find_cuda(), ["90a"], [folder / "cuda/one.cu"], folder / "one.so")
+    (folder / "build.ninja").write_text(rules)
+    return ninja(folder)
+
+
+def ninja(folder: Path, *words: str) -> str:
+    """What ninja says of a folder's build.ninja."""
+    done = subprocess.run([*SETUP.ninja(), "-C", str(folder), *words], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@needs_nvcc
+def test_a_mistake_is_shown_whole(tmp_path):
+    told = compile_one(tmp_path, "__global__ void f() { int unused; undeclared(); }\n")
+    assert 'identifier "undeclared" is undefined' in told
+
+
+@needs_nvcc
+def test_a_checkout_may_have_blanks_in_its_path(tmp_path):
+    folder = tmp_path / "a checkout"
+    (folder / "cuda").mkdir(parents=True)
+    (folder / "cuda/one.h").write_text("#define ONE 1.0f\n")
+    told = compile_one(folder, '#include "one.h"\n__global__ void f(float* x) { *x = ONE; }\n')
+    assert (folder / "one.so").is_file(), told
+    assert "no work to do" in ninja(folder, "-n")
+    (folder / "cuda/one.h").write_text("#define ONE 2.0f\n")
+    assert "one.cu.o" in ninja(folder, "-n")
+
+
+@needs_nvcc
+def test_a_toolkit_may_be_in_a_folder_with_blanks(tmp_path):
+    (tmp_path / "my cuda").symlink_to(SETUP.find_cuda())
+    rules = SETUP.rules(tmp_path / "my cuda", ["90a"], [Path("/a b/x.cu")], Path("/c d/x.so"))
+    assert f"command = '{tmp_path}/my cuda/bin/nvcc' " in rules
+    assert f"'-I{tmp_path}/my cuda/include'" in rules and f"'-L{tmp_path}/my cuda/lib64'" in rules
+    assert "\nbuild x.cu.o: cu /a$ b/x.cu\nbuild /c$ d/x.so: link x.cu.o\n" in rules
+
+
+@needs_nvcc
+def test_warnings_are_errors_where_asked_and_cxx_counts(monkeypatch):
+    where = SETUP.find_cuda(), ["90a"], [Path("x.cu"), Path("y.cpp")], Path("x.so")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "-Werror" not in SETUP.rules(*where) and SETUP.rules(*where, strict=True).count("-Werror") == 3
+    monkeypatch.setenv("CXX", "clang++")
+    rules = SETUP.rules(*where)
+    assert "g++ " not in rules.replace("clang++", "") and rules.count("command = clang++ ") == 2
+    assert " -ccbin clang++ " in rules
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert SETUP.rules(*where).count("command = ccache g++ ") == 2
+
+
+def program(path: Path, *lines: str) -> None:
+    """A shell script that prints some lines."""
+    path.parent.mkdir(parents=True)
+    path.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    path.chmod(0o755)
+
+
+GPUS = {"8.6 10.0 8.6": "86 100a", "7.5 8.9 9.0": "89 90a", "7.0": "", "": "90a", "no-driver": "90a"}
+
+
+@pytest.mark.parametrize("told, archs", GPUS.items())
+def test_the_gpus_here_say_what_is_built(monkeypatch, tmp_path, told, archs):
+    program(tmp_path / "bin/nvidia-smi", *told.split())
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert SETUP.archs_here() == archs.split()
+
+
+def test_old_compilers_and_old_gpus_get_no_kernels(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    program(old / "bin/nvcc", "Cuda compilation tools, release 11.8, V11.8.89")
+    program(new / "bin/nvcc", "Cuda compilation tools, release 12.0, V12.0.76")
+    assert SETUP.why_not(None, ["90a"]).startswith("no nvcc in CUDA_HOME")
+    assert "is release 11.8, CUDA 12.0 is needed" in SETUP.why_not(old, ["90a"])
+    assert "older than sm_80" in SETUP.why_not(new, [])
+    assert SETUP.why_not(new, ["80"]) is None
+
+
+@pytest.mark.parametrize("where", ["--build-lib={}/lib", "--inplace"])
+def test_without_a_compiler_the_package_is_installed_and_says_so(where, tmp_path):
+    """Called from another folder; an extension that an earlier build left must go."""
+    elsewhere = tmp_path / "elsewhere"
+    stale = "nanomegatron/_kernels" + sysconfig.get_config_var("EXT_SUFFIX")
+    for folder in (elsewhere, tmp_path / "nanomegatron", tmp_path / "lib/nanomegatron"):
+        folder.mkdir(parents=True)
+    (tmp_path / "nanomegatron/__init__.py").touch()
+    (tmp_path / ("" if where == "--inplace" else "lib") / stale).touch()
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    script = "import setup; setup.find_cuda = lambda: None; setup.main()"
+    command = [sys.executable, "-c", script, "-q", "build_ext", where.format(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "installed without CUDA kernels" in done.stderr, done.stderr
+    assert not list(tmp_path.glob("**/*.so"))
+
+
+@pytest.mark.parametrize("missing", ["pybind11", "ninja"])
+def test_a_missing_build_tool_is_named(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)  # as if not installed
+    monkeypatch.setattr(SETUP.shutil, "which", lambda name: None)
+    monkeypatch.setattr(SETUP, "why_not", lambda *_: None)
+    with pytest.raises(PlatformError, match="pip install pybind11 ninja"):
+        SETUP.BuildKernels(Distribution()).run()
+
+
+@needs_nvcc
+def test_the_sources_are_part_of_an_sdist(built):
+    run(built, "setup.py", "-q", "sdist")
+    (sdist,) = built.glob("dist/*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {Path(name).name for name in archive.getnames()}
+    assert {path.name for path in (ROOT / "cuda").iterdir()} <= packed
