@@ -1,47 +1,23 @@
-"""The face of the kernels: one function an op, written in plain torch.
+"""Ops in a few lines of torch; those that have a kernel are in ops_*.py.
 
-These few lines a function are the documentation of each op, its path on a CPU and the oracle that a kernel
-is tested against. `python -m nanomegatron.ops` prints which path each op takes here, and why.
+There a function `..._ref` is the documentation of the op, its path on a CPU and the oracle that its kernel is
+tested against. `python -m nanomegatron.ops` prints which path each op takes here, and why.
 
 Letters in shapes: s sequence, b batch, h hidden, n heads, d head size, f ffn, V vocabulary.
 """
 
+import sys
+
 import torch
 import torch.nn.functional as F
 
-OPS = (
-    "rms_norm",
-    "layer_norm",
-    "rope",
-    "swiglu",
-    "gelu",
-    "scaled_softmax",
-    "dropout",
-    "cross_entropy",
-    "adamw_",
-)
-
-
-def paths(device: torch.device) -> dict[str, str]:
-    """For every op the implementation that runs on `device`."""
-    fused = {"rms_norm", "layer_norm", "adamw_"}  # one kernel of torch's own instead of several
-    return {op: f"torch {'fused' if op in fused else 'reference'} on {device.type}" for op in OPS}
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, statistics in fp32. `[..., h] -> [..., h]`"""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim. `[..., h] -> [..., h]`"""
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
+from nanomegatron.ops_mlp import SILU, gated
+from nanomegatron.ops_report import report
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of x = [gate; up]. `[..., 2f] -> [..., f]` (arXiv 2002.05202)"""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return gated(x, SILU)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -52,19 +28,6 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2. `[..., f] -> [..., f]` (arXiv 2109.08668)"""
     return F.relu(x).square()
-
-
-def scaled_softmax(
-    scores: torch.Tensor, scale: float, hidden: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scores * scale) over keys, in fp32; hidden: where a query does not see a key, broadcast.
-
-    `[b, n, s, t]` -> the same in the dtype of the scores, and the log-sum-exp `[b, n, s]` in fp32.
-    """
-    scores32 = scores.float() * scale
-    if hidden is not None:
-        scores32 = scores32.masked_fill(hidden, float("-inf"))
-    return scores32.softmax(dim=-1).type_as(scores), scores32.detach().logsumexp(dim=-1)
 
 
 def dropout(
@@ -118,36 +81,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Maximum, sum of exp(logit - maximum) and the label's logit of each row, in fp32.
-
-    logits: `[t, V]`, labels: `[t]`; a label outside 0..V-1 (of another shard) gives the logit 0, and no
-    columns at all (a shard of padding) the statistics of an empty sum.
-    """
-    if logits.shape[-1] == 0:
-        zeros = torch.zeros(labels.shape, device=labels.device)
-        return zeros - float("inf"), zeros, zeros
-    logits32 = logits.float()
-    maximum = logits32.amax(dim=-1)
-    total = (logits32 - maximum[:, None]).exp_().sum(dim=-1)
-    here = (labels >= 0) & (labels < logits.shape[-1])
-    target = logits32.gather(-1, labels.where(here, labels.new_zeros(()))[:, None])[:, 0]
-    return maximum, total, target.where(here, target.new_zeros(()))
-
-
-def cross_entropy_grad(
-    logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
-    """grad * (exp(logits - lse) - onehot(labels)) in the dtype of the logits. `[t, V]`, the rest `[t]`"""
-    if logits.shape[-1] == 0:
-        return logits
-    result = (logits.float() - lse[:, None]).exp_()
-    here = (labels >= 0) & (labels < logits.shape[-1])
-    column = labels.where(here, labels.new_zeros(()))[:, None]
-    result.scatter_add_(-1, column, -here[:, None].to(result.dtype))
-    return result.mul_(grad[:, None]).to(logits.dtype)
-
-
 def adamw_(
     params: list[torch.Tensor],
     grads: list[torch.Tensor],
@@ -196,5 +129,4 @@ def adamw_ref_(params, grads, moments, step, lr, hyper, grad_scale, skip) -> Non
 
 
 if __name__ == "__main__":
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print("\n".join(f"{op:<16} {path}" for op, path in paths(here).items()))
+    sys.exit(report())

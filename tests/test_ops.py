@@ -3,12 +3,17 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron import ops
+from nanomegatron import ops, ops_kernels, ops_norm, ops_report
+from nanomegatron.config import TransformerConfig
+from nanomegatron.ops_loss import cross_entropy_grad_ref, cross_entropy_stats_ref
+from nanomegatron.ops_softmax import scaled_softmax
 
 F64 = torch.float64
 
@@ -29,23 +34,23 @@ def compare(found, expected, inputs, tolerance=1e-12):
 def test_rms_norm():
     x, w = randn(3, 2, 16), randn(16)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * w
-    compare(ops.rms_norm(x, w, 1e-2), expected, (x, w))
+    compare(ops_norm.norm(x, w, None, 1e-2), expected, (x, w))
 
 
 def test_layer_norm():
     x, w, b = randn(3, 2, 16), randn(16), randn(16)
     centred = x - x.mean(-1, keepdim=True)
     expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-2).sqrt() * w + b
-    compare(ops.layer_norm(x, w, b, 1e-2), expected, (x, w, b))
+    compare(ops_norm.norm(x, w, b, 1e-2), expected, (x, w, b))
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_statistics_of_bf16_norms_are_fp32(op):
     """Within one rounding of the exact result; sums in bf16 would be off by many."""
     x, w = (torch.randn(8, 1024) + 4).bfloat16(), torch.ones(1024).bfloat16()
-    bias = (torch.zeros_like(w),) if op == "layer_norm" else ()
-    found = getattr(ops, op)(x, w, *bias, 1e-5)
-    exact = getattr(ops, op)(x.double(), w.double(), *(b.double() for b in bias), 1e-5)
+    bias = torch.zeros_like(w) if op == "layer_norm" else None
+    found = ops_norm.norm(x, w, bias, 1e-5)
+    exact = ops_norm.norm(x.double(), w.double(), None if bias is None else bias.double(), 1e-5)
     assert found.dtype == torch.bfloat16
     assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
 
@@ -65,7 +70,7 @@ def test_scaled_softmax(s, t, masked):
     hidden[..., 0] = False  # every query sees a key
     wide = scores.double() * 0.3
     wide = wide.where(~hidden, -1e30) if masked else wide
-    probs, lse = ops.scaled_softmax(scores, 0.3, hidden if masked else None)
+    probs, lse = scaled_softmax(scores, 0.3, hidden if masked else None)
     compare(probs.double(), wide.softmax(-1), (scores,), 1e-6)
     torch.testing.assert_close(lse.double(), wide.logsumexp(-1), rtol=1e-6, atol=1e-6)
     assert lse.dtype == torch.float32
@@ -123,37 +128,37 @@ def test_dropout_gradient_has_the_same_mask():
 
 def test_cross_entropy_statistics_and_gradient():
     logits, labels = torch.randn(7, 11, requires_grad=True), torch.randint(11, (7,))
-    maximum, total, target = ops.cross_entropy_stats(logits, labels)
+    maximum, total, target = cross_entropy_stats_ref(logits, labels)
     lse = total.log() + maximum
     loss = F.cross_entropy(logits.double(), labels, reduction="none")
     torch.testing.assert_close((lse - target).double(), loss, rtol=1e-6, atol=1e-6)
     weight = torch.rand(7)
     (expected,) = torch.autograd.grad((loss * weight).sum(), logits)
-    found = ops.cross_entropy_grad(logits, labels, lse, weight)
+    found = cross_entropy_grad_ref(logits, labels, lse, weight)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_cross_entropy_of_another_shards_label():
     """Below or above the shard: logit 0, and no -1 in the gradient."""
     logits, labels = torch.randn(3, 5), torch.tensor([-2, 5, 4])
-    maximum, total, target = ops.cross_entropy_stats(logits, labels)
+    maximum, total, target = cross_entropy_stats_ref(logits, labels)
     assert target.tolist() == [0.0, 0.0, logits[2, 4].item()]
     lse = logits.logsumexp(-1)
-    grad = ops.cross_entropy_grad(logits, labels, lse, torch.ones(3))
+    grad = cross_entropy_grad_ref(logits, labels, lse, torch.ones(3))
     torch.testing.assert_close(grad[:2], logits.softmax(-1)[:2])
     assert grad[2].sum().abs() < 1e-6
 
 
 def test_cross_entropy_of_a_shard_of_padding():
     empty, labels = torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64)
-    maximum, total, target = ops.cross_entropy_stats(empty, labels)
+    maximum, total, target = cross_entropy_stats_ref(empty, labels)
     assert maximum.isneginf().all() and (total == 0).all() and (target == 0).all()
-    assert ops.cross_entropy_grad(empty, labels, total, total).shape == (3, 0)
+    assert cross_entropy_grad_ref(empty, labels, total, total).shape == (3, 0)
 
 
 def test_cross_entropy_of_large_bf16_logits():
     logits = torch.tensor([[3000.0, 2990.0, -3000.0]]).bfloat16()
-    maximum, total, target = ops.cross_entropy_stats(logits, torch.tensor([1]))
+    maximum, total, target = cross_entropy_stats_ref(logits, torch.tensor([1]))
     assert maximum.dtype == torch.float32
     exact = logits.double().logsumexp(-1) - logits[0, 1].double()
     torch.testing.assert_close((total.log() + maximum - target).double(), exact, rtol=1e-6, atol=1e-6)
@@ -203,16 +208,62 @@ def test_skipped_step_changes_nothing(op):
     assert not torch.equal(before[0], params[0])
 
 
+CPU = torch.device("cpu")
+
+
 def test_paths_are_named_for_every_op():
-    paths = ops.paths(torch.device("cpu"))
-    assert set(paths) == set(ops.OPS) and all(path.endswith("on cpu") for path in paths.values())
-    assert all(hasattr(ops, op) for op in ops.OPS if op not in ("rope", "cross_entropy"))
+    paths = ops_report.paths(CPU)
+    assert set(paths) == {*ops_report.KERNELS, *ops_report.TORCHS} and set(ops_report.KERNELS) == set(
+        ops_report.cases(CPU)
+    )
+    assert paths["rope"] == "torch reference (there are none for cpu)"
+    assert paths["rms_norm"].startswith("torch fused") and paths["gelu"] == "torch fused (has no kernel)"
 
 
-def test_module_prints_its_paths():
+def test_paths_with_kernels(monkeypatch):
+    monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "")
+    assert {ops_report.paths(CPU)[op] for op in ops_report.KERNELS} == {"kernel"}
+    with ops_kernels.without_kernels():
+        assert ops_report.paths(CPU)["adamw_"] == "torch fused (they are switched off)"
+
+
+def test_the_line_of_a_run_says_what_has_no_kernel_and_why(monkeypatch):
+    model, gpu = TransformerConfig(), torch.device("cuda", 0)
+    assert ops_report.summary(CPU, model) == (
+        "none for cpu: torch's fused rms_norm, layer_norm, adamw_, gelu; reference for the rest"
+    )
+    monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "the extension is not built")
+    assert ops_report.summary(gpu, model).startswith("none, the extension is not built: torch's fused ")
+    monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "")
+    monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(archs="sm_90a"))
+    rest = ["torch fused (has no kernel): gelu", "torch reference (has no kernel): squared_relu, dropout"]
+    assert ops_report.summary(gpu, model).split(" | ") == [f"sm_90a: {', '.join(ops_report.KERNELS)}", *rest]
+    told = ops_report.summary(gpu, replace(model, rope_fusion=False, persist_layer_norm=False)).split(" | ")
+    assert told[0].startswith("sm_90a: swiglu, ") and told[3:] == rest
+    assert told[1] == "torch fused (switched off): rms_norm, layer_norm"
+    assert told[2] == "torch reference (switched off): add_norm, rope"
+
+
+def test_module_reports_what_is_built():
     command = [sys.executable, "-m", "nanomegatron.ops"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [line.split()[0] for line in result.stdout.splitlines()] == list(ops.OPS)
+    assert result.stdout.startswith("built ") and not result.stderr
+    assert all(f"\n{op} " in result.stdout for op in ops_report.paths(CPU))
+
+
+def test_self_test_finds_what_is_wrong(capsys, monkeypatch):
+    assert ops_report.self_test(CPU)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == list(ops_report.KERNELS)
+    assert all(line.endswith(" OK") for line in told)
+    monkeypatch.setattr(ops_report, "gated", lambda x, act: 1.1 * ops_report.gated_ref(x, act))
+    monkeypatch.setattr(ops_report, "scaled_softmax", lambda x, *_: (x * torch.nan, x[..., 0]))
+    monkeypatch.setattr(ops_report, "rope", lambda x, *_: x.view(3))
+    assert not ops_report.self_test(CPU)
+    told = capsys.readouterr().out.splitlines()
+    failed = [line.split()[0] for line in told if line.endswith(" FAILED")]
+    assert failed == ["rope", "swiglu", "scaled_softmax"]
+    assert sum("invalid for input of size" in line for line in told) == 3
 
 
 def test_attention_dropout_belongs_to_sample_head_query_and_key():

@@ -1,10 +1,15 @@
-"""Rotary embedding against its definition by complex numbers, and against megatron-core's tables."""
+"""Rotary embedding against its definition by complex numbers, and against megatron-core's tables.
+
+What the kernel is handed is shown by a stand-in that computes from nothing else.
+"""
 
 import pytest
 import torch
 
+from nanomegatron import ops_rope
 from nanomegatron.config import TransformerConfig
-from nanomegatron.ops_rope import rope, rope_angles, rope_frequencies
+from nanomegatron.ops_rope import rope, rope_angles, rope_frequencies, rope_packed, rope_ref
+from tests.test_ops_softmax import named
 
 ROPE = dict(position_embedding_type="rope")
 YARN = dict(position_embedding_type="yarn", rotary_scaling_factor=4.0)
@@ -102,3 +107,114 @@ def test_every_row_may_have_its_own_positions():
     for b in range(2):
         alone = rope(x[:, b : b + 1], *rope_angles(rows[b], config(**ROPE)))
         assert torch.equal(found[:, b : b + 1], alone)
+
+
+# The kernel's face
+
+
+def fake(name: str, *args) -> None:
+    a = named(name, args)
+    s, b, d, half = a["s"], a["b"], a["d"], a["r"] // 2
+
+    def heads(part: str, count: int) -> torch.Tensor:
+        x = a[part].detach()
+        strides = [a[f"{part}_{dim}"] for dim in "sbh"]
+        return x.as_strided((s, b, count, d), (*strides, 1), x.storage_offset())
+
+    cos, sin = (a[table].view(s, a["table_b"], 1, half) for table in ("cos", "sin"))
+    sin = -sin if a["inverse"] else sin
+    parts = []
+    for part, count in (("q", a["n"]), ("k", a["g"]), ("v", a["values"])):
+        if count:
+            x = heads(part, count)
+            parts.append(x.clone() if part == "v" else rope_ref(x, cos, sin, bool(a["interleaved"])))
+    result = torch.cat(parts, dim=2)
+    heads("out", result.shape[2]).copy_(result)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(ops_rope, "usable", lambda *x: True)
+    monkeypatch.setattr(ops_rope, "launch", fake)
+
+
+def tables(s, b, half):
+    return torch.randn(s, b, 1, half), torch.randn(s, b, 1, half)
+
+
+def compare(results, expected, source):
+    """Values, and gradients of `source` for the same random gradients."""
+    grads = [torch.randn_like(x) for x in expected]
+    for found, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(found, right)
+    given = torch.autograd.grad(results, source, grads)
+    torch.testing.assert_close(given, torch.autograd.grad(expected, source, grads, retain_graph=True))
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [2, 4])
+def test_packed_function(half, interleaved, per_sample, kernel):
+    s, b, n, g, d = 5, 2, 4, 2, 8
+    angles, widths = tables(s, b if per_sample else 1, half), [n * d, g * d, g * d]
+    source = torch.randn(s, b, (n + 2 * g) * d, requires_grad=True)
+    q, k, v = (part.unflatten(-1, (-1, d)) for part in source.split(widths, -1))
+    expected = [rope_ref(q, *angles, interleaved), rope_ref(k, *angles, interleaved), v]
+    packed = source * 1.0
+    found = rope_packed(packed, widths, d, *angles, interleaved)
+    assert all(x.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr() for x in found)
+    compare(found, expected, source)
+    transposed = (source.transpose(0, 1).contiguous() * 1.0).transpose(0, 1)  # [b, s] in memory
+    compare(rope_packed(transposed, widths, d, *angles, interleaved), expected, source)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_plain_function(interleaved, kernel):
+    x, angles = torch.randn(5, 2, 3, 8, requires_grad=True), tables(5, 2, 3)
+    compare([rope(x, *angles, interleaved)], [rope_ref(x, *angles, interleaved)], x)
+    part = torch.randn(5, 2, 40, requires_grad=True)
+    view = part[..., 8:32].unflatten(-1, (3, 8))
+    compare([rope(view, *angles, interleaved)], [rope_ref(view, *angles, interleaved)], part)
+    crossed = x.transpose(2, 3).contiguous().transpose(2, 3)  # heads, not features, side by side
+    compare([rope(crossed, *angles, interleaved)], [rope_ref(crossed, *angles, interleaved)], x)
+
+
+def test_packed_without_a_kernel_and_without_a_gradient(monkeypatch):
+    packed, angles = torch.randn(5, 2, 32), tables(5, 1, 4)
+    before = packed.clone()
+    plain = rope_packed(packed, [16, 8, 8], 8, *angles)
+    assert torch.equal(packed, before)
+    monkeypatch.setattr(ops_rope, "usable", lambda *x: True)
+    monkeypatch.setattr(ops_rope, "launch", fake)
+    with torch.no_grad():
+        for found, right in zip(rope_packed(packed, [16, 8, 8], 8, *angles), plain, strict=True):
+            torch.testing.assert_close(found, right)
+
+
+def test_who_kept_the_packed_projection_is_told(kernel):
+    source = torch.randn(5, 2, 32, requires_grad=True)
+    packed = source.exp()  # keeps its result
+    q, _, _ = rope_packed(packed, [16, 8, 8], 8, *tables(5, 1, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        q.sum().backward()
+    with pytest.raises(ValueError, match="a leaf"):
+        rope_packed(source, [16, 8, 8], 8, *tables(5, 1, 4))
+
+
+@pytest.mark.parametrize(
+    "cos, sin",
+    [
+        (torch.zeros(4, 1, 1, 4), torch.zeros(4, 1, 1, 4)),
+        (torch.zeros(5, 3, 1, 4), torch.zeros(5, 3, 1, 4)),
+        (torch.zeros(5, 1, 1, 4), torch.zeros(5, 1, 1, 3)),
+        (torch.zeros(5, 1, 1, 5), torch.zeros(5, 1, 1, 5)),
+        (torch.zeros(5, 1, 4), torch.zeros(5, 1, 4)),
+        (torch.zeros(5, 1, 1, 4).bfloat16(), torch.zeros(5, 1, 1, 4).bfloat16()),
+        (torch.zeros(5, 1, 1, 4, device="meta"), torch.zeros(5, 1, 1, 4, device="meta")),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(cos, sin, kernel):
+    with pytest.raises(ValueError, match="tables"):
+        rope(torch.zeros(5, 2, 3, 8), cos, sin)
+    with pytest.raises(ValueError, match="tables"):
+        rope_packed(torch.zeros(5, 2, 32), [16, 8, 8], 8, cos, sin)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_ARGUMENTS, MAX_LINE = 400, 60, 35, 8, 110
-MAX_PACKAGE = 8000  # lines of code: what explains it is not counted
+MAX_PACKAGE = 9500  # lines of code: what explains it is not counted
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own.
 RANKS = """
@@ -37,7 +37,7 @@ train convert setup
 """
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "checkpoint"}
-ENVIRONMENT = {"mesh", "train"}
+ENVIRONMENT = {"mesh", "train", "setup"}  # the last looks for the compiler, and is no part of a run
 INTERFACES = {"Protocol", "ABC", "Generic", "object"}  # being based on one of these is no inheritance
 
 
@@ -79,6 +79,7 @@ PACKAGE = [Source(p) for p in sorted(ROOT.glob("nanomegatron/**/*.py"))]
 PROGRAMS = [Source(p) for p in sorted(ROOT.glob("*.py"))]
 SOURCES = PACKAGE + PROGRAMS
 ASIDE = (ROOT / name for name in ("tests", "tools", "examples", "benchmarks"))
+KERNELS = sorted([*ROOT.glob("cuda/*.c*"), *ROOT.glob("cuda/*.h"), *ROOT.glob("tests/*.h")])
 PYTHON = SOURCES + [Source(p) for folder in ASIDE for p in sorted(folder.glob("**/*.py"))]
 
 
@@ -173,10 +174,12 @@ def test_inheritance_is_one_level_deep():
 
 
 def test_lines_are_short_and_ascii():
+    files = [(s.name, s.lines) for s in PYTHON]
+    files += [(str(p.relative_to(ROOT)), p.read_text(encoding="utf-8").splitlines()) for p in KERNELS]
     none(
-        f"{s.name}:{i} {len(line)} characters, at most {MAX_LINE}{'' if line.isascii() else '; not ASCII'}"
-        for s in PYTHON
-        for i, line in enumerate(s.lines, 1)
+        f"{name}:{i} {len(line)} characters, at most {MAX_LINE}{'' if line.isascii() else '; not ASCII'}"
+        for name, lines in files
+        for i, line in enumerate(lines, 1)
         if len(line) > MAX_LINE or not line.isascii()
     )
 
@@ -215,7 +218,7 @@ def changed_in_functions(source: Source) -> Iterator[tuple[int, str]]:
                 yield node.lineno, owner.id
 
 
-def test_environment_is_read_in_two_places():
+def test_environment_is_read_in_few_places():
     none(
         f"{s.name}:{n.lineno} {ast.unparse(n)}: only {', '.join(sorted(ENVIRONMENT))} read the environment"
         for s in SOURCES

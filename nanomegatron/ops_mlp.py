@@ -1,0 +1,72 @@
+"""The gated unit of an MLP, SwiGLU or with GELU: the kernel of cuda/swiglu.cu, and what it computes.
+
+Of x = [gate; up], `[..., 2f]`, only x itself is kept for the backward.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanomegatron.ops_compile import differentiable, functional
+from nanomegatron.ops_kernels import TYPES, launch, once, usable
+
+SILU, GELU = 0, 1  # as swiglu.cu has them
+
+
+def gated(x: torch.Tensor, act: int) -> torch.Tensor:
+    """act(gate) * up of x = [gate; up]. `[..., 2f] -> [..., f]`  Raises ValueError for an odd size."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
+    if not usable(x, "gated"):
+        return gated_ref(x, act)
+    return gated_op(x, act) if torch.compiler.is_compiling() else GatedFunction.apply(x, act)
+
+
+def gated_ref(x: torch.Tensor, act: int) -> torch.Tensor:
+    """act(gate) * up in plain torch: specification and oracle."""
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate) if act == SILU else F.gelu(gate, approximate="tanh")) * up
+
+
+class GatedFunction(torch.autograd.Function):
+    """act(gate) * up by the kernel. `[..., 2f] -> [..., f]`"""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, act: int) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.act = act
+        return _forward(x, act)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _backward(grad, *ctx.saved_tensors, ctx.act), None
+
+
+def _forward(x: torch.Tensor, act: int) -> torch.Tensor:
+    x, f = x.contiguous(), x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], f)
+    launch("swiglu_forward", out, x, x.numel() // max(2 * f, 1), f, act, TYPES[x.dtype])
+    return out
+
+
+def _backward(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
+    x, f = x.contiguous(), x.shape[-1] // 2
+    dx, rows = torch.empty_like(x), x.numel() // max(2 * f, 1)
+    launch("swiglu_backward", dx, grad.contiguous(), x, rows, f, act, TYPES[x.dtype])
+    return dx
+
+
+gated_op = functional(
+    "gated(Tensor x, int act) -> Tensor",
+    _forward,
+    lambda x, act: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+)
+gated_grad_op = functional(
+    "gated_grad(Tensor grad, Tensor x, int act) -> Tensor",
+    _backward,
+    lambda grad, x, act: x.new_empty(x.shape),
+)
+differentiable(
+    gated_op, lambda x, act, out: (x, act), lambda grad, x, act: (gated_grad_op(grad, x, act), None)
+)

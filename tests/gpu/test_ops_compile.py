@@ -1,0 +1,145 @@
+"""The kernels under torch.compile and torch.export, their dispatch, and the self-test of the package."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nanomegatron import ops, ops_kernels, ops_norm, ops_report, ops_rope, ops_softmax, tp_loss
+from nanomegatron.mesh import Axis
+from nanomegatron.ops_kernels import FLOATS, why_not, without_kernels
+
+CUDA = torch.device("cuda", 0)
+TP = Axis("tp", 1, 0, (0,))
+S, B, N, D = 37, 2, 4, 64
+H = N * D
+RELATIVE = {torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # fp32 products may be TF32
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    assert why_not(CUDA) == ""
+    torch._dynamo.reset()
+
+
+class Block(torch.nn.Module):
+    """A layer and a loss by all kernels that the model has in it."""
+
+    def __init__(self, dtype, biased=False):
+        super().__init__()
+        linear = dict(bias=False, dtype=dtype, device=CUDA)
+        self.qkv, self.proj = torch.nn.Linear(H, 2 * H, **linear), torch.nn.Linear(H, H, **linear)
+        self.fc1, self.fc2 = torch.nn.Linear(H, 4 * H, **linear), torch.nn.Linear(2 * H, H, **linear)
+        self.head = torch.nn.Linear(H, 72, **linear)
+        self.one, self.two = (torch.nn.Parameter(torch.ones(H, dtype=dtype, device=CUDA)) for _ in range(2))
+        self.bias = torch.nn.Parameter(torch.zeros(H, dtype=dtype, device=CUDA)) if biased else None
+        turns = torch.arange(float(S), device=CUDA)[:, None, None, None] * 0.1 ** torch.arange(
+            D // 2, device=CUDA
+        )
+        self.angles = turns.cos(), turns.sin()
+
+    def forward(self, x, labels):
+        y = ops_norm.norm(x, self.one, self.bias, 1e-5)
+        q, k, v = ops_rope.rope_packed(self.qkv(y), [H, H // 2, H // 2], D, *self.angles)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, *(t.repeat_interleave(2, 2) for t in (k, v))))
+        probs, _ = ops_softmax.scaled_softmax(q @ k.mT, D**-0.5, None, True, inplace=True)
+        y = self.proj((probs @ v).permute(2, 0, 1, 3).flatten(2))
+        y, total = ops_norm.add_norm(y, x, self.two, self.bias, 1e-5)
+        y = total + self.fc2(ops.swiglu(self.fc1(y)))
+        return tp_loss.vocab_parallel_cross_entropy(
+            self.head(ops_norm.norm(y, self.one, None, 1e-5)), labels, TP, 70
+        )
+
+
+def given(dtype):
+    generator = torch.Generator(CUDA).manual_seed(1)
+    x = torch.randn(S, B, H, device=CUDA, dtype=dtype, generator=generator)
+    return x, torch.randint(70, (B, S), device=CUDA, generator=generator)
+
+
+def step(run, block, x, labels):
+    """Losses, and gradients of x and all parameters."""
+    x = x.detach().requires_grad_()
+    losses = run(x, labels)
+    return [losses.detach(), *torch.autograd.grad(losses.mean(), [x, *block.parameters()])]
+
+
+def close(found, expected, dtype):
+    for a, b in zip(found, expected, strict=True):
+        assert (a.float() - b.float()).norm() <= RELATIVE[dtype] * b.float().norm()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_compiled_whole_with_the_same_numbers(dtype, biased, backend):
+    """No graph break; the ops are in the graph; eager kernels and plain torch say the same."""
+    torch.manual_seed(0)
+    block, inputs = Block(dtype, biased), given(dtype)
+    expected = step(block, block, *inputs)
+    close(step(torch.compile(block, backend=backend, fullgraph=True), block, *inputs), expected, dtype)
+    with without_kernels():
+        close(step(block, block, *inputs), expected, dtype)
+
+
+def test_compiled_for_any_number_of_tokens():
+    block = Block(torch.bfloat16)
+
+    def mlp(x):
+        return block.fc2(ops.swiglu(block.fc1(ops_norm.norm(x, block.one, None, 1e-5)))).mean(-1)
+
+    compiled = torch.compile(mlp, dynamic=True, fullgraph=True)
+    for s in 3, 64, 1000:
+        x = torch.randn(s, B, H, device=CUDA, dtype=torch.bfloat16)
+        used = {"one", "fc1.weight", "fc2.weight"}
+        used = [p for name, p in block.named_parameters() if name in used]
+        found, expected = (torch.autograd.grad(f(x).sum(), used) for f in (compiled, mlp))
+        close(found, expected, torch.bfloat16)
+
+
+def test_exported_with_the_ops_inside():
+    block, inputs = Block(torch.bfloat16).requires_grad_(False), given(torch.bfloat16)
+    program = torch.export.export(block, inputs)
+    called = {str(node.target).split(".")[1] for node in program.graph.nodes if "nanomeg" in str(node.target)}
+    assert called == {"norm", "rope", "scaled_softmax", "gated", "cross_entropy_stats"}
+    close([program.module()(*inputs)], [block(*inputs)], torch.bfloat16)
+
+
+def test_a_second_derivative_is_refused_by_name():
+    x = given(torch.float32)[0].requires_grad_()
+    (first,) = torch.autograd.grad(ops.swiglu(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"GatedFunction is once_differentiable.*without_kernels\(\)"):
+        first.sum().backward()
+    with without_kernels():
+        (first,) = torch.autograd.grad(ops.swiglu(x).sum(), x, create_graph=True)
+        first.square().sum().backward()
+    assert x.grad.isfinite().all() and x.grad.any()
+
+
+def test_the_switch_holds_in_what_is_computed_again(monkeypatch):
+    """A checkpoint's second forward runs on autograd's thread for the GPU."""
+    launched = []
+    monkeypatch.setattr("nanomegatron.ops_mlp.launch", lambda name, *_: launched.append(name))
+    x = torch.randn(4, 64, device=CUDA, requires_grad=True)
+    with without_kernels():
+        checkpoint(ops.swiglu, x, use_reentrant=False).sum().backward()
+    assert not launched
+    ops.swiglu(x)
+    assert launched == ["swiglu_forward"]
+
+
+def test_float64_is_told():
+    x = torch.randn(4, 64, device=CUDA, dtype=torch.float64)
+    ops_kernels._tell_once.cache_clear()
+    with pytest.warns(UserWarning, match="gated of torch.float64 on cuda:0 runs in plain torch"):
+        ops.swiglu(x)
+
+
+def test_self_test():
+    assert set(ops_report.paths(CUDA).values()) >= {"kernel"} and ops_report.paths(CUDA)["rope"] == "kernel"
+    assert ops_report.self_test(CUDA)
+    result = subprocess.run([sys.executable, "-m", "nanomegatron.ops"], capture_output=True, text=True)
+    assert result.returncode == 0 and "the kernels run" in result.stdout, result.stdout + result.stderr
+    assert "FAILED" not in result.stdout and result.stdout.count(" OK") == len(ops_report.KERNELS)

@@ -1,0 +1,183 @@
+"""AdamW over a flat shard: the reference against torch's, the two halves of a number, segments."""
+
+import pytest
+import torch
+
+from nanomegatron.ops_adamw import (
+    CHUNK,
+    DECAY,
+    DECOUPLED,
+    FlatState,
+    Segments,
+    adamw_flat_,
+    join_halves,
+    split_halves,
+    sums_of_squares,
+)
+
+CPU = torch.device("cpu")
+HYPER = (0.9, 0.95, 1e-8)
+
+
+def told(step=1.0, values=(1e-2, 3e-3, 0.1), scale=1.0, skip=0.0):
+    return tuple(torch.tensor(x, dtype=torch.float32) for x in (step, values, scale, skip))
+
+
+def state(n, params=None, moments=torch.float32, grads=torch.float32, halves=False):
+    main = torch.randn(n)
+    upper, lower = split_halves(main)
+    return FlatState(
+        lower if halves else main,
+        upper if halves else None if params is None else main.to(params),
+        torch.randn(n).to(grads),
+        (0.1 * torch.randn(n)).to(moments),
+        (0.1 * torch.rand(n)).to(moments),
+    )
+
+
+def copied(s):
+    return FlatState(*(None if x is None else x.clone() for x in s.tensors))
+
+
+def test_it_is_torchs_adamw():
+    """Three steps of two groups with their own learning rate and decay, gradients scaled by 8."""
+    n, s = 20, state(20)
+    s.exp_avg.zero_(), s.exp_avg_sq.zero_()
+    params = [s.main[:7].clone().requires_grad_(), s.main[9:].clone().requires_grad_()]
+    groups = [
+        dict(params=params[:1], lr=1e-2, weight_decay=0.1),
+        dict(params=params[1:], lr=3e-3, weight_decay=0),
+    ]
+    theirs = torch.optim.AdamW(groups, betas=HYPER[:2], eps=HYPER[2])
+    segments, gap = Segments.of([(0, 7, DECAY), (9, n, DECOUPLED)], CPU), s.main[7:9].clone()
+    for step in (1.0, 2.0, 3.0):
+        s.grads.copy_(torch.randn(n) * 8)
+        params[0].grad, params[1].grad = s.grads[:7] / 8, s.grads[9:] / 8
+        theirs.step()
+        adamw_flat_(s, segments, told(step, scale=8.0), HYPER)
+    torch.testing.assert_close(s.main[:7], params[0].detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(s.main[9:], params[1].detach(), rtol=1e-6, atol=1e-7)
+    assert torch.equal(s.main[7:9], gap)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_halves_are_the_same_numbers(moments):
+    whole = state(50, torch.bfloat16, moments, torch.bfloat16)
+    upper, lower = split_halves(whole.main)
+    halves = FlatState(lower, upper, *(x.clone() for x in whole.tensors[2:]))
+    segments = Segments.of([(0, 50, DECAY)], CPU)
+    for s in (whole, halves):
+        adamw_flat_(s, segments, told(), HYPER)
+    assert torch.equal(join_halves(halves.params, halves.main), whole.main)
+    assert torch.equal(halves.params, whole.params)  # but for ties, which go away from 0
+    assert torch.equal(halves.exp_avg, whole.exp_avg) and halves.exp_avg.dtype == moments
+
+
+def test_halves_give_back_every_kind_of_number():
+    bits = torch.randint(-(2**31), 2**31, (100_000,)).int()
+    ends = torch.tensor([0, -(2**31), 0x7F7FFFFF, 0x7F800000, 0x00008000, 0x3F808000, 0x3F817FFF, 0x3F818001])
+    x = torch.cat([bits, ends.int()]).view(torch.float32)
+    upper, lower = split_halves(x)
+    back, numbers = join_halves(upper, lower), ~x.isnan()
+    assert torch.equal(back[numbers].view(torch.int32), x[numbers].view(torch.int32))
+    assert back[~numbers].isnan().all() and upper[~numbers].isnan().all()
+    away = (x - upper.float()).abs() - (x - x.bfloat16().float()).abs()
+    assert (away[numbers & x.isfinite() & upper.isfinite()] == 0).all()
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_skipped_step_changes_nothing(halves):
+    s = state(30, torch.bfloat16, torch.bfloat16, halves=halves)
+    s.grads[3] = float("nan")
+    before = copied(s)
+    adamw_flat_(s, Segments.of([(0, 30, DECAY)], CPU), told(skip=1.0, scale=float("inf")), HYPER, seed=1)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(s.tensors, before.tensors))
+
+
+def test_rounding_at_random_keeps_the_mean():
+    n = 200_000
+    s = state(n, moments=torch.bfloat16)
+    for x, value in ((s.exp_avg, 1.0), (s.exp_avg_sq, 2.0), (s.grads, 1.01)):
+        x.fill_(value)
+    segments, again = Segments.of([(0, n, 0)], CPU), copied(s)
+    adamw_flat_(s, segments, told(), HYPER, seed=5)
+    m, v = 0.9 + 0.1 * 1.01, 0.95 * 2 + 0.05 * 1.01**2
+    assert abs(s.exp_avg.double().mean() - m) < 1e-4 and abs(s.exp_avg_sq.double().mean() - v) < 1e-4
+    assert s.exp_avg.unique().numel() == s.exp_avg_sq.unique().numel() == 2
+    ups = torch.stack([x == x.max() for x in (s.exp_avg, s.exp_avg_sq)])
+    pairs = torch.stack([ups[0, 1:], ups[0, :-1], ups[1, 1:]]).double()
+    assert (torch.corrcoef(pairs) - torch.eye(3)).abs().max() < 0.02  # moments and neighbours: unrelated
+    other = copied(again)
+    adamw_flat_(again, segments, told(), HYPER, seed=5)
+    assert torch.equal(again.exp_avg, s.exp_avg)
+    adamw_flat_(other, segments, told(step=2.0), HYPER, seed=5)
+    assert not torch.equal(other.exp_avg, s.exp_avg)
+
+
+def test_blocks_of_segments_cover_them_once():
+    """As adamw.cu finds its range: the last row of the table that begins at or before the block."""
+    ranges = [
+        (3, 5, 1),
+        (5, 5, 0),
+        (8, 8 + 2 * CHUNK, 2),
+        (8 + 2 * CHUNK, 9 + 3 * CHUNK, 3),
+        (4 * CHUNK - 1, 6 * CHUNK, 0),
+    ]
+    segments, seen = Segments.of(ranges, CPU), torch.zeros(6 * CHUNK)
+    for block in range(segments.blocks):
+        start, stop, first, kind = segments.table[int((segments.table[:, 2] <= block).sum()) - 1].tolist()
+        base = start // 8 * 8 + (block - first) * CHUNK
+        begin, end = max(start, base), min(stop, base + CHUNK)
+        assert begin < end
+        seen[begin:end] += 1 + kind
+    for start, stop, kind in ranges:
+        assert (seen[start:stop] == 1 + kind).all()
+        seen[start:stop] = 0
+    assert (seen == 0).all()
+
+
+def test_neighbours_of_a_kind_are_merged():
+    ranges = [(8, 12, 2), (0, 4, 2), (4, 8, 2), (14, 16, 2), (12, 13, 0)]
+    assert Segments.merged(ranges, CPU).ranges == ((0, 12, 2), (12, 13, 0), (14, 16, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_squares(dtype):
+    x = torch.randn(40).to(dtype)
+    x[5:8] = 0
+    sums, zeros = sums_of_squares(x, Segments.of([(30, 40, 0), (0, 10, 0), (12, 12, 0)], CPU))
+    expected = [x[30:].double().norm() ** 2, x[:10].double().norm() ** 2, 0.0]
+    torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64))
+    assert zeros.tolist() == [0, 3, 0]
+    assert sums_of_squares(x, Segments.of([], CPU))[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(params=torch.zeros(8)), "must be fp32 and 16 bits"),
+        (dict(main=torch.zeros(8).short()), "must be fp32 and 16 bits"),
+        (dict(main=torch.zeros(8).short(), params=torch.zeros(8).half()), "must be fp32 and 16 bits"),
+        (dict(exp_avg=torch.zeros(8).half()), "the others fp32 or bf16"),
+        (dict(grads=torch.zeros(7)), r"must be flat, contiguous, \[8\]"),
+        (dict(grads=torch.zeros(16)[::2]), "contiguous"),
+        (dict(grads=torch.zeros(2, 4)), "flat"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, said):
+    given = dict(main=torch.zeros(8), params=None, grads=torch.zeros(8), exp_avg=torch.zeros(8))
+    s = FlatState(**(given | dict(exp_avg_sq=torch.zeros(8)) | change))
+    with pytest.raises(ValueError, match=said):
+        adamw_flat_(s, Segments.of([(0, 8, 0)], CPU), told(), HYPER)
+
+
+def test_segments_and_numbers_that_do_not_fit_are_refused():
+    s = state(8)
+    with pytest.raises(ValueError, match="ends at 9, the tensors at 8"):
+        adamw_flat_(s, Segments.of([(0, 9, 0)], CPU), told(), HYPER)
+    with pytest.raises(ValueError, match="range 3..2"):
+        Segments.of([(3, 2, 0)], CPU)
+    with pytest.raises(ValueError, match="must be fp32"):
+        adamw_flat_(s, Segments.of([(0, 8, 0)], CPU), told(values=(1.0,)), HYPER)
+    with pytest.raises(ValueError, match="must be fp32"):
+        adamw_flat_(s, Segments.of([(0, 8, 0)], CPU), tuple(x.double() for x in told()), HYPER)

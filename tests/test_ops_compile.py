@@ -1,0 +1,382 @@
+"""What torch.compile and torch.export see of the ops: whole graphs of custom ops, and the same numbers.
+
+The kernels are stand-ins in plain torch that compute from nothing but what a launch hands over.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanomegatron import ops, ops_kernels, ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax
+from tests import test_ops_rope, test_ops_softmax
+from tests.test_ops_softmax import named
+
+COMPILED = [ops, ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax]
+aten, custom = torch.ops.aten, torch.ops.nanomegatron
+
+
+def norm_kernel(name: str, *args) -> None:
+    a = named(name, args)
+    rows, h, one = a["rows"], a["h"], a["from_one"]
+    if name == "norm_forward":
+        x = a["x"].detach().view(rows, h)
+        if a["residual"] is not None:
+            x = x + a["residual"].detach().view(rows, h)
+            a["total"].view(rows, h).copy_(x)
+        mean = 0.0
+        if a["bias"] is not None:
+            a["mean"].copy_(mean := x.mean(-1))
+            mean = mean[:, None]
+        a["rstd"].copy_(((x - mean).square().mean(-1) + a["eps"]).rsqrt())
+        y = (x - mean) * a["rstd"][:, None] * (a["weight"].detach() + one)
+        a["out"].view(rows, h).copy_(y if a["bias"] is None else y + a["bias"].detach())
+        return
+    x, dy, rstd = a["x"].view(rows, h), a["grad"].view(rows, h), a["rstd"][:, None]
+    n = (x if a["mean"] is None else x - a["mean"][:, None]) * rstd
+    g = dy * (a["weight"] + one)
+    dx = g - n * (g * n).mean(-1, keepdim=True)
+    if a["mean"] is not None:
+        dx -= g.mean(-1, keepdim=True)
+        a["dbias"].copy_(dy.sum(0))
+    a["dweight"].copy_((dy * n).sum(0))
+    more = 0.0 if a["grad_total"] is None else a["grad_total"].view(rows, h)
+    a["dx"].view(rows, h).copy_(dx * rstd + more)
+
+
+def gated_kernel(name: str, *args) -> None:
+    a = named(name, args)
+    x = a["x"].detach().view(a["rows"], 2 * a["f"])
+    gate, up = x.chunk(2, dim=-1)
+    if name == "swiglu_forward":
+        a["out"].view(up.shape).copy_(ops_mlp.gated_ref(x, a["gated"]))
+        return
+    silu, grad = a["gated"] == ops_mlp.SILU, a["grad"].view(up.shape)
+    dgate = aten.silu_backward(grad * up, gate)
+    if not silu:
+        dgate = aten.gelu_backward(grad * up, gate, approximate="tanh")
+    dup = grad * ops_mlp.gated_ref(torch.cat((gate, torch.ones_like(up)), -1), a["gated"])
+    a["dx"].view(x.shape).copy_(torch.cat((dgate, dup), -1))
+
+
+def loss_kernel(name: str, *args) -> None:
+    a = named(name, args)
+    logits = a["logits"].detach()
+    assert logits.stride(0) == a["stride"]
+    if name == "cross_entropy_stats":
+        a["out"].copy_(torch.stack(ops_loss.cross_entropy_stats_ref(logits, a["labels"])))
+        return
+    part = logits[:, : a["columns"]].clone()
+    a["out"].zero_()
+    a["out"][:, : a["columns"]] = ops_loss.cross_entropy_grad_ref(
+        part, a["labels"], a["lse"], a["grad"], a["z"]
+    )
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """All launches of the modules counted, and computed here."""
+    launches = []
+    stand_ins = {
+        ops_norm: norm_kernel,
+        ops_mlp: gated_kernel,
+        ops_loss: loss_kernel,
+        ops_rope: test_ops_rope.fake,
+        ops_softmax: test_ops_softmax.fake,
+    }
+
+    def counted(kernel):
+        def launch(name, *args):
+            assert all(not type(a).__name__.startswith(("Fake", "Functional")) for a in args)
+            launches.append(name)
+            kernel(name, *args)
+
+        return launch
+
+    for module, kernel in stand_ins.items():
+        monkeypatch.setattr(module, "launch", counted(kernel))
+    for module in COMPILED:
+        if hasattr(module, "usable"):
+            monkeypatch.setattr(module, "usable", lambda *x: True)
+    device = type("Properties", (), {"multi_processor_count": 2})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *x: device)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield launches
+    torch._dynamo.reset()
+
+
+def tables(s=5, half=4):
+    return torch.randn(s, 1, 1, half).cos(), torch.randn(s, 1, 1, half).sin()
+
+
+HIDDEN = torch.arange(5 * 6).view(1, 1, 5, 6) % 4 == 1
+COS, SIN = tables()
+LABELS = torch.tensor([3, 0, 5, -1, 2, 99])
+
+
+class Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        maximum, total, target = ops_loss.cross_entropy_stats(logits, LABELS)
+        lse = maximum + total.log()
+        ctx.save_for_backward(logits, lse)
+        return lse - target
+
+    @staticmethod
+    @ops_kernels.once
+    def backward(ctx, grad):
+        logits, lse = ctx.saved_tensors
+        return ops_loss.cross_entropy_grad_(logits, LABELS, lse, grad, 10)
+
+
+CASES = {  # function, reference, shapes of what they take
+    "rms_norm": (
+        lambda x, w: ops_norm.norm(x, w, None, 1e-5),
+        lambda x, w: ops_norm.norm_ref(x, w, None, 1e-5),
+        ((3, 2, 8), (8,)),
+    ),
+    "layer_norm": (
+        lambda *a: ops_norm.norm(*a, 1e-5),
+        lambda *a: ops_norm.norm_ref(*a, 1e-5),
+        ((3, 2, 8), (8,), (8,)),
+    ),
+    "norm": (
+        lambda *a: ops_norm.norm(*a, 1e-5, True),
+        lambda *a: ops_norm.norm_ref(*a, 1e-5, True),
+        ((6, 8), (8,), (8,)),
+    ),
+    "add_norm": (
+        lambda *a: ops_norm.add_norm(*a, None, 1e-5),
+        lambda x, y, w: (ops_norm.norm_ref(x + y, w, None, 1e-5), x + y),
+        ((3, 2, 8), (3, 2, 8), (8,)),
+    ),
+    "add_norm, the sum alone": (
+        lambda *a: ops_norm.add_norm(*a, 1e-5)[1],
+        lambda x, y, w, b: x + y + 0 * (w + b),
+        ((3, 2, 8), (3, 2, 8), (8,), (8,)),
+    ),
+    "swiglu": (ops.swiglu, lambda x: ops_mlp.gated_ref(x, ops_mlp.SILU), ((3, 2, 8),)),
+    "geglu": (
+        lambda x: ops_mlp.gated(x.transpose(0, 1), ops_mlp.GELU),
+        lambda x: ops_mlp.gated_ref(x.transpose(0, 1), ops_mlp.GELU),
+        ((3, 2, 8),),
+    ),
+    "rope": (
+        lambda x: ops_rope.rope(x, COS, SIN, True),
+        lambda x: ops_rope.rope_ref(x, COS, SIN, True),
+        ((5, 2, 3, 10),),
+    ),
+    "rope_packed": (
+        lambda x: ops_rope.rope_packed(x * 1.0, [16, 8, 8], 8, COS, SIN),
+        lambda x: (
+            ops_rope.rope_ref(x[..., :16].unflatten(-1, (2, 8)), COS, SIN),
+            ops_rope.rope_ref(x[..., 16:24].unflatten(-1, (1, 8)), COS, SIN),
+            x[..., 24:].unflatten(-1, (1, 8)),
+        ),
+        ((5, 2, 32),),
+    ),
+    "scaled_softmax": (
+        lambda x: ops_softmax.scaled_softmax(x, 0.3, HIDDEN, True, 3),
+        lambda x: ops_softmax.scaled_softmax_ref(x, 0.3, HIDDEN, True, 3),
+        ((2, 3, 5, 6),),
+    ),
+    "scaled_softmax in place": (
+        lambda x: ops_softmax.scaled_softmax(x * 1.0, 0.3, None, True, None, True)[0],
+        lambda x: ops_softmax.scaled_softmax_ref(x, 0.3, None, True, None)[0],
+        ((2, 3, 5, 6),),
+    ),
+    "cross_entropy": (
+        lambda x: Loss.apply(x[:, :10]),
+        lambda x: (
+            F.cross_entropy(x[:, :10], LABELS.where((LABELS >= 0) & (LABELS < 10), 0), reduction="none")
+            + (x[:, 0] * ((LABELS < 0) | (LABELS >= 10)))
+        ),
+        ((6, 12),),
+    ),
+}
+
+
+def results(function, inputs):
+    """Results, and gradients of all that has one for the same weights."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    found = function(*leaves)
+    found = found if isinstance(found, tuple) else (found,)
+    live = [y for y in found if y.requires_grad]
+    weights = [torch.linspace(-1, 2, y.numel()).view(y.shape) for y in live]
+    grads = torch.autograd.grad(live, leaves, weights, allow_unused=True)
+    return [*found, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_whole_with_the_same_numbers(case, kernels):
+    function, reference, shapes = CASES[case]
+    inputs = [torch.randn(shape) for shape in shapes]
+    expected = results(reference, inputs)
+    for run in function, torch.compile(function, backend="aot_eager", fullgraph=True):
+        kernels.clear()
+        found = results(run, inputs)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert kernels[-1].endswith(("backward", "grad", "rope")) or case == "add_norm, the sum alone"
+
+
+def test_compiled_for_any_number_of_tokens(kernels):
+    function, reference, _ = CASES["layer_norm"]
+    compiled = torch.compile(lambda x, w, b: ops.swiglu(function(x, w, b)), backend="aot_eager", dynamic=True)
+    for s in 3, 7, 12:
+        inputs = [torch.randn(s, 2, 8), torch.randn(8), torch.randn(8)]
+        expected = results(lambda *a: ops_mlp.gated_ref(reference(*a), ops_mlp.SILU), inputs)
+        torch.testing.assert_close(results(compiled, inputs), expected, rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Block(torch.nn.Module):
+    """What a layer does around its matmuls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.fc1 = torch.nn.Parameter(torch.rand(8)), torch.nn.Linear(8, 16)
+
+    def forward(self, x, residual):
+        y, total = ops_norm.add_norm(x, residual, self.weight, None, 1e-5)
+        q = ops_rope.rope(y.unflatten(-1, (1, 8)), COS, SIN)[:, :, 0].transpose(0, 1)
+        probs, _ = ops_softmax.scaled_softmax((q @ q.mT)[:, None], 0.3, None, True)
+        y = (probs[:, 0] @ q).transpose(0, 1)
+        return total + ops.swiglu(self.fc1(ops_norm.norm(y, self.weight, None, 1e-5)))
+
+
+def test_exported_with_the_ops_inside(kernels):
+    block, inputs = Block(), (torch.randn(5, 2, 8), torch.randn(5, 2, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in COMPILED:
+            if hasattr(module, "usable"):
+                patch.setattr(module, "usable", lambda *x: False)
+        expected = block(*inputs)
+    program = torch.export.export(block, inputs)
+    assert not kernels
+    called = {str(node.target) for node in program.graph.nodes if "nanomegatron" in str(node.target)}
+    assert called == {f"nanomegatron.{op}.default" for op in ("norm", "rope", "scaled_softmax", "gated")}
+    torch.testing.assert_close(program.module()(*inputs), expected, rtol=1e-5, atol=1e-5)
+    assert len(kernels) == 5
+
+
+def r(*shape, grad=True):
+    return torch.randn(*shape, requires_grad=grad)
+
+
+OPCHECKS = [
+    ("norm", lambda: (r(3, 2, 8), None, r(8), None, 1e-5, False)),
+    ("norm", lambda: (r(3, 2, 8), r(3, 2, 8), r(8), r(8), 1e-5, True)),
+    ("norm_grad", lambda: (r(6, 8, grad=False), None, *(r(s, grad=False) for s in ((6, 8), 8, 6, 6)), False)),
+    ("gated", lambda: (r(3, 2, 8), ops_mlp.GELU)),
+    ("gated", lambda: (r(2, 8, 3).transpose(1, 2).detach().requires_grad_(), ops_mlp.SILU)),
+    ("gated_grad", lambda: (r(3, 4, grad=False), r(3, 8, grad=False), ops_mlp.SILU)),
+    ("rope", lambda: (r(5, 2, 3, 8), COS, SIN, False, False)),
+    ("rope", lambda: (r(5, 2, 3, 10), COS, SIN, True, True)),
+    ("scaled_softmax", lambda: (r(2, 3, 5, 6), 0.3, HIDDEN.expand(2, 3, 5, 6), True, 3)),
+    ("scaled_softmax", lambda: (r(2, 3, 5, 6), 0.3, None, False, None)),
+    ("scaled_softmax_grad", lambda: (*r(2, 2, 3, 5, 6, grad=False), None, 0.3, True, None)),
+    ("cross_entropy_stats", lambda: (r(6, 10, grad=False), LABELS)),
+    ("cross_entropy_stats", lambda: (r(6, 12, grad=False)[:, :10], LABELS)),
+    ("cross_entropy_grad", lambda: (r(6, 12, grad=False), LABELS, *r(2, 6, grad=False), 10, 0.1)),
+]
+
+
+@pytest.mark.parametrize("op, make", OPCHECKS, ids=[f"{op}{i}" for i, (op, _) in enumerate(OPCHECKS)])
+def test_ops_keep_torchs_rules(op, make, kernels):
+    """Schema, fake results, autograd, and traced forward and backward."""
+    torch.library.opcheck(getattr(custom, op).default, make())
+
+
+# Dispatch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_second_derivative_is_refused_by_name(case, kernels):
+    function, _, shapes = CASES[case]
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    found = function(*leaves)
+    found = found[0] if isinstance(found, tuple) else found
+    first = torch.autograd.grad(found.sum(), leaves, create_graph=True, allow_unused=True)
+    if case == "add_norm, the sum alone":
+        first = first[:2]
+    with pytest.raises(RuntimeError, match=r"(Function|Loss) is once_differentiable.*without_kernels\(\)"):
+        sum(grad.square().sum() for grad in first if grad is not None).backward()
+
+
+def test_references_have_second_derivatives(monkeypatch):
+    """What the message says to do."""
+    monkeypatch.setattr(ops_mlp, "usable", lambda *x: not ops_kernels.without_kernels.off)
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    with ops_kernels.without_kernels():
+        assert torch.autograd.gradgradcheck(ops.swiglu, (x,))
+    assert not ops_kernels.without_kernels.off
+
+
+def test_the_switch_holds_on_every_thread_and_nests(monkeypatch):
+    import threading
+
+    monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "")
+    seen, cpu = [], torch.device("cpu")
+    with pytest.raises(KeyError), ops_kernels.without_kernels():
+        with ops_kernels.without_kernels():
+            pass
+        thread = threading.Thread(target=lambda: seen.append(ops_kernels.why_not(cpu)))
+        thread.start()
+        thread.join()
+        raise KeyError
+    assert seen == ["they are switched off"] and ops_kernels.why_not(cpu) == ""
+
+
+class OnGpu:
+    """As much of a tensor on a GPU as is asked for."""
+
+    is_cuda = True
+
+    def __init__(self, dtype, device):
+        self.dtype, self.device = dtype, torch.device(device)
+
+
+def test_plain_torch_on_a_gpu_is_never_silent(monkeypatch, recwarn):
+    monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "no such file" if device.index else "")
+    assert ops_kernels.usable(OnGpu(torch.bfloat16, "cuda:0"), "one") and not recwarn.list
+    with ops_kernels.without_kernels():
+        assert not ops_kernels.usable(OnGpu(torch.bfloat16, "cuda:0"), "one") and not recwarn.list
+    for _ in range(3):
+        assert not ops_kernels.usable(OnGpu(torch.float64, "cuda:0"), "one")
+        assert not ops_kernels.usable(OnGpu(torch.bfloat16, "cuda:1"), "two")
+    told = [str(warning.message) for warning in recwarn.list]
+    assert len(told) == 2
+    assert "one of torch.float64 on cuda:0 runs in plain torch" in told[0] and "fp32, bf16" in told[0]
+    assert "two of torch.bfloat16 on cuda:1" in told[1] and told[1].endswith("no such file")
+    assert not ops_kernels.usable(torch.zeros(1), "one") and len(recwarn.list) == 2
+
+
+def test_dispatch_is_compiled_in(monkeypatch):
+    """`usable` breaks no graph, tells of nothing on a CPU, and follows the switch."""
+    monkeypatch.setattr(ops_kernels, "_unfit_once", lambda device: "")
+
+    def function(x):
+        kernels = not ops_kernels.why_not(x.device) and not ops_kernels.usable(x, "an op")
+        return x + (1 if kernels else 2)
+
+    compiled, x = torch.compile(function, backend="eager", fullgraph=True), torch.zeros(2)
+    assert compiled(x).tolist() == [1.0, 1.0]
+    with ops_kernels.without_kernels():
+        assert compiled(x).tolist() == [2.0, 2.0]
+    assert compiled(x).tolist() == [1.0, 1.0]
+    told = lambda x: x + len(ops_kernels._tell("op", x.dtype, x.device))  # noqa: E731
+    with pytest.warns(UserWarning, match="op of torch.float32 on cpu"):
+        torch.compile(told, backend="eager", fullgraph=True)(x)
+
+
+def test_gated_of_an_odd_size_is_refused():
+    with pytest.raises(ValueError, match=r"\[2, 5\].*two halves"):
+        ops.swiglu(torch.zeros(2, 5))
+
+
+def test_importing_the_ops_does_not_load_the_compiler():
+    import subprocess
+    import sys
+
+    code = "import sys, nanomegatron.ops; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,265 @@
+"""Norms and gated units with FP8 results: references, what is refused, and the kernels run on this CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanomegatron import ops_adamw, ops_fused_fp8
+from nanomegatron.ops_adamw import FlatState, Segments, adamw_flat_
+from nanomegatron.ops_fp8 import FORMATS, fp8_cast_ref
+from nanomegatron.ops_fused_fp8 import Fp8, gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops_mlp import GELU, SILU, gated_ref
+from nanomegatron.ops_norm import norm_ref
+from tests import cuda_on_cpu
+
+E4M3, E5M2 = FORMATS
+EPS, NAN, INF = 1e-5, float("nan"), float("inf")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def wanted(dtype=E4M3, outputs="both", scale=37.5, amax=0.0, device="cpu") -> Fp8:
+    return Fp8(dtype, torch.tensor(scale, device=device), torch.tensor(amax, device=device), outputs)
+
+
+def near(found: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, slack: float = 1e-5) -> None:
+    """Between the casts of the exact result a little lower and a little higher; NaN where that is."""
+    if found is None or not exact.numel():
+        assert found is None or found.shape == exact.shape
+        return
+    off = slack * (exact.abs() + exact.abs().nan_to_num(0, 0, 0).amax())
+    low, high = (fp8_cast_ref((exact + side).float(), scale, found.dtype).float() for side in (-off, off))
+    nan = exact.isnan()
+    assert found.shape == exact.shape and found.is_contiguous()
+    assert torch.equal(found.float().isnan(), nan)
+    assert ((low <= found.float()) & (found.float() <= high) | nan | exact.isinf()).all()
+
+
+def both(pair, exact, spec: Fp8) -> None:
+    """Both outputs and the amax; exact is float64."""
+    row, flip = pair
+    assert (row is None) == (spec.outputs == "transposed") and (flip is None) == (spec.outputs == "row")
+    near(row, exact, spec.scale)
+    near(flip, exact.t(), spec.scale)
+    if row is not None and flip is not None:
+        assert torch.equal(row.view(torch.uint8).t(), flip.view(torch.uint8))
+    largest = exact.abs().max().float() if exact.numel() else torch.zeros(())
+    torch.testing.assert_close(spec.amax.view(()).cpu(), largest.cpu(), rtol=2e-5, atol=0, equal_nan=True)
+
+
+def norm_case(rows, h, dtype, biased, add, wide=False):
+    kind = torch.float32 if wide else dtype
+    x, residual = (torch.randn(rows, h) + 0.5).to(dtype), torch.randn(rows, h).to(dtype) if add else None
+    return x, residual, torch.randn(h).to(kind), torch.randn(h).to(kind) if biased else None
+
+
+def check_norm(case, from_one: bool, spec: Fp8, also: bool) -> None:
+    x, residual, weight, bias = case
+    got = norm_fp8(*case, EPS, from_one, spec, also)
+    total = x if residual is None else x + residual
+    assert (got.total is None) if residual is None else torch.equal(got.total, total)
+    v = total.double().view(-1, weight.numel())
+    exact = norm_ref(v, weight.double(), None if bias is None else bias.double(), EPS, from_one)
+    both((got.row, got.flip), exact, spec)
+    mean = v.mean(-1) if bias is not None else None
+    assert (got.mean is None) == (mean is None)
+    if mean is not None:
+        torch.testing.assert_close(
+            got.mean.double(), mean, rtol=1e-5, atol=1e-5 * float(v.norm() / max(len(v), 1))
+        )
+    var = (v if mean is None else v - mean[:, None]).square().mean(-1)
+    torch.testing.assert_close(got.rstd.double(), (var + EPS).rsqrt(), rtol=1e-5, atol=0)
+    assert (got.out is not None) == also
+    if also:
+        rtol = torch.finfo(x.dtype).eps
+        torch.testing.assert_close(got.out.double(), exact.view(x.shape), rtol=rtol, atol=1e-5)
+
+
+def check_gated(x, grad, act: int, dtype=E4M3, outputs="both", scale=37.5) -> None:
+    wide = x.double().flatten(0, -2).requires_grad_()
+    y = gated_ref(wide, act)
+    specs = [wanted(dtype, outputs, scale, device=x.device) for _ in range(2)]
+    both(gated_fp8(x, act, specs[0]), y.detach(), specs[0])
+    (dx,) = torch.autograd.grad(y, wide, grad.double().flatten(0, -2))
+    both(gated_backward_fp8(grad, x, act, specs[1]), dx, specs[1])
+
+
+def gated_case(shape, dtype):
+    return (torch.randn(shape) * 2).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+
+
+def adamw_case(n: int, ranges, offset=0, device="cpu", copy=E4M3) -> tuple[FlatState, Segments, tuple]:
+    """A state with a copy in E4M3 that begins `offset` elements after what is aligned, and what is told."""
+
+    def flat(dtype=torch.float32, scale=1.0):
+        return (torch.randn(n + offset, device=device) * scale).to(dtype)[offset:]
+
+    count = len(ranges)
+    scale, amax = torch.rand(count, device=device) * 100 + 30, torch.zeros(count, device=device)
+    s = FlatState(flat(), flat(copy), flat(torch.bfloat16), flat(), flat(scale=0.1).square(), scale, amax)
+    told = tuple(torch.tensor(x, device=device) for x in (3.0, (1e-2, 3e-3, 0.1), 8.0, 0.0))
+    return s, Segments.of(ranges, torch.device(device)), told
+
+
+def check_adamw(case) -> None:
+    """The other outputs are those of the same step with a copy in bf16; the copy is their cast."""
+    s, segments, told = case
+    before, hyper = s.params.clone(), (0.9, 0.95, 1e-8)
+    tensors = [x.clone() for x in s.tensors]
+    other = FlatState(tensors[0], tensors[0].bfloat16(), *tensors[2:])
+    adamw_flat_(s, segments, told, hyper)
+    adamw_flat_(other, segments, told, hyper)
+    untouched = torch.ones(len(s.main), dtype=torch.bool, device=s.main.device)
+    for ours, theirs in zip((s.main, *s.tensors[2:]), (other.main, *other.tensors[2:]), strict=True):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    for i, (start, stop, _) in enumerate(segments.ranges):
+        w = s.main[start:stop]
+        copy, expected = s.params[start:stop].float(), fp8_cast_ref(w, s.scale[i], s.params.dtype).float()
+        torch.testing.assert_close(copy, expected, rtol=0, atol=0, equal_nan=True)
+        largest = w.abs().max() if start < stop else torch.zeros_like(s.amax[i])
+        torch.testing.assert_close(s.amax[i], largest, rtol=0, atol=0, equal_nan=True)
+        untouched[start:stop] = False
+    assert torch.equal(s.params.view(torch.uint8)[untouched], before.view(torch.uint8)[untouched])
+
+
+RANGES = [(0, 5, 2), (5, 8200, 0), (8201, 8202, 3), (8210, 8210, 0), (8215, 25000, 3)]
+
+
+def test_references_round_once():
+    """Where a norm in bf16 and a cast of it would round twice: 1.0 + 2^-4 + 2^-10 is above the half."""
+    x = torch.tensor([[1.0, 1.0]])
+    weight = torch.tensor([1.0625 + 2**-10, 1.0])
+    got = norm_fp8(x, None, weight, None, 0.0, False, wanted(scale=1.0), also=True)
+    assert got.row.float().tolist() == [[1.125, 1.0]] and got.out.tolist() == [[1.0625 + 2**-10, 1.0]]
+    assert fp8_cast_ref(got.out.bfloat16(), torch.tensor(1.0), E4M3).float()[0, 0] == 1.0
+
+
+@pytest.mark.parametrize("outputs", ["row", "transposed", "both"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references(dtype, outputs):
+    for biased, add in ((False, True), (True, False)):
+        check_norm(norm_case(6, 24, dtype, biased, add, wide=add), add, wanted(outputs=outputs), biased)
+    for act in (SILU, GELU):
+        check_gated(*gated_case((3, 2, 20), dtype), act, E5M2, outputs)
+
+
+def test_no_rows_and_no_amax():
+    got = norm_fp8(torch.zeros(0, 8), None, torch.ones(8), None, EPS, False, Fp8(E4M3, torch.ones(1)))
+    assert got.row.shape == (0, 8) and got.flip is None and got.rstd.shape == (0,)
+    row, flip = gated_backward_fp8(torch.zeros(0, 8), torch.zeros(0, 16), SILU, wanted())
+    assert row.shape == (0, 16) and flip.shape == (16, 0)
+
+
+def test_adamw_with_a_copy_in_e4m3():
+    check_adamw(adamw_case(25003, RANGES))
+    s, segments, told = adamw_case(8, [(0, 8, 0)])
+    for bad in (
+        dict(scale=None),
+        dict(amax=s.amax[:0]),
+        dict(params=s.params.to(E5M2)),
+        dict(main=s.main.half()),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            adamw_flat_(replace(s, **bad), segments, told, (0.9, 0.95, 1e-8))
+    before = s.params.clone()
+    adamw_flat_(s, segments, (*told[:3], torch.ones(())), (0.9, 0.95, 1e-8))
+    assert torch.equal(s.params.view(torch.uint8), before.view(torch.uint8)) and s.amax == 0
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: wanted(torch.bfloat16), "E4M3 or E5M2"),
+        (lambda: wanted(outputs="columns"), "transposed"),
+        (lambda: wanted(scale=[1.0, 2.0]), "one fp32 element"),
+        (lambda: wanted(amax=[1.0, 2.0]), "one fp32 element"),
+        (lambda: gated_fp8(torch.zeros(2, 4).double(), SILU, wanted()), "must be fp32"),
+        (lambda: gated_fp8(torch.zeros(2, 5), SILU, wanted()), "two halves"),
+        (lambda: gated_fp8(torch.zeros(2, 4, device="meta"), SILU, wanted()), "on meta"),
+        (lambda: gated_backward_fp8(torch.zeros(2, 4), torch.zeros(2, 4), SILU, wanted()), "halved"),
+        (lambda: gated_backward_fp8(torch.zeros(2, 2).half(), torch.zeros(2, 4), SILU, wanted()), "halved"),
+        (lambda: norm_fp8(torch.zeros(2, 4), None, torch.ones(3), None, EPS, False, wanted()), "last dim"),
+    ],
+)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# The kernels, by the emulator.
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    if cuda_on_cpu.cuda_home() is None:
+        pytest.skip("no CUDA headers here")
+    cuda_on_cpu.run_here(monkeypatch, ("norm_fp8", "swiglu_fp8", "adamw"), ops_fused_fp8, ops_adamw)
+
+
+def unaligned(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None else torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32, 264), (16, 4104), (7, 72), (19, 37), (1, 1), (3, 2049), (0, 16)])
+def test_norm_kernel(emulated, shape, dtype):
+    for i, outputs in enumerate(("row", "transposed", "both")):
+        for biased, add in ((False, True), (True, False), (True, True)):
+            case = norm_case(*shape, dtype, biased, add, wide=add != biased)
+            check_norm(case, add, wanted(FORMATS[i % 2], outputs), also=i != 1)
+            if shape[0] == 32:
+                check_norm(tuple(map(unaligned, case)), add, wanted(FORMATS[i % 2], outputs), also=True)
+
+
+@pytest.mark.parametrize("shape", [(16, 8192), (8, 16384)])
+def test_norm_of_rows_that_shared_memory_does_not_hold(emulated, shape):
+    case = norm_case(*shape, torch.bfloat16, True, True)
+    check_norm(case, False, wanted(outputs="both" if shape[0] == 16 else "row"), also=False)
+
+
+def test_norm_of_what_is_no_number(emulated):
+    x, _, weight, _ = norm_case(16, 64, torch.bfloat16, False, False)
+    x[3, 5], x[7, 0] = NAN, INF
+    check = norm_fp8(x, None, weight, None, EPS, False, spec := wanted())
+    expected = norm_ref(x.float(), weight.float(), None, EPS)
+    assert spec.amax.isnan() and torch.equal(check.row.float().isnan(), expected.isnan())
+    assert torch.equal(check.flip.float().isnan(), expected.isnan().t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", [SILU, GELU])
+@pytest.mark.parametrize("shape", [(144, 2 * 136), (5, 2 * 13), (2, 65, 2 * 24), (1, 2), (0, 16)])
+def test_gated_kernel(emulated, shape, act, dtype):
+    case = gated_case(shape, dtype)
+    for i, outputs in enumerate(("row", "transposed", "both")):
+        check_gated(*case, act, FORMATS[i % 2], outputs)
+    if shape[0] == 144:
+        check_gated(*map(unaligned, case), act)
+
+
+@pytest.mark.parametrize("act", [SILU, GELU])
+def test_gated_kernel_of_strange_numbers(emulated, act):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 88.0, -88.0, 1e4, -1e4, 3e38, -3e38, 1e-38, INF, -INF, NAN])
+    gate, up = torch.meshgrid(values, values[:9].clamp(-1e2, 1e2), indexing="ij")
+    x = torch.cat((gate.flatten()[None], up.flatten()[None]), -1)
+    for name, found in (("y", gated_fp8(x, act, wanted())), ("dx", None)):
+        if found is None:
+            found = gated_backward_fp8(torch.ones_like(x[:, : gate.numel()]), x, act, wanted())
+            wide = x.clone().requires_grad_()
+            gated_ref(wide, act).sum().backward()
+            expected = wide.grad
+        else:
+            expected = gated_ref(x, act)
+        assert torch.equal(found[0].float().isnan(), expected.isnan()), name
+        near(
+            found[0][~expected.isnan()],
+            expected[~expected.isnan()].double().clamp(-1e30, 1e30),
+            torch.tensor(37.5),
+        )
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_adamw_kernel(emulated, offset):
+    case = adamw_case(25003, RANGES, offset)
+    case[0].grads[20000] = NAN
+    check_adamw(case)
