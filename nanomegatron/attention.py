@@ -28,7 +28,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanomegatron import ops
+from nanomegatron.ops_softmax import scaled_softmax, scaled_softmax_ref
 
 aten = torch.ops.aten
 
@@ -93,12 +93,13 @@ def core_attention(
     mask: Mask = Mask(),
     dropout: float = 0.0,
     drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    fused_softmax: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q `[s, b, n, d]` over k, v `[t, b, g, d]`, n a multiple of g (query head i reads i*g/n).
 
     drop: the unfused path's dropout of the probabilities `[b, n, s, t]`; without it, and in the other paths,
-    torch's generator draws. Returns the context `[s, b, n*d]` and the log-sum-exp `[b, n, s]`, fp32. Nothing
-    is communicated.
+    torch's generator draws. fused_softmax: the unfused path's softmax is one kernel where there is one.
+    Returns the context `[s, b, n*d]` and the log-sum-exp `[b, n, s]`, fp32. Nothing is communicated.
     """
     s, b, n, d = q.shape
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d], as views
@@ -108,7 +109,7 @@ def core_attention(
     if s == 1 and mask.window is None:
         mask = Mask(causal=False)
     if backend == "unfused" or (s != t and mask.causal):
-        context, lse = _unfused(q, k, v, mask, drop or partial(F.dropout, p=dropout))
+        context, lse = _unfused(q, k, v, mask, drop or partial(F.dropout, p=dropout), fused_softmax)
     elif q.device.type == "cpu":
         context, lse = _cpu(q, k, v, mask, dropout)
     elif backend == "fused" and mask.simple:
@@ -172,10 +173,17 @@ def _documents(mask: Mask, s: int) -> Iterator[tuple[slice, int, int]]:
             yield slice(begin // s, begin // s + 1), begin % s, begin % s + end - begin
 
 
-def _unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, drop: Callable) -> tuple:
+def _unfused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, drop: Callable, fused: bool
+) -> tuple:
     k, v = _one_per_query(k, q), _one_per_query(v, q)
-    hidden = mask.hidden(q.shape[0], q.shape[2], k.shape[2], q.device)
-    probs, lse = ops.scaled_softmax(q @ k.transpose(-1, -2), q.shape[-1] ** -0.5, hidden)
+    hidden = None
+    if mask.cu_seqlens is not None:
+        documents = replace(mask, causal=False, window=None)
+        hidden = documents.hidden(q.shape[0], q.shape[2], k.shape[2], q.device)
+    scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
+    args = scores, scale, hidden, mask.causal, mask.window
+    probs, lse = scaled_softmax(*args, inplace=True) if fused else scaled_softmax_ref(*args)
     return drop(probs) @ v, lse
 
 

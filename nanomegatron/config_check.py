@@ -34,7 +34,7 @@ memory_snapshot_path
 CHANGEABLE = """
 data_cache_path micro_batch_size num_workers attention_backend make_vocab_size_divisible_by sequence_parallel
 cross_entropy_loss_fusion recompute_granularity recompute_modules recompute_method recompute_num_layers
-distribute_saved_activations
+distribute_saved_activations masked_softmax_fusion rope_fusion bias_swiglu_fusion persist_layer_norm
 """.split()
 POSITIVE = """
 num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels max_position_embeddings rotary_base

@@ -68,8 +68,8 @@ GPT_MODEL = {
 }
 # What these ask for is always so, or would change no result.
 TAKEN = """
-use_cpu_initialization perform_initialization pipeline_dtype attention_softmax_in_fp32 masked_softmax_fusion
-bias_activation_fusion bias_dropout_fusion apply_rope_fusion persist_layer_norm gradient_accumulation_fusion
+use_cpu_initialization perform_initialization pipeline_dtype attention_softmax_in_fp32
+bias_activation_fusion bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion
 deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm overlap_p2p_comm
 overlap_p2p_comm_warmup_flush enable_autocast
 calculate_per_token_loss fp16_lm_cross_entropy parallel_output

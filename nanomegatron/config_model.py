@@ -85,6 +85,10 @@ class TransformerConfig:
     attention_backend: str = setting(
         "auto", "core attention implementation", choices=("auto", "fused", "flash", "unfused")
     )
+    masked_softmax_fusion: bool = setting(True, "unfused attention: scale, mask and softmax in one kernel")
+    rope_fusion: bool = setting(True, "rotate queries and keys in one kernel, where they lie")
+    bias_swiglu_fusion: bool = setting(True, "both halves of SwiGLU in one kernel")
+    persist_layer_norm: bool = setting(True, "norms, with the residual's sum before them, in one kernel")
     sequence_parallel: bool = setting(False, "shard norms and dropout over the tp ranks", "sp")
     cross_entropy_loss_fusion: bool = setting(
         False, "output projection and loss in chunks, forward and backward at once: no logits in memory"

@@ -22,6 +22,7 @@ Every weight has a global name, `decoder.layers.3.mlp...`, which with the seed d
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ from nanomegatron.config_keywords import GPT_MODEL, answer
 from nanomegatron.mesh import Axis
 from nanomegatron.model_ends import Embedding, OutputLayer, Stage, Tokens, hidden_dropout
 from nanomegatron.model_recompute import made_again, recomputed, segments
-from nanomegatron.ops_rope import rope, rope_angles
+from nanomegatron.ops_mlp import SILU, gated_ref
+from nanomegatron.ops_norm import add_norm, norm, norm_ref
+from nanomegatron.ops_rope import rope, rope_angles, rope_packed, rope_ref
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, scaled_std
 from nanomegatron.tp import (
     ColumnParallelLinear,
@@ -58,6 +61,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.from_one = config.norm_epsilon, config.apply_layernorm_1p
+        self.fused = config.persist_layer_norm
 
         def parameter(kind: str, value: float) -> nn.Parameter:
             part = replica(f"{init.name}.{kind}", (size,), axis, partial)
@@ -67,10 +71,14 @@ class Norm(nn.Module):
         self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight + 1 if self.from_one else self.weight
-        if self.bias is None:
-            return ops.rms_norm(x, weight, self.eps)
-        return ops.layer_norm(x, weight, self.bias, self.eps)
+        return (norm if self.fused else norm_ref)(x, self.weight, self.bias, self.eps, self.from_one)
+
+    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x + residual, and this sum."""
+        if self.fused:
+            return add_norm(x, residual, self.weight, self.bias, self.eps, self.from_one)
+        total = x + residual
+        return self(total), total
 
 
 class SelfAttention(nn.Module):
@@ -84,6 +92,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
         self.window, self.interleaved = config.windows[layer], config.rotary_interleaved
+        self.fused_rope, self.fused_softmax = config.rope_fusion, config.masked_softmax_fusion
         self.dropout = config.attention_dropout
         self.recompute = config.recomputes("core_attn")
         heads, groups = config.num_attention_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -125,13 +134,16 @@ class SelfAttention(nn.Module):
         self, x: torch.Tensor, batch: Tokens, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
         """rotary: cos and sin of the positions of x; cache: keeps this layer's keys and values."""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.linear_qkv(x).split(self.widths, -1)
-        )
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rope(q, *rotary, self.interleaved), rope(k, *rotary, self.interleaved)
+        packed = self.linear_qkv(x)
+        if rotary is not None and self.q_norm is None and self.fused_rope:
+            q, k, v = rope_packed(packed, self.widths, self.head_dim, *rotary, self.interleaved)
+        else:
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed.split(self.widths, -1))
+            if self.q_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if rotary is not None:
+                turn = rope if self.fused_rope else rope_ref
+                q, k = turn(q, *rotary, self.interleaved), turn(k, *rotary, self.interleaved)
         if cache is not None:
             k, v = cache(self.layer, k, v)
         dropout, drop = 0.0, None
@@ -143,7 +155,7 @@ class SelfAttention(nn.Module):
         mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return core_attention(q, k, v, self.backend, mask, dropout, drop)[0]
+            return core_attention(q, k, v, self.backend, mask, dropout, drop, self.fused_softmax)[0]
 
         context = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
         return self.linear_proj(context)
@@ -161,9 +173,9 @@ class MLP(nn.Module):
             config.sequence_parallel,
         )
         inner = {"gate": ffn, "up": ffn} if config.swiglu else ffn
-        self.activation = (
-            ops.swiglu if config.swiglu else ops.squared_relu if config.squared_relu else ops.gelu
-        )
+        self.activation = ops.squared_relu if config.squared_relu else ops.gelu
+        if config.swiglu:
+            self.activation = ops.swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
         self.recompute = config.recomputes("mlp_act")
         self.linear_fc1 = ColumnParallelLinear(
             h, inner, tp, init.at("linear_fc1"), bias, sequence_parallel=cut
@@ -174,13 +186,13 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _through(self.activation, self.linear_fc1(x), self.linear_fc2, self.recompute)
+        x = self.linear_fc1(x)
+        return _through(self.activation(x), self.linear_fc2, self.activation, x if self.recompute else None)
 
 
-def _through(first: Callable, x: torch.Tensor, then: Callable, again: bool) -> torch.Tensor:
-    """then(first(x)); with `again` the result of `first` is made anew in the backward."""
-    y = first(x)
-    if not again:
+def _through(y: torch.Tensor, then: Callable, first: Callable, x: torch.Tensor | None) -> torch.Tensor:
+    """then(y); where there is an x, y = first(x) is made anew in the backward."""
+    if x is None:
         return then(y)
     kept = x.detach()
     with made_again(y, lambda: first(kept)):
@@ -209,9 +221,10 @@ class TransformerLayer(nn.Module):
         def mlp(normed: torch.Tensor) -> torch.Tensor:
             return recomputed(self.mlp, normed) if self.recompute_mlp else self.mlp(normed)
 
-        y = _through(self.input_layernorm, x, attention, self.recompute_norms)
-        x = x + hidden_dropout(y, self.p, batch, 2 * self.layer + 1)
-        y = _through(self.pre_mlp_layernorm, x, mlp, self.recompute_norms)
+        first, second, again = self.input_layernorm, self.pre_mlp_layernorm, self.recompute_norms
+        y = _through(first(x), attention, first, x if again else None)
+        normed, x = second.after_sum(hidden_dropout(y, self.p, batch, 2 * self.layer + 1), x)
+        y = _through(normed, mlp, second, x if again else None)
         return x + hidden_dropout(y, self.p, batch, 2 * self.layer + 2)
 
 

@@ -22,6 +22,7 @@ import torch
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config import OptimizerConfig, PrecisionConfig
 from nanomegatron.dp import Buckets, Slice
+from nanomegatron.ops_adamw import Segments, sums_of_squares
 from nanomegatron.optim_schedule import LossScaler
 from nanomegatron.optim_shard import Ferry, HostShard, ShardState
 
@@ -64,21 +65,17 @@ class Optimizer:
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.values = torch.tensor(values, dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
-        self._owned = [
-            (shard, piece)
-            for shard in self.shards
-            for piece in reversed(shard.bucket.slices)
-            if piece.part.owner
-        ]
-        self.part_names = [piece.part.name for _, piece in self._owned]
+        owned = [[s for s in reversed(shard.bucket.slices) if s.part.owner] for shard in self.shards]
+        self.part_names = [piece.part.name for pieces in owned for piece in pieces]
+        self.segments = [Segments.of(((s.start, s.stop, 0) for s in pieces), device) for pieces in owned]
 
     def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from the summed gradients, unless the loss or the norm is not finite.
 
         loss: 0-d, the global one, so that every rank decides alike.
         """
-        norms, norm = self._norm(self._grads())
-        norm = (norm / self.scaler.scale).float()
+        squares = self._over_parts(self._grads())
+        norm = (self._norm(squares) / self.scaler.scale).float()
         finite = (norm.isfinite() & loss.isfinite()).float()
         clip = self.config.clip_grad
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
@@ -94,27 +91,29 @@ class Optimizer:
             shard.bucket.start_gather()
         if not self.buckets.overlap_gather:
             self.buckets.wait_params()
-        stats = StepStats(norm, finite, values[0], self.scaler.scale, norms)
+        stats = StepStats(norm, finite, values[0], self.scaler.scale, squares.sqrt())
         self.scaler.update(finite)
         return stats
 
     def _grads(self) -> list[torch.Tensor]:
-        return [piece.of(shard.bucket.grad_shard) for shard, piece in self._owned]
+        return [shard.bucket.grad_shard for shard in self.shards]
 
-    def _norm(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        norms = self.values.new_zeros(0)  # a rank may hold nothing but padding and what others count
-        if tensors:  # fp32 sums are off by 1e-5
-            found = torch._foreach_norm(tensors, dtype=torch.float64)
-            norms = torch.stack([norm.to(self.values.device) for norm in found])  # some may be on the host
-        return norms, all_reduce_(norms.square().sum(), self.buckets.norm_axis).sqrt()
+    def _over_parts(self, flat: list[torch.Tensor], zeros: bool = False) -> torch.Tensor:
+        """Sums of squares, or numbers of zeros, of the parts that count here, fp64 `[parts]`."""
+        pairs = zip(flat, self.segments, strict=True)
+        found = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
+        return torch.cat([sums.to(self.values.device) for sums in found])
+
+    def _norm(self, squares: torch.Tensor) -> torch.Tensor:
+        return all_reduce_(squares.sum(), self.buckets.norm_axis).sqrt()
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each once: 0-d. Communicates a number as the gradients' norm does."""
-        return self._norm([piece.of(shard.main) for shard, piece in self._owned])[1]
+        return self._norm(self._over_parts([shard.main for shard in self.shards]))
 
     def num_zeros(self) -> torch.Tensor:
         """Gradients that are zero, padding not counted: 0-d. Communicates a number."""
-        zeros = self.good_steps.new_zeros(()) + sum(g.numel() - g.count_nonzero() for g in self._grads())
+        zeros = self._over_parts(self._grads(), zeros=True).sum().long()
         return all_reduce_(zeros, self.buckets.norm_axis)
 
     def reset_main(self) -> None:

@@ -20,6 +20,8 @@ import torch
 from nanomegatron import ops
 from nanomegatron.config import OptimizerConfig
 from nanomegatron.dp import Bucket, Slice
+from nanomegatron.ops_adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_flat_
+from nanomegatron.ops_kernels import usable
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -97,7 +99,8 @@ class Ferry:
 class ShardState:
     """Main parameters and moments of this rank's shard of one bucket, flat, and the update that needs them.
 
-    What is kept in bf16 is worked on in fp32, so that a step takes memory for the copy of one shard.
+    On a GPU one kernel does it all. Torch's own update works on what is kept in bf16 in fp32, so that a step
+    takes memory for the copy of one shard.
     """
 
     on_host = False
@@ -113,6 +116,9 @@ class ShardState:
         for piece in bucket.slices:
             kind = piece.param.spec.decay, piece.param.spec.name in VOCABULARY
             self.groups.setdefault(kind, []).append(piece)
+        kinds = {kind: DECAY * kind[0] | DECOUPLED * kind[1] for kind in self.groups}
+        ranges = [(p.start, p.stop, kinds[kind]) for kind, pieces in self.groups.items() for p in pieces]
+        self.segments = Segments.merged(ranges, device)
 
     def update(
         self, step: torch.Tensor, values: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
@@ -122,6 +128,12 @@ class ShardState:
         All 0-d, where the states are. values: `step_values` of this step. The gradients are divided by
         `grad_scale` first; where `skip` is 1 nothing changes.
         """
+        if usable(grads := self.bucket.grad_shard, "adamw"):
+            params, config = self.bucket.param_shard if self.mixed else None, self.config
+            state = FlatState(self.main, params, grads, self.exp_avg, self.exp_avg_sq)
+            hyper = (config.adam_beta1, config.adam_beta2, config.adam_eps)
+            adamw_flat_(state, self.segments, (step, values, grad_scale, skip), hyper)
+            return
         self.adamw(self.bucket.grad_shard.float(), step, values, grad_scale, skip)
         if self.mixed:
             self.bucket.param_shard.copy_(self.main)

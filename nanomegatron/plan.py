@@ -16,21 +16,23 @@ marked * the tp-th part:
     norm outputs *      2h          which QKV and fc1 multiply; none if `layernorm` is made again
     QKV output          n + 2g      as long as attention or a q/k norm reads it in place
     q/k norm            n + g       only a CPU's RMSNorm, as above
-    q, k, v             n + g       q and k where rotation or norm made new ones, v in the QKV output;
+    q, k, v             n + g       q and k where rotation or norm made new ones, v in the QKV output (the
+                                    kernel rotates them there);
                         3n          `unfused` makes all anew, the others k and v too for grouped queries,
                                     a head for each query head; `fused` reads groups as they are
     attention output    n
-    scores              heads * s   `unfused` alone: softmax in fp32, and in the type of the weights
-    MLP                 4f or 2f    SwiGLU: gate and up, silu(gate), product; GELU: before and after; one f
-                                    less if `mlp_act` is made again, none with `mlp`
+    scores              heads * s   `unfused` alone: softmax in the type of the weights, and without the
+                                    kernel in fp32
+    MLP                 4f or 2f    SwiGLU: gate and up, silu(gate) but for the kernel, product; GELU: before
+                                    and after; one f less if `mlp_act` is made again, none with `mlp`
     dropout masks *     2h          with --hidden-dropout
     statistics          fp32        1 or 2 a norm (of each head, for a q/k norm), log-sum-exp of each head
 
 Layers that are recomputed as a whole keep their input alone, and one such group is whole again in the
-backward. At the end come the last norm, the logits with their gradient, and the loss in fp32, a chunk of
-tokens at a time, or with fused loss a chunk of all of it; there the memory of a rank with a loss is at its
-peak, that of others where the first gradients inside an MLP join what is kept. (The same count for a model of
-2022: arXiv:2205.05198, section 4.)
+backward. At the end come the last norm, the logits, then their gradient, and without kernels the loss in
+fp32, a chunk of tokens at a time, or with fused loss a chunk of all of it; there the memory of a rank with a
+loss is at its peak, that of others where the first gradients inside an MLP join what is kept. (The same count
+for a model of 2022: arXiv:2205.05198, section 4.)
 
 Pipeline ranks differ in their layers, in what they have of the two ends of the model, and in how many
 microbatches are under way: each rank's ops (`schedules.py`) are gone through, F adding what its chunk keeps,
@@ -57,9 +59,11 @@ from nanomegatron.config_batch import stages as batch_stages
 from nanomegatron.dp import IN_FLIGHT, bucket_size
 from nanomegatron.metrics import parameter_count
 from nanomegatron.model_recompute import segments
+from nanomegatron.ops_kernels import why_not
+from nanomegatron.ops_loss import CHUNK
 from nanomegatron.pp import stage_layers
 from nanomegatron.schedules import Op, most_open, owners, placement, schedule
-from nanomegatron.tp_loss import CrossEntropyFunction, FusedLossFunction
+from nanomegatron.tp_loss import FusedLossFunction
 
 PARTS = ("activations", "logits and loss", "backward of a layer", "weight gradients put off")
 
@@ -177,7 +181,7 @@ def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> N
     value = dtype.itemsize * _tokens(config)
     stream = value * model.hidden_size / _cut(config)
     fused = piece.last and model.cross_entropy_loss_fusion
-    loss = logits_and_loss(config, columns, dtype) if piece.last else 0
+    loss = logits_and_loss(config, columns, dtype, device) if piece.last else 0
     logits = stream if fused else value * columns * piece.last  # fused: the gradient of the stream
     layer = _tokens(config) * sum(saved_by_layer(config, dtype, device).values())
     again = max((len(run) for run, again in segments(model, piece.layers) if again), default=0)
@@ -225,10 +229,13 @@ def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> 
     backend = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
     kept = _norm_input(model, dtype, device)
 
-    inner = (3 if model.swiglu else 1) + (not model.recomputes("mlp_act"))
+    kernels = not why_not(device)
+    silu = 1 - (kernels and model.bias_swiglu_fusion)
+    inner = (2 + silu if model.swiglu else 1) + (not model.recomputes("mlp_act"))
     attends_again = model.recomputes("core_attn")
     unfused = backend == "unfused" and not attends_again
-    new_qk = unfused or model.qk_layernorm or model.position_embedding_type in ("rope", "yarn")
+    rotates = model.position_embedding_type in ("rope", "yarn") and not (kernels and model.rope_fusion)
+    new_qk = unfused or model.qk_layernorm or rotates
     new_kv = unfused or (g < n and backend != "fused" and not attends_again)  # as wide as q
     copied = kept > e and e < 4  # norms keep fp32 copies of their inputs, not these
     numbers = 1 if model.normalization == "RMSNorm" else 2
@@ -239,7 +246,7 @@ def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> 
         "q/k norm": (kept if copied else kept - e) * (n + g) * model.qk_layernorm,
         "q, k, v": e * (n * new_qk + 2 * n * new_kv + g * (new_qk and not new_kv)),
         "attention output": e * n,
-        "scores": heads * config.data.seq_length * _score(model, e) * unfused,
+        "scores": heads * config.data.seq_length * _score(model, e, kernels) * unfused,
         "MLP": e * inner * f * (not model.recomputes("mlp")),
         "dropout masks": 2 * e * h * (model.hidden_dropout > 0),
         "statistics": 4
@@ -250,19 +257,19 @@ def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> 
     }
 
 
-def logits_and_loss(config: Config, columns: int, dtype: torch.dtype) -> float:
-    """Bytes of `columns` logits a token, their gradient, and the fp32 chunk from which the gradient comes.
+def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes of `columns` logits a token, and the fp32 chunk from which their gradient comes, in their place.
 
     With fused loss of a chunk alone, and the gradient of the residual stream. Under sequence parallelism the
     last norm's output, gathered, and its gradient before it is scattered.
     """
     tokens, e = _tokens(config), dtype.itemsize
     whole = 2 * e * tokens * config.model.hidden_size if _cut(config) > 1 else 0
+    wide = 0 if not why_not(device) else 8 if e < 4 else 4
     if config.model.cross_entropy_loss_fusion:
         chunk = min(tokens, FusedLossFunction.chunk)
-        return columns * chunk * (e + (8 if e < 4 else 4)) + (whole or e * tokens * config.model.hidden_size)
-    chunk = min(tokens, CrossEntropyFunction.chunk) * (8 if e < 4 else 4)
-    return columns * (2 * e * tokens + chunk) + whole
+        return columns * chunk * (e + wide) + (whole or e * tokens * config.model.hidden_size)
+    return columns * (e * tokens + wide * min(tokens, CHUNK)) + whole
 
 
 def tp_buffers(config: Config, dtype: torch.dtype) -> float:
@@ -277,9 +284,10 @@ def _norm_input(model: TransformerConfig, dtype: torch.dtype, device: torch.devi
     return 8 if model.normalization == "RMSNorm" and device.type == "cpu" else dtype.itemsize
 
 
-def _score(model: TransformerConfig, e: int) -> int:
-    """Bytes a score of unfused attention: fp32 softmax, its copy in 16 bits, dropout's mask and result."""
-    return 4 + e * (e < 4) + (1 + e) * (model.attention_dropout > 0)
+def _score(model: TransformerConfig, e: int, kernels: bool) -> int:
+    """Bytes a score of unfused attention: softmax, from fp32 without a kernel, dropout's mask and result."""
+    wide = 4 * (e < 4 and not (kernels and model.masked_softmax_fusion))
+    return e + wide + (1 + e) * (model.attention_dropout > 0)
 
 
 def _device(config: Config) -> torch.device:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nanomegatron import comm, ops
+from nanomegatron import comm
 from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import stages
@@ -29,6 +29,7 @@ from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
 from nanomegatron.metrics_log import RunLog
+from nanomegatron.ops_report import summary
 from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan import chunks_kept, describe, memory_of_ranks
 from nanomegatron.pp import Stages, stage_layers
@@ -133,11 +134,7 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
     )
     if core == "fused" and (any(w is not None for w in model.windows) or config.data.reset_attention_mask):
         core += ", flash for windows and documents"
-    fused = [op for op, path in ops.paths(mesh.device).items() if "reference" not in path]
-    say(
-        f"kernels torch's fused {', '.join(fused)}, torch reference for the rest (no CUDA extension) | "
-        f"attention {core}"
-    )
+    say(f"kernels {summary(mesh.device, model)} | attention {core}")
     if model.attention_dropout and core != "unfused":
         say("note    the fused kernel's attention dropout depends on the layout; unfused does not")
     sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), run.datasets, strict=True) if d]

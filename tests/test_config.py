@@ -248,13 +248,13 @@ def test_megatron_flags():
     own = {setting.name.replace("_", "-") for _, setting in sections()}
     assert sum(map(len, classes)) == len(set.union(*classes)) > 650 and not set.union(*classes) & own
     assert all(any(name.startswith(prefix) for name in table["unsupported"]) for prefix in table["hints"])
-    parsed = read(f"{GOOD} --use-flash-attn --transformer-impl local --optimizer adam --no-rope-fusion")
+    parsed = read(f"{GOOD} --use-flash-attn --transformer-impl local --optimizer adam --no-bias-gelu-fusion")
     assert parsed.errors == () and parsed.config == read(GOOD).config
     assert parsed.notes == [
         "--use-flash-attn: always on",
         "--transformer-impl: not needed here",
         "--optimizer: always on",
-        "--no-rope-fusion: not needed here",
+        "--no-bias-gelu-fusion: not needed here",
     ]
 
 

@@ -1,0 +1,92 @@
+"""A model with the kernels of its layers and without: the same losses and gradients, chosen by settings."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanomegatron import ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax, plan
+from nanomegatron.config import TransformerConfig
+from nanomegatron.config_check import must_match
+from nanomegatron.config_cli import parse
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.ops_report import SWITCHES
+from tests import cuda_on_cpu, test_plan
+
+MODULES = ops_norm, ops_rope, ops_mlp, ops_softmax
+LLAMA = TransformerConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    attention_backend="unfused",
+)
+QWEN = replace(LLAMA, qk_layernorm=True, add_qkv_bias=True)
+GPT2 = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_backend="unfused")
+# What the ops of a layer say to `usable`, by the switch that keeps them from asking.
+ASK = {
+    "masked_softmax_fusion": {"scaled_softmax"},
+    "rope_fusion": {"rope"},
+    "bias_swiglu_fusion": {"gated"},
+    "persist_layer_norm": {"norm", "add_norm"},
+}
+
+
+def step(config: TransformerConfig) -> list[torch.Tensor]:
+    """Losses, and all gradients of their sum."""
+    tokens = torch.arange(2 * 13).view(2, 13) * 5 % 61
+    model = GPTModel(config, vocab_size=61, max_sequence_length=12)
+    losses = model(Tokens(tokens[:, :-1], torch.arange(12), torch.arange(2)), tokens[:, 1:])
+    losses.sum().backward()
+    return [losses.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_is_a_flag_and_may_change_when_a_run_goes_on(switch):
+    flags = ["--config", "tiny-cpu"]
+    usual, other = (parse([*flags, *more]) for more in ([], [f"--no-{switch.replace('_', '-')}"]))
+    assert not other.errors and other.notes == usual.notes
+    assert other.config.model == replace(usual.config.model, **{switch: False})
+    assert must_match(usual.config, other.config) == []
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("switch", [None, *SWITCHES])
+def test_a_switch_puts_its_kernels_aside_and_changes_no_number(switch, config, monkeypatch):
+    usual, asked = step(config), set()
+    for module in MODULES:
+        monkeypatch.setattr(module, "usable", lambda x, op="": bool(asked.add(op)))
+    found = step(config if switch is None else replace(config, **{switch: False}))
+    assert asked == set.union(*ASK.values()) - ASK.get(switch, set())
+    for ours, theirs in zip(found, usual, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
+@pytest.mark.parametrize("config", [LLAMA, QWEN, GPT2], ids=["llama", "qwen", "gpt2"])
+def test_a_model_on_kernels_is_the_one_without(config, monkeypatch):
+    """All kernels of a forward and backward together, run by the emulator."""
+    usual = step(config)
+    names = "swiglu", "norm", "norm_backward", "softmax", "rope", "cross_entropy"
+    cuda_on_cpu.run_here(monkeypatch, names, *MODULES, ops_loss)
+    for ours, theirs in zip(step(config), usual, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_memory_of_llama3_8b_on_kernels(monkeypatch):
+    """No silu(gate), queries and keys in the packed projection, no logits in fp32."""
+    monkeypatch.setattr(plan, "why_not", lambda device: "")
+
+    def planned(**switches: bool) -> dict[str, float]:
+        model = replace(test_plan.LLAMA3_8B, **switches)
+        return plan.memory(test_plan.config(model, 8192, 1), 128256, torch.device("cuda"))
+
+    token, parts = 2 * (4 * 4096 + 6144 + 4096 + 3 * 14336) + 4 * (2 + 32), planned()
+    assert parts["activations"] == 8192 * (32 * token + 2 * 2 * 4096)
+    assert parts["logits and loss"] == 128256 * 2 * 8192
+    more = planned(rope_fusion=False, bias_swiglu_fusion=False)["activations"] - parts["activations"]
+    assert more == 8192 * 32 * 2 * (5120 + 14336)
