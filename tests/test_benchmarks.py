@@ -110,6 +110,18 @@ def test_data_parallel_part(tmp_path):
     assert result["summary"]["dp overlap, 4"]["steps"] == 4 and result["summary"]["fsdp, 4"]["steps"] == 2
 
 
+def test_part_of_one_gpu(tmp_path):
+    """Two sequences a microbatch: without kernels the same losses."""
+    run_spmd(bench, 1, "--part", "one", "--out", str(tmp_path / "one.json"), timeout=200)
+    result = json.loads((tmp_path / "one.json").read_text())
+    turns = {name: entry["turns"] for name, entry in result["contenders"].items()}
+    assert [t["microbatches"] for t in turns["kernels"]] == [1, 1, 4, 4] * 2
+    assert [t["loss"] for t in turns["no kernels"]] == [t["loss"] for t in turns["kernels"][:4]]
+    assert result["summary"]["compile, 4"]["steps"] == 2
+    row = result["summary"]["kernels, 1"]
+    assert row["tokens_per_s"] == pytest.approx(2 * 16e3 / row["median_ms"])
+
+
 class Broken:
     def step(self, batches):
         raise ZeroDivisionError("no such kernel")

@@ -1,0 +1,193 @@
+"""The kernels of cuda/ compiled for the CPU, so that their arithmetic and indices are tested where no GPU is.
+
+The sources are taken as they are, but for the two things that are no C++: `kernel<<<grid, block, shared,
+stream>>>(arguments)` becomes a call of the emulator (cuda_on_cpu.h), `extern __shared__` a pointer it gives.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+from nanomegatron.ops_kernels import FLOATS, without_kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA, EMULATOR = ROOT / "cuda", ROOT / "tests/cuda_on_cpu.h"
+SANITIZER = ["-fsanitize=alignment,bounds", "-fno-sanitize-recover=all"]  # ends the program with a message
+
+
+ASSEMBLY = (  # what the kernels have of it, and the same in C++
+    (
+        r'asm\("max\.NaN\.f32 [^:]*: "=f"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\);',
+        r"\1 = emulated::max_nan(\2, \3);",
+    ),
+    (
+        r'asm volatile\("cp\.async\.cg\.shared\.global [^;]*;" ::"r"\(at\), "l"\(from\)[^;]*;',
+        "*to = *from;",
+    ),
+    (r'asm volatile\("cp\.async\.(?:commit|wait)_group[^;]*;"[^;]*;', ";"),
+)
+
+
+def as_cpp(text: str) -> str:
+    """CUDA C++ as C++."""
+    for assembly, plain in ASSEMBLY:
+        text = re.sub(assembly, plain, text)
+    shared = r"extern __shared__ (?:alignas\(\d+\) |__align__\(\d+\) )?(\w[\w:]*) (\w+)\[\];"
+    text = re.sub(shared, r"\1* \2 = emulated::shared_memory<\1>();", text)
+    while (at := text.find("<<<")) >= 0:
+        begin = _name_begins(text, at)
+        middle = text.index(">>>", at)
+        opened = text.index("(", middle)
+        end = _closing(text, opened)
+        grid, block, *more = _split(text[at + 3 : middle])
+        shared_bytes = more[0] if more else "0"
+        call = f"[&] {{ {text[begin:at]}({text[opened + 1 : end]}); }}"
+        new = f"emulated::launch(emulated::size({grid}), emulated::size({block}), {shared_bytes}, {call})"
+        text = text[:begin] + new + text[end + 1 :]
+    return text
+
+
+def _name_begins(text: str, at: int) -> int:
+    """Of the kernel, with its template arguments if any, that ends before `at`."""
+    at, depth = len(text[:at].rstrip()), 0
+    while depth or text[at - 1] == ">":
+        at -= 1
+        depth += (text[at] == ">") - (text[at] == "<")
+    return at - len(re.search(r"[\w:]*$", text[:at])[0])
+
+
+def _closing(text: str, opened: int) -> int:
+    depth = 0
+    for i in range(opened, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth == 0:
+            return i
+    raise ValueError("a bracket is not closed")
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+@functools.cache
+def cuda_home() -> Path | None:
+    """Where CUDA's headers are."""
+    found = [*Path("/usr/local").glob("cuda*/include/cuda_bf16.h")]
+    found += [*Path(sysconfig.get_path("purelib"), "nvidia").glob("**/include/cuda_bf16.h")]
+    return found[0].parent if found else None
+
+
+def build(*names: str, folder: Path | None = None) -> ModuleType:
+    """The Python module of these .cu files (without ending), or of all, for the CPU.
+
+    What is compiled is kept, by a hash of all that it was made of: several processes may build at once.
+    """
+    names = names or tuple(sorted(path.stem for path in CUDA.glob("*.cu")))
+    folder = folder or Path(tempfile.gettempdir()) / "nanomegatron-cuda-on-cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    bindings = (CUDA / "bindings.cpp").read_text()
+    sources = {name: as_cpp((CUDA / f"{name}.cu").read_text()) for name in names}
+    defined = set(re.findall(r"^void (\w+)\(", "\n".join(sources.values()), re.M))
+    declared = set(re.findall(r"^void (\w+)\(", (CUDA / "kernels.h").read_text(), re.M))
+    for name in declared - defined:  # of files that are not built
+        bindings = re.sub(rf'\n\s*module\.def\("{name}"[^;]*;', "", bindings)
+    with ThreadPoolExecutor(2) as pool:
+        texts = {**sources, "bindings": bindings}
+        objects = list(pool.map(lambda name: _compiled(name, texts[name], folder), texts))
+    library = folder / f"{_stamp(*map(str, objects))}.so"
+    _make(library, ["g++", *SANITIZER, "-shared", *map(str, objects)])
+    # pybind11 keeps modules by name: another library needs another one
+    spec = importlib.util.spec_from_file_location(f"{library.stem}._kernels", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compiled(name: str, text: str, folder: Path) -> Path:
+    """The object file of one translated source."""
+    import pybind11
+
+    python = [
+        f"-I{sysconfig.get_path('include')}",
+        f"-I{pybind11.get_include()}",
+        '-DKERNEL_ARCHS="cpu"',
+        "-O0",
+    ]
+    checked = ["-include", str(EMULATOR), *SANITIZER, "-O1", "-U_FORTIFY_SOURCE"]  # which forbids our longjmp
+    flags = f"-std=c++17 -fPIC -w -I{CUDA} -I{cuda_home()}".split()
+    flags += python if name == "bindings" else checked
+    headers = [
+        path.read_text() for path in (*sorted(CUDA.glob("*.h")), *sorted(CUDA.glob("*.cuh")), EMULATOR)
+    ]
+    source = folder / f"{name}-{_stamp(text, *headers, *flags)}.cpp"
+    if not source.exists():
+        part = source.with_suffix(f".{os.getpid()}")
+        part.write_text(text)
+        part.replace(source)
+    _make(source.with_suffix(".o"), ["g++", *flags, "-c", str(source)])
+    return source.with_suffix(".o")
+
+
+def _stamp(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _make(path: Path, command: list[str]) -> None:
+    """Run a compiler for a file, unless it is there; half a file is never seen."""
+    if not path.exists():
+        part = path.with_suffix(f".{os.getpid()}{path.suffix}")
+        subprocess.run([*command, "-o", str(part)], check=True)
+        part.replace(path)
+
+
+def launcher(module: ModuleType):
+    """What `ops_kernels.launch` is, with kernels that run here: for tests to put in its place."""
+
+    def launch(name: str, *args: torch.Tensor | float | None) -> None:
+        numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        getattr(module, name)(*numbers, None)
+
+    return launch
+
+
+@functools.cache
+def _built(names: tuple[str, ...]) -> ModuleType:
+    return build(*names)
+
+
+def run_here(monkeypatch, names: tuple[str, ...], *modules: ModuleType) -> None:
+    """Until a test ends, `modules` (ops_*.py, tests of tests/gpu) launch the kernels of these files here."""
+
+    def why_not(device: torch.device) -> str:
+        return "they are switched off" if without_kernels.off else ""
+
+    here = {
+        "launch": launcher(_built(names)),
+        "usable": lambda x, op="", types=FLOATS: x.dtype in types and not without_kernels.off,
+        "why_not": why_not,
+        "CUDA": torch.device("cpu"),
+        "GPU": torch.device("cpu"),
+    }
+    for module in modules:
+        for name in here.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, here[name])
+    properties = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
