@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 benchmarks/bench_parallel.py --part tp --out tp.json
     torchrun --nproc-per-node 4 benchmarks/bench_parallel.py --part dp --out dp.json [--profile fsdp]
+    python benchmarks/bench_parallel.py --part one --out one.json [--profile kernels]
 
 contenders.py says who is measured and which of them are in memory at once, a phase. Within a phase they take
 a step in turn, A B C A B C, after warm-up rounds. Ours is built as train.py builds it, the peers are in
@@ -306,7 +307,7 @@ def report(result: dict) -> None:
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("tp", "dp"), required=True)
+    parser.add_argument("--part", choices=("tp", "dp", "one"), required=True)
     parser.add_argument("--out", required=True, help="JSON file")
     parser.add_argument("--small", action="store_true", help="a tiny model and few steps")
     parser.add_argument("--only", action="append", default=[], help="run this; may be repeated")

@@ -3,8 +3,10 @@
     part   what is in memory at once, phase after phase                                  layers   microbatches
     tp     one gpu | tp, tp overlap, tp fused loss, dtensor, dtensor async | one gpu       16       2
     dp     one gpu | dp overlap | dp | fsdp | dp overlap | dp | one gpu                    32       1, then 4
+    one    kernels, no kernels | kernels, compile                                         8       1, then 4
 
-`one gpu` is our model with eight layers on every GPU by itself: what there is to reach.
+`one gpu` is our model with eight layers on every GPU by itself: what there is to reach. Part `one` is of a
+single GPU, with two sequences in a microbatch.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.peers import fully_sharded, tensor_parallel
+from benchmarks.peers import fully_sharded, on_one_gpu, tensor_parallel
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config import Config, padded_vocab_size
 from nanomegatron.config_batch import samples_before
@@ -23,6 +25,7 @@ from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.metrics import flops_per_iteration, mfu
 from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.ops_kernels import without_kernels
 from nanomegatron.optim import Optimizer
 from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init
@@ -78,6 +81,14 @@ class Ours:
         return total
 
 
+class Plain(Ours):
+    """The same by torch's own operations."""
+
+    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        with without_kernels():
+            return super().step(batches)
+
+
 @dataclass(frozen=True)
 class Contender:
     """What is measured: ways to build it, by name, of which the first that works is taken."""
@@ -115,7 +126,11 @@ class Phase:
 def contenders(part: str, world: World, device: torch.device, small: bool) -> dict[str, Contender]:
     """All that a part knows, by name."""
     meshes: dict[tuple, Mesh] = {}
-    backend, n, layers = ("aot_eager" if small else "inductor"), world.size, 16 if part == "tp" else 32
+    backend, n, layers = (
+        ("aot_eager" if small else "inductor"),
+        world.size,
+        {"tp": 16, "dp": 32, "one": 8}[part],
+    )
 
     def config_of(flags: str, size: int, depth: int) -> Config:
         parsed = parse(f"{COMMON} --num-layers {depth} {SMALL if small else ''} {flags}".split())
@@ -142,16 +157,24 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
         builds["loss eager"] = lambda: make(config, device, **whole, compile_loss=False)
         return Contender(name, flags, config, replica, builds)
 
-    def alone() -> Contender:
-        config = config_of("", 1, 8)
+    def alone(name: str = "one gpu", flags: str = "", runner: type[Ours] = Ours) -> Contender:
+        config = config_of(flags, 1, 8)
         names = {f.name for f in dataclasses.fields(Mesh)} - {"rank", "device", "wires", "traffic"}
         mesh = Mesh(world.rank, device, **{name: Axis.single(name) for name in names})
-        return Contender("one gpu", "", config, 0, {"ours": lambda: Ours(config, mesh)})
+        return Contender(name, flags, config, 0, {"ours": lambda: runner(config, mesh)})
 
     tp = f"--tp {n} --sp"
     overlap = f"{DP} --overlap-grad-reduce --overlap-param-gather"
     known = [alone()]
-    if part == "tp":
+    if part == "one":
+        two = "--micro-batch-size 2 --global-batch-size 2"
+        known = [
+            alone("kernels", two),
+            alone("kernels, fused loss", f"{two} --cross-entropy-loss-fusion"),
+            alone("no kernels", two, Plain),
+            peer("compile", two, on_one_gpu),
+        ]
+    elif part == "tp":
         known += [
             ours("tp", tp),
             ours("tp overlap", f"{tp} --tp-comm-overlap"),
@@ -174,6 +197,9 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
 def phases(part: str, small: bool, only: list[str]) -> list[Phase]:
     """What is run in which order; with `only` those names in place of the usual ones."""
     one = Phase(["one gpu"], (2,), *((1, 2) if small else (3, 10)))
+    if part == "one":
+        pairs = [only] if only else [["kernels", "no kernels"], ["kernels", "compile"]]
+        return [Phase(names, (1, 4), *((1, 2) if small else (2, 8))) for names in pairs]
     if part == "tp":
         names = only or ["tp", "tp overlap", "tp fused loss", "dtensor", "dtensor async"]
         return [one, Phase(names, (2,), *((1, 2) if small else (5, 20))), one]

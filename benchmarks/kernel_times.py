@@ -23,7 +23,11 @@ import torch
 CLASSES = (
     ("communication", ("nccl", "ptop", "barrier_kernel", "put_signal", "wait_signal", "all_gather_kernel")),
     ("other", ("triton_poi", "triton_red", "triton_per", "triton_for")),
-    ("optimizer", ("adam", "lpnorm")),
+    ("optimizer", ("adam", "lpnorm", "sum_squares", "sum_totals")),
+    ("norm", ("norm_forward", "norm_backward", "norm_add_parts")),
+    ("swiglu", ("gated_forward", "gated_backward")),
+    ("rope", ("rope_turn_heads",)),
+    ("loss", ("cross_entropy",)),
     ("attention", ("sdpa", "fmha", "flash", "attention")),
     ("gemm", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "triton_mm", "triton_tem")),
 )
@@ -31,7 +35,7 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace that ru
 
 
 def kind(name: str) -> str:
-    """The class of a kernel: norms, activations, rotary, loss, additions and the like are `other`."""
+    """The class of a kernel: torch's own for norms, activations, loss and the like are `other`."""
     low = name.lower()
     return next((label for label, words in CLASSES if any(word in low for word in words)), "other")
 

@@ -7,6 +7,7 @@
     fully_sharded       fully_shard (FSDP2) of each block: parameters and moments fp32, cut; gathered and
                         computed in bf16, gradients reduced in fp32. With `keep` parameters stay whole between
                         forward and backward. Gradients of all but the last microbatch are not reduced.
+    on_one_gpu          no parallelism: each block and the loss under torch.compile, all in bf16.
 
 The arithmetic is that of our Llama: RMSNorm, fused QKV, rotary halves, grouped queries through torch's scaled
 dot product attention, SwiGLU, AdamW without decay of norms, global norm clipped. QKV and gate+up are one
@@ -160,6 +161,14 @@ class Peer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
+
+
+def on_one_gpu(config: Config, device: torch.device, backend: str | None, compile_loss: bool = True) -> Peer:
+    """The model by itself, every block and the loss compiled by `backend`."""
+    dtype = getattr(torch, config.dtype_name)
+    model = Transformer(config, device, dtype, 1, lambda block: compiled(block, backend))
+    loss = compiled(token_loss, backend if compile_loss else None)
+    return Peer(model, config.optimizer, loss, nullcontext)
 
 
 def tensor_parallel(
