@@ -2,7 +2,7 @@
 #
 #   make train      train a small model on the text of the Python standard library; again: resume, or say it is done
 #   make test       run every test that needs no GPU             make gpu-test   those that need one
-#   make kernels    compile cuda/ (done by itself with a GPU)    make lint       ruff: mistakes and formatting
+#   make kernels    compile cuda/ (done by itself with a GPU)    make lint       ruff and clang-format
 #   make clean      remove all of that but runs/ and data/
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11). One that has torch >= 2.11 is used as it is; else torch

@@ -126,11 +126,8 @@ class Phase:
 def contenders(part: str, world: World, device: torch.device, small: bool) -> dict[str, Contender]:
     """All that a part knows, by name."""
     meshes: dict[tuple, Mesh] = {}
-    backend, n, layers = (
-        ("aot_eager" if small else "inductor"),
-        world.size,
-        {"tp": 16, "dp": 32, "one": 8}[part],
-    )
+    backend, n = ("aot_eager" if small else "inductor"), world.size
+    layers = {"tp": 16, "dp": 32, "one": 8}[part]
 
     def config_of(flags: str, size: int, depth: int) -> Config:
         parsed = parse(f"{COMMON} --num-layers {depth} {SMALL if small else ''} {flags}".split())
@@ -161,7 +158,8 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
         config = config_of(flags, 1, 8)
         names = {f.name for f in dataclasses.fields(Mesh)} - {"rank", "device", "wires", "traffic"}
         mesh = Mesh(world.rank, device, **{name: Axis.single(name) for name in names})
-        return Contender(name, flags, config, 0, {"ours": lambda: runner(config, mesh)})
+        how = "ours" if runner is Ours else "plain"  # of which plan.py knows nothing here
+        return Contender(name, flags, config, 0, {how: lambda: runner(config, mesh)})
 
     tp = f"--tp {n} --sp"
     overlap = f"{DP} --overlap-grad-reduce --overlap-param-gather"

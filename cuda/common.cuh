@@ -1,5 +1,4 @@
-// What all kernels share: 16-byte loads and stores, fp32 arithmetic on them, sums over warps and blocks,
-// launches.
+// What all kernels share: loads and stores of 16 bytes, sums over warps and blocks, launches.
 //
 // A kernel works on packs of 16 bytes, eight bf16 or four fp32, several of them on their way before the first
 // is used. What does not fill a pack, or is not aligned to one, goes element by element: mostly the same code
@@ -135,8 +134,8 @@ inline unsigned blocks_for(int64_t work, int per_multiprocessor) {
 
 inline bool aligned(std::uintptr_t address, int bytes = 16) { return address % bytes == 0; }
 
-// Calls `body` with a variable of the element type that `type` names: with_type(type, [&](auto x) { using T =
-// decltype(x); ... });
+// Calls `body` with a value of the element type that `type` names:
+//     with_type(type, [&](auto x) { using T = decltype(x); ... });
 template <typename Body>
 void with_type(int type, Body body) {
     switch (type) {

@@ -1,5 +1,4 @@
-// RMSNorm and LayerNorm over the last dimension, with an optional residual add before. Backward:
-// norm_backward.cu.
+// RMSNorm and LayerNorm over the last dimension, with an optional add before; back: norm_backward.cu.
 //
 //     x, residual, y, total [rows, h]     mean, rstd [rows] fp32
 //     weight w, bias b [h], of the type of x or fp32
@@ -33,8 +32,7 @@ struct Forward {
     int group;            // threads of a row: a power of two up to 32, or all of the block
 };
 
-// The row in registers, packs lane, lane + group, ...; all its loads are on their way before the first is
-// used.
+// The row in registers, packs lane, lane + group, ...; all are on their way before the first is used.
 template <bool ADD, typename P, int PER>
 __device__ __forceinline__ void load_row(P (&x)[PER], const Forward& a, int64_t begin, int packs, int lane) {
     const P* from = static_cast<const P*>(a.x) + begin;
@@ -62,27 +60,26 @@ __device__ __forceinline__ void load_row(P (&x)[PER], const Forward& a, int64_t 
     }
 }
 
-// Weights or biases of a thread's packs: on their way while the row is summed up, where there are registers
-// for them and they are of the type of x; else they come when they are needed.
+// Weights of a thread's packs: on their way while the row is summed up, where there are registers for them
+// (RMSNorm) and they are of the type of x; else they come when they are needed.
 template <typename T, int PER, bool EARLY>
-struct Columns {
+struct Weights {
     Pack<T> early[EARLY ? PER : 1];
 
-    __device__ __forceinline__ void load(const void* from, const Forward& a, int packs, int lane) {
+    __device__ __forceinline__ void load(const Forward& a, int packs, int lane) {
         if constexpr (EARLY) {
             if (a.wide) return;
 #pragma unroll
             for (int k = 0; k < PER; ++k) {
-                if (lane + k * a.group < packs)
-                    early[k] = static_cast<const Pack<T>*>(from)[lane + k * a.group];
+                const int pack = lane + k * a.group;
+                if (pack < packs) early[k] = static_cast<const Pack<T>*>(a.weight)[pack];
             }
         }
     }
 
     // Of pack k of the thread, the row's number `pack`.
     template <int N>
-    __device__ __forceinline__ void get(float (&to)[N], const void* from, const Forward& a, int k,
-                                        int pack) const {
+    __device__ __forceinline__ void get(float (&to)[N], const Forward& a, int k, int pack) const {
         if constexpr (EARLY) {
             if (!a.wide) {
 #pragma unroll
@@ -90,7 +87,7 @@ struct Columns {
                 return;
             }
         }
-        parameters<T>(to, from, a.wide, pack);
+        parameters<T>(to, a.weight, a.wide, pack);
     }
 };
 
@@ -107,10 +104,9 @@ __global__ void __launch_bounds__(MOST) norm_forward_rows(const Forward a) {
         const int packs =
             row < a.rows ? static_cast<int>(a.width) : 0;  // past the last row: none, but take part
         P x[PER];
-        Columns<T, PER, !CENTRED> weights, biases;
+        Weights<T, PER, !CENTRED> weights;
         load_row<ADD>(x, a, begin, packs, lane);
-        weights.load(a.weight, a, packs, lane);
-        if (CENTRED) biases.load(a.bias, a, packs, lane);
+        weights.load(a, packs, lane);
         float sum[1] = {0.0f}, mean = 0.0f;
         if constexpr (CENTRED) {
 #pragma unroll
@@ -147,8 +143,8 @@ __global__ void __launch_bounds__(MOST) norm_forward_rows(const Forward a) {
             const int pack = lane + k * group;
             if (pack >= packs) continue;
             float w[P::size], b[P::size], y[P::size];
-            weights.get(w, a.weight, a, k, pack);
-            if (CENTRED) biases.get(b, a.bias, a, k, pack);
+            weights.get(w, a, k, pack);
+            if (CENTRED) parameters<T>(b, a.bias, a.wide, pack);
 #pragma unroll
             for (int i = 0; i < P::size; ++i) {
                 const float n = (CENTRED ? x[k][i] - mean : x[k][i]) * rstd * (w[i] + a.from);

@@ -1,9 +1,6 @@
-// What the kernels of norm.cu and norm_backward.cu share: how a row is split over threads, sums over it,
-// weights.
+// What the kernels of the norms share: how a row is split over threads, sums over it, weights.
 
 #pragma once
-#include <type_traits>
-
 #include "common.cuh"
 
 namespace {
@@ -12,8 +9,7 @@ constexpr int MOST = 512;   // threads of a block, and of a row
 constexpr int PLAIN = 256;  // threads of a block of the plain kernels
 constexpr int WARPS = MOST / 32;
 
-// How rows are split: `group` threads a row, `per` packs each; so many threads a block. per 0: the plain
-// kernel.
+// How rows are split: `group` threads a row, `per` packs each; `threads` a block. per 0: the plain kernel.
 struct Split {
     int per = 0, group = PLAIN, threads = PLAIN;
 };

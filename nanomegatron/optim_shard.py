@@ -19,9 +19,10 @@ import torch
 
 from nanomegatron import ops
 from nanomegatron.config import OptimizerConfig
-from nanomegatron.dp import Bucket, Slice
+from nanomegatron.dp import Bucket
 from nanomegatron.ops_adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_flat_
 from nanomegatron.ops_kernels import usable
+from nanomegatron.param import ParamSpec
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -112,12 +113,11 @@ class ShardState:
         self.main = bucket.param_shard.float().to(device)  # in fp32 the parameters themselves
         self.exp_avg = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_dtype])
         self.exp_avg_sq = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_sq_dtype])
-        self.groups: dict[tuple[bool, bool], list[Slice]] = {}
-        for piece in bucket.slices:
-            kind = piece.param.spec.decay, piece.param.spec.name in VOCABULARY
-            self.groups.setdefault(kind, []).append(piece)
-        kinds = {kind: DECAY * kind[0] | DECOUPLED * kind[1] for kind in self.groups}
-        ranges = [(p.start, p.stop, kinds[kind]) for kind, pieces in self.groups.items() for p in pieces]
+
+        def kind(spec: ParamSpec) -> int:
+            return DECAY * spec.decay | DECOUPLED * (spec.name in VOCABULARY)
+
+        ranges = [(piece.start, piece.stop, kind(piece.param.spec)) for piece in bucket.slices]
         self.segments = Segments.merged(ranges, device)
 
     def update(
@@ -149,11 +149,12 @@ class ShardState:
         """The same from fp32 `grads` to `main`, all in one place."""
         config = self.config
         moments = self.exp_avg.float(), self.exp_avg_sq.float()
-        for (decays, vocabulary), pieces in self.groups.items():
-            main, g, m, v = ([piece.of(x) for piece in pieces] for x in (self.main, grads, *moments))
-            lr, decay = values[int(vocabulary)], config.weight_decay if decays else 0.0
-            if decays and config.weight_decay_incr_style != "constant":  # a kernel takes but a host's number
-                decay = 0.0
+        for kind in sorted({kind for *_, kind in self.segments.ranges}):
+            parts = [slice(start, stop) for start, stop, k in self.segments.ranges if k == kind]
+            main, g, m, v = ([x[part] for part in parts] for x in (self.main, grads, *moments))
+            lr, decay = values[kind & DECOUPLED], config.weight_decay if kind & DECAY else 0.0
+            if kind & DECAY and config.weight_decay_incr_style != "constant":
+                decay = 0.0  # torch's update takes but a host's number
                 torch._foreach_mul_(main, 1.0 - lr * values[2] * (1.0 - skip))
             hyper = (config.adam_beta1, config.adam_beta2, config.adam_eps, decay)
             ops.adamw_(main, g, (m, v), step, lr, hyper, grad_scale, skip)

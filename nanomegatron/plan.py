@@ -16,8 +16,8 @@ marked * the tp-th part:
     norm outputs *      2h          which QKV and fc1 multiply; none if `layernorm` is made again
     QKV output          n + 2g      as long as attention or a q/k norm reads it in place
     q/k norm            n + g       only a CPU's RMSNorm, as above
-    q, k, v             n + g       q and k where rotation or norm made new ones, v in the QKV output (the
-                                    kernel rotates them there);
+    q, k, v             n + g       q and k where a norm, or rotation without the kernel, made new ones; v in
+                                    the QKV output;
                         3n          `unfused` makes all anew, the others k and v too for grouped queries,
                                     a head for each query head; `fused` reads groups as they are
     attention output    n
