@@ -11,19 +11,19 @@
 // and as bits of `kind` 1: the second learning rate, 2: weight decay. A block has `chunk` elements of one
 // segment; elements of none are left alone. All that changes from step to step is fp32 on the device too:
 // step (the number of this update, from 1), values (lr, decoupled lr, decay), grad_scale, skip (not 0:
-// nothing changes).
+// nothing changes but a copy in E4M3 and its amax, which are made of w as it is).
 //
 // The main parameters are fp32, with a copy in 16 bits written beside them if wanted; or they are cut in two:
 // the parameters in bf16 are their upper half, rounded half away from zero, `main` the lower half, 16 bits
 // with a sign, so that (params << 16) + main are the 32 bits (as Megatron's store_param_remainders has it; a
-// NaN is made quiet). A copy in E4M3 beside fp32 is fp8(w * scale), saturating, with a scale and an amax a
-// segment, fp32 on the device: a segment is then what shares a scale, one parameter or a part of it, and amax
-// = max(amax, |w|) of what is new. Moments are fp32 or bf16, rounded to nearest or, by a seed, at random: up
-// with the probability that keeps the mean.
+// NaN is made quiet). A copy in E4M3 beside fp32 is fp8(bf16(w) * scale), saturating, which is the cast of a
+// copy in bf16, with a scale and an amax a segment, fp32 on the device: a segment is then what shares a
+// scale, one parameter or a part of it, and amax = max(amax, |bf16(w)|) of what is new. Moments are fp32 or
+// bf16, rounded to nearest or, by a seed, at random: up with the probability that keeps the mean.
 //
 // Bytes an element, fp32 moments and gradients: 30 with a copy (4 + 12 read, 12 + 2 written), 29 with one in
-// E4M3, 28 without; bf16 moments and remainders: 20 (4 + 8 read, 8 written). Squares: those of the gradients,
-// once.
+// E4M3 (skipped: 4 read, 1 written), 28 without; bf16 moments and remainders: 20 (4 + 8 read, 8 written).
+// Squares: those of the gradients, once.
 
 #include "fp8.cuh"
 
@@ -161,15 +161,20 @@ struct Whole {
 
 template <int K>
 struct Cast : Whole<K> {
+    __device__ __forceinline__ float kept(int k) const {  // of a parameter in bf16
+        return to_float(from_float<__nv_bfloat16>(this->main[k]));
+    }
     __device__ __forceinline__ void write(const Flat& flat, int64_t i, const Now& now) const {
         store(flat.main, i, this->main);
-        const Pack<float, K>& x = this->main;
+        cast(flat, i, now);
+    }
+    __device__ __forceinline__ void cast(const Flat& flat, int64_t i, const Now& now) const {
         const float s = now.cast;
         auto* to = static_cast<uint8_t*>(flat.params) + i;
         if constexpr (K == 4) {
-            *reinterpret_cast<unsigned*>(to) = four<E4M3>(x[0] * s, x[1] * s, x[2] * s, x[3] * s);
+            *reinterpret_cast<unsigned*>(to) = four<E4M3>(kept(0) * s, kept(1) * s, kept(2) * s, kept(3) * s);
         } else {
-            *to = static_cast<uint8_t>(two<E4M3>(x[0] * s, 0.0f));
+            *to = static_cast<uint8_t>(two<E4M3>(kept(0) * s, 0.0f));
         }
     }
 };
@@ -238,7 +243,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     constexpr int STEP = THREADS * N;
     constexpr bool CAST = std::is_same_v<Main<N>, Cast<N>>;
     __shared__ double corrections[2];
-    if (*told.skip != 0.0f) return;
+    const bool skip = *told.skip != 0.0f;
+    if (!CAST && skip) return;
     if (threadIdx.x < 2) {  // 1 - beta^step
         corrections[threadIdx.x] =
             -expm1(*told.step * (threadIdx.x == 0 ? hyper.log_beta1 : hyper.log_beta2));
@@ -257,22 +263,29 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     auto note = [&](const auto& elements, int size) {
         if constexpr (CAST) {
 #pragma unroll
-            for (int k = 0; k < size; ++k) largest = max(largest, bits_of(elements.main.get(k)));
+            for (int k = 0; k < size; ++k) largest = max(largest, bits_of(elements.main.kept(k)));
         }
     };
-    auto one = [&](int64_t i) {
-        Elements<Main, G, M, V, 1> element;
-        element.read(flat, i);
-        element.update(flat, i, now, hyper);
-        note(element, 1);
+    auto work = [&](auto& elements, int64_t i, int size) {
+        if constexpr (CAST) {
+            if (skip) {
+                elements.main.read(flat, i);
+                elements.main.cast(flat, i, now);
+                return note(elements, size);
+            }
+        }
+        elements.read(flat, i);
+        elements.update(flat, i, now, hyper);
+        note(elements, size);
     };
-    each_alone(own, one);
+    each_alone(own, [&](int64_t i) {
+        Elements<Main, G, M, V, 1> element;
+        work(element, i, 1);
+    });
     const auto length = static_cast<int>(own.last - own.first);
     for (int i = static_cast<int>(threadIdx.x) * N; i < length; i += STEP) {
         Elements<Main, G, M, V, N> elements;
-        elements.read(flat, own.first + i);
-        elements.update(flat, own.first + i, now, hyper);
-        note(elements, N);
+        work(elements, own.first + i, N);
     }
     if constexpr (CAST) {
         raise_to(flat.amax + own.segment, largest_of_block(largest));

@@ -1,5 +1,5 @@
-// FP8 for kernels: values to bytes, maxima of |x|, a scale from such a maximum; eight neighbours at once, and
-// tiles whose columns are turned into rows.
+// FP8 for kernels: values to bytes and back, maxima of |x|, a scale from such a maximum; eight neighbours at
+// once, and tiles whose columns are turned into rows.
 //
 // A maximum of |x| is one of integers, its bits: in any order the same, also between blocks by atomics, and
 // NaN is the largest.
@@ -55,6 +55,13 @@ __device__ __forceinline__ unsigned four(float a, float b, float c, float d) {
     return two<FORMAT>(a, b) | two<FORMAT>(c, d) << 16;
 }
 
+template <int FORMAT>
+__device__ FP8_CONVERSION unsigned two_halves(unsigned pair) {  // fp16 of two bytes, that of the low one low
+    const auto bytes = static_cast<__nv_fp8x2_storage_t>(pair);
+    const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(bytes, FORMAT == E4M3 ? __NV_E4M3 : __NV_E5M2);
+    return halves.x | static_cast<unsigned>(halves.y) << 16;
+}
+
 // Eight neighbours.
 
 template <typename T>
@@ -67,6 +74,24 @@ struct Eight {  // neighbours of one row, as they lie in memory
         if constexpr (std::is_same_v<T, __nv_bfloat16>)
             return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
         return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 ? word >> 16 : word)));
+    }
+};
+
+template <int FORMAT>
+struct Coded {  // FP8 that stands for itself times an inverse
+    uint8_t byte;
+};
+
+template <int FORMAT>
+struct Eight<Coded<FORMAT>> {
+    uint2 bytes;
+    float inverse;
+
+    __device__ __forceinline__ float operator[](int i) const {
+        const unsigned word = i < 4 ? bytes.x : bytes.y;
+        const unsigned halves = two_halves<FORMAT>(i / 2 % 2 ? word >> 16 : word & 0xffffu);
+        const unsigned half = i % 2 ? halves >> 16 : halves & 0xffffu;
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(half))) * inverse;
     }
 };
 
@@ -96,6 +121,40 @@ __device__ __forceinline__ Eight<T> load_eight(const void* from, int type, int64
     return eight;
 }
 
+// The first `count` of eight bytes, or all of them at once where they are aligned.
+template <bool WHOLE>
+__device__ __forceinline__ uint2 load_bytes(const uint8_t* from, int64_t count) {
+    if constexpr (WHOLE) return count > 0 ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
+    unsigned words[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (i < count) words[i / 4] |= static_cast<unsigned>(from[i]) << (i % 4 * 8);
+    }
+    return make_uint2(words[0], words[1]);
+}
+
+struct Source {  // a matrix; of FP8 with an inverse for 128 neighbours of a row, `down` and `across` apart
+    const void* data;
+    int type;
+    const float* inverse;  // null where it is not FP8
+    int64_t down, across;
+};
+
+// Of a matrix [m, k], zeros outside it.
+template <bool WHOLE, typename T>
+__device__ __forceinline__ Eight<T> load_eight(const Source& from, int64_t row, int64_t column, int64_t m,
+                                               int64_t k) {
+    const int64_t at = row * k + column, inside = row < m ? k - column : 0;
+    if constexpr (sizeof(T) == 1) {
+        Eight<T> eight = {};
+        eight.bytes = load_bytes<WHOLE>(static_cast<const uint8_t*>(from.data) + at, inside);
+        if (inside > 0) eight.inverse = from.inverse[row * from.down + column / TILE * from.across];
+        return eight;
+    } else {
+        return load_eight<WHOLE, T>(from.data, from.type, at, inside);
+    }
+}
+
 // The first `count` of N bytes, or all of them at once where they are aligned.
 template <bool WHOLE, typename V>
 __device__ __forceinline__ void store_bytes(uint8_t* to, V bytes, int64_t count) {
@@ -117,6 +176,41 @@ __device__ __forceinline__ uint2 cast_eight(const Eight<T>& x, float s) {
 }
 
 // Tiles.
+
+// Of a row of the tile, for all 16 threads that have pieces of it.
+template <typename T>
+__device__ __forceinline__ unsigned largest_of_row(const Eight<T>& x) {
+    unsigned largest = 0;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) largest = max(largest, bits_of(x[c]));
+#pragma unroll
+    for (int step = PIECES / 2; step > 0; step /= 2) {
+        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
+    }
+    return largest;
+}
+
+// Of each column of the tile: thread i < 128 gets that of column i. Called once a kernel.
+template <typename T>
+__device__ __forceinline__ unsigned largest_of_column(const Eight<T> (&x)[8]) {
+    __shared__ unsigned largest_of[THREADS / 32][TILE];
+    const int across = threadIdx.x % PIECES, thread = threadIdx.x;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+        unsigned largest = 0;
+#pragma unroll
+        for (int r = 0; r < 8; ++r) largest = max(largest, bits_of(x[r][c]));
+        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, PIECES));
+        if (thread % 32 < PIECES) largest_of[thread / 32][across * 8 + c] = largest;
+    }
+    __syncthreads();
+    unsigned largest = 0;
+    if (thread < TILE) {
+#pragma unroll
+        for (int warp = 0; warp < THREADS / 32; ++warp) largest = max(largest, largest_of[warp][thread]);
+    }
+    return largest;
+}
 
 // rows[i] holds four bytes of row i, turned in place: then of column i.
 __device__ __forceinline__ void turn(unsigned (&rows)[4]) {
@@ -153,6 +247,35 @@ __device__ __forceinline__ void store_flipped(uint8_t* flip, const uint2 (&q)[8]
         const int64_t r = row + part * 16;
         if (column + c < k && r < m) store_bytes<WHOLE>(flip + (column + c) * m + r, bytes, m - r);
     }
+}
+
+// Launches.
+
+// Calls body(element, whole) with the type of what a thread loads, and whether it loads packs. FORMAT: of x
+// where that is FP8, 0 if it never is.
+template <int FORMAT, typename Body>
+void with_source(const Source& x, bool whole, Body body) {
+    if constexpr (FORMAT != 0) {
+        if (x.inverse && whole) return body(Coded<FORMAT>{}, std::true_type{});
+        if (x.inverse) return body(Coded<FORMAT>{}, std::false_type{});
+    }
+    if (!whole) return body(float{}, std::false_type{});
+    with_type(x.type, [&](auto element) { body(element, std::true_type{}); });
+}
+
+struct Tiles {  // of a matrix [m, k]
+    unsigned count, per_row;
+
+    Tiles(int64_t m, int64_t k) {
+        const int64_t across = (k + TILE - 1) / TILE, all = (m + TILE - 1) / TILE * across;
+        if (all > 0x7fffffff) throw std::runtime_error("FP8: more than 2^31 tiles");
+        count = static_cast<unsigned>(all), per_row = static_cast<unsigned>(across);
+    }
+};
+
+// Whether rows of [m, k], and of the transposed output if there is one, are packs at these addresses.
+inline bool whole_rows(std::uintptr_t places, int64_t m, int64_t k, bool flip) {
+    return aligned(places) && k % 8 == 0 && (!flip || m % 16 == 0);
 }
 
 }  // namespace

@@ -13,7 +13,10 @@
 //                inverse [k/128, m] and [m/128, k] in memory, as cuBLASLt has them (outer dim contiguous)
 //     squares    128 x 128, one for both; inverse [m/128, k/128] and [k/128, m/128], rows a `stride` apart
 //
-// Bytes an element of 16 bits: amax 2, cast 3, cast with its transpose 4.
+// x may be FP8 itself, with an inverse of each row or block, and is cast as what it stands for; where it has
+// but one scale, its bytes are turned as they are.
+//
+// Bytes an element of 16 bits: amax 2, cast 3, cast with its transpose 4; an FP8 one turned 2.
 //
 // A tile is 128 x 128 in registers, a thread has 8 x 8. Rows leave from there, 128 bytes each; columns are
 // turned in registers 8 x 8 and pass shared memory in pieces of 8 bytes, whose place is XORed so that no
@@ -91,14 +94,8 @@ __device__ __forceinline__ void cast_rows(const Cast& to, const Eight<T> (&x)[8]
     const int64_t first = row + threadIdx.x / PIECES * 8, place = column + across * 8;
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
-        unsigned largest = 0;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) largest = max(largest, bits_of(x[r][c]));
-#pragma unroll
-        for (int step = PIECES / 2; step > 0; step /= 2) {
-            largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
-        }
-        const float s = scale_for(__uint_as_float(largest), to.limit, to.power_of_two, 1.0f);
+        const float amax = __uint_as_float(largest_of_row(x[r]));
+        const float s = scale_for(amax, to.limit, to.power_of_two, 1.0f);
         if (first + r >= to.m) continue;
         if (across == r) to.row_inverse[column / TILE * to.m + first + r] = 1.0f / s;
         const uint2 q = cast_eight<FORMAT>(x[r], s);
@@ -110,23 +107,11 @@ __device__ __forceinline__ void cast_rows(const Cast& to, const Eight<T> (&x)[8]
 template <typename T>
 __device__ __forceinline__ void column_scales(const Cast& to, const Eight<T> (&x)[8], int64_t row,
                                               int64_t column, float (&s)[8]) {
-    __shared__ unsigned largest_of[THREADS / 32][TILE];
     __shared__ float scales[TILE];
     const int across = threadIdx.x % PIECES, thread = threadIdx.x;
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-        unsigned largest = 0;
-#pragma unroll
-        for (int r = 0; r < 8; ++r) largest = max(largest, bits_of(x[r][c]));
-        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, PIECES));
-        if (thread % 32 < PIECES) largest_of[thread / 32][across * 8 + c] = largest;
-    }
-    __syncthreads();
+    const float amax = __uint_as_float(largest_of_column(x));
     if (thread < TILE) {
-        unsigned largest = 0;
-#pragma unroll
-        for (int warp = 0; warp < THREADS / 32; ++warp) largest = max(largest, largest_of[warp][thread]);
-        scales[thread] = scale_for(__uint_as_float(largest), to.limit, to.power_of_two, 1.0f);
+        scales[thread] = scale_for(amax, to.limit, to.power_of_two, 1.0f);
         if (column + thread < to.k)
             to.flip_inverse[row / TILE * to.k + column + thread] = 1.0f / scales[thread];
     }
@@ -156,21 +141,20 @@ __device__ __forceinline__ float tile_scale(const Cast& to, const Eight<T> (&x)[
     return s;
 }
 
-constexpr int blocks_of(int scales, int bytes) { return bytes == 4 ? 2 : scales == LINES ? 3 : 4; }
+constexpr int blocks_of(int scales, int bytes) {
+    return bytes == 4 ? 2 : scales == LINES && bytes == 2 ? 3 : 4;
+}
 
 template <int SCALES, int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, blocks_of(SCALES, sizeof(T)))
-    fp8_tiles(const void* from, int type, Cast to, unsigned per_row) {
+    fp8_tiles(const Source from, const Cast to, unsigned per_row) {
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const int64_t row = blockIdx.x / per_row * static_cast<int64_t>(TILE);
     const int64_t column = blockIdx.x % per_row * static_cast<int64_t>(TILE);
     const int64_t first = row + threadIdx.x / PIECES * 8, place = column + threadIdx.x % PIECES * 8;
     Eight<T> x[8];
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
-        x[r] =
-            load_eight<WHOLE, T>(from, type, (first + r) * to.k + place, first + r < to.m ? to.k - place : 0);
-    }
+    for (int r = 0; r < 8; ++r) x[r] = load_eight<WHOLE, T>(from, first + r, place, to.m, to.k);
 
     float s[8];
     if constexpr (SCALES == LINES) {
@@ -195,6 +179,21 @@ __global__ void __launch_bounds__(THREADS, blocks_of(SCALES, sizeof(T)))
     if (to.flip) store_flipped<WHOLE>(to.flip, q, tile, row, column, to.m, to.k);
 }
 
+template <bool WHOLE>
+__global__ void __launch_bounds__(THREADS, 6)
+    fp8_turned(uint8_t* flip, const uint8_t* x, int64_t m, int64_t k, unsigned per_row) {
+    __shared__ __align__(16) uint2 tile[TILE * PIECES];
+    const int64_t row = blockIdx.x / per_row * static_cast<int64_t>(TILE);
+    const int64_t column = blockIdx.x % per_row * static_cast<int64_t>(TILE);
+    const int64_t first = row + threadIdx.x / PIECES * 8, place = column + threadIdx.x % PIECES * 8;
+    uint2 q[8];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+        q[r] = load_bytes<WHOLE>(x + (first + r) * k + place, first + r < m ? k - place : 0);
+    }
+    store_flipped<WHOLE>(flip, q, tile, row, column, m, k);
+}
+
 // Launches.
 
 // The amax alone takes few blocks, which meet less often; a cast as many as there are batches.
@@ -208,26 +207,20 @@ void launch_line(Address out, Address x, Address scale, Address amax, int64_t n,
 }
 
 template <int SCALES, int FORMAT>
-void launch_tiles(Address x, const Cast& to, int type, bool whole, Address stream) {
-    const int64_t per_row = (to.k + TILE - 1) / TILE, blocks = (to.m + TILE - 1) / TILE * per_row;
-    if (blocks > 0x7fffffff) throw std::runtime_error("fp8_cast: more than 2^31 tiles");
-    auto run = [&](auto* kernel) {
-        kernel<<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(x, type, to,
-                                                                      static_cast<unsigned>(per_row));
-    };
-    if (!whole) return run(fp8_tiles<SCALES, FORMAT, false, float>);
-    with_type(type, [&](auto element) { run(fp8_tiles<SCALES, FORMAT, true, decltype(element)>); });
+void launch_tiles(const Source& x, const Cast& to, bool whole, Address stream) {
+    const Tiles tiles(to.m, to.k);
+    with_source<SCALES == TENSOR ? 0 : FORMAT>(x, whole, [&](auto element, auto packs) {
+        auto* kernel = fp8_tiles<SCALES, FORMAT, decltype(packs)::value, decltype(element)>;
+        kernel<<<tiles.count, THREADS, 0, stream>>>(x, to, tiles.per_row);
+    });
 }
 
 template <int SCALES>
-void launch_tiles(Address x, const Cast& to, int type, int format, Address stream) {
-    const std::uintptr_t places =
-        reinterpret_cast<std::uintptr_t>(to.row) | reinterpret_cast<std::uintptr_t>(to.flip);
-    const bool whole = aligned(x.value | places) && to.k % 8 == 0 && (to.flip == nullptr || to.m % 16 == 0);
+void launch_tiles(const Source& x, const Cast& to, int format, bool whole, Address stream) {
     if (format == E4M3) {
-        launch_tiles<SCALES, E4M3>(x, to, type, whole, stream);
+        launch_tiles<SCALES, E4M3>(x, to, whole, stream);
     } else {
-        launch_tiles<SCALES, E5M2>(x, to, type, whole, stream);
+        launch_tiles<SCALES, E5M2>(x, to, whole, stream);
     }
 }
 
@@ -243,8 +236,9 @@ void fp8_cast(Address x, Address row, Address flip, Address scale, Address amax,
               int type, int format, Address stream) {
     if (m * k == 0) return;
     if (flip.value) {
-        launch_tiles<TENSOR>(x, {row, flip, nullptr, nullptr, 0, 0, scale, amax, m, k, 0.0f, false}, type,
-                             format, stream);
+        const Cast to = {row, flip, nullptr, nullptr, 0, 0, scale, amax, m, k, 0.0f, false};
+        const bool whole = whole_rows(x.value | row.value | flip.value, m, k, true);
+        launch_tiles<TENSOR>({x, type, nullptr, 0, 0}, to, format, whole, stream);
     } else if (format == E4M3) {
         launch_line<E4M3>(row, x, scale, amax, m * k, type, stream);
     } else {
@@ -253,9 +247,10 @@ void fp8_cast(Address x, Address row, Address flip, Address scale, Address amax,
     check_launch("fp8_cast");
 }
 
-void fp8_cast_blocks(Address x, Address row, Address row_inverse, Address flip, Address flip_inverse,
-                     int64_t m, int64_t k, int64_t row_stride, int64_t flip_stride, int squares,
-                     int power_of_two, int type, int format, Address stream) {
+void fp8_cast_blocks(Address x, Address inverse, int64_t down, int64_t across, Address row,
+                     Address row_inverse, Address flip, Address flip_inverse, int64_t m, int64_t k,
+                     int64_t row_stride, int64_t flip_stride, int squares, int power_of_two, int type,
+                     int format, Address stream) {
     if (m * k == 0) return;
     const Cast to = {row,
                      flip,
@@ -269,10 +264,20 @@ void fp8_cast_blocks(Address x, Address row, Address row_inverse, Address flip, 
                      k,
                      format == E4M3 ? 448.0f : 57344.0f,
                      power_of_two != 0};
+    const Source from = {x, type, inverse, down, across};
+    const bool whole = whole_rows(x.value | row.value | flip.value, m, k, flip.value != 0);
     if (squares) {
-        launch_tiles<SQUARES>(x, to, type, format, stream);
+        launch_tiles<SQUARES>(from, to, format, whole, stream);
     } else {
-        launch_tiles<LINES>(x, to, type, format, stream);
+        launch_tiles<LINES>(from, to, format, whole, stream);
     }
     check_launch("fp8_cast_blocks");
+}
+
+void fp8_turn(Address x, Address flip, int64_t m, int64_t k, Address stream) {
+    if (m * k == 0) return;
+    const Tiles tiles(m, k);
+    auto* kernel = whole_rows(x.value | flip.value, m, k, true) ? fp8_turned<true> : fp8_turned<false>;
+    kernel<<<tiles.count, THREADS, 0, stream>>>(flip, x, m, k, tiles.per_row);
+    check_launch("fp8_turn");
 }

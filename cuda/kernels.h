@@ -52,17 +52,28 @@ void adamw(Address main, Address params, Address grads, Address exp_avg, Address
 void sums_of_squares(Address out, Address partial, Address x, Address table, int64_t count, int64_t blocks,
                      int64_t chunk, int type, Address stream);
 
-// fp8_cast.cu, fp8_scale.cu
+// fp8_cast.cu, fp8_rows.cu, fp8_scale.cu
 void fp8_amax(Address x, Address amax, int64_t n, int type, Address stream);
 void fp8_cast(Address x, Address row, Address flip, Address scale, Address amax, int64_t m, int64_t k,
               int type, int format, Address stream);
-void fp8_cast_blocks(Address x, Address row, Address row_inverse, Address flip, Address flip_inverse,
-                     int64_t m, int64_t k, int64_t row_stride, int64_t flip_stride, int squares,
-                     int power_of_two, int type, int format, Address stream);
+void fp8_cast_blocks(Address x, Address inverse, int64_t down, int64_t across, Address row,
+                     Address row_inverse, Address flip, Address flip_inverse, int64_t m, int64_t k,
+                     int64_t row_stride, int64_t flip_stride, int squares, int power_of_two, int type,
+                     int format, Address stream);
+void fp8_cast_rows(Address x, Address inverse, int64_t down, int64_t across, Address row, Address row_inverse,
+                   Address flip, Address flip_inverse, Address amax, int64_t m, int64_t k, float limit,
+                   int type, int format, Address stream);
+void fp8_turn(Address x, Address flip, int64_t m, int64_t k, Address stream);
 void fp8_scale(Address amax, Address scale, Address inverse, int64_t n, float limit, int power_of_two,
                Address stream);
 void fp8_update(Address history, Address scale, Address inverse, Address limits, int64_t n, int64_t length,
                 int most_recent, Address stream);
+
+// matmul_fp8.cu; the first throws where there is no cuBLASLt
+void fp8_matmul_ready();
+void fp8_matmul_add(Address out, Address a, Address a_inverse, Address b, Address b_inverse,
+                    Address workspace, int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int a_format,
+                    int b_format, int fast, Address stream);
 
 // permute.cu
 void moe_route(Address ids, Address position, Address source, Address offsets, Address counts, Address work,

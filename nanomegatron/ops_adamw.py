@@ -80,7 +80,8 @@ class FlatState:
     and the same values. Moments and gradients are fp32 or bf16.
 
     scale, amax: for a copy in E4M3, fp32 `[segments]` (so neighbours must not be merged): the copy is
-    fp8(w * scale), and amax is raised to the largest new |w|, for the scale of a later step.
+    fp8(bf16(w) * scale), as if it were made of one in bf16, and amax is raised to the largest new |bf16(w)|,
+    for the scale of a later step.
     """
 
     main: torch.Tensor
@@ -120,8 +121,9 @@ def adamw_flat_(
 
     told: (step, values, grad_scale, skip) in fp32 on the device: the number of this update, from 1; the two
     learning rates and the weight decay `[3]`; what gradients are divided by first; not 0 where nothing may
-    change. hyper: (beta1, beta2, eps). seed: from 0 on, moments in bf16 are rounded at random, by a hash of
-    (seed, step, index), up with the probability that keeps their mean; else to nearest.
+    change but a copy in E4M3, whose scale may be a new one, and its amax. hyper: (beta1, beta2, eps). seed:
+    from 0 on, moments in bf16 are rounded at random, by a hash of (seed, step, index), up with the
+    probability that keeps their mean; else to nearest.
     Raises ValueError for other shapes, types or devices. See `adamw_flat_ref_`.
     """
     main, params, *others = state.tensors
@@ -149,14 +151,20 @@ def adamw_flat_(
     launch("adamw", *state.tensors, segments.table, *arguments)
 
 
+def cast_flat_(
+    main: torch.Tensor, copy: torch.Tensor, segments: Segments, scale: torch.Tensor, amax: torch.Tensor
+) -> None:
+    """The copy in E4M3 that `adamw_flat_` would leave of `main` as it is, and its amax; alike flat."""
+    state, one = FlatState(main, copy, main, main, main, scale, amax), torch.ones(3, device=main.device)
+    adamw_flat_(state, segments, (one[0], one, one[0], one[0]), (0.9, 0.95, 1e-8))
+
+
 def adamw_flat_ref_(state: FlatState, segments: Segments, told, hyper, seed: int = -1) -> None:
     """`adamw_flat_` in plain torch: specification and oracle (arXiv 1711.05101)."""
     step, values, grad_scale, skip = told
     beta1, beta2, eps = hyper
-    if skip:
-        return
     unbias1, unbias2 = (1 - beta ** step.double() for beta in (beta1, beta2))  # in fp32 off by up to 5e-5
-    for i, (start, stop, kind) in enumerate(segments.ranges):
+    for start, stop, kind in () if skip else segments.ranges:
         main, params, grads, *moments = (x if x is None else x[start:stop] for x in state.tensors)
         lr, decay = values[kind & DECOUPLED], values[2] if kind & DECAY else 0.0
         halves = main.dtype == torch.int16
@@ -174,11 +182,12 @@ def adamw_flat_ref_(state: FlatState, segments: Segments, told, hyper, seed: int
             main.copy_(remainders)
         else:
             main.copy_(p)
-        if params is not None and params.dtype == FP8:
-            params.copy_(fp8_cast_ref(p, state.scale[i], FP8))
-            fp8_amax(p, state.amax[i])
-        elif params is not None:
+        if params is not None and params.dtype != FP8:
             params.copy_(p)
+    for i, (start, stop, _) in enumerate(segments.ranges if state.amax is not None else ()):
+        kept = state.main[start:stop].bfloat16()
+        state.params[start:stop].copy_(fp8_cast_ref(kept, state.scale[i], FP8))
+        fp8_amax(kept, state.amax[i])
 
 
 def _at_random(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

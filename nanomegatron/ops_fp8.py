@@ -1,16 +1,19 @@
-"""Casts to FP8 with a scale a tensor or a block: the kernels of cuda/fp8_*.cu, and what they compute.
+"""Casts to FP8 with a scale a tensor, a row or a block: the kernels of cuda/fp8_*.cu, and what they compute.
 
     q = fp8(x * scale), saturating        x is about q * inverse, inverse = 1 / scale
     scale = limit / amax                  limit: the format's largest value / 2^margin
 
     current scaling    fp8_amax, fp8_scale, fp8_cast                          the scale of this very tensor
     delayed scaling    fp8_cast (notes the amax), fp8_update once a step      the scale of earlier steps
+    row scaling        fp8_cast_rows                                          each row's own scale
     block scaling      fp8_cast_blocks                                        each block's own scale
 
 Nothing waits for the GPU: scales and amaxes stay on it. An amax holds the largest |x| so far, NaN above all
 others; whoever owns it zeroes it. Where there is no kernel, plain torch gives the same, to the bit.
 (arXiv 2209.05433; blocks: 2412.19437, section 3.3)
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,7 @@ from nanomegatron.ops_kernels import FLOATS, TYPES, launch, usable
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
+Pair = tuple[torch.Tensor, torch.Tensor]  # a cast and its inverse
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # scales; both they and their inverses are normal numbers
 
 
@@ -117,27 +121,68 @@ def fp8_cast_ref(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
+def fp8_turn(q: torch.Tensor) -> torch.Tensor:
+    """The bytes of q^T: `[m, k] -> [k, m]`. Raises ValueError."""
+    if q.dtype not in FORMATS or q.dim() != 2:
+        raise ValueError(f"a matrix of FP8 is turned, not {q.dtype} {q.shape}")
+    if not usable(q, "fp8_turn", FORMATS):
+        return q.t().contiguous()
+    flip = q.new_empty(q.shape[::-1])
+    launch("fp8_turn", q.contiguous(), flip, *q.shape)
+    return flip
+
+
+def fp8_cast_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    limit: float,
+    outputs: str = "row",
+    inverse: torch.Tensor | None = None,
+) -> tuple[Pair | None, Pair | None]:
+    """(q `[m, k]`, inverse `[m, 1]`) and (q of x^T `[k, m]`, inverse `[k, 1]`), each row with its own scale.
+
+    Scales are powers of two, limit / amax rounded down. x may be of `dtype` with an `inverse` of its rows or
+    blocks, and is what it stands for. Raises ValueError.
+    """
+    source, (row, flip) = _source(x, dtype, inverse), _outputs(x, dtype, outputs)
+    if not x.numel() or not usable(x, "fp8_cast_rows", FLOATS + FORMATS):
+        return _plainly(lambda y: fp8_cast_rows_ref(y, dtype, limit), x, inverse, outputs)
+    inverses = [None if q is None else x.new_empty(len(q), 1, dtype=torch.float32) for q in (row, flip)]
+    amax = None if flip is None else x.new_zeros(sum(x.shape), dtype=torch.float32)
+    kind = float(limit), TYPES[x.dtype], TYPES[dtype]
+    launch("fp8_cast_rows", *source, row, inverses[0], flip, inverses[1], amax, *x.shape, *kind)
+    return tuple(None if q is None else (q, i) for q, i in zip((row, flip), inverses))
+
+
+def fp8_cast_rows_ref(x: torch.Tensor, dtype: torch.dtype, limit: float) -> Pair:
+    """`fp8_cast_rows` of x row-major, in plain torch."""
+    amax = x.abs().amax(dim=1, keepdim=True).float() if x.shape[1] else x.new_zeros(len(x), 1).float()
+    scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two=True)
+    return fp8_cast_ref(x, scale, dtype).contiguous(), 1.0 / scale
+
+
 def fp8_cast_blocks(
-    x: torch.Tensor, dtype: torch.dtype, squares: bool, outputs: str = "row", power_of_two: bool = False
-) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    squares: bool,
+    outputs: str = "row",
+    power_of_two: bool = False,
+    inverse: torch.Tensor | None = None,
+) -> tuple[Pair | None, Pair | None]:
     """(q `[m, k]`, inverse) and (q of x^T `[k, m]`, inverse), each block with the scale of its own amax.
 
     Blocks are 128 x 128 (`squares`), or 1 x 128 along the last dim of each output, so that the two are not
     each other's transpose. Inverses are fp32: `[m, k/128]` with the first dim contiguous, or `[m/128, k/128]`
     with rows a multiple of 4 apart, as `torch._scaled_mm` takes them (block counts rounded up).
-    Raises ValueError.
+    x, inverse: as of fp8_cast_rows. Raises ValueError.
     """
-    _check(x, dtype)
-    x, (row, flip) = x.contiguous(), _outputs(x, dtype, outputs)
-    if not usable(x, "fp8_cast_blocks"):
-        pairs = (row, x), (flip, x.t())
-        return tuple(
-            q if q is None else fp8_cast_blocks_ref(y, dtype, squares, power_of_two) for q, y in pairs
-        )
+    source, (row, flip) = _source(x, dtype, inverse), _outputs(x, dtype, outputs)
+    if not usable(x, "fp8_cast_blocks", FLOATS + FORMATS):
+        return _plainly(lambda y: fp8_cast_blocks_ref(y, dtype, squares, power_of_two), x, inverse, outputs)
     inverses = [None if q is None else _inverse(q, squares) for q in (row, flip)]
     strides = [0 if i is None else i.stride(0) for i in inverses]
     kind = int(squares), int(power_of_two), TYPES[x.dtype], TYPES[dtype]
-    launch("fp8_cast_blocks", x, row, inverses[0], flip, inverses[1], *x.shape, *strides, *kind)
+    launch("fp8_cast_blocks", *source, row, inverses[0], flip, inverses[1], *x.shape, *strides, *kind)
     return tuple(None if q is None else (q, i) for q, i in zip((row, flip), inverses))
 
 
@@ -153,11 +198,35 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> tuple[torch.Te
 
 
 def fp8_decode(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """q * inverse in fp32, for an inverse of one element or of blocks: what a GEMM of these computes with."""
-    if inverse.dim() == 2:
-        rows = inverse.repeat_interleave(1 if len(inverse) == len(q) else BLOCK, 0)[: q.shape[0]]
-        inverse = rows.repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
+    """q * inverse in fp32, of one element, of rows or of blocks: what a GEMM of these computes with."""
+    if inverse.dim() == 2 and inverse.shape != (len(q), 1):
+        inverse = _of_rows(q, inverse).repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
     return q.float() * inverse
+
+
+def _of_rows(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Inverses of blocks as of blocks 1 x 128. `[m, k/128]`"""
+    return inverse if len(inverse) == len(q) else inverse.repeat_interleave(BLOCK, 0)[: len(q)]
+
+
+def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -> tuple:
+    """What the kernels are told of x: x, the inverses of each row, and how far apart these are."""
+    if inverse is None:
+        _check(x, dtype)
+        return x.contiguous(), None, 0, 0
+    (m, k), kind = x.shape, (x.dtype, inverse.dtype, inverse.device)
+    down, across = -(-m // BLOCK), -(-k // BLOCK)
+    shapes = (m, 1), (m, across), (down, across)
+    if kind != (dtype, torch.float32, x.device) or dtype not in FORMATS or inverse.shape not in shapes:
+        raise ValueError(f"{x.dtype} {x.shape} with {inverse.dtype} {inverse.shape} is not cast to {dtype}")
+    rows = _of_rows(x, inverse).expand(m, across)
+    return x.contiguous(), rows, *rows.stride()
+
+
+def _plainly(cast: Callable, x: torch.Tensor, inverse: torch.Tensor | None, outputs: str) -> tuple:
+    """A cast of x and one of x^T, those that are wanted, in plain torch."""
+    x = x if inverse is None else fp8_decode(x, inverse)
+    return None if outputs == "transposed" else cast(x), None if outputs == "row" else cast(x.t())
 
 
 def _scale(amax, limits, otherwise, power_of_two=False) -> torch.Tensor:

@@ -8,13 +8,14 @@ All are fp8_cast of the result in fp32: rounded once, where a norm or unit in 16
 The transposed copy is for the weight gradient, whose GEMM contracts over rows.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from nanomegatron.ops_fp8 import FORMATS, fp8_cast
 from nanomegatron.ops_kernels import FLOATS, TYPES, launch, usable
-from nanomegatron.ops_mlp import gated_ref
+from nanomegatron.ops_mlp import gated_backward_ref, gated_ref
 from nanomegatron.ops_norm import check, norm_ref
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -129,10 +130,8 @@ def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp
     if grad.shape != (*x.shape[:-1], f) or grad.dtype != x.dtype or grad.device != x.device:
         raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}, halved")
     if not usable(x, "gated_backward_fp8"):
-        with torch.enable_grad():
-            wide = x.detach().float().reshape(rows, 2 * f).requires_grad_()
-            y = gated_ref(wide, act)
-        return wanted.of(torch.autograd.grad(y, wide, grad.float().view(y.shape))[0])
+        grad, x = grad.float().reshape(rows, f), x.float().reshape(rows, 2 * f)
+        return wanted.of(gated_backward_ref(grad, x, act))
     tensors = grad.contiguous(), x.contiguous(), *pair, wanted.scale, wanted.amax
     launch("swiglu_fp8_backward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
@@ -142,4 +141,4 @@ def _halved(x: torch.Tensor) -> tuple[int, int]:
     """Rows and f of `[..., 2f]`."""
     if x.shape[-1] % 2:
         raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
-    return x.numel() // max(x.shape[-1], 1), x.shape[-1] // 2
+    return math.prod(x.shape[:-1]), x.shape[-1] // 2

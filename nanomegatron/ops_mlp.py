@@ -27,6 +27,13 @@ def gated_ref(x: torch.Tensor, act: int) -> torch.Tensor:
     return (F.silu(gate) if act == SILU else F.gelu(gate, approximate="tanh")) * up
 
 
+def gated_backward_ref(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
+    """The gradient by x of act(gate) * up, in plain torch. `[..., f], [..., 2f] -> [..., 2f]`"""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(gated_ref(x, act), x, grad)[0]
+
+
 class GatedFunction(torch.autograd.Function):
     """act(gate) * up by the kernel. `[..., 2f] -> [..., f]`"""
 

@@ -120,6 +120,29 @@ def _backward(grad, grad_total, x, weight, rstd, mean, from_one: bool) -> tuple[
     return dx, dweight, dbias
 
 
+def norm_backward(
+    grad: torch.Tensor | None,
+    grad_total: torch.Tensor | None,
+    kept: tuple[torch.Tensor | None, ...],
+    eps: float,
+    from_one: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients by x, to which `grad_total` is added, weight and bias of a norm of x: of `grad`.
+
+    kept: x, weight, bias, and of the forward rstd and mean, fp32 `[rows]`. For other forwards than above.
+    """
+    x, weight, bias, rstd, mean = kept
+    if grad is None:  # only the sum was used
+        return grad_total, None, None
+    if usable(x, "norm"):
+        return _backward(grad, grad_total, x, weight, rstd, mean, from_one)
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+        y = norm_ref(*leaves, *[None] * (bias is None), eps, from_one)
+    dx, *others = torch.autograd.grad(y, leaves, grad)
+    return dx if grad_total is None else dx + grad_total, *others, *[None] * (bias is None)
+
+
 def _fake(x, residual, weight, bias, eps, from_one) -> tuple[torch.Tensor | None, ...]:
     rstd, total = x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32), x.new_empty(x.shape)
     mean = None if bias is None else torch.empty_like(rstd)

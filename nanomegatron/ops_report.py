@@ -14,6 +14,7 @@ from nanomegatron import ops_kernels
 from nanomegatron.config import TransformerConfig
 from nanomegatron.ops_adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
 from nanomegatron.ops_fp8 import fp8_cast, fp8_cast_ref
+from nanomegatron.ops_fp8_matmul import missing
 from nanomegatron.ops_kernels import FLOATS, why_not
 from nanomegatron.ops_loss import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops_mlp import SILU, gated, gated_ref
@@ -171,7 +172,7 @@ def report() -> int:
         print("device    no GPU here: all ops run in plain torch on the CPU")
     else:
         major, minor = torch.cuda.get_device_capability(device)
-        fits = why_not(device) or "the kernels run"
+        fits = why_not(device) or f"the kernels run; cuBLASLt: {missing() or 'there'}"
         print(f"device    {torch.cuda.get_device_name(device)}, sm_{major}{minor}: {fits}")
     print("\n" + "\n".join(f"{op:<16} {path}" for op, path in paths(device or torch.device("cpu")).items()))
     if device is None or why_not(device):

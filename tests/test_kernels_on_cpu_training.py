@@ -11,7 +11,7 @@ from tests.gpu import test_kernel_loss as loss
 from tests.gpu import test_kernel_moe as moe
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
-FILES = "cross_entropy", "adamw", "fp8_cast", "fp8_scale", "permute"
+FILES = "cross_entropy", "adamw", "fp8_cast", "fp8_rows", "fp8_scale", "permute"
 MODULES = ops_loss, ops_adamw, ops_fp8, ops_moe, loss, adamw, fp8, moe
 FP32, BF16, FP16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -96,6 +96,29 @@ def test_fp8(shape, dtype):
             fp8.test_cast(shape, kind, dtype, outputs)
         for squares in (False, True):
             fp8.test_blocks(shape, kind, dtype, squares, squares == (kind is BF16))
+        fp8.test_rows(shape, kind, dtype)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_fp8_of_long_rows(kind):
+    for shape in fp8.LONG:
+        fp8.test_rows(shape, kind, fp8.FORMATS[0])
+
+
+@pytest.mark.parametrize("dtype", fp8.FORMATS)
+@pytest.mark.parametrize(
+    "shape", [(272, 136), (144, 264), (130, 131), (1, 300), (300, 1), (3, 8200)], ids=str
+)
+def test_fp8_of_fp8(shape, dtype):
+    for inverses in fp8.INVERSES:
+        fp8.test_casts_of_casts(shape, dtype, inverses)
+    fp8.test_turned_bytes(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", fp8.FORMATS)
+def test_fp8_of_all_fp8(dtype):
+    for power_of_two in (False, True):
+        fp8.test_casts_of_all_casts(dtype, power_of_two)
 
 
 @pytest.mark.parametrize("dtype", fp8.FORMATS)
@@ -110,6 +133,8 @@ def test_fp8_of_all_values(dtype):
 def test_fp8_of_strange_blocks(squares):
     for value in (0.0, 1e-45, 1e-38, 3e38, fp8.INF, -fp8.INF, fp8.NAN):
         fp8.test_blocks_of_strange_numbers(value, squares)
+        if squares:
+            fp8.test_rows_of_strange_numbers(value)
 
 
 @pytest.mark.parametrize("kind", DTYPES)

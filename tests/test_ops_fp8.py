@@ -9,14 +9,17 @@ from nanomegatron.ops_fp8 import (
     fp8_amax,
     fp8_cast,
     fp8_cast_blocks,
+    fp8_cast_rows,
     fp8_decode,
     fp8_limit,
     fp8_scale,
+    fp8_turn,
     fp8_update,
 )
 
 E4M3, E5M2 = FORMATS
 NAN, INF = float("nan"), float("inf")
+CODED = torch.ones(2, 2).to(E4M3)
 
 
 def test_casts_saturate_round_to_even_and_keep_what_is_no_number():
@@ -103,6 +106,41 @@ def test_blocks_have_their_own_scales(squares, power_of_two):
         torch.testing.assert_close(inverse[0, 0], first.abs().max() / 448.0)
 
 
+def test_rows_have_their_own_scales():
+    x = torch.tensor([[7.0, 7.5], [0.0, 0.0], [INF, 3.0], [NAN, 1e-3]])
+    (row, inverse), (flip, flip_inverse) = fp8_cast_rows(x, E4M3, 448.0, "both")
+    assert inverse.flatten().tolist() == [1 / 32, 1.0, 1.0, 1.0]  # 448 / 7.5 = 59.7, rounded down
+    assert row.float()[:3].tolist() == [[224.0, 240.0], [0.0, 0.0], [448.0, 3.0]] and row[3, 0].isnan()
+    assert flip_inverse.tolist() == [[1.0], [1 / 32]] and flip.shape == (2, 4)
+    assert flip.float()[1].tolist() == [240.0, 0.0, 96.0, 2**-5]
+    assert fp8_cast_rows(x[:1], E4M3, 448.0 / 4)[0][1] == 1 / 8
+
+
+def test_what_has_been_cast_is_cast_as_what_it_stands_for():
+    x = torch.randn(200, 300) * torch.randn(200, 1).exp()
+    for q, inverse in (
+        fp8_cast_rows(x, E5M2, 57344.0)[0],
+        fp8_cast_blocks(x, E5M2, False)[0],
+        fp8_cast_blocks(x, E5M2, True)[0],
+    ):
+        decoded = fp8_decode(q, inverse)
+        assert ((decoded - x).abs() <= x.abs() / 8 + 1e-6).all()
+        for cast in (
+            lambda *a: fp8_cast_rows(a[0], E5M2, 57344.0, "both", *a[1:]),
+            lambda *a: fp8_cast_blocks(a[0], E5M2, False, "both", True, *a[1:]),
+        ):
+            for (a, b), (c, d) in zip(cast(q, inverse), cast(decoded), strict=True):
+                assert torch.equal(a.view(torch.uint8), c.view(torch.uint8)) and torch.equal(b, d)
+    assert torch.equal(fp8_turn(q).view(torch.uint8), q.view(torch.uint8).t()) and fp8_turn(q).is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (1, 1)])
+def test_rows_that_are_small_or_empty(shape):
+    (row, inverse), (flip, flip_inverse) = fp8_cast_rows(torch.zeros(shape), E5M2, 1.0, "both")
+    assert row.shape == shape and flip.shape == fp8_turn(row).shape == shape[::-1]
+    assert inverse.tolist() == [[1.0]] * shape[0] and flip_inverse.tolist() == [[1.0]] * shape[1]
+
+
 @pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (1, 1)])
 def test_small_and_empty_ones(shape, squares):
@@ -125,6 +163,12 @@ def test_small_and_empty_ones(shape, squares):
         (lambda: fp8_cast(torch.ones(2, 2), torch.ones(1), E4M3, outputs="columns"), "outputs"),
         (lambda: fp8_cast(torch.ones(2, 2), torch.ones(1), E4M3, torch.ones(2)), "one fp32 element"),
         (lambda: fp8_cast_blocks(torch.ones(2), E4M3, True), "matrix"),
+        (lambda: fp8_cast_blocks(CODED, E4M3, False), "matrix"),
+        (lambda: fp8_cast_blocks(CODED, E5M2, False, inverse=torch.ones(2, 1)), "is not cast to"),
+        (lambda: fp8_cast_rows(CODED, E4M3, 448.0, inverse=torch.ones(3, 1)), "is not cast to"),
+        (lambda: fp8_cast_rows(CODED, E4M3, 448.0, inverse=torch.ones(2, 1).half()), "is not cast to"),
+        (lambda: fp8_cast_rows(torch.ones(2, 2), E4M3, 448.0, "column"), "outputs"),
+        (lambda: fp8_turn(torch.ones(2, 2)), "a matrix of FP8"),
         (lambda: fp8_scale(torch.ones(2).half(), 448.0), "fp32"),
         (lambda: fp8_update(torch.ones(2, 3), torch.ones(2), torch.ones(3), torch.ones(3)), "must be fp32"),
     ],

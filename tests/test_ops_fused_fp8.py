@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanomegatron import ops_adamw, ops_fused_fp8
-from nanomegatron.ops_adamw import FlatState, Segments, adamw_flat_
+from nanomegatron.ops_adamw import FlatState, Segments, adamw_flat_, cast_flat_
 from nanomegatron.ops_fp8 import FORMATS, fp8_cast_ref
 from nanomegatron.ops_fused_fp8 import Fp8, gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops_mlp import GELU, SILU, gated_ref
@@ -102,24 +102,43 @@ def adamw_case(n: int, ranges, offset=0, device="cpu", copy=E4M3) -> tuple[FlatS
 
 
 def check_adamw(case) -> None:
-    """The other outputs are those of the same step with a copy in bf16; the copy is their cast."""
+    """The other outputs are those of the same step with a copy in bf16; the copy in E4M3 is the cast of that.
+
+    And so where the step is skipped, or there is none but `cast_flat_`.
+    """
     s, segments, told = case
-    before, hyper = s.params.clone(), (0.9, 0.95, 1e-8)
-    tensors = [x.clone() for x in s.tensors]
-    other = FlatState(tensors[0], tensors[0].bfloat16(), *tensors[2:])
+    hyper, none = (0.9, 0.95, 1e-8), (*told[:3], torch.ones_like(told[3]))
+    for skipped in (True, False):
+        before = [x.clone() for x in s.tensors]
+        if skipped:
+            adamw_flat_(s, segments, none, hyper, seed=3)
+        else:
+            cast_flat_(s.main, s.params, segments, s.scale, s.amax)
+        check_copy(s, segments, before)
+        for i in (0, 2, 3, 4):
+            assert torch.equal(s.tensors[i].nan_to_num(), before[i].nan_to_num())
+        s.params.copy_(before[1]), s.amax.zero_()
+    before = [x.clone() for x in s.tensors]
+    other = FlatState(before[0].clone(), before[0].bfloat16(), *(x.clone() for x in before[2:]))
     adamw_flat_(s, segments, told, hyper)
     adamw_flat_(other, segments, told, hyper)
-    untouched = torch.ones(len(s.main), dtype=torch.bool, device=s.main.device)
     for ours, theirs in zip((s.main, *s.tensors[2:]), (other.main, *other.tensors[2:]), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    check_copy(s, segments, before)
+
+
+def check_copy(s: FlatState, segments: Segments, before: list[torch.Tensor]) -> None:
+    """The copy and the amax are those of a parameter in bf16; what no segment has is as before."""
+    untouched = torch.ones(len(s.main), dtype=torch.bool, device=s.main.device)
     for i, (start, stop, _) in enumerate(segments.ranges):
-        w = s.main[start:stop]
+        w = s.main[start:stop].bfloat16().float()
         copy, expected = s.params[start:stop].float(), fp8_cast_ref(w, s.scale[i], s.params.dtype).float()
         torch.testing.assert_close(copy, expected, rtol=0, atol=0, equal_nan=True)
         largest = w.abs().max() if start < stop else torch.zeros_like(s.amax[i])
         torch.testing.assert_close(s.amax[i], largest, rtol=0, atol=0, equal_nan=True)
         untouched[start:stop] = False
-    assert torch.equal(s.params.view(torch.uint8)[untouched], before.view(torch.uint8)[untouched])
+    assert torch.equal(s.params.view(torch.uint8)[untouched], before[1].view(torch.uint8)[untouched])
+    assert torch.equal(s.main[untouched], before[0][untouched])
 
 
 RANGES = [(0, 5, 2), (5, 8200, 0), (8201, 8202, 3), (8210, 8210, 0), (8215, 25000, 3)]
@@ -161,9 +180,6 @@ def test_adamw_with_a_copy_in_e4m3():
     ):
         with pytest.raises(ValueError, match="must be"):
             adamw_flat_(replace(s, **bad), segments, told, (0.9, 0.95, 1e-8))
-    before = s.params.clone()
-    adamw_flat_(s, segments, (*told[:3], torch.ones(())), (0.9, 0.95, 1e-8))
-    assert torch.equal(s.params.view(torch.uint8), before.view(torch.uint8)) and s.amax == 0
 
 
 @pytest.mark.parametrize(

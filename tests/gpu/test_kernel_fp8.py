@@ -8,10 +8,14 @@ from nanomegatron.ops_fp8 import (
     fp8_amax,
     fp8_cast,
     fp8_cast_blocks,
+    fp8_cast_blocks_ref,
     fp8_cast_ref,
+    fp8_cast_rows,
+    fp8_cast_rows_ref,
     fp8_decode,
     fp8_limit,
     fp8_scale,
+    fp8_turn,
     fp8_update,
     fp8_update_ref,
 )
@@ -32,6 +36,8 @@ SHAPES = [
     (129, 127),
 ]
 SHAPES += [(1, 1), (1, 300), (300, 1), (0, 16), (16, 0), (5, 8), (8, 5), (17, 1000), (1000, 24), (2048, 1032)]
+LONG = [(3, 8200), (2, 4099)]  # rows that a block reads in several turns
+INVERSES = ["rows", "lines", "gathered", "squares"]  # of what has been cast before
 
 
 def number(value: float) -> torch.Tensor:
@@ -66,16 +72,27 @@ def check_cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, outputs
     torch.testing.assert_close(amax.cpu(), expected_amax, rtol=0, atol=0, equal_nan=True)
 
 
-def check_blocks(
-    x: torch.Tensor, dtype: torch.dtype, squares: bool, outputs: str, power_of_two: bool
-) -> None:
-    found = fp8_cast_blocks(x, dtype, squares, outputs, power_of_two)
-    expected = plainly(fp8_cast_blocks, x, dtype, squares, outputs, power_of_two)
-    for ours, theirs in zip(found, expected, strict=True):
+def check_parts(function, *args: torch.Tensor | str | float | None) -> None:
+    """fp8_cast_rows or fp8_cast_blocks: casts, and inverses in their places."""
+    for ours, theirs in zip(function(*args), plainly(function, *args), strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             same(ours[0], theirs[0])
             assert torch.equal(ours[1].cpu(), theirs[1]) and ours[1].stride() == theirs[1].stride()
+
+
+def spread(shape: tuple[int, int], kind: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random numbers, rows and columns of different sizes."""
+    sizes = torch.randn(shape[0], 1, device=GPU) + torch.randn(shape[1], device=GPU)
+    return (torch.randn(shape, device=GPU) * sizes.exp()).to(kind)
+
+
+def coded(shape: tuple[int, int], dtype: torch.dtype, inverses: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 with inverses that are no powers of two, but those of rows."""
+    if inverses == "rows":
+        return fp8_cast_rows_ref(spread(shape), dtype, 100.0)
+    q, inverse = fp8_cast_blocks_ref(spread(shape), dtype, inverses == "squares")
+    return q, inverse.contiguous() if inverses == "gathered" else inverse
 
 
 def test_the_kernels_are_there():
@@ -118,8 +135,10 @@ def test_views_that_are_not_aligned(kind, outputs):
     data = torch.randn(64 * 256 + 1, device=GPU).to(kind)
     check_cast(data[1:].view(64, 256), number(2.0), FORMATS[0], outputs)
     check_cast(data[: 64 * 256].view(256, 64).t(), number(2.0), FORMATS[0], outputs)
+    check_parts(fp8_cast_rows, data[1:].view(64, 256), FORMATS[0], 448.0, outputs)
+    check_parts(fp8_cast_rows, data[: 64 * 256].view(256, 64).t(), FORMATS[0], 448.0, outputs)
     for squares in (False, True):
-        check_blocks(data[1:].view(64, 256), FORMATS[0], squares, outputs, False)
+        check_parts(fp8_cast_blocks, data[1:].view(64, 256), FORMATS[0], squares, outputs, False)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -128,10 +147,9 @@ def test_views_that_are_not_aligned(kind, outputs):
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks(shape, kind, dtype, squares, power_of_two):
-    spread = torch.randn(shape[0], 1, device=GPU) + torch.randn(shape[1], device=GPU)
-    x = (torch.randn(shape, device=GPU) * spread.exp()).to(kind)
+    x = spread(shape, kind)
     for outputs in ("row", "transposed", "both"):
-        check_blocks(x, dtype, squares, outputs, power_of_two)
+        check_parts(fp8_cast_blocks, x, dtype, squares, outputs, power_of_two)
 
 
 @pytest.mark.parametrize("squares", [False, True])
@@ -141,8 +159,63 @@ def test_blocks_of_strange_numbers(value, squares):
     x[128:, :128] = value
     x[3, 200] = value
     for dtype in FORMATS:
-        check_blocks(x, dtype, squares, "both", False)
-        check_blocks(x, dtype, squares, "both", True)
+        check_parts(fp8_cast_blocks, x, dtype, squares, "both", False)
+        check_parts(fp8_cast_blocks, x, dtype, squares, "both", True)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES + LONG)
+def test_rows(shape, kind, dtype):
+    x = spread(shape, kind)
+    for outputs in ("row", "transposed", "both"):
+        check_parts(fp8_cast_rows, x, dtype, fp8_limit(dtype, 3), outputs)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3e38, INF, -INF, NAN])
+def test_rows_of_strange_numbers(value):
+    x = spread((144, 264))
+    x[3] = value
+    x[:, 7] = value
+    x[100, 200] = value
+    for dtype in FORMATS:
+        for outputs in ("row", "both"):
+            check_parts(fp8_cast_rows, x, dtype, 448.0, outputs)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_turned_bytes(shape, dtype):
+    """All there are, also NaN and infinity."""
+    bytes_ = torch.randint(256, (shape[0] * shape[1] + 1,), dtype=torch.uint8, device=GPU)
+    for part in (bytes_[:-1], bytes_[1:]):  # the second is not aligned
+        q = part.view(shape)
+        assert torch.equal(fp8_turn(q.view(dtype)).view(torch.uint8), q.t())
+
+
+@pytest.mark.parametrize("inverses", INVERSES)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES + LONG)
+def test_casts_of_casts(shape, dtype, inverses):
+    q, inverse = coded(shape, dtype, inverses)
+    for outputs in ("row", "transposed", "both"):
+        check_parts(fp8_cast_rows, q, dtype, 448.0, outputs, inverse)
+        for squares in (False, True):
+            check_parts(fp8_cast_blocks, q, dtype, squares, outputs, not squares, inverse)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_casts_of_all_casts(dtype, power_of_two):
+    """Every byte with inverses up to where values overflow or become zero; a view that is not aligned."""
+    every = torch.arange(256, dtype=torch.uint8, device=GPU).repeat(256, 1)
+    inverse = 2.0 ** torch.linspace(-126, 126, 256, device=GPU)[:, None]
+    inverse = inverse.log2().round().exp2() if power_of_two else inverse
+    shifted = torch.cat((every.flatten()[:1], every.flatten()))[1:].view(256, 256)
+    for q in (every, every.t().contiguous(), shifted):
+        for outputs in ("row", "both"):
+            check_parts(fp8_cast_rows, q.view(dtype), dtype, 448.0, outputs, inverse)
+            check_parts(fp8_cast_blocks, q.view(dtype), dtype, False, outputs, True, inverse)
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -204,16 +277,23 @@ def test_nothing_beside_the_outputs_is_written(shape):
         return whole, whole[band : band + size * kind.itemsize].view(kind)
 
     buffers = [guarded(m * k, FORMATS[0]) for _ in range(2)]
-    sizes = down * across, down * across, across * m, down * k
+    sizes = down * across, down * across, across * m, down * k, m, k
     buffers += [guarded(size, torch.float32) for size in sizes]
     row, flip, *inverses = (inner for _, inner in buffers)
+    guard, amax = guarded(m + k, torch.float32)
+    amax.zero_()
     kinds = TYPES[x.dtype], TYPES[FORMATS[0]]
     launch("fp8_cast", x, row, None, number(1.0), number(0.0), m, k, *kinds)
     launch("fp8_cast", x, row, flip, number(1.0), number(0.0), m, k, *kinds)
     for squares in (1, 0):
-        one, two = inverses[:2] if squares else inverses[2:]
-        launch("fp8_cast_blocks", x, row, one, flip, two, m, k, across, down, squares, 0, *kinds)
-    for whole, _ in buffers:
+        one, two = inverses[:2] if squares else inverses[2:4]
+        where = m, k, across, down, squares
+        launch("fp8_cast_blocks", x, None, 0, 0, row, one, flip, two, *where, 0, *kinds)
+    one, two = inverses[4:]
+    launch("fp8_cast_rows", x, None, 0, 0, row, one, None, None, None, m, k, 448.0, *kinds)
+    launch("fp8_cast_rows", x, None, 0, 0, row, one, flip, two, amax, m, k, 448.0, *kinds)
+    launch("fp8_turn", row, flip, m, k)
+    for whole, _ in [*buffers, (guard, amax)]:
         assert (whole[:band] == 0x5A).all() and (whole[-band:] == 0x5A).all()
     for inverse in inverses:  # and each element of what has no pattern of its own was
         assert (inverse.view(torch.int32) != 0x5A5A5A5A).all()
@@ -221,9 +301,9 @@ def test_nothing_beside_the_outputs_is_written(shape):
 
 def test_the_same_bits_every_time():
     x = torch.randn(1000, 1032, device=GPU).bfloat16()
-    for squares in (False, True):
-        first, second = (fp8_cast_blocks(x, FORMATS[0], squares, "both") for _ in range(2))
-        for (a, b), (c, d) in zip(first, second, strict=True):
+    ways = [lambda squares=s: fp8_cast_blocks(x, FORMATS[0], squares, "both") for s in (False, True)]
+    for way in (*ways, lambda: fp8_cast_rows(x, FORMATS[0], 448.0, "both")):
+        for (a, b), (c, d) in zip(way(), way(), strict=True):
             assert torch.equal(a.view(torch.uint8), c.view(torch.uint8)) and torch.equal(b, d)
 
 
@@ -240,18 +320,25 @@ def test_more_than_2_to_the_31_elements(more):
         same(row[start : start + 8192], expected)
         same(alone[start : start + 8192], expected)
         same(flip[:, start : start + 8192].contiguous(), expected.t().contiguous())
+    assert torch.equal(fp8_turn(row).view(torch.uint8), flip.view(torch.uint8))
+    (row, inverse), (flip, flip_inverse) = fp8_cast_rows(x, FORMATS[0], 448.0, "both")
+    for start in range(0, m, 8192):
+        expected, inverses = fp8_cast_rows_ref(x[start : start + 8192], FORMATS[0], 448.0)
+        same(row[start : start + 8192], expected)
+        assert torch.equal(inverse[start : start + 8192], inverses)
+    for start in range(0, k, 8192):
+        expected, inverses = fp8_cast_rows_ref(x[:, start : start + 8192].t(), FORMATS[0], 448.0)
+        same(flip[start : start + 8192], expected)
+        assert torch.equal(flip_inverse[start : start + 8192], inverses)
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_torch_multiplies_with_these_scales(weights):
-    """1 x 128 times 1 x 128, or times 128 x 128, in the layouts that the block-scaled GEMM asks for."""
-    m, k, n = 256, 640, 384
+@pytest.mark.parametrize("weights, k", [(False, 640), (True, 1024)])
+def test_torch_multiplies_with_these_scales(weights, k):
+    """1 x 128 times 1 x 128, or times 128 x 128 by fours, in the layouts that the GEMM asks for."""
+    m, n = 256, 384
     x, w = torch.randn(m, k, device=GPU).bfloat16(), torch.randn(n, k, device=GPU).bfloat16()
     (a, a_inverse), _ = fp8_cast_blocks(x, FORMATS[0], False)
     (b, b_inverse), _ = fp8_cast_blocks(w, FORMATS[0], weights)
-    try:
-        y = torch._scaled_mm(a, b.t(), a_inverse, b_inverse.t(), out_dtype=torch.bfloat16)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        pytest.skip(f"torch {torch.__version__}: {error}")
+    y = torch._scaled_mm(a, b.t(), a_inverse, b_inverse.t(), out_dtype=torch.bfloat16)
     exact = fp8_decode(a, a_inverse).double() @ fp8_decode(b, b_inverse).double().t()
     assert (y.double() - exact).norm() < 4e-3 * exact.norm()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops_adamw import CHUNK, adamw_flat_
+from nanomegatron.ops_adamw import CHUNK
 from nanomegatron.ops_fp8 import FORMATS, fp8_cast_ref
 from nanomegatron.ops_fused_fp8 import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops_kernels import FLOATS, TYPES, launch, why_not
@@ -55,7 +55,7 @@ def spec(dtype=E4M3, outputs="both", scale=37.5):
 
 
 def same_bytes(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return a is b is None or torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def test_the_kernels_are_there():
@@ -183,13 +183,6 @@ def test_adamw_with_a_copy_in_e4m3(offset):
     case = adamw_case(n, [*ranges, (CHUNK + 17, n - 3, 3)], offset, GPU)
     case[0].grads[3], case[0].main[CHUNK + 100] = NAN, INF
     check_adamw(case)
-
-
-def test_adamw_skipped_leaves_the_copy_and_the_amax():
-    s, segments, told = adamw_case(1000, [(0, 1000, 2)], device=GPU)
-    before = s.params.clone()
-    adamw_flat_(s, segments, (*told[:3], torch.ones((), device=GPU)), (0.9, 0.95, 1e-8), seed=3)
-    assert same_bytes(s.params, before) and s.amax == 0
 
 
 def test_the_same_bits_every_time():

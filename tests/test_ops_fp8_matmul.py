@@ -1,0 +1,230 @@
+"""FP8 matmuls that add: what they compute in plain torch, what is refused, and what cuBLASLt is asked for."""
+
+import ctypes
+import functools
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import bench_fp8
+from nanomegatron import ops_fp8_matmul, ops_kernels
+from nanomegatron.ops_fp8 import FORMATS
+from nanomegatron.ops_fp8_matmul import WORKSPACE, add_fp8_product_, missing
+from tests import cuda_on_cpu
+
+CPU = torch.device("cpu")
+E4M3, E5M2 = FORMATS
+PAIRS = (E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)
+SHAPES = (16, 16, 16), (32, 16, 48), (16, 80, 144), (272, 48, 32)  # m, n, k
+FILES = ("matmul_fp8",)
+
+
+def case(shape, pair=PAIRS[0], device=CPU) -> list[torch.Tensor]:
+    """out, a, a_inverse, b, b_inverse: whole numbers and powers of two, so that all sums are exact."""
+    m, n, k = shape
+    draw = functools.partial(torch.randint, device=device)
+    a, b = (draw(-2, 3, (rows, k)).float().to(dtype) for rows, dtype in zip((m, n), pair))
+    inverses = torch.tensor(0.5, device=device), torch.tensor([4.0], device=device)
+    return [draw(-9, 10, (m, n)).float(), a, inverses[0], b, inverses[1]]
+
+
+def wanted(out, a, a_inverse, b, b_inverse, times: int = 1) -> torch.Tensor:
+    """By the definition, in float64."""
+    a, b = a.float().double() * a_inverse, b.float().double() * b_inverse
+    return out.double() + times * (a @ b.t())
+
+
+def check(given: list[torch.Tensor], fast: bool = False) -> None:
+    """Added twice, to the bit."""
+    expected = wanted(*given, times=2)
+    for _ in range(2):
+        assert add_fp8_product_(*given, fast) is None
+    assert torch.equal(given[0].double(), expected)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_added(shape, pair, fast):
+    check(case(shape, pair), fast)
+
+
+def test_any_numbers():
+    a, b = (torch.randn(rows, 256).to(dtype) for rows, dtype in ((32, E5M2), (48, E4M3)))
+    given = torch.randn(32, 48), a, torch.tensor(0.013), b, torch.tensor(1.7)
+    expected = wanted(*given)
+    add_fp8_product_(*given)
+    assert (given[0] - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(16, 32, 0), (0, 16, 16), (16, 0, 16)])
+def test_nothing_to_add(shape):
+    given = case(shape)
+    before = given[0].clone()
+    add_fp8_product_(*given)
+    assert torch.equal(given[0], before)
+
+
+def shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
+    """A copy that begins so many elements after where memory is aligned."""
+    room = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
+    return room[elements:].view(x.shape).copy_(x)
+
+
+def test_what_is_refused():
+    out, a, a_inverse, b, b_inverse = given = case((32, 16, 48))
+
+    def refuses(text: str, **others: torch.Tensor) -> None:
+        names = "out", "a", "a_inverse", "b", "b_inverse"
+        with pytest.raises(ValueError, match=text):
+            add_fp8_product_(**(dict(zip(names, given)) | others))
+
+    refuses("float32 .= torch.float8_e5m2 x torch.float8_e5m2: must be fp32", a=a.to(E5M2), b=b.to(E5M2))
+    refuses("bfloat16 .= torch.float8_e4m3fn", out=out.bfloat16())
+    refuses("x torch.float32: must be", b=b.float())
+    refuses(r"\[32, 16\], \[32, 48\], \[48, 16\]\]: must be \[m, n\]", b=b.t().contiguous())
+    refuses(r"\[16, 32\], \[32, 48\]", out=out.t().contiguous())
+    refuses("of multiples of 16", out=out[:24], a=a[:24])
+    refuses("of multiples of 16", a=a[:, :40].contiguous(), b=b[:, :40].contiguous())
+    refuses(r"\[16, 3, 16\]\]: must be", b=b.view(16, 3, 16))
+    refuses("b must be contiguous", b=case((16, 16, 96))[3][:, ::2])
+    refuses("out must be contiguous", out=out.t().contiguous().t())
+    refuses("a must be contiguous, on cpu", a=a.to("meta"))
+    refuses("begin at a multiple of 16 bytes", out=shifted(out, 3))
+    refuses("a must be .* multiple of 16 bytes", a=shifted(a.view(torch.uint8), 8).view(E4M3))
+    refuses("a_inverse must be .* multiple of 16 bytes", a_inverse=torch.ones(8)[1])
+    refuses("b_inverse must be one fp32 element, not torch.float32 .16, 1.", b_inverse=torch.ones(16, 1))
+    refuses("a_inverse must be one fp32 element", a_inverse=a_inverse.double())
+
+
+def test_without_the_library_torch_multiplies(monkeypatch):
+    """That is told once."""
+
+    def ready():
+        raise RuntimeError("no such file")
+
+    monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(fp8_matmul_ready=ready))
+    monkeypatch.setattr(ops_fp8_matmul, "usable", lambda *_: True)
+    missing.cache_clear()
+    with pytest.warns(UserWarning, match="take a pass to be added: no such file") as told:
+        check(case(SHAPES[1]))
+    assert len(told) == 1 and missing() == "no such file"
+    missing.cache_clear()
+
+
+def test_the_benchmark_adds_too():
+    (line,) = bench_fp8.sums(bench_fp8.layers(True, CPU)[1])
+    main = line.ways["first"]()
+    first = main.clone()
+    line.ways["add in the matmul"]()
+    assert torch.equal(main, first + first)
+
+
+# The calls of cuda/matmul_fp8.cu, compiled for the CPU, of a library that only checks and multiplies.
+
+emulated = pytest.mark.skipif(
+    cuda_on_cpu.cuda_home() is None or torch.version.cuda is not None,
+    reason="no CUDA headers here, or torch has loaded the library itself",
+)
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory) -> ctypes.CDLL:
+    """Loaded as torch loads the real one: under its name."""
+    name = "libcublasLt.so.13"
+    path = tmp_path_factory.mktemp("library") / name
+    source = cuda_on_cpu.ROOT / "tests/fake_cublaslt.cpp"
+    flags = f"-std=c++17 -O1 -Wall -Wextra -Wno-unused-parameter -Werror -shared -fPIC -Wl,-soname,{name}"
+    subprocess.run(["g++", *flags.split(), str(source), "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def module(fake, monkeypatch):
+    """The extension with this file alone, in place of the real one."""
+    module = cuda_on_cpu.build(*FILES)
+    cuda_on_cpu.run_here(monkeypatch, FILES, ops_fp8_matmul)
+    monkeypatch.setattr(ops_kernels, "_kernels", module)
+    monkeypatch.setattr(ops_fp8_matmul, "_workspace", lambda device: torch.empty(1024, device=device))
+    monkeypatch.setattr(ops_fp8_matmul, "add_fp8_product_ref_", None)
+    missing.cache_clear()
+    yield module
+    missing.cache_clear()
+
+
+def made(fake: ctypes.CDLL, what: str) -> int:
+    return ctypes.c_int.in_dll(fake, what).value
+
+
+@emulated
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_the_library_is_asked_for_the_same(module, fake, pair, fast):
+    before = made(fake, "matmuls")
+    for shape in SHAPES:
+        check(case(shape, pair), fast)
+    assert made(fake, "matmuls") == before + 2 * len(SHAPES) and made(fake, "handles") == 1
+
+
+@emulated
+def test_an_algorithm_is_looked_for_once(module, fake):
+    given = case((64, 48, 32))
+    before = made(fake, "searches")
+    for inverse in (0.25, 8.0, 1.0):  # what is read, and where a scale is, changes from call to call
+        given[1].copy_(given[1].roll(1, 0))
+        given[2] = torch.tensor(inverse)
+        check(given)
+    assert made(fake, "searches") == before + 1
+    check(given, fast=True)
+    out, a, a_inverse, b, b_inverse = given
+    for m, n, k in (32, 48, 32), (64, 32, 32), (64, 48, 16):  # in the same memory
+        x, y, z = (t.flatten()[: r * c].view(r, c) for t, r, c in ((out, m, n), (a, m, k), (b, n, k)))
+        check([x, y, a_inverse, z, b_inverse])
+    assert made(fake, "searches") == before + 5
+
+
+@emulated
+def test_less_aligned_memory_is_told(module, fake):
+    out, a, a_inverse, b, b_inverse = case((64, 16, 32))
+    for elements in (4, 8, 16):
+        a_there = shifted(a.view(torch.uint8), 4 * elements).view(a.dtype)
+        check([shifted(out, elements), a_there, shifted(a_inverse, 4), shifted(b, 16), b_inverse])
+
+
+@emulated
+def test_errors_of_the_library_have_its_words(module):
+    out, a, a_inverse, b, b_inverse = case((32, 16, 48))
+    launch = cuda_on_cpu.launcher(module)
+    rest = torch.empty(1024), WORKSPACE, 32, 16, 48
+    with pytest.raises(RuntimeError) as error:
+        launch("fp8_matmul_add", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0)
+    words = "fp8_matmul_add: cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED"
+    assert str(error.value) == f"{words}, [32, 48] E5M2 x [16, 48] E5M2"
+    with pytest.raises(RuntimeError, match="cublasLtMatmul: CUBLAS_STATUS_INVALID_VALUE, "):
+        launch("fp8_matmul_add", out, a, torch.ones(8)[1], b, b_inverse, *rest, 3, 3, 0)
+
+
+@pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
+def test_a_missing_library_is_named():
+    """In a process that has loaded none."""
+    script = f"""
+import importlib.util as util
+spec = util.spec_from_file_location("it._kernels", {cuda_on_cpu.build(*FILES).__file__!r})
+module = util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for call in module.fp8_matmul_ready, lambda: module.fp8_matmul_add(*[0] * 14):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if not done.stdout:
+        pytest.skip("this machine has a cuBLASLt")
+    first, second = done.stdout.splitlines()
+    assert first.startswith("torch has loaded no cuBLASLt of CUDA 12 or 13, and there is none to load: ")
+    assert "libcublasLt.so.13: cannot open" in first and "libcublasLt.so.12: " in first and first == second
