@@ -31,6 +31,7 @@ from nanomegatron.config_hf import is_hf_folder
 from nanomegatron.data import build_datasets, choose_tokenizer
 from nanomegatron.data_loader import Batch, BatchLoader
 from nanomegatron.dp import Buckets
+from nanomegatron.fp8_stats import Stats
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics import bits_per_byte
@@ -97,7 +98,10 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     parsed = parse(argv)
     config = parsed.config
     size = world.size if world.size > 1 else config.run.nproc
-    if errors := [*parsed.errors, *validate(config, size, pick_device(config.run.device, world).type)]:
+    device = pick_device(config.run.device, world)
+    fp8_on_gpu = config.precision.fp8_format and device.type == "cuda"
+    gpu = torch.cuda.get_device_capability(device) if fp8_on_gpu else ()
+    if errors := [*parsed.errors, *validate(config, size, device.type, gpu)]:
         raise ConfigError(errors)
     config = resolve(replace(config, data=with_text(parsed)), size)
     name = config.run.run_name or default_run_name(config, parsed.preset)
@@ -201,7 +205,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     folder = Path(config.run.trace_dir) if config.run.trace_dir else None
     tracer = Tracer(mesh, folder, config.run.trace_iterations, timers)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
-    run = Run(*parts, padded, before, timers, tracer, profile)
+    stats = Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
+    run = Run(*parts, padded, before, timers, tracer, profile, stats)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
@@ -222,6 +227,7 @@ def train(run: Run) -> int:
         run.log.line(f"nothing left to train: step {run.iteration} is done; --train-iters goes further")
     elif run.model.on_gpu and run.mesh.pp.size > 1:
         rehearse_step(run)
+    run.optimizer.cast_weights()
     while run.iteration < config.train_iters and not run.stop:
         run.profile.step(run.iteration + 1)
         skip = run.iteration + 1 in config.iterations_to_skip
@@ -250,7 +256,8 @@ def train_step(run: Run) -> StepReport:
 
     Communicates the token count and the gradients over dp_cp, the loss and the wish to stop over world, the
     gradient norm over tp x pp, or over world where optimizer states are cut over dp_cp, the parameters then,
-    what the model does, and what the pipeline sends. The host waits for nothing.
+    what the model does, and what the pipeline sends; counts of FP8 casts over world where they are
+    logged. The host waits for nothing.
     """
     mesh, config, data, timers = run.mesh, run.config.run, run.config.data, run.timers
     clock = Clock(mesh.device)
@@ -259,6 +266,9 @@ def train_step(run: Run) -> StepReport:
     with timers("batch-generator", level=2):
         size = run.batch_size(run.iteration + 1)
         batches = list(step_batches(run, run.loaders[0], run.consumed_samples, size))
+    if counts := due(config.log_fp8_stats, run.iteration + 1):
+        run.grads.wait_params()  # to be cast anew
+        run.fp8_stats.begin()
     run.grads.zero(len(batches))
     total = torch.zeros((), device=mesh.device)
     tokens = token_count(run, batches)
@@ -273,7 +283,11 @@ def train_step(run: Run) -> StepReport:
     wishes = torch.tensor(run.wants_to_stop, dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = comm.all_reduce_(torch.cat((mine[None], wishes.to(mesh.device, non_blocking=True))), mesh.world)
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
+    if counts:
+        extras["fp8"] = run.fp8_stats.end()
     with timers("optimizer"):
+        if run.model.scales is not None:
+            run.model.scales.end_step()
         stats = run.optimizer.step(shared[0])
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()

@@ -225,12 +225,14 @@ def load(
     mesh: Mesh,
     step: int | None = None,
     cast: bool = False,
+    optional: str = "",
 ) -> Loaded | None:
     """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint at all.
 
     Every rank calls this with its own pieces, whatever layout has saved; of `mesh` only `world` and `device`
     are used. All files are hashed first, each by one rank. A damaged checkpoint is passed over, and the notes
-    say so, unless `step` asks for just this one. `cast` allows another dtype than the saved one.
+    say so, unless `step` asks for just this one. `cast` allows another dtype than the saved one. Pieces whose
+    key begins with `optional` are left as they are, with a note, where none of this shape was saved.
 
     Raises CheckpointError, on all ranks, where no checkpoint is usable, or where tensors are missing or have
     another shape or dtype: all of them at once, before anything is filled.
@@ -239,6 +241,11 @@ def load(
     folder, manifest, notes = _newest_intact(Path(root), mesh, step)
     if manifest is None:
         return None
+    shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
+    new = {p.key for p in pieces if optional and p.key.startswith(optional) and shapes.get(p.key) != p.shape}
+    if new:
+        notes = [*notes, f"{folder} has no {min(new)} of this shape: {len(new)} such begin anew"]
+        pieces = [piece for piece in pieces if piece.key not in new]
     _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *errors]))

@@ -18,6 +18,11 @@ from nanomegatron.config_model import TransformerConfig, setting
 from nanomegatron.schedules import CHUNKS, NAMES, placement
 from nanomegatron.schedules_split import split_layers
 
+FP8_REFUSED = {
+    "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
+    "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
+}
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -128,6 +133,34 @@ class PrecisionConfig:
     loss_scale_window: int = setting(1000, "good steps before the loss scale doubles")
     hysteresis: int = setting(2, "bad steps before the loss scale halves")
     deterministic_mode: bool = setting(False, "only deterministic kernels on the GPU (always so on the CPU)")
+    fp8_format: str | None = setting(
+        None,
+        "matmuls of the layers in FP8, with --bf16: all in E4M3, or gradients in E5M2",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = setting(
+        "delayed",
+        "FP8 scales: a tensor's of earlier steps, or of now, a row's, a block's of 128",
+        choices=("delayed", "tensorwise", "rowwise", "blockwise"),
+        refused=FP8_REFUSED,
+    )
+    fp8_margin: int = setting(0, "FP8 scales are 2^margin smaller than the largest value allows")
+    fp8_amax_history_len: int = setting(1, "delayed: steps whose largest values are kept")
+    fp8_amax_compute_algo: str = setting(
+        "most_recent", "delayed: the last step's counts, or the largest", choices=("max", "most_recent")
+    )
+    fp8_wgrad: bool = setting(True, "weight gradients in FP8 too; --no-fp8-wgrad for bf16")
+    fp8_param_gather: bool = setting(False, "gather parameters over dp as FP8; with a sharded optimizer")
+    first_last_layers_bf16: bool = setting(False, "the first and the last layers stay in bf16")
+    num_layers_at_start_in_bf16: int = setting(1, "how many of the first with --first-last-layers-bf16")
+    num_layers_at_end_in_bf16: int = setting(1, "how many of the last")
+
+    def fp8_layers(self, num_layers: int) -> range:
+        """The layers whose matmuls are in FP8."""
+        if self.fp8_format is None:
+            return range(0)
+        first, last = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        return range(first, num_layers - last) if self.first_last_layers_bf16 else range(num_layers)
 
 
 @dataclass(frozen=True)
@@ -269,6 +302,7 @@ class RunConfig:
     log_params_norm: bool = setting(False, "log the norm of all parameters")
     log_num_zeros_in_grad: bool = setting(False, "log how many gradients are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
+    log_fp8_stats: int = setting(0, "log scale, amax, saturation and underflow of FP8 every N steps; 0 never")
     trace_dir: str | None = setting(None, "folder for pictures of what each rank did in some steps")
     trace_iterations: tuple[int, ...] = setting((3,), "the steps that --trace-dir shows", nargs="*")
     profile: bool = setting(False, "torch's profiler around some steps; a trace file a rank")

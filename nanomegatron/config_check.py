@@ -17,6 +17,7 @@ from typing import Any
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import samples_before, stages
 from nanomegatron.config_check_data import data_errors
+from nanomegatron.config_check_fp8 import fp8_errors, gpu_errors
 from nanomegatron.config_check_pipeline import pipeline_errors, with_virtual_stages
 from nanomegatron.config_cli import SHAPE, flag, sections
 from nanomegatron.config_model import layer_pattern
@@ -28,7 +29,7 @@ eval_interval eval_iters eval_only exit_interval exit_duration_in_mins log_inter
 log_params_norm log_num_zeros_in_grad timing_log_level timing_log_option metrics_jsonl tensorboard_dir
 wandb_project data_cache_path num_workers distributed_backend distributed_timeout_minutes trace_dir
 trace_iterations profile profile_step_start profile_step_end profile_ranks record_memory_history
-memory_snapshot_path
+memory_snapshot_path log_fp8_stats
 """.split()
 # Settings of model and data that may change when a run goes on.
 CHANGEABLE = """
@@ -53,23 +54,23 @@ decoder_last_pipeline_num_layers
 NOT_NEGATIVE = """
 num_query_groups lr min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
 start_weight_decay end_weight_decay clip_grad eval_iters init_method_std ckpt_step seed num_workers
-profile_step_start
+profile_step_start fp8_margin num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 log_fp8_stats
 """.split()
 SHARES = "hidden_dropout attention_dropout adam_beta1 adam_beta2".split()  # 0 <= x < 1
 NOT_BUILT = {"context_parallel_size": "context", "expert_model_parallel_size": "expert"}
 
 
-def validate(config: Config, world_size: int, device_type: str = "cpu") -> list[str]:
-    """Everything that is wrong with a run of `world_size` processes, a message each; none if it can start."""
+def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
+    """All that is wrong with a run of `world_size` processes, a message each; `gpu`: compute capability."""
     errors = list(_ranges(config))
     checks = (_model, _parallel, pipeline_errors, _recompute, _batch, _precision, _optimizer, _schedule)
-    for check in (*checks, _length, data_errors, _checkpoint, _extras, _profile):
+    for check in (*checks, _length, data_errors, _checkpoint, _extras, _profile, fp8_errors):
         try:
             errors += check(config, world_size, device_type)
         except (TypeError, ZeroDivisionError):
             if not errors:
                 raise  # only a number that is missing or out of range, and told above, may be in the way
-    return errors
+    return [*errors, *gpu_errors(config, gpu)]
 
 
 def _ranges(config: Config) -> Iterator[str]:

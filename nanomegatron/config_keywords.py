@@ -22,7 +22,20 @@ TRANSFORMER_CONFIG = {
     "params_dtype": (None, "GPTModel(..., init=Init(dtype=...))"),
     "bf16": (False, "PrecisionConfig(bf16=True), and GPTModel(..., init=Init(dtype=torch.bfloat16))"),
     "fp16": (False, "PrecisionConfig(fp16=True), and GPTModel(..., init=Init(dtype=torch.float16))"),
-    "fp8": (None, "PrecisionConfig(bf16=True); FP8 is not in this version"),
+    "fp8": (None, "PrecisionConfig(bf16=True, fp8_format='e4m3') or 'hybrid'"),
+    "fp8_recipe": ("delayed", "PrecisionConfig(fp8_recipe=...)"),
+    "fp8_quantizer_factory": (None, "PrecisionConfig(fp8_recipe=...); there are no others"),
+    "fp8_margin": (0, "PrecisionConfig(fp8_margin=...)"),
+    "fp8_amax_history_len": (1, "PrecisionConfig(fp8_amax_history_len=...)"),
+    "fp8_amax_compute_algo": ("most_recent", "PrecisionConfig(fp8_amax_compute_algo=...)"),
+    "fp8_wgrad": (True, "PrecisionConfig(fp8_wgrad=False)"),
+    "fp8_param": (False, "PrecisionConfig(fp8_param_gather=True)"),
+    "fp8_dot_product_attention": (False, "nothing; core attention stays in bf16"),
+    "fp8_multi_head_attention": (False, "nothing; core attention stays in bf16"),
+    "tp_only_amax_red": (False, "nothing; amaxes are those of all ranks, so that the layout changes none"),
+    "first_last_layers_bf16": (False, "PrecisionConfig(first_last_layers_bf16=True)"),
+    "num_layers_at_start_in_bf16": (1, "PrecisionConfig(num_layers_at_start_in_bf16=...)"),
+    "num_layers_at_end_in_bf16": (1, "PrecisionConfig(num_layers_at_end_in_bf16=...)"),
     "tensor_model_parallel_size": (1, "ParallelConfig, and GPTModel(..., tp=mesh.tp)"),
     "pipeline_model_parallel_size": (
         1,
@@ -71,7 +84,7 @@ TAKEN = """
 use_cpu_initialization perform_initialization pipeline_dtype attention_softmax_in_fp32
 bias_activation_fusion bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion
 deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm overlap_p2p_comm
-overlap_p2p_comm_warmup_flush enable_autocast
+overlap_p2p_comm_warmup_flush enable_autocast fp8_interval
 calculate_per_token_loss fp16_lm_cross_entropy parallel_output
 """.split()
 

@@ -15,9 +15,14 @@ from typing import Any
 from nanomegatron.config_keywords import TRANSFORMER_CONFIG, answer
 
 
-def setting(default: Any, text: str, *aliases: str, choices: tuple = (), nargs: str = "") -> Any:
-    """A dataclass field with its one-line help, short flag aliases and allowed values."""
-    meta = {"help": text, "aliases": aliases, "choices": choices, "nargs": nargs}
+def setting(
+    default: Any, text: str, *aliases: str, choices: tuple = (), nargs: str = "", refused: dict | None = None
+) -> Any:
+    """A dataclass field with its one-line help, short flag aliases and allowed values.
+
+    refused: values of Megatron that are not here, with what to say.
+    """
+    meta = {"help": text, "aliases": aliases, "choices": choices, "nargs": nargs, "refused": refused or {}}
     return dataclasses.field(default=default, metadata=meta)
 
 

@@ -16,6 +16,7 @@ view. Each of d ranks is given a shard of every bucket, which it alone updates (
 
 `optim_grads` takes memory for a bucket's gradients when the first of them is written, adds what the reduction
 gives to the shard's fp32 sum, and gives the memory back. Both all-gather the parameters after the update.
+The weights of FP8 layers have buckets of their own, of whose casts `dp_bucket.py` tells.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
@@ -24,176 +25,24 @@ all its contributions (`spec.uses` a microbatch). (PyTorch DDP, arXiv 2006.15704
 
 import functools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
-from nanomegatron.comm import Pending, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
+from nanomegatron.comm import Pending, all_reduce_
 from nanomegatron.comm_symmetric import PeerShards, obstacle
 from nanomegatron.config import ParallelConfig
+from nanomegatron.dp_bucket import SHARD_ALIGN, Bucket, Slice, fp8_layer, lay_out, written_in_fp8
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.param import Part, main_grad
 
-PARAM_ALIGN, SHARD_ALIGN = (
-    64,
-    128,
-)  # elements: where a parameter begins, what a shard's length is a multiple of
 IN_FLIGHT = 2  # reductions of `optim_grads` under way, each with a bucket's gradients
 
 
 def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
     """Whose ranks each have a summand of a parameter's gradient: of dense ones all of dp x cp."""
     return mesh.dp_cp
-
-
-@dataclass(frozen=True)
-class Slice:
-    """What a rank's shard of a bucket holds of one part of a parameter: a range of its flattened elements."""
-
-    param: nn.Parameter
-    part: Part
-    at: int  # where the range begins in the flattened local slice of the part
-    start: int  # and where it is in the shard
-    stop: int
-    saver: bool  # of the ranks that hold this range, the one that saves it
-
-    def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The range, flat: a view."""
-        return shard[self.start : self.stop]
-
-
-class Bucket:
-    """Some parameters and their gradients, flat; every parameter knows its own as `param.bucket`.
-
-    axis: the ranks that sum gradients; shards: those that share the update, an axis of one for no sharding.
-    `full(bucket, last)` is called when all parameters have a further microbatch's gradient, `last` after that
-    of the last one. With `pooled`, gradients have memory between `open` and `close` only.
-    """
-
-    def __init__(
-        self,
-        params: list[nn.Parameter],
-        axis: Axis,
-        shards: Axis,
-        grad_dtype: torch.dtype,
-        pooled: bool,
-        full: Callable[["Bucket", bool], None],
-        peers: PeerShards | None = None,
-    ) -> None:
-        self.params, self.axis, self.shards = params, axis, shards
-        self.grad_dtype, self.full, self.pooled, self.peers = grad_dtype, full, pooled, peers
-        self.begins, size = lay_out(params, SHARD_ALIGN * axis.size)
-        self.device = params[0].device
-        self.data = self._zeros(size, params[0].dtype, shared=True)
-        for param, view in zip(params, self._views(self.data), strict=True):
-            view.copy_(param.detach())
-            param.data, param.bucket = view, self
-            if not param.spec.writes_grad:
-                param.register_post_accumulate_grad_hook(_move_grad)
-        length = size // shards.size
-        self.shard = slice(shards.rank * length, (shards.rank + 1) * length)
-        self.param_shard, self.slices = self.data[self.shard], list(self._slices())
-        self.uses = sum(param.spec.uses for param in params)
-        self.grads: torch.Tensor | None = None
-        self.gather: Pending | None = None
-        if pooled:
-            self.close()
-            self.grad_shard = torch.zeros(length, device=self.device)
-        else:
-            self.open()
-            self.grad_shard = self.grads[self.shard]
-        self.expect(1)
-
-    def _zeros(self, size: int, dtype: torch.dtype, shared: bool) -> torch.Tensor:
-        if self.peers is not None and shared:
-            return self.peers.zeros(size, dtype)
-        return torch.zeros(size, dtype=dtype, device=self.device)
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[b : b + p.numel()].view(p.shape) for b, p in zip(self.begins, self.params, strict=True)]
-
-    def _slices(self) -> Iterator[Slice]:
-        saver = self.shards.size > 1 or self.axis.rank == 0
-        for first, param in zip(self.begins, self.params, strict=True):
-            for part in param.spec.parts:
-                begin, end = (first + n for n in part.span(param.spec.local_shape))
-                start, stop = max(begin, self.shard.start), min(end, self.shard.stop)
-                if start < stop:
-                    place = (start - begin, start - self.shard.start, stop - self.shard.start)
-                    yield Slice(param, part, *place, part.owner and saver)
-
-    def open(self) -> None:
-        """Let there be zeroed gradients to add to, if there are none."""
-        if self.grads is None:
-            self.grads = self._zeros(len(self.data), self.grad_dtype, shared=not self.pooled)
-            for param, view in zip(self.params, self._views(self.grads), strict=True):
-                param.main_grad = view
-
-    def close(self) -> None:
-        """Let go of the gradients."""
-        self.grads = None
-        for param in self.params:
-            param.main_grad = None
-
-    def expect(self, microbatches: int) -> None:
-        """Begin to count contributions anew."""
-        self.counts, self.seen, self.microbatches = Counter(), 0, microbatches
-
-    def ready(self, param: nn.Parameter) -> None:
-        """A contribution to the gradient of `param` has been added. Raises RuntimeError for one too many."""
-        self.counts[param] += 1
-        if self.counts[param] > self.microbatches * param.spec.uses:
-            raise RuntimeError(
-                f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
-                f"microbatches has {param.spec.uses}; tell zero() how many microbatches follow"
-            )
-        self.seen += 1
-        if self.seen % self.uses == 0:
-            self.full(self, self.seen == self.microbatches * self.uses)
-
-    def missing(self) -> list[str]:
-        """Parameters that have not had all their contributions."""
-        return [p.spec.name for p in self.params if self.counts[p] < self.microbatches * p.spec.uses]
-
-    def reduce(self, op: str) -> Pending:
-        """Begin to sum the gradients over the axis; the result holds this rank's shard."""
-        if self.shards.size < self.axis.size:
-            return start_all_reduce_(self.grads, self.axis, op)
-        if self.peers is not None and not self.pooled:
-            return self.peers.start_reduce_scatter(self.grads, op)
-        return start_reduce_scatter(self.grads, self.axis, self.grads[self.shard], op)
-
-    def start_gather(self) -> None:
-        """Begin to fetch the parameters that other ranks have updated."""
-        if self.peers is not None:
-            self.gather = self.peers.start_all_gather(self.data)
-        else:
-            self.gather = start_all_gather(self.param_shard, self.shards, self.data)
-
-    def wait_params(self) -> None:
-        """Make sure that the parameters are there."""
-        if self.gather is not None:
-            self.gather.wait()
-            self.gather = None
-
-
-def _move_grad(param: nn.Parameter) -> None:
-    """Add what autograd left in `.grad` to `main_grad`: for norms, biases and position embeddings."""
-    main_grad(param).add_(param.grad)
-    param.grad = None
-    param.bucket.ready(param)
-
-
-def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
-    """Where each parameter begins in a flat tensor, and the tensor's length, a multiple of `multiple`."""
-    begins, end = [], 0
-    for param in params:
-        begins.append(math.ceil(end / PARAM_ALIGN) * PARAM_ALIGN)
-        end = begins[-1] + param.numel()
-    return begins, math.ceil(end / multiple) * multiple
 
 
 def split(params: Iterable[nn.Parameter], size: float) -> Iterator[list[nn.Parameter]]:
@@ -249,14 +98,20 @@ class Buckets:
         self.flying: deque[tuple[Bucket, Pending]] = deque()
         self.all: list[Bucket] = []
         self.peers: list[PeerShards] = []
+        for module in model.modules():
+            if getattr(module, "fp8", None) is not None:
+                module.weight.fp8 = module.fp8
         groups: dict[tuple, list[nn.Parameter]] = {}
         for param in reversed(self.params):
-            groups.setdefault((reduction_axis(param, mesh), param.dtype), []).append(param)
-        for (axis, _), params in groups.items():
+            kind = reduction_axis(param, mesh), param.dtype, fp8_layer(param) is not None
+            groups.setdefault(kind, []).append(param)
+        for (axis, *_), params in groups.items():
             shards = axis if sharded else Axis.single()
             members = list(split(params, bucket_size(parallel, axis.size)))
             peers = self._peers(members, shards)
             self.all += [Bucket(m, axis, shards, grad_dtype, self.pooled, self._full, peers) for m in members]
+        place = {param: i for i, param in enumerate(reversed(self.params))}
+        self.all.sort(key=lambda bucket: max(place[param] for param in bucket.params))
         self.partial: dict[Axis, list[torch.Tensor]] = {}
         for bucket, piece in self.slices():
             if piece.part.partial is not None:
@@ -274,7 +129,8 @@ class Buckets:
         size = 0
         for params in members:
             elements = lay_out(params, SHARD_ALIGN * shards.size)[1]
-            size += elements * (params[0].dtype.itemsize + self.grad_dtype.itemsize * (not self.pooled))
+            each = 1 if written_in_fp8(params, shards) else params[0].dtype.itemsize
+            size += elements * (each + self.grad_dtype.itemsize * (not self.pooled))
         self.peers.append(PeerShards(shards, device, size))
         return self.peers[-1]
 
@@ -290,6 +146,7 @@ class Buckets:
         for peers in self.peers:
             peers.settle()
         for bucket in self.all:
+            bucket.release()
             bucket.grad_shard.zero_() if self.pooled else bucket.grads.zero_()
             bucket.expect(microbatches)
 
@@ -329,9 +186,13 @@ class Buckets:
             torch._foreach_copy_(pieces, list(summed.split([len(piece) for piece in pieces])))
 
     def wait_params(self) -> None:
-        """Make sure that all parameters are there: for whoever reads them without a forward."""
+        """Make sure that all parameters are there, until `zero`: for whoever reads them without a forward.
+
+        Communicates those of which FP8 casts were gathered: all ranks call it alike.
+        """
         for bucket in self.all:
             bucket.wait_params()
+            bucket.restore()
 
     @property
     def shared_bytes(self) -> int:
@@ -345,13 +206,15 @@ class Buckets:
         if self.strategy in what:
             said.append(f"{what[self.strategy]} cut over {self.all[0].shards.size} ranks")
         if len(self.all) > 1:
-            largest = max(len(bucket.data) for bucket in self.all)
+            largest = max(bucket.size for bucket in self.all)
             said.append(f"{len(self.all)} buckets of up to {largest:,} elements")
         if self.grad_dtype != torch.float32:
             said.append(f"gradients in {str(self.grad_dtype).removeprefix('torch.')}")
         said += ["gradients reduced during the backward"] * self.overlap_reduce
         said += ["parameters gathered during the forward"] * self.overlap_gather
         said += ["by GPU copy engines"] * bool(self.peers)
+        how = "cast by the optimizer" if self.strategy == "no_shard" else "gathered as bytes"
+        said += [f"FP8 weights {how}"] * any(bucket.fp8 is not None for bucket in self.all)
         return ", ".join(said + ["averaged by the collective"] * (self.op == "avg"))
 
 

@@ -216,7 +216,9 @@ def load_model(
     shape = replace(config.model, attention_backend="auto")  # the one of the training may not run here
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
     parallel = ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops")
-    model = build(replace(config, model=shape, parallel=parallel), mesh, vocab_size, padded, init)
+    bf16 = replace(config.precision, fp8_format=None)  # runs anywhere, and one scale ties no prompts together
+    made_of = replace(config, model=shape, parallel=parallel, precision=bf16)
+    model = build(made_of, mesh, vocab_size, padded, init)
     load(root, training_pieces(list(model.parameters()), {}, mesh.dp_cp), mesh, found.iteration, cast=True)
     return model, tokenizer, config
 

@@ -4,6 +4,7 @@
               log.R.txt      the words of rank R, once it has any
               metrics.jsonl  one JSON object a step: KEYS, and whatever else the step knows
               evals.jsonl    one an evaluation
+              fp8.jsonl      one a step of --log-fp8-stats: layer/tensor/kind, the kinds of fp8_stats.py
               status.json    running | done | preempted | failed, exit code, last checkpoint
 
 Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
@@ -72,7 +73,7 @@ class RunLog:
         self.train_iters = 0
         self._text: TextIO | None = None
         self._series: list[JsonLines] = []
-        self._evals = JsonLines(self.folder / "evals.jsonl")
+        self._evals, self._fp8 = (JsonLines(self.folder / f"{name}.jsonl") for name in ("evals", "fp8"))
         self._writers: list[Any] = []
         self._bar: Any = None
         self._interval: list[dict] = []
@@ -89,7 +90,7 @@ class RunLog:
         extra = self.config.run.metrics_jsonl
         paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
         self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
-        for series in [*self._series, self._evals]:
+        for series in [*self._series, self._evals, self._fp8]:
             series.drop_after(iteration)
         self._writers = scalar_writers(self.config, self.folder, iteration)
         self._bar = progress_bar(iteration, train_iters, self.stream)
@@ -152,6 +153,15 @@ class RunLog:
         self._console(table_row(mean, self.train_iters))
         self._file(megatron_line(mean, self.train_iters, self.config))
 
+    def fp8(self, iteration: int, samples: int, numbers: dict[str, float]) -> None:
+        """The statistics of a step's FP8 casts by layer/tensor/kind; samples: consumed so far."""
+        if not self.is_main:
+            return
+        record = {"iteration": iteration, "consumed_samples": samples}
+        self._fp8.append(record | numbers)
+        for writer in self._writers:
+            writer.add({f"fp8/{name}": value for name, value in numbers.items()}, record)
+
     def evaluation(
         self, iteration: int, split: str, loss: float, bpb: float | None = None, samples: int | None = None
     ) -> None:
@@ -201,7 +211,7 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
-        for thing in [self._bar, self._text, self._evals, *self._series, *self._writers]:
+        for thing in [self._bar, self._text, self._evals, self._fp8, *self._series, *self._writers]:
             if thing is not None:
                 thing.close()
         self._bar, self._text, self._series, self._writers = None, None, [], []

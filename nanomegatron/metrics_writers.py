@@ -92,7 +92,8 @@ def missing_extras(config: Config) -> list[str]:
     ]
 
 
-BY_ITERATION = {"iteration-time", "throughput", "mfu", "skipped-train-samples"}  # the rest vs samples too
+# Tags that begin like this; the rest vs samples too.
+BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/")
 
 
 def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class _TensorBoard:
     def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, record["iteration"])
-            if tag not in BY_ITERATION and record["consumed_samples"] is not None:
+            if not tag.startswith(BY_ITERATION) and record["consumed_samples"] is not None:
                 self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ Every weight has a global name, `decoder.layers.3.mlp...`, which with the seed d
 (Pre-norm decoder: GPT-2; Llama, arXiv 2302.13971)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,16 @@ from nanomegatron.comm import own_slice
 from nanomegatron.config import TransformerConfig
 from nanomegatron.config import padded_vocab_size as default_padding
 from nanomegatron.config_keywords import GPT_MODEL, answer
+from nanomegatron.fp8 import Scales
+from nanomegatron.fp8_fused import (
+    GatedFp8Function,
+    NormFp8Function,
+    cast_for,
+    fuses,
+    kept_of,
+    takes_casts,
+    wanted,
+)
 from nanomegatron.mesh import Axis
 from nanomegatron.model_ends import Embedding, OutputLayer, Stage, Tokens, hidden_dropout
 from nanomegatron.model_recompute import made_again, recomputed, segments
@@ -70,15 +80,27 @@ class Norm(nn.Module):
         self.weight = parameter("weight", 0.0 if self.from_one else 1.0)
         self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (norm if self.fused else norm_ref)(x, self.weight, self.bias, self.eps, self.from_one)
+    def forward(self, x: torch.Tensor, to: ColumnParallelLinear | None = None) -> torch.Tensor:
+        """to: who alone reads the result, which may then be there in FP8 alone (`fp8_fused.py`)."""
+        if self.fused and fuses(to):
+            return NormFp8Function.apply(x, None, *self._how, to.fp8, wanted(to))
+        return cast_for(to, (norm if self.fused else norm_ref)(x, *self._how))
 
-    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_sum(
+        self, x: torch.Tensor, residual: torch.Tensor, to: ColumnParallelLinear | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of x + residual, and this sum."""
-        if self.fused:
-            return add_norm(x, residual, self.weight, self.bias, self.eps, self.from_one)
-        total = x + residual
-        return self(total), total
+        if not self.fused:
+            total = x + residual
+            return self(total, to), total
+        if fuses(to):
+            return NormFp8Function.apply(x, residual, *self._how, to.fp8, wanted(to))
+        y, total = add_norm(x, residual, *self._how)
+        return cast_for(to, y), total
+
+    @property
+    def _how(self) -> tuple:
+        return self.weight, self.bias, self.eps, self.from_one
 
 
 class SelfAttention(nn.Module):
@@ -174,6 +196,7 @@ class MLP(nn.Module):
         )
         inner = {"gate": ffn, "up": ffn} if config.swiglu else ffn
         self.activation = ops.squared_relu if config.squared_relu else ops.gelu
+        self.fused = config.swiglu and config.bias_swiglu_fusion
         if config.swiglu:
             self.activation = ops.swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
         self.recompute = config.recomputes("mlp_act")
@@ -185,17 +208,29 @@ class MLP(nn.Module):
             ffn, h, tp, init.at("linear_fc2", std), bias, sequence_parallel=cut
         )
 
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """What the second layer reads, of what the first one gives."""
+        first, second = self.linear_fc1, self.linear_fc2
+        if self.fused and first.bias is None and fuses(first) and fuses(second):
+            return GatedFp8Function.apply(x, first.fp8, second.fp8, *wanted(second))
+        return cast_for(second, self.activation(x))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear_fc1(x)
-        return _through(self.activation(x), self.linear_fc2, self.activation, x if self.recompute else None)
+        return _through(self.activated(x), self.linear_fc2, self.activated, x if self.recompute else None)
 
 
 def _through(y: torch.Tensor, then: Callable, first: Callable, x: torch.Tensor | None) -> torch.Tensor:
-    """then(y); where there is an x, y = first(x) is made anew in the backward."""
+    """then(y); where there is an x, what `then` keeps of y = first(x) is made anew in the backward."""
     if x is None:
         return then(y)
-    kept = x.detach()
-    with made_again(y, lambda: first(kept)):
+    x = x.detach()
+
+    @torch.enable_grad  # makes the copies that a backward reads
+    def again() -> torch.Tensor:
+        return kept_of(first(x))
+
+    with made_again(kept_of(y), again):
         return then(y)
 
 
@@ -221,10 +256,17 @@ class TransformerLayer(nn.Module):
         def mlp(normed: torch.Tensor) -> torch.Tensor:
             return recomputed(self.mlp, normed) if self.recompute_mlp else self.mlp(normed)
 
-        first, second, again = self.input_layernorm, self.pre_mlp_layernorm, self.recompute_norms
+        again, qkv, fc1 = self.recompute_norms, self.self_attention.linear_qkv, self.mlp.linear_fc1
+        first = partial(self.input_layernorm, to=qkv)
         y = _through(first(x), attention, first, x if again else None)
-        normed, x = second.after_sum(hidden_dropout(y, self.p, batch, 2 * self.layer + 1), x)
-        y = _through(normed, mlp, second, x if again else None)
+        y = hidden_dropout(y, self.p, batch, 2 * self.layer + 1)
+        second = partial(self.pre_mlp_layernorm, to=fc1)
+        if self.recompute_mlp and takes_casts(fc1):  # what is recomputed cannot begin with a stand-in
+            x = x + y
+            y = recomputed(lambda total: self.mlp(second(total)), x)
+        else:
+            normed, x = self.pre_mlp_layernorm.after_sum(y, x, fc1)
+            y = _through(normed, mlp, second, x if again else None)
         return x + hidden_dropout(y, self.p, batch, 2 * self.layer + 2)
 
 
@@ -281,6 +323,13 @@ class GPTModel(nn.Module):
             elif stage.pre_process or stage.word_embeddings is not None:
                 words.spec = replace(words.spec, uses=2)
             self.output_layer = OutputLayer(config, vocab_size, words, tp)
+
+    def use_fp8(self, scales: Scales, layers: Container[int]) -> None:
+        """Multiply in FP8 in the layers of these numbers."""
+        for layer in self.layers:
+            for linear in layer.modules() if layer.layer in layers else ():
+                if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+                    linear.fp8 = scales.layer(linear.weight.spec.name)
 
     def set_input_tensor(self, x: torch.Tensor) -> None:
         """What the stage before has made, for the next forward of a stage without embedding: `[s, b, h]`."""

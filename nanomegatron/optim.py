@@ -7,7 +7,7 @@
 
 All of it happens on this rank's shards (`dp.py`), bucket by bucket in the order of the forward: as soon as
 one is updated, its parameters set out to the other ranks. `optim_shard.py` has the update of one, on the
-device or in host memory.
+device or in host memory, `optim_fp8.py` what it does for the weights of FP8 layers.
 
 Everything that a step decides stays on the device as 0-d tensors: the finite flag, the number of good steps,
 learning rates and weight decay (looked up in a table by that number, so a skipped step holds the schedules)
@@ -62,6 +62,7 @@ class Optimizer:
             on_host = config.optimizer_cpu_offload and away < config.optimizer_offload_fraction * total
             away += len(bucket.param_shard) * on_host
             self.shards.append((HostShard if on_host else ShardState)(bucket, config, self.ferry))
+        self.ferry.largest = max((len(shard.main) for shard in self.shards if shard.on_host), default=0)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.values = torch.tensor(values, dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
@@ -72,7 +73,8 @@ class Optimizer:
     def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from the summed gradients, unless the loss or the norm is not finite.
 
-        loss: 0-d, the global one, so that every rank decides alike.
+        loss: 0-d, the global one, so that every rank decides alike. FP8 weights are cast with the scales of
+        `Scales.end_step`, which is called before.
         """
         squares = self._over_parts(self._grads())
         norm = (self._norm(squares) / self.scaler.scale).float()
@@ -88,12 +90,35 @@ class Optimizer:
             told_host = [number.cpu() for number in told]
         for shard in self.shards:
             shard.update(*(told_host if shard.on_host else told))
-            shard.bucket.start_gather()
-        if not self.buckets.overlap_gather:
-            self.buckets.wait_params()
+            if not shard.waits:
+                shard.bucket.start_gather()
+        self._cast_again()
         stats = StepStats(norm, finite, values[0], self.scaler.scale, squares.sqrt())
         self.scaler.update(finite)
         return stats
+
+    def cast_weights(self) -> None:
+        """The casts of FP8 weights that `step` would make, before the first one: so that no step needs both.
+
+        Communicates them where they are gathered, and their amaxes. All ranks call it alike.
+        """
+        if shards := [shard for shard in self.shards if shard.casts]:
+            shards[0].casts.scales.forget_step()
+        for shard in shards:
+            shard.publish()
+            if not shard.waits:
+                shard.bucket.start_gather()
+        self._cast_again()
+
+    def _cast_again(self) -> None:
+        """Cast the weights whose amaxes had to be agreed upon; then nothing is left to be sent."""
+        if waiting := [shard for shard in self.shards if shard.waits]:
+            waiting[0].casts.scales.scale_weights()
+        for shard in waiting:
+            shard.publish()
+            shard.bucket.start_gather()
+        for bucket in () if self.buckets.overlap_gather else self.buckets.all:
+            bucket.wait_params()
 
     def _grads(self) -> list[torch.Tensor]:
         return [shard.bucket.grad_shard for shard in self.shards]

@@ -1,6 +1,6 @@
 r"""The update of one shard: its main parameters and moments, on the device or in host memory.
 
-    on the device    grads -> AdamW on main, m, v -> params
+    on the device    grads -> AdamW on main, m, v -> params, or casts of them (optim_fp8.py)
 
     in host memory   device   grads 0  grads 1  grads 2 ...        params 0  params 1
                                  \        \        \                 /         /
@@ -19,9 +19,10 @@ import torch
 
 from nanomegatron import ops
 from nanomegatron.config import OptimizerConfig
-from nanomegatron.dp import Bucket
-from nanomegatron.ops_adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_flat_
+from nanomegatron.dp_bucket import Bucket
+from nanomegatron.ops_adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_flat_, cast_flat_
 from nanomegatron.ops_kernels import usable
+from nanomegatron.optim_fp8 import WeightCasts
 from nanomegatron.param import ParamSpec
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
@@ -37,10 +38,10 @@ class Ferry:
     def __init__(self, device: torch.device, ahead: bool) -> None:
         self.device, self.ahead = device, ahead
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.buffers: dict[tuple[str, int], torch.Tensor] = {}
-        self.busy: dict[tuple[str, int], torch.cuda.Event] = {}  # the copy that last used a buffer
+        self.buffers: dict[tuple, torch.Tensor] = {}
+        self.busy: dict[tuple, torch.cuda.Event] = {}  # the copy that last used a buffer
         self.waiting: deque[torch.Tensor] = deque()
-        self.sailing: deque[tuple[str, int]] = deque()
+        self.sailing: deque[tuple] = deque()
         self.turns = Counter()
 
     def begin(self, grads: Iterable[torch.Tensor]) -> None:
@@ -75,15 +76,15 @@ class Ferry:
         self._copy(self.buffers[key][: len(grads)], grads, key)
         self.sailing.append((key, len(grads)))
 
-    def _buffer(self, way: str, dtype: torch.dtype) -> tuple[str, int]:
-        """The buffer of this way whose turn it is."""
-        self.turns[way] += 1
-        key = (way, self.turns[way] % 2)
+    def _buffer(self, way: str, dtype: torch.dtype) -> tuple:
+        """The buffer of this way and type whose turn it is."""
+        self.turns[way, dtype] += 1
+        key = (way, dtype, self.turns[way, dtype] % 2)
         if key not in self.buffers:
             self.buffers[key] = torch.empty(self.largest, dtype=dtype, pin_memory=self.stream is not None)
         return key
 
-    def _copy(self, out: torch.Tensor, source: torch.Tensor, key: tuple[str, int]) -> None:
+    def _copy(self, out: torch.Tensor, source: torch.Tensor, key: tuple) -> None:
         if self.stream is None:
             out.copy_(source)
             return
@@ -92,7 +93,7 @@ class Ferry:
             out.copy_(source, non_blocking=True)
             self.busy[key] = self.stream.record_event()
 
-    def _landed(self, key: tuple[str, int]) -> None:
+    def _landed(self, key: tuple) -> None:
         if key in self.busy:
             self.busy[key].synchronize()
 
@@ -118,25 +119,48 @@ class ShardState:
             return DECAY * spec.decay | DECOUPLED * (spec.name in VOCABULARY)
 
         ranges = [(piece.start, piece.stop, kind(piece.param.spec)) for piece in bucket.slices]
-        self.segments = Segments.merged(ranges, device)
+        self.casts = None if bucket.fp8 is None else WeightCasts(bucket, device, kind)
+        self.segments = Segments.merged(ranges, device) if self.casts is None else self.casts.segments
+        bucket.write_shard = lambda out: out.copy_(self.main)
 
     def update(
         self, step: torch.Tensor, values: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
-        """AdamW's step number `step` from the bucket's `grad_shard` to its `param_shard`.
+        """AdamW's step number `step` from the bucket's `grad_shard` to its `param_shard`, or the casts of it.
 
         All 0-d, where the states are. values: `step_values` of this step. The gradients are divided by
         `grad_scale` first; where `skip` is 1 nothing changes.
         """
         if usable(grads := self.bucket.grad_shard, "adamw"):
-            params, config = self.bucket.param_shard if self.mixed else None, self.config
-            state = FlatState(self.main, params, grads, self.exp_avg, self.exp_avg_sq)
+            config, casts = self.config, self.casts
+            copy, *fp8 = casts.begin() if casts else [self.bucket.param_shard if self.mixed else None]
+            state = FlatState(self.main, copy, grads, self.exp_avg, self.exp_avg_sq, *fp8)
             hyper = (config.adam_beta1, config.adam_beta2, config.adam_eps)
             adamw_flat_(state, self.segments, (step, values, grad_scale, skip), hyper)
+            if casts:
+                casts.note(state.amax)
             return
         self.adamw(self.bucket.grad_shard.float(), step, values, grad_scale, skip)
-        if self.mixed:
+        self.publish()
+
+    @property
+    def waits(self) -> bool:
+        """Whether its casts have scales only when the amaxes of all weights are known."""
+        return self.casts is not None and not self.bucket.layers[0].knows_scales
+
+    def publish(self) -> None:
+        """Write what other ranks are given of the main weights as they are."""
+        if self.casts:
+            self.cast()
+        elif self.mixed:
             self.bucket.param_shard.copy_(self.main)
+
+    def cast(self) -> torch.Tensor:
+        """The casts of the main weights as they are, where these are; their amaxes are noted."""
+        copy, scale, amax = self.casts.begin()
+        cast_flat_(self.main, copy, self.segments, scale, amax)
+        self.casts.note(amax)
+        return copy
 
     def adamw(
         self,
@@ -178,4 +202,10 @@ class HostShard(ShardState):
     ) -> None:
         """As above, the numbers on the host, which waits for the gradients."""
         self.adamw(self.ferry.fetch().float(), step, values, grad_scale, skip)
-        self.ferry.send(self.main, self.bucket.param_shard)
+        self.publish()
+
+    def publish(self) -> None:
+        if self.casts:
+            self.ferry.send(*(x.view(torch.uint8) for x in (self.cast(), self.casts.shard)))
+        else:
+            self.ferry.send(self.main, self.bucket.param_shard)

@@ -7,6 +7,8 @@ buckets of gradients in use:
     type         weights   main weights   main_grad   Adam moments
     fp32            4           -             4           8/d
     bf16, fp16      2          4/d         4, 4/d         8/d        less with bf16 gradients and moments
+    FP8 layers    2 + 2        4/d         4, 4/d         8/d        2: both casts, in bf16 none where the
+                                                                     optimizer casts (`fp8.py`)
 
 and what the forward pass of one microbatch keeps for its backward. A layer keeps, in values a token, with n
 the query, g the key/value and f the FFN width of one tp rank, and with sequence parallelism of those rows
@@ -27,6 +29,10 @@ marked * the tp-th part:
                                     and after; one f less if `mlp_act` is made again, none with `mlp`
     dropout masks *     2h          with --hidden-dropout
     statistics          fp32        1 or 2 a norm (of each head, for a q/k norm), log-sum-exp of each head
+
+Of what FP8 layers multiply, the norm outputs, the attention output and the MLP's product, they keep one byte
+a value instead; attention keeps its output besides, and a recomputed MLP is made with the norm before it.
+(Layers in bf16 at the ends are counted as the others.)
 
 Layers that are recomputed as a whole keep their input alone, and one such group is whole again in the
 backward. At the end come the last norm, the logits, then their gradient, and without kernels the loss in
@@ -57,7 +63,8 @@ from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig, padded_vocab_size
 from nanomegatron.config_batch import stages as batch_stages
 from nanomegatron.dp import IN_FLIGHT, bucket_size
-from nanomegatron.metrics import parameter_count
+from nanomegatron.fp8 import Recipe
+from nanomegatron.metrics import layer_matmul_parameters, parameter_count
 from nanomegatron.model_recompute import segments
 from nanomegatron.ops_kernels import why_not
 from nanomegatron.ops_loss import CHUNK
@@ -111,7 +118,7 @@ def memory_of_ranks(
         peak = max((running for running, _ in walk(ops, chunks)), key=_total)
         found.append(
             {
-                **states(config, params, dtype),
+                **states(config, params, dtype, fp8_weights(config, [n for s in stages for n in layers[s]])),
                 **{part: peak[part] for part in PARTS},
                 "messages": messages(config, stages, placed),
                 "tp buffers": tp_buffers(config, dtype) if device.type == "cuda" else 0,
@@ -136,8 +143,15 @@ def describe(*ranks: dict[str, float]) -> str:
     return f"predicted peak {which} {total / 2**30:.2f} GiB ({shares})"
 
 
-def states(config: Config, params: int, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer of a rank with so many parameters."""
+def fp8_weights(config: Config, layers: list[int]) -> int:
+    """Parameters that a rank multiplies in FP8, if it has the layers of these numbers."""
+    each = layer_matmul_parameters(config.model, config.parallel.tensor_model_parallel_size)
+    fp8 = config.precision.fp8_layers(config.model.num_layers)
+    return each * sum(layer in fp8 for layer in layers)
+
+
+def states(config: Config, params: int, dtype: torch.dtype, fp8: int) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer of a rank with so many parameters, `fp8` of them in FP8."""
     parallel, optimizer = config.parallel, config.optimizer
     ranks = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
     shared = ranks if parallel.sharding != "no_shard" else 1
@@ -150,11 +164,13 @@ def states(config: Config, params: int, dtype: torch.dtype) -> dict[str, float]:
     moments = sum(
         4 if kind == "fp32" else 2 for kind in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     )
+    gone = fp8 * (fp8 > 0 and Recipe.of(config.precision).cast_by_optimizer(shared > 1))
     return {
-        "weights": params * dtype.itemsize,
+        "weights": (params - gone) * dtype.itemsize,
         "main weights": params * 4 * here / shared if dtype.itemsize < 4 else 0,
         "gradients": grads,
         "Adam moments": params * moments * here / shared,
+        "FP8 weights": 2 * fp8,
     }
 
 
@@ -213,12 +229,16 @@ def activations(config: Config, piece: Piece, device: torch.device) -> float:
 
 
 def put_off(config: Config, piece: Piece, columns: int) -> float:
-    """Values a token that weight gradients need which are put off: the second table of the docstring."""
+    """Values a token that weight gradients need which are put off: the second table of the docstring.
+
+    Those of FP8 layers count by their size.
+    """
     model, h = config.model, config.model.hidden_size
     n, g, f = _widths(config)
     inputs, gradients = 2 * h / _cut(config) + n + f, n + 2 * g + (2 if model.swiglu else 1) * f + 2 * h
     loss = (h / _cut(config) + columns) * (piece.last and not model.cross_entropy_loss_fusion)
-    return piece.layers * (inputs + gradients) + h * piece.first + loss
+    size = _linear_input(config) / getattr(torch, config.dtype_name).itemsize
+    return piece.layers * (inputs + gradients) * size + h * piece.first + loss
 
 
 def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -227,11 +247,10 @@ def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> 
     heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
     h, (n, g, f) = model.hidden_size / _cut(config), _widths(config)
     backend = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
-    kept = _norm_input(model, dtype, device)
-
+    kept, read = _norm_input(model, dtype, device), _linear_input(config)
     kernels = not why_not(device)
     silu = 1 - (kernels and model.bias_swiglu_fusion)
-    inner = (2 + silu if model.swiglu else 1) + (not model.recomputes("mlp_act"))
+    inner = e * (2 + silu if model.swiglu else 1) + read * (not model.recomputes("mlp_act"))
     attends_again = model.recomputes("core_attn")
     unfused = backend == "unfused" and not attends_again
     rotates = model.position_embedding_type in ("rope", "yarn") and not (kernels and model.rope_fusion)
@@ -239,19 +258,21 @@ def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> 
     new_kv = unfused or (g < n and backend != "fused" and not attends_again)  # as wide as q
     copied = kept > e and e < 4  # norms keep fp32 copies of their inputs, not these
     numbers = 1 if model.normalization == "RMSNorm" else 2
+    again = read < e and model.recomputes("mlp")
+    norms = 1 if again else 2
     return {
-        "norm inputs": 2 * kept * h,
-        "norm outputs": 2 * e * h * (not model.recomputes("layernorm")),
+        "norm inputs": (kept + (e if again else kept)) * h,
+        "norm outputs": read * norms * h * (not model.recomputes("layernorm")),
         "QKV output": e * (n + 2 * g) * (not new_kv or not new_qk or (model.qk_layernorm and not copied)),
         "q/k norm": (kept if copied else kept - e) * (n + g) * model.qk_layernorm,
         "q, k, v": e * (n * new_qk + 2 * n * new_kv + g * (new_qk and not new_kv)),
-        "attention output": e * n,
+        "attention output": (e + read * (read < e)) * n,
         "scores": heads * config.data.seq_length * _score(model, e, kernels) * unfused,
-        "MLP": e * inner * f * (not model.recomputes("mlp")),
+        "MLP": inner * f * (not model.recomputes("mlp")),
         "dropout masks": 2 * e * h * (model.hidden_dropout > 0),
         "statistics": 4
         * (
-            numbers * (2 + (heads + groups) * model.qk_layernorm)
+            numbers * (norms + (heads + groups) * model.qk_layernorm)
             + heads * (not unfused and not attends_again)
         ),
     }
@@ -277,6 +298,12 @@ def tp_buffers(config: Config, dtype: torch.dtype) -> float:
     tp, tokens = config.parallel.tensor_model_parallel_size, _tokens(config)
     used = config.parallel.tp_comm_overlap and tp > 1
     return 2 * dtype.itemsize * config.model.hidden_size * tokens * (1 + 1 / tp) * used
+
+
+def _linear_input(config: Config) -> int:
+    """Bytes a value that a linear layer keeps of its input."""
+    in_fp8 = config.precision.fp8_format and config.precision.fp8_wgrad
+    return 1 if in_fp8 else getattr(torch, config.dtype_name).itemsize
 
 
 def _norm_input(model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> int:

@@ -38,6 +38,7 @@ from torch import nn
 
 from nanomegatron.comm import Pending, broadcast_, start_receive, start_send
 from nanomegatron.config import Config
+from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.metrics import flops_per_iteration
 from nanomegatron.model import Cache, GPTModel
@@ -78,6 +79,7 @@ class Stages(nn.ModuleList):
         self.pp, self.wires = (mesh.pp, mesh.wires) if mesh else (Axis.single("pp"), {})
         self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
         self.name, self.group = name, group
+        self.scales: Scales | None = None  # where linear layers are FP8
         self.placed = placement(name, self.pp.size, len(chunks))
         self.first_rank, self.last_rank = embedding_ranks(self.placed)
         weight = next(self.parameters())
@@ -157,7 +159,12 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
             )
         )
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    return Stages(chunks, mesh, parallel.schedule, group)
+    stages = Stages(chunks, mesh, parallel.schedule, group)
+    if fp8 := config.precision.fp8_layers(config.model.num_layers):
+        stages.scales = Scales(Recipe.of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
+        for chunk in chunks:
+            chunk.use_fp8(stages.scales, fp8)
+    return stages
 
 
 @functools.lru_cache

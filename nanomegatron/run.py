@@ -25,6 +25,7 @@ from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import stages
 from nanomegatron.dp import Buckets
+from nanomegatron.fp8_stats import Stats
 from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
@@ -57,6 +58,7 @@ class Run:
     timers: Timers
     tracer: Tracer
     profile: Profile
+    fp8_stats: Stats | None = None  # of --log-fp8-stats
     iteration: int = 0  # finished
     skipped_samples: int = 0  # passed over by --iterations-to-skip
     pending: "StepReport | None" = None  # launched, not yet reported
@@ -113,9 +115,11 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
     for note in notes:
         say(f"note    {note}")
     model, size = config.model, parameter_count(config.model, vocab_size)
+    precision = config.precision
+    fp8 = f", FP8 {precision.fp8_format} {precision.fp8_recipe}" if precision.fp8_format else ""
     say(
         f"model   {model.num_layers} layers, hidden {model.hidden_size}, vocab {vocab_size} -> "
-        f"{run.padded_vocab_size} | {size / 1e6:.2f} M params, {config.dtype_name} | "
+        f"{run.padded_vocab_size} | {size / 1e6:.2f} M params, {config.dtype_name}{fp8} | "
         f"expected first loss {expected_first_loss(model, vocab_size):.2f}, ln({vocab_size}) = "
         f"{math.log(vocab_size):.2f} for equal odds"
     )
@@ -185,20 +189,25 @@ class StepReport:
     ) -> None:
         """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks.
 
-        extras: further numbers for the log, 0-d. traffic: what this rank has communicated in the step.
+        extras: further numbers for the log, 0-d, or the table of fp8_stats.py. traffic: what this rank has
+        communicated in the step.
         """
         numbers = (
             dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True)) | vars(stats) | extras
         )
         self.iteration, self.part_norms, self.names = iteration, numbers.pop("part_norms"), list(numbers)
-        values = torch.stack([number.double() for number in numbers.values()])
+        self.shapes = [number.shape for number in numbers.values()]
+        values = torch.cat([number.double().flatten() for number in numbers.values()])
         self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
         self.values.copy_(values, non_blocking=True)
         self.clock, self.timed, self.traffic = clock.stop(), timed, dict(traffic)
 
-    def read(self) -> tuple[float, dict[str, float]]:
+    def read(self) -> tuple[float, dict[str, Any]]:
         """Milliseconds, and the numbers by name."""
-        return self.clock.milliseconds(), dict(zip(self.names, self.values.tolist(), strict=True))
+        milliseconds = self.clock.milliseconds()  # waits
+        values = self.values.split([shape.numel() for shape in self.shapes])
+        lists = [x.view(shape).tolist() for x, shape in zip(values, self.shapes, strict=True)]
+        return milliseconds, dict(zip(self.names, lists, strict=True))
 
 
 def report(run: Run, step: StepReport | None) -> None:
@@ -213,7 +222,9 @@ def report(run: Run, step: StepReport | None) -> None:
         run.stop = f"--exit-duration-in-mins {run.config.run.exit_duration_in_mins}"
     if not finite:
         name_bad_step(run, step, told["lm_loss"], told["grad_norm"])
-    batch = run.batch_size(step.iteration)
+    batch, fp8 = run.batch_size(step.iteration), told.pop("fp8", None)
+    if fp8 is not None:
+        run.log.fp8(step.iteration, run.samples_before[step.iteration], run.fp8_stats.by_name(fp8))
     run.log.step(
         {
             "iteration": step.iteration,
@@ -289,7 +300,8 @@ def show_sample(run: Run, prompts: tuple[str, ...] = ("def", "    def test")) ->
     ids = [run.tokenizer.encode(prompt) for prompt in prompts]
     length = min(120, run.config.model.max_position_embeddings - max(map(len, ids)))
     for text in generate(run.model, ids, length, temperature=0.6, top_k=40, seed=run.config.run.seed):
-        run.log.line("sample  " + run.tokenizer.decode(text).replace("\n", "\n        "))
+        known = [token for token in text if token < run.tokenizer.vocab_size]  # the model may have more
+        run.log.line("sample  " + run.tokenizer.decode(known).replace("\n", "\n        "))
 
 
 def listen_for_signals(run: Run) -> None:

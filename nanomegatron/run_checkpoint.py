@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from nanomegatron.checkpoint import CheckpointError, latest, load, save, training_pieces
+from nanomegatron.checkpoint_files import Piece
 from nanomegatron.config import TransformerConfig
 from nanomegatron.config_cli import flag, to_toml
 from nanomegatron.config_hf import is_hf_folder, read_folder
@@ -31,6 +32,15 @@ def circumstances(run: Run) -> dict:
     return {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads(), **sizes}
 
 
+def fp8_pieces(run: Run) -> list[Piece]:
+    """Amaxes and scales of the FP8 layers on this rank; all ranks that share a layer have the same."""
+    if run.model.scales is None:
+        return []
+    first = run.mesh.tp.rank == run.mesh.dp_cp.rank == 0
+    state = run.model.scales.state()
+    return [Piece(f"fp8/{name}", tuple(x.shape), (0,) * x.dim(), x, first) for name, x in state.items()]
+
+
 def save_checkpoint(run: Run) -> None:
     """Write everything that the next run needs to go on to the bit."""
     settle(run)
@@ -46,7 +56,7 @@ def save_checkpoint(run: Run) -> None:
     }
     run.grads.wait_params()
     states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
-    pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp)
+    pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp) + fp8_pieces(run)
     save(run.config.checkpoint.save, run.iteration, pieces, state, to_toml(run.config), run.mesh)
     run.log.line(f"saved   {run.config.checkpoint.save}, step {run.iteration}")
     run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
@@ -78,8 +88,9 @@ def load_checkpoint(run: Run) -> None:
         return
     finetune = config.finetune and not own
     states = {} if finetune or eval_only or config.no_load_optim else run.optimizer.states()
-    pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp)
-    loaded = load(root, pieces, run.mesh, config.ckpt_step, cast=not states)
+    fp8 = fp8_pieces(run)
+    pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp) + fp8
+    loaded = load(root, pieces, run.mesh, config.ckpt_step, cast=not states, optional="fp8/")
     if loaded is None:
         if config.load:
             raise CheckpointError(f"--load {root}: no checkpoint there; train from scratch without --load")
@@ -96,6 +107,8 @@ def load_checkpoint(run: Run) -> None:
             run.optimizer.load_scalars(loaded.state["optimizer"])
     if not states:
         run.optimizer.reset_main()
+    if run.model.scales is not None:
+        run.model.scales.load({piece.key.removeprefix("fp8/"): piece.data for piece in fp8})
     run.log.line(f"resumed {root}, step {loaded.iteration}" + (" (weights alone)" if finetune else ""))
     now = circumstances(run)
     before = now | loaded.state["circumstances"]  # one that is not known has not changed

@@ -71,3 +71,5 @@ def rehearse_step(run: Run) -> None:
     step = forward_step(run, batches, token_count(run, batches), total)
     rehearse(run.model, step, run.model.shape(data.seq_length, data.micro_batch_size))
     run.grads.grad_sync()
+    if run.model.scales is not None:
+        run.model.scales.forget_step()

@@ -43,11 +43,12 @@ from nanomegatron.comm import (
     start_all_reduce_,
     start_reduce_scatter,
 )
+from nanomegatron.fp8 import Fp8Linear
 from nanomegatron.mesh import Axis
 from nanomegatron.param import (
     Init,
     ParamSpec,
-    contribute,
+    accumulate_weight_grad,
     main_grad,
     new_parameter,
     puts_off,
@@ -55,6 +56,7 @@ from nanomegatron.param import (
     shard,
     when_due,
 )
+from nanomegatron.tp_fp8 import Fp8LinearFunction
 from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
 
 
@@ -126,27 +128,10 @@ def _overlapped_backward(
     return dx.view(shape), when_due(weight, weight_grad), None, None
 
 
-def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """The weight gradient grad^T x, summed over all rows, into `main_grad`. x `[..., i]`, grad `[..., o]`
-
-    On a GPU the matmul adds into the buffer by itself; torch has no CPU kernel that adds bf16 into fp32.
-    """
-    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
-    if not add_product(main_grad(weight), grad, x):
-        return contribute(weight, lambda: grad.t() @ x)
-    weight.bucket.ready(weight)
-    return None
-
-
-def add_product(target: torch.Tensor | None, grad: torch.Tensor, x: torch.Tensor) -> bool:
-    """target += grad^T x in one matmul, where the device has one for these types; else False."""
-    if target is None or not x.is_cuda:
-        return False
-    if target.dtype == x.dtype:
-        torch.addmm(target, grad.t(), x, out=target)
-    else:
-        torch.addmm(target, grad.t(), x, out_dtype=target.dtype, out=target)
-    return True
+def _linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, fp8: Fp8Linear | None):
+    if fp8 is None:
+        return LinearFunction.apply(x, weight, axis, comm)
+    return Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
 
 
 class ColumnParallelLinear(nn.Module):
@@ -156,8 +141,11 @@ class ColumnParallelLinear(nn.Module):
     16}): each part is cut by itself, so a rank's output is its own [q; k; v]. A size that is a pair (16, 2)
     is cut over groups of so many neighbouring ranks, which hold the same slice. With `sequence_parallel` x is
     `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank. `skip_bias_add` gives
-    (y, bias) instead of their sum. Communicates over tp as `LinearFunction` says.
+    (y, bias) instead of their sum. Communicates over tp as `LinearFunction` says, or with an `fp8`, which
+    whoever has built the layer may give it, as `Fp8LinearFunction`.
     """
+
+    fp8: Fp8Linear | None = None
 
     def __init__(
         self,
@@ -193,9 +181,13 @@ class ColumnParallelLinear(nn.Module):
         is_weight = kind == "weight"
         return ParamSpec(tuple(parts), (rows, *rest), writes_grad=is_weight, decay=is_weight)
 
+    @property
+    def comm(self) -> str:
+        """What is sent for it, as `LinearFunction` says."""
+        return "gather" if self.sequence_parallel and self.training else "copy"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        cut = self.sequence_parallel and self.training
-        y = LinearFunction.apply(x, self.weight, self.tp, "gather" if cut else "copy")
+        y = _linear(x, self.weight, self.tp, self.comm, self.fp8)
         if self.gather_output:
             bias = None if self.bias is None else gather_from(self.bias, self.tp)
             return _with_bias(gather_from(y, self.tp), bias, self.skip_bias_add)
@@ -207,8 +199,10 @@ class RowParallelLinear(nn.Module):
 
     With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on
     all ranks. The bias is replicated and added once the summands are together, or with `skip_bias_add` given
-    back as (y, bias). Communicates over tp as `LinearFunction` says.
+    back as (y, bias). Communicates, and takes an `fp8`, as ColumnParallelLinear does.
     """
+
+    fp8: Fp8Linear | None = None
 
     def __init__(
         self,
@@ -233,11 +227,15 @@ class RowParallelLinear(nn.Module):
         spec = ParamSpec((part,), (output_size,), decay=False)
         self.bias = new_parameter(spec, init, fill=0.0) if bias else None
 
+    @property
+    def comm(self) -> str:
+        """What is sent for it, as `LinearFunction` says."""
+        return "scatter" if self.sequence_parallel and self.training else "sum"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp)
-        cut = self.sequence_parallel and self.training
-        y = LinearFunction.apply(x, self.weight, self.tp, "scatter" if cut else "sum")
+        y = _linear(x, self.weight, self.tp, self.comm, self.fp8)
         return _with_bias(y, self.bias, self.skip_bias_add)
 
 

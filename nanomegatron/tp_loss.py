@@ -32,8 +32,7 @@ from nanomegatron import ops_loss
 from nanomegatron.comm import Pending, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
 from nanomegatron.mesh import Axis
 from nanomegatron.ops_kernels import once
-from nanomegatron.param import main_grad
-from nanomegatron.tp import add_product
+from nanomegatron.param import add_product, main_grad
 
 once_loss = partial(once, instead="torch.nn.functional.cross_entropy of whole logits")
 

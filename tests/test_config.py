@@ -56,7 +56,8 @@ WRONG = """
 --ckpt-format torch_dist | 1 | --ckpt-format torch_dist: must be one of sharded
 --device tpu | 1 | --device tpu: must be one of auto
 --config nowhere | 1 | --config nowhere: no such file | llama3-8b
---fp8-format hybrid | 1 | --fp8-format: | not here | --bf16
+--fp8-format hybrid | 1 | --fp8-format hybrid: needs --bf16
+--fp8-output-proj | 1 | --fp8-output-proj: | not here | stays in bf16
 --num-experts 8 | 1 | --num-experts: | mixture of experts
 --moe-router-topk 2 | 1 | --moe-router-topk: | mixture of experts
 --use-megatron-fsdp | 1 | --use-megatron-fsdp: | replicas are whole
@@ -164,7 +165,7 @@ def test_each_error_has_value_rule_and_fix(case):
 
 def test_all_errors_come_together():
     messages = errors_of(
-        f"{GOOD} --hidden-size 66 --bf16 --fp16 --fp8-format e4m3 --hiden 3 --split x --clip-grad -1"
+        f"{GOOD} --hidden-size 66 --bf16 --fp16 --fp8-output-proj --hiden 3 --split x --clip-grad -1"
     )
     assert len(messages) == 6
 

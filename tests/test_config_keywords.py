@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.config import ParallelConfig, PrecisionConfig, TransformerConfig
 from nanomegatron.config_keywords import GPT_MODEL, TAKEN, TRANSFORMER_CONFIG
 from nanomegatron.model import GPTModel, Tokens
 
@@ -25,7 +25,10 @@ def test_megatrons_first_example_runs():
 @pytest.mark.parametrize(
     "keyword, replacement",
     [
-        (dict(fp8=True), "FP8 is not in this version"),
+        (dict(fp8=True), r"fp8=True: use PrecisionConfig\(bf16=True, fp8_format='e4m3'\) or 'hybrid'"),
+        (dict(fp8="hybrid", fp8_recipe="tensorwise"), r"PrecisionConfig\(fp8_recipe=...\)"),
+        (dict(fp8_param=True, fp8_wgrad=False), "fp8_param_gather=True.*; fp8_wgrad=False: use Precision"),
+        (dict(fp8_dot_product_attention=True), "core attention stays in bf16"),
         (dict(tensor_model_parallel_size=2), "tensor_model_parallel_size=2: use ParallelConfig"),
         (dict(pipeline_model_parallel_size=2), "pipeline_model_parallel_size=2: use ParallelConfig"),
         (dict(virtual_pipeline_model_parallel_size=2), "num_virtual_stages_per_pipeline_rank"),
@@ -44,17 +47,21 @@ def test_a_keyword_that_asks_for_more_names_its_replacement(keyword, replacement
 
 
 def test_defaults_of_megatrons_keywords_are_taken():
+    TransformerConfig(
+        **SHAPE, fp8_recipe="delayed", fp8_interval=4, fp8_wgrad=True, first_last_layers_bf16=False
+    )
     TransformerConfig(**SHAPE, fp8=None, bf16=False, tensor_model_parallel_size=1, num_moe_experts=None)
     TransformerConfig(**SHAPE, add_bias_linear=True, layernorm_zero_centered_gamma=False)
 
 
 def test_the_keywords_that_moved_are_settings():
     """What the answers name is there."""
-    names = {setting.name for setting in dataclasses.fields(ParallelConfig)}
-    for _, instead in TRANSFORMER_CONFIG.values():
-        for keyword in re.findall(r"(\w+)=", "".join(re.findall(r"ParallelConfig\((.*?)\)", instead))):
-            assert keyword in names
-    assert "pipeline_schedule" in names
+    for part in (ParallelConfig, PrecisionConfig):
+        names, used = {setting.name for setting in dataclasses.fields(part)}, set()
+        for _, instead in TRANSFORMER_CONFIG.values():
+            for text in re.findall(rf"{part.__name__}\((.*?)\)", instead):
+                used.update(re.findall(r"(\w+)=", text))
+        assert used and used <= names
 
 
 @pytest.mark.parametrize("keyword", [dict(pre_process=False), dict(post_process=False), dict(vp_stage=0)])

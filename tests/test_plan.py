@@ -110,11 +110,13 @@ TINY = {
 }
 
 
-def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp: Axis | None = None) -> int:
+def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=None, scales=None) -> int:
     """What autograd holds after a forward pass of the real model, every storage once, parameters apart."""
     built = GPTModel(
         model, vocab_size=128, max_sequence_length=s, padded_vocab_size=128, tp=tp, init=Init(dtype=dtype)
     )
+    if scales is not None:
+        built.use_fp8(scales, range(model.num_layers))
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

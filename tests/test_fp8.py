@@ -1,0 +1,377 @@
+"""FP8 recipes: matmuls against float64 and error bounds, scales by hand and on two ranks, what is kept."""
+
+import pytest
+import torch
+
+from nanomegatron import fp8, ops_fused_fp8
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode, matmul
+from nanomegatron.mesh import Axis
+from tests.spmd import run_spmd
+
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+UNIT = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}  # of a value, and near zero at scale 1
+
+
+def new(name, *axes, **more):
+    """Scales with one layer, and that."""
+    scales = Scales(Recipe(name, **more), CPU, axes)
+    return scales, scales.layer("fc1")
+
+
+def same(a, b):
+    """Equal to the bit."""
+    assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
+    assert torch.equal(a.inverse, b.inverse)
+
+
+def limit_of_error(x, cast):
+    """The largest error that the docstring of fp8.py allows each value, in float64."""
+    unit, least = UNIT[cast.data.dtype]
+    scale = decode(Cast(torch.ones_like(cast.data), cast.inverse)).double()
+    return torch.maximum(unit * x.abs(), least * scale) * (1 + 2**-20)  # the scale is fp32, too
+
+
+def operands(name, gradient=E5M2, shape=(48, 160, 32)):
+    """x `[t, i]`, W `[o, i]` and g `[t, o]` with their casts, of values that differ in size."""
+    t, i, o = shape
+    scales, layer = new(name, gradient=gradient)
+    x, w, g = torch.randn(t, i) * torch.rand(t, 1), 0.02 * torch.randn(o, i), 1e-4 * torch.randn(t, o)
+    for _ in range(2):  # delayed: the second time with the scales of the first
+        scales.end_step()
+        casts = layer.cast(x, "x"), layer.weight(w), layer.cast(g, "g")
+    return (x, w, g), casts
+
+
+PRODUCTS = {
+    "y": lambda x, w, g: (x[0], w[0]),
+    "dx": lambda x, w, g: (g[0], w[1]),
+    "dw": lambda x, w, g: (g[1], x[1]),
+}
+
+
+@pytest.mark.parametrize("gradient", [E4M3, E5M2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_matmuls_against_float64(name, gradient):
+    """Exact for what was cast, but for the sum in fp32 and the result's rounding; else within the bound."""
+    originals, casts = operands(name, gradient)
+    both = [(value, value.t()) for value in originals]
+    for which, pick in PRODUCTS.items():
+        (a, b), (x, y) = pick(*casts), [value.double() for value in pick(*both)]
+        assert a.data.is_contiguous() and b.data.is_contiguous()
+        assert a.data.dtype == (E4M3 if which == "y" else gradient) and b.data.dtype == E4M3
+        p, q = decode(a).double(), decode(b).double()
+        error_a, error_b = limit_of_error(x, a), limit_of_error(y, b)
+        assert ((p - x).abs() <= error_a).all() and ((q - y).abs() <= error_b).all()
+        summed = len(p[0]) * 2.0**-24 * (p.abs() @ q.abs().t())
+        bound = error_a @ y.abs().t() + x.abs() @ error_b.t() + error_a @ error_b.t()
+        for dtype, rounding in (torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-8):
+            found, exact = matmul(a, b, dtype), p @ q.t()
+            assert found.dtype == dtype
+            assert ((found - exact).abs() <= summed + rounding * exact.abs()).all()
+            assert ((found - x @ y.t()).abs() <= bound + summed + rounding * exact.abs()).all()
+        assert torch.equal(matmul(a, b, torch.float32, fast=True), matmul(a, b, torch.float32))
+        share = (exact - x @ y.t()).norm() / (x @ y.t()).norm()
+        assert share < (0.045 if a.data.dtype == E4M3 else 0.07)  # far less than the bound, as signs vary
+
+
+def test_scales_of_each_kind():
+    """Shapes of inverses, and whose largest value reaches the format's."""
+    (x, w, g), casts = operands("tensorwise")
+    for value, cast, dtype in zip((x, w, g), casts, (E4M3, E4M3, E5M2), strict=True):
+        assert cast.row.inverse.shape == () and cast.row.inverse == cast.flip.inverse
+        torch.testing.assert_close(cast.row.inverse, value.abs().max() / torch.finfo(dtype).max)
+        assert cast.row.data.float().abs().max() == torch.finfo(dtype).max
+    (x, w, g), casts = operands("rowwise")
+    for value, cast, dtype in zip((x, w, g), casts, (E4M3, E4M3, E5M2), strict=True):
+        for original, copy in (value, cast.row), (value.t(), cast.flip):
+            assert copy.inverse.shape == (len(original), 1)
+            least = original.abs().amax(1, keepdim=True) / torch.finfo(dtype).max
+            assert torch.equal(copy.inverse, least.log2().ceil().exp2())
+    (x, w, g), casts = operands("blockwise", shape=(48, 160, 256))
+    shapes = [(48, 2), (160, 1), (2, 2), (2, 2), (48, 2), (256, 1)]
+    assert [tuple(copy.inverse.shape) for cast in casts for copy in cast] == shapes
+    assert casts[0].row.inverse.t().is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
+def test_a_margin_leaves_room(name):
+    scales, layer = new(name, margin=3)
+    for _ in range(2):
+        cast = layer.cast(torch.full((2, 4), 3.5), "x", "row")
+        scales.end_step()
+    assert (
+        cast.row.data.float().unique() == 56.0 and cast.row.inverse.unique() == 0.0625 and cast.flip is None
+    )
+    assert torch.equal(decode(cast.row), torch.full((2, 4), 3.5))
+
+
+# Of x, E4M3, two microbatches a step: the amaxes, then the scale that the next step has, for each way.
+STEPS = [
+    #  microbatches    recent 1    recent 3    max 3       max 3, margin 1
+    ((3.5, 7.0), (448 / 7, 448 / 7, 448 / 7, 224 / 7)),
+    ((14.0, 0.0), (448 / 14, 448 / 14, 448 / 14, 224 / 14)),
+    ((0.0, 0.0), (448 / 14, 448 / 14, 448 / 14, 224 / 14)),  # zeros: recent keeps, max has the 14 still
+    ((1.75, INF), (448 / 14, 448 / 14, 448 / 14, 224 / 14)),  # not finite: kept by all, and forgotten
+    ((3.5, 1.0), (448 / 3.5, 448 / 3.5, 448 / 3.5, 224 / 3.5)),  # the 14 has left
+    ((NAN, 28.0), (448 / 3.5, 448 / 3.5, 448 / 3.5, 224 / 3.5)),
+    ((1.0, 1.75), (448 / 1.75, 448 / 1.75, 448 / 3.5, 224 / 3.5)),
+    ((1.0, 1.0), (448.0, 448.0, 448 / 1.75, 224 / 1.75)),
+    ((0.0, 0.0), (448.0, 448.0, 448 / 1.75, 224 / 1.75)),
+    ((0.0, 0.0), (448.0, 448.0, 448.0, 224.0)),
+    ((0.0, 0.0), (448.0, 448.0, 448.0, 224.0)),  # an empty history keeps the scale
+]
+WAYS = [{}, {"history": 3}, {"history": 3, "algo": "max"}, {"history": 3, "algo": "max", "margin": 1}]
+
+
+@pytest.mark.parametrize("way", range(4))
+def test_a_history_by_hand(way):
+    scales, layer = new("delayed", **WAYS[way])
+    scales.layer("another")
+    scales.fresh = False  # as after a step without amaxes
+    scale = 1.0
+    for amaxes, following in STEPS:
+        for amax in amaxes:
+            x = torch.tensor([[amax / 2, -amax]])
+            for _ in range(2):  # a recomputed forward changes nothing, nor does an evaluation
+                layer.cast(1e3 * x, "x", notes=False)
+                cast = layer.cast(x, "x").row
+                assert cast.inverse == 1 / torch.tensor(scale)
+                expected = (x * scale).clamp(-448, 448).to(E4M3)
+                assert torch.equal(cast.data.float().nan_to_num(9.0), expected.float().nan_to_num(9.0))
+        scales.end_step()
+        scale = following[way]
+        assert scales.scale.tolist() == [scale, 1.0, 1.0, 1.0, 1.0, 1.0]
+        assert torch.equal(scales.inverse, 1 / scales.scale)
+
+
+def test_the_first_step_casts_as_tensorwise_does():
+    """It has no amaxes of earlier steps; those of its microbatches count for the next one, as always."""
+    scales, layer = new("delayed", margin=1)
+    batches = torch.randn(3, 8, 8) * 1e-6
+    for x in batches:
+        same(layer.cast(x, "g").row, new("tensorwise", margin=1)[1].cast(x, "g").row)
+        layer.cast(1e3 * x, "g", notes=False)
+    scales.end_step()
+    assert not scales.fresh and scales.scale[2] == 57344 / 2 / batches.abs().max()
+    again = new("delayed", margin=1)[0]
+    again.load(new("delayed", margin=1)[0].state())
+    assert again.fresh, "a run in 16 bits has no amaxes"
+    again.load(scales.state())
+    assert not again.fresh
+
+
+def test_gradients_have_their_own_limit():
+    scales, layer = new("delayed", margin=1)
+    layer.cast(torch.full((1, 1), 7.0), "g", "row")
+    layer.cast(torch.full((1, 1), 14.0), "w", "row")
+    scales.end_step()
+    assert scales.scale.tolist() == [1.0, 16.0, 4096.0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_are_cast_once_a_step(name, monkeypatch):
+    kernel, casts = {"rowwise": "fp8_cast_rows", "blockwise": "fp8_cast_blocks"}.get(name, "fp8_cast"), []
+    place = fp8 if hasattr(fp8, kernel) else ops_fused_fp8
+    before = getattr(place, kernel)
+    monkeypatch.setattr(place, kernel, lambda *a, **k: casts.append(1) or before(*a, **k))
+    scales, layer = new(name)
+    weight = torch.nn.Parameter(torch.randn(32, 16))
+    first = layer.weight(weight)
+    assert layer.weight(weight) is first and len(casts) == 1 and not first.row.inverse.requires_grad
+    assert first.row.data.shape == (32, 16) and first.flip.data.shape == (16, 32)
+    for forget in scales.end_step, scales.forget_weights:
+        with torch.no_grad():
+            weight.mul_(2.0)
+        casts.clear()
+        assert layer.weight(weight) is layer.weight(weight) is first  # until it is told
+        forget()
+        first = layer.weight(weight)
+        assert layer.weight(weight) is first and len(casts) == 1
+        if name != "delayed":
+            same(first.row, new(name)[1].weight(weight).row)
+
+
+def agree(mesh, name, role):
+    """Rank 1 has the larger values; scales and amaxes are those of both, and so is what is sent."""
+    scales, layer = new(name, mesh.tp, mesh.dp_cp, history=2)
+    scales.layer("fc2")
+    both = torch.arange(1.0, 9.0).view(4, 2)
+    x, axis = both.chunk(2)[mesh.rank], mesh.tp if mesh.tp.size == 2 else mesh.dp_cp
+    scales.fresh = False
+    mesh.traffic.clear()
+    cast = layer.weight(x, axis) if role == "w" else layer.cast(x, role, "both", axis)
+    sent = {} if name != "tensorwise" else {"calls": 1, "bytes": 4}
+    assert {key[2]: count for key, count in mesh.traffic.items()} == sent
+    if name == "tensorwise":
+        whole = new(name)[1].cast(both, role, "row").row
+        same(cast.row, Cast(whole.data.chunk(2)[mesh.rank], whole.inverse))
+    scales.end_step()
+    if name == "delayed":
+        assert mesh.traffic[axis.name, "all_reduce", "calls"] == 1
+        assert mesh.traffic[axis.name, "all_reduce", "bytes"] == 6 * 4
+        slot = "xwg".index(role)
+        assert scales.scale[slot] == torch.finfo(scales.recipe.dtype(role)).max / 8
+        before = scales.scale.clone()
+        for rank in range(2):  # no rank keeps what is no number, whichever had it
+            layer.cast(torch.full((1, 1), NAN if mesh.rank == rank else 1.0), "g", "row")
+            scales.end_step()
+            assert torch.equal(scales.scale, before) and scales.history.isfinite().all()
+    return cast.row.inverse, scales.scale, scales.history
+
+
+@pytest.mark.parametrize("role", ["x", "w", "g"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_ranks_agree(name, role):
+    first, second = run_spmd(agree, 2, name, role, tp=2 if role != "x" else 1)
+    if name in ("delayed", "tensorwise"):
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_nan_on_one_rank():
+    """The others' scale is 1, as that of the rank that has it."""
+    assert run_spmd(with_nan, 2, tp=2) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def with_nan(mesh):
+    _, layer = new("tensorwise")
+    x = [torch.full((2, 2), NAN if mesh.rank == rank else 3.0) for rank in range(2)]
+    return [layer.cast(each, "x", "row", mesh.tp).row.inverse.item() for each in x]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_zeros_infinity_and_nan(name):
+    _, layer = new(name)
+    zeros = layer.cast(torch.zeros(16, 16), "x")
+    for copy in zeros:
+        assert (copy.inverse == 1.0).all() and not decode(copy).any()
+    x = torch.ones(16, 16)
+    x[3, 4], x[5, 6], x[7, 8] = INF, -INF, NAN
+    row, flip = layer.cast(x, "x")
+    for copy, what in (row, x), (flip, x.t()):
+        found = decode(copy)
+        assert torch.equal(found.isnan(), what.isnan())
+        assert torch.equal(found[what == INF], torch.tensor([448.0]))
+        assert torch.equal(found[what == -INF], torch.tensor([-448.0]))
+        assert (found[what == 1.0] == 1.0).all()
+    y = matmul(row, layer.cast(torch.eye(16), "x").row, torch.float32)
+    assert y[7].isnan().all() and y.isnan().sum() == 16
+
+
+def test_overflow_saturates_for_one_step():
+    scales, layer = new("delayed")
+    scales.fresh = False
+    x = torch.full((1, 2), 1000.0)
+    assert decode(layer.cast(x, "x", "row").row).tolist() == [[448.0, 448.0]]
+    scales.end_step()
+    torch.testing.assert_close(decode(layer.cast(x, "x", "row").row), x)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_outlier_costs_its_tensor_or_its_row_or_block(name):
+    x = torch.ones(256, 256)
+    x[0, 0], x[1, 0] = 448 * 2.0**10, -1.5
+    scales, layer = new(name)
+    layer.cast(x, "x")
+    scales.end_step()
+    found = decode(layer.cast(x, "x", "row").row)
+    assert found[0, 0] == x[0, 0]
+    lost = (found == 0.0).sum()
+    if name in ("delayed", "tensorwise"):  # 1.0 is half the smallest step, and even is down; -1.5 is up
+        assert lost == 256 * 256 - 2 and found[1, 0] == -2.0
+    else:
+        assert lost == (255 if name == "rowwise" else 127) and found[1, 0] == -1.5
+
+
+def trained(recipe, names, steps=3):
+    """Scales of these layers after some steps in which each has its own values."""
+    scales = Scales(recipe, CPU)
+    for name in names:
+        scales.layer(name)
+    for step in range(steps):
+        for name, layer in scales.layers.items():
+            for role in "xwg":
+                layer.cast(torch.full((1, 1), float(len(name) + step + ord(role))), role, "row")
+        scales.end_step()
+    return scales
+
+
+def test_state_is_loaded_by_name():
+    recipe = Recipe("delayed", history=3, algo="max")
+    scales = trained(recipe, ["a", "bb", "ccc"])
+    state = scales.state()
+    assert sorted(state) == sorted(
+        f"{name}.fp8_{kind}" for name in scales.layers for kind in ("history", "scale")
+    )
+    other = trained(recipe, ["ccc", "a"], steps=1)
+    weight = other.layers["a"].weight(torch.ones(2, 2))
+    other.load(state)
+    assert weight is not None and other.layers["a"].cached is None
+    assert all(torch.equal(value, state[name]) for name, value in other.state().items())
+    assert torch.equal(other.inverse, 1.0 / other.scale)
+    for both in scales, other:  # they go on alike; what was saved does not follow
+        for _ in range(2):
+            both.layers["ccc"].cast(torch.full((1, 1), 2.0), "x", "row")
+            both.end_step()
+    assert all(torch.equal(value, scales.state()[name]) for name, value in other.state().items())
+    assert not torch.equal(state["ccc.fp8_history"], scales.state()["ccc.fp8_history"])
+
+
+def test_what_cannot_be_loaded_or_made():
+    scales, _ = new("delayed")
+    with pytest.raises(ValueError, match="no FP8 scales of fc1.fp8_history, fc1.fp8_scale"):
+        scales.load({})
+    with pytest.raises(ValueError, match="fc1 already"):
+        scales.layer("fc1")
+    with pytest.raises(ValueError, match="recipes are delayed"):
+        Recipe("mxfp8")
+    with pytest.raises(ValueError, match="algo is most_recent or max"):
+        Recipe("delayed", algo="mean")
+    with pytest.raises(ValueError, match="history=0"):
+        Recipe("delayed", history=0)
+    with pytest.raises(ValueError, match="tuple"):
+        scales.layers["fc1"].cast(torch.ones(1, 1), "y", "row")
+    for name in "tensorwise", "rowwise", "blockwise":
+        scales, _ = new(name)
+        assert scales.state() == {}
+        scales.load({})
+        scales.end_step()
+    Scales(Recipe("delayed"), CPU, [Axis.single()]).end_step()  # a stage without layers
+
+
+@pytest.mark.parametrize("role", ["x", "g"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_turned_is_the_transposed_cast(name, role):
+    """Tensor scales: to the bit. Powers of two: nothing is rounded twice but near zero. Notes no amax."""
+    scales, layer = new(name)
+    x = torch.randn(64, 160)
+    layer.cast(x, role)
+    scales.end_step()
+    row, flip = layer.cast(x, role)
+    noted = scales.history.clone()
+    turned = layer.turned(row, role)
+    assert turned.data.is_contiguous() and turned.data.shape == (160, 64)
+    assert torch.equal(scales.history, noted)
+    if name in ("delayed", "tensorwise"):
+        same(turned, flip)
+    else:
+        assert turned.inverse.shape == flip.inverse.shape
+        least = limit_of_error(torch.zeros(160, 64), turned)
+        assert ((decode(turned) - decode(row).t()).abs() <= least).all()
+
+
+def test_gathered_blocks_are_multiplied_as_they_come():
+    """The GPU wants the first dim of 1 x 128 scales contiguous, which gathering undoes."""
+    (x, w, _), casts = operands("blockwise", shape=(48, 160, 256))
+    row = casts[0].row
+    gathered = Cast(row.data, row.inverse.contiguous())
+    assert not gathered.inverse.t().is_contiguous() and fp8._laid_out(gathered, True).t().is_contiguous()
+    twos = casts[1].row  # squares side by side that torch 2.11 would misread
+    rows = fp8._laid_out(twos, True)
+    assert rows.t().is_contiguous() and torch.equal(decode(Cast(twos.data, rows)), decode(twos))
+    _, fours = operands("blockwise", shape=(48, 512, 160))
+    assert fp8._laid_out(fours[1].row, True).stride() == fours[1].row.inverse.stride() == (4, 1)
+    assert torch.equal(
+        matmul(gathered, casts[1].row, torch.float32), matmul(row, casts[1].row, torch.float32)
+    )

@@ -1,0 +1,110 @@
+"""Stand-ins: what a norm and a gated unit give an FP8 layer, against the same casts by themselves."""
+
+import pytest
+import torch
+
+from nanomegatron import model
+from nanomegatron.config import TransformerConfig
+from nanomegatron.fp8 import RECIPES, Recipe, Scales
+from nanomegatron.fp8_fused import casts_of, stand_in
+from nanomegatron.mesh import Axis
+from nanomegatron.model import TransformerLayer
+from nanomegatron.model_ends import Tokens
+from nanomegatron.param import Init
+
+CPU = torch.device("cpu")
+
+
+def config_of(**more):
+    known = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4}
+    return TransformerConfig(**known, swiglu=True, normalization="RMSNorm", disable_bias_linear=True, **more)
+
+
+def layer_of(recipe, dtype=torch.float32, **more):
+    """A layer in FP8 and its scales."""
+    layer = TransformerLayer(config_of(**more), 0, Axis.single("tp"), Init(3, dtype, CPU, "layer"))
+    scales = Scales(Recipe(recipe), CPU)
+    attention, mlp = layer.self_attention, layer.mlp
+    for linear in attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2:
+        linear.fp8 = scales.layer(linear.weight.spec.name)
+    return layer, scales
+
+
+def steps(layer, scales, count=3, saved=None):
+    """Losses and gradients of some steps; saved: a list for the bytes that autograd keeps in the last one."""
+    torch.manual_seed(0)
+    found = []
+    batch = Tokens(torch.zeros(2, 32, dtype=torch.long), torch.arange(32), torch.arange(2))
+    for step in range(count):
+        x = torch.randn(32, 2, 64).to(layer.input_layernorm.weight.dtype).requires_grad_()
+        layer.zero_grad()
+        kept: dict[int, int] = {}
+
+        def pack(t, kept=kept):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(x, batch, None)
+        if saved is not None and step == count - 1:
+            saved.append(sum(kept.values()))
+        (y.float() * torch.linspace(-1, 1, 64)).sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        scales.end_step()
+    return found
+
+
+def apart(monkeypatch):
+    """Norms and units without casts: linear layers cast what they read."""
+    monkeypatch.setattr(model, "fuses", lambda linear: False)
+    monkeypatch.setattr(model, "cast_for", lambda linear, x: x)
+
+
+def near(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_same_as_casts_by_themselves(recipe, monkeypatch):
+    """In fp32 a fused cast and one after it round alike: all is equal but for the order of some sums."""
+    fused = steps(*layer_of(recipe))
+    apart(monkeypatch)
+    for got, expected in zip(fused, steps(*layer_of(recipe)), strict=True):
+        near(got, expected)
+
+
+@pytest.mark.parametrize("modules", ["layernorm", "mlp_act", "mlp", "layernorm mlp_act", "layernorm mlp"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputed_casts_are_the_same_to_the_bit(recipe, modules):
+    """And take less memory: what a recomputed norm or unit gives is not kept, not in FP8 either."""
+    whole, less, modules, dtype = [], [], modules.split(), torch.bfloat16
+    recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
+    expected = steps(*layer_of(recipe, dtype), saved=whole)
+    found = steps(*layer_of(recipe, dtype, **recompute), saved=less)
+    for a, b in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert less[0] < whole[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_kept_for_the_backward_is_half(recipe):
+    """Of what linear layers read, 64 rows: normed, context, normed again with 64 features, y with 96."""
+    kept = []
+    steps(*layer_of(recipe, torch.bfloat16), saved=kept)
+    layer, scales = layer_of(recipe, torch.bfloat16)
+    for linear in *layer.self_attention.children(), *layer.mlp.children():
+        linear.fp8 = None
+    steps(layer, scales, saved=kept)
+    attention_too = 64 * 64  # the context is kept by attention, too, whoever else reads it
+    saved = 64 * (64 + 64 + 96) - attention_too
+    if recipe == "delayed":  # fused: nor is there anything of plain torch's unit and norm
+        assert kept[1] - kept[0] > saved
+    else:
+        assert kept[1] - kept[0] == pytest.approx(saved, abs=64 * 24)
+
+
+def test_reading_a_stand_in_gives_nan():
+    x = stand_in(torch.zeros(2, 3), (2, 3), None)
+    assert x.isnan().all() and x.untyped_storage().nbytes() == 4
+    assert casts_of(torch.zeros(1)) is None

@@ -1,0 +1,250 @@
+"""FP8 weights cast by the optimizer and gathered as bytes: the run, to the bit, that casts at first use."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train
+from nanomegatron import ops_adamw, optim_shard
+from nanomegatron.config import ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.dp import Buckets
+from nanomegatron.fp8 import Recipe, Scales
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.metrics_log import RunLog
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.optim import Optimizer
+from nanomegatron.param import Init
+from nanomegatron.plan import memory, memory_of_ranks
+from nanomegatron.run_checkpoint import save_checkpoint
+from tests import cuda_on_cpu
+from tests.checkpoints import ALONE
+from tests.spmd import run_spmd
+from tests.test_fp8_layouts import fp8
+from tests.test_layouts import alike, arguments, flags_of, sources, weights_of
+from tests.test_plan import LLAMA3_8B
+from tests.test_plan import config as planned
+from tests.toy import CONFIG
+
+__all__ = ["sources"]  # a fixture
+GATHER = "--fp8-param-gather"
+
+
+def run_of(world: World, argv: list[str], folder: str):
+    os.chdir(folder)
+    parsed, config = train.settings(argv, world)
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
+    return train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
+
+
+def steps(run, until: int, bad: int = 0) -> list[dict]:
+    """Numbers of each step; the loss of number `bad` is told to the optimizer as NaN."""
+    told, update = [], run.optimizer.step
+    while run.iteration < until:
+        skips = run.iteration + 1 == bad
+        run.optimizer.step = lambda loss, nan=skips: update(loss * torch.nan if nan else loss)
+        told.append(train.train_step(run).read()[1])
+        run.iteration += 1
+    run.optimizer.step = update
+    return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "finite", "fp8")} for step in told]
+
+
+def cast_by_optimizer(run) -> list:
+    return [bucket for bucket in run.grads.all if bucket.fp8 is not None]
+
+
+def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool = False) -> dict:
+    """Six steps, the third skipped. ours: casts by the optimizer; first: before the first step too."""
+    if not ours:
+        Recipe.cast_by_optimizer = lambda self, sharded: False
+    run = run_of(world, argv, folder)
+    if first:
+        run.optimizer.cast_weights()
+    found = steps(run, 6, bad=3)
+    sent = run.mesh.traffic["dp_cp", "all_gather", "bytes"]
+    sharded = run.grads.all[0].shards.size > 1
+    assert bool(cast_by_optimizer(run)) == ours
+    assert sent == sharded * sum(b.size * (2 if b.fp8 is None else 1) for b in run.grads.all)
+    for bucket in cast_by_optimizer(run):  # nothing is there to be read unnoticed
+        assert bucket.data is None and all(param.isnan().all() for param in bucket.params)
+    assert [step["finite"] for step in found] == [1, 1, 0, 1, 1, 1]
+    run.grads.wait_params()
+    scales = run.model.scales
+    return {
+        "steps": found,
+        "weights": weights_of(run),
+        "scale": scales.scale[1::3] if scales.recipe.name == "delayed" else None,
+        "alike": alike(run),
+    }
+
+
+def same(ours: list[dict], theirs: list[dict]) -> None:
+    """To the bit, on every rank."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["steps"] == b["steps"] and a["alike"] and b["alike"]
+        for x, y in zip(a["weights"], b["weights"], strict=True):
+            assert x[:4] == y[:4] and torch.equal(x[4], y[4]), x[0]
+        assert a["scale"] is None or torch.equal(a["scale"], b["scale"])
+
+
+UNSHARDED = [("delayed", layout, "") for layout in ("", "dp2bk", "tp2rc", "pp2zbv", "co", "tp2dp2sp")]
+SHARDED = [("dp2z1", ""), ("dp4z1ovbk", ""), ("dp2z2bk", ""), ("tp2dp2z1sp", ""), ("tp2dp2z2ovbk", "")]
+SHARDED += [("pp2v2dp2z1ovbk", ""), ("dp2z1bkco", ""), ("dp2z1", "--first")]
+CASES = UNSHARDED + [
+    (recipe, layout, f"{GATHER} {more}") for recipe in ("delayed", "tensorwise") for layout, more in SHARDED
+]
+
+
+@pytest.mark.parametrize("recipe, layout, more", CASES)
+def test_it_is_the_run_that_casts_at_first_use(recipe, layout, more, sources, tmp_path):
+    size, flags = flags_of(layout)
+    first, more = "--first" in more, more.replace("--first", "")
+    argv = arguments(sources, "llama", flags, fp8(recipe), more, "--train-iters 6"), str(tmp_path)
+    same(*(run_spmd(trained, size, *argv, ours, first and ours, timeout=120) for ours in (True, False)))
+
+
+def saved(world: World, argv: list[str], folder: str, save: str, until: int) -> dict:
+    """A run up to `until` that takes up what there is, counts what casts lose, evaluates and is saved."""
+    run = run_of(world, [*argv, "--save", save], folder)
+    if "--fp8-param-gather" in argv:
+        run.optimizer.cast_weights()
+    found = steps(run, until)
+    train.evaluate(run, "train")
+    save_checkpoint(run)
+    return {"steps": found, "weights": weights_of(run), "scale": None, "alike": alike(run)}
+
+
+@pytest.mark.parametrize("first, second", [("dp2z1bk", "dp2"), ("dp2", "dp2z1ovbk"), ("dp2z1", "dp2z1ov")])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_run_goes_on_to_the_bit_under_another_sharding(recipe, first, second, sources, tmp_path):
+    def run(layout: str, save: str, until: int) -> list[dict]:
+        size, flags = flags_of(layout)
+        more = f"{GATHER * ('z' in layout)} --train-iters 6 --eval-iters 2 --log-fp8-stats 2"
+        (folder := tmp_path / f"{save} {until}").mkdir()
+        argv = arguments(sources, "llama", flags, fp8(recipe), more), str(folder), str(tmp_path / save)
+        return run_spmd(saved, size, *argv, until, timeout=120)
+
+    straight, before, after = run("dp2", "straight", 6), run(first, "cut", 3), run(second, "cut", 6)
+    for a, b, whole in zip(before, after, straight, strict=True):
+        assert whole["steps"][1]["fp8"] and not whole["steps"][2]["fp8"]
+        b["steps"] = a["steps"] + b["steps"]
+    same(after, straight)
+
+
+# One process, where the kernels can be run by the emulator.
+
+MODEL = TransformerConfig(2, 32, 2, swiglu=True, normalization="RMSNorm", disable_bias_linear=True)
+RATES = [[0.01 / (n + 1) for n in range(9)]] * 3
+
+
+def built(recipe: str):
+    model = GPTModel(MODEL, vocab_size=29, max_sequence_length=16, init=Init(dtype=torch.bfloat16))
+    scales = Scales(Recipe(recipe), torch.device("cpu"))
+    model.use_fp8(scales, range(2))
+    buckets = Buckets(model, ParallelConfig(ddp_bucket_size=5000), ALONE)
+    return model, scales, buckets, Optimizer(buckets, CONFIG, PrecisionConfig(bf16=True), RATES)
+
+
+def step_of(model, buckets, batch) -> None:
+    buckets.zero()
+    model(Tokens(batch[:, :-1], torch.arange(16)), batch[:, 1:]).mean().backward()
+    buckets.grad_sync()
+
+
+def alone(recipe: str) -> list[torch.Tensor]:
+    """Weights and norms of four steps, the third of which is skipped."""
+    model, scales, buckets, optimizer = built(recipe)
+    norms = []
+    for i, batch in enumerate(torch.randint(29, (4, 4, 17), generator=torch.Generator().manual_seed(1))):
+        step_of(model, buckets, batch)
+        scales.end_step()
+        norms.append(optimizer.step(torch.tensor(torch.nan if i == 2 else 1.0)).grad_norm)
+    buckets.wait_params()
+    return [*norms, *(param.detach().float() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_the_kernel_casts_as_torch_does(recipe, kernel, monkeypatch):
+    """Also of tensors of one scale that are not sharded, as if they were."""
+    if kernel and cuda_on_cpu.cuda_home() is None:
+        pytest.skip("no CUDA headers here")
+    if kernel:
+        cuda_on_cpu.run_here(monkeypatch, ("adamw",), ops_adamw, optim_shard)
+    runs = []
+    for ours in (True, False):
+        monkeypatch.setattr(Recipe, "cast_by_optimizer", lambda self, sharded, ours=ours: ours)
+        runs.append(alone(recipe))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_whoever_comes_too_early_or_too_late_is_told():
+    """Old weights are read as NaN, and written by nobody; what was cast for a step ends with the next."""
+    model, scales, buckets, optimizer = built("delayed")
+    batch = torch.randint(29, (4, 17))
+    for _ in range(2):
+        step_of(model, buckets, batch)
+        scales.end_step()
+        optimizer.step(torch.tensor(1.0))
+    weight = model.layers[0].mlp.linear_fc1.weight
+    assert weight.isnan().all() and weight.shape == (128, 32)
+    with pytest.raises(RuntimeError):
+        weight.detach().copy_(torch.ones(128, 32))
+    buckets.wait_params()
+    main = torch.cat([shard.main for shard in optimizer.shards if shard.casts]).bfloat16()
+    casts = [bucket.data for bucket in reversed(buckets.all) if bucket.fp8 is not None]
+    assert torch.equal(torch.cat(casts), main) and weight.isfinite().all()
+    step_of(model, buckets, batch)
+    assert weight.isnan().all()
+    optimizer.step(torch.tensor(1.0))
+    scales.end_step()  # in the wrong order
+    with pytest.raises(RuntimeError, match="linear_qkv.weight: the optimizer's cast was forgotten"):
+        step_of(model, buckets, batch)
+
+
+def test_buckets_become_full_and_are_gathered_in_order():
+    """What is read first, the embeddings and with them the norms, is full last and gathered first."""
+    _, _, buckets, _ = built("delayed")
+    assert [bucket.fp8 is not None for bucket in buckets.all] == [True] * 4 + [False] * 3
+    names = [param.spec.name for bucket in reversed(buckets.all) for param in reversed(bucket.params)]
+    first = names.index("decoder.layers.0.self_attention.linear_qkv.weight")
+    assert all(name.startswith("embedding") for name in names[:2]) and len(names) - first == 8
+    assert sorted(names[first:], key=lambda name: name.split(".")[2]) == names[first:]
+
+
+def test_a_rehearsal_leaves_no_trace():
+    model, scales, buckets, optimizer = built("delayed")
+    batch = torch.randint(29, (4, 17), generator=torch.Generator().manual_seed(1))
+    step_of(model, buckets, batch)
+    scales.forget_step()
+    assert not scales.history.any()
+    optimizer.cast_weights()
+    optimizer.cast_weights()
+    assert scales.history[0, 1::3].all() and all(layer.taken for layer in scales.layers.values())
+    with pytest.raises(ValueError, match="gather=True"):
+        Recipe("rowwise", gather=True)
+
+
+@pytest.mark.parametrize(
+    "sharding, gather, recipe, kept",
+    [
+        ("no_shard", False, "delayed", 0),
+        ("no_shard", False, "rowwise", 2),
+        ("optim", False, "delayed", 2),
+        ("optim", True, "delayed", 0),
+        ("optim_grads", True, "tensorwise", 0),
+    ],
+)
+def test_fp8_weights_are_two_casts_and_perhaps_16_bits(sharding, gather, recipe, kept):
+    run, where = planned(LLAMA3_8B, 8192, 1), (128256, torch.device("cuda"))
+    bf16, matrices = memory(run, *where), 32 * (2 * 4096 * 5120 + 3 * 4096 * 14336)
+    precision = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe, fp8_param_gather=gather)
+    parallel = ParallelConfig(data_parallel_sharding_strategy=sharding, data_parallel_size=4)
+    fp8 = memory(replace(run, precision=precision, parallel=parallel), *where)
+    assert bf16["FP8 weights"] == 0 and fp8["FP8 weights"] == 2 * matrices
+    assert bf16["weights"] - fp8["weights"] == (2 - kept) * matrices
+    part = replace(precision, fp8_recipe="rowwise", fp8_param_gather=False, first_last_layers_bf16=True)
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    ranks = memory_of_ranks(replace(run, precision=part, parallel=parallel), *where)
+    assert [rank["FP8 weights"] for rank in ranks] == [2 * matrices * 15 // 32] * 2

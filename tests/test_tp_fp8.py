@@ -1,0 +1,146 @@
+"""Linear layers in FP8: against float64 of what was cast, alike under every layout; what is sent and kept."""
+
+import pytest
+import torch
+
+from nanomegatron.fp8 import RECIPES, Recipe, Scales, decode
+from nanomegatron.mesh import Axis
+from nanomegatron.param import Deferred, Init
+from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+from tests.spmd import run_spmd
+
+H, F, S, B = 64, 128, 16, 2
+ONE = Axis.single("tp")
+
+
+def layers(tp, sequence_parallel, recipe, dtype=torch.float32):
+    """A column-row pair, the weights of which are slices of the same ones for every tp."""
+    scales = Scales(recipe, torch.device("cpu"), [tp])
+    init = Init(dtype=dtype, std=0.1)
+    fc1 = ColumnParallelLinear(H, F, tp, init.at("fc1"), bias=False, sequence_parallel=sequence_parallel)
+    fc2 = RowParallelLinear(F, H, tp, init.at("fc2"), bias=False, sequence_parallel=sequence_parallel)
+    for name, layer in (("fc1", fc1), ("fc2", fc2)):
+        layer.fp8 = scales.layer(name)
+    return scales, fc1, fc2
+
+
+def whole(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(S, B, H, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("wgrad", [True, False])
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_layer_multiplies_what_was_cast(name, wgrad):
+    """To fp32's rounding the three products of the decoded tensors, in float64."""
+    recipe = Recipe(name, wgrad=wgrad)
+    _, fc1, _ = layers(ONE, False, recipe)
+    x, grad = torch.randn(256, 1, H), torch.randn(256, 1, F)
+    leaf = x.clone().requires_grad_()
+    y = fc1(leaf)
+    y.backward(grad)
+    other = layers(ONE, False, recipe)[1].fp8
+    (xr, xf), (gr, gf), (wr, wf) = (
+        [decode(c).double() for c in other.cast(t.flatten(0, -2), role)]
+        for t, role in ((x, "x"), (grad, "g"), (fc1.weight, "w"))
+    )
+    dw = gf @ xf.t() if wgrad else grad.flatten(0, -2).double().t() @ x.flatten(0, -2).double()
+    for found, exact in ((y, xr @ wr.t()), (leaf.grad, gr @ wf.t()), (fc1.weight.grad, dw)):
+        torch.testing.assert_close(
+            found.double().reshape(exact.shape), exact, rtol=1e-5, atol=1e-5 * exact.abs().max()
+        )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_is_near_its_exact_self(name):
+    """Behind two matmuls, one of E5M2: within a tenth of each result's norm."""
+    _, fc1, fc2 = layers(ONE, False, Recipe(name))
+    x, grad = whole()
+    found, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    fc2(fc1(found)).backward(grad)
+    w1, w2 = (layer.weight.detach().double().requires_grad_() for layer in (fc1, fc2))
+    (exact @ w1.t() @ w2.t()).backward(grad.double())
+    for a, b in ((found.grad, exact.grad), (fc1.weight.grad, w1.grad), (fc2.weight.grad, w2.grad)):
+        assert (a - b).norm() <= 0.1 * b.norm()
+
+
+def run_layers(mesh, name, sequence_parallel, deferred=False):
+    """Two steps of the pair on this rank's share; y, dx and dW of each, whole."""
+    tp = mesh.tp
+    scales, fc1, fc2 = layers(tp, sequence_parallel, Recipe(name, history=2, algo="max"))
+    own = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size) if sequence_parallel else slice(None)
+    later = Deferred()
+    found = []
+    for step in range(2):
+        x, grad = whole(step)
+        leaf = x[own].clone().requires_grad_()
+        fc1.weight.grad = fc2.weight.grad = None
+        if deferred:
+            for layer in (fc1, fc2):
+                layer.weight.deferred = later
+            y = fc2(fc1(leaf))
+            with later.collect() as works:
+                y.backward(grad[own])
+            assert fc1.weight.grad is None and len(works) == 2
+            later.do(works)
+        else:
+            y = fc2(fc1(leaf))
+            y.backward(grad[own])
+        found.append([y.detach(), leaf.grad, fc1.weight.grad, fc2.weight.grad])
+        scales.end_step()
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_one_scale_a_tensor_gives_the_same_under_every_layout(name, sequence_parallel):
+    (expected,) = run_spmd(run_layers, 1, name, False)
+    for rank, found in enumerate(run_spmd(run_layers, 2, name, sequence_parallel, tp=2)):
+        own = slice(rank * S // 2, (rank + 1) * S // 2) if sequence_parallel else slice(None)
+        features = slice(rank * F // 2, (rank + 1) * F // 2)
+        for ours, theirs in zip(found, expected, strict=True):
+            parts = theirs[0][own], theirs[1][own], theirs[2][features], theirs[3][:, features]
+            for a, b in zip(ours, parts, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_other_scales_are_near_under_every_layout(name):
+    (expected,) = run_spmd(run_layers, 1, name, False)
+    for rank, found in enumerate(run_spmd(run_layers, 2, name, True, tp=2)):
+        own = slice(rank * S // 2, (rank + 1) * S // 2)
+        features = slice(rank * F // 2, (rank + 1) * F // 2)
+        for ours, theirs in zip(found, expected, strict=True):
+            parts = theirs[0][own], theirs[1][own], theirs[2][features], theirs[3][:, features]
+            for a, b in zip(ours, parts, strict=True):
+                assert (a - b).norm() <= 0.1 * b.norm()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weight_gradients_may_be_put_off(name):
+    now, later = (run_spmd(run_layers, 1, name, False, wait)[0] for wait in (False, True))
+    for a, b in zip(now, later, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def sent(mesh, fp8):
+    _, fc1, fc2 = layers(mesh.tp, True, Recipe("delayed"), torch.bfloat16)
+    if not fp8:
+        fc1.fp8 = fc2.fp8 = None
+    x = whole()[0][: S // 2].bfloat16().requires_grad_()
+    mesh.tp.traffic.clear()
+    fc2(fc1(x)).sum().backward()
+    return mesh.tp.traffic["tp", "all_gather", "bytes"]
+
+
+def test_the_sequence_is_gathered_in_fp8():
+    half, whole_bytes = (run_spmd(sent, 2, fp8, tp=2)[0] for fp8 in (True, False))
+    assert half == whole_bytes / 2 > 0
+
+
+def test_the_fp8_copy_is_what_is_kept():
+    _, fc1, _ = layers(ONE, False, Recipe("tensorwise"), torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fc1(torch.randn(S, B, H, dtype=torch.bfloat16).requires_grad_())
+    assert sum(t.numel() * t.element_size() for t in kept) == S * B * H + 4
