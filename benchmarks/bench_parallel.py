@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 4 benchmarks/bench_parallel.py --part tp --out tp.json
     torchrun --nproc-per-node 4 benchmarks/bench_parallel.py --part dp --out dp.json [--profile fsdp]
     python benchmarks/bench_parallel.py --part one --out one.json [--profile kernels]
+    python benchmarks/bench_parallel.py --part fp8 --out fp8.json [--only bf16 --only "fp8 delayed"]
+    torchrun ... --part tp --only tp --only "tp fp8"; --part dp --only "dp fp8" --only "fsdp torchao"
 
 contenders.py says who is measured and which of them are in memory at once, a phase. Within a phase they take
 a step in turn, A B C A B C, after warm-up rounds. Ours is built as train.py builds it, the peers are in
@@ -14,7 +16,8 @@ at half, vocabulary not padded) over the device's dense bf16 peak. Peak memory i
 what its step adds, by torch's allocator: symmetric memory and NCCL's own are not in it.
 
 A contender that cannot be built, or whose first step fails, is left out and its traceback is in the JSON,
-which is written anew after every phase. `--small` runs all of it in seconds, on CPUs too.
+which is written anew after every phase; so are torchao's where it is not installed. `--small` runs all of it
+in seconds, on CPUs too.
 """
 
 import argparse
@@ -113,8 +116,9 @@ class Sitting:
                 note[f"{what}, s"] = time.perf_counter() - begin
                 if machine:
                     note[f"{what}, clocks"] = machine.communicate()[0].splitlines()
-                for lane in lanes:
-                    self.record(lane, count, timed)
+                medians = {lane.contender.name: self.record(lane, count, timed) for lane in lanes}
+                if timed:
+                    note[f"{count} microbatches, median ms"] = medians
         for lane in lanes:
             if lane.contender.name in self.args.profile:
                 count = phase.microbatches[0]
@@ -202,8 +206,11 @@ class Sitting:
             self.pools[contender.replica] = list(tokens)
         return self.pools[contender.replica]
 
-    def record(self, lane: Lane, count: int, timed: bool) -> None:
-        """Put the steps since the last record into the JSON. Communicates their times over all ranks."""
+    def record(self, lane: Lane, count: int, timed: bool) -> float:
+        """Put the steps since the last record into the JSON; gives their median, in milliseconds.
+
+        Communicates their times over all ranks.
+        """
         ms = torch.tensor([clock.milliseconds() for clock in lane.clocks], device=self.device)
         peak = lane.peak + getattr(lane.runner, "shared_bytes", 0)
         most = torch.tensor([float(peak)], dtype=torch.float64, device=self.device)
@@ -213,6 +220,7 @@ class Sitting:
         turn["peak_gib"] = gib(all_reduce_(most, self.mesh.world, "max").item())
         self.entry(lane.contender)["turns"].append(turn)
         lane.clocks, lane.losses, lane.peak = [], [], 0
+        return statistics.median(turn["step_ms"])
 
     def machine(self) -> subprocess.Popen | None:
         """Ask for clocks, temperatures and power: after the last launch, while the last steps are at work."""
@@ -301,13 +309,19 @@ def report(result: dict) -> None:
         if alike and not name.startswith("one gpu"):
             ratios = (f"{n.rpartition(',')[0]} {row['median_ms'] / rows[n]['median_ms']:.3f}" for n in alike)
             print(f"times as fast as {name}: {'  '.join(ratios)}")
+    for phase in result["phases"]:
+        for what, medians in phase.items():
+            if what.endswith("median ms") and len(medians) > 1:
+                first, base = next(iter(medians.items()))
+                ratios = "  ".join(f"{name} {base / ms:.3f}" for name, ms in list(medians.items())[1:])
+                print(f"in turn, {what.partition(',')[0]}, times as fast as {first}: {ratios}")
     print(f"{result['seconds']} s in all, written to JSON")
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("tp", "dp", "one"), required=True)
+    parser.add_argument("--part", choices=("tp", "dp", "one", "fp8"), required=True)
     parser.add_argument("--out", required=True, help="JSON file")
     parser.add_argument("--small", action="store_true", help="a tiny model and few steps")
     parser.add_argument("--only", action="append", default=[], help="run this; may be repeated")

@@ -4,9 +4,12 @@
     tp     one gpu | tp, tp overlap, tp fused loss, dtensor, dtensor async | one gpu       16       2
     dp     one gpu | dp overlap | dp | fsdp | dp overlap | dp | one gpu                    32       1, then 4
     one    kernels, no kernels | kernels, compile                                         8       1, then 4
+    fp8    bf16, fp8 delayed | fp8 tensorwise, fp8 delayed | fp8 blockwise, fp8 rowwise   8       1, then 4
+           | fp8 delayed, torchao tensorwise | torchao rowwise
 
-`one gpu` is our model with eight layers on every GPU by itself: what there is to reach. Part `one` is of a
-single GPU, with two sequences in a microbatch.
+`one gpu` is our model with eight layers on every GPU by itself: what there is to reach. Parts `one` and `fp8`
+are of a single GPU, with two sequences in a microbatch; there is memory for two of ours at once. There are
+more than are usually run, such as `tp fp8`, `dp fp8`, `dp fp8 gather` and `fsdp torchao`: --only names them.
 """
 
 import dataclasses
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks import peers_fp8
 from benchmarks.peers import fully_sharded, on_one_gpu, tensor_parallel
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config import Config, padded_vocab_size
@@ -22,6 +26,7 @@ from nanomegatron.config_batch import samples_before
 from nanomegatron.config_check import resolve, validate
 from nanomegatron.config_cli import ConfigError, parse
 from nanomegatron.dp import Buckets
+from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.metrics import flops_per_iteration, mfu
 from nanomegatron.model import GPTModel, Tokens
@@ -34,7 +39,19 @@ COMMON = "--config llama3-8b --mock-data --tokenizer-type NullTokenizer --train-
 COMMON += " --lr 1e-4 --lr-decay-style constant --lr-warmup-iters 0"
 SMALL = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 8 --num-query-groups 4"
 SMALL += " --vocab-size 96 --seq-length 16 --make-vocab-size-divisible-by 8"
+LARGER = {"tp": " --seq-length 32", "fp8": " --hidden-size 128 --ffn-hidden-size 128 --seq-length 64"}
 DP = "--use-distributed-optimizer"
+FP8 = "--fp8-format hybrid --fp8-recipe"
+PAIRS = {
+    "one": [["kernels", "no kernels"], ["kernels", "compile"]],
+    "fp8": [
+        ["bf16", "fp8 delayed"],
+        ["fp8 tensorwise", "fp8 delayed"],
+        ["fp8 blockwise", "fp8 rowwise"],
+        ["fp8 delayed", "torchao tensorwise"],
+        ["torchao rowwise"],
+    ],
+}
 
 
 class Ours:
@@ -51,9 +68,14 @@ class Ours:
             tp=tp,
             init=Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device),
         )
+        self.scales = None
+        if fp8 := config.precision.fp8_layers(config.model.num_layers):
+            self.scales = Scales(Recipe.of(config.precision), mesh.device, (mesh.tp, mesh.dp_cp))
+            self.model.use_fp8(self.scales, fp8)
         self.buckets = Buckets(self.model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
         values = step_values(config, samples_before(config, mesh.dp.size))
         self.optimizer = Optimizer(self.buckets, config.optimizer, config.precision, values)
+        self.optimizer.cast_weights()
         self.positions = torch.arange(config.data.seq_length, device=mesh.device)
 
     @property
@@ -77,6 +99,8 @@ class Ours:
             total += (loss.detach() * mask).sum() / tokens
         self.buckets.grad_sync()
         total = all_reduce_(total, mesh.dp_cp)
+        if self.scales is not None:
+            self.scales.end_step()
         self.optimizer.step(total)
         return total
 
@@ -127,10 +151,11 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
     """All that a part knows, by name."""
     meshes: dict[tuple, Mesh] = {}
     backend, n = ("aot_eager" if small else "inductor"), world.size
-    layers = {"tp": 16, "dp": 32, "one": 8}[part]
+    layers = {"tp": 16, "dp": 32, "one": 8, "fp8": 8}[part]
+    tiny = SMALL + LARGER.get(part, "") if small else ""
 
     def config_of(flags: str, size: int, depth: int) -> Config:
-        parsed = parse(f"{COMMON} --num-layers {depth} {SMALL if small else ''} {flags}".split())
+        parsed = parse(f"{COMMON} --num-layers {depth} {tiny} {flags}".split())
         if errors := [*parsed.errors, *validate(parsed.config, size, device.type)]:
             raise ConfigError(errors)
         return resolve(parsed.config, size)
@@ -146,7 +171,7 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
         replica = world.rank // config.parallel.tensor_model_parallel_size
         return Contender(name, flags, config, replica, {"ours": lambda: Ours(config, mesh_of(config))})
 
-    def peer(name: str, flags: str, make: Callable, **options: bool) -> Contender:
+    def peer(name: str, flags: str, make: Callable, **options: bool | str) -> Contender:
         config = config_of(flags, n, layers)
         replica = world.rank // config.parallel.tensor_model_parallel_size
         whole = dict(options, backend=backend)
@@ -163,9 +188,14 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
 
     tp = f"--tp {n} --sp"
     overlap = f"{DP} --overlap-grad-reduce --overlap-param-gather"
+    two = "--micro-batch-size 2 --global-batch-size 2"
     known = [alone()]
-    if part == "one":
-        two = "--micro-batch-size 2 --global-batch-size 2"
+    if part == "fp8":
+        known = [alone("bf16", two)]
+        known += [alone(f"fp8 {recipe}", f"{two} {FP8} {recipe}") for recipe in RECIPES]
+        for recipe in ("tensorwise", "rowwise"):
+            known.append(peer(f"torchao {recipe}", two, peers_fp8.on_one_gpu, recipe=recipe))
+    elif part == "one":
         known = [
             alone("kernels", two),
             alone("kernels, fused loss", f"{two} --cross-entropy-loss-fusion"),
@@ -178,6 +208,7 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
             ours("tp overlap", f"{tp} --tp-comm-overlap"),
             ours("tp fused loss", f"{tp} --cross-entropy-loss-fusion"),
             ours("tp overlap, fused loss", f"{tp} --tp-comm-overlap --cross-entropy-loss-fusion"),
+            ours("tp fp8", f"{tp} {FP8} delayed"),
             peer("dtensor", tp, tensor_parallel, async_tp=False),
             peer("dtensor async", tp, tensor_parallel, async_tp=True),
         ]
@@ -185,9 +216,12 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
         known += [
             ours("dp overlap", overlap),
             ours("dp overlap, fused loss", f"{overlap} --cross-entropy-loss-fusion"),
+            ours("dp fp8", f"{overlap} {FP8} delayed"),
+            ours("dp fp8 gather", f"{overlap} {FP8} delayed --fp8-param-gather"),
             ours("dp", DP),
             peer("fsdp", DP, fully_sharded, keep=False),
             peer("fsdp kept", DP, fully_sharded, keep=True),
+            peer("fsdp torchao", DP, peers_fp8.fully_sharded, keep=False),
         ]
     return {contender.name: contender for contender in known}
 
@@ -195,8 +229,8 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
 def phases(part: str, small: bool, only: list[str]) -> list[Phase]:
     """What is run in which order; with `only` those names in place of the usual ones."""
     one = Phase(["one gpu"], (2,), *((1, 2) if small else (3, 10)))
-    if part == "one":
-        pairs = [only] if only else [["kernels", "no kernels"], ["kernels", "compile"]]
+    if part in PAIRS:
+        pairs = [only] if only else PAIRS[part]
         return [Phase(names, (1, 4), *((1, 2) if small else (2, 8))) for names in pairs]
     if part == "tp":
         names = only or ["tp", "tp overlap", "tp fused loss", "dtensor", "dtensor async"]

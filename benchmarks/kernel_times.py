@@ -24,12 +24,13 @@ CLASSES = (
     ("communication", ("nccl", "ptop", "barrier_kernel", "put_signal", "wait_signal", "all_gather_kernel")),
     ("other", ("triton_poi", "triton_red", "triton_per", "triton_for")),
     ("optimizer", ("adam", "lpnorm", "sum_squares", "sum_totals")),
-    ("norm", ("norm_forward", "norm_backward", "norm_add_parts")),
-    ("swiglu", ("gated_forward", "gated_backward")),
+    ("norm", ("norm_forward", "norm_backward", "norm_add_parts", "norm_fp8")),
+    ("swiglu", ("gated_forward", "gated_backward", "gated_fp8")),
     ("rope", ("rope_turn_heads",)),
     ("loss", ("cross_entropy",)),
     ("attention", ("sdpa", "fmha", "flash", "attention")),
     ("gemm", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "triton_mm", "triton_tem")),
+    ("casts", ("fp8_",)),  # by themselves: norms and units that cast are what they are
 )
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace that run on the GPU
 

@@ -6,12 +6,13 @@ from benchmarks.kernels_adamw import adamws
 from benchmarks.kernels_attention import ropes, softmaxes
 from benchmarks.kernels_common import Case, Sizes
 from benchmarks.kernels_fp8 import casts
+from benchmarks.kernels_fused_fp8 import fused_casts
 from benchmarks.kernels_loss import cross_entropies
 from benchmarks.kernels_mlp import permutes, swiglus
 from benchmarks.kernels_norm import norms
 
 __all__ = ["Case", "Sizes", "cases"]
-GROUPS = norms, softmaxes, ropes, swiglus, cross_entropies, casts, adamws, permutes
+GROUPS = norms, softmaxes, ropes, swiglus, cross_entropies, casts, fused_casts, adamws, permutes
 
 
 def cases(sizes: Sizes | None = None) -> Iterator[Case]:

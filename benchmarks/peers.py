@@ -163,10 +163,21 @@ class Peer:
         return total
 
 
-def on_one_gpu(config: Config, device: torch.device, backend: str | None, compile_loss: bool = True) -> Peer:
-    """The model by itself, every block and the loss compiled by `backend`."""
+def as_it_is(block: nn.Module) -> nn.Module:
+    """A block that is not converted."""
+    return block
+
+
+def on_one_gpu(
+    config: Config,
+    device: torch.device,
+    backend: str | None,
+    compile_loss: bool = True,
+    convert: Callable[[nn.Module], nn.Module] = as_it_is,
+) -> Peer:
+    """The model by itself, every block, converted, and the loss compiled by `backend`."""
     dtype = getattr(torch, config.dtype_name)
-    model = Transformer(config, device, dtype, 1, lambda block: compiled(block, backend))
+    model = Transformer(config, device, dtype, 1, lambda block: compiled(convert(block), backend))
     loss = compiled(token_loss, backend if compile_loss else None)
     return Peer(model, config.optimizer, loss, nullcontext)
 
@@ -196,19 +207,25 @@ def tensor_parallel(
 
 
 def fully_sharded(
-    config: Config, device: torch.device, keep: bool, backend: str | None, compile_loss: bool = True
+    config: Config,
+    device: torch.device,
+    keep: bool,
+    backend: str | None,
+    compile_loss: bool = True,
+    convert: Callable[[nn.Module], nn.Module] = as_it_is,
+    runner: type[Peer] = Peer,
 ) -> Peer:
-    """FSDP2 over all ranks of the world, every block and the loss compiled by `backend`."""
+    """FSDP2 over all ranks of the world, every block, converted, and the loss compiled by `backend`."""
     mesh = init_device_mesh(device.type, (config.parallel.data_parallel_size,))
     policy = MixedPrecisionPolicy(getattr(torch, config.dtype_name), torch.float32)
     cut = dict(mesh=mesh, mp_policy=policy)
 
     def place(block: Block) -> nn.Module:
-        return fully_shard(compiled(block, backend), reshard_after_forward=not keep, **cut)
+        return fully_shard(compiled(convert(block), backend), reshard_after_forward=not keep, **cut)
 
     model = Transformer(config, device, torch.float32, 1, place)
     fully_shard(model.embedding, reshard_after_forward=not keep, **cut)
     fully_shard([model.norm, model.output], reshard_after_forward=False, **cut)
     fully_shard(model, **cut)
     loss = compiled(token_loss, backend if compile_loss else None)
-    return Peer(model, config.optimizer, loss, nullcontext)
+    return runner(model, config.optimizer, loss, nullcontext)

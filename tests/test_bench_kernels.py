@@ -42,7 +42,7 @@ def test_peers_do_the_same(name):
         if way in case.ways:
             run = case.ways[way]()
             off = error(case, way, run, expected)
-            assert off <= (0 if exact else 0.03), (way, off)
+            assert off <= (0 if exact else 1 / 4 if "to fp8" in name else 0.03), (way, off)
             for _ in range(40):
                 results = run()
             assert all(t.float().isfinite().all() for t in results)

@@ -8,6 +8,7 @@ import torch
 from benchmarks import bench_parallel, contenders, kernel_times, peers
 from nanomegatron.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TransformerConfig
 from nanomegatron.config_check import resolve
+from nanomegatron.fp8 import RECIPES
 from nanomegatron.mesh import Mesh
 from tests.spmd import run_spmd
 
@@ -85,7 +86,7 @@ def bench(world, *argv: str) -> None:
 
 def test_tensor_parallel_part(tmp_path):
     out = str(tmp_path / "tp.json")
-    names = ["tp", "dtensor async"]
+    names = ["tp", "tp fp8", "dtensor async"]
     run_spmd(bench, 2, "--part", "tp", "--out", out, *(f"--only={name}" for name in names), timeout=200)
     result = json.loads((tmp_path / "tp.json").read_text())
     assert [phase["names"] for phase in result["phases"]] == [["one gpu"], names, ["one gpu"]]
@@ -95,19 +96,22 @@ def test_tensor_parallel_part(tmp_path):
     assert len(turns["one gpu"]) == 4
     losses = {name: [loss for turn in turns[name][:2] for loss in turn["loss"]] for name in turns}
     assert losses["tp"] == pytest.approx(losses["one gpu"], rel=2e-3)  # bf16
+    assert losses["tp fp8"] == pytest.approx(losses["tp"], rel=0.01) and losses["tp fp8"] != losses["tp"]
     row = result["summary"]["tp, 2"]
-    assert row["steps"] == 2 and row["tokens_per_s_per_gpu"] == pytest.approx(16e3 / row["median_ms"])
+    assert row["steps"] == 2 and row["tokens_per_s_per_gpu"] == pytest.approx(32e3 / row["median_ms"])
 
 
 def test_data_parallel_part(tmp_path):
     out = str(tmp_path / "dp.json")
-    names = ["dp overlap", "fsdp", "dp", "dp overlap"]
+    names = ["dp overlap", "fsdp", "dp", "dp fp8", "dp fp8 gather", "dp overlap"]
     run_spmd(bench, 2, "--part", "dp", "--out", out, *(f"--only={name}" for name in names), timeout=200)
     result = json.loads((tmp_path / "dp.json").read_text())
     turns = {name: entry["turns"] for name, entry in result["contenders"].items()}
     assert [turn["microbatches"] for turn in turns["dp overlap"]] == [1, 1, 4, 4] * 2
     assert [turn["loss"] for turn in turns["dp overlap"]] == [turn["loss"] for turn in turns["dp"]] * 2
     assert result["summary"]["dp overlap, 4"]["steps"] == 4 and result["summary"]["fsdp, 4"]["steps"] == 2
+    losses = [[turn["loss"] for turn in turns[name]] for name in ("dp fp8", "dp fp8 gather")]
+    assert losses[0] == losses[1] != [[] for _ in losses[0]]
 
 
 def test_part_of_one_gpu(tmp_path):
@@ -120,6 +124,42 @@ def test_part_of_one_gpu(tmp_path):
     assert result["summary"]["compile, 4"]["steps"] == 2
     row = result["summary"]["kernels, 1"]
     assert row["tokens_per_s"] == pytest.approx(2 * 16e3 / row["median_ms"])
+
+
+def test_part_of_fp8(tmp_path):
+    """All recipes learn, each in its own way; torchao need not be installed."""
+    run_spmd(bench, 1, "--part", "fp8", "--out", str(tmp_path / "fp8.json"), timeout=200)
+    result = json.loads((tmp_path / "fp8.json").read_text())
+    entries, rows = result["contenders"], result["summary"]
+    assert [phase["names"] for phase in result["phases"]] == contenders.PAIRS["fp8"]
+    ours = ["bf16", *(f"fp8 {recipe}" for recipe in RECIPES)]
+    found = [[loss for turn in entries[name]["turns"][:4] for loss in turn["loss"]] for name in ours]
+    # Scales that are powers of two move no bit here: blockwise gives what rowwise does.
+    assert len({tuple(losses) for losses in found}) == len(ours) - 1 and found[0] not in found[1:]
+    for losses in found:
+        assert losses == pytest.approx(found[0], rel=0.01)
+    for name in ("torchao tensorwise", "torchao rowwise"):
+        missing = [text for text in entries[name].get("errors", {}).values() if "torchao" in text]
+        assert len(missing) == 2 or rows[f"{name}, 4"]["steps"] == 2
+    medians = result["phases"][0]["4 microbatches, median ms"]
+    assert medians["bf16"] == rows["bf16, 4"]["median_ms"] and list(medians) == ["bf16", "fp8 delayed"]
+    assert rows["fp8 delayed, 4"]["steps"] == 6
+
+
+def scales_after(world, steps: int) -> list[float]:
+    known = contenders.contenders("fp8", world, torch.device("cpu"), True)
+    ours = known["fp8 delayed"].builds["ours"]()
+    for _ in range(steps):
+        ours.step([torch.randint(96, (2, 65), generator=torch.Generator().manual_seed(1))])
+    assert all(layer.cached is None for layer in ours.scales.layers.values())
+    return ours.scales.scale.tolist()
+
+
+def test_scales_follow_the_steps():
+    """Every layer's x, w and g have a scale of the step before; weights have one before the first, too."""
+    (before,), (after,) = (run_spmd(scales_after, 1, steps, timeout=100) for steps in (0, 1))
+    assert before[0::3] == before[2::3] == [1.0] * 2 * 4 and all(scale > 1 for scale in before[1::3])
+    assert all(scale > 1 for scale in after)
 
 
 class Broken:
