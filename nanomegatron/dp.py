@@ -98,9 +98,6 @@ class Buckets:
         self.flying: deque[tuple[Bucket, Pending]] = deque()
         self.all: list[Bucket] = []
         self.peers: list[PeerShards] = []
-        for module in model.modules():
-            if getattr(module, "fp8", None) is not None:
-                module.weight.fp8 = module.fp8
         groups: dict[tuple, list[nn.Parameter]] = {}
         for param in reversed(self.params):
             kind = reduction_axis(param, mesh), param.dtype, fp8_layer(param) is not None

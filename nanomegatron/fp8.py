@@ -96,7 +96,10 @@ class Recipe:
     def __post_init__(self) -> None:
         known = self.name in RECIPES and self.gradient in FORMATS and self.algo in ("most_recent", "max")
         if not known or self.history < 1 or (self.gather and self.name not in OF_TENSORS):
-            raise ValueError(f"{self}: recipes are {', '.join(RECIPES)}; algo is most_recent or max")
+            raise ValueError(
+                f"{self}: recipes are {', '.join(RECIPES)}; algo is most_recent or max, history at least 1; "
+                f"gather is for {' and '.join(OF_TENSORS)}"
+            )
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Recipe":
@@ -131,8 +134,6 @@ class Quantized(NamedTuple):
 
 def decode(a: Cast) -> torch.Tensor:
     """What a matmul computes with, in fp32. `[m, k]`"""
-    if a.inverse.shape == (len(a.data), 1):
-        return a.data.float() * a.inverse
     return fp8_decode(a.data, a.inverse)
 
 
@@ -147,7 +148,7 @@ def matmul(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> torch.Te
     blocks = a.inverse.dim() == 2 and not rows
     if blocks and not gpu:  # torch has no kernel
         return (decode(a) @ decode(b).t()).to(dtype)
-    if blocks and m % MULTIPLE:  # as when text is generated: cuBLAS has none for such
+    if blocks and m % MULTIPLE:  # as in the sample at a run's end: cuBLAS has none for such
         a = _more_rows(a, -m % MULTIPLE)
     scale_a, scale_b = (_laid_out(c, blocks) for c in (a, b))
     out = torch.bfloat16 if rows and gpu else dtype  # the GPU's kernel for rows has no other
@@ -194,8 +195,8 @@ class Scales:
         self.fresh = True  # delayed: no step has ended yet
         self.note: Callable[[int, torch.Tensor, Cast], None] | None = None  # slot, x, its cast: fp8_stats.py
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 of this step
-        self.scale, self.inverse, self.limits = (torch.ones(0, device=device) for _ in range(3))
-        self.spread = self.inverse[:, None]  # the same where matmuls read them, `[n, ALIGN]`
+        self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
+        self._invert()
 
     def layer(self, name: str) -> "Fp8Linear":
         """The state of a new layer; `name` is its own among all layers of the model. Raises ValueError."""
@@ -217,7 +218,7 @@ class Scales:
         if self.recipe.name == "delayed" and self.layers:
             _agree_(self.history[0], self.axes)
             most_recent = self.recipe.algo == "most_recent"
-            fp8_update(self.history, self.scale, self.inverse, self.limits, most_recent)
+            fp8_update(self.history, self.scale, torch.empty_like(self.scale), self.limits, most_recent)
             self._invert()
             self.fresh = False
         self.forget_step()
@@ -264,9 +265,8 @@ class Scales:
         self.forget_weights()
 
     def _invert(self) -> None:
-        """Casts keep views of the inverses that they were made with, so the new ones are new tensors."""
-        self.inverse = 1.0 / self.scale
-        self.spread = self.inverse[:, None].repeat(1, ALIGN)
+        """Inverses where matmuls read them, `[n, ALIGN]`; new ones, since casts keep views of their own."""
+        self.spread = (1.0 / self.scale)[:, None].repeat(1, ALIGN)
 
 
 class Fp8Linear:
@@ -365,8 +365,7 @@ class Fp8Linear:
 
     def take(self, data: torch.Tensor) -> None:
         """The optimizer's cast of the weight `[o, i]`, E4M3, with the scale of now."""
-        slot = self.slots.start + ROLES.index("w")
-        self.taken, self.cached = Cast(data, self.scales.spread[slot, 0]), None
+        self.taken, self.cached = Cast(data, self.scales.spread[self.slot("w"), 0]), None
 
     def turned(self, row: Cast, role: str) -> Cast:
         """The transposed copy of what was cast row-major and gathered. `[m, k] -> [k, m]`

@@ -329,7 +329,7 @@ class GPTModel(nn.Module):
         for layer in self.layers:
             for linear in layer.modules() if layer.layer in layers else ():
                 if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                    linear.fp8 = scales.layer(linear.weight.spec.name)
+                    linear.fp8 = linear.weight.fp8 = scales.layer(linear.weight.spec.name)
 
     def set_input_tensor(self, x: torch.Tensor) -> None:
         """What the stage before has made, for the next forward of a stage without embedding: `[s, b, h]`."""

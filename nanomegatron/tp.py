@@ -40,8 +40,6 @@ from nanomegatron.comm import (
     scatter_seq,
     scatter_to,
     start_all_gather,
-    start_all_reduce_,
-    start_reduce_scatter,
 )
 from nanomegatron.fp8 import Fp8Linear
 from nanomegatron.mesh import Axis
@@ -56,7 +54,7 @@ from nanomegatron.param import (
     shard,
     when_due,
 )
-from nanomegatron.tp_fp8 import Fp8LinearFunction
+from nanomegatron.tp_fp8 import Fp8LinearFunction, start_sum
 from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
 
 
@@ -96,11 +94,7 @@ class LinearFunction(torch.autograd.Function):
             grad = all_gather(grad, axis)
         dx = grad @ weight
         x = gathered.wait()
-        sent = Pending(dx)
-        if comm == "copy":
-            sent = start_all_reduce_(dx, axis)
-        elif comm == "gather":
-            sent = start_reduce_scatter(dx, axis)
+        sent = start_sum(dx, axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
             return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, grad)

@@ -73,11 +73,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         coming = start_gather(Cast(*kept), axis) if gathers and not later else None
         dx = matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
-        sent = Pending(dx)
-        if comm == "copy":
-            sent = start_all_reduce_(dx, axis)
-        elif comm == "gather":
-            sent = start_reduce_scatter(dx, axis)
+        sent = start_sum(dx, axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
             if not fp8.recipe.wgrad:
@@ -91,6 +87,13 @@ class Fp8LinearFunction(torch.autograd.Function):
 
         dw = when_due(weight, weight_grad)
         return sent.wait(), dw, None, None, None, None
+
+
+def start_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
+    """Begin to sum the input gradient of a linear layer over the ranks that used its input."""
+    if comm == "copy":
+        return start_all_reduce_(dx, axis)
+    return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
 
 
 def add_weight_grad(weight: nn.Parameter, g: Cast, x: Cast) -> torch.Tensor | None:
