@@ -47,6 +47,8 @@ PYBIND11_MODULE(_kernels, module) {
     // norm.cu
     module.def("norm_forward", &norm_forward);
     module.def("norm_backward", &norm_backward);
+    // merge.cu
+    module.def("merge_rows", &merge_rows);
     // norm_fp8.cu, swiglu_fp8.cu
     module.def("norm_fp8", &norm_fp8);
     module.def("swiglu_fp8_forward", &swiglu_fp8_forward);

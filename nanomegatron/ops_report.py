@@ -17,6 +17,7 @@ from nanomegatron.ops_fp8 import fp8_cast, fp8_cast_ref
 from nanomegatron.ops_fp8_matmul import missing
 from nanomegatron.ops_kernels import FLOATS, why_not
 from nanomegatron.ops_loss import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops_merge import merge_rows, merge_rows_ref
 from nanomegatron.ops_mlp import SILU, gated, gated_ref
 from nanomegatron.ops_moe import permute, route, unpermute
 from nanomegatron.ops_norm import add_norm, norm, norm_ref
@@ -24,7 +25,7 @@ from nanomegatron.ops_rope import rope, rope_ref
 from nanomegatron.ops_softmax import scaled_softmax, scaled_softmax_ref
 
 KERNELS = (
-    "rms_norm layer_norm add_norm rope swiglu scaled_softmax cross_entropy adamw_ fp8_cast permute"
+    "rms_norm layer_norm add_norm rope swiglu scaled_softmax cross_entropy adamw_ fp8_cast permute merge_rows"
 ).split()
 TORCHS = ("gelu", "squared_relu", "dropout")
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
@@ -111,7 +112,16 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
             ((T, H),),
         ),
         "permute": (moe, lambda x: x * probs.sum(1, keepdim=True), ((T, H),)),
+        "merge_rows": (_merged(merge_rows), _merged(merge_rows_ref), ((T, 2, 3, 16), (9, 2, 3, 16))),
     }
+
+
+def _merged(merge: Callable) -> Callable:
+    def run(first, part):
+        lses = (x.detach()[..., 0].permute(1, 2, 0).float() for x in (first, part))
+        return merge(first.detach().clone(), part.detach(), slice(T - 9, T), tuple(lses), first.dtype)
+
+    return run
 
 
 def _adamw(update: Callable) -> Callable:

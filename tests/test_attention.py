@@ -135,18 +135,20 @@ def test_only_the_unfused_backend_holds_all_scores(monkeypatch):
         assert core_attention(queries, q, q, "flash")[0].isfinite().all()
 
 
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor that is made has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in (made if isinstance(made, tuple) else (made,)) if torch.is_tensor(x)]
+        self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
 def test_no_mask_is_as_large_as_the_scores():
     """The largest tensor made for 2,048 tokens, their mask by document and by window, is a block of them."""
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            made = op(*args, **(kwargs or {}))
-            sizes = [x.numel() for x in (made if isinstance(made, tuple) else (made,)) if torch.is_tensor(x)]
-            self.elements = max(self.elements, *sizes, 0)
-            return made
-
     s = 2048
     q = torch.randn(s, 1, 2, 8)
     documents = dict(cu_seqlens=torch.tensor([0, 100, 1500, s], dtype=torch.int32), max_seqlen=1400)

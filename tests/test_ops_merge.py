@@ -1,0 +1,39 @@
+"""Rows joined with rows: the reference, and the kernel run by the emulator, against float64."""
+
+import pytest
+import torch
+
+from nanomegatron import ops_merge
+from tests import cuda_on_cpu
+from tests.gpu import test_kernel_merge as merge
+
+KINDS = ["all", "end", "some"]
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def run_here(request, monkeypatch):
+    if request.param == "reference":
+        monkeypatch.setattr(merge, "GPU", torch.device("cpu"))
+    elif cuda_on_cpu.cuda_home() is None:
+        pytest.skip("no CUDA headers here")
+    else:
+        cuda_on_cpu.run_here(monkeypatch, ("merge",), ops_merge, merge)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", merge.DTYPES)
+def test_against_float64(dtype, kind, weighted, run_here):
+    for shape in merge.SHAPES:
+        for first in {dtype, torch.float32}:
+            for out in {dtype, torch.float32}:
+                merge.check(shape, dtype, first, out, weighted, kind)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_of_any_strides(weighted, run_here):
+    merge.test_of_any_strides(weighted)
+
+
+def test_parts_in_turn_are_the_whole(run_here):
+    merge.test_parts_in_turn_are_the_whole()
