@@ -29,7 +29,7 @@ from nanomegatron.config_check import default_run_name, must_match, remarks, res
 from nanomegatron.config_cli import ConfigError, Parsed, from_toml, help_text, parse, to_toml
 from nanomegatron.config_hf import is_hf_folder
 from nanomegatron.data import build_datasets, choose_tokenizer
-from nanomegatron.data_loader import Batch, BatchLoader
+from nanomegatron.data_loader import Batch
 from nanomegatron.dp import Buckets
 from nanomegatron.fp8_stats import Stats
 from nanomegatron.mesh import Mesh, World, pick_device
@@ -56,7 +56,14 @@ from nanomegatron.run import (
 )
 from nanomegatron.run_checkpoint import load_checkpoint, save_checkpoint
 from nanomegatron.run_profile import Profile
-from nanomegatron.run_step import forward_step, losses, rehearse_step, step_batches, token_count
+from nanomegatron.run_step import (
+    build_loaders,
+    forward_step,
+    losses,
+    rehearse_step,
+    step_batches,
+    token_count,
+)
 from nanomegatron.run_timers import Clock, Timers
 from nanomegatron.trace import Tracer
 from preprocess import prepare_embedded
@@ -197,8 +204,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = build(config, mesh, vocab_size, padded, init)
     grads = Buckets(model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
-    eod, dp = tokenizer.eod, mesh.dp
-    loaders = tuple(d and BatchLoader(d, data, eod, dp, mesh.device, model.reads_tokens) for d in datasets)
+    loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     values = step_values(config, before)
     optimizer = Optimizer(grads, config.optimizer, config.precision, values)
     timers = Timers(config.run.timing_log_level, config.run.timing_log_option, mesh.device)
@@ -275,7 +281,7 @@ def train_step(run: Run) -> StepReport:
     step = forward_step(run, batches, tokens, total)
     run.tracer.begin(run.iteration + 1, run.model.plan(len(batches))[0], run.model.placed)
     with timers("forward-backward"):
-        shape = run.model.shape(data.seq_length, data.micro_batch_size)
+        shape = run.model.shape(data.seq_length // mesh.cp.size, data.micro_batch_size)
         execute(run.model, step, len(batches), shape, tracer=run.tracer)
     with timers("all-grads-sync"):
         run.grads.grad_sync()
@@ -307,7 +313,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
         return
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     batch_size = config.data.global_batch_size
-    shape = run.model.shape(config.data.seq_length, config.data.micro_batch_size)
+    shape = run.model.shape(config.data.seq_length // run.mesh.cp.size, config.data.micro_batch_size)
     for n in range(config.run.eval_iters):
         batches = list(step_batches(run, loader, n * batch_size, batch_size))
 

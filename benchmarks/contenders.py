@@ -126,7 +126,7 @@ class Contender:
     def numbers(self, microbatches: int, milliseconds: float, peak: float | None) -> dict:
         """Speed of a step by its time."""
         data, parallel = self.config.data, self.config.parallel
-        gpus = parallel.model_parallel_size * parallel.data_parallel_size
+        gpus = parallel.ranks_per_replica * parallel.data_parallel_size
         samples = data.micro_batch_size * microbatches * parallel.data_parallel_size
         flops = flops_per_iteration(self.config.model, data.vocab_size, data.seq_length, samples)
         seconds = milliseconds / 1e3

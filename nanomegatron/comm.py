@@ -66,7 +66,8 @@ class Pending:
     On a GPU waiting holds up the current stream, not the host.
     """
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, *sent: torch.Tensor) -> None:
+    def __init__(self, result: torch.Tensor, work: Any = None, *sent: torch.Tensor) -> None:
+        """work: what torch gives for a collective, or several of it in a `_Works`."""
         self.result, self.work, self.sent = result, work, sent
 
     def wait(self) -> torch.Tensor:
@@ -80,6 +81,17 @@ class Pending:
     def done(self) -> bool:
         """Whether `wait` would return at once, as far as can be told: gloo only tells who waits."""
         return self.work is None or self.work.is_completed()
+
+
+class _Works(list):
+    """Several messages under way, as one."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self)
 
 
 def start_send(x: torch.Tensor, wire: Axis) -> Pending:
@@ -103,6 +115,20 @@ def start_receive(empty: Callable[[], torch.Tensor], wire: Axis) -> Pending:
     if stream:
         out.record_stream(torch.cuda.current_stream())
     return Pending(out, work)
+
+
+def start_shift(x: torch.Tensor, axis: Axis) -> Pending:
+    """Begin to hand x on to the next rank of a ring; the result is what the one before hands on.
+
+    All are of one shape, and those of an axis arrive in the order in which they are begun.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    count(axis, "send", x)
+    out, here, n = torch.empty_like(x), axis.rank, axis.size
+    ends = (dist.isend, x, axis.ranks[(here + 1) % n]), (dist.irecv, out, axis.ranks[(here - 1) % n])
+    return Pending(out, _Works(dist.batch_isend_irecv([dist.P2POp(*end, axis.group) for end in ends])), x)
 
 
 def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:

@@ -18,6 +18,7 @@ from nanomegatron.config_model import TransformerConfig, setting
 from nanomegatron.schedules import CHUNKS, NAMES, placement
 from nanomegatron.schedules_split import split_layers
 
+CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
@@ -56,6 +57,18 @@ class ParallelConfig:
         False, "the output layer and the loss count as a layer when they are shared out"
     )
     context_parallel_size: int = setting(1, "processes that share each sequence", "cp")
+    cp_comm_type: tuple[str, ...] = setting(
+        ("p2p",), "how their queries meet all keys, one way or one a layer: " + ", ".join(CP_TYPES), nargs="*"
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
+        (), "for a2a+p2p: how many next to each other by a2a, how many such groups by p2p", nargs="2"
+    )
+    dynamic_context_parallel: bool = setting(
+        False, "long documents on all cp ranks, short ones on few; with --variable-seq-lengths"
+    )
+    max_seqlen_per_dp_cp_rank: int | None = setting(
+        None, "for --dynamic-context-parallel: tokens that a rank takes at a time; --seq-length / cp"
+    )
     expert_model_parallel_size: int = setting(1, "processes that share the experts", "ep")
     expert_tensor_parallel_size: int | None = setting(
         None, "processes that share each expert; as --tp", "etp"
@@ -102,6 +115,16 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Processes that share one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Processes that work on one microbatch: there are world / so many data-parallel replicas."""
+        return self.model_parallel_size * self.context_parallel_size
+
+    def cp_types(self, num_layers: int) -> list[str]:
+        """How each layer's attention communicates over cp, of CP_TYPES (all_gather is Megatron's code's)."""
+        types = [name.replace("all_gather", "allgather") for name in self.cp_comm_type]
+        return types * num_layers if len(types) == 1 else types
 
     def stage_layers(self, num_layers: int, head: float = 1.0) -> list[range]:
         """The layers of every pipeline stage, of a resolved config.
@@ -227,6 +250,9 @@ class DataConfig:
     reset_position_ids: bool = setting(False, "positions start over behind every end-of-document token")
     reset_attention_mask: bool = setting(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = setting(False, "no loss where the input is an end-of-document token")
+    variable_seq_lengths: bool = setting(
+        False, "samples are whole documents of up to --seq-length tokens, several packed into a microbatch"
+    )
     seq_length: int = setting(1024, "tokens in a training sequence")
     micro_batch_size: int = setting(1, "sequences a process handles at a time")
     global_batch_size: int | None = setting(None, "sequences an iteration; --micro-batch-size * dp")

@@ -18,6 +18,7 @@ from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import samples_before, stages
 from nanomegatron.config_check_data import data_errors
 from nanomegatron.config_check_fp8 import fp8_errors, gpu_errors
+from nanomegatron.config_check_parallel import context_errors, multiple, parallel_errors
 from nanomegatron.config_check_pipeline import pipeline_errors, with_virtual_stages
 from nanomegatron.config_cli import SHAPE, flag, sections
 from nanomegatron.config_model import layer_pattern
@@ -39,8 +40,8 @@ distribute_saved_activations masked_softmax_fusion rope_fusion bias_swiglu_fusio
 """.split()
 POSITIVE = """
 num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels max_position_embeddings rotary_base
-rotary_percent rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast
-yarn_beta_slow decoupled_lr iterations_to_skip
+rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor rotary_scaling_factor yarn_beta_fast
+yarn_beta_slow yarn_original_max_position_embeddings decoupled_lr iterations_to_skip
 norm_epsilon tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size data_parallel_size distributed_timeout_minutes
 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis adam_eps seq_length micro_batch_size
@@ -49,7 +50,7 @@ exit_interval exit_duration_in_mins log_interval lr_decay_iters lr_decay_samples
 lr_wsd_decay_samples eval_interval ddp_bucket_size optimizer_offload_fraction recompute_num_layers
 num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank trace_iterations
 microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers
-decoder_last_pipeline_num_layers
+decoder_last_pipeline_num_layers max_seqlen_per_dp_cp_rank hierarchical_context_parallel_sizes
 """.split()
 NOT_NEGATIVE = """
 num_query_groups lr min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
@@ -57,14 +58,14 @@ start_weight_decay end_weight_decay clip_grad eval_iters init_method_std ckpt_st
 profile_step_start fp8_margin num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 log_fp8_stats
 """.split()
 SHARES = "hidden_dropout attention_dropout adam_beta1 adam_beta2".split()  # 0 <= x < 1
-NOT_BUILT = {"context_parallel_size": "context", "expert_model_parallel_size": "expert"}
 
 
 def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
     """All that is wrong with a run of `world_size` processes, a message each; `gpu`: compute capability."""
     errors = list(_ranges(config))
-    checks = (_model, _parallel, pipeline_errors, _recompute, _batch, _precision, _optimizer, _schedule)
-    for check in (*checks, _length, data_errors, _checkpoint, _extras, _profile, fp8_errors):
+    layout = (parallel_errors, context_errors, pipeline_errors)
+    checks = (_model, *layout, _recompute, _batch, _precision, _optimizer, _schedule, _length)
+    for check in (*checks, data_errors, _checkpoint, _extras, _profile, fp8_errors):
         try:
             errors += check(config, world_size, device_type)
         except (TypeError, ZeroDivisionError):
@@ -90,29 +91,22 @@ def _ranges(config: Config) -> Iterator[str]:
             yield f"{flag(name)} {value}: must be at least 0 and less than 1"
 
 
-def _multiple(name: str, value: int, of: str, unit: int) -> Iterator[str]:
-    """An error if `value` is no multiple of `unit`, with the nearest values that are."""
-    if value % unit:
-        near = [n for n in (value // unit * unit, (value // unit + 1) * unit) if n]
-        yield f"{flag(name)} {value}: must divide by {of} {unit}; nearest {' or '.join(map(str, near))}"
-
-
 def _model(config: Config, *_: Any) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_kv_heads
     if model.kv_channels is None:
-        yield from _multiple("hidden_size", model.hidden_size, flag("num_attention_heads"), heads)
+        yield from multiple("hidden_size", model.hidden_size, flag("num_attention_heads"), heads)
     if heads % groups:
         near = [g for g in range(1, heads + 1) if heads % g == 0]
         nearest = min(near, key=lambda g: abs(g - groups))
         yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}; nearest {nearest}"
     tp_flag = flag("tensor_model_parallel_size")
-    yield from _multiple("num_attention_heads", heads, tp_flag, tp)
+    yield from multiple("num_attention_heads", heads, tp_flag, tp)
     if groups % tp and tp % groups and heads % tp == 0:
         near = [g for g in range(1, heads + 1) if heads % g == 0 and (g % tp == 0 or tp % g == 0)]
         nearest = min(near, key=lambda g: abs(g - groups))
         yield f"--num-query-groups {groups}: must divide {tp_flag} {tp} or divide by it; nearest {nearest}"
-    yield from _multiple("ffn_hidden_size", model.ffn_size, tp_flag, tp)
+    yield from multiple("ffn_hidden_size", model.ffn_size, tp_flag, tp)
     yield from _positions(config)
     if model.swiglu and model.squared_relu:
         yield "--swiglu --squared-relu: only one of the two"
@@ -137,6 +131,9 @@ def _positions(config: Config) -> Iterator[str]:
         yield f"head size {model.head_dim}{share}: must be even for {kind}; set {flag('kv_channels')}"
     if model.use_rope_scaling and kind != "rope":
         yield f"--use-rope-scaling: needs --position-embedding-type rope, not {kind}"
+    if (factor := model.rotary_seq_len_interpolation_factor) != 1 and kind != "rope":
+        name = f"--rotary-seq-len-interpolation-factor {factor}"
+        yield f"{name}: needs --position-embedding-type rope, not {kind}"
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         yield f"--yarn-beta-fast {model.yarn_beta_fast}: must exceed --yarn-beta-slow {model.yarn_beta_slow}"
     length, longest = config.data.seq_length, model.max_position_embeddings
@@ -144,43 +141,10 @@ def _positions(config: Config) -> Iterator[str]:
         yield f"--seq-length {length}: must not exceed --max-position-embeddings {longest}; raise that"
 
 
-def _parallel(config: Config, world: int, device: str) -> Iterator[str]:
-    parallel = config.parallel
-    for name, kind in NOT_BUILT.items():
-        if (size := getattr(parallel, name)) > 1:
-            yield f"{flag(name)} {size}: {kind} parallelism is not in this version; leave it at 1"
-    if parallel.expert_tensor_parallel_size not in (None, 1, parallel.tensor_model_parallel_size):
-        yield f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size}: there are no experts"
-    tp = parallel.tensor_model_parallel_size
-    if config.model.sequence_parallel:
-        yield from _multiple("seq_length", config.data.seq_length, flag("tensor_model_parallel_size"), tp)
-    elif parallel.tp_comm_overlap and tp > 1:
-        yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
-    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":
-        yield "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard: only one of the two"
-    if parallel.overlap_param_gather and parallel.sharding == "no_shard":
-        yield "--overlap-param-gather: needs --use-distributed-optimizer; without it nothing is gathered"
-    copy, pp = parallel.model_parallel_size, parallel.pipeline_model_parallel_size
-    if world % copy:
-        sizes = (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp))
-        words = " x ".join(f"{flag(name)} {size}" for name, size in sizes if size > 1)
-        fits = [n for n in range(1, world + 1) if world % n == 0]
-        yield (
-            f"{words}: must divide the number of processes, {world}; use "
-            f"--nproc {-(-world // copy) * copy} or a size of {', '.join(map(str, fits))}"
-        )
-    elif parallel.data_parallel_size not in (None, world // copy):
-        yield (
-            f"--data-parallel-size {parallel.data_parallel_size}: {world} processes / tp {tp} / pp {pp} give "
-            f"{world // copy}; start {parallel.data_parallel_size * copy} processes (--nproc) or leave it out"
-        )
-    if parallel.distributed_backend == "nccl" and device != "cuda":
-        yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
-
-
 def _batch(config: Config, world: int, _: str) -> Iterator[str]:
-    data, copy = config.data, config.parallel.model_parallel_size
-    dp, unit = world // copy, world // copy * data.micro_batch_size
+    data, copy = config.data, config.parallel.ranks_per_replica
+    dp = world // copy
+    unit = 1 if data.variable_seq_lengths else dp * data.micro_batch_size  # documents are shared out anyhow
     names = ("step_batch_size_schedule", "rampup_batch_size", "global_batch_size")
     given = [name for name in names if getattr(data, name) not in (None, ())]
     name = given[0] if given else names[-1]
@@ -195,7 +159,7 @@ def _batch(config: Config, world: int, _: str) -> Iterator[str]:
         yield f"{words}: gives every batch size; leave {' and '.join(map(flag, given[1:]))} out"
     elif world % copy == 0:
         bad = next((size for size in sizes if size % unit), unit)
-        yield from _multiple(name, bad, f"--micro-batch-size {data.micro_batch_size} x dp {dp} =", unit)
+        yield from multiple(name, bad, f"--micro-batch-size {data.micro_batch_size} x dp {dp} =", unit)
 
 
 def _precision(config: Config, _: int, device: str) -> Iterator[str]:
@@ -250,7 +214,7 @@ def _recompute(config: Config, *_: Any) -> Iterator[str]:
     if model.distribute_saved_activations and not full:
         yield "--distribute-saved-activations: needs --recompute-granularity full"
     elif model.distribute_saved_activations:
-        yield from _multiple("hidden_size", model.hidden_size, flag("tensor_model_parallel_size"), tp)
+        yield from multiple("hidden_size", model.hidden_size, flag("tensor_model_parallel_size"), tp)
 
 
 def _schedule(config: Config, *_: Any) -> Iterator[str]:
@@ -295,7 +259,7 @@ def _length(config: Config, world: int, _: str) -> Iterator[str]:
     run, data = config.run, config.data
     if run.train_iters and run.train_samples:
         by_samples = replace(config, run=replace(run, train_iters=None))
-        dp = world // config.parallel.model_parallel_size
+        dp = world // config.parallel.ranks_per_replica
         with contextlib.suppress(ValueError):  # told by _batch
             if len(samples_before(by_samples, dp)) != run.train_iters + 1:  # which `resolve` fills in
                 both = f"--train-iters {run.train_iters} --train-samples {run.train_samples}"
@@ -306,7 +270,7 @@ def _length(config: Config, world: int, _: str) -> Iterator[str]:
         yield f"--run-name {run.run_name}: must be the name of a folder in runs/, without a slash"
     batch, grows = data.global_batch_size, data.rampup_batch_size or data.step_batch_size_schedule
     if run.train_samples and batch and not grows:
-        yield from _multiple("train_samples", run.train_samples, flag("global_batch_size"), batch)
+        yield from multiple("train_samples", run.train_samples, flag("global_batch_size"), batch)
     if run.eval_only and not run.eval_iters:
         yield "--eval-only: needs --eval-iters, the number of global batches to evaluate"
 
@@ -341,7 +305,7 @@ def _profile(config: Config, world: int, device: str) -> Iterator[str]:
 def resolve(config: Config, world_size: int) -> Config:
     """The same run with the values that follow from others filled in; `config` must be valid."""
     model, data, run, opt = config.model, config.data, config.run, config.optimizer
-    dp = world_size // config.parallel.model_parallel_size
+    dp = world_size // config.parallel.ranks_per_replica
     _, batch = stages(data, dp)[-1]
     iters = run.train_iters or len(samples_before(config, dp)) - 1
     return replace(
@@ -354,7 +318,9 @@ def resolve(config: Config, world_size: int) -> Config:
             max_position_embeddings=model.max_position_embeddings or data.seq_length,
         ),
         parallel=replace(
-            with_virtual_stages(config), data_parallel_size=dp, ddp_bucket_size=_bucket_size(config, dp)
+            with_virtual_stages(config),
+            data_parallel_size=dp,
+            ddp_bucket_size=_bucket_size(config, dp),
         ),
         optimizer=opt,
         data=replace(data, global_batch_size=batch),
@@ -364,9 +330,13 @@ def resolve(config: Config, world_size: int) -> Config:
 
 def remarks(config: Config) -> list[str]:
     """What was asked for and is so already."""
+    notes, data = [], config.data
     if config.model.distribute_saved_activations and config.model.sequence_parallel:
-        return ["--distribute-saved-activations: with --sequence-parallel they are cut as they are"]
-    return []
+        notes.append("--distribute-saved-activations: with --sequence-parallel they are cut as they are")
+    if data.variable_seq_lengths and (data.reset_position_ids or data.reset_attention_mask):
+        which = "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths"
+        notes.append(f"{which} documents end where the data has it, not at end-of-document tokens")
+    return notes
 
 
 def _bucket_size(config: Config, dp: int) -> int | None:

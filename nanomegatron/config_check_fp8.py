@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from nanomegatron.config import Config, PrecisionConfig
+from nanomegatron.config_check_parallel import length_unit
 from nanomegatron.config_cli import flag
 
 OF_DELAYED = ("fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -87,9 +88,10 @@ def _sizes(config: Config) -> Iterator[str]:
     head = hidden = "hidden_size", model.hidden_size, math.lcm(unit, each * model.num_attention_heads)
     if model.kv_channels:
         head, hidden = ("kv_channels", d, each), (*hidden[:2], unit)
-    cut = tp if model.sequence_parallel else 1
-    every = math.lcm(unit * cut // math.gcd(unit * cut, micro), cut)
+    cp, cut = config.parallel.context_parallel_size, tp if model.sequence_parallel else 1
+    every = math.lcm(unit * cp * cut // math.gcd(unit * cp * cut, micro), length_unit(config))
     of_rank, of_cut = (f" / tp {size}" * (size > 1) for size in (tp, cut))
+    of_cut = f" / cp {cp}" * (cp > 1) + of_cut
     rank = " of a tp rank" * (tp > 1)
     rows = (  # in words, the size, the flag to change: its value, what it has to be a multiple of
         ("--hidden-size", model.hidden_size, hidden),
@@ -98,7 +100,7 @@ def _sizes(config: Config) -> Iterator[str]:
         (f"--ffn-hidden-size {ffn}{of_rank} =", ffn / tp, ("ffn_hidden_size", ffn, unit * tp)),
         (
             f"--seq-length {length} x --micro-batch-size {micro}{of_cut} =",
-            length * micro / cut,
+            length * micro / cp / cut * (not data.variable_seq_lengths),  # packs are padded
             ("seq_length", length, every),
         ),
     )

@@ -37,6 +37,7 @@ SPELLINGS = {
     "cpu_offload_optimizer": ("optimizer_cpu_offload", None),
     "dp_comm_overlap_bucket_size": ("ddp_bucket_size", None),
     "disable_fp8_wgrad": ("fp8_wgrad", "false"),
+    "hybrid_context_parallel": ("dynamic_context_parallel", None),
 }
 # Ways to say one thing: a flag puts away what a file said in another way. fields of one way | of another
 ALTERNATIVES = """
@@ -53,10 +54,11 @@ num_layers_per_virtual_pipeline_stage | num_virtual_stages_per_pipeline_rank
 MOST_USED = """
 config num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size position_embedding_type
 normalization swiglu disable_bias_linear untie_embeddings_and_output_weights tensor_model_parallel_size
-pipeline_model_parallel_size pipeline_schedule num_virtual_stages_per_pipeline_rank data_parallel_size nproc
-device bf16 fp16 fp8_format fp8_recipe lr min_lr lr_decay_style lr_warmup_iters weight_decay clip_grad
-data_path split mock_data seq_length micro_batch_size global_batch_size tokenizer_type tokenizer_model
-train_iters eval_interval eval_iters save load save_interval run_name seed log_interval metrics_jsonl
+context_parallel_size pipeline_model_parallel_size pipeline_schedule num_virtual_stages_per_pipeline_rank
+data_parallel_size nproc device bf16 fp16 fp8_format fp8_recipe lr min_lr lr_decay_style lr_warmup_iters
+weight_decay clip_grad data_path split mock_data seq_length micro_batch_size global_batch_size tokenizer_type
+tokenizer_model train_iters eval_interval eval_iters save load save_interval run_name seed log_interval
+metrics_jsonl
 """.split()
 
 

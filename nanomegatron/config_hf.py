@@ -65,7 +65,12 @@ YARN = {  # key of rope_parameters -> setting
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-ROPE_KEYS = {"default": (), "llama3": ("factor", *LLAMA3), "yarn": ("attention_factor", *YARN)}
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", *LLAMA3),
+    "yarn": ("attention_factor", *YARN),
+}
 DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
 TRAINING = (
     "hidden_dropout",
@@ -158,10 +163,10 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
     kind = rope.pop("rope_type", kind)
     if kind not in ROPE_KEYS:
         raise ValueError(f"rope_type = {kind!r}: here are {', '.join(ROPE_KEYS)}")
-    if kind != "default":
+    if "original_max_position_embeddings" in ROPE_KEYS[kind]:
         rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-        if not _positive(rope.get("factor"), float):
-            raise ValueError(f"rope_type = {kind!r}, factor = {rope.get('factor')!r}: must be above 0")
+    if kind != "default" and not _positive(rope.get("factor"), float):
+        raise ValueError(f"rope_type = {kind!r}, factor = {rope.get('factor')!r}: must be above 0")
     rope = {key: value for key, value in rope.items() if value is not None}
     if strange := rope.keys() - ROPE_KEYS[kind]:
         raise ValueError(f"rope_type = {kind!r} with {', '.join(sorted(strange))}: here without")
@@ -170,6 +175,8 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
         if wrong := {key: rope.get(key) for key, value in LLAMA3.items() if rope.get(key) != value}:
             raise ValueError(f"rope_type = 'llama3' with {wrong}: here with {LLAMA3}")
         settings |= {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    elif kind == "linear":
+        settings["rotary_seq_len_interpolation_factor"] = float(rope["factor"])
     return settings | (_yarn(rope) if kind == "yarn" else {})
 
 
@@ -238,6 +245,8 @@ def _written(config: Config, family: str) -> dict[str, Any]:
         hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(model, name) for key, name in YARN.items()}
     elif model.use_rope_scaling:
         hf["rope_scaling"] = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
+    elif (factor := model.rotary_seq_len_interpolation_factor) != 1:
+        hf["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     if family == "llama":
         return hf | dict.fromkeys(("attention_bias", "mlp_bias"), not model.disable_bias_linear)
     width = next((window + 1 for window in windows if window is not None), None)

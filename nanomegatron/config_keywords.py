@@ -59,7 +59,14 @@ TRANSFORMER_CONFIG = {
     ),
     "delay_wgrad_compute": (False, "ParallelConfig(pipeline_schedule='zb-h1') or 'zb-v'"),
     "defer_embedding_wgrad_compute": (False, "ParallelConfig(pipeline_schedule='zb-h1') or 'zb-v'"),
-    "context_parallel_size": (1, "ParallelConfig; there is no context parallelism in this version"),
+    "context_parallel_size": (1, "ParallelConfig"),
+    "cp_comm_type": ("p2p", "ParallelConfig(cp_comm_type=...)"),
+    "hierarchical_context_parallel_sizes": (
+        None,
+        "ParallelConfig(hierarchical_context_parallel_sizes=...)",
+    ),
+    "hybrid_context_parallel": (False, "ParallelConfig(dynamic_context_parallel=True)"),
+    "max_seqlen_per_dp_cp_rank": (None, "ParallelConfig(max_seqlen_per_dp_cp_rank=...)"),
     "tp_comm_overlap": (False, "ParallelConfig(tp_comm_overlap=True)"),
     "num_moe_experts": (None, "nothing; there are no experts in this version"),
 }
@@ -77,7 +84,7 @@ GPT_MODEL = {
     "pre_process": (True, "stage=Stage(pre_process=False, ...)"),
     "post_process": (True, "stage=Stage(post_process=False, ...)"),
     "vp_stage": (None, "stage=Stage(layers=range(...), ...), the layers of this piece"),
-    "seq_len_interpolation_factor": (None, "TransformerConfig(position_embedding_type='yarn', ...)"),
+    "seq_len_interpolation_factor": (None, "TransformerConfig(rotary_seq_len_interpolation_factor=...)"),
 }
 # What these ask for is always so, or would change no result.
 TAKEN = """

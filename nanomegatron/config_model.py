@@ -60,6 +60,9 @@ class TransformerConfig:
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
     rotary_percent: float = setting(1.0, "share of each head's features that is rotated, the first ones")
     rotary_interleaved: bool = setting(False, "rotate neighbouring features instead of the two halves")
+    rotary_seq_len_interpolation_factor: float = setting(
+        1.0, "positions are divided by this, for contexts so many times as long (position interpolation)"
+    )
     use_rope_scaling: bool = setting(False, "stretch the slow frequencies for long contexts (Llama 3.1)")
     rope_scaling_factor: float = setting(8.0, "how far --use-rope-scaling stretches")
     rotary_scaling_factor: float = setting(1.0, "how far yarn stretches the original context")

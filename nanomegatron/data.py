@@ -14,6 +14,7 @@ sample index, there a loop in C++, is a search in the running sum of lengths her
 (data_cache.py).
 
 Several such datasets make a blend (data_blend.py), and batches of either are read ahead (data_loader.py).
+Whole documents as samples: data_documents.py.
 """
 
 import functools
@@ -26,13 +27,14 @@ import numpy as np
 from nanomegatron.config import DataConfig
 from nanomegatron.data_blend import Blend, BlendedDataset, parse_blend
 from nanomegatron.data_cache import cached_arrays
-from nanomegatron.data_indexed import IndexedDataset
+from nanomegatron.data_documents import DocumentDataset
+from nanomegatron.data_indexed import IndexedDataset, Samples
 from nanomegatron.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
 
 _SPLITS = ("train", "valid", "test")
 
 
-class GPTDataset:
+class GPTDataset(Samples):
     """Samples of `seq_length + 1` tokens from the sequences [start, stop) of an indexed dataset."""
 
     def __init__(
@@ -61,9 +63,6 @@ class GPTDataset:
             lambda: plan.build(lengths),
         )
 
-    def __len__(self) -> int:
-        return len(self.shuffle_index)
-
     def __getitem__(self, i: int) -> np.ndarray:
         """The i-th sample, int64 [seq_length + 1]."""
         if not 0 <= i < len(self):
@@ -76,18 +75,7 @@ class GPTDataset:
             offset = begin if place == first else 0
             length = end + 1 - offset if place == last else None
             parts.append(self.indexed.get(document, offset, length))
-        sample, limit = np.concatenate(parts, dtype=np.int64), self.indexed.vocab_size
-        if limit and sample.view(np.uint64).max() >= limit:  # a GPU would stop without saying why
-            raise ValueError(
-                f"{self.indexed.prefix}.bin: tokens {sample.min()}..{sample.max()} in sample {i}, beyond the "
-                f"vocabulary's 0..{limit - 1}: the file has changed since the run began; restore it"
-            )
-        return sample
-
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text behind a token, on average over the whole file; None if PREFIX.json does not say."""
-        text = self.indexed.sidecar()
-        return text["text_bytes"] / text["tokens"] if text else None
+        return self.checked(np.concatenate(parts, dtype=np.int64), i)
 
 
 @dataclass(frozen=True)
@@ -201,7 +189,7 @@ def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
 
 def build_datasets(
     data: DataConfig, num_samples: tuple[int, int, int], seed: int, tokenizer: Tokenizer
-) -> tuple[GPTDataset | BlendedDataset | None, ...]:
+) -> tuple[GPTDataset | DocumentDataset | BlendedDataset | None, ...]:
     """Training, validation and test data; None where no sample is asked for or the data has no such part.
 
     Raises ValueError, before any index is built, for data that is missing or damaged, was made by another
@@ -216,15 +204,16 @@ def build_datasets(
     for split, (parts, _) in zip(_SPLITS, sources):
         for indexed, (start, stop), _ in parts:
             tokens = int(indexed.sequence_lengths[start:stop].sum(dtype=np.int64))
-            if tokens < data.seq_length + 1:
+            if tokens < data.seq_length + 1 and not data.variable_seq_lengths:
                 raise ValueError(
                     f"{split} data: {tokens} tokens in sequences {start}..{stop} of {indexed.prefix}; a "
                     f"sample takes --seq-length + 1 = {data.seq_length + 1}: use more data or another --split"
                 )
+    kind = DocumentDataset if data.variable_seq_lengths else GPTDataset
     rest = dict(seq_length=data.seq_length, seed=seed)
     datasets = []
     for (parts, weights), number in zip(sources, num_samples):
-        build = [functools.partial(GPTDataset, *part[:2], **rest, cache_folder=part[2]) for part in parts]
+        build = [functools.partial(kind, *part[:2], **rest, cache_folder=part[2]) for part in parts]
         if len(parts) > 1 or (parts and weights):
             datasets.append(BlendedDataset(build, weights, number, parts[0][2]))
         else:

@@ -118,6 +118,10 @@ class BlendedDataset:
     def __getitem__(self, i: int) -> np.ndarray:
         return self.datasets[self.dataset_index[i]][int(self.dataset_sample_index[i])]
 
+    def length(self, i: int) -> int:
+        """As that of the datasets, which are of documents."""
+        return self.datasets[self.dataset_index[i]].length(int(self.dataset_sample_index[i]))
+
     def bytes_per_token(self) -> float | None:
         """Bytes of text behind a token, on average over the blend; None if one dataset does not know."""
         each = [dataset.bytes_per_token() for dataset in self.datasets]

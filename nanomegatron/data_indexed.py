@@ -25,6 +25,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -262,6 +263,31 @@ class IndexedDataset:
         """Smallest and largest token, by reading all of PREFIX.bin."""
         parts = [self._tokens[at : at + _CHUNK] for at in range(0, self._tokens.size, _CHUNK)]
         return min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
+
+
+class Samples:
+    """What data sets of samples have in common: `indexed`, from which they read, and `shuffle_index`."""
+
+    indexed: Any  # an IndexedDataset, or what can be read like one
+    shuffle_index: np.ndarray  # the sample at each place of the order
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def checked(self, sample: np.ndarray, i: int) -> np.ndarray:
+        """Sample i, int64, if its tokens are in the vocabulary. A GPU would stop without saying why."""
+        limit = self.indexed.vocab_size
+        if limit and sample.view(np.uint64).max() >= limit:
+            raise ValueError(
+                f"{self.indexed.prefix}.bin: tokens {sample.min()}..{sample.max()} in sample {i}, beyond the "
+                f"vocabulary's 0..{limit - 1}: the file has changed since the run began; restore it"
+            )
+        return sample
+
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text behind a token, on average over the whole file; None if PREFIX.json does not say."""
+        text = self.indexed.sidecar()
+        return text["text_bytes"] / text["tokens"] if text else None
 
 
 def file_hash(path: str | Path) -> str:

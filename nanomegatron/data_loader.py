@@ -22,13 +22,16 @@ import numpy as np
 import torch
 
 from nanomegatron.config import DataConfig
+from nanomegatron.cp_shard import Shard
+from nanomegatron.mesh import Axis
 
 
 @dataclass(frozen=True)
 class Batch:
     """One microbatch. A document ends with its end-of-document token, and every row starts one.
 
-    A rank with neither the first nor the last pipeline stage has no use for the first three: None.
+    A rank with neither the first nor the last pipeline stage has no use for the first three: None. Of rows
+    that several ranks share all but sample_ids and cu_seqlens is of this rank's s/cp tokens.
     """
 
     tokens: torch.Tensor | None  # [b, s] int64
@@ -39,34 +42,52 @@ class Batch:
     position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
     cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32, their bounds in the b * s tokens
     max_seqlen: int | None = None  # tokens of the longest document
+    shard: Shard | None = None  # of rows that several ranks share
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with every tensor changed."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: change(t) for n, t in found.items() if isinstance(t, torch.Tensor)})
 
+    def cut(self, axis: Axis, types: Sequence[str]) -> "Batch":
+        """The tokens that this rank of `axis` has of each row. types: as for `Shard`."""
+        if axis.size == 1:
+            return self
+        bounds = None if self.cu_seqlens is None else self.cu_seqlens.numpy()
+        shard = Shard(axis, len(self.positions), types, bounds)
+        at = torch.from_numpy(shard.places)
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        rows = {name: x[:, at] for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, positions=self.positions[at], shard=shard, **rows)
+
     def to(self, device: torch.device | str) -> "Batch":
         """On `device`; the copy of pinned memory to a GPU does not wait."""
         return self.each(lambda t: t.to(device, non_blocking=True))
 
 
-def load_batch(
-    dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig, eod: int, tokens_too: bool = True
-) -> Batch:
-    """Read samples; `cyclic` starts over at the end of the dataset. Without tokens only where documents end.
+def numbers(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig) -> list[int]:
+    """Where samples of the run are in the dataset; `cyclic` starts over at its end.
 
     Raises ValueError past the end with `single`.
     """
-    if data.dataloader_type == "single" and sample_ids.max() >= len(dataset):
+    if data.dataloader_type == "single" and sample_ids.max(initial=0) >= len(dataset):
         raise ValueError(
             f"sample {sample_ids.max()} of {len(dataset)}: the data is at its end; train fewer iterations "
             "or start over with --dataloader-type cyclic"
         )
+    return (sample_ids % len(dataset)).tolist()
+
+
+def load_batch(
+    dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig, eod: int, tokens_too: bool = True
+) -> Batch:
+    """Read samples. Without tokens only where documents end. Raises ValueError as `numbers`."""
+    inside = numbers(dataset, sample_ids, data)
     by_document = data.reset_position_ids or data.reset_attention_mask
     if not tokens_too and not by_document:  # nothing is read
         place = torch.arange(data.seq_length)
         return Batch(None, None, None, place, torch.from_numpy(sample_ids))
-    text = np.stack([dataset[i] for i in (sample_ids % len(dataset)).tolist()])
+    text = np.stack([dataset[i] for i in inside])
     tokens, labels = (np.ascontiguousarray(t) for t in (text[:, :-1], text[:, 1:]))
     loss_mask, place = np.ones(tokens.shape, np.float32), np.arange(tokens.shape[1])
     if data.eod_mask_loss:
@@ -96,10 +117,12 @@ class BatchLoader:
         dp: Any,
         device: torch.device | str,
         tokens_too: bool = True,
+        cp: Axis = Axis.single("cp"),  # noqa: B008 (frozen)
+        types: Sequence[str] = (),
     ) -> None:
-        """dp: the rank's place among those that share the data, with `rank` and `size`."""
+        """dp: the rank's place among those that share the data, `rank` and `size`; cp, types: see `Shard`."""
         self._dataset, self._data, self._eod, self._dp = dataset, data, eod, dp
-        self._tokens_too = tokens_too
+        self._tokens_too, self._cp, self._types = tokens_too, cp, types
         self._device = torch.device(device)
         self._ahead: deque[Future[Batch]] = deque()
         self._next = -1  # first sample of the microbatch at the head of _ahead
@@ -130,6 +153,7 @@ class BatchLoader:
         mine = first_sample + self._dp.rank * self._data.micro_batch_size
         ids = np.arange(mine, mine + self._data.micro_batch_size)
         batch = load_batch(self._dataset, ids, self._data, self._eod, self._tokens_too)
+        batch = batch.cut(self._cp, self._types)
         return batch.each(torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
     def _drop(self) -> None:

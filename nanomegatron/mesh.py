@@ -55,6 +55,7 @@ class Axis:
     overlap: bool = False  # matmuls and collectives over this axis work in pieces, side by side
     scratch: dict = field(default_factory=dict, compare=False, repr=False)  # shared buffers, a wire's stream
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)
+    levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
     def neighbours(self, size: int) -> "Axis":
         """The part of this axis of `size` ranks next to each other that this rank is in.
@@ -64,7 +65,7 @@ class Axis:
         if size == self.size:
             return self
         if size not in self.parts:
-            raise ValueError(f"{self.name}: no groups of {size} ranks; see num_query_groups of Mesh.build")
+            raise ValueError(f"{self.name}: Mesh.build has made no groups of {size} ranks")
         return self.parts[size]
 
     @staticmethod
@@ -107,7 +108,8 @@ class Mesh:
     """All axes of this rank. `world` is every rank, `model` all that share one copy of the model.
 
     `embed` are the ranks of the first and the last stage; `wires` those of this rank by (sender, receiver),
-    numbers on the pp axis, each an axis of these two.
+    numbers on the pp axis, each an axis of these two. `cp.levels`, with hierarchical_context_parallel_sizes:
+    some neighbours, and the ranks in the same place among theirs.
     """
 
     rank: int
@@ -145,15 +147,22 @@ class Mesh:
         groups: dict[tuple[int, ...], Any] = {}
         made, tp = axis_groups(parallel, world.size), parallel.tensor_model_parallel_size
         copies = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
-        sizes = [n for n in copies if 1 < n < tp and tp % n == 0]
-        for n in sizes:
-            made[f"tp{n}"] = [ranks[i : i + n] for ranks in made["tp"] for i in range(0, tp, n)]
+        parts = {"tp": [n for n in copies if 1 < n < tp and tp % n == 0], "cp": cp_parts(parallel)}
+        for name, sizes in parts.items():
+            for n in sizes:
+                made[f"{name}{n}"] = [g[i : i + n] for g in made[name] for i in range(0, len(g), n)]
+        if levels := parallel.hierarchical_context_parallel_sizes:
+            made["cp across"] = [g[i :: levels[0]] for g in made["cp"] for i in range(levels[0])]
         axes = {
             name: _axis(name, rank_groups, world.rank, groups, traffic, timeout)
             for name, rank_groups in made.items()
         }
-        parts = {n: axes.pop(f"tp{n}") for n in sizes}
-        axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap, parts=parts)
+        for name, sizes in parts.items():
+            axes[name] = replace(axes[name], parts={n: axes.pop(f"{name}{n}") for n in sizes})
+        axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap)
+        if levels:
+            outer = axes.pop("cp across")
+            axes["cp"] = replace(axes["cp"], levels=(axes["cp"].neighbours(levels[0]), outer))
         wires = {}
         for ends in wire_ends(parallel):
             pairs = [tuple(ranks[end] for end in ends) for ranks in made["pp"]]
@@ -202,6 +211,13 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
         **{name: list(grid_groups(expert, (name,))) for name in ("ep", "etp", "edp")},
         "embed": [tuple(ranks[end] for end in ends) for ranks in pipelines],
     }
+
+
+def cp_parts(parallel: ParallelConfig) -> list[int]:
+    """Sizes of groups of neighbours on the cp axis that communicate: of a hierarchy, or of packs."""
+    cp, levels = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
+    wanted = range(1, cp) if parallel.dynamic_context_parallel else levels[:1]
+    return [n for n in wanted if n < cp and cp % n == 0]
 
 
 def wire_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ Model FLOP/s utilisation (MFU, PaLM, arXiv:2204.02311 appendix B) is one divisio
 but its numerator is a matter of convention. All agree on 6 FLOPs a token and matrix weight (2 forward, 4
 backward); they differ in which weights count and in how much of the S x S attention square does.
 Recomputation never counts; keys outside a sliding window do in the full square alone, those of other
-documents always. Llama-3-8B, GFLOPs a token:
+documents in a row always (with --variable-seq-lengths a document is a row). Llama-3-8B, GFLOPs a token:
 
     convention        weights                    attention     S 4096   S 8192   used by
     megatron          matmuls (LM head too)      causal half    48.25    51.47   Megatron; our headline

@@ -34,6 +34,7 @@ from nanomegatron.comm import own_slice
 from nanomegatron.config import TransformerConfig
 from nanomegatron.config import padded_vocab_size as default_padding
 from nanomegatron.config_keywords import GPT_MODEL, answer
+from nanomegatron.cp import context_attention
 from nanomegatron.fp8 import Scales
 from nanomegatron.fp8_fused import (
     GatedFp8Function,
@@ -172,11 +173,14 @@ class SelfAttention(nn.Module):
         if self.dropout and batch.dropout_seed is not None:
             local = q.shape[2]
             heads = torch.arange(self.tp.rank * local, (self.tp.rank + 1) * local, device=x.device)
-            place = (batch.dropout_seed, -1 - self.layer, batch.positions, batch.sample_ids, heads)
+            positions = (batch.positions, batch.positions)  # in training all that are keys are queries
+            place = (batch.dropout_seed, -1 - self.layer, positions, batch.sample_ids, heads)
             dropout, drop = self.dropout, lambda probs: ops.attention_dropout(probs, self.dropout, *place)
         mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if batch.shard is not None:
+                return context_attention(q, k, v, batch.shard, self.layer, mask, self.backend)
             return core_attention(q, k, v, self.backend, mask, dropout, drop, self.fused_softmax)[0]
 
         context = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)

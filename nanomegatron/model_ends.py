@@ -16,6 +16,7 @@ from torch import nn
 from nanomegatron import ops
 from nanomegatron.comm import own_slice
 from nanomegatron.config import TransformerConfig
+from nanomegatron.cp_shard import Shard
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from nanomegatron.tp import VocabParallelEmbedding, vocab_parallel_logits
@@ -30,7 +31,8 @@ class Tokens:
     data order, and with `dropout_seed` determine the dropout masks (None: no dropout). `position_ids`
     `[b, s]` are told where they start over with each document; `cu_seqlens`, `max_seqlen` (see attention.py)
     where attention ends with it. `loss_weights` `[b, s]` are the gradients that the losses will get, for
-    --cross-entropy-loss-fusion; the model itself fills in `residual_positions`, `[s/tp]`.
+    --cross-entropy-loss-fusion; the model itself fills in `residual_positions`, `[s/tp]`. With a `shard` all
+    this but cu_seqlens is of the s/cp tokens that this rank has of a row.
     """
 
     tokens: torch.Tensor
@@ -41,6 +43,7 @@ class Tokens:
     cu_seqlens: torch.Tensor | None = None
     max_seqlen: int | None = None
     loss_weights: torch.Tensor | None = None
+    shard: Shard | None = None
     residual_positions: torch.Tensor | None = None
 
     @property

@@ -38,7 +38,8 @@ def dropout(
     x: `[s, b, h]`, positions: `[s]`, sample_ids: `[b]`. The same under any layout and when recomputed; `site`
     numbers the places in the model. 24 bits decide, so p is met to 6e-8.
     """
-    return _drop(x, p, _hashed(seed, site, sample_ids, positions[:, None]))
+    features = torch.arange(x.shape[-1], device=x.device)
+    return _drop(x, p, _hashed(seed, site, sample_ids, positions[:, None]), features)
 
 
 def attention_dropout(
@@ -46,21 +47,21 @@ def attention_dropout(
     p: float,
     seed: int,
     site: int,
-    positions: torch.Tensor,
+    positions: tuple[torch.Tensor, torch.Tensor],
     sample_ids: torch.Tensor,
     heads: torch.Tensor,
 ) -> torch.Tensor:
     """Dropout of attention probabilities, a function of (seed, site, sample, head, query, key) alone.
 
-    probs: `[b, n, s, t]`, positions of the queries: `[s]`, sample_ids: `[b]`, heads: `[n]`, as numbered over
-    all ranks.
+    probs: `[b, n, s, t]`, positions: of the queries `[s]` and of the keys `[t]`, sample_ids: `[b]`,
+    heads: `[n]`, as numbered over all ranks.
     """
-    return _drop(probs, p, _hashed(seed, site, sample_ids[:, None, None], heads[:, None], positions))
+    queries, keys = positions
+    return _drop(probs, p, _hashed(seed, site, sample_ids[:, None, None], heads[:, None], queries), keys)
 
 
-def _drop(x: torch.Tensor, p: float, rows: torch.Tensor) -> torch.Tensor:
-    """Zero a share p of x, by the counters `rows` (of x's shape without the last dim) and the last index."""
-    columns = torch.arange(x.shape[-1], device=x.device)
+def _drop(x: torch.Tensor, p: float, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Zero a share p of x, by the counters `rows` (of x's shape without the last dim) and `columns`."""
     bits = (_mix(rows[..., None] + columns) >> 20) & 0xFFFFFF
     return x * (bits >= int(p * 2**24)).to(x.dtype) / (1.0 - p)
 

@@ -2,6 +2,7 @@
 
     pair i of d/2          frequency base^(-2i/d): the first pairs turn fast, the last ones hardly at all
     rope                   that, on the first `rotary_percent` of a head's features
+    interpolation          positions are divided by `rotary_seq_len_interpolation_factor`
     Llama 3.1 scaling      pairs that turn less than once in 8192 positions are slowed by the factor, those
                            that turn more than 4 times are left alone, a ramp between
     yarn                   the same idea with the bounds `yarn_beta_slow` and `yarn_beta_fast` turns, the ramp
@@ -9,7 +10,8 @@
 
 A pair is (i, i + d/2), or with `rotary_interleaved` (2i, 2i + 1). On a GPU cuda/rope.cu turns the heads,
 those of the packed projection where they lie; the backward turns the gradient back.
-(arXiv 2104.09864; YaRN 2309.00071; Llama 3.1 as in its reference code; settings and defaults are Megatron's)
+(arXiv 2104.09864; interpolation 2306.15595; YaRN 2309.00071; Llama 3.1 as in its reference code; settings
+and defaults are Megatron's)
 """
 
 import math
@@ -32,7 +34,8 @@ def rope_angles(positions: torch.Tensor, config: TransformerConfig) -> tuple[tor
     if config.position_embedding_type == "yarn":
         size = _mscale(config, config.mscale) / _mscale(config, config.mscale_all_dim)
     places = positions[:, None] if positions.dim() == 1 else positions.t()
-    angles = places.float()[:, :, None, None] * rope_frequencies(config, positions.device)
+    places = places.float() * (1 / config.rotary_seq_len_interpolation_factor)
+    angles = places[:, :, None, None] * rope_frequencies(config, positions.device)
     return angles.cos() * size, angles.sin() * size
 
 

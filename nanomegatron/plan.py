@@ -10,35 +10,15 @@ buckets of gradients in use:
     FP8 layers    2 + 2        4/d         4, 4/d         8/d        2: both casts, in bf16 none where the
                                                                      optimizer casts (`fp8.py`)
 
-and what the forward pass of one microbatch keeps for its backward. A layer keeps, in values a token, with n
-the query, g the key/value and f the FFN width of one tp rank, and with sequence parallelism of those rows
-marked * the tp-th part:
-
-    norm inputs  *      2h          these are the residual sums; a CPU's RMSNorm keeps x and x/rms, in fp32
-    norm outputs *      2h          which QKV and fc1 multiply; none if `layernorm` is made again
-    QKV output          n + 2g      as long as attention or a q/k norm reads it in place
-    q/k norm            n + g       only a CPU's RMSNorm, as above
-    q, k, v             n + g       q and k where a norm, or rotation without the kernel, made new ones; v in
-                                    the QKV output;
-                        3n          `unfused` makes all anew, the others k and v too for grouped queries,
-                                    a head for each query head; `fused` reads groups as they are
-    attention output    n
-    scores              heads * s   `unfused` alone: softmax in the type of the weights, and without the
-                                    kernel in fp32
-    MLP                 4f or 2f    SwiGLU: gate and up, silu(gate) but for the kernel, product; GELU: before
-                                    and after; one f less if `mlp_act` is made again, none with `mlp`
-    dropout masks *     2h          with --hidden-dropout
-    statistics          fp32        1 or 2 a norm (of each head, for a q/k norm), log-sum-exp of each head
-
-Of what FP8 layers multiply, the norm outputs, the attention output and the MLP's product, they keep one byte
-a value instead; attention keeps its output besides, and a recomputed MLP is made with the norm before it.
-(Layers in bf16 at the ends are counted as the others.)
+and what the forward pass of one microbatch keeps for its backward: of a layer see `plan_layer.py`. Of a row
+that cp ranks share each has the cp-th part, of documents as they are the largest pack.
 
 Layers that are recomputed as a whole keep their input alone, and one such group is whole again in the
 backward. At the end come the last norm, the logits, then their gradient, and without kernels the loss in
 fp32, a chunk of tokens at a time, or with fused loss a chunk of all of it; there the memory of a rank with a
-loss is at its peak, that of others where the first gradients inside an MLP join what is kept. (The same count
-for a model of 2022: arXiv:2205.05198, section 4.)
+loss is at its peak, that of others where the first gradients inside an MLP join what is kept or, with that
+MLP gone, what shared attention has in flight. (The same count for a model of 2022: arXiv:2205.05198, section
+4.)
 
 Pipeline ranks differ in their layers, in what they have of the two ends of the model, and in how many
 microbatches are under way: each rank's ops (`schedules.py`) are gone through, F adding what its chunk keeps,
@@ -59,8 +39,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanomegatron.attention import choose_backend
-from nanomegatron.config import Config, TransformerConfig, padded_vocab_size
+from nanomegatron.config import Config, padded_vocab_size
 from nanomegatron.config_batch import stages as batch_stages
 from nanomegatron.dp import IN_FLIGHT, bucket_size
 from nanomegatron.fp8 import Recipe
@@ -68,6 +47,15 @@ from nanomegatron.metrics import layer_matmul_parameters, parameter_count
 from nanomegatron.model_recompute import segments
 from nanomegatron.ops_kernels import why_not
 from nanomegatron.ops_loss import CHUNK
+from nanomegatron.plan_layer import (
+    attention_in_flight,
+    linear_input,
+    norm_input,
+    saved_by_layer,
+    sequence_cut,
+    tokens_of,
+    widths,
+)
 from nanomegatron.pp import stage_layers
 from nanomegatron.schedules import Op, most_open, owners, placement, schedule
 from nanomegatron.tp_loss import FusedLossFunction
@@ -194,15 +182,17 @@ def walk(ops: list[Op], chunks: list[Needs]) -> Iterator[tuple[Counter, Counter]
 def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> Needs:
     """What a microbatch takes in a chunk, with so many columns of the logits."""
     model, dtype = config.model, getattr(torch, config.dtype_name)
-    value = dtype.itemsize * _tokens(config)
-    stream = value * model.hidden_size / _cut(config)
+    value = dtype.itemsize * tokens_of(config)
+    stream = value * model.hidden_size / sequence_cut(config)
     fused = piece.last and model.cross_entropy_loss_fusion
     loss = logits_and_loss(config, columns, dtype, device) if piece.last else 0
     logits = stream if fused else value * columns * piece.last  # fused: the gradient of the stream
-    layer = _tokens(config) * sum(saved_by_layer(config, dtype, device).values())
+    saved = saved_by_layer(config, dtype, device)
+    layer = tokens_of(config) * sum(saved.values())
     again = max((len(run) for run, again in segments(model, piece.layers) if again), default=0)
     group = min(again or 1, piece.layers)  # whose backward begins or ends that of the chunk
-    inside = value * (3 if model.swiglu else 2) * _widths(config)[2] * (group > 0)
+    attention = tokens_of(config) * (attention_in_flight(config, dtype, device) - saved["MLP"])
+    inside = max(value * (3 if model.swiglu else 2) * widths(config)[2], attention) * (group > 0)
     part, later = (value * put_off(config, p, columns) for p in (Piece(group, False, False), piece))
     at_loss = Counter({"activations": stream * fused, "logits and loss": loss - logits})  # fused: normed x
     before = 0 if fused else loss  # what the backward of the layers finds to be free again
@@ -218,14 +208,14 @@ def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> N
 
 def activations(config: Config, piece: Piece, device: torch.device) -> float:
     """Bytes that a microbatch keeps of a chunk, from its embedding or input to its last norm."""
-    model, cut, dtype = config.model, _cut(config), getattr(torch, config.dtype_name)
+    model, cut, dtype = config.model, sequence_cut(config), getattr(torch, config.dtype_name)
     h, e, layer = model.hidden_size, dtype.itemsize, sum(saved_by_layer(config, dtype, device).values())
     output = 0 if model.cross_entropy_loss_fusion else e  # of the last norm
-    kept = (_norm_input(model, dtype, device) + output) * h / cut * piece.last
+    kept = (norm_input(model, dtype, device) + output) * h / cut * piece.last
     kept += e * h / cut * (model.hidden_dropout > 0) * piece.first
     spread = config.parallel.tensor_model_parallel_size if model.distribute_saved_activations else cut
     kept += sum(e * h / spread if again else layer * len(run) for run, again in segments(model, piece.layers))
-    return _tokens(config) * kept
+    return tokens_of(config) * kept
 
 
 def put_off(config: Config, piece: Piece, columns: int) -> float:
@@ -233,49 +223,12 @@ def put_off(config: Config, piece: Piece, columns: int) -> float:
 
     Those of FP8 layers count by their size.
     """
-    model, h = config.model, config.model.hidden_size
-    n, g, f = _widths(config)
-    inputs, gradients = 2 * h / _cut(config) + n + f, n + 2 * g + (2 if model.swiglu else 1) * f + 2 * h
-    loss = (h / _cut(config) + columns) * (piece.last and not model.cross_entropy_loss_fusion)
-    size = _linear_input(config) / getattr(torch, config.dtype_name).itemsize
+    model, h, own = config.model, config.model.hidden_size, config.model.hidden_size / sequence_cut(config)
+    n, g, f = widths(config)
+    inputs, gradients = 2 * own + n + f, n + 2 * g + (2 if model.swiglu else 1) * f + 2 * h
+    loss = (own + columns) * (piece.last and not model.cross_entropy_loss_fusion)
+    size = linear_input(config) / getattr(torch, config.dtype_name).itemsize
     return piece.layers * (inputs + gradients) * size + h * piece.first + loss
-
-
-def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Bytes a token that one layer keeps for its backward: the table of the module's docstring."""
-    model, tp, e = config.model, config.parallel.tensor_model_parallel_size, dtype.itemsize
-    heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    h, (n, g, f) = model.hidden_size / _cut(config), _widths(config)
-    backend = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
-    kept, read = _norm_input(model, dtype, device), _linear_input(config)
-    kernels = not why_not(device)
-    silu = 1 - (kernels and model.bias_swiglu_fusion)
-    inner = e * (2 + silu if model.swiglu else 1) + read * (not model.recomputes("mlp_act"))
-    attends_again = model.recomputes("core_attn")
-    unfused = backend == "unfused" and not attends_again
-    rotates = model.position_embedding_type in ("rope", "yarn") and not (kernels and model.rope_fusion)
-    new_qk = unfused or model.qk_layernorm or rotates
-    new_kv = unfused or (g < n and backend != "fused" and not attends_again)  # as wide as q
-    copied = kept > e and e < 4  # norms keep fp32 copies of their inputs, not these
-    numbers = 1 if model.normalization == "RMSNorm" else 2
-    again = read < e and model.recomputes("mlp")
-    norms = 1 if again else 2
-    return {
-        "norm inputs": (kept + (e if again else kept)) * h,
-        "norm outputs": read * norms * h * (not model.recomputes("layernorm")),
-        "QKV output": e * (n + 2 * g) * (not new_kv or not new_qk or (model.qk_layernorm and not copied)),
-        "q/k norm": (kept if copied else kept - e) * (n + g) * model.qk_layernorm,
-        "q, k, v": e * (n * new_qk + 2 * n * new_kv + g * (new_qk and not new_kv)),
-        "attention output": (e + read * (read < e)) * n,
-        "scores": heads * config.data.seq_length * _score(model, e, kernels) * unfused,
-        "MLP": inner * f * (not model.recomputes("mlp")),
-        "dropout masks": 2 * e * h * (model.hidden_dropout > 0),
-        "statistics": 4
-        * (
-            numbers * (norms + (heads + groups) * model.qk_layernorm)
-            + heads * (not unfused and not attends_again)
-        ),
-    }
 
 
 def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -284,8 +237,8 @@ def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: to
     With fused loss of a chunk alone, and the gradient of the residual stream. Under sequence parallelism the
     last norm's output, gathered, and its gradient before it is scattered.
     """
-    tokens, e = _tokens(config), dtype.itemsize
-    whole = 2 * e * tokens * config.model.hidden_size if _cut(config) > 1 else 0
+    tokens, e = tokens_of(config), dtype.itemsize
+    whole = 2 * e * tokens * config.model.hidden_size if sequence_cut(config) > 1 else 0
     wide = 0 if not why_not(device) else 8 if e < 4 else 4
     if config.model.cross_entropy_loss_fusion:
         chunk = min(tokens, FusedLossFunction.chunk)
@@ -295,26 +248,9 @@ def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: to
 
 def tp_buffers(config: Config, dtype: torch.dtype) -> float:
     """Bytes that tp ranks share to send pieces: two halves for a gather, two for a reduce-scatter."""
-    tp, tokens = config.parallel.tensor_model_parallel_size, _tokens(config)
+    tp, tokens = config.parallel.tensor_model_parallel_size, tokens_of(config)
     used = config.parallel.tp_comm_overlap and tp > 1
     return 2 * dtype.itemsize * config.model.hidden_size * tokens * (1 + 1 / tp) * used
-
-
-def _linear_input(config: Config) -> int:
-    """Bytes a value that a linear layer keeps of its input."""
-    in_fp8 = config.precision.fp8_format and config.precision.fp8_wgrad
-    return 1 if in_fp8 else getattr(torch, config.dtype_name).itemsize
-
-
-def _norm_input(model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes a value that a norm keeps: its input, or where torch has no fused kernel two fp32 tensors."""
-    return 8 if model.normalization == "RMSNorm" and device.type == "cpu" else dtype.itemsize
-
-
-def _score(model: TransformerConfig, e: int, kernels: bool) -> int:
-    """Bytes a score of unfused attention: softmax, from fp32 without a kernel, dropout's mask and result."""
-    wide = 4 * (e < 4 and not (kernels and model.masked_softmax_fusion))
-    return e + wide + (1 + e) * (model.attention_dropout > 0)
 
 
 def _device(config: Config) -> torch.device:
@@ -337,25 +273,8 @@ def messages(config: Config, stages: list[int], placed: list[list[int]]) -> floa
     rank_of = owners(placed)
     here = rank_of[stages[0]]
     beside = {rank_of.get(stage + step, here) for stage in stages for step in (-1, 1)} - {here}
-    size = getattr(torch, config.dtype_name).itemsize * config.model.hidden_size / _cut(config)
-    return _tokens(config) * size * (2 * len(beside) + bool(beside))
-
-
-def _cut(config: Config) -> int:
-    """Over how many ranks the residual stream is cut along the sequence."""
-    return config.parallel.tensor_model_parallel_size if config.model.sequence_parallel else 1
-
-
-def _tokens(config: Config) -> int:
-    """Of a microbatch."""
-    return config.data.seq_length * config.data.micro_batch_size
-
-
-def _widths(config: Config) -> tuple[int, int, int]:
-    """Features of the queries, of the keys or values, and inside the MLP that one tp rank has."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    return heads * model.head_dim, groups * model.head_dim, model.ffn_size // tp
+    size = getattr(torch, config.dtype_name).itemsize * config.model.hidden_size / sequence_cut(config)
+    return tokens_of(config) * size * (2 * len(beside) + bool(beside))
 
 
 def _total(parts: dict[str, float]) -> float:

@@ -24,6 +24,7 @@ from nanomegatron import comm
 from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import stages
+from nanomegatron.cp_dynamic import Ranks
 from nanomegatron.dp import Buckets
 from nanomegatron.fp8_stats import Stats
 from nanomegatron.generate import generate
@@ -133,19 +134,20 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         say(f"pp      {run.model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}")
     if mesh.tp.overlap and mesh.tp.size > 1:
         say(f"tp      matmuls in pieces, sent by {overlap_path(mesh.tp, mesh.device)}")
+    if mesh.cp.size > 1:
+        say(f"cp      {cp_text(config)}")
     core = choose_backend(
         model.attention_backend, mesh.device, getattr(torch, config.dtype_name), model.attention_dropout
     )
-    if core == "fused" and (any(w is not None for w in model.windows) or config.data.reset_attention_mask):
+    documents = config.data.reset_attention_mask or config.data.variable_seq_lengths
+    if core == "fused" and (documents or any(w is not None for w in model.windows)):
         core += ", flash for windows and documents"
     say(f"kernels {summary(mesh.device, model)} | attention {core}")
     if model.attention_dropout and core != "unfused":
         say("note    the fused kernel's attention dropout depends on the layout; unfused does not")
     sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), run.datasets, strict=True) if d]
-    micro, batch = config.data.micro_batch_size, config.data.global_batch_size
     say(
-        f"data    {', '.join(sizes)} samples of {config.data.seq_length} tokens | batch {batch} = {micro} x "
-        f"{batch // micro // mesh.dp.size} microbatches x dp {mesh.dp.size} | "
+        f"data    {', '.join(sizes)} {batch_text(config)} | "
         f"{config.run.train_iters} iterations | seed {config.run.seed}"
     )
     grows = [f"{size} from sample {start}" for start, size in stages(config.data, mesh.dp.size)]
@@ -153,6 +155,32 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         shown = [*grows[:3], "...", *grows[-2:]] if len(grows) > 6 else grows
         say(f"batch   {', '.join(shown)} | {run.samples_before[-1]} samples in all")
     say(f"files   {run.log.folder}/ | Ctrl-C saves and stops, the same command goes on from there")
+
+
+def cp_text(config: Config) -> str:
+    """How the cp ranks share rows, and how attention communicates in how many layers."""
+    model, parallel, total = config.model, config.parallel, config.model.num_layers
+    types = parallel.cp_types(total)
+    sizes = " x ".join(map(str, parallel.hierarchical_context_parallel_sizes))
+    how = {"p2p": "ring", "a2a": "heads", "allgather": "all keys", "a2a+p2p": f"heads, ring: {sizes}"}
+    counts = Counter(types).items()
+    parts = [f"{name} ({how[name]})" + f" in {n} of {total} layers" * (n < total) for name, n in counts]
+    gathered = sum("p2p" in name and w is not None for name, w in zip(types, model.windows, strict=True))
+    rest = f" | {gathered} of {total} layers with a window: keys gathered, no ring" * (gathered > 0)
+    return f"zigzag over {parallel.context_parallel_size} ranks by {', '.join(parts)}{rest}"
+
+
+def batch_text(config: Config) -> str:
+    """What a global batch is made of."""
+    data, dp = config.data, config.parallel.data_parallel_size
+    micro, batch = data.micro_batch_size, data.global_batch_size
+    if not data.variable_seq_lengths:
+        each = f"{micro} x {batch // micro // dp} microbatches x dp {dp}"
+        return f"samples of {data.seq_length} tokens | batch {batch} = {each}"
+    ranks = Ranks.of(config)
+    groups = " or ".join(map(str, ranks.sizes))
+    packs = f"in packs of up to {ranks.room(1)} tokens a rank, each on {groups} of dp {dp} x cp {ranks.cp}"
+    return f"documents of up to {data.seq_length} tokens | batch {batch} {packs}"
 
 
 def expected_first_loss(model: TransformerConfig, vocab_size: int) -> float:
@@ -231,7 +259,7 @@ def report(run: Run, step: StepReport | None) -> None:
             "consumed_samples": run.samples_before[step.iteration],
             "global_batch_size": batch,
             **told,
-            **rates(run, batch, milliseconds / 1e3),
+            **rates(run, lengths_of(run, step.iteration), milliseconds / 1e3),
             "skipped": int(not finite),
             "skipped_samples": run.skipped_samples,
             "peak_mem_gib": (peak_memory(run.mesh.device) + run.grads.shared_bytes) / 2**30,
@@ -252,20 +280,29 @@ def settle(run: Run) -> None:
     report(run, step)
 
 
-def rates(run: Run, batch: int, seconds: float) -> dict[str, float | None]:
-    """The speed of a step of `batch` sequences in `seconds`, in every unit that is logged."""
+def lengths_of(run: Run, iteration: int) -> Counter[int]:
+    """How many sequences of which lengths an iteration takes; whole documents count without padding."""
+    first, size = run.samples_before[iteration - 1], run.batch_size(iteration)
+    if run.config.data.variable_seq_lengths:
+        return Counter(run.loaders[0].lengths(first, size))
+    return Counter({run.config.data.seq_length: size})
+
+
+def rates(run: Run, lengths: Counter[int], seconds: float) -> dict[str, float | None]:
+    """The speed of a step of such sequences in `seconds`, in every unit that is logged."""
     config, world = run.config, run.mesh.world.size
     peak = None
     if run.mesh.device.type == "cuda":
         peak = device_peak(torch.cuda.get_device_name(run.mesh.device), config.dtype_name)
-    length = config.data.seq_length
+    model, vocab = config.model, run.padded_vocab_size
     flops = {
-        c: flops_per_iteration(config.model, run.padded_vocab_size, length, batch, c) for c in CONVENTIONS
+        c: sum(flops_per_iteration(model, vocab, length, n, c) for length, n in lengths.items())
+        for c in CONVENTIONS
     }
     headline, *others = (flop / seconds / world / 1e12 for flop in flops.values())
     result = {
         "step_time_ms": 1e3 * seconds,
-        "tokens_per_s": batch * length / seconds,
+        "tokens_per_s": sum(length * n for length, n in lengths.items()) / seconds,
         "tflops_per_gpu": headline,
         "mfu": mfu(flops[CONVENTIONS[0]], seconds, world, peak),
     }

@@ -6,6 +6,7 @@
 
 The loss is the mean over the unmasked tokens of the whole global batch, whatever their share in a microbatch:
 each token's loss is weighted by mask / tokens, where the tokens of all of dp x cp are counted beforehand.
+Microbatches that are packs of documents are other ones, and not as many on every rank (data_documents.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +14,31 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nanomegatron import comm
+from nanomegatron.config import Config
+from nanomegatron.data_documents import PackLoader
 from nanomegatron.data_loader import Batch, BatchLoader
+from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.model_ends import Tokens
-from nanomegatron.pp import rehearse
+from nanomegatron.pp import Stages, rehearse
 from nanomegatron.run import Run
 
 
-def step_batches(run: Run, loader: BatchLoader, first_sample: int, batch_size: int) -> Iterator[Batch]:
+def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eod: int) -> tuple:
+    """What hands this rank its microbatches of each dataset, None where there is none. config: resolved."""
+    sharing = (mesh.device, model.reads_tokens, mesh.cp, config.parallel.cp_types(config.model.num_layers))
+    if config.data.variable_seq_lengths:
+        return tuple(d and PackLoader(d, config, eod, mesh, model[0].padded_vocab_size) for d in datasets)
+    return tuple(d and BatchLoader(d, config.data, eod, mesh.dp, *sharing) for d in datasets)
+
+
+def step_batches(
+    run: Run, loader: BatchLoader | PackLoader, first_sample: int, batch_size: int
+) -> Iterator[Batch]:
     """This rank's microbatches of the global batch that begins at `first_sample`, on the device."""
+    if isinstance(loader, PackLoader):
+        yield from loader.batches(first_sample, batch_size)
+        return
     for sample in range(0, batch_size, run.config.data.micro_batch_size * run.mesh.dp.size):
         yield loader.get(first_sample + sample)
 
@@ -34,7 +51,8 @@ def losses(
     weights: what the losses will be multiplied by.
     """
     documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-    tokens = Tokens(batch.tokens, batch.positions, batch.sample_ids, dropout_seed, *documents, weights)
+    places = (batch.tokens, batch.positions, batch.sample_ids)
+    tokens = Tokens(*places, dropout_seed, *documents, weights, batch.shard)
     return chunk(tokens, batch.labels)
 
 
@@ -69,7 +87,7 @@ def rehearse_step(run: Run) -> None:
     batches, total = [run.loaders[0].get(run.consumed_samples)], torch.zeros((), device=run.mesh.device)
     run.grads.zero(1)
     step = forward_step(run, batches, token_count(run, batches), total)
-    rehearse(run.model, step, run.model.shape(data.seq_length, data.micro_batch_size))
+    rehearse(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))
     run.grads.grad_sync()
     if run.model.scales is not None:
         run.model.scales.forget_step()

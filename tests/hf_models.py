@@ -27,6 +27,7 @@ LLAMA = dict(
     vocab_size=VOCAB,
 )
 YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -49,6 +50,7 @@ FAMILIES = {
     ),
     "llama": LLAMA | dict(rope_theta=1e4, rms_norm_eps=1e-5, num_key_value_heads=4),
     "llama-3.1": LLAMA | dict(rope_parameters=LLAMA3, max_position_embeddings=16384),
+    "llama-linear": LLAMA | dict(rope_parameters=LINEAR),
     "llama-yarn": LLAMA | dict(rope_parameters=YARN, tie_word_embeddings=True, head_dim=12),
     "llama-biases": LLAMA | dict(attention_bias=True, mlp_bias=True),
     "mistral": LLAMA | dict(sliding_window=7, head_dim=16),

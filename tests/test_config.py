@@ -111,7 +111,6 @@ WRONG = """
 --dp 3 | 2 | --data-parallel-size 3: | --nproc
 --pp 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: | --nproc 8
 --pp 3 | 3 | --num-layers 4: must divide by 3 pipeline ranks | nearest --num-layers 3 or 6
---cp 2 | 2 | --context-parallel-size 2: context parallelism
 --ep 2 | 2 | --expert-model-parallel-size 2: expert parallelism
 --etp 2 | 1 | --expert-tensor-parallel-size 2: there are no experts
 --sp --tp 4 --seq-length 30 | 4 | --seq-length 30: must divide by --tensor-model-parallel-size 4

@@ -22,6 +22,9 @@ WRONG = """
 --position-embedding-type rope --rotary-percent 0.2 | 1 | head size 16 x --rotary-percent 0.2 = 3: must
 --position-embedding-type rope --rotary-percent 0.01 | 1 | --rotary-percent 0.01 = 0: must be even
 --use-rope-scaling | 1 | --use-rope-scaling: needs --position-embedding-type rope, not learned
+--rotary-seq-len-interpolation-factor 4 | 1 | -factor 4.0: needs --position-embedding-type rope, not learned
+--position-embedding-type yarn --rotary-seq-len-interpolation-factor 2 | 1 | -type rope, not yarn
+--rotary-seq-len-interpolation-factor 0 --use-rotary-position-embeddings | 1 | 0.0: must be greater than 0
 --rotary-scaling-factor -1 | 1 | --rotary-scaling-factor -1.0: must be greater than 0
 --rope-scaling-factor 0 | 1 | --rope-scaling-factor 0.0: must be greater than 0
 --yarn-beta-slow 64 | 1 | --yarn-beta-fast 32.0: must exceed --yarn-beta-slow 64.0
@@ -70,6 +73,8 @@ def test_each_error_has_value_rule_and_fix(case):
 
 RIGHT = """
 --position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved --use-rope-scaling
+--position-embedding-type rope --rotary-seq-len-interpolation-factor 4 --use-rope-scaling
+--rotary-seq-len-interpolation-factor 1
 --position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8
 --window-size 7 0 --window-attn-skip-freq ([1]*3+[0])
 --window-size (7,0) --window-attn-skip-freq 2

@@ -199,24 +199,25 @@ def test_the_nearest_values_fit():
     """Every message names the flag that mends it, and the values next to the wrong one that do."""
     rng, seen = random.Random(7), set()
     for _ in range(300):
-        tp = rng.choice((1, 2, 4))
+        tp, cp = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3))
         values = {
             "num-attention-heads": 4 * rng.choice((1, 2, 3, 5)),
             "num-query-groups": rng.choice((1, 4)),
             "ffn-hidden-size": 4 * rng.randint(1, 300),
-            "seq-length": 4 * rng.randint(1, 300),
+            "seq-length": 4 * cp * rng.randint(1, 300),
             "micro-batch-size": rng.choice((1, 2, 3)),
             "fp8-recipe": rng.choice(("delayed", "blockwise")),
             "tp": tp,
+            "cp": cp,
         }
         values["hidden-size"] = values["num-attention-heads"] * rng.randint(1, 100)
         if rng.random() < 0.5:
             values["kv-channels"] = rng.randint(1, 100)
         sp = rng.choice(("", "--sp"))
 
-        def messages(values, sp=sp, tp=tp):
+        def messages(values, sp=sp, world=tp * cp):
             flags = " ".join(f"--{name} {value}" for name, value in values.items())
-            return errors_of(f"{FP8} {flags} {sp}", tp)
+            return errors_of(f"{FP8} {flags} {sp}", world)
 
         found = [re.search(r"nearest --(\S+) (\d+)(?: or (\d+))?$", text) for text in messages(values)]
         assert all(found)

@@ -20,11 +20,8 @@ def old_spelling(table: dict) -> dict:
     rope = dict(table.pop("rope_parameters", None) or {})
     if rope:
         table["rope_theta"] = rope.pop("rope_theta")
-        table["rope_scaling"] = rope if rope.pop("rope_type") != "default" else None
-        if table["rope_scaling"] is not None:
-            table["rope_scaling"]["type"] = (
-                "yarn" if "beta_fast" in rope or "low_freq_factor" not in rope else "llama3"
-            )
+        kind = rope.pop("rope_type")
+        table["rope_scaling"] = rope | {"type": kind} if kind != "default" else None
     return table | {"torch_dtype": table.pop("dtype")}
 
 
@@ -57,9 +54,11 @@ def test_what_is_written_is_the_same_model_to_transformers(folders, name):
         ({"attention_bias": True}, "attention_bias = True, mlp_bias = False: here is a llama without either"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True"),
         (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-            "rope_type = 'linear': here are default",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type = 'dynamic': here are default, linear, llama3, yarn",
         ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type = 'linear', factor = None: must be above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 4}}, "'linear' with beta_fast: here"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "'low_freq_factor': 2.0"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor = None: must be"),
         ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: here is 1.13862"),
@@ -91,6 +90,10 @@ def test_what_this_model_has_not_is_refused(change, message):
         ({"qk_layernorm": True, "position_embedding_type": "none"}, "position_embedding_type = 'none'"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p = True"),
         ({"swiglu": False}, "swiglu = False"),
+        (
+            {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
+            "llama is without rotary_seq_len_interpolation_factor = 2.0",
+        ),
     ],
 )
 def test_a_model_of_no_family_is_refused(change, message):
@@ -106,6 +109,14 @@ def test_how_it_was_trained_is_no_part_of_a_model(folders):
     training |= dict(recompute_method="block", recompute_num_layers=1, distribute_saved_activations=True)
     training |= dict(recompute_modules=("mlp",), hidden_dropout=0.1)
     assert to_hf(build(settings | training)) == to_hf(build(settings))
+
+
+def test_position_interpolation_is_the_linear_scaling():
+    settings = settings_of(LLAMA | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 8}})
+    assert settings["rotary_seq_len_interpolation_factor"] == 8.0 and not settings.get("use_rope_scaling")
+    assert to_hf(build(settings))["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    plain = settings | {"rotary_seq_len_interpolation_factor": 1.0}
+    assert to_hf(build(plain))["rope_scaling"] is None
 
 
 def test_layer_types_make_a_pattern():

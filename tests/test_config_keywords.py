@@ -34,6 +34,12 @@ def test_megatrons_first_example_runs():
         (dict(virtual_pipeline_model_parallel_size=2), "num_virtual_stages_per_pipeline_rank"),
         (dict(num_layers_in_first_pipeline_stage=1), "decoder_first_pipeline_num_layers"),
         (dict(account_for_loss_in_pipeline_split=True), "use ParallelConfig"),
+        (dict(context_parallel_size=2), "context_parallel_size=2: use ParallelConfig"),
+        (dict(cp_comm_type="a2a"), r"ParallelConfig\(cp_comm_type=...\)"),
+        (dict(cp_comm_type=["p2p", "a2a"]), r"cp_comm_type=\['p2p', 'a2a'\]: use ParallelConfig"),
+        (dict(hierarchical_context_parallel_sizes=[2, 2]), "use ParallelConfig"),
+        (dict(hybrid_context_parallel=True), r"ParallelConfig\(dynamic_context_parallel=True\)"),
+        (dict(max_seqlen_per_dp_cp_rank=4096), "use ParallelConfig"),
         (dict(add_bias_linear=False), "disable_bias_linear"),
         (dict(params_dtype=torch.bfloat16), r"Init\(dtype"),
         (dict(layernorm_epsilon=1e-6), "norm_epsilon"),
@@ -51,14 +57,15 @@ def test_defaults_of_megatrons_keywords_are_taken():
         **SHAPE, fp8_recipe="delayed", fp8_interval=4, fp8_wgrad=True, first_last_layers_bf16=False
     )
     TransformerConfig(**SHAPE, fp8=None, bf16=False, tensor_model_parallel_size=1, num_moe_experts=None)
+    TransformerConfig(**SHAPE, context_parallel_size=1, cp_comm_type="p2p", hybrid_context_parallel=False)
     TransformerConfig(**SHAPE, add_bias_linear=True, layernorm_zero_centered_gamma=False)
 
 
 def test_the_keywords_that_moved_are_settings():
     """What the answers name is there."""
-    for part in (ParallelConfig, PrecisionConfig):
+    for part in (ParallelConfig, PrecisionConfig, TransformerConfig):
         names, used = {setting.name for setting in dataclasses.fields(part)}, set()
-        for _, instead in TRANSFORMER_CONFIG.values():
+        for _, instead in (TRANSFORMER_CONFIG | GPT_MODEL).values():
             for text in re.findall(rf"{part.__name__}\((.*?)\)", instead):
                 used.update(re.findall(r"(\w+)=", text))
         assert used and used <= names
@@ -79,7 +86,14 @@ def test_a_piece_of_the_model_is_a_stage(keyword):
     assert len(model.layers) == 2
 
 
-@pytest.mark.parametrize("keyword", [dict(rotary_percent=0.5), dict(transformer_layer_spec=object())])
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        dict(rotary_percent=0.5),
+        dict(seq_len_interpolation_factor=2.0),
+        dict(transformer_layer_spec=object()),
+    ],
+)
 def test_what_the_config_says_is_not_said_to_the_model(keyword):
     with pytest.raises(TypeError, match=f"{next(iter(keyword))}=.*: use .*TransformerConfig"):
         GPTModel(TransformerConfig(**SHAPE), vocab_size=8, max_sequence_length=4, **keyword)

@@ -124,7 +124,7 @@ def test_what_is_right_is_resolved_and_can_be_read_again(line):
     parallel = config.parallel
     assert (parallel.schedule, parallel.chunks) == (schedule.strip(), int(chunks))
     assert [len(part) for part in parallel.stage_layers(8)] == [*map(int, layers.split())]
-    assert parallel.data_parallel_size == world // parallel.model_parallel_size
+    assert parallel.data_parallel_size == world // parallel.ranks_per_replica
     assert config.data.global_batch_size == parallel.data_parallel_size
     assert resolve(config, world) == config and validate(config, world) == []
     assert from_toml(to_toml(config)) == config

@@ -5,7 +5,8 @@ import pytest
 
 from nanomegatron.fp8 import RECIPES
 from tests.spmd import run_spmd
-from tests.test_layouts import alone, arguments, compare, flags_of, resumed, sources, train_on_a_rank
+from tests.test_layouts import alone, arguments, compare, flags_of, sources, train_on_a_rank
+from tests.test_layouts_resume import resumed
 
 __all__ = ["alone", "sources"]  # fixtures
 DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
@@ -42,7 +43,7 @@ def test_schedules_and_recomputation_change_no_bit(recipe, layout, alone, source
     assert losses(ranks[0]) == losses(alone("llama", fp8(recipe)))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2sp", "dp2z1", "tp2dp2z2spce"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp", "dp2z1", "tp2dp2z2spce", "cp2", "tp2cp2mx"])
 @pytest.mark.parametrize("recipe", RECIPES[:3])
 def test_layouts_stay_near_one_process(recipe, layout, alone, sources, tmp_path):
     """What is added in another order rounds to other numbers of 3 bits: losses to 1 %, gradients to 15 %."""

@@ -9,11 +9,12 @@ A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
     co           optimizer states on the host (bf16 alone)
     pp2 pp4      pipeline stages; behind them v2, v4 for chunks that take turns (interleaved), zb and zbv for
                  weight gradients put off (zb-h1, zb-v), gp for gpipe, uneven for a split by cost
+    cp2 cp4      processes that share each row, in a ring; a2a, ag (all-gather), hi (a2a between two, a ring
+                 of these), mx (another way in each layer)
 
 Data are real: Python sources, as bytes. One process and the layout take five AdamW steps from the same seed.
 """
 
-import json
 import os
 import random
 import re
@@ -30,7 +31,6 @@ from nanomegatron.comm import all_gather
 from nanomegatron.data_indexed import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.metrics_log import RunLog
-from nanomegatron.run_checkpoint import save_checkpoint
 from tests.spmd import run_spmd
 
 COMMON = (
@@ -44,6 +44,8 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "gpt": "--hidden-dropout 0.1 --attention-dropout 0.1",
     "llama": f"{ROPE} --untie-embeddings-and-output-weights --num-query-groups 2 --ffn-hidden-size 96",
     "qwen": f"{ROPE} --num-query-groups 1 --qk-layernorm --add-qkv-bias --hidden-dropout 0.2",
+    "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss --hidden-dropout 0.1",
+    "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
 }
 FLAGS = {
     "tp": "--tp {}",
@@ -63,16 +65,21 @@ FLAGS = {
     "zbv": "--pipeline-schedule zb-v",
     "gp": "--pipeline-schedule gpipe",
     "uneven": "--pipeline-split flops",
+    "cp": "--context-parallel-size {}",
+    "a2a": "--cp-comm-type a2a",
+    "ag": "--cp-comm-type allgather",
+    "hi": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+    "mx": "--cp-comm-type p2p a2a allgather p2p",
 }
 
 
 def flags_of(layout: str) -> tuple[int, str]:
     """Processes, and the flags of train.py."""
-    words = re.findall(r"[tdp]p\d+|v\d|z\d|zbv|uneven|[a-z]{2}", layout)
+    words = re.findall(r"[tdpc]p\d+|v\d|z\d|zbv|uneven|a2a|[a-z]{2}", layout)
     assert "".join(words) == layout, layout
     size, flags = 1, []
     for word in words:
-        if word[:2] in ("tp", "dp", "pp"):
+        if word[:2] in ("tp", "dp", "pp", "cp"):
             size *= int(word[2:])
             flags.append(FLAGS[word[:2]].format(word[2:]))
         elif word[0] == "v":
@@ -89,6 +96,7 @@ def flags_of(layout: str) -> tuple[int, str]:
 FLAT = [(1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp
 PIPELINES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
 SCHEDULES = ["", "v2", "v2gp", "gp", "zb", "zbv", "v4uneven", "zbuneven"]
+UNCUT = ["gpt", "llama", "qwen"]
 
 
 def draws(count: int, seed: int, sizes: list[tuple[int, int, int]]) -> list[tuple[str, str]]:
@@ -104,7 +112,7 @@ def draws(count: int, seed: int, sizes: list[tuple[int, int, int]]) -> list[tupl
         layout += chance.choice(["", "z1", "z2"]) * (dp > 1)
         for word in ("sp" * (tp > 1), "ov", "ce", chance.choice(["rc", "rs"]), "bk", "av"):
             layout += word * (chance.random() < 0.5)
-        found.append((layout, chance.choice(list(MODELS))))
+        found.append((layout, chance.choice(UNCUT)))
     return found
 
 
@@ -145,17 +153,43 @@ NAMED = [
     ("tp2pp2v2ce", "gpt"),
     ("tp2pp2dp2z1sp", "gpt"),
     ("tp2pp2zbvdp2z1sprs", "llama"),
+    ("cp2", "llama"),
+    ("cp2", "documents"),
+    ("cp2", "window"),
+    ("cp4", "qwen"),
+    ("cp4", "documents"),
+    ("cp2a2a", "qwen"),
+    ("cp4a2a", "documents"),
+    ("cp2ag", "window"),
+    ("cp4ag", "documents"),
+    ("cp4hi", "llama"),
+    ("cp4hi", "documents"),
+    ("cp4hi", "window"),
+    ("cp2mx", "documents"),
+    ("tp2cp2sp", "qwen"),
+    ("tp2cp2a2aspov", "llama"),
+    ("tp2cp2ag", "documents"),
+    ("cp2pp2", "documents"),
+    ("cp2pp2v2cers", "llama"),
+    ("pp2zbcp2mx", "qwen"),
+    ("cp2dp2z1", "documents"),
+    ("cp2dp2z2ovbkrc", "qwen"),
+    ("tp2cp2dp2z1spce", "documents"),
+    ("tp2cp2pp2zbvsp", "llama"),
 ]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> str:
-    """Prefix of a data set of modules of the Python standard library, a document each."""
+    """Prefix of a data set of modules of the Python standard library, a document each; "-lines": a line."""
     prefix = str(tmp_path_factory.mktemp("data") / "sources")
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py"))[:12]:
-            builder.add_document(np.append(np.frombuffer(path.read_bytes(), np.uint8), 256).astype(np.uint16))
-        builder.finalize()
+    texts = [p.read_bytes() for p in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py"))[:12]]
+    lines = [line for text in texts for line in text.splitlines()]
+    for name, documents in ((prefix, texts), (f"{prefix}-lines", lines)):
+        with IndexedDatasetBuilder(name, np.uint16) as builder:
+            for text in documents:
+                builder.add_document(np.append(np.frombuffer(text, np.uint8), 256).astype(np.uint16))
+            builder.finalize()
     return prefix
 
 
@@ -214,7 +248,8 @@ def alike(run) -> bool:
 
 
 def arguments(sources: str, model: str, *more: str) -> list[str]:
-    return " ".join((COMMON, MODELS[model], "--data-path", sources, *more)).split()
+    path = sources + "-lines" * (model == "documents")
+    return " ".join((COMMON, MODELS[model], "--data-path", path, *more)).split()
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +320,9 @@ def test_layout_trains_like_one_process(layout, model, alone, sources, tmp_path)
         ("tp2dp2z1ovbkco", "llama"),
         ("pp2zbvdp2z1ovbk", "llama"),
         ("tp2pp2v2spovco", "gpt"),
+        ("cp4", "documents"),
+        ("tp2cp2a2aspov", "llama"),
+        ("cp2dp2z1mx", "window"),
     ],
 )
 def test_bf16_stays_near_one_process(layout, model, alone, sources, tmp_path):
@@ -302,41 +340,6 @@ def test_bf16_stays_near_one_process(layout, model, alone, sources, tmp_path):
     compare(gradients, expected["gradients"], 5e-2, keys)
 
 
-def resumed(world: World, argv: list[str], folder: str, save: str, iterations: int) -> list[dict]:
-    """Steps and evaluation of a run up to `iterations` that takes up what `save` holds and is saved there."""
-    os.chdir(folder)
-    parsed, config = train.settings([*argv, "--save", save], world)
-    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
-    run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
-    steps = []
-    while run.iteration < iterations:
-        told = train.train_step(run).read()[1]
-        steps.append({name: told[name] for name in ("lm_loss", "grad_norm")})
-        run.iteration += 1
-    train.evaluate(run, "train")
-    save_checkpoint(run)
-    line = (Path(folder) / "evals.jsonl").read_text().splitlines()[-1] if mesh.rank == 0 else "{}"
-    return [*steps, {"held out": json.loads(line).get("lm_loss")}]
-
-
-@pytest.mark.parametrize("first, second", [("pp2v2", "tp2pp2zb"), ("pp2zbv", "one"), ("one", "pp4")])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_a_run_goes_on_under_another_pipeline(first, second, model, sources, tmp_path):
-    """Its losses, and that of held-out data, are those of one process that was never stopped."""
-
-    def run(layout: str, save: str, iterations: int) -> list[dict]:
-        size, flags = (1, "") if layout == "one" else flags_of(layout)
-        argv, folder = arguments(sources, model, flags, "--eval-iters 2"), tmp_path / f"{save} {iterations}"
-        folder.mkdir()
-        where = str(folder), str(tmp_path / save)
-        return run_spmd(resumed, size, argv, *where, iterations, timeout=120)[0]
-
-    straight = run("one", "straight", 5)
-    stopped = run(first, "stopped", 3)[:-1] + run(second, "stopped", 5)
-    for ours, theirs in zip(stopped, straight, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-
-
 def initial_weights(world: World, argv: list[str], folder: str) -> list[tuple]:
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
@@ -345,7 +348,7 @@ def initial_weights(world: World, argv: list[str], folder: str) -> list[tuple]:
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4sp", "tp2dp2z1", "dp4z2", "pp2v2", "tp2pp2zbv"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", UNCUT)
 def test_initial_weights_of_any_layout_are_one_processs(layout, model, sources, tmp_path):
     """To the bit; and what must differ does: slices of different ranks, layers, and parts."""
     size, flags = flags_of(layout)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax, plan
+from nanomegatron import ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax, plan, plan_layer
 from nanomegatron.config import TransformerConfig
 from nanomegatron.config_check import must_match
 from nanomegatron.config_cli import parse
@@ -79,7 +79,8 @@ def test_a_model_on_kernels_is_the_one_without(config, monkeypatch):
 
 def test_the_memory_of_llama3_8b_on_kernels(monkeypatch):
     """No silu(gate), queries and keys in the packed projection, no logits in fp32."""
-    monkeypatch.setattr(plan, "why_not", lambda device: "")
+    for module in (plan, plan_layer):
+        monkeypatch.setattr(module, "why_not", lambda device: "")
 
     def planned(**switches: bool) -> dict[str, float]:
         model = replace(test_plan.LLAMA3_8B, **switches)

@@ -267,13 +267,12 @@ def test_self_test_finds_what_is_wrong(capsys, monkeypatch):
 
 
 def test_attention_dropout_belongs_to_sample_head_query_and_key():
-    """Any part of the heads, samples or queries has its part of the whole mask, at the rate asked for."""
-    samples, heads, queries = torch.arange(5, 9), torch.arange(6), torch.arange(32)
-    whole = ops.attention_dropout(torch.ones(4, 6, 32, 32), 0.3, 1, -2, queries, samples, heads)
-    part = ops.attention_dropout(
-        torch.ones(2, 3, 8, 32), 0.3, 1, -2, queries[8:16], samples[[3, 1]], heads[3:]
-    )
-    assert torch.equal(part, whole[[3, 1], 3:, 8:16])
+    """Any part of the heads, samples, queries or keys has its part of the mask, at the rate asked for."""
+    samples, heads, tokens = torch.arange(5, 9), torch.arange(6), torch.arange(32)
+    whole = ops.attention_dropout(torch.ones(4, 6, 32, 32), 0.3, 1, -2, (tokens, tokens), samples, heads)
+    places = (tokens[8:16], tokens[4:])
+    part = ops.attention_dropout(torch.ones(2, 3, 8, 28), 0.3, 1, -2, places, samples[[3, 1]], heads[3:])
+    assert torch.equal(part, whole[[3, 1], 3:, 8:16, 4:])
     assert whole.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     assert (whole == 0).float().mean() == pytest.approx(0.3, abs=0.01)
     for dim in range(4):  # no two slices alike along any dim

@@ -19,6 +19,9 @@ MEGATRON = {
     "base": dict(ROPE, rotary_base=500000.0, rotary_interleaved=True),
     "llama 3.1": dict(ROPE, rotary_base=500000.0, use_rope_scaling=True),
     "llama 3.2": dict(ROPE, use_rope_scaling=True, rope_scaling_factor=32.0),
+    "interpolated": dict(ROPE, rotary_seq_len_interpolation_factor=4.0),
+    "interpolated, by a fraction": dict(ROPE, rotary_seq_len_interpolation_factor=2.7, rotary_percent=0.5),
+    "interpolated and scaled": dict(ROPE, rotary_seq_len_interpolation_factor=3.0, use_rope_scaling=True),
     "yarn": dict(YARN, yarn_original_max_position_embeddings=128),
     "yarn, own bounds": dict(YARN, yarn_beta_fast=16.0, yarn_beta_slow=2.0, mscale=0.7, mscale_all_dim=0.3),
     "yarn, not rounded": dict(YARN, yarn_correction_range_round_to_int=False),
@@ -61,6 +64,7 @@ def test_tables_and_rotation_are_megatrons(case, monkeypatch):
         angles, size = theirs.get_emb(40)
     else:
         scaling = dict(rope_scaling=ours.use_rope_scaling, rope_scaling_factor=ours.rope_scaling_factor)
+        scaling["seq_len_interpolation_factor"] = ours.rotary_seq_len_interpolation_factor
         theirs = rotary_pos_embedding.RotaryEmbedding(**common, **scaling)
         angles = theirs.get_emb(40)
         torch.testing.assert_close(rope_frequencies(ours), theirs.inv_freq, rtol=1e-6, atol=0)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import plan
+from nanomegatron import plan, plan_layer
 from nanomegatron.config import (
     Config,
     DataConfig,
@@ -55,7 +55,8 @@ def config(model: TransformerConfig, s: int, b: int, tp: int = 1, dtype: str = "
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch) -> None:
     """Also where there are some; with them: test_model_kernels.py."""
-    monkeypatch.setattr(plan, "why_not", lambda device: "not wanted")
+    for module in (plan, plan_layer):
+        monkeypatch.setattr(module, "why_not", lambda device: "not wanted")
 
 
 def test_llama3_8b():

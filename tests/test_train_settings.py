@@ -196,3 +196,32 @@ def test_a_hugging_face_folder_is_evaluated_and_trained_on(tmp_path):
     assert not (tmp_path / "data").exists()
     assert text.count("loaded  hf, ") == 2 and text.count("resumed runs/test/ckpt, step 2") == 1
     assert [step["iteration"] for step in read_jsonl(tmp_path / "runs/test/metrics.jsonl")] == [1, 2, 3]
+
+
+SHARED = "--seq-length 32 --micro-batch-size 2 --train-iters 4 --lr-warmup-iters 0 --log-interval 1"
+SHARED += " --rotary-seq-len-interpolation-factor 2"
+WINDOW = "--window-size 7 0 --window-attn-skip-freq 2"
+
+
+@pytest.mark.parametrize(
+    "flags, model, line",
+    [
+        ("", "", "zigzag over 2 ranks by p2p (ring)"),
+        ("--cp-comm-type p2p a2a", "", "by p2p (ring) in 1 of 2 layers, a2a (heads) in 1 of 2 layers"),
+        ("", WINDOW, "by p2p (ring) | 1 of 2 layers with a window: keys gathered, no ring"),
+        ("--cp-comm-type all_gather", WINDOW, "zigzag over 2 ranks by allgather (all keys)"),
+        (
+            "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
+            "",
+            "by a2a+p2p (heads, ring: 2 x 1)",
+        ),
+    ],
+)
+def test_the_first_lines_tell_how_rows_are_shared(flags, model, line, corpus, tmp_path):  # noqa: F811
+    """And the run is that of one process."""
+    ours = run_spmd(run_train, 2, arguments(corpus, SHARED, model, "--cp 2", flags), str(tmp_path))[0]
+    text = (tmp_path / "runs/test/log.txt").read_text()
+    assert text.count("\ncp      ") == 1 and f"{line}\n" in text and " dp1 cp2 " in text
+    (tmp_path / "alone").mkdir()
+    alone = run_spmd(run_train, 1, arguments(corpus, SHARED, model), str(tmp_path / "alone"))[0]
+    np.testing.assert_allclose(series(ours), series(alone), rtol=1e-5)

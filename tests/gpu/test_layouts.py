@@ -33,6 +33,12 @@ LAYOUTS = {
     "pp4zbv": (4, "--pp 4 --pipeline-schedule zb-v --pipeline-split flops"),
     "tp2pp2v2spov": (4, "--tp 2 --pp 2 --vpp 2 --sp --tp-comm-overlap"),
     "pp2v2dp2z1ov": (4, f"--pp 2 --vpp 2 --use-distributed-optimizer {ALL}"),
+    "cp2": (2, "--cp 2"),
+    "cp2mx": (2, "--cp 2 --cp-comm-type a2a p2p allgather p2p --recompute-activations"),
+    "cp4hi": (4, "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+    "tp2cp2spov": (4, "--tp 2 --cp 2 --sp --tp-comm-overlap"),
+    "cp2pp2zb": (4, "--cp 2 --pp 2 --pipeline-schedule zb-h1"),
+    "cp2dp2z1ov": (4, f"--cp 2 --use-distributed-optimizer {ALL}"),
 }
 
 

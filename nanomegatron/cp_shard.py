@@ -1,0 +1,187 @@
+"""Which tokens of a row each context-parallel rank has, and what its attention has to do.
+
+A causal query sees what comes before it, so equal slices would be unequal work. Each document (the whole row,
+where documents are not told) is cut into 2 * cp chunks, and rank r has the chunks r and 2cp - 1 - r of it:
+
+    cp 4     chunk   0  1  2  3 | 4  5  6  7           zigzag: every rank's queries see as many keys
+             rank    0  1  2  3 | 3  2  1  0           a rank's tokens are in the order of the row
+
+What is left when a document's tokens are divided by 2 * cp goes one by one to the ranks, each document going
+on where the one before it stopped: no rank has a token more than another and nothing is padded.
+
+Two ranks' chunks p, 2cp-1-p (queries) and j, 2cp-1-j (keys) meet in one of three ways, and in none of them is
+a score computed to be thrown away:
+
+    j = p        both know the same chunks                  causal, as if the two chunks were one sequence
+    j < p        only chunk j comes before the queries      all queries x the first half of the keys
+    j > p        chunk p is before all of these keys        the second half of the queries x all keys
+
+A *step* is such a meeting: some queries, some keys, and the block of scores between them. Ranks next to each
+other, taken as one, have chunks next to each other: groups of them are cut zigzag, too, with fewer, longer
+chunks. (Zigzag: Megatron-LM's context parallelism; arXiv 2310.01889 for the ring, 2407.21783 for documents)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanomegatron.attention_blocks import Block
+from nanomegatron.mesh import Axis
+
+ALL = slice(None)
+Selection = slice | torch.Tensor  # of dim 0: what there is, or the numbers of the chosen ones
+
+
+class Step(NamedTuple):
+    """Attention of some queries to some keys; `rows` tells the queries to `ops_merge.merge_rows`."""
+
+    queries: Selection
+    keys: Selection
+    block: Block
+    rows: Selection
+
+
+class Shard:
+    """This rank's tokens of a row that the ranks of an axis share; `types`: how each layer communicates.
+
+    `places`: int64 `[s/size]`, where in the row they are. What the methods return lies on the device of the
+    tensors that they are given, is made once, and copied there without waiting.
+    """
+
+    def __init__(
+        self, axis: Axis, s: int, types: Sequence[str], cu_seqlens: np.ndarray | None = None
+    ) -> None:
+        """cu_seqlens: where documents begin; tokens behind the last bound are one more (padding).
+
+        Raises ValueError for a row that does not divide.
+        """
+        if s % (2 * axis.size):
+            raise ValueError(f"{s} tokens do not divide into twice {axis.size} context-parallel chunks")
+        self.axis, self.types, self.s, self.told = axis, types, s, cu_seqlens is not None
+        bounds = np.array([0, s]) if cu_seqlens is None else np.append(np.asarray(cu_seqlens, np.int64), s)
+        self.starts = bounds[:-1]
+        self.bounds = self.starts[:, None] + chunk_bounds(np.diff(bounds), axis.size)
+        self.places = self.held(axis.rank)
+        self._made: dict[tuple, Any] = {}
+
+    def halves(self, rank: int, group: int = 1) -> np.ndarray:
+        """Bounds of the two chunks that the rank-th `group` of ranks has of each document: `[docs, 2, 2]`."""
+        bounds = self.bounds[:, ::group]
+        return np.stack((bounds[:, rank : rank + 2], bounds[:, -2 - rank :][:, :2]), axis=1)
+
+    def held(self, rank: int, group: int = 1) -> np.ndarray:
+        """The places in the row, ascending, of the tokens that the rank-th `group` of ranks has."""
+        return ranges(*self.halves(rank, group).reshape(-1, 2).T)
+
+    def ring(self, group: int, device: torch.device) -> list[Step | None]:
+        """What this group of ranks does in a ring: step i is with the keys of the i-th group before it.
+
+        None where no query sees any of these keys.
+        """
+
+        def make(give: Callable) -> list[Step | None]:
+            size, own = self.axis.size // group, self.axis.rank // group
+            return [self._meet(own, (own - i) % size, group, give) for i in range(size)]
+
+        return self._once(("ring", group), device, make)
+
+    def gathered(self, group: int, window: int | None, device: torch.device) -> list[Step]:
+        """What this group of ranks does with all keys, in the order of the row."""
+
+        def make(give: Callable) -> list[Step]:
+            halves, half = self.halves(self.axis.rank // group, group), self.s * group // self.axis.size // 2
+            begin, end = halves.reshape(-1, 2).T
+            first = np.repeat(self.starts, 2)
+            if window is not None:
+                first = np.maximum(first, begin - window)
+            if self.told:
+                block = _packed(end - begin, end - first, True, window, give)
+                seen = end > begin
+                return [Step(ALL, give(ranges(first[seen], end[seen])), block, ALL)]
+            steps = []
+            for i in range(2):
+                queries = slice(i * half, (i + 1) * half)
+                if window is not None:
+                    steps.append(Step(queries, slice(first[i], end[i]), Block(True, window), queries))
+                    continue
+                steps.append(Step(queries, slice(begin[i], end[i]), Block(True), queries))
+                if begin[i]:
+                    steps.append(Step(queries, slice(0, begin[i]), Block(), queries))
+            return steps
+
+        return self._once(("gathered", group, window), device, make)
+
+    def order(self, group: int, among: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Permutations of the tokens of `among` groups of ranks, laid one after the other.
+
+        The first puts them in the order of the row, the second undoes it. The groups are those around this
+        rank: among = 1 is this one alone.
+        """
+
+        def make(give: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+            first = self.axis.rank // (group * among) * among
+            there = np.concatenate([self.held(first + i, group) for i in range(among)])
+            order = np.argsort(there)
+            return give(order), give(np.argsort(order))
+
+        return self._once(("order", group, among), device, make)
+
+    def _meet(self, own: int, other: int, group: int, give: Callable) -> Step | None:
+        """The queries of one group of ranks and the keys of another."""
+        half = self.s * group // self.axis.size // 2
+        q, k = slice(int(other > own), 2), slice(0, 1 if other < own else 2)  # of the two chunks
+        if not self.told:
+            queries, keys = (slice(half * part.start, half * part.stop) for part in (q, k))
+            return Step(queries, keys, Block(own == other), queries)
+        sizes = [np.diff(self.halves(rank, group))[..., 0] for rank in (own, other)]
+        lengths = [size[:, part].sum(1) for size, part in zip(sizes, (q, k), strict=True)]
+        seen = np.logical_and(*lengths)  # documents of which there are both
+        if not seen.any():
+            return None
+        queries, keys = (_chosen(size, part, seen) for size, part in zip(sizes, (q, k), strict=True))
+        rows = np.full(sizes[0].sum(), -1)
+        rows[queries] = np.arange(len(queries))
+        block = _packed(*lengths, own == other, None, give)
+        return Step(*(ALL if len(x) == len(rows) else give(x) for x in (queries, keys)), block, give(rows))
+
+    def _once(self, key: tuple, device: torch.device, make: Callable) -> Any:
+        def give(x: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            x = torch.from_numpy(x).to(dtype)
+            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+        if (key, device) not in self._made:
+            self._made[key, device] = make(give)
+        return self._made[key, device]
+
+
+def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:
+    """Where the chunks of documents begin and end, in each document: `[docs]` -> `[docs, 2 * size + 1]`.
+
+    Sizes differ by one at most; where all lengths together divide by `size`, its ranks have equally much.
+    """
+    each, extra = np.divmod(np.asarray(lengths, np.int64)[:, None], 2 * size)
+    turn = (np.arange(size) - (extra.cumsum(0) - extra)) % size  # the rank's in the dealing out
+    first, second = each + (turn < extra), each + (turn < extra - size)
+    sizes = np.concatenate((0 * each, first, second[:, ::-1]), axis=1)
+    return sizes.cumsum(1)
+
+
+def ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """begin[0], begin[0] + 1, ..., end[0] - 1, begin[1], ..."""
+    sizes = end - begin
+    return np.repeat(end - sizes.cumsum(), sizes) + np.arange(sizes.sum())
+
+
+def _chosen(sizes: np.ndarray, part: slice, seen: np.ndarray) -> np.ndarray:
+    """The numbers of a rank's tokens in the chunks `part` of the documents `seen`; sizes `[docs, 2]`."""
+    end = sizes.cumsum().reshape(sizes.shape)
+    return ranges((end - sizes)[seen, part.start], end[seen, part.stop - 1])
+
+
+def _packed(q: np.ndarray, k: np.ndarray, causal: bool, window: int | None, give: Callable) -> Block:
+    """The block between packed segments of such lengths; where one has no tokens there is none."""
+    q, k = q[(q > 0) & (k > 0)], k[(q > 0) & (k > 0)]
+    bounds = (give(np.append(0, x.cumsum()), torch.int32) for x in (q, k))
+    return Block(causal, window, *bounds, int(q.max()), int(k.max()))

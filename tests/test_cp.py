@@ -1,0 +1,195 @@
+"""Context-parallel attention on 2, 4 and 8 ranks against the attention of one process, and torch's own."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nanomegatron.attention import Mask, core_attention
+from nanomegatron.config import DataConfig
+from nanomegatron.cp import context_attention
+from nanomegatron.cp_shard import Shard
+from nanomegatron.data_loader import BatchLoader, load_batch
+from tests.spmd import run_spmd, spmd
+
+KINDS = ["p2p", "allgather", "a2a", "a2a+p2p"]
+S = 48
+CASES = {
+    "heads": dict(),
+    "grouped": dict(g=2, b=2),
+    "one key head": dict(g=1),
+    "heads of 64": dict(n=8, g=4, d=64),
+    "heads of 256": dict(d=256, b=1),
+    "documents": dict(lengths=[20, 3, 1, 17, 7], b=1, g=2),
+    "padding": dict(lengths=[30, 5], b=1),
+    "window": dict(window=5, b=2),
+    "window of half": dict(window=24, g=2),
+    "documents and a window": dict(lengths=[25, 1, 22], window=7, b=1, g=2),
+    "unfused": dict(backend="unfused", g=2),
+    "unfused documents": dict(backend="unfused", lengths=[20, 3, 1, 17, 7], b=1),
+    "bf16": dict(dtype=torch.bfloat16, b=2, g=2),
+}
+
+
+def whole(case):
+    """q, k, v, a gradient `[s, b, heads, d]`, and the mask, the same on every rank."""
+    sizes = dict(b=1, n=8, g=8, d=8, lengths=None, window=None, backend="flash", dtype=torch.float32) | case
+    b, n, g, d, lengths = (sizes[name] for name in ("b", "n", "g", "d", "lengths"))
+    generator = torch.Generator().manual_seed(7)
+    inputs = [torch.randn(S, b, heads, d, generator=generator).to(sizes["dtype"]) for heads in (n, g, g)]
+    grad = torch.randn(S, b, n * d, generator=generator).to(sizes["dtype"])
+    bounds = None if lengths is None else np.cumsum([0, *lengths]).astype(np.int32)
+    mask = Mask(True, sizes["window"])
+    if bounds is not None:
+        ends = np.unique(np.append(bounds, S)).astype(np.int32)  # one process is told of padding, too
+        mask = replace(mask, cu_seqlens=torch.from_numpy(ends), max_seqlen=int(np.diff(ends).max()))
+    return inputs, grad, mask, bounds, sizes["backend"]
+
+
+def attention_alone(case):
+    """The context and the three gradients of one process, in float32."""
+    inputs, grad, mask, _, backend = whole(case)
+    inputs = [x.float().requires_grad_() for x in inputs]
+    context, _ = core_attention(*inputs, backend, mask)
+    return context.detach(), *torch.autograd.grad(context, inputs, grad.float())
+
+
+def on_a_rank(mesh, kind, case):
+    """This rank's share of both, and where it is in the row; then the bytes sent."""
+    inputs, grad, mask, bounds, backend = whole(case)
+    shard = Shard(mesh.cp, S, (kind,), bounds)
+    at = torch.from_numpy(shard.places)
+    inputs = [x[at].requires_grad_() for x in inputs]
+    mesh.traffic.clear()
+    context = context_attention(*inputs, shard, 0, mask, backend)
+    grads = torch.autograd.grad(context, inputs, grad[at])
+    return at, [context.detach(), *grads], {k: v for k, v in mesh.traffic.items() if k[2] == "bytes"}
+
+
+def levels(size, kind):
+    return {"hierarchical_context_parallel_sizes": (2, size // 2)} if kind == "a2a+p2p" else {}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size, kind", [(4, kind) for kind in KINDS] + [(2, "p2p"), (2, "a2a"), (8, "p2p")])
+def test_attention_over_ranks_is_that_of_one(size, kind, case):
+    case = CASES[case]
+    expected = attention_alone(case)
+    ranks = run_spmd(on_a_rank, size, kind, case, cp=size, **levels(size, kind))
+    low = case.get("dtype") == torch.bfloat16
+    for i, exact in enumerate(expected):
+        found = torch.full_like(exact, torch.nan)
+        for at, parts, _ in ranks:
+            found[at] = parts[i].float()
+        error = (found - exact).norm() / exact.norm()
+        assert error <= (1e-2 if low else 1e-6), f"{('context', 'dq', 'dk', 'dv')[i]}: {error}"
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_two_levels_of_eight(sizes):
+    expected = attention_alone(CASES["documents"])
+    ranks = run_spmd(
+        on_a_rank, 8, "a2a+p2p", CASES["documents"], cp=8, hierarchical_context_parallel_sizes=sizes
+    )
+    for i, exact in enumerate(expected):
+        found = torch.zeros_like(exact)
+        for at, parts, _ in ranks:
+            found[at] = parts[i]
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_sent():
+    """Key and value heads go as they are, not one a query head; the gradients of a ring in fp32."""
+    case = dict(n=8, g=2, d=8, dtype=torch.bfloat16)
+    kv = 2 * 12 * 2 * 8  # of a rank: two tensors, 12 tokens, 2 heads
+    for kind, expected in {
+        "p2p": {"send": (3 + 3) * kv * 2 + 3 * kv * 4 + kv * 2},  # k, v twice in bf16; their gradients
+        "allgather": {"all_gather": 2 * 4 * kv * 2, "reduce_scatter": 4 * kv * 4},
+        "a2a": {"all_to_all": 2 * (12 * 8 * (8 + 2 * 4) + 12 * 8 * 8) * 2},  # a copy for each rank
+    }.items():
+        _, _, sent = run_spmd(on_a_rank, 4, kind, case, cp=4)[0]
+        assert {name: size for (_, name, _), size in sent.items()} == expected, kind
+
+
+@spmd(world=2, cp=2)
+def test_the_next_keys_are_under_way_while_these_are_used(mesh):
+    """Every shift of a ring begins before the attention to what has come."""
+    from nanomegatron import cp
+
+    events, attend, shift = [], cp.attend, cp.start_shift
+    cp.attend = lambda *a: (events.append("attend"), attend(*a))[1]
+    cp.start_shift = lambda *a: (events.append("shift"), shift(*a))[1]
+    try:
+        on_a_rank(mesh, "p2p", CASES["heads"])
+    finally:
+        cp.attend, cp.start_shift = attend, shift
+    assert events == ["shift", "attend", "attend", "shift", "shift", "shift"]
+
+
+@spmd(world=4, cp=4)
+def test_heads_that_cannot_be_shared_out(mesh):
+    for n, g, sizes in ((6, 6, "6 query, 6"), (12, 3, "12 query, 3")):
+        shard = Shard(mesh.cp, S, ("a2a",))
+        q, k = torch.randn(12, 1, n, 8), torch.randn(12, 1, g, 8)
+        with pytest.raises(ValueError, match=f"{sizes} key/value heads cannot be shared out to 4 ranks"):
+            context_attention(q, k, k, shard, 0, Mask(), "flash")
+
+
+@spmd(world=4, cp=4)
+def test_torchs_ring_attention_computes_the_same(mesh):
+    """Its templates with the CPU's kernel, on the same places: it cuts rows zigzag, too, by the same rule."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    aten = torch.ops.aten
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    inputs, grad, _, _, _ = whole(dict(b=2))
+    at, ours, _ = on_a_rank(mesh, "p2p", dict(b=2))
+    q, k, v = (x[at].permute(1, 2, 0, 3).contiguous() for x in inputs)
+    grad = grad[at].unflatten(-1, (8, 8)).permute(1, 2, 0, 3).contiguous()
+    out, lse = theirs._templated_ring_attention(
+        mesh.cp.group, 2, kernel, q, k, v, is_causal=True, dropout_p=0.0
+    )
+    known = (grad, "grad_out", q, k, v, out, lse)
+    grads = theirs._templated_ring_attention_backward(mesh.cp.group, 2, backward, *known, True, dropout_p=0.0)
+    ours[0] = ours[0].unflatten(-1, (8, 8))
+    for a, b in zip(ours, (out, *grads), strict=True):
+        torch.testing.assert_close(a, b.permute(2, 0, 1, 3), rtol=1e-5, atol=1e-5)
+
+
+class Text:
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return (np.arange(33) * 7 + i) % 11
+
+
+def settings(documents):
+    return DataConfig(
+        seq_length=32,
+        micro_batch_size=1 if documents else 2,
+        reset_position_ids=documents,
+        reset_attention_mask=documents,
+        num_workers=0,
+    )
+
+
+def cut_batch(mesh, documents):
+    batch = BatchLoader(Text(), settings(documents), 0, mesh.dp, "cpu", True, mesh.cp, ("p2p",)).get(0)
+    assert torch.equal(batch.positions, torch.from_numpy(batch.shard.places))
+    names = ("tokens", "labels", "loss_mask") + ("position_ids",) * documents
+    return batch.positions, {name: getattr(batch, name) for name in names}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_batches_are_cut(documents):
+    """Ranks together have the batch of one process, each its own places of it."""
+    data = settings(documents)
+    whole = load_batch(Text(), np.arange(data.micro_batch_size), data, 0)
+    ranks = run_spmd(cut_batch, 4, documents, cp=4)
+    assert sorted(torch.cat([at for at, _ in ranks]).tolist()) == list(range(32))
+    for at, parts in ranks:
+        for name, part in parts.items():
+            assert torch.equal(part, getattr(whole, name)[:, at]), name

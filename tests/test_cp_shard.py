@@ -1,0 +1,132 @@
+"""How rows are spread over context-parallel ranks: every score computed once, by equal shares."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from nanomegatron.attention import Mask
+from nanomegatron.cp_shard import Shard, chunk_bounds, ranges
+from nanomegatron.mesh import Axis
+
+CPU = torch.device("cpu")
+ROWS = {  # lengths of documents in rows of 48
+    "one": None,
+    "told to be one": [48],
+    "several": [20, 3, 1, 17, 7],
+    "short": [1] * 10 + [2] * 9 + [20],
+    "padding behind the last": [30, 5],
+    "one without tokens": [24, 0, 24],
+}
+
+
+def shards(size, lengths, s=48):
+    cu_seqlens = None if lengths is None else np.cumsum([0, *lengths]).astype(np.int32)
+    axes = [Axis("cp", size, rank, tuple(range(size))) for rank in range(size)]
+    return [Shard(axis, s, ("p2p",), cu_seqlens) for axis in axes]
+
+
+def scores_of(step, queries, keys, seen):
+    """Add the scores of a step to `seen`, `[s, s]`, query by query as its block defines them."""
+    queries, keys = (
+        torch.from_numpy(x)[at].numpy() for x, at in ((queries, step.queries), (keys, step.keys))
+    )
+    block = step.block
+    bounds = [[0, len(queries)], [0, len(keys)]]
+    if block.cu_q is not None:
+        bounds = [block.cu_q.tolist(), block.cu_k.tolist()]
+        sizes = np.diff(bounds)
+        assert sizes.min() > 0 and [block.max_q, block.max_k] == sizes.max(1).tolist()
+        assert (bounds[0][-1], bounds[1][-1]) == (len(queries), len(keys))
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(x) for x in bounds), strict=True):
+        s, t = q1 - q0, k1 - k0
+        hidden = Mask(block.causal, block.window).hidden(1, s, t, CPU)[0, 0].numpy()
+        seen[np.ix_(queries[q0:q1], keys[k0:k1])] += ~hidden
+
+
+def expected_scores(lengths, window=None, s=48):
+    ends = np.cumsum(lengths or [s])
+    document = np.searchsorted(ends, np.arange(s), side="right")
+    hidden = Mask(True, window).hidden(1, s, s, CPU)[0, 0].numpy()
+    return (~hidden & (document[:, None] == document[None])).astype(int)
+
+
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("size, group", [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (3, 1)])
+def test_a_ring_computes_every_score_once(size, group, lengths):
+    parts, seen = shards(size, lengths), np.zeros((48, 48), int)
+    for shard in parts[::group]:
+        steps, own = shard.ring(group, CPU), shard.axis.rank // group
+        assert len(steps) == size // group
+        for i, step in enumerate(steps):
+            other = (own - i) % (size // group)
+            if step is not None:
+                scores_of(step, shard.held(own, group), shard.held(other, group), seen)
+    assert (seen == expected_scores(lengths)).all()
+
+
+@pytest.mark.parametrize("window", [None, 0, 5, 30])
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("size, group", [(2, 1), (4, 1), (4, 2), (8, 1), (3, 1)])
+def test_gathered_keys_give_every_score_once(size, group, lengths, window):
+    seen = np.zeros((48, 48), int)
+    for shard in shards(size, lengths)[::group]:
+        for step in shard.gathered(group, window, CPU):
+            scores_of(step, shard.held(shard.axis.rank // group, group), np.arange(48), seen)
+    assert (seen == expected_scores(lengths, window)).all()
+
+
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_tokens_are_shared_out_equally_and_in_order(size, lengths):
+    places = [shard.places for shard in shards(size, lengths)]
+    assert all(len(x) == 48 // size and (np.diff(x) > 0).all() for x in places)
+    assert sorted(np.concatenate(places)) == list(range(48))
+
+
+def test_work_is_equal():
+    """Scores of a rank: of one document equal, of many within some of each document's ends."""
+    lengths = [1500, 40, 333, 900, 7, 1316]
+    for told, spread in ((None, 0), (lengths, 0.005)):
+        work = [expected_scores(told, s=4096)[shard.places].sum() for shard in shards(8, told, 4096)]
+        assert max(work) - min(work) <= spread * np.mean(work)
+    plain = [expected_scores(None, s=4096)[i * 512 : (i + 1) * 512].sum() for i in range(8)]
+    assert max(plain) > 1.8 * np.mean(plain), "equal slices are not"
+
+
+def test_no_score_is_computed_to_be_thrown_away():
+    """Blocks are full but for the one of a rank's own keys, which is causal."""
+    for shard in shards(4, None):
+        own, *others = shard.ring(1, CPU)
+        assert own.block.causal and not any(step.block.causal for step in others)
+        sizes = [len(shard.places[step.queries]) * len(shard.places[step.keys]) for step in others]
+        assert sizes == [12 * 12 / 2] * 3
+
+
+@pytest.mark.parametrize("lengths", [None, [20, 3, 1, 17, 7]])
+def test_orders_of_gathered_tokens(lengths):
+    for group, among in ((1, 4), (1, 2), (2, 2), (1, 1)):
+        for shard in shards(4, lengths):
+            first = shard.axis.rank // (group * among) * among
+            there = np.concatenate([shard.held(first + i, group) for i in range(among)])
+            order, inverse = shard.order(group, among, CPU)
+            assert (np.diff(there[order]) > 0).all() and (there[order][inverse] == there).all()
+            assert shard.order(group, among, CPU)[0] is order, "made once"
+
+
+def test_chunks_of_any_lengths():
+    chance = np.random.default_rng(3)
+    for size in (1, 2, 3, 4, 8):
+        lengths = chance.integers(0, 60, 50)
+        lengths[-1] += -lengths.sum() % size
+        sizes = np.diff(chunk_bounds(lengths, size))
+        assert (sizes.sum(1) == lengths).all() and (np.ptp(sizes, axis=1) <= 1).all()
+        held = sizes[:, :size] + sizes[:, size:][:, ::-1]
+        assert (held.sum(0) == lengths.sum() // size).all()
+    assert ranges(np.array([3, 9, 5]), np.array([5, 9, 8])).tolist() == [3, 4, 5, 6, 7]
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="42 tokens do not divide into twice 4 context-parallel chunks"):
+        shards(4, None, 42)

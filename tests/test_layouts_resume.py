@@ -1,0 +1,61 @@
+"""A run goes on from its checkpoint under any other layout, as if it had never been stopped."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.metrics_log import RunLog
+from nanomegatron.run_checkpoint import save_checkpoint
+from tests.spmd import run_spmd
+from tests.test_layouts import arguments, flags_of, sources
+
+__all__ = ["sources"]  # a fixture
+
+
+def resumed(world: World, argv: list[str], folder: str, save: str, iterations: int) -> list[dict]:
+    """Steps and evaluation of a run up to `iterations` that takes up what `save` holds and is saved there."""
+    os.chdir(folder)
+    parsed, config = train.settings([*argv, "--save", save], world)
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
+    run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
+    steps = []
+    while run.iteration < iterations:
+        told = train.train_step(run).read()[1]
+        steps.append({name: told[name] for name in ("lm_loss", "grad_norm")})
+        run.iteration += 1
+    train.evaluate(run, "train")
+    save_checkpoint(run)
+    line = (Path(folder) / "evals.jsonl").read_text().splitlines()[-1] if mesh.rank == 0 else "{}"
+    return [*steps, {"held out": json.loads(line).get("lm_loss")}]
+
+
+CHANGES = [
+    *(("pp2v2", "tp2pp2zb", model) for model in ("gpt", "llama")),
+    *(("pp2zbv", "one", model) for model in ("gpt", "llama")),
+    *(("one", "pp4", model) for model in ("gpt", "llama")),
+    ("cp2", "cp2pp2", "documents"),
+    ("cp4ag", "one", "llama"),
+    ("one", "cp2dp2z1", "documents"),
+]
+
+
+@pytest.mark.parametrize("first, second, model", CHANGES)
+def test_a_run_goes_on_under_another_layout(first, second, model, sources, tmp_path):
+    """Its losses, and that of held-out data, are those of one process that was never stopped."""
+
+    def run(layout: str, save: str, iterations: int) -> list[dict]:
+        size, flags = (1, "") if layout == "one" else flags_of(layout)
+        argv, folder = arguments(sources, model, flags, "--eval-iters 2"), tmp_path / f"{save} {iterations}"
+        folder.mkdir()
+        where = str(folder), str(tmp_path / save)
+        return run_spmd(resumed, size, argv, *where, iterations, timeout=120)[0]
+
+    straight = run("one", "straight", 5)
+    stopped = run(first, "stopped", 3)[:-1] + run(second, "stopped", 5)
+    for ours, theirs in zip(stopped, straight, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,0 +1,153 @@
+"""The memory model of rows that several ranks share: by arithmetic, and what real ranks keep of a layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanomegatron.config import Config, DataConfig, ParallelConfig, PrecisionConfig
+from nanomegatron.cp_shard import Shard
+from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.param import Init
+from nanomegatron.plan import memory, memory_of_ranks
+from nanomegatron.plan_layer import Way, attention_in_flight, saved_by_layer, tokens_of, ways
+from tests.spmd import run_spmd
+from tests.test_plan import CPU, CUDA, FULL, LLAMA3_8B, TINY, config, no_kernels  # noqa: F401 (a fixture)
+
+BF16 = torch.bfloat16
+
+
+def shared(run: Config, cp: int, *types: str, **parallel) -> Config:
+    """The run with its rows over cp ranks."""
+    given = dict(context_parallel_size=cp, cp_comm_type=types or ("p2p",), **parallel)
+    return replace(run, parallel=replace(run.parallel, **given))
+
+
+@pytest.mark.parametrize("types", [("p2p",), ("allgather",)])
+def test_four_ranks_take_rows_four_times_as_long(types):
+    """Llama-3-8B: what a rank keeps is that of one process with its tokens; the states are shared by all."""
+    one = memory(config(LLAMA3_8B, 8192, 1), 128256, CUDA)
+    parts = memory(shared(config(LLAMA3_8B, 32768, 1), 4, *types), 128256, CUDA)
+    assert parts == one
+    optim = memory(shared(config(LLAMA3_8B, 32768, 1), 4, use_distributed_optimizer=True), 128256, CUDA)
+    assert optim["Adam moments"] == one["Adam moments"] / 4 == 2 * 8030261248
+    half = memory(shared(config(LLAMA3_8B, 32768, 1), 8), 128256, CUDA)
+    assert half["activations"] == one["activations"] / 2
+
+
+def test_heads_that_have_come_are_kept_in_their_order():
+    """QKV output 6144, q and k rotated anew 5120, output 4096; by heads 4096 + 2 * 1024, output twice."""
+    token = 2 * (4 * 4096 + 4 * 14336) + 4 * (2 + 32)
+    for types, cp, width in [
+        (("p2p",), 4, 6144 + 5120 + 4096),
+        (("a2a",), 4, 6144 + 2 * 4096),
+        (("a2a",), 16, 4096 + 2 * 16 * 128 + 2 * 4096),  # each of 8 key/value heads on two ranks
+        (("a2a",) * 8 + ("p2p",) * 24, 4, (6144 + 2 * 4096) / 4 + (6144 + 5120 + 4096) * 3 / 4),
+    ]:
+        run = shared(config(LLAMA3_8B, 8192 * cp, 1), cp, *types)
+        assert memory(run, 128256, CUDA)["activations"] == 8192 * (32 * (token + 2 * width) + 2 * 2 * 4096)
+    both = shared(config(LLAMA3_8B, 65536, 1), 8, "a2a+p2p", hierarchical_context_parallel_sizes=(2, 4))
+    assert sum(saved_by_layer(both, BF16, CUDA).values()) == token + 2 * (6144 + 2 * 4096)
+
+
+def test_ways_of_layers():
+    model = replace(TINY["llama"], num_layers=4, window_size=(7, 0), window_attn_skip_freq="2")
+    types = ("p2p", "a2a", "a2a+p2p", "allgather")
+    run = shared(config(model, 64, 1), 8, *types, hierarchical_context_parallel_sizes=(4, 2))
+    assert ways(run) == [Way(1, 8, True), Way(8, 1), Way(4, 2, True), Way(1, 8, True)]
+    assert ways(config(model, 64, 1)) == [Way(gathered=i % 2 == 0) for i in range(4)]
+    assert attention_in_flight(config(model, 64, 1), BF16, CUDA) == 0
+
+
+def test_what_is_in_flight():
+    """Bytes a token of Llama-3-8B in bf16, 4096 features of queries and 1024 of keys."""
+    run, sizes = config(LLAMA3_8B, 8192, 1), dict(hierarchical_context_parallel_sizes=(16, 2))
+    ring = 8 * 4096 + (6 * 2 + 6 * 4) * 1024
+    assert attention_in_flight(shared(run, 8), BF16, CUDA) == ring
+    all_keys = 8 * 4096 + 8 * (2 * 2 + 4 * 4) * 1024
+    assert attention_in_flight(shared(run, 8, "allgather"), BF16, CUDA) == all_keys
+    assert attention_in_flight(shared(run, 8, "p2p", *["allgather"] * 31), BF16, CUDA) == all_keys
+    by_heads = 2 * (3 * 4096 + 4 * 1024)
+    assert attention_in_flight(shared(run, 8, "a2a"), BF16, CUDA) == by_heads
+    copied = 2 * (3 * 4096 + 4 * 2048) + 8 * 4096 + 36 * 2048
+    assert attention_in_flight(shared(run, 32, "a2a+p2p", **sizes), BF16, CUDA) == copied
+    windowed = replace(run, model=replace(run.model, window_size=(4095, 0)))
+    assert attention_in_flight(shared(windowed, 8), BF16, CUDA) == all_keys
+    unfused = replace(run, model=replace(run.model, attention_backend="unfused"))
+    assert attention_in_flight(shared(unfused, 8), BF16, CUDA) == ring + 3 * 4 * 32 * 1024
+    assert attention_in_flight(shared(unfused, 8, "allgather"), BF16, CUDA) == all_keys + 12 * 32 * 8192
+
+
+@pytest.mark.parametrize("types, cp", [("p2p", 32), ("allgather", 8), ("allgather", 32)])
+def test_the_keys_of_many_ranks_are_more_than_an_mlp(types, cp):
+    """The larger of the gradients inside an MLP and, with what it kept gone, of attention; behind no loss."""
+    parallel = dict(pipeline_model_parallel_size=4)
+    run = shared(config(LLAMA3_8B, 2048 * cp, 1), cp, types, **parallel)
+    parts = memory_of_ranks(run, 128256, CUDA)[0]
+    mlp, attention = 3 * 2 * 14336, attention_in_flight(run, BF16, CUDA) - 4 * 2 * 14336
+    assert (attention > mlp) == (types == "allgather" and cp == 32)
+    assert parts["backward of a layer"] == 2048 * max(mlp, attention)
+    assert parts["messages"] == 3 * 2048 * 2 * 4096
+
+
+def test_packs_of_documents():
+    """A rank takes as many tokens as it may, in multiples that tp, FP8 and two chunks want."""
+    data = DataConfig(seq_length=1000, variable_seq_lengths=True)
+    fixed = Config(model=LLAMA3_8B, data=data, parallel=ParallelConfig(context_parallel_size=4))
+    assert tokens_of(fixed) == 250
+    dynamic = dict(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=401)
+    assert tokens_of(shared(fixed, 4, **dynamic)) == 402
+    precision = PrecisionConfig(bf16=True, fp8_format="hybrid")
+    assert tokens_of(replace(shared(fixed, 4, **dynamic), precision=precision)) == 416
+
+
+def kept_on_a_rank(mesh, model, dtype, types) -> float:
+    """Bytes a token that autograd holds of a further layer, every storage once."""
+    s, b, found = 32, 8, []
+    for layers in (2, 3):
+        built = GPTModel(
+            replace(model, num_layers=layers),
+            vocab_size=128,
+            max_sequence_length=s,
+            padded_vocab_size=128,
+            tp=mesh.tp,
+            init=Init(dtype=dtype),
+        )
+        shard = Shard(mesh.cp, s, types * layers)
+        places = torch.from_numpy(shard.places)
+        tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]
+        batch = Tokens(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)
+        parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def pack(x: torch.Tensor, kept: dict = kept) -> torch.Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            built(batch, tokens).sum()
+        found.append(sum(x.nbytes() for pointer, x in kept.items() if pointer not in parameters))
+    return (found[1] - found[0]) / (b * s // mesh.cp.size)
+
+
+AGAIN = dict(recompute_granularity="selective", recompute_modules=("core_attn",))
+KEPT = [
+    *((family, ways, {}) for family in ("llama", "llama, unfused", "qwen3") for ways in ("p2p", "a2a")),
+    *(("llama", ways, {}) for ways in ("allgather", "a2a+p2p")),
+    *(("gpt2", ways, {}) for ways in ("p2p", "a2a")),
+    *(("llama", ways, AGAIN) for ways in ("p2p", "a2a")),
+    ("llama", "p2p", FULL),
+]
+
+
+@pytest.mark.parametrize("family, kind, changes", KEPT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_keeps_what_was_planned(family, kind, changes, dtype):
+    model = replace(TINY[family], max_position_embeddings=32, **changes)
+    sizes = dict(hierarchical_context_parallel_sizes=(2, 2)) if kind == "a2a+p2p" else {}
+    cp = 4 if sizes else 2
+    run = shared(config(model, 32, 8, dtype="fp32" if dtype == torch.float32 else "bf16"), cp, kind, **sizes)
+    found = run_spmd(kept_on_a_rank, cp, model, dtype, (kind,), cp=cp, cp_comm_type=(kind,), **sizes)
+    more = replace(run, model=replace(model, num_layers=3))
+    layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
+    assert found == pytest.approx([layer / (8 * 32 // cp)] * cp, abs=12)  # a CPU's statistics are in bf16
