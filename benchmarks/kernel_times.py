@@ -8,7 +8,7 @@
 
 A communication kernel's time includes its waiting for other ranks. Copies between GPUs are communication:
 those that the profiler calls PtoP, and device-to-device copies on streams other than the one with the most
-matmul time (symmetric memory looks like one's own).
+matmul and attention time (symmetric memory looks like one's own).
 """
 
 import json
@@ -68,7 +68,7 @@ def table(events: list[dict], steps: int) -> dict | None:
     kinds = [kind(event["name"]) for event in events]
     streams = Counter()
     for event, label in zip(events, kinds, strict=True):
-        streams[event.get("args", {}).get("stream")] += event["dur"] * (label == "gemm")
+        streams[event.get("args", {}).get("stream")] += event["dur"] * (label in ("gemm", "attention"))
     main = streams.most_common(1)[0][0]
     begin, end = period([e for e in events if "adam" in e["name"].lower()], steps) or (
         min(e["ts"] for e in events),
