@@ -44,11 +44,13 @@ def context_attention(
     layer: int,
     mask: Mask,
     backend: str,
+    fused_softmax: bool = True,
 ) -> torch.Tensor:
     """Causal attention of this rank's queries `[s/cp, b, n, d]` to all keys; k, v `[s/cp, b, g, d]`.
 
-    mask: of the whole row. Returns `[s/cp, b, n*d]`. Communicates over the axis of the shard, in the way that
-    it names for the layer. Raises ValueError where heads do not divide.
+    mask: of the whole row; fused_softmax: as for `core_attention`, which a2a calls. Returns `[s/cp, b, n*d]`.
+    Communicates over the axis of the shard, in the way that it names for the layer. Raises ValueError where
+    heads do not divide.
     """
     axis, device, kind = shard.axis, q.device, shard.types[layer]
     inner, outer = {"a2a": (axis, None), "a2a+p2p": axis.levels}.get(kind, (None, axis))
@@ -56,7 +58,7 @@ def context_attention(
 
     def across(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if outer is None:
-            return core_attention(q, k, v, backend, mask)[0]
+            return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
         if kind == "allgather" or mask.window is not None:
             order = shard.order(group, outer.size, device)
             steps = shard.gathered(group, mask.window, device)

@@ -180,7 +180,8 @@ class SelfAttention(nn.Module):
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if batch.shard is not None:
-                return context_attention(q, k, v, batch.shard, self.layer, mask, self.backend)
+                how = batch.shard, self.layer, mask, self.backend, self.fused_softmax
+                return context_attention(q, k, v, *how)
             return core_attention(q, k, v, self.backend, mask, dropout, drop, self.fused_softmax)[0]
 
         context = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)

@@ -99,20 +99,25 @@ SCHEDULES = ["", "v2", "v2gp", "gp", "zb", "zbv", "v4uneven", "zbuneven"]
 UNCUT = ["gpt", "llama", "qwen"]
 
 
-def draws(count: int, seed: int, sizes: list[tuple[int, int, int]]) -> list[tuple[str, str]]:
+CONTEXT = [(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)]  # and cp
+
+
+def draws(count: int, seed: int, sizes: list[tuple[int, ...]]) -> list[tuple[str, str]]:
     """Layouts on two and four processes as chance would have them, with a model each; always the same."""
     chance, found = random.Random(seed), []
     while len(found) < count:
-        tp, pp, dp = chance.choice(sizes)
+        tp, pp, dp, *cp = chance.choice(sizes)
         layout = f"tp{tp}" * (tp > 1) + f"pp{pp}" * (pp > 1)
         if pp > 1:
             layout += chance.choice(SCHEDULES)
             layout += "uneven" * (pp == 4 and "v" in layout and "uneven" not in layout)
         layout += f"dp{dp}" * (dp > 1)
+        for size in cp:
+            layout += f"cp{size}" + chance.choice(["", "a2a", "ag", "mx"])
         layout += chance.choice(["", "z1", "z2"]) * (dp > 1)
         for word in ("sp" * (tp > 1), "ov", "ce", chance.choice(["rc", "rs"]), "bk", "av"):
             layout += word * (chance.random() < 0.5)
-        found.append((layout, chance.choice(UNCUT)))
+        found.append((layout, chance.choice(["llama", "qwen", "documents", "window"] if cp else UNCUT)))
     return found
 
 
@@ -177,6 +182,9 @@ NAMED = [
     ("tp2cp2dp2z1spce", "documents"),
     ("tp2cp2pp2zbvsp", "llama"),
 ]
+
+
+DRAWN = NAMED + draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +300,7 @@ def without_gradient(gradients: list[tuple]) -> set[str]:
     return keys
 
 
-@pytest.mark.parametrize("layout, model", NAMED + draws(10, 4, FLAT) + draws(12, 5, PIPELINES))
+@pytest.mark.parametrize("layout, model", DRAWN)
 def test_layout_trains_like_one_process(layout, model, alone, sources, tmp_path):
     """fp32: only the order of additions differs."""
     size, flags = flags_of(layout)
