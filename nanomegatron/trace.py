@@ -145,7 +145,7 @@ def _recording(mesh: Mesh, step: _Step, takes: list[list[Message]], table: list[
         events.append([Event(rank, op, *times[2 * i : 2 * i + 2]) for i, op in enumerate(ops)])
         arrivals.append([Arrival(m, time) for m, time in zip(taken, times[2 * len(ops) :])])
     labels = [_label(mesh, rank) for rank in range(len(table))]
-    drawn = mesh.pp.ranks if mesh.pp.size > 1 else mesh.dp.ranks[:8]
+    drawn = mesh.pp.ranks if mesh.pp.size > 1 else mesh.dp_cp.ranks[:8]
     return Recording(step.iteration, step.lists, step.placed, labels, drawn, events, arrivals)
 
 
