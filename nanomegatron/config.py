@@ -178,6 +178,11 @@ class PrecisionConfig:
     num_layers_at_start_in_bf16: int = setting(1, "how many of the first with --first-last-layers-bf16")
     num_layers_at_end_in_bf16: int = setting(1, "how many of the last")
 
+    @property
+    def fp8_multiple(self) -> int:
+        """What all sizes of FP8 matmuls are multiples of."""
+        return 128 if self.fp8_recipe == "blockwise" else 16
+
     def fp8_layers(self, num_layers: int) -> range:
         """The layers whose matmuls are in FP8."""
         if self.fp8_format is None:
@@ -358,6 +363,11 @@ class Config:
     def dtype_name(self) -> str:
         """torch's name of the type of weights and activations."""
         return "bfloat16" if self.precision.bf16 else "float16" if self.precision.fp16 else "float32"
+
+    @property
+    def sequence_cut(self) -> int:
+        """Over how many tp ranks the residual stream is cut along the sequence."""
+        return self.parallel.tensor_model_parallel_size if self.model.sequence_parallel else 1
 
     @property
     def grad_dtype_name(self) -> str:

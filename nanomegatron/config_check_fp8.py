@@ -18,7 +18,6 @@ from nanomegatron.config_cli import flag
 
 OF_DELAYED = ("fp8_amax_history_len", "fp8_amax_compute_algo")
 ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-MULTIPLE, BLOCK = 16, 128
 CUT = {"rowwise": "rows", "blockwise": "blocks"}
 
 
@@ -81,14 +80,14 @@ def _settings(config: Config, given: list[str]) -> Iterator[str]:
 def _sizes(config: Config) -> Iterator[str]:
     """An error for each flag that has to change, with the nearest values that fit."""
     model, data, tp = config.model, config.data, config.parallel.tensor_model_parallel_size
-    unit = BLOCK if config.precision.fp8_recipe == "blockwise" else MULTIPLE
+    unit = config.precision.fp8_multiple
     n, g = model.num_attention_heads // tp, model.num_kv_heads // tp or 1  # heads of a rank
     d, ffn, length, micro = model.head_dim, model.ffn_size, data.seq_length, data.micro_batch_size
     each = math.lcm(*(unit // math.gcd(unit, heads) for heads in (n, n + 2 * g)))
     head = hidden = "hidden_size", model.hidden_size, math.lcm(unit, each * model.num_attention_heads)
     if model.kv_channels:
         head, hidden = ("kv_channels", d, each), (*hidden[:2], unit)
-    cp, cut = config.parallel.context_parallel_size, tp if model.sequence_parallel else 1
+    cp, cut = config.parallel.context_parallel_size, config.sequence_cut
     every = math.lcm(unit * cp * cut // math.gcd(unit * cp * cut, micro), length_unit(config))
     of_rank, of_cut = (f" / tp {size}" * (size > 1) for size in (tp, cut))
     of_cut = f" / cp {cp}" * (cp > 1) + of_cut

@@ -61,8 +61,7 @@ def _processes(parallel: ParallelConfig, world: int) -> Iterator[str]:
 
 def length_unit(config: Config) -> int:
     """What --seq-length is a multiple of: a cp rank has two chunks, cut over tp. Packs are padded."""
-    cp = config.parallel.context_parallel_size
-    cut = config.parallel.tensor_model_parallel_size if config.model.sequence_parallel else 1
+    cp, cut = config.parallel.context_parallel_size, config.sequence_cut
     unit = cut if cp == 1 else cp * math.lcm(2, cut)
     return 1 if config.data.variable_seq_lengths else unit
 
@@ -71,7 +70,7 @@ def context_errors(config: Config, *_: Any) -> Iterator[str]:
     """What is wrong with the sharing of sequences, and with documents as they are."""
     parallel, data, micro = config.parallel, config.data, f"--micro-batch-size {config.data.micro_batch_size}"
     cp, unit, many = parallel.context_parallel_size, length_unit(config), data.micro_batch_size > 1
-    cut = parallel.tensor_model_parallel_size if config.model.sequence_parallel else 1
+    cut = config.sequence_cut
     factors = ["2"] * (cut % 2) + [f"{flag(CP)} {cp}"] + [f"{flag(TP)} {cut}"] * (cut > 1)
     of = flag(TP) if cp == 1 else " x ".join(factors) + " ="
     yield from multiple("seq_length", data.seq_length, of, unit)

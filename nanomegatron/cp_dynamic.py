@@ -48,10 +48,8 @@ class Ranks:
     def of(cls, config: Config) -> "Ranks":
         """Those of a resolved config."""
         parallel, precision = config.parallel, config.precision
-        cp, unit = parallel.context_parallel_size, 1
-        if precision.fp8_format:  # matmuls that sum over tokens
-            unit = 128 if precision.fp8_recipe == "blockwise" else 16
-        unit *= parallel.tensor_model_parallel_size if config.model.sequence_parallel else 1
+        cp = parallel.context_parallel_size
+        unit = config.sequence_cut * (precision.fp8_multiple if precision.fp8_format else 1)
         limit = parallel.max_seqlen_per_dp_cp_rank or math.ceil(config.data.seq_length / cp)
         align = math.lcm(unit, 2 if cp > 1 else 1)  # a rank's two chunks are equal
         return cls(parallel.data_parallel_size or 1, cp, limit, align, parallel.dynamic_context_parallel)

@@ -46,8 +46,8 @@ class Step(NamedTuple):
 class Shard:
     """This rank's tokens of a row that the ranks of an axis share; `types`: how each layer communicates.
 
-    `places`: int64 `[s/size]`, where in the row they are. What the methods return lies on the device of the
-    tensors that they are given, is made once, and copied there without waiting.
+    `places`: int64 `[s/size]`, where in the row they are. What the methods return for a device is made once,
+    and copied there without waiting.
     """
 
     def __init__(

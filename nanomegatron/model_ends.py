@@ -30,9 +30,10 @@ class Tokens:
     `tokens` `[b, s]`, `positions` `[s]` in the sample; `sample_ids` `[b]` number the samples in the global
     data order, and with `dropout_seed` determine the dropout masks (None: no dropout). `position_ids`
     `[b, s]` are told where they start over with each document; `cu_seqlens`, `max_seqlen` (see attention.py)
-    where attention ends with it. `loss_weights` `[b, s]` are the gradients that the losses will get, for
-    --cross-entropy-loss-fusion; the model itself fills in `residual_positions`, `[s/tp]`. With a `shard` all
-    this but cu_seqlens is of the s/cp tokens that this rank has of a row.
+    where attention ends with it, of all tokens: padding is a document, too. `loss_weights` `[b, s]` are the
+    gradients that the losses will get, for --cross-entropy-loss-fusion; the model itself fills in
+    `residual_positions`, `[s/tp]`. With a `shard` all this but cu_seqlens is of the s/cp tokens that this
+    rank has of a row.
     """
 
     tokens: torch.Tensor

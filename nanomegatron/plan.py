@@ -52,7 +52,6 @@ from nanomegatron.plan_layer import (
     linear_input,
     norm_input,
     saved_by_layer,
-    sequence_cut,
     tokens_of,
     widths,
 )
@@ -183,7 +182,7 @@ def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> N
     """What a microbatch takes in a chunk, with so many columns of the logits."""
     model, dtype = config.model, getattr(torch, config.dtype_name)
     value = dtype.itemsize * tokens_of(config)
-    stream = value * model.hidden_size / sequence_cut(config)
+    stream = value * model.hidden_size / config.sequence_cut
     fused = piece.last and model.cross_entropy_loss_fusion
     loss = logits_and_loss(config, columns, dtype, device) if piece.last else 0
     logits = stream if fused else value * columns * piece.last  # fused: the gradient of the stream
@@ -208,7 +207,7 @@ def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> N
 
 def activations(config: Config, piece: Piece, device: torch.device) -> float:
     """Bytes that a microbatch keeps of a chunk, from its embedding or input to its last norm."""
-    model, cut, dtype = config.model, sequence_cut(config), getattr(torch, config.dtype_name)
+    model, cut, dtype = config.model, config.sequence_cut, getattr(torch, config.dtype_name)
     h, e, layer = model.hidden_size, dtype.itemsize, sum(saved_by_layer(config, dtype, device).values())
     output = 0 if model.cross_entropy_loss_fusion else e  # of the last norm
     kept = (norm_input(model, dtype, device) + output) * h / cut * piece.last
@@ -223,7 +222,7 @@ def put_off(config: Config, piece: Piece, columns: int) -> float:
 
     Those of FP8 layers count by their size.
     """
-    model, h, own = config.model, config.model.hidden_size, config.model.hidden_size / sequence_cut(config)
+    model, h, own = config.model, config.model.hidden_size, config.model.hidden_size / config.sequence_cut
     n, g, f = widths(config)
     inputs, gradients = 2 * own + n + f, n + 2 * g + (2 if model.swiglu else 1) * f + 2 * h
     loss = (own + columns) * (piece.last and not model.cross_entropy_loss_fusion)
@@ -238,7 +237,7 @@ def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: to
     last norm's output, gathered, and its gradient before it is scattered.
     """
     tokens, e = tokens_of(config), dtype.itemsize
-    whole = 2 * e * tokens * config.model.hidden_size if sequence_cut(config) > 1 else 0
+    whole = 2 * e * tokens * config.model.hidden_size if config.sequence_cut > 1 else 0
     wide = 0 if not why_not(device) else 8 if e < 4 else 4
     if config.model.cross_entropy_loss_fusion:
         chunk = min(tokens, FusedLossFunction.chunk)
@@ -273,7 +272,7 @@ def messages(config: Config, stages: list[int], placed: list[list[int]]) -> floa
     rank_of = owners(placed)
     here = rank_of[stages[0]]
     beside = {rank_of.get(stage + step, here) for stage in stages for step in (-1, 1)} - {here}
-    size = getattr(torch, config.dtype_name).itemsize * config.model.hidden_size / sequence_cut(config)
+    size = getattr(torch, config.dtype_name).itemsize * config.model.hidden_size / config.sequence_cut
     return tokens_of(config) * size * (2 * len(beside) + bool(beside))
 
 

@@ -28,8 +28,8 @@ has come of some heads, n + 2g with a copy of a key/value head for each rank, an
 backward of attention has more beside these, in values a token, ' in fp32, for p2p or allgather over r ranks:
 
     output, queries     2n + n'                 gradients: of the output, of a block's queries, of all blocks'
-    p2p                 6g + 6g'                k and v, in use and coming; their gradients, by a block, and
-                                                summed: in use, coming, going
+    p2p                 6g + 4g'                k and v, in use and coming; their gradients, by a block, and
+                                                summed: coming and going
     allgather           r * (2g + 4g')          all k and v; sums of their gradients, and in another order;
                                                 so too with a window
     a2a                 n + 2 * (n + 2g)        gradients: of the output, of what has come, in another order
@@ -75,7 +75,7 @@ def saved(config: Config, dtype: torch.dtype, device: torch.device, way: Way) ->
     """The same of a layer whose attention is shared in this way."""
     model, tp, e = config.model, config.parallel.tensor_model_parallel_size, dtype.itemsize
     heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    h, (n, g, f) = model.hidden_size / sequence_cut(config), widths(config)
+    h, (n, g, f) = model.hidden_size / config.sequence_cut, widths(config)
     backend = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
     kept, read = norm_input(model, dtype, device), linear_input(config)
     kernels = not why_not(device)
@@ -122,7 +122,7 @@ def attention_in_flight(config: Config, dtype: torch.dtype, device: torch.device
     for way in set(ways(config)):
         g = _copied_width(config, way)
         a2a = e * (3 * n + 4 * g) * (way.heads > 1)
-        ring = g * (way.keys * (2 * e + 16) if way.gathered else 6 * e + 24)
+        ring = g * (way.keys * (2 * e + 16) if way.gathered else 6 * e + 16)
         block = scores / (1 if way.gathered else way.keys)
         found.append(a2a + (n * (2 * e + 4) + ring + block) * (way.keys > 1))
     return max(found)
@@ -148,11 +148,6 @@ def _score(model: TransformerConfig, e: int, kernels: bool) -> int:
     """Bytes a score of unfused attention: softmax, from fp32 without a kernel, dropout's mask and result."""
     wide = 4 * (e < 4 and not (kernels and model.masked_softmax_fusion))
     return e + wide + (1 + e) * (model.attention_dropout > 0)
-
-
-def sequence_cut(config: Config) -> int:
-    """Over how many ranks the residual stream is cut along the sequence, beside cp."""
-    return config.parallel.tensor_model_parallel_size if config.model.sequence_parallel else 1
 
 
 def row_of(config: Config) -> int:

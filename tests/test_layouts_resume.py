@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train
+from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.run_checkpoint import save_checkpoint
@@ -32,6 +33,29 @@ def resumed(world: World, argv: list[str], folder: str, save: str, iterations: i
     save_checkpoint(run)
     line = (Path(folder) / "evals.jsonl").read_text().splitlines()[-1] if mesh.rank == 0 else "{}"
     return [*steps, {"held out": json.loads(line).get("lm_loss")}]
+
+
+def written(world: World, argv: list[str], folder: str, save: str) -> list[list[int]]:
+    """What the model that `save` holds makes of two prompts, the likeliest tokens; on any rank."""
+    os.chdir(folder)
+    parsed, config = train.settings([*argv, "--save", save], world)
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
+    run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
+    return generate(run.model, [[100, 101, 102], [32]], 12, temperature=0.0)
+
+
+def test_ranks_that_share_rows_write_as_one_process_does(sources, tmp_path):
+    """A model trained on two ranks continues prompts on them, and alone, from its checkpoint."""
+    found = {}
+    for layout in ("cp2", "one"):
+        size, flags = (1, "") if layout == "one" else flags_of(layout)
+        (tmp_path / layout).mkdir()
+        where = arguments(sources, "llama", flags), str(tmp_path / layout), str(tmp_path / "save")
+        if layout == "cp2":
+            run_spmd(resumed, size, *where, 3, timeout=120)
+        found[layout] = run_spmd(written, size, *where, timeout=120)
+    first, second = found["cp2"]
+    assert first == second == found["one"][0] and [len(text) for text in first] == [15, 13]
 
 
 CHANGES = [

@@ -62,14 +62,14 @@ def test_ways_of_layers():
 def test_what_is_in_flight():
     """Bytes a token of Llama-3-8B in bf16, 4096 features of queries and 1024 of keys."""
     run, sizes = config(LLAMA3_8B, 8192, 1), dict(hierarchical_context_parallel_sizes=(16, 2))
-    ring = 8 * 4096 + (6 * 2 + 6 * 4) * 1024
+    ring = 8 * 4096 + (6 * 2 + 4 * 4) * 1024
     assert attention_in_flight(shared(run, 8), BF16, CUDA) == ring
     all_keys = 8 * 4096 + 8 * (2 * 2 + 4 * 4) * 1024
     assert attention_in_flight(shared(run, 8, "allgather"), BF16, CUDA) == all_keys
     assert attention_in_flight(shared(run, 8, "p2p", *["allgather"] * 31), BF16, CUDA) == all_keys
     by_heads = 2 * (3 * 4096 + 4 * 1024)
     assert attention_in_flight(shared(run, 8, "a2a"), BF16, CUDA) == by_heads
-    copied = 2 * (3 * 4096 + 4 * 2048) + 8 * 4096 + 36 * 2048
+    copied = 2 * (3 * 4096 + 4 * 2048) + 8 * 4096 + (6 * 2 + 4 * 4) * 2048
     assert attention_in_flight(shared(run, 32, "a2a+p2p", **sizes), BF16, CUDA) == copied
     windowed = replace(run, model=replace(run.model, window_size=(4095, 0)))
     assert attention_in_flight(shared(windowed, 8), BF16, CUDA) == all_keys
