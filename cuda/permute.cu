@@ -19,6 +19,7 @@
 //
 // The tables are a stable counting sort: copies of an expert stand in the order of their numbers. Blocks of
 // COPIES count, one block adds up, each block then places its own. An id that is no expert's is dropped.
+// Where rows are padded to a multiple above 1, an expert without a copy has that many rows too.
 
 #include "common.cuh"
 
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(EXPERTS)
 #pragma unroll 8
         for (int b = 0; b < blocks; ++b) count += work[static_cast<int64_t>(b) * experts + e];
     }
-    const int padded = (count + multiple - 1) / multiple * multiple;
+    const int least = multiple > 1, padded = (max(count, least) + multiple - 1) / multiple * multiple;
     ends[e] = padded;
     __syncthreads();
     for (int step = 1; step < EXPERTS; step *= 2) {

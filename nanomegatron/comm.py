@@ -168,6 +168,28 @@ def start_reduce_scatter(
     return Pending(out, _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True), x)
 
 
+def start_swap(
+    x: torch.Tensor,
+    axis: Axis,
+    send: list[int] | None = None,
+    receive: list[int] | None = None,
+    rows: int = 0,
+) -> Pending:
+    """Begin an all-to-all along dim 0: rank r gets everybody's r-th block, in rank order.
+
+    Blocks are equal, or `send[r]` rows go to rank r and `receive[r]` rows come from it. The result has
+    so many `rows` at least, the last of which are anything.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    count(axis, "all_to_all", x)
+    come = x.shape[0] if receive is None else sum(receive)
+    out = x.new_empty(max(come, rows), *x.shape[1:])
+    work = dist.all_to_all_single(out[:come], x, receive, send, group=axis.group, async_op=True)
+    return Pending(out, work, x)
+
+
 def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
     """torch's name of a reduction; gloo has no average: x is divided beforehand."""
     if op == "avg" and dist.get_backend(axis.group) == "gloo":
@@ -200,17 +222,8 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def swap(
     x: torch.Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
 ) -> torch.Tensor:
-    """All-to-all along dim 0: rank r gets everybody's r-th block, in rank order.
-
-    Blocks are equal, or `send[r]` rows go to rank r and `receive[r]` rows come from it.
-    """
-    if axis.size == 1:
-        return x
-    count(axis, "all_to_all", x)
-    rows = sum(receive) if receive is not None else x.shape[0]
-    result = x.new_empty(rows, *x.shape[1:])
-    dist.all_to_all_single(result, x.contiguous(), receive, send, group=axis.group)
-    return result
+    """All-to-all along dim 0, as `start_swap` says."""
+    return start_swap(x, axis, send, receive).wait()
 
 
 def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:

@@ -13,6 +13,7 @@ The number of rows is that of the worst case: nothing waits for the GPU.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from nanomegatron.ops_kernels import FLOATS, TYPES, launch, once, usable
 
@@ -36,7 +37,8 @@ class Routing:
 def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:
     """The tables for expert ids int32 `[t, k]`, each expert's rows padded to a multiple.
 
-    Ids outside 0 ... experts - 1 are dropped. rows: t k + min(experts, t k) (multiple - 1), or a little less.
+    Ids outside 0 ... experts - 1 are dropped. With a multiple above 1 each expert has rows, of padding if it
+    has no copy: FP8 matmuls cannot sum over none. rows: t k, or (t k // multiple + experts) multiple.
     Raises ValueError.
     """
     if ids.dtype != torch.int32 or ids.dim() != 2 or not 0 < experts <= MAX_EXPERTS or multiple < 1:
@@ -44,7 +46,7 @@ def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:
             f"route: int32 [t, k], 1 to {MAX_EXPERTS} experts, not {ids.dtype} {ids.shape}, {experts}"
         )
     copies = ids.numel()
-    rows = (copies + min(experts, copies) * (multiple - 1)) // multiple * multiple
+    rows = copies if multiple == 1 else (copies // multiple + experts) * multiple
     if rows >= 2**31:
         raise ValueError(f"route: {rows} rows do not fit int32")
     if not usable(ids, "route", (torch.int32,)):
@@ -57,11 +59,16 @@ def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:
     return routing
 
 
+def padded(counts: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Rows of experts that have so many copies."""
+    return (counts.clamp(min=multiple > 1) + multiple - 1) // multiple * multiple
+
+
 def route_ref(ids: torch.Tensor, experts: int, multiple: int, rows: int) -> Routing:
     """`route` in plain torch: a stable sort."""
     flat = ids.flatten().long().where((ids.flatten() >= 0) & (ids.flatten() < experts), experts)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]
-    ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0)
+    ends = padded(counts, multiple).cumsum(0)
     offsets = torch.cat((ends.new_zeros(1), ends))
     order = flat.argsort(stable=True)[: int(counts.sum())]
     expert = flat[order]
@@ -85,7 +92,8 @@ def permute(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None
 def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
     """`permute` in plain torch."""
     source, k = routing.source.long(), routing.position.shape[1]
-    rows = x[source.clamp(min=0) // max(k, 1)].float()
+    x = x if len(x) else F.pad(x, (0, 0, 0, 1))  # all rows are padding
+    rows = x.float()[source.clamp(min=0) // max(k, 1)]  # whose gradients are added in fp32
     if probs is not None:
         rows = rows * probs.flatten()[source.clamp(min=0)][:, None]
     return rows.where((source >= 0)[:, None], 0.0).to(x.dtype)
@@ -105,10 +113,12 @@ def unpermute(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = No
 def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
     """`unpermute` in plain torch."""
     position = routing.position.long()
-    copies = z[position.clamp(min=0)].float()
+    z = z if len(z) else F.pad(z, (0, 0, 0, 1))  # all are dropped
+    kept = position >= 0
+    copies = z[position.clamp(min=0)].float().where(kept[:, :, None], 0.0)
     if probs is not None:
-        copies = copies * probs[:, :, None]
-    return copies.where((position >= 0)[:, :, None], 0.0).sum(dim=1).to(z.dtype)
+        copies = copies * probs.where(kept, 0.0)[:, :, None]
+    return copies.sum(dim=1).to(z.dtype)
 
 
 def _permute(x, routing, probs, z=None) -> tuple[torch.Tensor, torch.Tensor | None]:

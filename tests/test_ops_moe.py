@@ -13,12 +13,12 @@ def ids_of(*rows: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_tables_by_hand():
-    """Four tokens, two experts each of three; expert 1 has none, a copy is dropped."""
+    """Four tokens, two experts each of three; expert 1 has none but padding, a copy is dropped."""
     routing = route(ids_of((2, 0), (0, 2), (-1, 2), (2, 0)), experts=3, multiple=4)
-    assert routing.counts.tolist() == [3, 0, 4] and routing.offsets.tolist() == [0, 4, 4, 8]
-    assert routing.position.tolist() == [[4, 0], [1, 5], [-1, 6], [7, 2]]
-    # 8 copies, 3 paddings of 3 at most: 17 rows, of which 16 are whole fours
-    assert routing.source.tolist() == [1, 2, 7, -1, 0, 3, 5, 6] + [-1] * 8
+    assert routing.counts.tolist() == [3, 0, 4] and routing.offsets.tolist() == [0, 4, 8, 12]
+    assert routing.position.tolist() == [[8, 0], [1, 9], [-1, 10], [11, 2]]
+    # 8 copies are two fours, and each expert may have one that it does not fill
+    assert routing.source.tolist() == [1, 2, 7] + [-1] * 5 + [0, 3, 5, 6] + [-1] * 8
     assert all(
         t.dtype == torch.int32 for t in (routing.position, routing.source, routing.offsets, routing.counts)
     )
@@ -34,6 +34,7 @@ def test_tables_agree_with_one_another(tokens, k, experts, multiple):
     kept = (ids >= 0) & (ids < experts)
     assert torch.equal(routing.position >= 0, kept) and int(routing.counts.sum()) == int(kept.sum())
     assert (routing.offsets % multiple == 0).all() and routing.offsets[-1] <= len(routing.source)
+    assert routing.offsets.diff().min() >= (multiple if multiple > 1 else 0)
     copies = torch.arange(tokens * k, dtype=torch.int32).view(tokens, k)
     assert torch.equal(routing.source[routing.position[kept].long()], copies[kept])
     assert int((routing.source >= 0).sum()) == int(kept.sum())
