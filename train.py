@@ -36,8 +36,9 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics import bits_per_byte
 from nanomegatron.metrics_log import RunLog
-from nanomegatron.metrics_plot import plot_loss
+from nanomegatron.metrics_plot import plot_experts, plot_loss
 from nanomegatron.model import GPTModel
+from nanomegatron.moe_load import ExpertLoad
 from nanomegatron.optim import Optimizer
 from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init
@@ -57,6 +58,7 @@ from nanomegatron.run import (
 from nanomegatron.run_checkpoint import load_checkpoint, save_checkpoint
 from nanomegatron.run_profile import Profile
 from nanomegatron.run_step import (
+    all_tokens,
     build_loaders,
     forward_step,
     losses,
@@ -212,7 +214,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     tracer = Tracer(mesh, folder, config.run.trace_iterations, timers)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     stats = Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
-    run = Run(*parts, padded, before, timers, tracer, profile, stats)
+    load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
+    run = Run(*parts, padded, before, timers, tracer, profile, stats, load)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
@@ -261,9 +264,9 @@ def train_step(run: Run) -> StepReport:
     """One iteration: gradient of the mean loss over the unmasked tokens of the global batch, and the update.
 
     Communicates the token count and the gradients over dp_cp, the loss and the wish to stop over world, the
-    gradient norm over tp x pp, or over world where optimizer states are cut over dp_cp, the parameters then,
-    what the model does, and what the pipeline sends; counts of FP8 casts over world where they are
-    logged. The host waits for nothing.
+    gradient norm and the load of experts too, parameters where they are cut over ranks, what the model does,
+    and what the pipeline sends; counts of FP8 casts over world where they are logged. The host waits for
+    nothing.
     """
     mesh, config, data, timers = run.mesh, run.config.run, run.config.data, run.timers
     clock = Clock(mesh.device)
@@ -272,6 +275,8 @@ def train_step(run: Run) -> StepReport:
     with timers("batch-generator", level=2):
         size = run.batch_size(run.iteration + 1)
         batches = list(step_batches(run, run.loaders[0], run.consumed_samples, size))
+    if run.expert_load:
+        run.expert_load.begin()
     if counts := due(config.log_fp8_stats, run.iteration + 1):
         run.grads.wait_params()  # to be cast anew
         run.fp8_stats.begin()
@@ -289,6 +294,8 @@ def train_step(run: Run) -> StepReport:
     wishes = torch.tensor(run.wants_to_stop, dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = comm.all_reduce_(torch.cat((mine[None], wishes.to(mesh.device, non_blocking=True))), mesh.world)
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
+    if run.expert_load:
+        extras["experts"] = run.expert_load.end(all_tokens(run))
     if counts:
         extras["fp8"] = run.fp8_stats.end()
     with timers("optimizer"):
@@ -357,6 +364,9 @@ def finish(run: Run) -> int:
     evaluate(run, "test")
     show_sample(run)
     if run.mesh.rank == 0 and (picture := plot_loss(log.folder, log.line)):
+        log.line(f"picture {picture}")
+    layers = run.mesh.rank == 0 and config.run.moe_per_layer_logging
+    if layers and (picture := plot_experts(log.folder, log.line)):
         log.line(f"picture {picture}")
     log.line(f"next    python -m nanomegatron.generate --load {config.checkpoint.save} --prompt def")
     log.status("done", exit_code=DONE, iteration=run.iteration)

@@ -22,12 +22,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanomegatron.checkpoint_files import (
     DTYPES,
@@ -46,9 +47,10 @@ from nanomegatron.checkpoint_files import (
     write_text,
 )
 from nanomegatron.comm import all_gather, all_reduce
-from nanomegatron.dp import Slice
+from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
+EXPERTS = ".mlp.experts."
 LATEST = "latest_checkpointed_iteration.txt"
 PUBLISHED = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})(\.old)?")
 LEFTOVER = re.compile(r"iter_[0-9]{7,18}\.(tmp|old)")
@@ -69,12 +71,12 @@ class Loaded:
 
 
 def training_pieces(
-    params: Iterable[torch.nn.Parameter], states: dict[str, list[tuple[Slice, torch.Tensor]]], dp_cp: Axis
+    params: Iterable[torch.nn.Parameter], states: dict[str, list[tuple[Slice, torch.Tensor]]], mesh: Mesh
 ) -> list[Piece]:
     """The parameters, and the optimizer's tensors: by kind, flat ranges of the parameters' parts.
 
-    Every data- and context-parallel rank holds all parameters; the first is the owner. A range of a part
-    becomes the rectangles that it consists of.
+    Of the ranks that hold a parameter (dp x cp, edp) the first is the owner. A range of a part becomes the
+    rectangles that it consists of.
     """
     pieces = [
         Piece(
@@ -82,7 +84,7 @@ def training_pieces(
             part.shape,
             part.offset,
             part.view(param.detach()),
-            part.owner and not dp_cp.rank,
+            part.owner and not reduction_axis(param, mesh).rank,
         )
         for param in params
         for part in param.spec.parts
@@ -95,6 +97,21 @@ def training_pieces(
                 data, flat = flat[: math.prod(shape)].view(shape), flat[math.prod(shape) :]
                 pieces.append(Piece(f"{kind}/{part.name}", part.shape, offset, data, piece.saver))
     return pieces
+
+
+def state_pieces(states: Mapping[str, torch.Tensor], mesh: Mesh) -> list[Piece]:
+    """Small tensors beside the parameters, by key, that all ranks of a pipeline stage have alike.
+
+    Where a checkpoint has none of them, or of another shape, they stay as they are.
+    """
+    first = mesh.tp.rank == mesh.dp_cp.rank == 0
+    return [Piece(key, tuple(x.shape), (0,) * x.dim(), x, first, True) for key, x in states.items()]
+
+
+def module_states(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What modules with a `states()` keep, such as routers' biases: its fp32 views, by global name."""
+    states = [module.states() for module in model.modules() if hasattr(module, "states")]
+    return {f"model/{name}": x for found in states for name, x in found.items()}
 
 
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple, tuple]]:
@@ -225,14 +242,13 @@ def load(
     mesh: Mesh,
     step: int | None = None,
     cast: bool = False,
-    optional: str = "",
 ) -> Loaded | None:
     """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint at all.
 
     Every rank calls this with its own pieces, whatever layout has saved; of `mesh` only `world` and `device`
     are used. All files are hashed first, each by one rank. A damaged checkpoint is passed over, and the notes
-    say so, unless `step` asks for just this one. `cast` allows another dtype than the saved one. Pieces whose
-    key begins with `optional` are left as they are, with a note, where none of this shape was saved.
+    say so, unless `step` asks for just this one. `cast` allows another dtype than the saved one. Pieces that
+    are `optional` are left as they are, with a note, where none of this shape was saved.
 
     Raises CheckpointError, on all ranks, where no checkpoint is usable, or where tensors are missing or have
     another shape or dtype: all of them at once, before anything is filled.
@@ -242,7 +258,7 @@ def load(
     if manifest is None:
         return None
     shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
-    new = {p.key for p in pieces if optional and p.key.startswith(optional) and shapes.get(p.key) != p.shape}
+    new = {piece.key for piece in pieces if piece.optional and shapes.get(piece.key) != piece.shape}
     if new:
         notes = [*notes, f"{folder} has no {min(new)} of this shape: {len(new)} such begin anew"]
         pieces = [piece for piece in pieces if piece.key not in new]
@@ -311,6 +327,15 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
         elif saved.dtype != dtype and not (cast or piece.key.startswith("exp_avg")):  # moments are rounded
             hint = "keep the type it was trained in, or --no-load-optim"
             errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}; {hint}")
+    saved, wanted = (
+        any(EXPERTS in key for key in keys) for keys in (manifest.tensors, (p.key for p in pieces))
+    )
+    if errors and saved and not wanted:
+        errors.insert(
+            0, "it has experts, this model has none to read: see --num-experts, --moe-use-upcycling"
+        )
+    if errors and wanted and not saved:
+        errors.insert(0, "it has no experts: --moe-use-upcycling makes them of its MLPs, in a new --run-name")
     if errors:
         raise CheckpointError("\n".join(errors))
 

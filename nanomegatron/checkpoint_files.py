@@ -72,6 +72,7 @@ class Piece:
     offset: tuple[int, ...]
     data: torch.Tensor
     owner: bool = True  # this rank writes it; of the ranks that hold the same rectangle exactly one does
+    optional: bool = False  # a load may leave it as it is
 
 
 @dataclass(frozen=True)

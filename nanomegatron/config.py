@@ -73,6 +73,9 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = setting(
         None, "processes that share each expert; as --tp", "etp"
     )
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False, "tokens of one half of a microbatch travel while experts work on the other; with alltoall"
+    )
     data_parallel_size: int | None = setting(None, "checked against the world size when given", "dp")
     tp_comm_overlap: bool = setting(False, "send pieces over tp while matmuls work on others; with --sp")
     use_distributed_optimizer: bool = setting(
@@ -301,6 +304,9 @@ class CheckpointConfig:
     ckpt_step: int | None = setting(None, "load this iteration instead of the newest")
     finetune: bool = setting(False, "take the weights alone and start at iteration 0")
     no_load_optim: bool = setting(False, "do not load the optimizer state")
+    moe_use_upcycling: bool = setting(
+        False, "--load holds a model without experts: each expert starts as its MLP; needs --save"
+    )
     no_save_optim: bool = setting(False, "do not save the optimizer state")
 
 
@@ -333,6 +339,7 @@ class RunConfig:
     log_params_norm: bool = setting(False, "log the norm of all parameters")
     log_num_zeros_in_grad: bool = setting(False, "log how many gradients are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
+    moe_per_layer_logging: bool = setting(False, "log the router's losses and the experts' load by layer")
     log_fp8_stats: int = setting(0, "log scale, amax, saturation and underflow of FP8 every N steps; 0 never")
     trace_dir: str | None = setting(None, "folder for pictures of what each rank did in some steps")
     trace_iterations: tuple[int, ...] = setting((3,), "the steps that --trace-dir shows", nargs="*")

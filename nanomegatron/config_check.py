@@ -18,6 +18,7 @@ from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import samples_before, stages
 from nanomegatron.config_check_data import data_errors
 from nanomegatron.config_check_fp8 import fp8_errors, gpu_errors
+from nanomegatron.config_check_moe import RECOMPUTED, moe_errors
 from nanomegatron.config_check_parallel import context_errors, multiple, parallel_errors
 from nanomegatron.config_check_pipeline import pipeline_errors, with_virtual_stages
 from nanomegatron.config_cli import SHAPE, flag, sections
@@ -30,13 +31,15 @@ eval_interval eval_iters eval_only exit_interval exit_duration_in_mins log_inter
 log_params_norm log_num_zeros_in_grad timing_log_level timing_log_option metrics_jsonl tensorboard_dir
 wandb_project data_cache_path num_workers distributed_backend distributed_timeout_minutes trace_dir
 trace_iterations profile profile_step_start profile_step_end profile_ranks record_memory_history
-memory_snapshot_path log_fp8_stats
+memory_snapshot_path log_fp8_stats moe_per_layer_logging moe_use_upcycling
 """.split()
 # Settings of model and data that may change when a run goes on.
 CHANGEABLE = """
 data_cache_path micro_batch_size num_workers attention_backend make_vocab_size_divisible_by sequence_parallel
 cross_entropy_loss_fusion recompute_granularity recompute_modules recompute_method recompute_num_layers
 distribute_saved_activations masked_softmax_fusion rope_fusion bias_swiglu_fusion persist_layer_norm
+moe_permute_fusion moe_grouped_gemm moe_token_dispatcher_type moe_shared_expert_overlap
+moe_pad_expert_input_to_capacity
 """.split()
 POSITIVE = """
 num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels max_position_embeddings rotary_base
@@ -51,19 +54,22 @@ lr_wsd_decay_samples eval_interval ddp_bucket_size optimizer_offload_fraction re
 num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank trace_iterations
 microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers
 decoder_last_pipeline_num_layers max_seqlen_per_dp_cp_rank hierarchical_context_parallel_sizes
+num_experts moe_ffn_hidden_size moe_router_topk moe_router_topk_scaling_factor moe_router_num_groups
+moe_router_group_topk moe_expert_capacity_factor moe_shared_expert_intermediate_size
 """.split()
 NOT_NEGATIVE = """
 num_query_groups lr min_lr decoupled_min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
 start_weight_decay end_weight_decay clip_grad eval_iters init_method_std ckpt_step seed num_workers
 profile_step_start fp8_margin num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 log_fp8_stats
+moe_z_loss_coeff moe_router_bias_update_rate
 """.split()
-SHARES = "hidden_dropout attention_dropout adam_beta1 adam_beta2".split()  # 0 <= x < 1
+SHARES = "hidden_dropout attention_dropout adam_beta1 adam_beta2 moe_input_jitter_eps".split()  # 0 <= x < 1
 
 
 def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
     """All that is wrong with a run of `world_size` processes, a message each; `gpu`: compute capability."""
     errors = list(_ranges(config))
-    layout = (parallel_errors, context_errors, pipeline_errors)
+    layout = (parallel_errors, context_errors, pipeline_errors, moe_errors)
     checks = (_model, *layout, _recompute, _batch, _precision, _optimizer, _schedule, _length)
     for check in (*checks, data_errors, _checkpoint, _extras, _profile, fp8_errors):
         try:
@@ -106,7 +112,8 @@ def _model(config: Config, *_: Any) -> Iterator[str]:
         near = [g for g in range(1, heads + 1) if heads % g == 0 and (g % tp == 0 or tp % g == 0)]
         nearest = min(near, key=lambda g: abs(g - groups))
         yield f"--num-query-groups {groups}: must divide {tp_flag} {tp} or divide by it; nearest {nearest}"
-    yield from multiple("ffn_hidden_size", model.ffn_size, tp_flag, tp)
+    if model.num_experts is None:
+        yield from multiple("ffn_hidden_size", model.ffn_size, tp_flag, tp)
     yield from _positions(config)
     if model.swiglu and model.squared_relu:
         yield "--swiglu --squared-relu: only one of the two"
@@ -196,7 +203,10 @@ def _optimizer(config: Config, *_: Any) -> Iterator[str]:
 
 def _recompute(config: Config, *_: Any) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    full, known = model.recompute_granularity == "full", ("core_attn", "mlp", "mlp_act", "layernorm")
+    full, known = (
+        model.recompute_granularity == "full",
+        ("core_attn", "mlp", "mlp_act", "layernorm", *RECOMPUTED),
+    )
     if strange := [name for name in model.recompute_modules if name not in known]:
         yield f"--recompute-modules {' '.join(strange)}: must be of {', '.join(known)}"
     selective, usual = model.recompute_granularity == "selective", TransformerConfig().recompute_modules
@@ -315,6 +325,7 @@ def resolve(config: Config, world_size: int) -> Config:
             num_query_groups=model.num_kv_heads,
             kv_channels=model.head_dim,
             ffn_hidden_size=model.ffn_size,
+            moe_ffn_hidden_size=model.moe_ffn_size if model.num_experts else None,
             max_position_embeddings=model.max_position_embeddings or data.seq_length,
         ),
         parallel=replace(
@@ -329,8 +340,11 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def remarks(config: Config) -> list[str]:
-    """What was asked for and is so already."""
-    notes, data = [], config.data
+    """What was asked for and is so already, or in part."""
+    notes, data, precision = [], config.data, config.precision
+    if precision.fp8_format and config.model.num_experts and precision.fp8_recipe != "rowwise":
+        why = "torch multiplies groups in FP8 with scales of rows alone (--fp8-recipe rowwise)"
+        notes.append(f"--fp8-recipe {precision.fp8_recipe}: experts multiply in bf16, the rest in FP8; {why}")
     if config.model.distribute_saved_activations and config.model.sequence_parallel:
         notes.append("--distribute-saved-activations: with --sequence-parallel they are cut as they are")
     if data.variable_seq_lengths and (data.reset_position_ids or data.reset_attention_mask):

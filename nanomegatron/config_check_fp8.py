@@ -45,9 +45,12 @@ def gpu_errors(config: Config, capability: tuple) -> Iterator[str]:
     if capability < (8, 9):
         need = "needs a GPU of compute capability 8.9 or more (Ada, Hopper), here it is"
         yield f"--fp8-format {precision.fp8_format}: {need} {here}; leave it out"
-    elif precision.fp8_recipe == "blockwise" and capability[0] != 9:
+    elif capability[0] != 9:
         need = "needs a GPU of compute capability 9.0 (Hopper), here it is"
-        yield f"--fp8-recipe blockwise: {need} {here}; use tensorwise or rowwise"
+        if precision.fp8_recipe == "blockwise":
+            yield f"--fp8-recipe blockwise: {need} {here}; use tensorwise or rowwise"
+        elif precision.fp8_recipe == "rowwise" and config.model.num_experts and config.model.moe_grouped_gemm:
+            yield f"--fp8-recipe rowwise: of experts {need} {here}; use tensorwise, or --no-moe-grouped-gemm"
 
 
 def _settings(config: Config, given: list[str]) -> Iterator[str]:
@@ -82,21 +85,20 @@ def _sizes(config: Config) -> Iterator[str]:
     model, data, tp = config.model, config.data, config.parallel.tensor_model_parallel_size
     unit = config.precision.fp8_multiple
     n, g = model.num_attention_heads // tp, model.num_kv_heads // tp or 1  # heads of a rank
-    d, ffn, length, micro = model.head_dim, model.ffn_size, data.seq_length, data.micro_batch_size
+    d, length, micro = model.head_dim, data.seq_length, data.micro_batch_size
     each = math.lcm(*(unit // math.gcd(unit, heads) for heads in (n, n + 2 * g)))
     head = hidden = "hidden_size", model.hidden_size, math.lcm(unit, each * model.num_attention_heads)
     if model.kv_channels:
         head, hidden = ("kv_channels", d, each), (*hidden[:2], unit)
     cp, cut = config.parallel.context_parallel_size, config.sequence_cut
     every = math.lcm(unit * cp * cut // math.gcd(unit * cp * cut, micro), length_unit(config))
-    of_rank, of_cut = (f" / tp {size}" * (size > 1) for size in (tp, cut))
-    of_cut = f" / cp {cp}" * (cp > 1) + of_cut
+    of_cut = f" / cp {cp}" * (cp > 1) + f" / tp {cut}" * (cut > 1)
     rank = " of a tp rank" * (tp > 1)
     rows = (  # in words, the size, the flag to change: its value, what it has to be a multiple of
         ("--hidden-size", model.hidden_size, hidden),
         (f"head size {d} x {n} query heads{rank} =", n * d, head),
         (f"head size {d} x {n} query, 2 x {g} key/value heads{rank} =", (n + 2 * g) * d, head),
-        (f"--ffn-hidden-size {ffn}{of_rank} =", ffn / tp, ("ffn_hidden_size", ffn, unit * tp)),
+        *_inner_sizes(config),
         (
             f"--seq-length {length} x --micro-batch-size {micro}{of_cut} =",
             length * micro / cp / cut * (not data.variable_seq_lengths),  # packs are padded
@@ -110,3 +112,24 @@ def _sizes(config: Config) -> Iterator[str]:
             near = [f"{m}" for m in (value // step * step, (value // step + 1) * step) if m]
             rule = f"must divide by {unit} for FP8"
             yield f"{words} {size:.9g}: {rule}; nearest {flag(name)} {' or '.join(near)}"
+
+
+def _inner_sizes(config: Config) -> Iterator[tuple[str, float, tuple[str, int, int]]]:
+    """As `_sizes` has them: the inner features of dense layers, of shared experts, and of experts in FP8."""
+    model, parallel, precision = config.model, config.parallel, config.precision
+    tp = parallel.tensor_model_parallel_size
+    try:
+        sparse = model.moe_layers
+    except ValueError:  # of which config_check_moe.py tells
+        return
+    shared, experts = "moe_shared_expert_intermediate_size", any(sparse) and precision.fp8_recipe == "rowwise"
+    own = "moe_ffn_hidden_size" if model.moe_ffn_hidden_size else "ffn_hidden_size"
+    kinds = (
+        ("ffn_hidden_size", model.ffn_size, "tp", tp, not all(sparse)),
+        (shared, model.moe_shared_expert_intermediate_size or 0, "tp", tp, any(sparse)),
+        (own, model.moe_ffn_size, "expert tp", parallel.expert_tensor_parallel_size or tp, experts),
+    )
+    for name, size, axis, ranks, there in kinds:
+        if there:
+            words = f"{flag(name)} {size}" + f" / {axis} {ranks}" * (ranks > 1)
+            yield f"{words} =", size / ranks, (name, size, precision.fp8_multiple * ranks)

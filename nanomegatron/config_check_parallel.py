@@ -24,11 +24,6 @@ def multiple(name: str, value: int, of: str, unit: int) -> Iterator[str]:
 def parallel_errors(config: Config, world: int, device: str) -> Iterator[str]:
     """What is wrong with the layout of a run: sizes that do not fit, settings that need others."""
     parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
-    if (experts := parallel.expert_model_parallel_size) > 1:
-        what = "expert parallelism is not in this version; leave it at 1"
-        yield f"--expert-model-parallel-size {experts}: {what}"
-    if parallel.expert_tensor_parallel_size not in (None, 1, tp):
-        yield f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel_size}: there are no experts"
     if parallel.tp_comm_overlap and tp > 1 and not config.model.sequence_parallel:
         yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
     if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":

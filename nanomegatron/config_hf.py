@@ -33,17 +33,43 @@ vocab_size               vocab_size               vocab_size
 norm_epsilon             rms_norm_eps             layer_norm_epsilon
 init_method_std          initializer_range        initializer_range
 """
+# Setting, its key for those with experts in the order of the heading. Mixtral's are as wide as its MLP.
+EXPERT_KEYS = """
+-                                    mixtral              qwen2_moe              qwen3_moe
+num_experts                          num_local_experts    num_experts            num_experts
+moe_router_topk                      num_experts_per_tok  num_experts_per_tok    num_experts_per_tok
+moe_ffn_hidden_size                  -                    moe_intermediate_size  moe_intermediate_size
+moe_shared_expert_intermediate_size  -                    shared_expert_intermediate_size  -
+"""
 # What a family is without its config.json saying so: its class, our settings; and values of keys left out.
 _LLAMA = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
 _LEFT_OUT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "hidden_act": "silu", "sliding_window": 4096}
 _GPT2 = {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "activation_function": "gelu_new"}
 _QWEN = _LEFT_OUT | {"num_key_value_heads": 32, "max_window_layers": 28}
+_MIXTRAL = _LEFT_OUT | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}
+_MOE = ("num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_QWEN_MOE = _LEFT_OUT | {"norm_topk_prob": False, "shared_expert_intermediate_size": 5632}
 FAMILIES: dict[str, tuple[str, dict, dict]] = {
     "gpt2": ("GPT2LMHeadModel", {}, _GPT2 | {"tie_word_embeddings": True}),
     "llama": ("LlamaForCausalLM", _LLAMA, _LEFT_OUT),
     "mistral": ("MistralForCausalLM", _LLAMA, _LEFT_OUT | {"num_key_value_heads": 8}),
     "qwen2": ("Qwen2ForCausalLM", _LLAMA | {"add_qkv_bias": True}, _QWEN),
     "qwen3": ("Qwen3ForCausalLM", _LLAMA | {"qk_layernorm": True}, _QWEN | {"head_dim": 128}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        _LLAMA,
+        _MIXTRAL | {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        _LLAMA | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+        _QWEN_MOE | dict(zip(_MOE, (16, 60, 4, 1408), strict=True)),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        _LLAMA | {"qk_layernorm": True},
+        _QWEN_MOE | dict(zip(_MOE, (4, 128, 8, 768), strict=True)),
+    ),
 }
 # Keys that decide what is computed, and the values that are computed here.
 ONLY = {
@@ -53,6 +79,7 @@ ONLY = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
     "partial_rotary_factor": (1.0,),
+    "qkv_bias": (True,),
     "quantization_config": (None,),
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -72,14 +99,11 @@ ROPE_KEYS = {
     "yarn": ("attention_factor", *YARN),
 }
 DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
-TRAINING = (
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "attention_backend",
-    "sequence_parallel",
-)
-TRAINING += ("cross_entropy_loss_fusion", "recompute", "distribute_saved")
+TRAINING = """
+hidden_dropout attention_dropout init_method_std attention_backend sequence_parallel cross_entropy_loss_fusion
+recompute distribute_saved moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype moe_router_force
+moe_token moe_pad moe_expert_capacity moe_permute moe_grouped moe_shared_expert_overlap
+""".split()
 _SETTINGS = {s.name: s for part in dataclasses.fields(Config) for s in dataclasses.fields(part.type)}
 
 
@@ -106,6 +130,8 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     if family not in FAMILIES:
         raise ValueError(f"model_type = {family!r}: here are {', '.join(FAMILIES)}")
     _, built_in, left_out = FAMILIES[family]
+    if family.endswith("moe") and "num_local_experts" in hf:  # transformers 5 writes so
+        hf = {"num_experts": hf["num_local_experts"]} | hf
     hf, settings = left_out | hf, dict(built_in)
     for key, values in ONLY.items():
         if (value := hf.get(key)) is not None and value not in values:
@@ -116,7 +142,7 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
             settings[name] = float(value) if kind is float else value
         elif value is not None or not key.endswith("?"):
             errors.append(f"{key.rstrip('?')} = {value!r:.80}: must be a number above 0")
-    for part in (_plain, _rope, _windows) if not errors else ():
+    for part in (_plain, _rope, _windows, _experts) if not errors else ():
         try:
             settings |= part(hf, family)
         except (ValueError, TypeError, AttributeError) as error:
@@ -128,8 +154,10 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
 
 def _keys(family: str) -> list[tuple[str, str]]:
     """(key of config.json, setting) of a family."""
-    rows = (line.split() for line in KEYS.strip().splitlines())
-    pairs = ((gpt2 if family == "gpt2" else llama, name) for name, llama, gpt2 in rows)
+    rows = [line.split() for line in KEYS.strip().splitlines()]
+    pairs = [(gpt2 if family == "gpt2" else llama, name) for name, llama, gpt2 in rows]
+    heading, *rows = (line.split() for line in EXPERT_KEYS.strip().splitlines())
+    pairs += [(row[heading.index(family)], row[0]) for row in rows if family in heading]
     return [(key, name) for key, name in pairs if key != "-"]
 
 
@@ -196,21 +224,38 @@ def _yarn(rope: dict) -> dict[str, Any]:
 def _windows(hf: dict, family: str) -> dict[str, Any]:
     """Which layers see how far. Their width counts the query's own key, ours does not."""
     layers, kinds, qwen = hf.get("num_hidden_layers", 0), hf.get("layer_types"), family.startswith("qwen")
-    width = hf["sliding_window"] if family == "mistral" or (qwen and hf.get("use_sliding_window")) else None
-    windowed = [width is not None and i >= hf.get("max_window_layers", 0) for i in range(layers)]
-    if kinds is not None:
+    always = family in ("mistral", "mixtral")
+    width = hf["sliding_window"] if always or (qwen and hf.get("use_sliding_window")) else None
+    first = 0 if family == "qwen3_moe" else hf.get("max_window_layers", 0)
+    windowed = [width is not None and i >= first for i in range(layers)]
+    if kinds is not None or (family == "qwen2_moe" and width is not None):
         known = {"full_attention": False, "sliding_attention": True}
-        told = [known.get(kind) for kind in kinds]
-        if None in told or len(told) != layers or (not qwen and told != windowed):
+        told = [known.get(kind) for kind in kinds or ()]
+        fixed = not qwen or family == "qwen3_moe"
+        if None in told or len(told) != layers or (fixed and told != windowed):
             raise ValueError(f"layer_types = {kinds!r:.80}: here are {' and '.join(known)}, one a layer")
         windowed = told
     if not any(windowed):
         return {}
     if not _positive(width, int):
         raise ValueError(f"sliding_window = {width!r}: must be a number above 0")
-    runs = [f"[{int(on)}]*{len(list(group))}" for on, group in itertools.groupby(windowed)]
-    pattern = {} if all(windowed) else {"window_attn_skip_freq": "+".join(runs)}
+    pattern = {} if all(windowed) else {"window_attn_skip_freq": _pattern(windowed)}
     return {"window_size": (width - 1, 0)} | pattern
+
+
+def _experts(hf: dict, family: str) -> dict[str, Any]:
+    """Which layers have experts, and whether the weights of those chosen sum to 1, as Mixtral's do."""
+    if "num_experts_per_tok" not in FAMILIES[family][2]:
+        return {}
+    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step") or 1
+    on = [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
+    settings = {} if all(on) else {"moe_layer_freq": _pattern(on)}
+    return settings | {"moe_router_pre_softmax": not hf.get("norm_topk_prob", True)}
+
+
+def _pattern(layers: list[bool]) -> str:
+    """Megatron's list of layers that have something."""
+    return "+".join(f"[{int(on)}]*{len(list(group))}" for on, group in itertools.groupby(layers))
 
 
 def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
@@ -221,6 +266,8 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
     wanted, in_the_way = _effective(config.model), {}
     for family in FAMILIES:
         hf = _written(config, family) | {"bos_token_id": eod, "eos_token_id": eod}
+        if any(hf[key] is None for key, name in _keys(family) if name.startswith(("num_experts", "moe"))):
+            continue  # a family with experts, or shared ones
         settings = settings_of(hf)
         fields = {f.name for f in dataclasses.fields(TransformerConfig)} & settings.keys()
         found = _effective(TransformerConfig(**{name: settings[name] for name in fields}))
@@ -235,6 +282,7 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     """This model's config.json as `family`, in the spelling of transformers 4, which 5 reads too."""
     model, windows = config.model, config.model.windows
     values = vars(model) | _effective(model) | {"vocab_size": config.data.vocab_size}
+    values["ffn_hidden_size"] = model.moe_ffn_size if family == "mixtral" else model.ffn_size
     hf = {"architectures": [FAMILIES[family][0]], "model_type": family, "torch_dtype": config.dtype_name}
     hf |= {key.rstrip("?"): values[name] for key, name in _keys(family)}
     hf["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
@@ -251,8 +299,11 @@ def _written(config: Config, family: str) -> dict[str, Any]:
         return hf | dict.fromkeys(("attention_bias", "mlp_bias"), not model.disable_bias_linear)
     width = next((window + 1 for window in windows if window is not None), None)
     hf["sliding_window"] = width
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return hf
+    if model.num_experts:
+        dense = [i for i, experts in enumerate(model.moe_layers) if not experts]
+        hf |= {"norm_topk_prob": not model.moe_router_pre_softmax, "mlp_only_layers": dense}
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     first = kinds.index("sliding_attention") if width else model.num_layers
     return hf | {"use_sliding_window": bool(width), "max_window_layers": first, "layer_types": kinds}
@@ -266,10 +317,19 @@ def _effective(model: TransformerConfig) -> dict[str, Any]:
     unused += () if kind == "rope" and model.use_rope_scaling else ("rope_scaling",)
     unused += () if kind in ("rope", "yarn") else ("rotary",)
     values = {k: v for k, v in dataclasses.asdict(model).items() if not k.startswith(unused)}
+    if model.num_experts:
+        values |= {
+            "moe_layer_freq": model.moe_layers,
+            "moe_ffn_hidden_size": model.moe_ffn_size,
+            "moe_router_load_balancing_type": "sinkhorn" in model.moe_router_load_balancing_type,
+            "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        }
+    else:
+        values = {k: v for k, v in values.items() if not k.startswith("moe")}
     return values | {
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_size,
+        "ffn_hidden_size": None if all(model.moe_layers) else model.ffn_size,
         "add_qkv_bias": model.add_qkv_bias or not model.disable_bias_linear,
         "squared_relu": model.squared_relu and not model.swiglu,
         "window_size": model.windows,

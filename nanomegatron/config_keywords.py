@@ -68,7 +68,16 @@ TRANSFORMER_CONFIG = {
     "hybrid_context_parallel": (False, "ParallelConfig(dynamic_context_parallel=True)"),
     "max_seqlen_per_dp_cp_rank": (None, "ParallelConfig(max_seqlen_per_dp_cp_rank=...)"),
     "tp_comm_overlap": (False, "ParallelConfig(tp_comm_overlap=True)"),
-    "num_moe_experts": (None, "nothing; there are no experts in this version"),
+    "num_moe_experts": (None, "num_experts"),
+    "expert_model_parallel_size": (1, "ParallelConfig(expert_model_parallel_size=...)"),
+    "expert_tensor_parallel_size": (None, "ParallelConfig(expert_tensor_parallel_size=...)"),
+    "overlap_moe_expert_parallel_comm": (False, "ParallelConfig(overlap_moe_expert_parallel_comm=True)"),
+    "moe_per_layer_logging": (False, "RunConfig(moe_per_layer_logging=True)"),
+    "moe_layer_recompute": (False, "recompute_granularity='selective', recompute_modules=('moe',)"),
+    "moe_token_dropping": (False, "moe_expert_capacity_factor"),
+    "moe_enable_deepep": (False, "moe_token_dispatcher_type='alltoall'"),
+    "moe_router_topk_limited_devices": (None, "moe_router_num_groups and moe_router_group_topk"),
+    "moe_apply_probs_on_input": (False, "nothing; the weights of experts are applied to what they give"),
 }
 GPT_MODEL = {
     "transformer_layer_spec": (None, "the fields of TransformerConfig; a layer has no other description"),
@@ -93,6 +102,8 @@ bias_activation_fusion bias_dropout_fusion apply_rope_fusion gradient_accumulati
 deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm overlap_p2p_comm
 overlap_p2p_comm_warmup_flush enable_autocast fp8_interval
 calculate_per_token_loss fp16_lm_cross_entropy parallel_output
+moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization
+moe_use_legacy_grouped_gemm moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
 """.split()
 
 

@@ -1,18 +1,21 @@
 """The shape of a model: its settings, and Megatron's list of which layers have something.
 
---window-attn-skip-freq         a window of --window-size keys in the layers
-(none)                          all
-N                               all but every N-th
-"([1]*5+[0])*4"                 those with a 1
+value               --window-attn-skip-freq: a window     --moe-layer-freq: experts instead of an MLP
+(none)              all layers                            all layers
+N                   all but every N-th                    every N-th, from the first on
+"([1]*5+[0])*4"     those with a 1                        those with a 1
 """
 
 import ast
 import dataclasses
 import functools
+import typing
 from dataclasses import dataclass
 from typing import Any
 
 from nanomegatron.config_keywords import TRANSFORMER_CONFIG, answer
+
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def setting(
@@ -28,12 +31,16 @@ def setting(
 
 def with_megatron_keywords(cls: type) -> type:
     """A dataclass whose constructor takes, or answers, Megatron's keywords too."""
-    own, names = cls.__init__, [f.name for f in dataclasses.fields(cls)]
+    own, fields = cls.__init__, dataclasses.fields(cls)
+    names, lists = [f.name for f in fields], [f.name for f in fields if typing.get_origin(f.type) is tuple]
 
     @functools.wraps(own)
     def init(self: Any, *values: Any, **keywords: Any) -> None:
         strange = {name: keywords.pop(name) for name in list(keywords) if name not in names}
         answer(cls.__name__, TRANSFORMER_CONFIG, names, strange)
+        for name in keywords.keys() & lists:  # Megatron's are lists, or one value
+            value = keywords[name]
+            keywords[name] = tuple(value) if isinstance(value, list | tuple) else (value,)
         own(self, *values, **keywords)
 
     cls.__init__ = init
@@ -43,7 +50,7 @@ def with_megatron_keywords(cls: type) -> type:
 @with_megatron_keywords
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of the model. Families (GPT, Llama, Mistral, Qwen) differ by these values alone."""
+    """The shape of the model. Families (GPT, Llama, Mixtral, Qwen) differ by these values alone."""
 
     num_layers: int | None = setting(None, "number of transformer layers")
     hidden_size: int | None = setting(None, "width of the residual stream")
@@ -90,6 +97,65 @@ class TransformerConfig:
     window_attn_skip_freq: str | None = setting(
         None, "every N-th layer sees all keys; or a list, 1 for a window: ([1]*5+[0])*4"
     )
+    num_experts: int | None = setting(None, "experts of a layer, of which a token takes few; none without")
+    moe_ffn_hidden_size: int | None = setting(None, "inner width of an expert; --ffn-hidden-size")
+    moe_layer_freq: str = setting(
+        "1", "every N-th layer has experts; or a list, 1 for those that have: [0]*1+[1]*23"
+    )
+    moe_router_topk: int = setting(2, "experts that a token takes")
+    moe_router_score_function: str = setting(
+        "softmax", "scores of the experts from the router's logits", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = setting(
+        False, "softmax over all experts before the choice; over the chosen without"
+    )
+    moe_router_topk_scaling_factor: float | None = setting(
+        None, "the weights of the chosen experts are multiplied by this"
+    )
+    moe_router_num_groups: int | None = setting(
+        None, "groups of experts, for a choice limited to the best --moe-router-group-topk"
+    )
+    moe_router_group_topk: int | None = setting(None, "groups that a token's experts come from")
+    moe_router_load_balancing_type: tuple[str, ...] = setting(
+        ("aux_loss",), "what evens the experts' load, one way or more: " + ", ".join(BALANCING), nargs="*"
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = setting(
+        (0.0,), "weight of the loss that evens the load, one for each way", nargs="*"
+    )
+    moe_z_loss_coeff: float | None = setting(None, "weight of the loss that keeps the router's logits small")
+    moe_router_enable_expert_bias: bool = setting(
+        False, "a bias for the choice alone evens the load, without a loss; with sigmoid scores"
+    )
+    moe_router_bias_update_rate: float = setting(1e-3, "how far that bias moves in a step")
+    moe_router_dtype: str | None = setting(
+        None, "type of the router's matmul; what follows it is in fp32 anyway", choices=("fp32", "fp64")
+    )
+    moe_input_jitter_eps: float | None = setting(None, "multiply the router's input by 1 - eps to 1 + eps")
+    moe_router_force_load_balancing: bool = setting(
+        False, "random experts for every token, to measure speed at an even load"
+    )
+    moe_token_dispatcher_type: str = setting(
+        "allgather",
+        "how tokens travel to experts of other ranks",
+        choices=("allgather", "alltoall"),
+        refused={"flex": "there is no DeepEP; use alltoall"},
+    )
+    moe_expert_capacity_factor: float | None = setting(
+        None, "an expert takes this times its even share of the tokens, and drops others; all without"
+    )
+    moe_token_drop_policy: str = setting(
+        "probs", "which it keeps: those of the largest weight, or the first", choices=("probs", "position")
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(False, "every expert gets as many rows as it can take")
+    moe_permute_fusion: bool = setting(True, "order tokens by expert, and back, each in one kernel")
+    moe_grouped_gemm: bool = setting(True, "the matmuls of all experts of a rank in one call; or a loop")
+    moe_shared_expert_intermediate_size: int | None = setting(
+        None, "inner width of the experts that every token takes, all together; none without"
+    )
+    moe_shared_expert_gate: bool = setting(False, "each token weighs the shared experts by a sigmoid")
+    moe_shared_expert_overlap: bool = setting(
+        False, "shared experts work while tokens travel; with --moe-token-dispatcher-type alltoall"
+    )
     attention_backend: str = setting(
         "auto", "core attention implementation", choices=("auto", "fused", "flash", "unfused")
     )
@@ -108,7 +174,7 @@ class TransformerConfig:
     )
     recompute_modules: tuple[str, ...] = setting(
         ("core_attn",),
-        "for selective: core_attn, mlp, mlp_act (SwiGLU or GELU), layernorm",
+        "for selective: core_attn, mlp, mlp_act (SwiGLU or GELU), layernorm, moe, moe_act, shared_experts",
         nargs="*",
     )
     recompute_method: str | None = setting(
@@ -134,6 +200,17 @@ class TransformerConfig:
         h = self.hidden_size
         return self.ffn_hidden_size or (int(8 * h / 3 / 64) * 64 if self.swiglu else 4 * h)
 
+    @property
+    def moe_ffn_size(self) -> int:
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def moe_layers(self) -> list[bool]:
+        """For each layer whether it has experts."""
+        if self.num_experts is None:
+            return [False] * self.num_layers
+        return [bool(n) for n in layer_pattern(str(self.moe_layer_freq), self.num_layers, first=True)]
+
     def recomputes(self, module: str) -> bool:
         """Whether --recompute-granularity selective names the module."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
@@ -147,10 +224,11 @@ class TransformerConfig:
         return [self.window_size[0] if yes else None for yes in windowed]
 
 
-def layer_pattern(text: str | None, num_layers: int) -> list[int]:
+def layer_pattern(text: str | None, num_layers: int, first: bool = False) -> list[int]:
     """Megatron's way to say which layers have something: 1 or 0 for each.
 
-    None: all; "N": all but every N-th; else a list of Python numbers joined by + and *: "([1]*5+[0])*4".
+    None: all; "N": all but every N-th, or with `first` the first of every N alone; else a list of Python
+    numbers joined by + and *: "([1]*5+[0])*4".
     Raises ValueError for anything else, and for a list of another length.
     """
 
@@ -170,6 +248,8 @@ def layer_pattern(text: str | None, num_layers: int) -> list[int]:
 
     try:
         found = 1 if text is None else value(ast.parse(text, mode="eval").body)
+        if isinstance(found, int) and found > 0 and first:
+            return [int(i % found == 0) for i in range(num_layers)]
         if isinstance(found, int) and found > 0:
             return [1 if text is None else int((i + 1) % found != 0) for i in range(num_layers)]
         if len(found) == num_layers and set(found) <= {0, 1}:

@@ -16,7 +16,8 @@ view. Each of d ranks is given a shard of every bucket, which it alone updates (
 
 `optim_grads` takes memory for a bucket's gradients when the first of them is written, adds what the reduction
 gives to the shard's fp32 sum, and gives the memory back. Both all-gather the parameters after the update.
-The weights of FP8 layers have buckets of their own, of whose casts `dp_bucket.py` tells.
+The weights of FP8 layers have buckets of their own, of whose casts `dp_bucket.py` tells, and so have those of
+experts: an expert is on fewer ranks than a dense weight, and those that hold it share all of its work (edp).
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
@@ -41,8 +42,8 @@ IN_FLIGHT = 2  # reductions of `optim_grads` under way, each with a bucket's gra
 
 
 def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
-    """Whose ranks each have a summand of a parameter's gradient: of dense ones all of dp x cp."""
-    return mesh.dp_cp
+    """Whose ranks hold a parameter, each with a summand of its gradient: of dense ones all of dp x cp."""
+    return mesh.edp if param.spec.expert else mesh.dp_cp
 
 
 def split(params: Iterable[nn.Parameter], size: float) -> Iterator[list[nn.Parameter]]:
@@ -92,7 +93,7 @@ class Buckets:
         self.overlap_reduce, self.overlap_gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
         self.pooled = self.strategy == "optim_grads"
         sharded = self.strategy != "no_shard"
-        self.norm_axis = mesh.world if sharded else mesh.model  # over which shards make up the whole model
+        self.world = mesh.world
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
         self.flying: deque[tuple[Bucket, Pending]] = deque()
@@ -159,14 +160,18 @@ class Buckets:
         while len(self.flying) > left:
             bucket, pending = self.flying.popleft()
             summed = pending.wait()
+            share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # for experts less than 1
             if self.pooled:
-                bucket.grad_shard.add_(summed)
+                bucket.grad_shard.add_(summed, alpha=share)
+            elif share != 1.0:
+                bucket.grad_shard.mul_(share)
 
     def grad_sync(self) -> None:
-        """Finish the sums over dp x cp of what has not been summed yet; then those of partial gradients.
+        """Finish the sums over replicas of what has not been summed yet; then those of partial gradients.
 
         Afterwards each bucket's `grad_shard` is final. Communicates, a rank, the gradients once (a
-        microbatch, with optim_grads) over dp x cp, and the shard's norms and the like in one piece over tp.
+        microbatch, with optim_grads) over dp x cp, or edp, and the shard's norms and the like in one piece
+        over tp.
         Raises RuntimeError where gradients are missing: of a layer that is not used, or one that did not say
         that they are ready. And where parameters were used that may not have been there: those of a module
         whose own forward has not run.
@@ -201,7 +206,9 @@ class Buckets:
         what = {"optim": "optimizer states", "optim_grads": "optimizer states and gradients"}
         said = []
         if self.strategy in what:
-            said.append(f"{what[self.strategy]} cut over {self.all[0].shards.size} ranks")
+            sizes = {bucket.params[0].spec.expert: bucket.shards.size for bucket in self.all}
+            experts = f" (of experts {sizes[True]})" if True in sizes else ""
+            said.append(f"{what[self.strategy]} cut over {sizes[False]} ranks{experts}")
         if len(self.all) > 1:
             largest = max(bucket.size for bucket in self.all)
             said.append(f"{len(self.all)} buckets of up to {largest:,} elements")

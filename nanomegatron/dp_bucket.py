@@ -36,7 +36,7 @@ class Slice:
     at: int  # where the range begins in the flattened local slice of the part
     start: int  # and where it is in the shard
     stop: int
-    saver: bool  # of the ranks that hold this range, the one that saves it
+    saver: bool  # of the ranks that hold this range, the one that saves it and counts it in a norm
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """The range, flat: a view."""

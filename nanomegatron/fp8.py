@@ -24,6 +24,8 @@ difference to the bit:
     optimizer: tensorwise       where shards are gathered in FP8 (`Recipe.gather`): AdamW notes amaxes, all
                                 are agreed upon at once, a second pass over the main weights casts
 
+Experts (`moe_matmul.py`) are in FP8 under rowwise alone, with gradients in E4M3; under the others in bf16.
+
 The optimizer makes the row-major copy, first use the transposed one. A flat shard cuts rows and blocks, so
 there these cannot be cast. Where nobody agrees a row or block cut over tp has a scale for each part: layouts
 differ, within the error below. Scales of rows and blocks are powers of two: a second cast along the other dim
@@ -50,7 +52,7 @@ t = 2^-10, in E5M2 2^-3 and 2^-17. Away from zero a product a b is then off by a
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -198,16 +200,20 @@ class Scales:
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
         self._invert()
 
-    def layer(self, name: str) -> "Fp8Linear":
-        """The state of a new layer; `name` is its own among all layers of the model. Raises ValueError."""
+    def layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8Linear":
+        """The state of a new layer; `name` is its own among all layers of the model. Raises ValueError.
+
+        gradient: the format of its gradients, if it takes no other.
+        """
         if name in self.layers:
             raise ValueError(f"there is an FP8 layer {name} already")
-        limits = [fp8_limit(self.recipe.dtype(role), self.recipe.margin) for role in ROLES]
+        recipe = replace(self.recipe, gradient=gradient or self.recipe.gradient)
+        limits = [fp8_limit(recipe.dtype(role), recipe.margin) for role in ROLES]
         self.history = torch.cat((self.history, self.history.new_zeros(len(self.history), len(ROLES))), dim=1)
         self.limits = torch.cat((self.limits, self.limits.new_tensor(limits)))
         self.scale = torch.cat((self.scale, self.scale.new_ones(len(ROLES))))
         self._invert()
-        self.layers[name] = Fp8Linear(name, self, len(ROLES) * len(self.layers))
+        self.layers[name] = Fp8Linear(name, self, len(ROLES) * len(self.layers), recipe)
         return self.layers[name]
 
     def end_step(self) -> None:
@@ -272,8 +278,8 @@ class Scales:
 class Fp8Linear:
     """What one linear layer casts with: `Scales.layer` makes it."""
 
-    def __init__(self, name: str, scales: Scales, first: int) -> None:
-        self.name, self.scales, self.recipe = name, scales, scales.recipe
+    def __init__(self, name: str, scales: Scales, first: int, recipe: Recipe) -> None:
+        self.name, self.scales, self.recipe = name, scales, recipe
         self.slots = slice(first, first + len(ROLES))
         self.cached: Quantized | None = None
         self.taken: Cast | None = None  # of the weight, row-major, by the optimizer

@@ -14,12 +14,14 @@ Their results are rounded once, from fp32; a cast of 16 bits has been rounded be
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from nanomegatron.fp8 import Cast, Fp8Linear, Quantized
 from nanomegatron.mesh import Axis
+from nanomegatron.model_recompute import made_again
 from nanomegatron.ops_fused_fp8 import Pair, gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops_kernels import once
 from nanomegatron.ops_mlp import SILU, gated_backward_ref, gated_ref
@@ -71,6 +73,20 @@ def kept_of(x: torch.Tensor) -> torch.Tensor:
     """What a linear layer keeps of x for its backward: of a stand-in the bytes of a copy."""
     casts = casts_of(x)
     return x if casts is None else (casts.flip or casts.row).data
+
+
+def through(y: torch.Tensor, then: Callable, first: Callable, x: torch.Tensor | None) -> torch.Tensor:
+    """then(y); where there is an x, what `then` keeps of y = first(x) is made anew in the backward."""
+    if x is None:
+        return then(y)
+    x = x.detach()
+
+    @torch.enable_grad  # makes the copies that a backward reads
+    def again() -> torch.Tensor:
+        return kept_of(first(x))
+
+    with made_again(kept_of(y), again):
+        return then(y)
 
 
 class CastFp8Function(torch.autograd.Function):

@@ -12,7 +12,8 @@
 
 What an evaluation casts does not count, nor does the first forward of a layer that is recomputed. Each x, W
 and g counts as cast row-major: with scales of rows or blocks the transposed copy loses other values, of the
-same order. A tensor that tp ranks have alike counts once a rank, which changes no share.
+same order. A tensor that tp ranks have alike counts once a rank, which changes no share. All experts of a
+layer count as one, padding included.
 
 Costs in such a step: three passes over what is cast, and beside it memory of one |x| and some bools; with
 blocks two more in fp32. Weights that the optimizer casts are made in 16 bits again, and gathered. In other
@@ -22,7 +23,7 @@ steps nothing.
 import torch
 
 from nanomegatron.comm import all_gather, all_reduce_
-from nanomegatron.fp8 import OF_TENSORS, ROLES, Cast, Scales
+from nanomegatron.fp8 import E4M3, OF_TENSORS, ROLES, Cast, Scales
 from nanomegatron.mesh import Axis
 from nanomegatron.ops_fp8 import fp8_amax, fp8_decode, fp8_limit, fp8_scale
 
@@ -86,6 +87,9 @@ class Stats:
             limit = fp8_limit(recipe.dtype(role), 0 if blocks else recipe.margin)
             of = slice(i, None, len(ROLES))
             now = fp8_scale(amax[of], limit, power_of_two=recipe.name not in OF_TENSORS)[0]
+            if role == "g":  # of experts in E4M3, whatever the others' format
+                ratio = fp8_limit(recipe.gradient) / fp8_limit(E4M3)
+                now /= now.new_tensor([ratio if ".experts." in name else 1.0 for name in self.names])
             scale[of] = scale[of].where(scale[of] > 0, now)
         values.clamp_(min=1.0)
         return torch.stack((scale.double(), amax.double(), saturated / values, underflow / values), dim=1)

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from nanomegatron import comm
-from nanomegatron.checkpoint import CheckpointError, load, training_pieces
+from nanomegatron.checkpoint import CheckpointError, load, module_states, state_pieces, training_pieces
 from nanomegatron.config import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.config_cli import from_toml
 from nanomegatron.mesh import Mesh, World, pick_device
@@ -125,8 +125,8 @@ def generate(
 ) -> list[list[int]]:
     """Each prompt and its continuation, up to `max_new_tokens`, the model's longest sequence, or `eod`.
 
-    Prompt i draws with `seed + i`. Every rank of tp and pp calls this with the same arguments and gets the
-    same tokens. Raises ValueError for an empty prompt and for one that is longer than the model's sequences.
+    Prompt i draws with `seed + i`. Every rank of tp, pp and ep calls this with the same arguments and gets
+    the same tokens. Raises ValueError for an empty prompt and for one longer than the model's sequences.
     """
     check_sampling(temperature, top_k, top_p)
     texts = [list(prompt) for prompt in prompts]
@@ -219,7 +219,8 @@ def load_model(
     bf16 = replace(config.precision, fp8_format=None)  # runs anywhere, and one scale ties no prompts together
     made_of = replace(config, model=shape, parallel=parallel, precision=bf16)
     model = build(made_of, mesh, vocab_size, padded, init)
-    load(root, training_pieces(list(model.parameters()), {}, mesh.dp_cp), mesh, found.iteration, cast=True)
+    pieces = training_pieces(model.parameters(), {}, mesh) + state_pieces(module_states(model), mesh)
+    load(root, pieces, mesh, found.iteration, cast=True)
     return model, tokenizer, config
 
 

@@ -4,13 +4,16 @@
     Llama    model.layers.3.self_attn.q_proj.weight                 [q, h]
     GPT-2    transformer.h.3.attn.c_attn.weight                     [h, 3h]     q, k and v side by side
 
+    ours     decoder.layers.3.mlp.experts.5.linear_fc2.weight_t     [f, h]
+    Mixtral  model.layers.3.block_sparse_moe.experts.5.w2.weight    [h, f]
+
 GPT-2 keeps its weights as [in, out]: our q is the first third of the transpose. The others keep them as ours,
 head by head. Files are mapped into memory: a rank that copies its slice of a tensor reads that slice alone.
 """
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +39,22 @@ decoder.layers.*.mlp.linear_fc2                 model.layers.*.mlp.down_proj
 decoder.final_layernorm                         model.norm
 output_layer                                    lm_head
 """
+MIXTRAL = """
+decoder.layers.*.mlp.router                     model.layers.*.block_sparse_moe.gate
+decoder.layers.*.mlp.experts.*.linear_fc1.gate  model.layers.*.block_sparse_moe.experts.*.w1
+decoder.layers.*.mlp.experts.*.linear_fc1.up    model.layers.*.block_sparse_moe.experts.*.w3
+decoder.layers.*.mlp.experts.*.linear_fc2       model.layers.*.block_sparse_moe.experts.*.w2
+"""
+QWEN_MOE = """
+decoder.layers.*.mlp.router                     model.layers.*.mlp.gate
+decoder.layers.*.mlp.experts.*.linear_fc1.gate  model.layers.*.mlp.experts.*.gate_proj
+decoder.layers.*.mlp.experts.*.linear_fc1.up    model.layers.*.mlp.experts.*.up_proj
+decoder.layers.*.mlp.experts.*.linear_fc2       model.layers.*.mlp.experts.*.down_proj
+decoder.layers.*.mlp.shared_experts                    model.layers.*.mlp.shared_expert_gate
+decoder.layers.*.mlp.shared_experts.linear_fc1.gate    model.layers.*.mlp.shared_expert.gate_proj
+decoder.layers.*.mlp.shared_experts.linear_fc1.up      model.layers.*.mlp.shared_expert.up_proj
+decoder.layers.*.mlp.shared_experts.linear_fc2         model.layers.*.mlp.shared_expert.down_proj
+"""
 GPT2 = """
 embedding.word_embeddings                       transformer.wte
 embedding.position_embeddings                   transformer.wpe
@@ -50,11 +69,21 @@ decoder.layers.*.mlp.linear_fc2                 transformer.h.*.mlp.c_proj   tra
 decoder.final_layernorm                         transformer.ln_f
 output_layer                                    lm_head
 """
+TABLES = {
+    "gpt2": GPT2,
+    "mixtral": LLAMA + MIXTRAL,
+    "qwen2_moe": LLAMA + QWEN_MOE,
+    "qwen3_moe": LLAMA + QWEN_MOE,
+}
 # Tensors of old files that hold no weights: masks and tables that the model computes.
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+NUMBER = r"(?<=\.)\d+(?=\.)"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The settings that decide a tensor's shape, beside --hidden-size.
 HINTS = {
+    "shared_experts": "--moe-shared-expert-intermediate-size",
+    "experts": "--num-experts, --moe-ffn-hidden-size",
+    "router": "--num-experts",
     "linear_fc": "--ffn-hidden-size",
     "self_attention": "--num-attention-heads, --num-query-groups, --kv-channels",
     "position": "--max-position-embeddings",
@@ -93,7 +122,7 @@ def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dic
 
     theirs: the names that a folder has. Saved without the language model's head, they lack their prefix.
     """
-    rows = (GPT2 if family == "gpt2" else LLAMA).strip().splitlines()
+    rows = filter(None, TABLES.get(family, LLAMA).splitlines())
     table = {ours: rest for ours, *rest in map(str.split, rows)}
     prefix = table["embedding.word_embeddings"][0].split(".")[0] + "."
     theirs = list(theirs)
@@ -101,14 +130,14 @@ def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dic
     found = {}
     for ours in names:
         stem, kind = ours.rsplit(".", 1)
-        layer = re.search(r"(?<=\.)\d+(?=\.)", stem)
-        stem = stem.replace(f".{layer[0]}.", ".*.") if layer else stem
-        if stem not in table:
+        numbers = re.findall(NUMBER, stem)  # of the layer, of the expert
+        if (stem := re.sub(NUMBER, "*", stem)) not in table:
             raise ValueError(f"{ours}: the Hugging Face family {family} has nothing like it")
         name, *how = table[stem]
-        name = name.removeprefix(prefix if bare else "").replace("*", layer[0] if layer else "")
+        name = name.removeprefix(prefix if bare else "").replace("*", "{}").format(*numbers)
         index, count = map(int, how[1].split("/")) if len(how) > 1 else (0, 1)
-        found[ours] = Place(f"{name}.{kind}", bool(how) and kind == "weight", index, count)
+        transposed = kind == "weight_t" or (bool(how) and kind == "weight")
+        found[ours] = Place(f"{name}.{'bias' if kind == 'bias' else 'weight'}", transposed, index, count)
     return found
 
 
@@ -173,11 +202,16 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def load_weights(
-    folder: str | Path, params: Sequence[torch.nn.Parameter], whole: Iterable[Part] | None = None
+    folder: str | Path,
+    params: Sequence[torch.nn.Parameter],
+    whole: Iterable[Part] | None = None,
+    source: Callable[[str], tuple[str, bool] | None] = lambda name: (name, False),
 ) -> list[str]:
     """Fill the parameters from a Hugging Face folder, each rank its slices; returns notes for the user.
 
-    whole: the parts of the whole model, where the parameters are a pipeline stage's. Nothing is communicated.
+    whole: the parts of the whole model, where the parameters are those of a stage or of some of the experts.
+    source(name): the tensor of `whole` that a part is made of, and whether it is transposed; None: it stays.
+    Nothing is communicated.
     Raises ValueError, before anything is filled, with all that does not fit.
     """
     there, types = Folder(folder), set()
@@ -185,7 +219,11 @@ def load_weights(
     found = there.match(parts if whole is None else whole)
     for param in params:
         for part in param.spec.parts:
-            theirs = there.tensors[found[part.name].name]
-            part.view(param.detach()).copy_(part.of(found[part.name].ours(theirs)))
+            if (made_of := source(part.name)) is None:
+                continue
+            place, transposed = found[made_of[0]], made_of[1]
+            theirs = there.tensors[place.name]
+            ours = place.ours(theirs)
+            part.view(param.detach()).copy_(part.of(ours.t() if transposed else ours))
             types |= {str(theirs.dtype).removeprefix("torch.")} if theirs.dtype != param.dtype else set()
     return [f"weights cast from {dtype}" for dtype in sorted(types)]

@@ -105,7 +105,7 @@ def pick_device(asked: str, world: World) -> torch.device:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank. `world` is every rank, `model` all that share one copy of the model.
+    """All axes of this rank. `world` is every rank, `etp_ep` all that share one copy of a stage's experts.
 
     `embed` are the ranks of the first and the last stage; `wires` those of this rank by (sender, receiver),
     numbers on the pp axis, each an axis of these two. `cp.levels`, with hierarchical_context_parallel_sizes:
@@ -121,10 +121,10 @@ class Mesh:
     pp: Axis
     dp_cp: Axis
     tp_cp: Axis
-    model: Axis
     ep: Axis
     etp: Axis
     edp: Axis
+    etp_ep: Axis
     embed: Axis
     wires: dict[tuple[int, int], Axis] = field(default_factory=dict)
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
@@ -160,6 +160,7 @@ class Mesh:
         for name, sizes in parts.items():
             axes[name] = replace(axes[name], parts={n: axes.pop(f"{name}{n}") for n in sizes})
         axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap)
+        axes["ep"] = replace(axes["ep"], overlap=parallel.overlap_moe_expert_parallel_comm)
         if levels:
             outer = axes.pop("cp across")
             axes["cp"] = replace(axes["cp"], levels=(axes["cp"].neighbours(levels[0]), outer))
@@ -207,8 +208,8 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
         **{name: list(grid_groups(dense, (name,))) for name in ("tp", "cp", "dp", "pp")},
         "dp_cp": list(grid_groups(dense, ("cp", "dp"))),
         "tp_cp": list(grid_groups(dense, ("tp", "cp"))),
-        "model": list(grid_groups(dense, ("tp", "pp"))),
         **{name: list(grid_groups(expert, (name,))) for name in ("ep", "etp", "edp")},
+        "etp_ep": list(grid_groups(expert, ("etp", "ep"))),
         "embed": [tuple(ranks[end] for end in ends) for ranks in pipelines],
     }
 

@@ -6,8 +6,9 @@ Model FLOP/s utilisation (MFU, PaLM, arXiv:2204.02311 appendix B) is one divisio
 
 but its numerator is a matter of convention. All agree on 6 FLOPs a token and matrix weight (2 forward, 4
 backward); they differ in which weights count and in how much of the S x S attention square does.
-Recomputation never counts; keys outside a sliding window do in the full square alone, those of other
-documents in a row always (with --variable-seq-lengths a document is a row). Llama-3-8B, GFLOPs a token:
+Recomputation never counts; of experts those of a token do, of the router its weights with 6n; keys outside
+a sliding window do in the full square alone, those of other documents in a row always (with
+--variable-seq-lengths a document is a row). Llama-3-8B, GFLOPs a token:
 
     convention        weights                    attention     S 4096   S 8192   used by
     megatron          matmuls (LM head too)      causal half    48.25    51.47   Megatron; our headline
@@ -20,51 +21,69 @@ The same run thus differs by up to 18.6 % between papers: never compare two MFUs
 
 import math
 import re
+from collections.abc import Iterable
 
 from nanomegatron.config import TransformerConfig
 
 CONVENTIONS = ("megatron", "full-attention", "6n-causal", "6n")  # the first is the headline
 
 
-def layer_matmul_parameters(model: TransformerConfig, tp: int = 1) -> int:
+def layer_matmul_parameters(model: TransformerConfig, tp: int = 1, ffn: int | None = None) -> int:
     """Matrix weights of one layer that one of `tp` ranks holds: QKV, projection, both MLP matrices.
 
-    Fewer key/value heads than ranks are replicated: every rank then holds one.
+    Fewer key/value heads than ranks are replicated: every rank then holds one. ffn: width of the MLP, if not
+    that of the dense layers.
     """
-    h, ffn = model.hidden_size, model.ffn_size // tp
+    h, ffn = model.hidden_size, (model.ffn_size if ffn is None else ffn) // tp
     query = model.num_attention_heads * model.head_dim // tp
     key_value = 2 * max(model.num_kv_heads // tp, 1) * model.head_dim
     return h * (query + key_value) + query * h + h * ffn * (3 if model.swiglu else 2)
+
+
+def expert_parameters(model: TransformerConfig, experts: int, etp: int = 1) -> int:
+    """Parameters of so many experts of a layer that one of `etp` ranks holds."""
+    h, f, parts = model.hidden_size, model.moe_ffn_size // etp, 2 if model.swiglu else 1
+    return experts * (h * f * (parts + 1) + (parts * f + h) * (not model.disable_bias_linear))
 
 
 def parameter_count(
     model: TransformerConfig,
     vocab_size: int,
     tp: int = 1,
-    layers: int | None = None,
+    layers: Iterable[int] | None = None,
     first: bool = True,
     last: bool = True,
+    experts: int | None = None,
 ) -> int:
     """Parameters that one of `tp` ranks holds; all of the model's with tp 1.
 
     Matrices and the biases of column-parallel layers are sharded, norms, positions and the other biases
     replicated. vocab_size is what is to be counted: the tokenizer's, or the padded one. Of a pipeline rank:
-    the number of its layers (None: all), and whether it has the first stage (embedding) and the last one
-    (norm, output weight).
+    its layers (None: all), and whether it has the first stage (embedding) and the last one (norm, output
+    weight). experts: how many of each layer, whole, if not all; `moe_router_topk` for what a token takes.
     """
     h, d = model.hidden_size, model.head_dim
     norm = h if model.normalization == "RMSNorm" else 2 * h  # weight, or weight and bias
-    layer = layer_matmul_parameters(model, tp) + 2 * norm
+    biases, parts = not model.disable_bias_linear, 2 if model.swiglu else 1
+    layer = layer_matmul_parameters(model, tp, 0) + 2 * norm + h * biases
     if model.qk_layernorm:
         layer += 2 * norm * d // h
-    if model.add_qkv_bias or not model.disable_bias_linear:
+    if model.add_qkv_bias or biases:
         layer += (model.num_attention_heads // tp + 2 * max(model.num_kv_heads // tp, 1)) * d
-    if not model.disable_bias_linear:
-        layer += (2 if model.swiglu else 1) * model.ffn_size // tp + 2 * h
+
+    def mlp(width: int) -> int:
+        return width // tp * (h * (parts + 1) + parts * biases) + h * biases
+
+    moe, shared = 0, model.moe_shared_expert_intermediate_size
+    if model.num_experts:
+        moe = expert_parameters(model, model.num_experts if experts is None else experts)
+        moe += h * model.num_experts + (mlp(shared) + h * model.moe_shared_expert_gate if shared else 0)
+    sparse, which = model.moe_layers, range(model.num_layers) if layers is None else layers
+    total = sum(layer + (moe if sparse[i] else mlp(model.ffn_size)) for i in which)
     tables = first + last if model.untie_embeddings_and_output_weights else first or last
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     ends = norm * last + h * (tables * vocab_size // tp + positions * first)
-    return (model.num_layers if layers is None else layers) * layer + ends
+    return total + ends
 
 
 def flops_per_iteration(
@@ -81,9 +100,11 @@ def flops_per_iteration(
     if convention not in CONVENTIONS:
         raise ValueError(f"FLOP convention {convention!r} is unknown; choose one of {', '.join(CONVENTIONS)}")
     if convention.startswith("6n"):
-        weights = parameter_count(model, padded_vocab_size)
+        weights = parameter_count(model, padded_vocab_size, experts=model.moe_router_topk)
     else:
-        weights = model.num_layers * layer_matmul_parameters(model) + model.hidden_size * padded_vocab_size
+        own = model.moe_router_topk * model.moe_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
+        layers = (layer_matmul_parameters(model, ffn=own if moe else None) for moe in model.moe_layers)
+        weights = sum(layers) + model.hidden_size * padded_vocab_size
     # Scores and weighted sum are 2 * width multiply-adds for a query and each key that it sees.
     causal = convention in ("megatron", "6n-causal")
     keys = sum(_keys(seq_length, window if causal else None) for window in model.windows)

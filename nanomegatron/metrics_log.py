@@ -5,6 +5,7 @@
               metrics.jsonl  one JSON object a step: KEYS, and whatever else the step knows
               evals.jsonl    one an evaluation
               fp8.jsonl      one a step of --log-fp8-stats: layer/tensor/kind, the kinds of fp8_stats.py
+              experts.jsonl  one a step of --moe-per-layer-logging: layer/kind, those of moe_load.py
               status.json    running | done | preempted | failed, exit code, last checkpoint
 
 Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
@@ -21,6 +22,7 @@ from typing import Any, TextIO
 
 from nanomegatron.config import Config
 from nanomegatron.metrics_writers import (
+    EXPERTS,
     JsonLines,
     missing_extras,
     plain,
@@ -43,7 +45,7 @@ KEYS = (
     "mfu",
 )
 STATES = ("running", "done", "preempted", "failed")
-_COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8}, eta=9)
+_COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
 
 
 class RunLog:
@@ -73,7 +75,8 @@ class RunLog:
         self.train_iters = 0
         self._text: TextIO | None = None
         self._series: list[JsonLines] = []
-        self._evals, self._fp8 = (JsonLines(self.folder / f"{name}.jsonl") for name in ("evals", "fp8"))
+        kinds = ("evals", "fp8", "experts")
+        self._beside = {kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in kinds}
         self._writers: list[Any] = []
         self._bar: Any = None
         self._interval: list[dict] = []
@@ -90,7 +93,7 @@ class RunLog:
         extra = self.config.run.metrics_jsonl
         paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
         self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
-        for series in [*self._series, self._evals, self._fp8]:
+        for series in [*self._series, *self._beside.values()]:
             series.drop_after(iteration)
         self._writers = scalar_writers(self.config, self.folder, iteration)
         self._bar = progress_bar(iteration, train_iters, self.stream)
@@ -128,8 +131,8 @@ class RunLog:
         """One iteration; a line on console and log at the first, the last and every --log-interval.
 
         record: all of KEYS (mfu None where the peak is unknown). Known beside them: `skipped`, `loss_scale`,
-        `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, and `tflops_per_gpu_*` by other FLOP
-        conventions.
+        `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, those of EXPERTS, and
+        `tflops_per_gpu_*` by other FLOP conventions.
         """
         if not self.is_main:
             return
@@ -148,19 +151,23 @@ class RunLog:
 
     def _log_interval(self, mean: dict[str, Any]) -> None:
         if not self._lines:
-            self._console("".join(f"{name:>{width}}" for name, width in _COLUMNS.items()))
+            self._console("".join(f"{name:>{width}}" for name, width in _columns(mean).items()))
         self._lines += 1
         self._console(table_row(mean, self.train_iters))
         self._file(megatron_line(mean, self.train_iters, self.config))
 
-    def fp8(self, iteration: int, samples: int, numbers: dict[str, float]) -> None:
-        """The statistics of a step's FP8 casts by layer/tensor/kind; samples: consumed so far."""
+    def details(self, kind: str, iteration: int, samples: int, numbers: dict[str, Any]) -> None:
+        """What a step tells about "fp8" casts or "experts", layer by layer; samples: consumed so far.
+
+        Lists go to the file alone.
+        """
         if not self.is_main:
             return
         record = {"iteration": iteration, "consumed_samples": samples}
-        self._fp8.append(record | numbers)
+        self._beside[kind].append(record | numbers)
+        tags = {f"{kind}/{name}": x for name, x in numbers.items() if not isinstance(x, list)}
         for writer in self._writers:
-            writer.add({f"fp8/{name}": value for name, value in numbers.items()}, record)
+            writer.add(tags, record)
 
     def evaluation(
         self, iteration: int, split: str, loss: float, bpb: float | None = None, samples: int | None = None
@@ -174,8 +181,9 @@ class RunLog:
         ppl = math.exp(min(20, loss))
         record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
         record["consumed_samples"] = samples
-        if plain(record) not in self._evals.read():  # a finished run that is started again evaluates again
-            self._evals.append(record)
+        evals = self._beside["evals"]
+        if plain(record) not in evals.read():  # a finished run that is started again evaluates again
+            evals.append(record)
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
         if bpb is not None:
             tags[f"bits per byte {split}"] = bpb
@@ -211,13 +219,18 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
-        for thing in [self._bar, self._text, self._evals, self._fp8, *self._series, *self._writers]:
+        for thing in [self._bar, self._text, *self._beside.values(), *self._series, *self._writers]:
             if thing is not None:
                 thing.close()
         self._bar, self._text, self._series, self._writers = None, None, [], []
 
 
 # Lines
+
+
+def _columns(mean: dict[str, Any]) -> dict[str, int]:
+    """Names and widths; with experts how many times its share the busiest one has."""
+    return _COLUMNS | ({"busiest": 9} if "moe_load_imbalance" in mean else {}) | {"eta": 9}
 
 
 def table_row(mean: dict[str, Any], train_iters: int) -> str:
@@ -232,9 +245,10 @@ def table_row(mean: dict[str, Any], train_iters: int) -> str:
         f"{mean['tflops_per_gpu']:.3g}" if mean["tflops_per_gpu"] < 1 else f"{mean['tflops_per_gpu']:.1f}",
         "-" if share is None else f"{100 * share:.1f}%",
         "-" if memory is None else f"{memory:.2f}",
+        *([f"{mean['moe_load_imbalance']:.2f}x"] if "moe_load_imbalance" in mean else []),
         duration((train_iters - mean["iteration"]) * mean["step_time_ms"] / 1e3),
     )
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _columns(mean).values(), strict=True))
 
 
 def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:
@@ -256,6 +270,7 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
         f"learning rate: {mean['lr']:.6E}",
         f"global batch size: {mean['global_batch_size']:5d}",
         f"lm loss: {mean['lm_loss']:.6E}",
+        *(f"{tag.replace('-', ' ')}: {mean[key]:.6E}" for key, tag in EXPERTS.items() if key in mean),
         f"loss scale: {mean.get('loss_scale', 1.0):.1f}",
         f"grad norm: {mean['grad_norm']:.3f}",
         *([f"num zeros: {mean['num_zeros']:.0f}"] if "num_zeros" in mean else []),
@@ -267,7 +282,10 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
 
 
 def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record for an interval: loss over the steps that counted, rates over time, the rest the last."""
+    """One record for an interval: loss over the steps that counted, rates over time, the rest the last.
+
+    What experts tell is the mean over all steps.
+    """
     milliseconds = sum(record["step_time_ms"] for record in records)
     losses = [record["lm_loss"] for record in records if not record.get("skipped")]
     mean = dict(records[-1])
@@ -275,6 +293,7 @@ def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
         if mean[key] is not None:
             mean[key] = sum(record[key] * record["step_time_ms"] for record in records) / milliseconds
     mean["lm_loss"] = sum(losses) / len(losses) if losses else math.nan
+    mean |= {key: sum(r[key] for r in records) / len(records) for key in EXPERTS if key in mean}
     mean["step_time_ms"] = milliseconds / len(records)
     mean["skipped"] = sum(bool(record.get("skipped")) for record in records)
     mean["nan"] = sum(not math.isfinite(record["lm_loss"]) for record in records)

@@ -93,7 +93,16 @@ def missing_extras(config: Config) -> list[str]:
 
 
 # Tags that begin like this; the rest vs samples too.
-BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/")
+BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/", "experts/")
+# What a step of a model with experts tells, each the mean over layers (moe_load.py), and its tag.
+EXPERTS = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+    "moe_load_imbalance": "load-imbalance",
+    "moe_dropped_share": "dropped-share",
+}
 
 
 def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +119,7 @@ def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
         "skipped-train-samples": record.get("skipped_samples") or None,
         "num-zeros": record.get("num_zeros"),
         "params-norm": record.get("params_norm"),
+        **{tag: record.get(key) for key, tag in EXPERTS.items()},
     }
     return {tag: value for tag, value in tags.items() if value is not None}
 

@@ -41,13 +41,16 @@ from nanomegatron.fp8_fused import (
     NormFp8Function,
     cast_for,
     fuses,
-    kept_of,
     takes_casts,
+    through,
     wanted,
 )
 from nanomegatron.mesh import Axis
 from nanomegatron.model_ends import Embedding, OutputLayer, Stage, Tokens, hidden_dropout
-from nanomegatron.model_recompute import made_again, recomputed, segments
+from nanomegatron.model_recompute import recomputed, segments
+from nanomegatron.moe import MoELayer
+from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.moe_router import MoeAxes
 from nanomegatron.ops_mlp import SILU, gated_ref
 from nanomegatron.ops_norm import add_norm, norm, norm_ref
 from nanomegatron.ops_rope import rope, rope_angles, rope_packed, rope_ref
@@ -191,11 +194,12 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """The two-layer feed-forward network: `[s, b, h] -> [s, b, h]`, inner features cut over tp."""
 
-    def __init__(self, config: TransformerConfig, tp: Axis, init: Init) -> None:
+    def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
+        """size: of the inner features, for shared experts."""
         super().__init__()
         h, ffn, bias, cut = (
             config.hidden_size,
-            config.ffn_size,
+            size or config.ffn_size,
             not config.disable_bias_linear,
             config.sequence_parallel,
         )
@@ -222,35 +226,35 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear_fc1(x)
-        return _through(self.activated(x), self.linear_fc2, self.activated, x if self.recompute else None)
-
-
-def _through(y: torch.Tensor, then: Callable, first: Callable, x: torch.Tensor | None) -> torch.Tensor:
-    """then(y); where there is an x, what `then` keeps of y = first(x) is made anew in the backward."""
-    if x is None:
-        return then(y)
-    x = x.detach()
-
-    @torch.enable_grad  # makes the copies that a backward reads
-    def again() -> torch.Tensor:
-        return kept_of(first(x))
-
-    with made_again(kept_of(y), again):
-        return then(y)
+        return through(self.activated(x), self.linear_fc2, self.activated, x if self.recompute else None)
 
 
 class TransformerLayer(nn.Module):
     """Attention and MLP, each behind a norm and around a residual: `[s, b, h] -> [s, b, h]`."""
 
-    def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        tp: Axis,
+        init: Init,
+        experts: MoeAxes = MoeAxes(),  # noqa: B008 (frozen)
+    ) -> None:
         super().__init__()
         h, cut = config.hidden_size, config.sequence_parallel
         self.layer, self.p = layer, config.hidden_dropout
-        self.recompute_norms, self.recompute_mlp = config.recomputes("layernorm"), config.recomputes("mlp")
+        sparse = config.num_experts is not None and config.moe_layers[layer]
+        self.recompute_norms = config.recomputes("layernorm")
+        self.recompute_mlp = config.recomputes("moe" if sparse else "mlp")
         self.input_layernorm = Norm(config, h, tp, init.at("input_layernorm"), cut)
         self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"))
         self.pre_mlp_layernorm = Norm(config, h, tp, init.at("pre_mlp_layernorm"), cut)
-        self.mlp = MLP(config, tp, init.at("mlp"))
+        inner, size = init.at("mlp"), config.moe_shared_expert_intermediate_size
+        if sparse:
+            shared = MLP(config, tp, inner.at("shared_experts"), size) if size else None
+            self.mlp = MoELayer(config, layer, experts, inner, shared)
+        else:
+            self.mlp = MLP(config, tp, inner)
 
     def forward(
         self, x: torch.Tensor, batch: Tokens, rotary: tuple | None, cache: Cache | None = None
@@ -258,12 +262,15 @@ class TransformerLayer(nn.Module):
         def attention(normed: torch.Tensor) -> torch.Tensor:
             return self.self_attention(normed, batch, rotary, cache)
 
-        def mlp(normed: torch.Tensor) -> torch.Tensor:
-            return recomputed(self.mlp, normed) if self.recompute_mlp else self.mlp(normed)
+        fc1 = None if isinstance(self.mlp, MoELayer) else self.mlp.linear_fc1
+        feed = self.mlp if fc1 is not None else partial(self.mlp, batch=batch)
 
-        again, qkv, fc1 = self.recompute_norms, self.self_attention.linear_qkv, self.mlp.linear_fc1
+        def mlp(normed: torch.Tensor) -> torch.Tensor:
+            return recomputed(feed, normed) if self.recompute_mlp else feed(normed)
+
+        again, qkv = self.recompute_norms, self.self_attention.linear_qkv
         first = partial(self.input_layernorm, to=qkv)
-        y = _through(first(x), attention, first, x if again else None)
+        y = through(first(x), attention, first, x if again else None)
         y = hidden_dropout(y, self.p, batch, 2 * self.layer + 1)
         second = partial(self.pre_mlp_layernorm, to=fc1)
         if self.recompute_mlp and takes_casts(fc1):  # what is recomputed cannot begin with a stand-in
@@ -271,7 +278,7 @@ class TransformerLayer(nn.Module):
             y = recomputed(lambda total: self.mlp(second(total)), x)
         else:
             normed, x = self.pre_mlp_layernorm.after_sum(y, x, fc1)
-            y = _through(normed, mlp, second, x if again else None)
+            y = through(normed, mlp, second, x if again else None)
         return x + hidden_dropout(y, self.p, batch, 2 * self.layer + 2)
 
 
@@ -316,7 +323,7 @@ class GPTModel(nn.Module):
             self.embedding = Embedding(config, sizes, words, tp, start)
         layers = range(config.num_layers) if stage.layers is None else stage.layers
         self.layers = nn.ModuleList(
-            TransformerLayer(config, i, tp, decoder.at(f"layers.{i}")) for i in layers
+            TransformerLayer(config, i, tp, decoder.at(f"layers.{i}"), stage.experts) for i in layers
         )
         self.final_layernorm = self.output_layer = None
         if stage.post_process:
@@ -335,6 +342,8 @@ class GPTModel(nn.Module):
             for linear in layer.modules() if layer.layer in layers else ():
                 if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                     linear.fp8 = linear.weight.fp8 = scales.layer(linear.weight.spec.name)
+                elif isinstance(linear, GroupedExperts):
+                    linear.use_fp8(scales)
 
     def set_input_tensor(self, x: torch.Tensor) -> None:
         """What the stage before has made, for the next forward of a stage without embedding: `[s, b, h]`."""

@@ -18,6 +18,7 @@ from nanomegatron.comm import own_slice
 from nanomegatron.config import TransformerConfig
 from nanomegatron.cp_shard import Shard
 from nanomegatron.mesh import Axis
+from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from nanomegatron.tp import VocabParallelEmbedding, vocab_parallel_logits
 from nanomegatron.tp_loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
@@ -30,10 +31,11 @@ class Tokens:
     `tokens` `[b, s]`, `positions` `[s]` in the sample; `sample_ids` `[b]` number the samples in the global
     data order, and with `dropout_seed` determine the dropout masks (None: no dropout). `position_ids`
     `[b, s]` are told where they start over with each document; `cu_seqlens`, `max_seqlen` (see attention.py)
-    where attention ends with it, of all tokens: padding is a document, too. `loss_weights` `[b, s]` are the
-    gradients that the losses will get, for --cross-entropy-loss-fusion; the model itself fills in
-    `residual_positions`, `[s/tp]`. With a `shard` all this but cu_seqlens is of the s/cp tokens that this
-    rank has of a row.
+    where attention ends with it, of all tokens: padding is a document, too, at positions below 0.
+    `loss_weights` `[b, s]` are the gradients that the losses will get, for --cross-entropy-loss-fusion;
+    `aux_scale`, 0-d, is the gradient of the losses that even the load of experts, sums over tokens (None:
+    there are none). The model itself fills in `residual_positions`, `[s/tp]`. With a `shard` all this but
+    cu_seqlens is of the s/cp tokens that this rank has of a row.
     """
 
     tokens: torch.Tensor
@@ -45,6 +47,7 @@ class Tokens:
     max_seqlen: int | None = None
     loss_weights: torch.Tensor | None = None
     shard: Shard | None = None
+    aux_scale: torch.Tensor | None = None
     residual_positions: torch.Tensor | None = None
 
     @property
@@ -58,7 +61,7 @@ class Stage:
     """Which part of a model a GPTModel is; all of it by default.
 
     embed: the ranks that have the first and the last stage. word_embeddings: the weight of the embedding
-    where another GPTModel of this rank has it.
+    where another GPTModel of this rank has it. experts: the axes that mixtures of experts use.
     """
 
     layers: range | None = None
@@ -66,6 +69,7 @@ class Stage:
     post_process: bool = True  # norm, output layer and loss come behind them
     embed: Axis | None = None
     word_embeddings: nn.Parameter | None = None
+    experts: MoeAxes = MoeAxes()
 
 
 def hidden_dropout(x: torch.Tensor, p: float, batch: Tokens, site: int) -> torch.Tensor:

@@ -91,14 +91,14 @@ def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None
 
 @contextmanager
 def made_again(output: torch.Tensor, again: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """While this lasts autograd keeps `again` in place of `output`, and calls it in the backward."""
-    place = output.data_ptr(), output.shape  # autograd keeps `pack`, which must not keep `output`
+    """While this lasts autograd does not keep `output`, or a view of all of it: `again` makes it anew."""
+    place = output.data_ptr(), output.numel()  # autograd keeps `pack`, which must not keep `output`
 
     def pack(x: torch.Tensor) -> Any:
-        return again if (x.data_ptr(), x.shape) == place else x
+        return x.shape if (x.data_ptr(), x.numel()) == place and x.is_contiguous() else x
 
     def unpack(kept: Any) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else kept()
+        return kept if isinstance(kept, torch.Tensor) else again().view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

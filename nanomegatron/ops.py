@@ -42,6 +42,15 @@ def dropout(
     return _drop(x, p, _hashed(seed, site, sample_ids, positions[:, None]), features)
 
 
+def jitter(
+    x: torch.Tensor, eps: float, seed: int, site: int, positions: torch.Tensor, sample_ids: torch.Tensor
+) -> torch.Tensor:
+    """x times numbers from 1 - eps to 1 + eps, a function of what the mask of `dropout` is a function of."""
+    features = torch.arange(x.shape[-1], device=x.device)
+    bits = _bits(_hashed(seed, site, sample_ids, positions[:, None]), features)
+    return x * (1.0 - eps + 2.0 * eps * (bits / 2**24)).to(x.dtype)
+
+
 def attention_dropout(
     probs: torch.Tensor,
     p: float,
@@ -62,8 +71,12 @@ def attention_dropout(
 
 def _drop(x: torch.Tensor, p: float, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Zero a share p of x, by the counters `rows` (of x's shape without the last dim) and `columns`."""
-    bits = (_mix(rows[..., None] + columns) >> 20) & 0xFFFFFF
-    return x * (bits >= int(p * 2**24)).to(x.dtype) / (1.0 - p)
+    return x * (_bits(rows, columns) >= int(p * 2**24)).to(x.dtype) / (1.0 - p)
+
+
+def _bits(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """24 random bits for each row and column."""
+    return (_mix(rows[..., None] + columns) >> 20) & 0xFFFFFF
 
 
 def _hashed(seed: int, site: int, *indices: torch.Tensor) -> torch.Tensor:

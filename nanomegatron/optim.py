@@ -1,6 +1,6 @@
 """AdamW with fp32 main parameters, clipping and loss scaling, without one host sync a step.
 
-    gradients (summed)  ->  norm of each part  ->  global norm over tp x pp (x dp)  ->  clip factor, finite?
+    gradients (summed)  ->  norm of each part  ->  global norm over all ranks  ->  clip factor, finite?
                                                                                            |
     main params (fp32)   <-  AdamW reads factor and flag from the device: a bad step changes nothing
     params (bf16/fp16)   <-  copied from the main params; in fp32 they are the same tensors
@@ -42,8 +42,9 @@ class Optimizer:
     """AdamW over this rank's shards of all buckets.
 
     values: `step_values`, three numbers for each step of the run. Norms count each part of each parameter
-    once over the model, that is over tp x pp, and where dp ranks have shards over all ranks: one all-reduce
-    of a number. A step gathers the parameters where they are cut over ranks.
+    once: the rank that would save it does, whichever axes share it, so that one all-reduce of a number over
+    all ranks is right for dense parameters and experts alike. A step gathers the parameters where they are
+    cut over ranks.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Optimizer:
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.values = torch.tensor(values, dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
-        owned = [[s for s in reversed(shard.bucket.slices) if s.part.owner] for shard in self.shards]
+        owned = [[s for s in reversed(shard.bucket.slices) if s.saver] for shard in self.shards]
         self.part_names = [piece.part.name for pieces in owned for piece in pieces]
         self.segments = [Segments.of(((s.start, s.stop, 0) for s in pieces), device) for pieces in owned]
 
@@ -130,7 +131,7 @@ class Optimizer:
         return torch.cat([sums.to(self.values.device) for sums in found])
 
     def _norm(self, squares: torch.Tensor) -> torch.Tensor:
-        return all_reduce_(squares.sum(), self.buckets.norm_axis).sqrt()
+        return all_reduce_(squares.sum(), self.buckets.world).sqrt()
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each once: 0-d. Communicates a number as the gradients' norm does."""
@@ -139,7 +140,7 @@ class Optimizer:
     def num_zeros(self) -> torch.Tensor:
         """Gradients that are zero, padding not counted: 0-d. Communicates a number."""
         zeros = self._over_parts(self._grads(), zeros=True).sum().long()
-        return all_reduce_(zeros, self.buckets.norm_axis)
+        return all_reduce_(zeros, self.buckets.world)
 
     def reset_main(self) -> None:
         """Take the main parameters from the parameters again: after weights were loaded without them."""

@@ -83,17 +83,16 @@ class ParamSpec:
     parts: tuple[Part, ...]
     local_shape: tuple[int, ...]
     writes_grad: bool = False  # the layer adds to main_grad itself and says so
-    uses: int = 1  # contributions to the gradient in a microbatch: 2 for tied embeddings on one rank
+    uses: int = 1  # contributions in a microbatch: 2 for tied embeddings on one rank, experts of halves
     tied: bool = False  # embedding and output weight in one
     decay: bool = True  # takes part in weight decay: everything but biases and norms
+    expert: bool = False  # of experts: its gradients are summed over edp instead of dp x cp
 
     @property
     def name(self) -> str:
         """The parts' common name, for messages."""
-        if len(self.parts) == 1:
-            return self.parts[0].name
-        layer, _, kind = self.parts[0].name.rsplit(".", 2)
-        return f"{layer}.{kind}"
+        words = zip(*(part.name.split(".") for part in self.parts))
+        return ".".join(each[0] for each in words if len(set(each)) == 1)
 
 
 @dataclass(frozen=True)

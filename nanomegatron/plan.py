@@ -13,6 +13,8 @@ buckets of gradients in use:
 and what the forward pass of one microbatch keeps for its backward: of a layer see `plan_layer.py`. Of a row
 that cp ranks share each has the cp-th part, of documents as they are the largest pack.
 
+The parameters of experts count for the ranks that share them, d of edp instead of dp x cp.
+
 Layers that are recomputed as a whole keep their input alone, and one such group is whole again in the
 backward. At the end come the last norm, the logits, then their gradient, and without kernels the loss in
 fp32, a chunk of tokens at a time, or with fused loss a chunk of all of it; there the memory of a rank with a
@@ -26,6 +28,7 @@ B or BW taking it away. What is put off from B until W holds, in values a token,
 
     inputs of the linear layers               2h * + n + f          made again, where they were not kept
     gradients of their outputs                n + 2g + 2f or f + 2h
+    experts, of c copies                      c(2h + 3f) or c(2h + 2f)
     embedding                                 h
     output layer                              h * + V               none with fused loss: it has been done
 
@@ -43,14 +46,19 @@ from nanomegatron.config import Config, padded_vocab_size
 from nanomegatron.config_batch import stages as batch_stages
 from nanomegatron.dp import IN_FLIGHT, bucket_size
 from nanomegatron.fp8 import Recipe
-from nanomegatron.metrics import layer_matmul_parameters, parameter_count
+from nanomegatron.metrics import expert_parameters, layer_matmul_parameters, parameter_count
 from nanomegatron.model_recompute import segments
 from nanomegatron.ops_kernels import why_not
 from nanomegatron.ops_loss import CHUNK
 from nanomegatron.plan_layer import (
     attention_in_flight,
+    copies_of,
+    expert_input,
+    experts_in_fp8,
     linear_input,
+    mlp_widths,
     norm_input,
+    routed_width,
     saved_by_layer,
     tokens_of,
     widths,
@@ -99,13 +107,14 @@ def memory_of_ranks(
     layers, found = stage_layers(config, vocab), []
     for ops, stages in zip(lists, placed, strict=True):
         pieces = [Piece(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
-        count, first, last = zip(*pieces, strict=True)
-        params = parameter_count(config.model, vocab, tp, sum(count), any(first), any(last))
+        _, first, last = zip(*pieces, strict=True)
+        own = [n for s in stages for n in layers[s]]
+        params = parameter_count(config.model, vocab, tp, own, any(first), any(last), experts=0)
         chunks = [needs(config, piece, vocab // tp, device) for piece in pieces]
         peak = max((running for running, _ in walk(ops, chunks)), key=_total)
         found.append(
             {
-                **states(config, params, dtype, fp8_weights(config, [n for s in stages for n in layers[s]])),
+                **states(config, params, dtype, expert_weights(config, own), *fp8_weights(config, own)),
                 **{part: peak[part] for part in PARTS},
                 "messages": messages(config, stages, placed),
                 "tp buffers": tp_buffers(config, dtype) if device.type == "cuda" else 0,
@@ -130,17 +139,45 @@ def describe(*ranks: dict[str, float]) -> str:
     return f"predicted peak {which} {total / 2**30:.2f} GiB ({shares})"
 
 
-def fp8_weights(config: Config, layers: list[int]) -> int:
-    """Parameters that a rank multiplies in FP8, if it has the layers of these numbers."""
-    each = layer_matmul_parameters(config.model, config.parallel.tensor_model_parallel_size)
-    fp8 = config.precision.fp8_layers(config.model.num_layers)
-    return each * sum(layer in fp8 for layer in layers)
+def fp8_weights(config: Config, layers: list[int]) -> tuple[int, int]:
+    """Parameters that a rank with the layers of these numbers multiplies in FP8, and those of experts."""
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    fp8 = [layer for layer in layers if layer in config.precision.fp8_layers(model.num_layers)]
+    mlps = [tp * widths(config, model.moe_layers[layer])[2] for layer in fp8]
+    experts = expert_weights(config, fp8) if experts_in_fp8(config) else 0
+    return sum(layer_matmul_parameters(model, tp, ffn) for ffn in mlps), experts
 
 
-def states(config: Config, params: int, dtype: torch.dtype, fp8: int) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer of a rank with so many parameters, `fp8` of them in FP8."""
-    parallel, optimizer = config.parallel, config.optimizer
+def expert_weights(config: Config, layers: list[int]) -> int:
+    """Parameters of experts that a rank has, if it has the layers of these numbers."""
+    model, parallel, sparse = config.model, config.parallel, config.model.moe_layers
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    local = (model.num_experts or 0) // parallel.expert_model_parallel_size
+    return expert_parameters(model, local, etp) * sum(sparse[layer] for layer in layers)
+
+
+def states(
+    config: Config, params: int, dtype: torch.dtype, experts: int = 0, fp8: int = 0, fp8_experts: int = 0
+) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer of a rank with so many parameters, `fp8` of them in FP8.
+
+    experts: so many more that it shares with other ranks, those of edp.
+    """
+    parallel = config.parallel
     ranks = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    found = _states(config, params, dtype, fp8, ranks)
+    if experts:
+        etp = parallel.expert_tensor_parallel_size or tp
+        edp = max(1, ranks * tp // (parallel.expert_model_parallel_size * etp))
+        more = _states(config, experts, dtype, fp8_experts, edp)
+        found = {name: size + more[name] for name, size in found.items()}
+    return found
+
+
+def _states(config: Config, params: int, dtype: torch.dtype, fp8: int, ranks: int) -> dict[str, float]:
+    """The same of parameters that so many ranks share."""
+    parallel, optimizer = config.parallel, config.optimizer
     shared = ranks if parallel.sharding != "no_shard" else 1
     here = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
     grads = params * getattr(torch, config.grad_dtype_name).itemsize
@@ -190,8 +227,9 @@ def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> N
     layer = tokens_of(config) * sum(saved.values())
     again = max((len(run) for run, again in segments(model, piece.layers) if again), default=0)
     group = min(again or 1, piece.layers)  # whose backward begins or ends that of the chunk
-    attention = tokens_of(config) * (attention_in_flight(config, dtype, device) - saved["MLP"])
-    inside = max(value * (3 if model.swiglu else 2) * widths(config)[2], attention) * (group > 0)
+    mlps = saved["MLP"] + saved["experts"]
+    attention = tokens_of(config) * (attention_in_flight(config, dtype, device) - mlps)
+    inside = max(value * (3 if model.swiglu else 2) * max(mlp_widths(config)), attention) * (group > 0)
     part, later = (value * put_off(config, p, columns) for p in (Piece(group, False, False), piece))
     at_loss = Counter({"activations": stream * fused, "logits and loss": loss - logits})  # fused: normed x
     before = 0 if fused else loss  # what the backward of the layers finds to be free again
@@ -223,11 +261,14 @@ def put_off(config: Config, piece: Piece, columns: int) -> float:
     Those of FP8 layers count by their size.
     """
     model, h, own = config.model, config.model.hidden_size, config.model.hidden_size / config.sequence_cut
-    n, g, f = widths(config)
-    inputs, gradients = 2 * own + n + f, n + 2 * g + (2 if model.swiglu else 1) * f + 2 * h
+    (n, g, _), inner = widths(config), mlp_widths(config)
+    sparse, both = sum(model.moe_layers) / len(inner), 3 if model.swiglu else 2  # features: input, gradients
+    routed = copies_of(config) * routed_width(config) * sparse
+    dense = 2 * own + 2 * n + 2 * g + 2 * h + both * (sum(inner) / len(inner) - routed)
+    experts = copies_of(config) * 2 * h * sparse + both * routed
     loss = (own + columns) * (piece.last and not model.cross_entropy_loss_fusion)
-    size = linear_input(config) / getattr(torch, config.dtype_name).itemsize
-    return piece.layers * (inputs + gradients) * size + h * piece.first + loss
+    kept = dense * linear_input(config) + experts * expert_input(config)
+    return piece.layers * kept / getattr(torch, config.dtype_name).itemsize + h * piece.first + loss
 
 
 def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: torch.device) -> float:

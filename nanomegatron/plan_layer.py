@@ -16,12 +16,19 @@ one tp rank, and with sequence parallelism of those rows marked * the tp-th part
                                     kernel in fp32
     MLP                 4f or 2f    SwiGLU: gate and up, silu(gate) but for the kernel, product; GELU: before
                                     and after; one f less if `mlp_act` is made again, none with `mlp`
+    experts             c(2h + 4f)  of c copies of a token, with the f of one expert: inputs, as in an MLP,
+                                    and results, without the kernel in fp32; none with `moe`
+    router *            k, E        fp32 and int64 of each choice and each expert
     dropout masks *     2h          with --hidden-dropout
     statistics          fp32        1 or 2 a norm (of each head, for a q/k norm), log-sum-exp of each head
 
 Of what FP8 layers multiply, the norm outputs, the attention output and the MLP's product, they keep one byte
 a value instead; attention keeps its output besides, and a recomputed MLP is made with the norm before it.
 (Layers in bf16 at the ends are counted as the others.)
+
+Copies are taken to be spread evenly: a rank of etp has the k choices of each of etp ranks' tokens, as many as
+its experts have room for, and in FP8 16 rows of padding for each of these. Shared experts are an MLP, whose
+result is kept for a gate.
 
 Of rows that cp ranks share, p2p and allgather read q, k and v as they are and keep no scores; a2a keeps what
 has come of some heads, n + 2g with a copy of a key/value head for each rank, and its output both ways. The
@@ -44,6 +51,7 @@ import torch
 from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.cp_dynamic import Ranks
+from nanomegatron.fp8 import MULTIPLE
 from nanomegatron.ops_kernels import why_not
 
 
@@ -53,15 +61,16 @@ class Way(NamedTuple):
     heads: int = 1
     keys: int = 1
     gathered: bool = False  # all keys at once, not in a ring
+    experts: bool = False  # it has some
 
 
 def ways(config: Config) -> list[Way]:
     """The way of each layer."""
     model, parallel, cp = config.model, config.parallel, config.parallel.context_parallel_size
     by_heads = {"a2a": cp, "a2a+p2p": next(iter(parallel.hierarchical_context_parallel_sizes), 1)}
-    pairs = zip(parallel.cp_types(model.num_layers), model.windows, strict=True)
-    each = ((by_heads.get(name, 1), name == "allgather" or window is not None) for name, window in pairs)
-    return [Way(heads, cp // heads, gathered) for heads, gathered in each]
+    layers = zip(parallel.cp_types(model.num_layers), model.windows, model.moe_layers, strict=True)
+    each = ((by_heads.get(n, 1), n == "allgather" or window is not None, moe) for n, window, moe in layers)
+    return [Way(heads, cp // heads, gathered, moe) for heads, gathered, moe in each]
 
 
 def saved_by_layer(config: Config, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -75,12 +84,13 @@ def saved(config: Config, dtype: torch.dtype, device: torch.device, way: Way) ->
     """The same of a layer whose attention is shared in this way."""
     model, tp, e = config.model, config.parallel.tensor_model_parallel_size, dtype.itemsize
     heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    h, (n, g, f) = model.hidden_size / config.sequence_cut, widths(config)
+    h, (n, g, f) = model.hidden_size / config.sequence_cut, widths(config, way.experts)
     backend = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
     kept, read = norm_input(model, dtype, device), linear_input(config)
     kernels = not why_not(device)
-    silu = 1 - (kernels and model.bias_swiglu_fusion)
-    inner = e * (2 + silu if model.swiglu else 1) + read * (not model.recomputes("mlp_act"))
+    inner = e * (3 - (kernels and model.bias_swiglu_fusion) if model.swiglu else 1)  # without what fc2 reads
+    mlp = (inner + read * (not model.recomputes("mlp_act"))) * f
+    mlp *= not model.recomputes("shared_experts" if way.experts else "mlp")
     attends_again = model.recomputes("core_attn")
     whole = way.keys == 1 and not attends_again  # attention to all keys, with what autograd keeps of it
     come = way.heads > 1 and not attends_again
@@ -92,17 +102,20 @@ def saved(config: Config, dtype: torch.dtype, device: torch.device, way: Way) ->
     numbers = 1 if model.normalization == "RMSNorm" else 2
     again = read < e and model.recomputes("mlp")
     norms = 1 if again else 2
+    shared = model.moe_shared_expert_intermediate_size is not None
+    routed = (e - read * (not shared)) * (way.experts and read < e)  # the router reads it in 16 bits
     read_in_place = not new_kv or not new_qk  # the QKV output, or what has come in place of it
     return {
         "norm inputs": (kept + (e if again else kept)) * h,
-        "norm outputs": read * norms * h * (not model.recomputes("layernorm")),
+        "norm outputs": (read * norms + routed) * h * (not model.recomputes("layernorm")),
         "QKV output": e * (n + 2 * g) * ((read_in_place and not come) or (model.qk_layernorm and not copied)),
         "q/k norm": (kept if copied else kept - e) * (n + g) * model.qk_layernorm,
         "q, k, v": e * (n * new_qk + 2 * n * new_kv + g * (new_qk and not new_kv))
         + e * (n + 2 * _copied_width(config, way)) * (come and read_in_place),
         "attention output": (e + read * (read < e or (come and not unfused))) * n,
         "scores": heads * row_of(config) * _score(model, e, kernels) * unfused,
-        "MLP": inner * f * (not model.recomputes("mlp")),
+        "MLP": mlp * (not way.experts or not model.recomputes("moe")),
+        "experts": _experts(config, inner, kernels) * (way.experts and not model.recomputes("moe")),
         "dropout masks": 2 * e * h * (model.hidden_dropout > 0),
         "statistics": 4
         * (
@@ -112,9 +125,45 @@ def saved(config: Config, dtype: torch.dtype, device: torch.device, way: Way) ->
     }
 
 
+def _experts(config: Config, inner: float, kernels: bool) -> float:
+    """Bytes a token that router and experts keep; these `inner` a feature, beside what fc2 reads."""
+    model, e, k = config.model, getattr(torch, config.dtype_name).itemsize, config.model.moe_router_topk
+    copies, f, read = copies_of(config), routed_width(config), expert_input(config)
+    rows = read + (e if kernels and model.moe_permute_fusion else 4)
+    features = (inner + read * (not model.recomputes("moe_act"))) * f
+    losses = any(model.moe_aux_loss_coeff) or bool(model.moe_z_loss_coeff)
+    router = 34 * k + 4 * (model.num_experts or 0) * (1 + losses)
+    inputs = e * model.hidden_size * (bool(model.moe_shared_expert_gate) + bool(model.moe_input_jitter_eps))
+    return copies * (rows * model.hidden_size + features) + (router + inputs) / config.sequence_cut
+
+
+def copies_of(config: Config) -> float:
+    """Rows of a rank's experts for each of its tokens."""
+    model, etp = config.model, config.parallel.expert_tensor_parallel_size
+    room = model.moe_expert_capacity_factor or 1.0
+    room = room if model.moe_pad_expert_input_to_capacity else min(room, 1.0)
+    etp = etp or config.parallel.tensor_model_parallel_size
+    local = (model.num_experts or 0) // config.parallel.expert_model_parallel_size
+    padding = MULTIPLE * local * experts_in_fp8(config) / tokens_of(config)
+    return model.moe_router_topk * room * etp / config.sequence_cut + padding
+
+
+def mlp_widths(config: Config) -> list[float]:
+    """Features a token inside the MLP of each layer; of its experts those of all copies."""
+    routed = copies_of(config) * routed_width(config)
+    return [widths(config, moe)[2] + moe * routed for moe in config.model.moe_layers]
+
+
+def routed_width(config: Config) -> int:
+    """Features inside an expert that one etp rank has."""
+    parallel = config.parallel
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    return config.model.moe_ffn_size // etp
+
+
 def attention_in_flight(config: Config, dtype: torch.dtype, device: torch.device) -> float:
     """Bytes a token that the backward of shared attention has beside them, at most: the second table."""
-    model, (n, _, _), e = config.model, widths(config), dtype.itemsize
+    model, (n, *_), e = config.model, widths(config), dtype.itemsize
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
     backend = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
     scores = 12 * heads * row_of(config) * (backend == "unfused")
@@ -139,6 +188,17 @@ def linear_input(config: Config) -> int:
     return 1 if in_fp8 else getattr(torch, config.dtype_name).itemsize
 
 
+def expert_input(config: Config) -> int:
+    """The same of an expert's."""
+    in_16_bits = getattr(torch, config.dtype_name).itemsize
+    return linear_input(config) if experts_in_fp8(config) else in_16_bits
+
+
+def experts_in_fp8(config: Config) -> bool:
+    """Whether those of FP8 layers are."""
+    return config.precision.fp8_format is not None and config.precision.fp8_recipe == "rowwise"
+
+
 def norm_input(model: TransformerConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes a value that a norm keeps: its input, or where torch has no fused kernel two fp32 tensors."""
     return 8 if model.normalization == "RMSNorm" and device.type == "cpu" else dtype.itemsize
@@ -161,8 +221,12 @@ def tokens_of(config: Config) -> int:
     return row_of(config) // config.parallel.context_parallel_size * config.data.micro_batch_size
 
 
-def widths(config: Config) -> tuple[int, int, int]:
-    """Features of the queries, of the keys or values, and inside the MLP that one tp rank has."""
+def widths(config: Config, experts: bool = False) -> tuple[int, int, int]:
+    """Features of the queries, of the keys or values, and inside the MLP that one tp rank has.
+
+    experts: of a layer that has some, where the shared experts are the MLP.
+    """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    return heads * model.head_dim, groups * model.head_dim, model.ffn_size // tp
+    ffn = model.moe_shared_expert_intermediate_size or 0 if experts else model.ffn_size
+    return heads * model.head_dim, groups * model.head_dim, ffn // tp

@@ -44,6 +44,7 @@ from nanomegatron.metrics import flops_per_iteration
 from nanomegatron.model import Cache, GPTModel
 from nanomegatron.model_ends import Stage, Tokens
 from nanomegatron.model_recompute import Inlet
+from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Deferred, Init
 from nanomegatron.schedules import (
     Exchange,
@@ -155,7 +156,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
                 padded_vocab_size=padded_vocab_size,
                 tp=mesh.tp,
                 init=init,
-                stage=Stage(layers[stage], first, last, mesh.embed, words),
+                stage=Stage(layers[stage], first, last, mesh.embed, words, MoeAxes.of(mesh)),
             )
         )
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage

@@ -31,6 +31,7 @@ from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
 from nanomegatron.metrics_log import RunLog
+from nanomegatron.moe_load import ExpertLoad
 from nanomegatron.ops_report import summary
 from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan import chunks_kept, describe, memory_of_ranks
@@ -60,6 +61,7 @@ class Run:
     tracer: Tracer
     profile: Profile
     fp8_stats: Stats | None = None  # of --log-fp8-stats
+    expert_load: ExpertLoad | None = None  # of a model with experts
     iteration: int = 0  # finished
     skipped_samples: int = 0  # passed over by --iterations-to-skip
     pending: "StepReport | None" = None  # launched, not yet reported
@@ -217,8 +219,8 @@ class StepReport:
     ) -> None:
         """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks.
 
-        extras: further numbers for the log, 0-d, or the table of fp8_stats.py. traffic: what this rank has
-        communicated in the step.
+        extras: further numbers for the log, 0-d, or tables of fp8_stats.py and moe_load.py. traffic: what
+        this rank has communicated in the step.
         """
         numbers = (
             dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True)) | vars(stats) | extras
@@ -250,9 +252,14 @@ def report(run: Run, step: StepReport | None) -> None:
         run.stop = f"--exit-duration-in-mins {run.config.run.exit_duration_in_mins}"
     if not finite:
         name_bad_step(run, step, told["lm_loss"], told["grad_norm"])
-    batch, fp8 = run.batch_size(step.iteration), told.pop("fp8", None)
+    batch, fp8, load = run.batch_size(step.iteration), told.pop("fp8", None), told.pop("experts", None)
+    at = step.iteration, run.samples_before[step.iteration]
     if fp8 is not None:
-        run.log.fp8(step.iteration, run.samples_before[step.iteration], run.fp8_stats.by_name(fp8))
+        run.log.details("fp8", *at, run.fp8_stats.by_name(fp8))
+    if load is not None:
+        told |= run.expert_load.means(load)
+        if run.config.run.moe_per_layer_logging:
+            run.log.details("experts", *at, run.expert_load.by_layer(load))
     run.log.step(
         {
             "iteration": step.iteration,

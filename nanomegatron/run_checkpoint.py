@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds, and how a run takes one up.
 
     folder runs/NAME/ckpt    weights, main weights and Adam's moments by global name and slice
+                             FP8 scales, biases of routers
                              state: iteration, samples consumed, good steps, loss scale, seed, tokenizer
                              the resolved settings
 
@@ -8,18 +9,29 @@ There is no random state to keep: weights come from (seed, name), the order of t
 consumed), dropout from (seed, sample, place). So a run that goes on does so to the bit, and under any layout.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from nanomegatron.checkpoint import CheckpointError, latest, load, save, training_pieces
+from nanomegatron.checkpoint import (
+    CheckpointError,
+    latest,
+    load,
+    module_states,
+    save,
+    state_pieces,
+    training_pieces,
+)
 from nanomegatron.checkpoint_files import Piece
 from nanomegatron.config import TransformerConfig
 from nanomegatron.config_cli import flag, to_toml
 from nanomegatron.config_hf import is_hf_folder, read_folder
 from nanomegatron.hf import load_weights
 from nanomegatron.model import GPTModel
-from nanomegatron.param import Init
+from nanomegatron.moe_upcycle import dense_source, divide_outputs
+from nanomegatron.param import Init, Part
 from nanomegatron.run import Run, settle
 
 
@@ -27,18 +39,18 @@ def circumstances(run: Run) -> dict:
     """What must be the same for a run to go on to the bit, and not only with the same data and state."""
     mesh = run.mesh
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    sizes = {axis.name: axis.size for axis in (mesh.tp, mesh.pp, mesh.cp, mesh.dp)}
+    experts = (mesh.ep, mesh.etp) if run.config.model.num_experts else ()
+    sizes = {axis.name: axis.size for axis in (mesh.tp, mesh.pp, mesh.cp, mesh.dp, *experts)}
     sizes["sharding"] = run.config.parallel.sharding
     return {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads(), **sizes}
 
 
-def fp8_pieces(run: Run) -> list[Piece]:
-    """Amaxes and scales of the FP8 layers on this rank; all ranks that share a layer have the same."""
-    if run.model.scales is None:
-        return []
-    first = run.mesh.tp.rank == run.mesh.dp_cp.rank == 0
-    state = run.model.scales.state()
-    return [Piece(f"fp8/{name}", tuple(x.shape), (0,) * x.dim(), x, first) for name, x in state.items()]
+def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Tensor]]:
+    """What a checkpoint holds, with `states` of the optimizer; and, of FP8, copies of amaxes and scales."""
+    scales = run.model.scales
+    fp8 = {} if scales is None else {f"fp8/{name}": x for name, x in scales.state().items()}
+    small = state_pieces(fp8 | module_states(run.model), run.mesh)
+    return training_pieces(run.optimizer.params, states, run.mesh) + small, fp8
 
 
 def save_checkpoint(run: Run) -> None:
@@ -56,7 +68,7 @@ def save_checkpoint(run: Run) -> None:
     }
     run.grads.wait_params()
     states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
-    pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp) + fp8_pieces(run)
+    pieces, _ = all_pieces(run, states)
     save(run.config.checkpoint.save, run.iteration, pieces, state, to_toml(run.config), run.mesh)
     run.log.line(f"saved   {run.config.checkpoint.save}, step {run.iteration}")
     run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
@@ -65,32 +77,27 @@ def save_checkpoint(run: Run) -> None:
 def load_checkpoint(run: Run) -> None:
     """Take up this run's own newest checkpoint if it has one, or else --load: ours or a Hugging Face folder.
 
-    --eval-only wants what --load names, whatever the run has. Raises CheckpointError where nothing is found.
+    --eval-only wants what --load names, whatever the run has; --moe-use-upcycling is for a run's beginning.
+    Raises CheckpointError where nothing is found.
     """
     config, eval_only = run.config.checkpoint, run.config.run.eval_only
-    newest = latest(config.save)
-    own = newest is not None and config.ckpt_step is None and not (eval_only and config.load)
-    if config.ckpt_step is not None and (newest or 0) > config.ckpt_step and not eval_only:
+    newest, upcycling, step = latest(config.save), config.moe_use_upcycling, config.ckpt_step
+    if upcycling and newest is not None and not eval_only:
+        step = None  # it was one of the dense model's
+    own = newest is not None and step is None and not (eval_only and config.load)
+    if step is not None and (newest or 0) > step and not eval_only:
         raise ValueError(
-            f"--ckpt-step {config.ckpt_step}: {config.save} holds iteration {newest}, which a later resume "
+            f"--ckpt-step {step}: {config.save} holds iteration {newest}, which a later resume "
             "would take; give a new --run-name and --load this folder"
         )
-    root = config.save if own else config.load or config.save
+    root, upcycling = config.save if own else config.load or config.save, upcycling and not own
     if is_hf_folder(root):
-        whole = (part for param in whole_model(run).parameters() for part in param.spec.parts)
-        for note in [
-            *load_weights(root, run.optimizer.params, whole),
-            *contradictions(root, run.config.model),
-        ]:
-            run.log.line(f"note    {note}")
-        run.optimizer.reset_main()
-        run.log.line(f"loaded  {root}, the weights of a Hugging Face model")
+        load_hf_folder(run, root, upcycling)
         return
-    finetune = config.finetune and not own
+    finetune = (config.finetune or upcycling) and not own
     states = {} if finetune or eval_only or config.no_load_optim else run.optimizer.states()
-    fp8 = fp8_pieces(run)
-    pieces = training_pieces(run.optimizer.params, states, run.mesh.dp_cp) + fp8
-    loaded = load(root, pieces, run.mesh, config.ckpt_step, cast=not states, optional="fp8/")
+    pieces, fp8 = all_pieces(run, states)
+    loaded = load(root, dense_pieces(pieces) if upcycling else pieces, run.mesh, step, cast=not states)
     if loaded is None:
         if config.load:
             raise CheckpointError(f"--load {root}: no checkpoint there; train from scratch without --load")
@@ -105,11 +112,14 @@ def load_checkpoint(run: Run) -> None:
         take_up(run, root, loaded.state)
         if states:
             run.optimizer.load_scalars(loaded.state["optimizer"])
+    if upcycling:
+        begin_experts(run)
     if not states:
         run.optimizer.reset_main()
     if run.model.scales is not None:
-        run.model.scales.load({piece.key.removeprefix("fp8/"): piece.data for piece in fp8})
-    run.log.line(f"resumed {root}, step {loaded.iteration}" + (" (weights alone)" if finetune else ""))
+        run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
+    how = " (weights alone, each expert as the MLP)" if upcycling else " (weights alone)" * finetune
+    run.log.line(f"resumed {root}, step {loaded.iteration}{how}")
     now = circumstances(run)
     before = now | loaded.state["circumstances"]  # one that is not known has not changed
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
@@ -118,10 +128,53 @@ def load_checkpoint(run: Run) -> None:
     run.log.status("running", iteration=run.iteration, checkpoint=root)
 
 
-def whole_model(run: Run) -> GPTModel:
-    """The model that all stages make up, without memory for its weights."""
+def load_hf_folder(run: Run, root: str, upcycling: bool) -> None:
+    """Take the weights of a Hugging Face model, for the experts those of its MLPs. Raises ValueError."""
+    params, model = run.optimizer.params, run.config.model
+    if upcycling:
+        if read_folder(root)[1].get("num_experts"):
+            raise ValueError(f"--moe-use-upcycling: {root} has experts; leave it out")
+        dense = whole_model(run, num_experts=None)
+        notes = load_weights(root, params, all_parts(dense), dense_source)
+        begin_experts(run)
+    else:
+        notes = load_weights(root, params, all_parts(whole_model(run)))
+    for note in [*notes, *contradictions(root, model)]:
+        run.log.line(f"note    {note}")
+    run.optimizer.reset_main()
+    how = ", each expert as the MLP" * upcycling
+    run.log.line(f"loaded  {root}, the weights of a Hugging Face model{how}")
+
+
+def dense_pieces(pieces: list[Piece]) -> list[Piece]:
+    """The same memory, as pieces of the dense model that it is to be filled from."""
+    found = []
+    for piece in pieces:
+        weight = piece.key.startswith("model/")
+        if (made_of := dense_source(piece.key) if weight else (piece.key, False)) is not None:
+            key, transposed = made_of
+            shape, offset, data = piece.shape, piece.offset, piece.data
+            if transposed:
+                shape, offset, data = shape[::-1], offset[::-1], data.t()
+            found.append(replace(piece, key=key, shape=shape, offset=offset, data=data))
+    return found
+
+
+def begin_experts(run: Run) -> None:
+    """After the weights of a dense model have come."""
+    for note in divide_outputs(run.optimizer.params, run.config.model):
+        run.log.line(f"note    {note}")
+
+
+def all_parts(model: GPTModel) -> Iterator[Part]:
+    """Of all its parameters."""
+    return (part for param in model.parameters() for part in param.spec.parts)
+
+
+def whole_model(run: Run, **changes: Any) -> GPTModel:
+    """The model that all stages make up, or with other settings would, without memory for its weights."""
     return GPTModel(
-        replace(run.config.model, attention_backend="auto"),  # the one of the run may want a device
+        replace(run.config.model, attention_backend="auto", **changes),  # the run's may want a device
         vocab_size=run.model.vocab_size,
         max_sequence_length=run.config.model.max_position_embeddings,
         init=Init(device=torch.device("meta")),

@@ -21,7 +21,7 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.model_ends import Tokens
 from nanomegatron.pp import Stages, rehearse
-from nanomegatron.run import Run
+from nanomegatron.run import Run, lengths_of
 
 
 def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eod: int) -> tuple:
@@ -44,15 +44,19 @@ def step_batches(
 
 
 def losses(
-    chunk: GPTModel, batch: Batch, weights: torch.Tensor | None = None, dropout_seed: int | None = None
+    chunk: GPTModel,
+    batch: Batch,
+    weights: torch.Tensor | None = None,
+    dropout_seed: int | None = None,
+    aux_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last stage's loss of each token of the batch, `[b, s]` fp32; of other stages the activations.
 
-    weights: what the losses will be multiplied by.
+    weights: what the losses will be multiplied by; aux_scale: the same for those of routers.
     """
     documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
     places = (batch.tokens, batch.positions, batch.sample_ids)
-    tokens = Tokens(*places, dropout_seed, *documents, weights, batch.shard)
+    tokens = Tokens(*places, dropout_seed, *documents, weights, batch.shard, aux_scale)
     return chunk(tokens, batch.labels)
 
 
@@ -63,18 +67,26 @@ def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
     return comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), run.mesh.dp_cp).clamp(min=1)
 
 
+def all_tokens(run: Run) -> int:
+    """Tokens of the next iteration's global batch, masked ones too, but no padding."""
+    return sum(length * n for length, n in lengths_of(run, run.iteration + 1).items())
+
+
 def forward_step(
     run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
 ) -> Callable[[GPTModel, int], torch.Tensor]:
     """What `pp.execute` runs for microbatch i of a chunk; the last stage adds its loss to `total`."""
     scale = run.optimizer.scaler.scale * run.grads.grad_scale
+    each = None  # routers' losses: the mean over all tokens
+    if run.config.model.num_experts is not None:
+        each = scale / all_tokens(run)
 
     def step(chunk: GPTModel, i: int) -> torch.Tensor:
         batch, seed = batches[i], run.config.run.seed
         if not chunk.post_process:
-            return losses(chunk, batch, None, seed)
+            return losses(chunk, batch, None, seed, each)
         weights = batch.loss_mask * (scale / tokens)
-        loss = losses(chunk, batch, weights, seed)
+        loss = losses(chunk, batch, weights, seed, each)
         total.add_((loss.detach() * batch.loss_mask).sum() / tokens)
         return (loss * weights).sum()
 

@@ -12,6 +12,8 @@ from nanomegatron.config_cli import build
 from nanomegatron.config_hf import read_folder
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model_ends import Stage
+from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
 
 transformers = pytest.importorskip("transformers")
@@ -59,6 +61,14 @@ FAMILIES = {
     "qwen3": LLAMA | dict(head_dim=20, rms_norm_eps=1e-4),
     "qwen3-tied": LLAMA | dict(head_dim=8, tie_word_embeddings=True),
 }
+QWEN_MOE = LLAMA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24)
+FAMILIES |= {
+    "mixtral": LLAMA | dict(num_local_experts=4),
+    "mixtral-window": LLAMA | dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=7, head_dim=12),
+    "qwen2_moe": QWEN_MOE | dict(shared_expert_intermediate_size=40, decoder_sparse_step=2),
+    "qwen3_moe": QWEN_MOE | dict(norm_topk_prob=True, head_dim=12, tie_word_embeddings=True),
+    "qwen3_moe-raw": QWEN_MOE | dict(mlp_only_layers=[0], use_sliding_window=True, sliding_window=9),
+}
 FIRST_POSITION = {"llama-3.1": 5000}  # where its scaling makes a difference
 
 
@@ -93,18 +103,41 @@ def save(model, folder, **how) -> None:
         model.save_pretrained(folder, **how)
 
 
-def ours(folder, tp: Axis | None = None, dtype=torch.float32, **changes) -> GPTModel:
+def by_files(family: str, tensors: dict) -> dict:
+    """Tensors by their names in files; of all a layer's experts transformers itself has one."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj":
+            for i, both in enumerate(tensor):
+                pair = zip(("gate_proj", "up_proj"), both.chunk(2), strict=True)
+                found |= {f"{stem}.experts.{i}.{k}.weight": half for k, half in pair}
+        elif kind == "down_proj":
+            found |= {f"{stem}.experts.{i}.down_proj.weight": one for i, one in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    if family != "mixtral":
+        return found
+    for theirs, name in (
+        ("gate_proj", "w1"),
+        ("up_proj", "w3"),
+        ("down_proj", "w2"),
+        (".mlp.", ".block_sparse_moe."),
+    ):
+        found = {key.replace(theirs, name): tensor for key, tensor in found.items()}
+    return found
+
+
+def ours(folder, tp: Axis | None = None, dtype=torch.float32, experts=None, **changes) -> GPTModel:
     """Our model of the folder's config.json with its weights."""
-    settings = read_folder(folder)[1]
-    config = build(settings | changes)
-    model = GPTModel(
-        config.model,
-        vocab_size=config.data.vocab_size,
-        max_sequence_length=config.model.max_position_embeddings,
-        tp=tp,
-        init=Init(dtype=dtype),
+    config = build(read_folder(folder)[1] | changes)
+    sizes = dict(vocab_size=config.data.vocab_size, max_sequence_length=config.model.max_position_embeddings)
+    stage = Stage(experts=experts or MoeAxes())
+    model = GPTModel(config.model, **sizes, tp=tp, init=Init(dtype=dtype), stage=stage)
+    whole = GPTModel(config.model, **sizes, init=Init(device=torch.device("meta")))
+    hf.load_weights(
+        folder, list(model.parameters()), (part for p in whole.parameters() for part in p.spec.parts)
     )
-    hf.load_weights(folder, list(model.parameters()))
     return model
 
 

@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,17 +103,16 @@ def test_training_pieces_name_every_part():
     ranges.append((params[1], params[1].spec.parts[0], 24, 27))
     slices = [Slice(param, part, 0, start, stop, part.owner) for param, part, start, stop in ranges]
     states = {"exp_avg": [(piece, piece.of(flat)) for piece in slices]}
-    pieces = training_pieces(params, states, Axis.single())
+    pieces = training_pieces(params, states, ALONE)
     assert [piece.key for piece in pieces[:4]] == ["model/qkv.q", "model/qkv.k", "model/qkv.v", "model/norm"]
     assert [piece.key for piece in pieces[4:]] == [p.key.replace("model/", "exp_avg/") for p in pieces[:4]]
-    assert [piece.owner for piece in pieces[:4]] == [True, True, True, False]
     for i in (1, 5):
         assert pieces[i].offset == (2, 0) and pieces[i].shape == (4, 3) and pieces[i].data.shape == (2, 3)
     assert pieces[5].data.tolist() == [[12, 13, 14], [15, 16, 17]]
-    assert [piece.owner for piece in pieces[4:]] == [True, True, True, False]
+    assert [piece.owner for piece in pieces] == 2 * [True, True, True, False]
     pieces[1].data.fill_(7)  # a view of the parameter
     assert params[0][4:6].eq(7).all() and not params[0][[3, 6]].eq(7).any()
-    assert not any(piece.owner for piece in training_pieces(params, {}, Axis("dp_cp", 2, 1, (0, 1))))
+    assert not any(p.owner for p in training_pieces(params, {}, SimpleNamespace(dp_cp=tp)))
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 4, 5), (2, 3, 1, 4), (1, 6), (6, 1)])
@@ -140,12 +140,12 @@ def trained(mesh: Mesh, strategy: str, root: Path, target: str, steps: int, dtyp
         "ddp_bucket_size": 400,
     }
     model, buckets, optimizer = toy.built(mesh, flags, getattr(torch, dtype))
-    loaded = load(root, training_pieces(buckets.params, optimizer.states(), mesh.dp_cp), mesh)
+    loaded = load(root, training_pieces(buckets.params, optimizer.states(), mesh), mesh)
     if loaded:
         optimizer.load_scalars(loaded.state)
     norms = [toy.train_step(model, buckets, optimizer, mesh).item() for _ in range(steps)]
     buckets.wait_params()
-    pieces = training_pieces(buckets.params, optimizer.states(), mesh.dp_cp)
+    pieces = training_pieces(buckets.params, optimizer.states(), mesh)
     save(root.parent / target, 1 + steps, pieces, optimizer.scalars(), "", mesh)
     return norms
 

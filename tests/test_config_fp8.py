@@ -7,13 +7,14 @@ import re
 import pytest
 
 from nanomegatron.config import Config, PrecisionConfig
-from nanomegatron.config_check import default_run_name, must_match, resolve, validate
+from nanomegatron.config_check import default_run_name, must_match, remarks, resolve, validate
 from nanomegatron.config_cli import from_toml, help_text, parse, to_toml
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 GOOD = f"{SHAPE} --mock-data --vocab-size 100 --train-iters 10"
 FP8 = f"{GOOD} --bf16 --fp8-format hybrid"
 LARGE = "--hidden-size 512 --seq-length 128"  # blocks of 128 fit it
+EXPERTS = "--num-experts 4"
 
 
 def config_of(flags: str) -> Config:
@@ -97,10 +98,17 @@ WRONG_FP8 = """
 --seq-length 20 --micro-batch-size 2 | 1 | --seq-length 20 x --micro-batch-size 2 = 40: | 16 or 24
 --seq-length 48 --tp 2 --sp | 2 | --seq-length 48 x --micro-batch-size 1 / tp 2 = 24: | --seq-length 32 or 64
 --fp8-recipe blockwise --seq-length 128 | 1 | --hidden-size 64: must divide by 128 for | --hidden-size 128
+ROWWISE {EXPERTS} --moe-ffn-hidden-size 40 | 1 | --moe-ffn-hidden-size 40 = 40: must divide by 16 | 32 or 48
+ROWWISE {EXPERTS} --ffn-hidden-size 40 | 1 | --ffn-hidden-size 40 = 40: must divide by 16 | 32 or 48
+ROWWISE {EXPERTS} --moe-ffn-hidden-size 48 --tp 2 --sp | 2 | 48 / expert tp 2 = 24: | 32 or 64
+ROWWISE {EXPERTS} --moe-ffn-hidden-size 48 --moe-layer-freq 2 --ffn-hidden-size 40 | 1 | -size 40 =
+{EXPERTS} --moe-shared-expert-intermediate-size 24 | 1 | -size 24 = 24: must divide by 16 | 16 or 32
 """
 LINES = WRONG.strip().splitlines()
 LINES += [f"--bf16 --fp8-format hybrid {line}" for line in WRONG_FP8.strip().splitlines()]
-LINES = [line.replace("{LARGE}", LARGE) for line in LINES]
+LINES = [
+    line.format(LARGE=LARGE, EXPERTS=EXPERTS).replace("ROWWISE", "--fp8-recipe rowwise") for line in LINES
+]
 CASES = [[cell.strip() for cell in line.split(" | ")] for line in LINES]
 
 
@@ -140,6 +148,8 @@ RIGHT = """
 --data-parallel-sharding-strategy optim_grads --fp8-param-gather --fp8-format e4m3
 --num-query-groups 1 --kv-channels 16
 --seq-length 8 --micro-batch-size 2
+--fp8-recipe rowwise --num-experts 4 --moe-ffn-hidden-size 48 --ffn-hidden-size 40
+--num-experts 4 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 48
 """
 
 
@@ -161,6 +171,14 @@ def test_what_is_right_passes_and_can_be_read_again(flags, where):
         (f"--fp8-recipe blockwise {LARGE}", (8, 9), "--fp8-recipe blockwise: needs | 8.9; use tensorwise"),
         (f"--fp8-recipe blockwise {LARGE}", (10, 0), "--fp8-recipe blockwise: needs | 9.0 (Hopper) | 10.0;"),
         (f"--fp8-recipe blockwise {LARGE}", (7, 5), "--fp8-format hybrid: needs | here it is 7.5"),
+        (f"--fp8-recipe rowwise {EXPERTS}", (9, 0), ""),
+        (
+            f"--fp8-recipe rowwise {EXPERTS}",
+            (10, 0),
+            "rowwise: of experts needs | 10.0; | --no-moe-grouped-gemm",
+        ),
+        (f"--fp8-recipe rowwise {EXPERTS} --no-moe-grouped-gemm", (10, 0), ""),
+        (f"--fp8-recipe tensorwise {EXPERTS} --moe-ffn-hidden-size 40", (8, 9), ""),
     ],
 )
 def test_gpus_that_have_none(flags, gpu, message):
@@ -186,6 +204,13 @@ def test_the_flags_of_megatrons_example():
         "--fp8-param-gather --use-distributed-optimizer"
     )
     assert errors_of(flags, 8, device_type="cuda", gpu=(9, 0)) == []
+
+
+def test_what_multiplies_experts_is_said():
+    """Those of rows alone are in FP8."""
+    (note,) = remarks(config_of(f"{FP8} {EXPERTS}"))
+    assert note.startswith("--fp8-recipe delayed: experts multiply in bf16, the rest in FP8")
+    assert remarks(config_of(f"{FP8} {EXPERTS} --fp8-recipe rowwise")) == remarks(config_of(FP8)) == []
 
 
 def test_layers_in_fp8():

@@ -76,6 +76,10 @@ def test_what_is_written_is_the_same_model_to_transformers(folders, name):
         ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "sliding_window = None"),
         ({"model_type": "gpt2", "n_layer": 2}, "n_embd = None"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts = 0: must be a number"),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias = False: here is True"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "layer_types = None: here are"),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": None}, "_size = None: must be"),
     ],
 )
 def test_what_this_model_has_not_is_refused(change, message):
@@ -90,6 +94,12 @@ def test_what_this_model_has_not_is_refused(change, message):
         ({"qk_layernorm": True, "position_embedding_type": "none"}, "position_embedding_type = 'none'"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p = True"),
         ({"swiglu": False}, "swiglu = False"),
+        (
+            {"num_experts": 4, "moe_router_score_function": "sigmoid"},
+            "without moe_router_score_function = 'sig",
+        ),
+        ({"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layer_freq": "2"}, "without"),
+        ({"num_experts": 4, "moe_router_topk_scaling_factor": 2.0}, "moe_router_topk_scaling_factor = 2.0"),
         (
             {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
             "llama is without rotary_seq_len_interpolation_factor = 2.0",
@@ -109,6 +119,10 @@ def test_how_it_was_trained_is_no_part_of_a_model(folders):
     training |= dict(recompute_method="block", recompute_num_layers=1, distribute_saved_activations=True)
     training |= dict(recompute_modules=("mlp",), hidden_dropout=0.1)
     assert to_hf(build(settings | training)) == to_hf(build(settings))
+    settings = read_folder(folders("qwen3_moe")[1])[1]
+    training |= dict(moe_aux_loss_coeff=0.1, moe_token_dispatcher_type="alltoall", moe_grouped_gemm=False)
+    training |= dict(moe_expert_capacity_factor=2.0, moe_router_dtype="fp32", moe_z_loss_coeff=0.1)
+    assert to_hf(build(settings | training)) == to_hf(build(settings))
 
 
 def test_position_interpolation_is_the_linear_scaling():
@@ -125,6 +139,20 @@ def test_layer_types_make_a_pattern():
     settings = settings_of(table | {"layer_types": kinds, "sliding_window": 5})
     assert settings["window_attn_skip_freq"] == "[1]*2+[0]*1+[1]*2+[0]*1"
     assert to_hf(build(settings))["layer_types"] == kinds
+
+
+def test_which_layers_have_experts():
+    """Both keys of Qwen, and either spelling of their number; what is left out is as transformers has it."""
+    table = LLAMA | {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_local_experts": 16}
+    settings = settings_of(table | {"mlp_only_layers": [3], "decoder_sparse_step": 2})
+    assert settings["moe_layer_freq"] == "[0]*1+[1]*1+[0]*3+[1]*1" and settings["num_experts"] == 16
+    assert build(settings).model.moe_layers == [False, True, False, False, False, True]
+    assert to_hf(build(settings))["mlp_only_layers"] == [0, 2, 3, 4]
+    assert "moe_layer_freq" not in settings_of(table) and settings_of(table)["moe_router_topk"] == 8
+    for family in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        bare = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"} | {"model_type": family}
+        whole = transformers.AutoConfig.for_model(**bare).to_dict()
+        assert settings_of(bare) == settings_of(whole), family
 
 
 # The command line.

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from nanomegatron.config import ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.config import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
 from nanomegatron.config_keywords import GPT_MODEL, TAKEN, TRANSFORMER_CONFIG
 from nanomegatron.model import GPTModel, Tokens
 
@@ -44,7 +44,19 @@ def test_megatrons_first_example_runs():
         (dict(params_dtype=torch.bfloat16), r"Init\(dtype"),
         (dict(layernorm_epsilon=1e-6), "norm_epsilon"),
         (dict(hiden_dropout=0.1), "hiden_dropout: unknown; did you mean hidden_dropout"),
-        (dict(num_moe_experts=8, bf16=True), "num_moe_experts=8: .*; bf16=True: use PrecisionConfig"),
+        (
+            dict(num_moe_experts=8, bf16=True),
+            "num_moe_experts=8: use num_experts; bf16=True: use PrecisionConf",
+        ),
+        (dict(expert_model_parallel_size=2), r"ParallelConfig\(expert_model_parallel_size=...\)"),
+        (
+            dict(overlap_moe_expert_parallel_comm=True),
+            r"ParallelConfig\(overlap_moe_expert_parallel_comm=True\)",
+        ),
+        (dict(moe_layer_recompute=True), "recompute_modules=.'moe',"),
+        (dict(moe_enable_deepep=True), "moe_token_dispatcher_type='alltoall'"),
+        (dict(moe_per_layer_logging=True), r"RunConfig\(moe_per_layer_logging=True\)"),
+        (dict(moe_apply_probs_on_input=True), "weights of experts are applied"),
     ],
 )
 def test_a_keyword_that_asks_for_more_names_its_replacement(keyword, replacement):
@@ -61,9 +73,20 @@ def test_defaults_of_megatrons_keywords_are_taken():
     TransformerConfig(**SHAPE, add_bias_linear=True, layernorm_zero_centered_gamma=False)
 
 
+def test_one_value_stands_for_a_list_of_one():
+    """As Megatron has it; and its lists, and numbers of layers."""
+    config = TransformerConfig(**SHAPE, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1)
+    assert config.moe_router_load_balancing_type == ("aux_loss",) and config.moe_aux_loss_coeff == (0.1,)
+    config = TransformerConfig(
+        **SHAPE, recompute_modules=["mlp", "moe"], num_experts=4, moe_layer_freq=[0, 1]
+    )
+    assert config.recompute_modules == ("mlp", "moe") and config.moe_layers == [False, True]
+    assert TransformerConfig(**SHAPE, num_experts=4, moe_layer_freq=2).moe_layers == [True, False]
+
+
 def test_the_keywords_that_moved_are_settings():
     """What the answers name is there."""
-    for part in (ParallelConfig, PrecisionConfig, TransformerConfig):
+    for part in (ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig):
         names, used = {setting.name for setting in dataclasses.fields(part)}, set()
         for _, instead in (TRANSFORMER_CONFIG | GPT_MODEL).values():
             for text in re.findall(rf"{part.__name__}\((.*?)\)", instead):

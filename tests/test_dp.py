@@ -148,12 +148,12 @@ def test_reductions_start_in_the_last_backward_and_gathers_end_in_the_forward(me
     for strategy in ("no_shard", "optim"):
         flags = {"data_parallel_sharding_strategy": strategy, "ddp_bucket_size": 300}
         sums, total, pending, n = record(mesh, flags)
-        assert sums == [0, 0, 0] and total == n + 1 - (strategy == "no_shard")  # one more for the norm
+        assert sums == [0, 0, 0] and total == n + 1  # one more for the norm
         assert not any(pending[-1])
         mesh.traffic.clear()
         flags |= {"overlap_grad_reduce": True, "overlap_param_gather": True}
         sums, total, pending, n = record(mesh, flags)
-        assert sums == [0, 0, n - 1] and total == n + 1 - (strategy == "no_shard")  # but the tied table's
+        assert sums == [0, 0, n - 1] and total == n + 1  # but the tied table's
         assert pending[-1] == [True] * (n - 1) + [False]  # the embedding has waited for its own alone
         mesh.traffic.clear()
     flags["data_parallel_sharding_strategy"] = "optim_grads"

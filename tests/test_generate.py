@@ -252,7 +252,7 @@ def save_model(root: Path, iteration: int, seed: int, **state) -> GPTModel:
     model = GPTModel(
         CONFIG.model, vocab_size=257, max_sequence_length=64, padded_vocab_size=264, init=Init(seed)
     )
-    pieces = training_pieces(list(model.parameters()), {}, mesh.dp_cp)
+    pieces = training_pieces(model.parameters(), {}, mesh)
     save(root, iteration, pieces, {"tokenizer": ByteTokenizer().spec, **state}, to_toml(CONFIG), mesh)
     return model
 

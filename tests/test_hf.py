@@ -8,8 +8,9 @@ from nanomegatron.config_cli import build
 from nanomegatron.config_hf import is_hf_folder, read_folder
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
-from tests.hf_models import FAMILIES, VOCAB, Folders, data, logit_error, ours, rewrite, their_logits
+from tests.hf_models import FAMILIES, VOCAB, Folders, by_files, data, logit_error, ours, rewrite, their_logits
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,11 @@ def test_logits_and_gradients_are_those_of_transformers(folders, name):
     theirs.zero_grad()
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     model(Tokens(tokens, positions), labels).mean().backward()
-    grads = {key: p.grad for key, p in theirs.named_parameters()}
+    family = read_folder(folder)[0]
+    grads = by_files(family, {key: p.grad for key, p in theirs.named_parameters()})
     total = sum(grad.norm() ** 2 for grad in grads.values()) ** 0.5
     parts = [(part, p.grad) for p in model.parameters() for part in p.spec.parts]
-    places = hf.places([part.name for part, _ in parts], read_folder(folder)[0])
+    places = hf.places([part.name for part, _ in parts], family)
     assert {place.name for place in places.values()} == set(grads)
     for part, grad in parts:
         want = places[part.name].ours(grads[places[part.name].name])
@@ -62,7 +64,7 @@ def test_two_swapped_heads_are_seen(folders, name):
     assert logit_error(name, model, their_logits(name, theirs)) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen2", "qwen3", "mixtral", "qwen2_moe"])
 @torch.no_grad()
 def test_every_wrong_tensor_is_seen(folders, name):
     """One tensor of ours at a time: its bias dropped, two neighbours of its weight exchanged."""
@@ -71,7 +73,7 @@ def test_every_wrong_tensor_is_seen(folders, name):
     for param in model.parameters():
         for part in param.spec.parts:
             right = param.clone()
-            if part.name.endswith("bias"):
+            if part.name.endswith("bias") or part.shape[0] == 1:
                 part.view(param).zero_()
             else:
                 part.view(param)[[0, 1]] = part.view(right)[[1, 0]]
@@ -93,6 +95,10 @@ def test_every_wrong_tensor_is_seen(folders, name):
         ("mistral", {"window_size": ()}),
         ("qwen2", {"window_attn_skip_freq": "[1]*1+[0]*1"}),
         ("gpt2-untied-relu2", {"squared_relu": False}),
+        ("mixtral", {"moe_router_pre_softmax": True}),
+        ("mixtral", {"moe_router_topk": 3}),
+        ("qwen2_moe", {"moe_router_pre_softmax": False}),
+        ("qwen3_moe", {"moe_router_topk_scaling_factor": 1.1}),
     ],
 )
 @torch.no_grad()
@@ -112,6 +118,68 @@ def test_tensor_parallel_ranks_load_their_slices(folders, name):
         for param in ours(folder, tp=Axis("tp", 2, rank, (0, 1))).parameters():
             for part in param.spec.parts:
                 assert torch.equal(part.view(param), part.of(whole[part.name])), part.name
+
+
+@pytest.mark.parametrize("name, ep, etp", [("qwen2_moe", 3, 1), ("mixtral", 1, 2), ("qwen3_moe-raw", 2, 2)])
+def test_expert_ranks_load_their_slices(folders, name, ep, etp):
+    _, folder = folders(name)
+    whole = {part.name: part.view(p) for p in ours(folder).parameters() for part in p.spec.parts}
+    found = {key: [] for key in whole if ".experts." in key}
+    for i in range(ep * etp):
+        axes = MoeAxes(ep=Axis("ep", ep, i // etp, ()), etp=Axis("etp", etp, i % etp, ()))
+        for param in ours(folder, experts=axes).parameters():
+            for part in param.spec.parts:
+                assert torch.equal(part.view(param), part.of(whole[part.name])), part.name
+                if part.name in found:
+                    found[part.name].append(part.view(param))
+    for key, slices in found.items():
+        assert torch.equal(torch.cat(slices), whole[key]), key
+
+
+def test_names_of_experts():
+    """Files keep a name for each expert, and the second weight as [h, f]."""
+    layer = "decoder.layers.11.mlp"
+    ours = [f"{layer}.experts.23.linear_fc1.{kind}.weight" for kind in ("gate", "up")]
+    ours += [f"{layer}.experts.23.linear_fc2.weight_t", f"{layer}.router.weight"]
+    mixtral, qwen = hf.places(ours, "mixtral"), hf.places(ours, "qwen3_moe")
+    moe = "model.layers.11.block_sparse_moe"
+    assert [place.name for place in mixtral.values()] == [
+        f"{moe}.{name}.weight" for name in ("experts.23.w1", "experts.23.w3", "experts.23.w2", "gate")
+    ]
+    names = ("experts.23.gate_proj", "experts.23.up_proj", "experts.23.down_proj", "gate")
+    assert [p.name for p in qwen.values()] == [f"model.layers.11.mlp.{name}.weight" for name in names]
+    assert [p.transposed for p in qwen.values()] == [False, False, True, False]
+    assert qwen[ours[2]].shape([24, 32]) == [32, 24]
+    assert torch.equal(qwen[ours[2]].ours(torch.arange(6).view(2, 3)), torch.tensor([[0, 3], [1, 4], [2, 5]]))
+    shared = f"{layer}.shared_experts"
+    parts = ("linear_fc1.gate.weight", "linear_fc1.up.weight", "linear_fc2.weight", "gate_weight")
+    found = hf.places([f"{shared}.{name}" for name in parts], "qwen2_moe")
+    names = [f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")] + [
+        "shared_expert_gate"
+    ]
+    assert [p.name for p in found.values()] == [f"model.layers.11.mlp.{name}.weight" for name in names]
+    assert not any(place.transposed for place in found.values())
+    with pytest.raises(ValueError, match="family llama has nothing like it"):
+        hf.places(ours, "llama")
+    with pytest.raises(ValueError, match="expert_bias: the Hugging Face family"):
+        hf.places([f"{layer}.router.x.expert_bias"], "mixtral")
+
+
+def test_experts_that_do_not_fit_are_said(folders, tmp_path):
+    _, folder = folders("qwen2_moe")
+    with pytest.raises(ValueError) as error:
+        ours(folder, num_experts=7, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=32)
+    lines = str(error.value)
+    assert "mlp.gate.weight: is [6, 32], wanted [7, 32]; see --hidden-size, --num-experts\n" in lines
+    assert (
+        "experts.0.up_proj.weight: is [24, 32], wanted [16, 32]; see --hidden-size, --num-experts, --moe-ffn"
+        in lines
+    )
+    rewrite(folder, tmp_path / "bad", drop("model.layers.1.mlp.shared_expert.up_proj.weight"))
+    with pytest.raises(
+        ValueError, match="shared_expert.up_proj.weight: missing, .* see --num-layers, --moe-shared"
+    ):
+        ours(tmp_path / "bad")
 
 
 def test_weights_are_cast_and_it_is_said(folders, tmp_path):

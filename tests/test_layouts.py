@@ -1,23 +1,11 @@
 """Every layout trains the model that one process trains: the guard of all parallel code.
 
-A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
-
-    tp2 dp2      processes that share a layer, and replicas      sp   sequence parallel
-    z1 z2        optimizer states, and gradients too, cut        ov   all overlaps there are
-    ce           loss fused with the output projection           rc   layers recomputed; rs: parts of them
-    bk           small buckets, so that there are many           av   averaged by the collective
-    co           optimizer states on the host (bf16 alone)
-    pp2 pp4      pipeline stages; behind them v2, v4 for chunks that take turns (interleaved), zb and zbv for
-                 weight gradients put off (zb-h1, zb-v), gp for gpipe, uneven for a split by cost
-    cp2 cp4      processes that share each row, in a ring; a2a, ag (all-gather), hi (a2a between two, a ring
-                 of these), mx (another way in each layer)
+A layout is a word, `tp2dp2z1sp`: `layouts.py` tells how to read it.
 
 Data are real: Python sources, as bytes. One process and the layout take five AdamW steps from the same seed.
 """
 
 import os
-import random
-import re
 import sysconfig
 from collections.abc import Collection
 from pathlib import Path
@@ -31,160 +19,8 @@ from nanomegatron.comm import all_gather
 from nanomegatron.data_indexed import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.metrics_log import RunLog
+from tests.layouts import COMMON, DRAWN, MODELS, UNCUT, flags_of
 from tests.spmd import run_spmd
-
-COMMON = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-    "--global-batch-size 8 --lr 2e-3 --min-lr 1e-3 --train-iters 5 --eval-iters 0 --device cpu "
-    "--run-name test --make-vocab-size-divisible-by 4 --tokenizer-type ByteTokenizer --split 1 "
-    "--log-num-zeros-in-grad --adam-eps 1e-6"  # else AdamW makes full steps of gradients that are rounding
-)
-ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
-MODELS = {  # 257 tokens: not divisible by any tp
-    "gpt": "--hidden-dropout 0.1 --attention-dropout 0.1",
-    "llama": f"{ROPE} --untie-embeddings-and-output-weights --num-query-groups 2 --ffn-hidden-size 96",
-    "qwen": f"{ROPE} --num-query-groups 1 --qk-layernorm --add-qkv-bias --hidden-dropout 0.2",
-    "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss --hidden-dropout 0.1",
-    "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
-}
-FLAGS = {
-    "tp": "--tp {}",
-    "dp": "--dp {}",
-    "z1": "--use-distributed-optimizer",
-    "z2": "--data-parallel-sharding-strategy optim_grads",
-    "sp": "--sequence-parallel",
-    "ce": "--cross-entropy-loss-fusion",
-    "rc": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-    "rs": "--recompute-activations --recompute-modules core_attn mlp_act layernorm",
-    "bk": "--ddp-bucket-size 4000",
-    "av": "--ddp-average-in-collective",
-    "co": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
-    "pp": "--pp {}",
-    "v": "--vpp {}",
-    "zb": "--pipeline-schedule zb-h1",
-    "zbv": "--pipeline-schedule zb-v",
-    "gp": "--pipeline-schedule gpipe",
-    "uneven": "--pipeline-split flops",
-    "cp": "--context-parallel-size {}",
-    "a2a": "--cp-comm-type a2a",
-    "ag": "--cp-comm-type allgather",
-    "hi": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
-    "mx": "--cp-comm-type p2p a2a allgather p2p",
-}
-
-
-def flags_of(layout: str) -> tuple[int, str]:
-    """Processes, and the flags of train.py."""
-    words = re.findall(r"[tdpc]p\d+|v\d|z\d|zbv|uneven|a2a|[a-z]{2}", layout)
-    assert "".join(words) == layout, layout
-    size, flags = 1, []
-    for word in words:
-        if word[:2] in ("tp", "dp", "pp", "cp"):
-            size *= int(word[2:])
-            flags.append(FLAGS[word[:2]].format(word[2:]))
-        elif word[0] == "v":
-            flags.append(FLAGS["v"].format(word[1:]))
-        elif word == "ov":
-            flags += ["--overlap-grad-reduce"]
-            sharded = "z1" in words or "z2" in words
-            flags += ["--overlap-param-gather"] * sharded + ["--tp-comm-overlap"] * ("sp" in words)
-        else:
-            flags.append(FLAGS[word])
-    return size, " ".join(flags)
-
-
-FLAT = [(1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp
-PIPELINES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
-SCHEDULES = ["", "v2", "v2gp", "gp", "zb", "zbv", "v4uneven", "zbuneven"]
-UNCUT = ["gpt", "llama", "qwen"]
-
-
-CONTEXT = [(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)]  # and cp
-
-
-def draws(count: int, seed: int, sizes: list[tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Layouts on two and four processes as chance would have them, with a model each; always the same."""
-    chance, found = random.Random(seed), []
-    while len(found) < count:
-        tp, pp, dp, *cp = chance.choice(sizes)
-        layout = f"tp{tp}" * (tp > 1) + f"pp{pp}" * (pp > 1)
-        if pp > 1:
-            layout += chance.choice(SCHEDULES)
-            layout += "uneven" * (pp == 4 and "v" in layout and "uneven" not in layout)
-        layout += f"dp{dp}" * (dp > 1)
-        for size in cp:
-            layout += f"cp{size}" + chance.choice(["", "a2a", "ag", "mx"])
-        layout += chance.choice(["", "z1", "z2"]) * (dp > 1)
-        for word in ("sp" * (tp > 1), "ov", "ce", chance.choice(["rc", "rs"]), "bk", "av"):
-            layout += word * (chance.random() < 0.5)
-        found.append((layout, chance.choice(["llama", "qwen", "documents", "window"] if cp else UNCUT)))
-    return found
-
-
-NAMED = [
-    ("dp2", "gpt"),
-    ("dp4", "llama"),
-    ("tp2", "gpt"),
-    ("tp2", "qwen"),
-    ("tp4", "llama"),
-    ("tp2sp", "gpt"),
-    ("tp4sp", "qwen"),
-    ("tp2spov", "llama"),
-    ("dp2z1", "llama"),
-    ("dp2z1ovbk", "gpt"),
-    ("dp2z2bk", "gpt"),
-    ("dp4z2ovbk", "llama"),
-    ("tp2dp2", "qwen"),
-    ("tp2dp2z1sp", "gpt"),
-    ("tp2dp2z1spovbk", "llama"),
-    ("tp2dp2z2spovcerc", "qwen"),
-    ("tp4spce", "gpt"),
-    ("tp2cers", "llama"),
-    ("pp2", "gpt"),
-    ("pp4", "llama"),
-    ("pp2v2", "gpt"),
-    ("pp2v2gp", "llama"),
-    ("pp2zb", "qwen"),
-    ("pp2zbv", "gpt"),
-    ("pp4zb", "gpt"),
-    ("pp4zbvuneven", "llama"),
-    ("pp2uneven", "llama"),
-    ("pp2dp2z1", "gpt"),
-    ("pp2zbdp2z2bk", "gpt"),
-    ("pp2v2dp2z1ovbk", "llama"),
-    ("tp2pp2sp", "llama"),
-    ("tp2pp2zbspovce", "llama"),
-    ("tp2pp2zbvsprc", "qwen"),
-    ("tp2pp2v2ce", "gpt"),
-    ("tp2pp2dp2z1sp", "gpt"),
-    ("tp2pp2zbvdp2z1sprs", "llama"),
-    ("cp2", "llama"),
-    ("cp2", "documents"),
-    ("cp2", "window"),
-    ("cp4", "qwen"),
-    ("cp4", "documents"),
-    ("cp2a2a", "qwen"),
-    ("cp4a2a", "documents"),
-    ("cp2ag", "window"),
-    ("cp4ag", "documents"),
-    ("cp4hi", "llama"),
-    ("cp4hi", "documents"),
-    ("cp4hi", "window"),
-    ("cp2mx", "documents"),
-    ("tp2cp2sp", "qwen"),
-    ("tp2cp2a2aspov", "llama"),
-    ("tp2cp2ag", "documents"),
-    ("cp2pp2", "documents"),
-    ("cp2pp2v2cers", "llama"),
-    ("pp2zbcp2mx", "qwen"),
-    ("cp2dp2z1", "documents"),
-    ("cp2dp2z2ovbkrc", "qwen"),
-    ("tp2cp2dp2z1spce", "documents"),
-    ("tp2cp2pp2zbvsp", "llama"),
-]
-
-
-DRAWN = NAMED + draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -235,14 +71,14 @@ def piece_of(piece, data: torch.Tensor) -> tuple:
 def weights_of(run) -> list[tuple]:
     """Every part that this rank holds, as `piece_of` has it."""
     pairs = [(part, part.view(p.detach())) for p in run.optimizer.params for part in p.spec.parts]
-    return [(part.name, part.offset, tuple(x.shape), 0, x.float().flatten()) for part, x in pairs]
+    return [(part.name, part.offset, tuple(x.shape), 0, x.float().clone().flatten()) for part, x in pairs]
 
 
 def alike(run) -> bool:
-    """Whether replicas are equal to the bit: all weights over dp x cp, whole ones over tp too."""
+    """Whether replicas are equal to the bit: weights over dp x cp, of experts edp, whole ones over tp too."""
     mesh, same = run.mesh, True
     for param in run.optimizer.params:
-        copies = all_gather(param.detach()[None], mesh.dp_cp)
+        copies = all_gather(param.detach()[None], mesh.edp if param.spec.expert else mesh.dp_cp)
         same &= all(torch.equal(copies[0], copy) for copy in copies)
         for part in param.spec.parts:
             if part.replicas > 1:
@@ -256,7 +92,7 @@ def alike(run) -> bool:
 
 
 def arguments(sources: str, model: str, *more: str) -> list[str]:
-    path = sources + "-lines" * (model == "documents")
+    path = sources + "-lines" * model.endswith("documents")
     return " ".join((COMMON, MODELS[model], "--data-path", path, *more)).split()
 
 

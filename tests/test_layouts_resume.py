@@ -65,6 +65,9 @@ CHANGES = [
     ("cp2", "cp2pp2", "documents"),
     ("cp4ag", "one", "llama"),
     ("one", "cp2dp2z1", "documents"),
+    ("dp2ep2", "one", "deep"),
+    ("dp4ep4z1", "tp2spdp2ep2", "deep"),
+    ("one", "pp2dp2ep2", "moe"),
 ]
 
 

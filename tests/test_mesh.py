@@ -55,7 +55,7 @@ def test_every_grid_is_megatrons(world):
         return {name: [tuple(group) for group in grid.get_ranks(token)] for name, token in tokens.items()}
 
     dense = {name: name for name in ("tp", "cp", "dp", "pp")}
-    dense |= {"dp_cp": "dp-cp", "tp_cp": "tp-cp", "model": "tp-pp"}
+    dense |= {"dp_cp": "dp-cp", "tp_cp": "tp-cp"}
     for tp, cp, pp, dp in splits(world, 4):
         expected = ranks(dense, tp=tp, cp=cp, pp=pp, dp=dp, ep=1)
         expected["embed"] = [tuple(state.default_embedding_ranks(stages)) for stages in expected["pp"]]
@@ -63,7 +63,7 @@ def test_every_grid_is_megatrons(world):
             assert axis_groups(parallel(tp, cp, pp), world)["embed"] == [(r,) for r in range(world)]
         for etp, ep, edp in splits(world // pp, 3):
             found = axis_groups(parallel(tp, cp, pp, ep, etp), world)
-            folded = {"etp": "tp", "ep": "ep", "edp": "dp", "expert_pp": "pp"}
+            folded = {"etp": "tp", "ep": "ep", "edp": "dp", "etp_ep": "tp-ep", "expert_pp": "pp"}
             expert = ranks(folded, tp=etp, ep=ep, dp=edp, pp=pp, cp=1)
             assert expert.pop("expert_pp") == found["pp"]
             assert found.pop("world") == [tuple(range(world))]
@@ -76,7 +76,6 @@ def test_groups_of_8_and_16_ranks():
     assert groups["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert groups["dp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert groups["pp"] == groups["embed"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert groups["model"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
     groups = axis_groups(parallel(tp=2, cp=2, pp=2), 16)
     assert groups["cp"] == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
     assert groups["dp"][:2] == [(0, 4), (1, 5)] and groups["pp"][:2] == [(0, 8), (1, 9)]
@@ -107,7 +106,7 @@ def two_meshes(world: World):
                 assert axis.ranks[axis.rank] == world.rank and len(axis.ranks) == axis.size
                 assert (axis.group is None) == (axis.size == 1)
                 assert all_reduce(mine, axis).item() == sum(axis.ranks), axis
-    assert second.tp.group is second.model.group, "equal groups share one communicator"
+    assert second.tp.group is second.tp_cp.group, "equal groups share one communicator"
     assert ("tp", "all_reduce", "calls") in second.traffic and first.traffic is not second.traffic
     return first.label, second.tp.ranks, first.embed.ranks
 

@@ -1,133 +1,19 @@
-"""FLOP conventions against published totals; the files and lines of a run, read back."""
+"""The files and lines of a run, read back."""
 
 import io
 import json
 import math
 import re
-import subprocess
 import sys
 import types
 
 import numpy as np
 import pytest
 
-from nanomegatron import metrics
-from nanomegatron.config import Config, DataConfig, RunConfig, TransformerConfig
-from nanomegatron.metrics import CONVENTIONS, bits_per_byte, device_peak, flops_per_iteration, parameter_count
+from nanomegatron.config import Config, DataConfig, RunConfig
 from nanomegatron.metrics_log import KEYS, RunLog
-from nanomegatron.metrics_plot import plot_loss, smoothed
-from nanomegatron.metrics_writers import missing_extras, read_jsonl
-
-LLAMA = dict(
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    swiglu=True,
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-)
-GPT2_SMALL = TransformerConfig(12, 768, 12, max_position_embeddings=1024)
-LLAMA2_7B = TransformerConfig(32, 4096, 32, 11008, **LLAMA)
-LLAMA3_8B = TransformerConfig(32, 4096, 32, 14336, num_query_groups=8, **LLAMA)
-LLAMA3_70B = TransformerConfig(80, 8192, 64, 28672, num_query_groups=8, **LLAMA)
-MISTRAL_7B = LLAMA3_8B
-QWEN3_8B = TransformerConfig(36, 4096, 32, 12288, 128, 8, qk_layernorm=True, **LLAMA)
-QWEN25_05B = TransformerConfig(
-    24,
-    896,
-    14,
-    4864,
-    num_query_groups=2,
-    add_qkv_bias=True,
-    **LLAMA | {"untie_embeddings_and_output_weights": False},
-)
-
-
-# The work of a step
-
-
-def test_flops_are_megatrons_to_the_last_one():
-    assert flops_per_iteration(GPT2_SMALL, 50304, 1024, 1) == 817184636928
-    assert flops_per_iteration(LLAMA3_8B, 128256, 8192, 1) == 421645529382912
-    assert flops_per_iteration(LLAMA3_8B, 128256, 8192, 24) == 24 * 421645529382912
-
-
-def test_keys_outside_the_window_are_no_work():
-    """One layer in three sees all: counted key by key, all squares as by definition half a key short."""
-    s, window = 64, 9
-    model = TransformerConfig(3, 48, 4, window_size=(window, 0), window_attn_skip_freq="3")
-    plain = TransformerConfig(3, 48, 4)
-    outside = sum(1 for query in range(s) for key in range(query + 1) if query - key > window)
-    half_a_key = (s - (window + 1)) / 2  # the usual count has s * s / 2 keys, not s * (s + 1) / 2
-    saved = flops_per_iteration(plain, 128, s, 1) - flops_per_iteration(model, 128, s, 1)
-    assert saved == 2 * 12 * 48 * (outside - half_a_key)
-    square = [flops_per_iteration(m, 128, s, 1, "full-attention") for m in (plain, model)]
-    assert square[0] == square[1]
-
-
-@pytest.mark.parametrize(
-    "convention, at_4096, at_8192",
-    [
-        ("megatron", 48.25, 51.47),
-        ("full-attention", 51.47, 57.91),
-        ("6n-causal", 51.40, 54.62),
-        ("6n", 54.62, 61.07),
-    ],
-)
-def test_conventions_at_llama3_8b(convention, at_4096, at_8192):
-    per_token = [flops_per_iteration(LLAMA3_8B, 128256, s, 1, convention) / s / 1e9 for s in (4096, 8192)]
-    assert per_token == pytest.approx([at_4096, at_8192], abs=0.005)
-    assert convention in CONVENTIONS
-
-
-def test_unknown_convention_names_the_known_ones():
-    with pytest.raises(ValueError, match="'mfu' is unknown.*megatron, full-attention"):
-        flops_per_iteration(LLAMA3_8B, 128256, 8192, 1, "mfu")
-
-
-@pytest.mark.parametrize(
-    "model, vocab, count",
-    [
-        (GPT2_SMALL, 50257, 124439808),
-        (LLAMA2_7B, 32000, 6738415616),
-        (LLAMA3_8B, 128256, 8030261248),
-        (LLAMA3_70B, 128256, 70553706496),
-        (MISTRAL_7B, 32000, 7241732096),
-        (QWEN3_8B, 151936, 8190735360),
-        (QWEN25_05B, 151936, 494032768),
-    ],
-)
-def test_parameter_counts_are_the_published_ones(model, vocab, count):
-    assert parameter_count(model, vocab) == count
-
-
-def test_peaks_and_mfu():
-    assert (
-        device_peak("NVIDIA H200", "bfloat16") == device_peak("NVIDIA H100 80GB HBM3", "float16") == 989.5e12
-    )
-    assert device_peak("NVIDIA H100 PCIe", "bfloat16") == 756.5e12
-    assert device_peak("NVIDIA A100-SXM4-80GB", "float32") == 156e12
-    for unknown in ("cpu", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA H20"):
-        assert device_peak(unknown, "bfloat16") is None
-    # Megatron-Bridge's Llama-3-8B row: 14,451 tokens/s on each of 8 GPUs is published as 744 TFLOP/s, 75.2 %.
-    seconds = 128 * 8192 / (8 * 14451)
-    assert metrics.mfu(
-        flops_per_iteration(LLAMA3_8B, 128256, 8192, 128), seconds, 8, 989.5e12
-    ) == pytest.approx(0.752, abs=5e-4)
-    assert metrics.mfu(1e12, 1.0, 1, None) is None
-
-
-def test_bits_per_byte():
-    assert bits_per_byte(math.log(256), tokens=1000, num_bytes=1000) == pytest.approx(8)  # uniform bytes
-    assert bits_per_byte(math.log(4096), tokens=100, num_bytes=400) == pytest.approx(3)
-
-
-def test_no_torch_is_needed_to_count():
-    code = "import sys, nanomegatron.metrics, nanomegatron.metrics_log; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "False\n"
-
-
-# The records of a run
+from nanomegatron.metrics_plot import plot_experts, plot_loss, smoothed
+from nanomegatron.metrics_writers import EXPERTS, missing_extras, read_jsonl, step_scalars
 
 
 def config(**run) -> Config:
@@ -385,3 +271,73 @@ def test_smoothing_is_a_centred_mean_of_what_is_finite():
     assert smoothed(noise)[100:-100].std() < 0.15
     noise[7] = np.nan
     assert np.isfinite(smoothed(noise)).all()
+
+
+# Experts
+
+
+def busy(iteration: int) -> dict:
+    return record(
+        iteration, moe_load_imbalance=1.0 + iteration, moe_dropped_share=0.25, aux_loss=float(iteration)
+    )
+
+
+def test_a_step_with_experts_tells_how_even_their_load_is(tmp_path):
+    """A column on the console, Megatron's names in the log: means over the steps of an interval."""
+    log = started(tmp_path)
+    for i in range(1, 12):
+        log.step(busy(i))
+    log.close()
+    header, first, second = log.stream.getvalue().splitlines()
+    assert header.split()[-2:] == ["busiest", "eta"] and len(header) == len(first) == len(second)
+    assert first.split()[-2] == "2.00x" and second.split()[-2] == f"{sum(range(3, 12)) / 9:.2f}x"
+    line = (tmp_path / "log.txt").read_text().splitlines()[1]
+    mean = sum(range(2, 11)) / 9
+    told = f"load_balancing_loss: {mean:.6E} | load imbalance: {1 + mean:.6E} | dropped share: 2.500000E-01 |"
+    assert f"| {told} loss scale" in line
+    assert read_jsonl(tmp_path / "metrics.jsonl")[10]["moe_load_imbalance"] == 12.0
+    assert step_scalars(busy(3)).items() >= {"load_balancing_loss": 3.0, "load-imbalance": 4.0}.items()
+    assert not EXPERTS.values() & step_scalars(record(3)).keys()
+
+
+def test_details_of_layers_have_a_file_of_their_own(tmp_path):
+    """Lists are in the file alone; a resumed run drops what came after its checkpoint."""
+    log, told = started(tmp_path), []
+    log._writers.append(types.SimpleNamespace(add=lambda *what: told.append(what), close=lambda: None))
+    for i in (1, 2):
+        log.details("experts", i, 8 * i, {"decoder.layers.0/tokens": [3, 5], "decoder.layers.0/z_loss": 0.5})
+    log.details("fp8", 2, 16, {"a/x/amax": 2.0})
+    log.close()
+    at = {"iteration": 2, "consumed_samples": 16}
+    assert read_jsonl(tmp_path / "fp8.jsonl") == [at | {"a/x/amax": 2.0}]
+    assert told[1:] == [({"experts/decoder.layers.0/z_loss": 0.5}, at), ({"fp8/a/x/amax": 2.0}, at)]
+    assert read_jsonl(tmp_path / "experts.jsonl")[1]["decoder.layers.0/tokens"] == [3, 5]
+    started(tmp_path, iteration=1)
+    assert [r["iteration"] for r in read_jsonl(tmp_path / "experts.jsonl")] == [1]
+    assert read_jsonl(tmp_path / "fp8.jsonl") == []
+
+
+def test_picture_of_experts(tmp_path, monkeypatch):
+    """The busy expert of the first half is red, then all are white: of 20 layers 12 are shown."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    said: list[str] = []
+    assert plot_experts(tmp_path, said.append) is None and "no tokens of experts" in said[0]
+    log = started(tmp_path)
+    for i in range(1, 1001):
+        tokens = [4096, 0, 0, 0] if i <= 500 else [1024] * 4
+        log.details("experts", i, i, {f"decoder.layers.{n}/tokens": tokens for n in range(20)})
+    log.close()
+    assert plot_experts(tmp_path) == tmp_path / "experts.png"
+    pixels = imread(tmp_path / "experts.png")[..., :3]
+    red, blue, grey = (
+        pixels[:, 70:650] @ [1, -1, 0],
+        pixels[:, 70:650] @ [-1, 0, 1],
+        pixels[:, 70:650].min(-1),
+    )
+    assert pixels.shape[1] == 800 and 1500 < len(pixels) < 1800
+    shares = [(red[:, :250] > 0.3).mean(), (blue[:, :250] > 0.3).mean(), (grey[:, 320:560] > 0.9).mean()]
+    assert 0.15 < shares[0] < 0.3 and shares[1] > 0.5 and shares[2] > 0.9, shares
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot_experts(tmp_path, said.append) is None and said[1].startswith("experts.png needs matplotlib")

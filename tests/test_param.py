@@ -69,6 +69,8 @@ def test_fused_parts_lie_one_after_the_other():
     assert spec.name == "a.weight"
     biases = tuple(shard(f"a.{name}.bias", (4,), 0, Axis.single()) for name in "qkv")
     assert ParamSpec(biases, (12,)).name == "a.bias" and ParamSpec(biases[:1], (4,)).name == "a.q.bias"
+    experts = tuple(shard(f"a.{i}.fc2.weight_t", (4,), 0, Axis.single()) for i in range(3))
+    assert ParamSpec(experts, (12,)).name == "a.fc2.weight_t"
     local = torch.arange(8 * 6).view(8, 6)
     assert torch.equal(torch.cat([part.view(local) for part in spec.parts]), local)
 

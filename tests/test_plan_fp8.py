@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanomegatron import plan, plan_layer
+from nanomegatron.config import TransformerConfig
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.plan import memory
-from tests.test_plan import CPU, TINY, bytes_kept, config
+from tests.test_plan import CPU, LLAMA, TINY, bytes_kept, config
 
 
 @pytest.mark.parametrize("modules", [(), ("mlp",)])
@@ -26,3 +28,38 @@ def test_activations_in_fp8(family, modules):
     more = replace(run, model=replace(model, num_layers=3))
     layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
     assert layer == pytest.approx(three - two, rel=0.008)
+
+
+SPARSE = TransformerConfig(
+    2,
+    64,
+    8,
+    160,
+    num_query_groups=2,
+    num_experts=4,
+    moe_ffn_hidden_size=96,
+    max_position_embeddings=32,
+    **LLAMA,
+)
+SHARED = dict(moe_shared_expert_intermediate_size=48)
+ACT = dict(recompute_granularity="selective", recompute_modules=("moe_act",))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("changes", [{}, SHARED, ACT], ids=["", "shared", "moe_act"])
+def test_experts_in_fp8(changes, recipe, monkeypatch):
+    """A layer's activations, in FP8 with rows of padding, and the casts of its weights."""
+    for module in (plan, plan_layer):
+        monkeypatch.setattr(module, "why_not", lambda device: "not wanted")
+    model, kept = replace(SPARSE, **changes), []
+    runs = [config(replace(model, num_layers=layers), 32, 16) for layers in (2, 3)]
+    runs = [
+        replace(run, precision=replace(run.precision, fp8_format="hybrid", fp8_recipe=recipe)) for run in runs
+    ]
+    for run in runs:
+        scales = Scales(Recipe(recipe), CPU)
+        kept.append(bytes_kept(run.model, 32, 16, torch.bfloat16, scales=scales))
+        casts = [layer.cached for layer in scales.layers.values()]
+        assert memory(run, 128, CPU)["FP8 weights"] == sum(c.data.numel() for pair in casts for c in pair)
+    two, three = (memory(run, 128, CPU)["activations"] for run in runs)
+    assert three - two == pytest.approx(kept[1] - kept[0], rel=0.01)

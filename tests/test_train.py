@@ -182,11 +182,12 @@ def test_signal_saves_and_leaves(number, corpus, undisturbed, tmp_path):
 
 def test_configuration_errors_come_at_once_and_once(tmp_path):
     begin = resource.getrusage(resource.RUSAGE_CHILDREN)
-    flags = "--nproc 2 --tp 3 --num-layers 2 --hidden-size 50 --num-attention-heads 4 --num-experts 8"
+    flags = "--nproc 2 --tp 3 --num-layers 2 --hidden-size 50 --num-attention-heads 4 --sp --num-experts 8"
+    flags += " --moe-router-topk 9"
     output = finished(start(tmp_path, flags.split()), train.BAD_CONFIG)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime < 6  # whatever else the machine does
-    for beginning in ("--hidden-size 50:", "--tensor-model-parallel-size 3:", "--num-experts:"):
+    for beginning in ("--hidden-size 50:", "--tensor-model-parallel-size 3:", "--moe-router-topk 9:"):
         assert output.count(f"  {beginning}") == 1
     assert "Traceback" not in output and not (tmp_path / "runs").exists()
 

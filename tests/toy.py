@@ -110,16 +110,17 @@ CONFIG = OptimizerConfig(lr=0.02, weight_decay=0.1, clip_grad=1.0, adam_eps=1e-4
 RATES = [[0.02 / (n + 1) for n in range(9)]] * 3
 
 
-def built(mesh: Mesh, flags: dict, dtype=torch.float32, config=CONFIG, grad_dtype=torch.float32):
-    """A new network with its buckets and optimizer; flags: of ParallelConfig."""
-    model = Toy(dtype=dtype)
+def built(mesh: Mesh, flags: dict, dtype=torch.float32, config=CONFIG, grad_dtype=torch.float32, model=None):
+    """A network, a new one if not given, with its buckets and optimizer; flags: of ParallelConfig."""
+    model = model or Toy(dtype=dtype)
     buckets = Buckets(model, ParallelConfig(**flags), mesh, grad_dtype)
     return model, buckets, Optimizer(buckets, config, PrecisionConfig(), RATES)
 
 
-def train_step(model: Toy, buckets: Buckets, optimizer: Optimizer, mesh: Mesh, microbatches: int = 3):
+def train_step(model: nn.Module, buckets: Buckets, optimizer: Optimizer, mesh: Mesh, microbatches: int = 3):
     """One step on this rank's share of the samples; returns the norm of the gradients."""
-    mine = samples()[mesh.dp_cp.rank :: mesh.dp_cp.size]
+    axis = getattr(model, "axis", mesh.dp_cp)
+    mine = samples()[axis.rank :: axis.size]
     buckets.zero(microbatches)
     for data in mine.tensor_split(microbatches):
         loss = model(data[:, :-1], data[:, 1:]) * (buckets.grad_scale / (SAMPLES * LENGTH))
@@ -128,9 +129,9 @@ def train_step(model: Toy, buckets: Buckets, optimizer: Optimizer, mesh: Mesh, m
     return optimizer.step(torch.tensor(0.0)).grad_norm
 
 
-def torch_train(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def torch_train(steps: int, model: nn.Module | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same with torch's own AdamW and clipping, all samples at once: norms and weights."""
-    model, norms = Toy(), []
+    model, norms = model or Toy(), []
     groups = [
         {"params": [p for p in model.parameters() if (p.dim() > 1) == matrices], "weight_decay": decay}
         for matrices, decay in ((True, CONFIG.weight_decay), (False, 0.0))

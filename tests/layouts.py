@@ -1,0 +1,235 @@
+"""The layouts that tests train, as words, and the models that they train.
+
+A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
+
+    tp2 dp2      processes that share a layer, and replicas      sp   sequence parallel
+    z1 z2        optimizer states, and gradients too, cut        ov   all overlaps there are
+    ce           loss fused with the output projection           rc   layers recomputed; rs: parts of them
+    bk           small buckets, so that there are many           av   averaged by the collective
+    co           optimizer states on the host (bf16 alone)
+    pp2 pp4      pipeline stages; behind them v2, v4 for chunks that take turns (interleaved), zb and zbv for
+                 weight gradients put off (zb-h1, zb-v), gp for gpipe, uneven for a split by cost
+    cp2 cp4      processes that share each row, in a ring; a2a, ag (all-gather), hi (a2a between two, a ring
+                 of these), mx (another way in each layer)
+    ep2 ep4      processes of these that share the experts, et with each expert whole on one, not cut over tp
+    eo so        the exchange of tokens overlapped: by halves, and with the shared experts
+    rm ra rh     recomputed: layers of experts, their activations, shared experts
+"""
+
+import random
+import re
+
+COMMON = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--global-batch-size 8 --lr 2e-3 --min-lr 1e-3 --train-iters 5 --eval-iters 0 --device cpu "
+    "--run-name test --make-vocab-size-divisible-by 4 --tokenizer-type ByteTokenizer --split 1 "
+    "--log-num-zeros-in-grad --adam-eps 1e-6"  # else AdamW makes full steps of gradients that are rounding
+)
+ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+MODELS = {  # 257 tokens: not divisible by any tp
+    "gpt": "--hidden-dropout 0.1 --attention-dropout 0.1",
+    "llama": f"{ROPE} --untie-embeddings-and-output-weights --num-query-groups 2 --ffn-hidden-size 96",
+    "qwen": f"{ROPE} --num-query-groups 1 --qk-layernorm --add-qkv-bias --hidden-dropout 0.2",
+    "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss --hidden-dropout 0.1",
+    "moe": f"{ROPE} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3 "
+    "--moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 --hidden-dropout 0.1",
+    "moe-documents": f"{ROPE} --num-experts 4 --moe-ffn-hidden-size 48 --reset-attention-mask "
+    "--reset-position-ids --eod-mask-loss --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3",
+    # Drops are of a rank's tokens; by probs, which repeated text has alike, rounding would decide on some.
+    "full": f"{ROPE} --num-experts 4 --moe-ffn-hidden-size 48 --moe-expert-capacity-factor 0.75 "
+    "--moe-token-drop-policy position --moe-pad-expert-input-to-capacity --moe-aux-loss-coeff 0.05",
+    "deep": f"{ROPE} --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 24 --qk-layernorm "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-topk-scaling-factor 1.5 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall "
+    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
+    "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
+}
+FLAGS = {
+    "tp": "--tp {}",
+    "dp": "--dp {}",
+    "z1": "--use-distributed-optimizer",
+    "z2": "--data-parallel-sharding-strategy optim_grads",
+    "sp": "--sequence-parallel",
+    "ce": "--cross-entropy-loss-fusion",
+    "rc": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    "rs": "--recompute-activations --recompute-modules core_attn mlp_act layernorm",
+    "bk": "--ddp-bucket-size 4000",
+    "av": "--ddp-average-in-collective",
+    "co": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+    "pp": "--pp {}",
+    "v": "--vpp {}",
+    "zb": "--pipeline-schedule zb-h1",
+    "zbv": "--pipeline-schedule zb-v",
+    "gp": "--pipeline-schedule gpipe",
+    "uneven": "--pipeline-split flops",
+    "cp": "--context-parallel-size {}",
+    "a2a": "--cp-comm-type a2a",
+    "ag": "--cp-comm-type allgather",
+    "hi": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+    "mx": "--cp-comm-type p2p a2a allgather p2p",
+    "ep": "--expert-model-parallel-size {}",
+    "et": "--expert-tensor-parallel-size 1",
+    "eo": "--overlap-moe-expert-parallel-comm",
+    "so": "--moe-shared-expert-overlap",
+    "rm": "--recompute-activations --recompute-modules core_attn moe",
+    "ra": "--recompute-activations --recompute-modules core_attn moe_act layernorm",
+    "rh": "--recompute-activations --recompute-modules moe_act shared_experts",
+}
+
+
+def flags_of(layout: str) -> tuple[int, str]:
+    """Processes, and the flags of train.py."""
+    words = re.findall(r"[tdpce]p\d+|v\d|z\d|zbv|uneven|a2a|[a-z]{2}", layout)
+    assert "".join(words) == layout, layout
+    size, flags = 1, []
+    for word in words:
+        if word[:2] == "ep":
+            flags.append(FLAGS["ep"].format(word[2:]))
+            continue
+        if word[:2] in ("tp", "dp", "pp", "cp"):
+            size *= int(word[2:])
+            flags.append(FLAGS[word[:2]].format(word[2:]))
+        elif word[0] == "v":
+            flags.append(FLAGS["v"].format(word[1:]))
+        elif word == "ov":
+            flags += ["--overlap-grad-reduce"]
+            sharded = "z1" in words or "z2" in words
+            flags += ["--overlap-param-gather"] * sharded + ["--tp-comm-overlap"] * ("sp" in words)
+        else:
+            flags.append(FLAGS[word])
+    return size, " ".join(flags)
+
+
+FLAT = [(1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp
+PIPELINES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
+SCHEDULES = ["", "v2", "v2gp", "gp", "zb", "zbv", "v4uneven", "zbuneven"]
+UNCUT = ["gpt", "llama", "qwen"]
+
+
+CONTEXT = [(1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)]  # and cp
+
+
+def draws(count: int, seed: int, sizes: list[tuple[int, ...]]) -> list[tuple[str, str]]:
+    """Layouts on two and four processes as chance would have them, with a model each; always the same."""
+    chance, found = random.Random(seed), []
+    while len(found) < count:
+        tp, pp, dp, *cp = chance.choice(sizes)
+        layout = f"tp{tp}" * (tp > 1) + f"pp{pp}" * (pp > 1)
+        if pp > 1:
+            layout += chance.choice(SCHEDULES)
+            layout += "uneven" * (pp == 4 and "v" in layout and "uneven" not in layout)
+        layout += f"dp{dp}" * (dp > 1)
+        for size in cp:
+            layout += f"cp{size}" + chance.choice(["", "a2a", "ag", "mx"])
+        layout += chance.choice(["", "z1", "z2"]) * (dp > 1)
+        for word in ("sp" * (tp > 1), "ov", "ce", chance.choice(["rc", "rs"]), "bk", "av"):
+            layout += word * (chance.random() < 0.5)
+        found.append((layout, chance.choice(["llama", "qwen", "documents", "window"] if cp else UNCUT)))
+    return found
+
+
+MIXTURES = [(1, 1, 2, 1), (2, 1, 1, 1), (1, 2, 2, 1), (2, 1, 2, 1), (1, 1, 2, 2), (1, 1, 4, 1), (2, 1, 1, 2)]
+
+
+def mixtures(count: int, seed: int) -> list[tuple[str, str]]:
+    """The same with experts, on two or four processes of which some share them; tp, pp, dp, cp."""
+    chance, found = random.Random(seed), []
+    while len(found) < count:
+        tp, pp, dp, cp = chance.choice(MIXTURES)
+        etp = chance.choice([1, tp])
+        ep = chance.choice([n for n in (1, 2, 4) if tp * dp * cp % (n * etp) == 0])
+        layout = f"tp{tp}sp" * (tp > 1) + f"pp{pp}" * (pp > 1)
+        layout += chance.choice(["", "v2", "zb", "zbv"]) * (pp > 1)
+        layout += f"dp{dp}" * (dp > 1) + f"cp{cp}" * (cp > 1) + f"ep{ep}" * (ep > 1) + "et" * (etp < tp)
+        layout += chance.choice(["", "z1", "z2"]) * (dp > 1)
+        for word in ("ov", "ce", chance.choice(["rc", "rm", "ra", "rh"]), "bk", "av", "eo", "so"):
+            layout += word * (chance.random() < 0.5)
+        found.append((layout, "deep"))
+    return found
+
+
+NAMED = [
+    ("dp2", "gpt"),
+    ("dp4", "llama"),
+    ("tp2", "gpt"),
+    ("tp2", "qwen"),
+    ("tp4", "llama"),
+    ("tp2sp", "gpt"),
+    ("tp4sp", "qwen"),
+    ("tp2spov", "llama"),
+    ("dp2z1", "llama"),
+    ("dp2z1ovbk", "gpt"),
+    ("dp2z2bk", "gpt"),
+    ("dp4z2ovbk", "llama"),
+    ("tp2dp2", "qwen"),
+    ("tp2dp2z1sp", "gpt"),
+    ("tp2dp2z1spovbk", "llama"),
+    ("tp2dp2z2spovcerc", "qwen"),
+    ("tp4spce", "gpt"),
+    ("tp2cers", "llama"),
+    ("pp2", "gpt"),
+    ("pp4", "llama"),
+    ("pp2v2", "gpt"),
+    ("pp2v2gp", "llama"),
+    ("pp2zb", "qwen"),
+    ("pp2zbv", "gpt"),
+    ("pp4zb", "gpt"),
+    ("pp4zbvuneven", "llama"),
+    ("pp2uneven", "llama"),
+    ("pp2dp2z1", "gpt"),
+    ("pp2zbdp2z2bk", "gpt"),
+    ("pp2v2dp2z1ovbk", "llama"),
+    ("tp2pp2sp", "llama"),
+    ("tp2pp2zbspovce", "llama"),
+    ("tp2pp2zbvsprc", "qwen"),
+    ("tp2pp2v2ce", "gpt"),
+    ("tp2pp2dp2z1sp", "gpt"),
+    ("tp2pp2zbvdp2z1sprs", "llama"),
+    ("cp2", "llama"),
+    ("cp2", "documents"),
+    ("cp2", "window"),
+    ("cp4", "qwen"),
+    ("cp4", "documents"),
+    ("cp2a2a", "qwen"),
+    ("cp4a2a", "documents"),
+    ("cp2ag", "window"),
+    ("cp4ag", "documents"),
+    ("cp4hi", "llama"),
+    ("cp4hi", "documents"),
+    ("cp4hi", "window"),
+    ("cp2mx", "documents"),
+    ("tp2cp2sp", "qwen"),
+    ("tp2cp2a2aspov", "llama"),
+    ("tp2cp2ag", "documents"),
+    ("cp2pp2", "documents"),
+    ("cp2pp2v2cers", "llama"),
+    ("pp2zbcp2mx", "qwen"),
+    ("cp2dp2z1", "documents"),
+    ("cp2dp2z2ovbkrc", "qwen"),
+    ("tp2cp2dp2z1spce", "documents"),
+    ("tp2cp2pp2zbvsp", "llama"),
+    ("dp2", "moe"),
+    ("dp2ep2", "moe"),
+    ("dp2ep2", "deep"),
+    ("dp4ep2z1", "moe"),
+    ("dp4ep4z2bk", "deep"),
+    ("tp2sp", "moe"),
+    ("tp2spet", "deep"),
+    ("tp2spep2et", "deep"),
+    ("tp2spdp2ep2", "moe"),
+    ("cp2ep2", "deep"),
+    ("cp2pp2ep2", "moe"),
+    ("pp2zbdp2ep2z1", "deep"),
+    ("pp2v2dp2ep2ovbk", "moe"),
+    ("pp2zbvdp2ep2av", "deep"),
+    ("tp2spdp2ep4etz1ovav", "moe"),
+    ("dp4ep4rm", "moe"),
+    ("dp2ep2eo", "deep"),
+    ("dp2ep2", "full"),
+    ("cp2ep2", "moe-documents"),
+    ("dp2ep2ra", "moe-documents"),
+]
+
+
+DRAWN = NAMED + draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT) + mixtures(8, 7)

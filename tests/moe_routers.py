@@ -1,0 +1,52 @@
+"""Routers for tests, and Megatron's functions."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanomegatron.comm import all_reduce
+from nanomegatron.config import TransformerConfig
+from nanomegatron.moe_router import MoeAxes, Router
+from nanomegatron.param import Init
+
+S, H, E = 8, 6, 8
+GROUPS = dict(router_num_groups=4, router_group_topk=2)
+SIGMOID = dict(router_score_function="sigmoid")
+
+
+@functools.cache
+def megatron():
+    return pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+
+
+def settings(topk=2, **given):
+    names = {name if hasattr(TransformerConfig, name) else f"moe_{name}": v for name, v in given.items()}
+    shape = dict(num_layers=2, hidden_size=H, num_attention_heads=2, num_experts=E, moe_router_topk=topk)
+    return TransformerConfig(**shape | names)
+
+
+def router_of(config, axes=None, weight=None, **init):
+    init = Init(name="decoder.layers.0.mlp.router", std=1.0, **init)
+    router = Router(config, 0, axes or MoeAxes(), init)
+    if weight is not None:
+        router.weight.data.copy_(weight)
+    return router
+
+
+def batch_of(samples=1, s=S, aux_scale=None, seed=None, first=0):
+    scale = None if aux_scale is None else torch.tensor(aux_scale)
+    places = dict(sample_ids=torch.arange(first, first + samples), residual_positions=torch.arange(s))
+    no_packs = dict(cu_seqlens=None, max_seqlen=None, shard=None)
+    return SimpleNamespace(aux_scale=scale, dropout_seed=seed, **no_packs, **places)
+
+
+def sum_counts(routers):
+    """Copies routed and dropped on all ranks, `[2, layers, E]`."""
+    mine = torch.stack([torch.stack([getattr(r, name) for r in routers]) for name in ("counts", "dropped")])
+    return all_reduce(all_reduce(mine, routers[0].spread), routers[0].axes.dp_cp)
+
+
+def close(found, expected, tolerance=1e-6):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,256 @@
+"""Experts in FP8: exactly what their casts give, near what they are without, and in training."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from nanomegatron import moe_matmul
+from nanomegatron.config import ParallelConfig
+from nanomegatron.dp import Buckets
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode
+from nanomegatron.fp8_stats import Stats
+from nanomegatron.mesh import Axis
+from nanomegatron.moe_experts import GroupedExperts, linear
+from nanomegatron.moe_matmul import Groups, whole
+from nanomegatron.moe_router import MoeAxes
+from nanomegatron.ops_fp8 import fp8_cast_rows
+from nanomegatron.param import Deferred, Init, ParamSpec, new_parameter, replica
+from tests.checkpoints import ALONE
+from tests.spmd import run_spmd
+from tests.test_fp8_layouts import fp8 as flags_of_recipe
+from tests.test_layouts import alone, arguments, flags_of, sources, train_on_a_rank
+from tests.test_moe_experts import BASE, INIT, KINDS, offsets_of, one, parameters
+
+__all__ = ["alone", "sources"]  # fixtures
+CPU, ROWWISE, REAL = torch.device("cpu"), Recipe("rowwise"), torch._scaled_grouped_mm
+E, H = BASE.num_experts, BASE.hidden_size
+ROWS = [(16, 32, 16, 48), (16, 0, 32, 0), (0, 0, 48, 0), (0, 0, 0, 0), (5, 1, 0, 7)]
+
+
+def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
+    """Experts in FP8, their buckets, their scales."""
+    experts = GroupedExperts(config, MoeAxes(), replace(INIT, dtype=dtype))
+    scales = Scales(recipe, CPU)
+    experts.use_fp8(scales)
+    return experts, Buckets(experts, ParallelConfig(), ALONE), scales
+
+
+def batch(sizes, extra=0, width=H, seed=1):
+    """Rows with a few large ones, and as many zeros at the end as are nobody's."""
+    x = torch.randn(sum(sizes) + extra, width, generator=torch.Generator().manual_seed(seed))
+    x[::3] *= 50
+    x[sum(sizes) :] = 0
+    return x
+
+
+def rows_of(x):
+    """x as it is once cast with a scale for each row."""
+    return decode(Cast(*fp8_cast_rows(x, E4M3, 448.0)[0])).double()
+
+
+def columns_of(x):
+    return rows_of(x.t().contiguous()).t()
+
+
+def near(found, expected, rel):
+    assert found.shape == expected.shape and torch.isfinite(found).all()
+    error = (found.double() - expected.double()).norm()
+    assert error <= rel * expected.double().norm() + 1e-12, float(error / expected.norm())
+
+
+def layer(size, recipe):
+    spec = ParamSpec((replica("w.weight", size, MoeAxes().etp),), size, writes_grad=True)
+    model = torch.nn.Module()
+    model.weight = new_parameter(spec, Init(seed=3, std=0.3))
+    fp8 = Scales(recipe, CPU).layer("w.weight", E4M3)
+    return model.weight, Buckets(model, ParallelConfig(), ALONE), fp8
+
+
+@pytest.mark.parametrize("wgrad", [True, False], ids=["", "no wgrad"])
+@pytest.mark.parametrize("known", [False, True], ids=["", "offsets known"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("sizes", ROWS, ids=str)
+def test_a_layer_is_what_its_casts_give(sizes, transposed, known, wgrad):
+    """All three products of decoded casts, in float64; of features experts share a scale."""
+    i, o, extra, offsets = 32, 48, 16, offsets_of(sizes)
+    weight, buckets, fp8 = layer((E * i, o) if transposed else (E * o, i), Recipe("rowwise", wgrad=wgrad))
+    along, across = rows_of(weight.detach()).chunk(E), columns_of(weight.detach()).chunk(E)
+    forward, back = (across, along) if transposed else (along, across)
+    turn = (lambda w: w.t()) if transposed else (lambda w: w)  # to [o, i]
+    total = torch.zeros_like(weight, dtype=torch.float64).chunk(E)
+    buckets.zero(2)
+    for seed in range(2):
+        x, g = batch(sizes, extra, i, seed), batch(sizes, extra, o, 9 + seed)
+        groups, leaf = Groups(offsets, offsets.tolist() if known else None), x.clone().requires_grad_()
+        y = linear(leaf, weight, whole(groups, len(x)), transposed, fp8)
+        y.backward(g)
+        kept_x, kept_g = (columns_of(x), columns_of(g)) if wgrad else (x.double(), g.double())
+        for e, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
+            near(y[a:b], rows_of(x[a:b]) @ turn(forward[e]).t(), 1e-6)
+            near(leaf.grad[a:b], rows_of(g[a:b]) @ turn(back[e]), 1e-6)
+            total[e].add_(turn(kept_g[a:b].t() @ kept_x[a:b]))
+        assert not y[sum(sizes) :].any() and not leaf.grad[sum(sizes) :].any()
+    near(weight.main_grad, torch.cat(total), 1e-6)
+
+
+@pytest.mark.parametrize("sizes", ROWS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_stay_near_those_in_fp32(kind, sizes):
+    """To 15 %, as do gradients through the layers of a model: values of 3 bits, some five products deep."""
+    config = replace(BASE, **KINDS[kind])
+    (experts, buckets, _), n = built(config), sum(sizes)
+    params = [None if p is None else p.detach().clone().requires_grad_() for p in parameters(experts)]
+    buckets.zero(1)
+    x, g = batch(sizes, 16) / 10, batch(sizes, 16, seed=2)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, offsets = experts(ours, offsets_of(sizes)), offsets_of(sizes).tolist()
+    y.backward(g)
+    parts = (one(config, params, i, theirs[a:b]) for i, (a, b) in enumerate(itertools.pairwise(offsets)))
+    expected = torch.cat([*parts])
+    expected.backward(g[:n])
+    buckets.grad_sync()
+    near(y[:n], expected, 0.15)
+    near(ours.grad[:n], theirs.grad[:n], 0.15)
+    for p, q in zip(parameters(experts), params, strict=True):
+        if p is not None:
+            near(p.main_grad, q.grad if q.grad is not None else torch.zeros_like(q), 0.15)
+
+
+def results(config, recipe=ROWWISE, known=False, later=False):
+    """Everything that comes of a microbatch, and the shapes of what autograd kept."""
+    (experts, buckets, _), kept, deferred = built(config, torch.bfloat16, recipe), [], Deferred()
+    for p in experts.parameters():
+        p.deferred = deferred if later else None
+    buckets.zero(1)
+    x = batch(ROWS[0]).bfloat16().requires_grad_()
+    offsets = offsets_of(ROWS[0])
+    keep = partial(lambda kept, t: kept.append((t.dtype, *t.shape)) or t, kept)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = experts(x, offsets, offsets.tolist() if known else None)
+    with deferred.collect() as works:
+        y.sum().backward()
+    assert len(works) == 2 * later
+    deferred.do(works)
+    return [y.detach(), x.grad, *(p.main_grad for p in experts.parameters())], kept
+
+
+@pytest.mark.parametrize("recipe", [Recipe("rowwise"), Recipe("rowwise", wgrad=False)], ids=["", "no wgrad"])
+def test_what_changes_no_bit(recipe):
+    """Offsets on the host, activations made again, weight gradients put off, and a loop."""
+    again = replace(BASE, recompute_granularity="selective", recompute_modules=("moe_act",))
+    expected, kept = results(BASE, recipe)
+    loop = replace(BASE, moe_grouped_gemm=False)
+    others = results(BASE, recipe, True), results(again, recipe), results(BASE, recipe, later=True)
+    for found, _ in (*others, results(loop, recipe), results(loop, recipe, True)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    inner = (E4M3, BASE.moe_ffn_size, sum(ROWS[0])) if recipe.wgrad else (torch.bfloat16, sum(ROWS[0]), 24)
+    assert kept.count(inner) == others[1][1].count(inner) + 1
+    assert kept.count((E4M3, H, sum(ROWS[0]))) == recipe.wgrad, "the first layer's input"
+
+
+def on_the_gpu(a, b, scale_a, scale_b, offs, out_dtype=None, use_fast_accum=False):
+    """`torch._scaled_grouped_mm` as its kernel finds what it reads, by strides; torch's own checks before."""
+    tensors = a, b, scale_a, scale_b, offs
+    shapes = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
+    out = torch.empty_like(REAL(*shapes, out_dtype=out_dtype), device="cpu")
+    assert all(t.data_ptr() % 16 == 0 and size % 16 == 0 for t in (a, b) for size in t.shape[-2:])
+    starts, ends = [0, *offs[:-1].tolist()], offs.tolist()
+    for e, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if b.dim() == 3:
+            rows, columns, into = a[start:end], b[e], out[start:end]
+            scales = scale_a[start:end], scale_b[e]
+        else:
+            assert end - start > 0 and (end - start) % 16 == 0, "an assertion on the device"
+            rows, columns, into = a[:, start:end], b[start:end], out[e]
+            scales = scale_a[e * len(a) :][: len(a)], scale_b[e * b.shape[1] :][: b.shape[1]]
+        into.copy_((rows.float() @ columns.float()) * scales[0][:, None] * scales[1])
+    return out
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu, biases"])
+@pytest.mark.parametrize("sizes", [(16, 32, 16, 48), (16, 16, 16, 1600)], ids=str)
+def test_one_matmul_is_the_loop(kind, sizes, monkeypatch):
+    """What the GPU's matmul is given, to roundings to bf16; the rows that are nobody's included."""
+    config = replace(BASE, **KINDS[kind], moe_ffn_hidden_size=32)
+    found = []
+    for once in False, True:
+        experts, buckets, _ = built(config, torch.bfloat16)
+        monkeypatch.setattr(moe_matmul, "at_once", lambda x, groups, once=once: once)
+        monkeypatch.setattr(torch, "_scaled_grouped_mm", on_the_gpu) if once else None
+        x, g = (batch(sizes, 16, seed=seed).bfloat16() for seed in (1, 2))
+        buckets.zero(1)
+        y = experts(x.requires_grad_(), offsets_of(sizes))
+        y.backward(g)
+        buckets.grad_sync()
+        found.append([y, x.grad, *(p.main_grad for p in experts.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        near(ours, theirs, 1e-2)
+
+
+def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
+    """In the hybrid format too; only under rowwise, and with rows to multiples of 16."""
+    experts, buckets, scales = built(recipe=Recipe("rowwise", gradient=E5M2))
+    assert list(scales.layers) == [f"{INIT.name}.{name}.weight" for name in ("linear_fc1", "linear_fc2")]
+    assert experts.multiple == 16 and scales.state() == {}
+    roles, types, multiply = [], set(), torch._scaled_mm
+
+    def casting(real, x, role, *args):
+        roles.append(role)
+        return real(x, role, *args)
+
+    def multiplying(a, b, *args, **how):
+        types.update((a.dtype, b.dtype))
+        return multiply(a, b, *args, **how)
+
+    for fp8 in experts.fp8:
+        monkeypatch.setattr(fp8, "_cast", partial(casting, fp8._cast))
+    monkeypatch.setattr(torch, "_scaled_mm", multiplying)
+    buckets.zero(2)
+    for _ in range(2):
+        experts(batch(ROWS[0]), offsets_of(ROWS[0])).sum().backward()
+    assert types == {E4M3} and "".join(sorted(roles)) == "ggggwwxxxx"
+    scales.end_step()
+    with torch.no_grad():
+        experts(batch(ROWS[0]), offsets_of(ROWS[0]))
+    assert roles[-4:] == ["x", "w", "x", "w"]
+    for name in {*RECIPES} - {"rowwise"}:
+        experts, _, scales = built(recipe=Recipe(name))
+        assert experts.fp8 == (None, None) and experts.multiple == 1 and not scales.layers
+
+
+def test_statistics_know_the_format_of_gradients():
+    """The scale that is told is the smallest of those that rows were cast with."""
+    experts, buckets, scales = built(recipe=Recipe("rowwise", gradient=E5M2))
+    linear = scales.layer("decoder.layers.1.self_attention.linear_qkv.weight")
+    stats, g = Stats(scales, Axis.single(), Axis.single()), batch(ROWS[0], seed=2)
+    stats.begin()
+    buckets.zero(1)
+    experts(batch(ROWS[0]), offsets_of(ROWS[0])).backward(g)
+    linear.cast(g, "g", "row")
+    told = stats.by_name(stats.end().tolist())
+    for layer, dtype in ((f"{INIT.name}.linear_fc2", E4M3), (linear.name.removesuffix(".weight"), E5M2)):
+        _, inverse = fp8_cast_rows(g, dtype, torch.finfo(dtype).max)[0]
+        assert told[f"{layer}/g/scale"] == 1 / inverse.max() and told[f"{layer}/g/amax"] == g.abs().max()
+
+
+LAYOUTS = [(recipe, "dp2ep2", "") for recipe in RECIPES]
+LAYOUTS += [
+    ("rowwise", "tp2spdp2ep2", "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"),
+    ("rowwise", "pp2zbdp2ep2", ""),
+]
+
+
+@pytest.mark.parametrize("recipe, layout, more", LAYOUTS)
+def test_it_trains_as_bf16_does(recipe, layout, more, alone, sources, tmp_path):
+    """Five steps over experts on two ranks: losses within 2 % of one process's in bf16, and falling."""
+    sizes, (world, flags) = flags_of_recipe(recipe).partition("blockwise")[2], flags_of(layout)
+    argv = arguments(sources, "moe", flags, f"{flags_of_recipe(recipe)} {more}")
+    ranks = run_spmd(train_on_a_rank, world, argv, str(tmp_path), timeout=120)
+    found = [step["lm_loss"] for step in ranks[0]["steps"]]
+    expected = [step["lm_loss"] for step in alone("moe", "--bf16" + sizes)["steps"]]
+    np.testing.assert_allclose(found, expected, rtol=2e-2)
+    assert found != expected and found[-1] < found[0] - 0.1 and all(rank["alike"] for rank in ranks)

@@ -1,0 +1,352 @@
+"""What is done while tokens travel: the order, and that it changes nothing."""
+
+import itertools
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanomegatron import moe_dispatch
+from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.dp import Buckets
+from nanomegatron.mesh import Axis
+from nanomegatron.model import MLP, TransformerLayer
+from nanomegatron.model_recompute import recomputed
+from nanomegatron.moe import MoELayer
+from nanomegatron.moe_dispatch import OnTheWay, cut, dispatch
+from nanomegatron.moe_router import MoeAxes
+from nanomegatron.param import Deferred, Init
+from tests.checkpoints import ALONE
+from tests.moe_routers import batch_of
+from tests.spmd import run_spmd, spmd
+
+E, H, K = 4, 16, 2
+CONFIG = TransformerConfig(
+    num_layers=2,
+    hidden_size=H,
+    num_attention_heads=2,
+    swiglu=True,
+    disable_bias_linear=True,
+    num_experts=E,
+    moe_ffn_hidden_size=24,
+    moe_router_topk=K,
+    moe_token_dispatcher_type="alltoall",
+    moe_router_load_balancing_type=("seq_aux_loss",),
+    moe_aux_loss_coeff=(0.1,),
+    moe_z_loss_coeff=0.01,
+    moe_shared_expert_intermediate_size=8,
+    moe_shared_expert_gate=True,
+)
+LATE = dict(moe_shared_expert_overlap=True)
+DROPS = dict(moe_expert_capacity_factor=0.6)
+LAYOUTS = {
+    "ep2": (2, {"ep": 2}),
+    "ep4": (4, {"ep": 4}),
+    "ep2 etp2": (4, {"tp": 2, "ep": 2, "etp": 2}),
+    "ep4 tp2": (4, {"tp": 2, "ep": 4, "etp": 1}),
+}
+BATCH = 4  # microbatches
+
+
+def axes_of(mesh, halves):
+    axes = MoeAxes.of(mesh)
+    return replace(axes, ep=replace(axes.ep, overlap=halves))
+
+
+def layer_of(mesh, config, halves=False):
+    """A layer with experts; its shared ones count their calls."""
+    axes, init = axes_of(mesh, halves), Init(seed=3, name="decoder.layers.1.mlp", std=0.3)
+    size = config.moe_shared_expert_intermediate_size
+    shared = MLP(config, mesh.tp, init.at("shared_experts"), size) if size else None
+    layer = MoELayer(config, 1, axes, init, shared)
+    layer.calls = []
+    if shared is not None:
+        shared.register_forward_hook(lambda *_: layer.calls.append(torch.is_grad_enabled()))
+    return layer
+
+
+def trained(mesh, config, halves=False, s=6, again=False, late=False, parallel=None):
+    """Results, gradients of inputs, of weights by name, counts of the router; microbatches of s tokens.
+
+    again: the layer is made again in the backward. late: weight gradients are put off.
+    """
+    config = replace(config, sequence_parallel=mesh.tp.size > 1)
+    layer = layer_of(mesh, config, halves)
+    buckets = Buckets(layer, parallel or ParallelConfig(), mesh)
+    buckets.zero(BATCH // mesh.dp_cp.size)
+    layer.router.begin_step()
+    deferred, found = Deferred(), []
+    for p in layer.parameters():
+        p.deferred = deferred
+    for i in range(mesh.dp.rank, BATCH, mesh.dp.size):
+        x, grad = torch.randn(2, s, 2, H, generator=torch.Generator().manual_seed(i))
+        x, grad = (v.chunk(mesh.tp.size)[mesh.tp.rank].clone() for v in (x, grad))
+        batch = batch_of(2, len(x), aux_scale=0.5)
+
+        def run(x, batch=batch):
+            return layer(x, batch)
+
+        x.requires_grad_()
+        y = recomputed(run, x) if again else run(x)
+        with deferred.collect() if late else nullcontext(()) as works:
+            y.backward(grad)
+        Deferred.do(works)
+        found += [y.detach(), x.grad]
+    buckets.grad_sync()
+    grads = {}
+    for bucket, piece in buckets.slices():
+        name = f"{piece.part.name} {piece.part.offset} {piece.at}"
+        grads[name] = piece.of(bucket.grad_shard).clone()
+    return found, grads, [layer.router.counts.clone(), layer.router.dropped.clone()]
+
+
+def near(found, expected, rel=2e-6):
+    assert found.shape == expected.shape
+    assert (found - expected).norm() <= rel * expected.norm() + 1e-7, (found - expected).abs().max()
+
+
+def check(found, expected, rel=2e-6):
+    """To the bit with rel 0."""
+    assert set(found[1]) == set(expected[1]) and expected[1]
+    pairs = list(zip(found[0], expected[0], strict=True))
+    pairs += [(grad, expected[1][name]) for name, grad in found[1].items()]
+    for ours, theirs in pairs:
+        assert torch.equal(ours, theirs) if rel == 0 else near(ours, theirs, rel) is None
+    assert all(torch.equal(*pair) for pair in zip(found[2], expected[2], strict=True))
+
+
+def same(mesh):
+    """Halves and late shared experts against the layer without; tokens of a rank: many, odd, one or two."""
+    for more, s in itertools.product(({}, DROPS), (6 * mesh.tp.size, 5 * mesh.tp.size, mesh.tp.size)):
+        config = replace(CONFIG, **more)
+        plain = trained(mesh, config, s=s)
+        check(trained(mesh, replace(config, **LATE), s=s), plain, rel=0)
+        halves = trained(mesh, config, True, s=s)
+        check(halves, plain)
+        check(trained(mesh, replace(config, **LATE), True, s=s), halves, rel=0)
+        assert not more or s == mesh.tp.size or plain[2][1].any(), "some are dropped"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_else_changes(layout):
+    world, sizes = LAYOUTS[layout]
+    run_spmd(same, world, **sizes, timeout=120)
+
+
+def of_rank(mesh, *args):
+    """What `trained` gives of a rank, with its gradients whole."""
+    found, grads, _ = trained(mesh, *args)
+    return found, grads, mesh.dp.rank
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_train_as_one_process(layout):
+    """Results and gradients of all tokens, and every slice of the gradients of weights."""
+    world, sizes = LAYOUTS[layout]
+    config, tp = replace(CONFIG, **LATE), sizes.get("tp", 1)
+    expected, whole, _ = trained(ALONE, config, True)
+    plain = trained(ALONE, config)
+    check((expected, whole, plain[2]), plain)
+    ranks = run_spmd(of_rank, world, config, True, **sizes, timeout=120)
+    dp = world // tp
+    for i, theirs in enumerate(expected):
+        microbatch, kind = divmod(i, 2)
+        members = [found for found, _, rank in ranks if rank == microbatch % dp]
+        assert len(members) == tp
+        near(torch.cat([found[microbatch // dp * 2 + kind] for found in members]), theirs, 1e-5)
+    names = {name.split()[0] for name in whole}
+    seen = set()
+    for _, grads, _ in ranks:
+        for name, grad in grads.items():
+            part = name.split()[0]
+            if tp == 1 or "router" in name or "gate_weight" in name:
+                near(grad, whole[name], 1e-5)
+            seen.add(part)
+    assert seen == names
+
+
+def with_everything(mesh):
+    """Made again, put off, in small buckets reduced early; biases, whose gradients autograd adds up."""
+    plain = trained(mesh, CONFIG, True)
+    check(trained(mesh, CONFIG, True, late=True), plain, rel=0)
+    check(trained(mesh, CONFIG, True, again=True), plain, rel=0)
+    for module in "shared_experts", "moe_act":
+        config = replace(CONFIG, recompute_granularity="selective", recompute_modules=(module,))
+        check(trained(mesh, config, True), plain, rel=0)
+        check(trained(mesh, replace(config, **LATE), True, again=True, late=True), plain, rel=0)
+    parallel = ParallelConfig(ddp_bucket_size=300, overlap_grad_reduce=True)
+    check(trained(mesh, CONFIG, True, parallel=parallel), plain)
+    sharded = replace(parallel, data_parallel_sharding_strategy="optim_grads")
+    check(trained(mesh, CONFIG, True, parallel=sharded), trained(mesh, CONFIG, parallel=sharded))
+    biased = replace(CONFIG, disable_bias_linear=False, swiglu=False)
+    check(trained(mesh, biased, True), trained(mesh, biased))
+
+
+def test_it_goes_with_everything():
+    run_spmd(with_everything, 2, ep=2, timeout=120)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_weight_has_a_contribution_of_each_half(halves):
+    layer = layer_of(ALONE, replace(CONFIG, disable_bias_linear=False), halves)
+    uses = {name: p.spec.uses for name, p in layer.named_parameters()}
+    twice = {"experts.weight1", "experts.weight2"} if halves else set()
+    assert {name for name, n in uses.items() if n == 2} == twice and set(uses.values()) <= {1, 2}
+
+
+def test_shared_experts_are_made_again():
+    again = replace(CONFIG, recompute_granularity="selective", recompute_modules=("shared_experts",))
+    kept = {}
+    for config in (CONFIG, again):
+        layer, sizes = layer_of(ALONE, config), []
+        x = torch.randn(6, 2, H).requires_grad_()
+
+        def pack(t, sizes=sizes):
+            sizes.append(t.shape)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(x, batch_of(2, 6))
+        forward = list(layer.calls)
+        y.sum().backward()
+        kept[config] = (forward, layer.calls[len(forward) :], (6, 2, 8) in sizes, x.grad is not None)
+    assert kept[CONFIG] == ([True], [], True, True)
+    assert kept[again] == ([False], [True], False, True)
+
+
+@pytest.mark.parametrize("shared", [None, 8])
+def test_norms_before_experts_are_made_again(shared):
+    """Nobody keeps what the router and the shared experts read, flattened or not."""
+    parts = dict(moe_shared_expert_intermediate_size=shared, moe_shared_expert_gate=shared is not None)
+    again = dict(recompute_granularity="selective", recompute_modules=("layernorm",))
+    found = []
+    for more in ({}, again):
+        config, calls = replace(CONFIG, **parts, **more), []
+        layer = TransformerLayer(config, 1, Axis.single(), Init(seed=3, name="decoder.layers.1", std=0.3))
+        x = torch.randn(6, 2, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = layer(x, batch_of(2, 6), None)
+        layer.pre_mlp_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        y.sum().backward()
+        assert len(calls) == (3 if shared else 1) * bool(more)
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+class Noted(torch.autograd.Function):
+    """x itself, once it is noted in `log`, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, word, log):
+        ctx.word, ctx.log = word, log
+        log.append(word)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append(ctx.word)
+        return grad, None, None
+
+
+class Experts:
+    """What `dispatch` asks of GroupedExperts: each row is noted and doubled."""
+
+    multiple = 1
+
+    def __init__(self, log, **settings):
+        self.log, self.config = log, replace(CONFIG, **settings)
+
+    def __call__(self, rows, offsets, ends):
+        assert ends == offsets.tolist() and ends[-1] == len(rows)
+        return 2 * Noted.apply(rows, "experts", self.log)
+
+
+class Way:
+    """Stands for `comm.Pending` and notes its end."""
+
+    def __init__(self, pending, number, log):
+        self.pending, self.number, self.log = pending, number, log
+
+    def wait(self):
+        assert self.pending.work is not None, "under way"
+        self.log.append(f"end {self.number}")
+        return self.pending.wait()
+
+
+# Exchanges are numbered as they begin.
+PLAIN = "shared read begin 0 end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 end 3 shared"
+SHARED = "read begin 0 shared end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 shared end 3"
+TURNS = "end 0 experts begin 2 end 1 experts begin 3 end 2 end 3"
+BACK = "begin 4 begin 5 end 4 experts begin 6 end 5 experts begin 7"
+HALVES = f"shared read begin 0 read begin 1 {TURNS} | {BACK} end 6 end 7 shared"
+BOTH = f"read begin 0 read begin 1 shared {TURNS} | {BACK} shared end 6 end 7"
+ORDERS = [(False, {}, PLAIN), (False, LATE, SHARED), (True, {}, HALVES), (True, LATE, BOTH)]
+
+
+@spmd(world=2, ep=2)
+def test_the_order_in_which_all_is_launched(mesh):
+    """Work stands between begin and end of exchanges, in the backward too; sizes come by one message."""
+    begin, read, made = moe_dispatch.start_swap, OnTheWay.read, []
+
+    def start_swap(*args):
+        if args[0].shape[1] != H:  # ids or probs
+            return begin(*args)
+        n = sum(word.startswith("begin") for word in log)
+        log.append(f"begin {n}")
+        return Way(begin(*args), n, log)
+
+    def reading(self):
+        log.append("read")
+        made.append(self)
+        return read(self)
+
+    moe_dispatch.start_swap, OnTheWay.read = start_swap, reading
+    for halves, settings, order in ORDERS:
+        log: list[str] = []
+        x, shared = torch.randn(5, H, requires_grad=True), []
+        probs, ids = torch.rand(5, K), torch.rand(5, E).topk(K).indices.int()
+        experts, axes = Experts(log, **settings), axes_of(mesh, halves)
+        made.clear()
+        mesh.traffic.clear()
+
+        def meanwhile(x=x, shared=shared, log=log):
+            shared.append(Noted.apply(x, "shared", log))
+
+        y = dispatch(x, probs, ids, experts, axes, "alltoall", meanwhile) + shared[0]
+        torch.testing.assert_close(y, x * (1 + 2 * probs.sum(1, keepdim=True)))
+        assert mesh.traffic["etp_ep", "all_gather", "calls"] == len(set(made)) == 1
+        log.append("|")
+        y.sum().backward()
+        assert " ".join(log) == order
+        torch.testing.assert_close(x.grad, (1 + 2 * probs.sum(1, keepdim=True)).expand_as(x))
+
+
+@spmd(world=2, ep=2, overlap_moe_expert_parallel_comm=True)
+def test_the_setting_is_the_axis_s(mesh):
+    assert mesh.ep.overlap and MoeAxes.of(mesh).ep.overlap and not mesh.tp.overlap
+
+
+@pytest.mark.parametrize("rows", range(6))
+def test_halves_of_any_number(rows):
+    x = torch.arange(rows)
+    first, second = cut(x, 2)
+    assert torch.equal(torch.cat((first, second)), x) and 0 <= len(second) - len(first) <= 1
+    assert cut(x, 1)[0] is x
+
+
+def test_a_half_without_tokens():
+    """One process, with nothing to exchange."""
+    axes = replace(MoeAxes(), ep=replace(MoeAxes().ep, overlap=True))
+    for rows in range(3):
+        x, seen = torch.randn(rows, H, requires_grad=True), []
+
+        def experts(rows, offsets, ends, seen=seen):
+            seen.append(len(rows))
+            return 3 * rows
+
+        stub = type("Stub", (), dict(multiple=1, config=CONFIG, __call__=lambda _, *given: experts(*given)))
+        ids = torch.zeros(rows, 1, dtype=torch.int32)
+        y = dispatch(x, torch.ones(rows, 1), ids, stub(), axes, "alltoall")
+        assert torch.equal(y, 3 * x) and seen == [rows // 2, rows - rows // 2]
+        y.sum().backward()
+        assert (x.grad == 3).all()
