@@ -264,11 +264,14 @@ def note(pending: list[tuple[dict, StepReport]]) -> None:
         milliseconds, numbers = told.read()
         for key, value in (("step_ms", milliseconds), ("loss", numbers["lm_loss"]), ("step", told.iteration)):
             row.setdefault(key, []).append(value)
+        row["experts"] = numbers.get("experts")
 
 
 def record(sitting: bench_parallel.Sitting, row: dict, training: train.Run) -> None:
     """The speed of the timed steps, of the slowest rank, and the memory. Communicates over all ranks."""
     row["step_ms"] = sitting.of_ranks(row["step_ms"]).amax(0).tolist()
+    if load := row.pop("experts"):
+        row["imbalance"] = training.expert_load.means(load)["moe_load_imbalance"]
     lengths = [lengths_of(training, step) for step in row["step"]]
     row["tokens"] = [sum(length * n for length, n in step.items()) for step in lengths]
     alike = all(step == lengths[0] for step in lengths)
