@@ -293,17 +293,22 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def results_of(args: argparse.Namespace, kind: type[Sitting], world: World | None) -> list[dict]:
+    """What is measured now, on rank 0, or was measured. Every rank calls this."""
+    if not args.part:
+        return [json.loads(path.read_text()) for path in args.results]
+    world = world or World.from_environment()
+    sitting = kind(args, world)
+    sitting.run()
+    sitting.write()
+    Mesh.close()
+    return [] if world.rank else [sitting.result]
+
+
 def main(argv: list[str], world: World | None = None) -> None:
     """Measure one part, or read what was measured; draw and report. Every rank calls this."""
     args = arguments(argv)
-    results = [json.loads(path.read_text()) for path in args.results or ()]
-    if args.part:
-        world = world or World.from_environment()
-        sitting = (AttentionSitting if args.part == "attention" else Sitting)(args, world)
-        sitting.run()
-        sitting.write()
-        results = [] if world.rank else [sitting.result]
-        Mesh.close()
+    results = results_of(args, AttentionSitting if args.part == "attention" else Sitting, world)
     if args.draw and results:
         try:
             draw(args.draw, results)

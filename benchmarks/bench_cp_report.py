@@ -57,10 +57,9 @@ def in_short(traceback: str) -> str:
     return " ".join(lines[1:])[:400] or traceback
 
 
-def report(result: dict) -> None:
-    """Print failures and profiles, then the table, and what it comes to last."""
-    rows, part = result["rows"], result["part"]
-    for row in rows:
+def preamble(result: dict, script: str) -> None:
+    """Print failures, profiles, what was left out, where it was measured."""
+    for row in result["rows"]:
         for how, text in row.get("errors", {}).items():
             print(f"{row.get('case', '')} {row['name']} failed ({how}): {in_short(text)}")
         if profile := row.get("profile"):
@@ -72,7 +71,13 @@ def report(result: dict) -> None:
         print(f"no time was left for {left}")
     small = ", small" if result["small"] else ""
     print(f"\n{result['date']}  torch {result['torch']}  {result['ranks']} x {result['device']}{small}")
-    print(f"bench_cp.py {result['command']}: {result['seconds']} s")
+    print(f"{script} {result['command']}: {result['seconds']} s")
+
+
+def report(result: dict) -> None:
+    """Print all that is known, the table, and what it comes to last."""
+    rows, part = result["rows"], result["part"]
+    preamble(result, "bench_cp.py")
     if part == "attention":
         by_case = [[r for r in rows if r["case"] == case] for case in dict.fromkeys(r["case"] for r in rows)]
         lines = [line for some in by_case for line in attention_lines(some)]

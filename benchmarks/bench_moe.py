@@ -24,7 +24,6 @@ benchmarks/results/DATE-moe-PART.json. `--small` takes seconds, on CPUs too.
 import argparse
 import contextlib
 import datetime
-import json
 import statistics
 import sys
 import tempfile
@@ -37,12 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import bench_cp, bench_cp_training, contenders_moe, peers_moe  # noqa: E402
-from benchmarks.bench_cp_report import in_short, run_line  # noqa: E402
+from benchmarks.bench_cp_report import in_short, preamble, run_line  # noqa: E402
 from benchmarks.bench_parallel import FailedSomewhere, gib  # noqa: E402
 from benchmarks.contenders_moe import MODELS, SMALL, Turn  # noqa: E402
 from benchmarks.kernel_times import profiled  # noqa: E402
 from nanomegatron.comm import all_reduce_  # noqa: E402
-from nanomegatron.mesh import Mesh, World  # noqa: E402
+from nanomegatron.mesh import World  # noqa: E402
 from nanomegatron.metrics import flops_per_iteration, mfu  # noqa: E402
 from nanomegatron.run_timers import Clock  # noqa: E402
 
@@ -214,20 +213,9 @@ def case_lines(rows: list[dict]) -> list[str]:
 
 
 def report(result: dict) -> None:
-    """Failures, profiles, then the table."""
+    """Print all that is known, the table last."""
     rows = result["rows"]
-    for row in rows:
-        for how, text in row.get("errors", {}).items():
-            print(f"{row['name']} failed ({how}): {in_short(text)}")
-        if profile := row.get("profile"):
-            print(f"{row['name']}: milliseconds of a step or turn {profile['ms']}")
-            for kernel, ms in list(profile["longest_ms"].items())[:25]:
-                print(f"{ms:10.3f}  {kernel}")
-    for left in result["skipped"]:
-        print(f"no time was left for {left}")
-    small = ", small" if result["small"] else ""
-    print(f"\n{result['date']}  torch {result['torch']}  {result['ranks']} x {result['device']}{small}")
-    print(f"bench_moe.py {result['command']}: {result['seconds']} s")
+    preamble(result, "bench_moe.py")
     if result["part"] == "train":
         print("| run | tokens | layers | ms a step | tokens/s/GPU | MFU | peak GiB (plan) | loss | uneven |")
         print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
@@ -268,15 +256,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str], world: World | None = None) -> None:
     """Measure one part, or read what was measured. Every rank calls this."""
     args = arguments(argv)
-    results = [json.loads(path.read_text()) for path in args.results or ()]
-    if args.part:
-        world = world or World.from_environment()
-        sitting = Sitting(args, world)
-        sitting.run()
-        sitting.write()
-        results = [] if world.rank else [sitting.result]
-        Mesh.close()
-    for result in results:
+    for result in bench_cp.results_of(args, Sitting, world):
         report(result)
 
 
