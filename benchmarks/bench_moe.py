@@ -71,7 +71,7 @@ class Sitting(bench_cp.Sitting):
     """Everything that is measured in one go on one machine."""
 
     def run(self) -> None:
-        """The part that was asked for. Raises SystemExit for a name that there is not."""
+        """The part that was asked for, or what of it has --only in its name."""
         if self.args.part == "train":
             with tempfile.TemporaryDirectory(prefix="bench-moe-") as folder, contextlib.chdir(folder):
                 return self.train()

@@ -25,7 +25,6 @@ same flags, such as other seeds, are put together by --from. `--small` takes sec
 import argparse
 import datetime
 import json
-import math
 import os
 import shutil
 import signal
@@ -36,7 +35,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +42,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.children import in_slots, write_runs  # noqa: E402
 from benchmarks.fp8_losses_report import FINALS, LAST, NAMES, compared, draw, pieces, report  # noqa: E402
 from nanomegatron.data_indexed import IndexedDataset  # noqa: E402
 from nanomegatron.metrics_writers import read_jsonl  # noqa: E402
@@ -114,20 +113,12 @@ class Child:
 def run_all(args: argparse.Namespace, flags: list[str]) -> Iterator[dict]:
     """The result of every run as it ends; `args.jobs` at a time, one seed after another."""
     todo = [(recipe, seed) for seed in args.seeds for recipe in args.only]
-    slots: list[Child | None] = [None] * args.jobs
-    try:
-        while todo or any(slots):
-            for i, child in enumerate(slots):
-                if child and child.process.poll() is not None:
-                    yield child.result()
-                    child.close()
-                    slots[i] = child = None
-                if child is None and todo:
-                    slots[i] = Child(*todo.pop(0), flags, environment(args, i))
-            time.sleep(0.1)
-    finally:
-        for child in filter(None, slots):
-            child.close()
+
+    def start(what: tuple[str, int], slot: int) -> Child:
+        return Child(*what, flags, environment(args, slot))
+
+    for child in in_slots(todo, args.jobs, start):
+        yield child.result()
 
 
 def environment(args: argparse.Namespace, slot: int) -> dict[str, str]:
@@ -192,20 +183,7 @@ def train(args: argparse.Namespace) -> dict:
 
 def write(path: Path, result: dict) -> None:
     """The JSON, with a line a run, and what the runs come to."""
-    facts = {key: value for key, value in result.items() if key != "runs"}
-    facts["summary"] = compared(result["runs"])
-    lines = [f' "{key}": {json.dumps(strict(value), allow_nan=False)},' for key, value in facts.items()]
-    runs = ",\n".join(f"  {json.dumps(strict(run), allow_nan=False)}" for run in result["runs"])
-    path.write_text("\n".join(["{", *lines, ' "runs": [', runs, " ]", "}", ""]))
-
-
-def strict(x: Any) -> Any:
-    """Numbers that JSON has not as words: "nan", "inf", which float() reads."""
-    if isinstance(x, dict):
-        return {key: strict(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [strict(value) for value in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+    write_runs(path, result, compared(result["runs"]))
 
 
 def together(paths: list[Path]) -> list[dict]:

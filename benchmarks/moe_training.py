@@ -40,6 +40,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.children import in_slots, write_runs  # noqa: E402
 from benchmarks.moe_training_report import COLUMNS, LAST, draw, heat, pieces, report, summary  # noqa: E402
 from nanomegatron.data_indexed import IndexedDataset  # noqa: E402
 from nanomegatron.metrics_writers import read_jsonl  # noqa: E402
@@ -132,20 +133,9 @@ def load(records: list[dict]) -> dict[str, list[list[int]]]:
 def run_all(args: argparse.Namespace, flags: list[str]) -> Iterator[dict]:
     """The result of every run as it ends; `args.jobs` at a time, one seed after another."""
     todo = [(name, seed) for seed in args.seeds for name in args.only]
-    slots: list[Child | None] = [None] * args.jobs
-    try:
-        while todo or any(slots):
-            for i, child in enumerate(slots):
-                if child and child.process.poll() is not None:
-                    yield child.result(loads=child.seed == args.seeds[0])
-                    child.close()
-                    slots[i] = child = None
-                if child is None and todo:
-                    slots[i] = Child(*todo.pop(0), flags, args.threads)
-            time.sleep(0.1)
-    finally:
-        for child in filter(None, slots):
-            child.close()
+    children = in_slots(todo, args.jobs, lambda what, _: Child(*what, flags, args.threads))
+    for child in children:
+        yield child.result(loads=child.seed == args.seeds[0])
 
 
 def common_flags(args: argparse.Namespace) -> list[str]:
@@ -196,11 +186,7 @@ def train(args: argparse.Namespace, argv: list[str]) -> dict:
 
 def write(path: Path, result: dict) -> None:
     """The JSON, with a line a run, and what the runs come to."""
-    facts = {key: value for key, value in result.items() if key != "runs"}
-    facts["summary"] = summary(result["runs"])
-    lines = [f' "{key}": {json.dumps(value)},' for key, value in facts.items()]
-    runs = ",\n".join(f"  {json.dumps(run)}" for run in result["runs"])
-    path.write_text("\n".join(["{", *lines, ' "runs": [', runs, " ]", "}", ""]))
+    write_runs(path, result, summary(result["runs"]))
 
 
 def together(paths: list[Path]) -> dict:

@@ -49,9 +49,8 @@ from nanomegatron.mesh import Axis
 from nanomegatron.model_ends import Embedding, OutputLayer, Stage, Tokens, hidden_dropout
 from nanomegatron.model_recompute import recomputed, segments
 from nanomegatron.moe import MoELayer
-from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.moe_experts import GroupedExperts, activation
 from nanomegatron.moe_router import MoeAxes
-from nanomegatron.ops_mlp import SILU, gated_ref
 from nanomegatron.ops_norm import add_norm, norm, norm_ref
 from nanomegatron.ops_rope import rope, rope_angles, rope_packed, rope_ref
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, scaled_std
@@ -204,10 +203,8 @@ class MLP(nn.Module):
             config.sequence_parallel,
         )
         inner = {"gate": ffn, "up": ffn} if config.swiglu else ffn
-        self.activation = ops.squared_relu if config.squared_relu else ops.gelu
+        self.activation = activation(config)
         self.fused = config.swiglu and config.bias_swiglu_fusion
-        if config.swiglu:
-            self.activation = ops.swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
         self.recompute = config.recomputes("mlp_act")
         self.linear_fc1 = ColumnParallelLinear(
             h, inner, tp, init.at("linear_fc1"), bias, sequence_parallel=cut

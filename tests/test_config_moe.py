@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from nanomegatron import config_check_moe, ops_moe
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_check import must_match, resolve, validate
 from nanomegatron.config_cli import from_toml, parse, to_toml
@@ -194,3 +195,7 @@ def test_a_run_goes_on_with_other_ranks_and_kernels_alone():
     assert must_match(one, resolve(config_of("E 8 EP 2 TOPK 4"), 4)) == [
         "--moe-router-topk 4: the run in this folder has 2"
     ]
+
+
+def test_the_limit_is_the_kernels():
+    assert config_check_moe.MAX_EXPERTS == ops_moe.MAX_EXPERTS
