@@ -72,6 +72,7 @@ from nanomegatron.ops_fp8 import (
     fp8_scale,
     fp8_turn,
     fp8_update,
+    scale_of_rows,
 )
 from nanomegatron.ops_fused_fp8 import Fp8
 
@@ -173,7 +174,9 @@ def _laid_out(a: Cast, blocks: bool) -> torch.Tensor:
         if len(inverse) < len(a.data) and across % 4:  # torch 2.11 misreads such squares
             inverse = inverse.repeat_interleave(BLOCK, 0)[: len(a.data)]
         return inverse.t().contiguous().t() if len(inverse) == len(a.data) else inverse
-    return a.inverse.flatten()[:, None] if a.inverse.dim() else a.inverse
+    if a.inverse.dim():
+        return a.inverse.flatten()[:, None]
+    return a.inverse if a.data.is_cuda else scale_of_rows(a.inverse, len(a.data))
 
 
 def _agree_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:

@@ -197,6 +197,14 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> tuple[torch.Te
     return q, _inverse(q, squares).copy_(1.0 / scale[:, 0, :, 0])
 
 
+def scale_of_rows(inverse: torch.Tensor, rows: int) -> torch.Tensor:
+    """One scale as that of each row `[rows, 1]`: what torch's fast FP8 matmul of a CPU takes.
+
+    For the scale of a tensor most CPUs have none but a reference, 300 times slower, with the same result.
+    """
+    return inverse.reshape(1, 1).expand(rows, 1).contiguous()
+
+
 def fp8_decode(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """q * inverse in fp32, of one element, of rows or of blocks: what a GEMM of these computes with."""
     if inverse.dim() == 2 and inverse.shape != (len(q), 1):

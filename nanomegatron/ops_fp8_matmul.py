@@ -12,7 +12,7 @@ import warnings
 import torch
 
 from nanomegatron import ops_kernels
-from nanomegatron.ops_fp8 import FORMATS
+from nanomegatron.ops_fp8 import FORMATS, scale_of_rows
 from nanomegatron.ops_kernels import TYPES, launch, usable
 
 ALIGN, BYTES = 16, 16  # sizes, and where memory begins: cuBLASLt asks for it
@@ -45,6 +45,8 @@ def add_fp8_product_(
 
 def add_fp8_product_ref_(out, a, a_inverse, b, b_inverse, fast=False) -> None:
     """`add_fp8_product_` by torch's matmul and a sum."""
+    if not a.is_cuda:
+        a_inverse, b_inverse = scale_of_rows(a_inverse, len(a)), scale_of_rows(b_inverse, len(b)).t()
     y = torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=torch.float32, use_fast_accum=fast)
     out.add_(y)
 

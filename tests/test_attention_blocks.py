@@ -131,9 +131,8 @@ def test_bf16(backend, case):
     ours = found(*inputs, block_of(case), backend)
     assert [x.dtype for x in ours] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 3]
     for x, y in zip(ours, exact(*inputs, sees(case)), strict=True):
-        assert (x.double() - y).norm() <= 1e-2 * y.norm() + 1e-2 * (
-            sizes_of(case)[1] == 1
-        )  # one key: dS is 0
+        alone = sizes_of(case)[1] == 1 or case.get("window") == 0  # one key: dS is 0, but for rounding
+        assert (x.double() - y).norm() <= 1e-2 * y.norm() + 1e-2 * alone
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])

@@ -375,3 +375,12 @@ def test_gathered_blocks_are_multiplied_as_they_come():
     assert torch.equal(
         matmul(gathered, casts[1].row, torch.float32), matmul(row, casts[1].row, torch.float32)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_cpu_a_tensors_scale_is_that_of_its_rows(dtype):
+    """To the bit what torch gives for the scales of tensors, with its slow reference."""
+    a, b = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E5M2)
+    scales = torch.tensor(0.37), torch.tensor(1.23)
+    expected = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype)
+    assert torch.equal(matmul(Cast(a, scales[0]), Cast(b, scales[1]), dtype), expected)
