@@ -1,7 +1,8 @@
 """Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
 
-`PeerMemory` is for activations, which tp ranks send as they are made; `PeerShards` further below for the flat
-gradients and parameters of data parallelism, which stay where they are.
+`PeerMemory` is for activations, which tp ranks send as they are made; in a `PeerRing` for keys and values,
+which cp ranks hand on. `PeerShards` further below is for the flat gradients and parameters of data
+parallelism, which stay where they are.
 
     rank 0                  rank 1                  call       n           n + 1       n + 2
     [ half 0 | half 1 ]     [ half 0 | half 1 ]     half       0           1           0
@@ -23,14 +24,15 @@ import math
 import platform
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
-from nanomegatron.comm import Pending, all_gather, count
+from nanomegatron.comm import Pending, all_gather, count, start_shift
 from nanomegatron.mesh import Axis
 
 
@@ -62,6 +64,8 @@ class PeerMemory:
         """The beginning of this call's half as a tensor, on each rank."""
         key = self.half, shape, dtype
         if key not in self.views:
+            if len(self.views) > 100:  # of sequences of all lengths
+                self.views.clear()
             size = math.prod(shape) * dtype.itemsize
             self.views[key] = [m[self.half, :size].view(dtype).view(shape) for m in self.memory]
         return self.views[key]
@@ -101,6 +105,44 @@ class PeerMemory:
     def meet(self) -> None:
         """Hold up the current stream until that of every rank has come here."""
         self.handle.barrier(channel=0)
+
+
+class PeerRing:
+    """`comm.start_shift` by copy engines: each rank pushes a tensor into its neighbour's memory.
+
+    One shift at a time. What it gives lies in the memory of the ring: it may be changed and handed on, but
+    the next shift but one overwrites it.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.memory = axis, PeerMemory(axis, device, "send")
+
+    def start_shift(self, x: torch.Tensor) -> Pending:
+        """Begin to hand x, in one piece, on to the next rank; the result is what the one before hands on."""
+        memory, axis = self.memory, self.axis
+        memory.begin(x.nbytes, x)
+        ranks = memory.of(tuple(x.shape), x.dtype)
+        memory.copy((memory.mark(0), ranks[(axis.rank + 1) % axis.size], x))
+        return Pending(ranks[axis.rank], self, x)
+
+    def wait(self) -> None:
+        """Hold up the current stream until every rank has pushed what it began to."""
+        self.memory.join()
+        self.memory.meet()
+
+
+def ring_shift(axis: Axis, device: torch.device, name: str) -> Callable[[torch.Tensor], Pending]:
+    """How tensors are handed on around an axis: by the `PeerRing` of this name, or else by messages.
+
+    All ranks call it together. torch counts for each process how often it has met others to share memory,
+    whoever these were, and waits forever for one that has met fewer: no rings for groups that come and go.
+    """
+    if axis.size == 1 or axis.regrouped:
+        return partial(start_shift, axis=axis)
+    if name not in axis.scratch:
+        ring = None if obstacle(axis, device) else PeerRing(axis, device)
+        axis.scratch[name] = partial(start_shift, axis=axis) if ring is None else ring.start_shift
+    return axis.scratch[name]
 
 
 class PeerShards:

@@ -28,7 +28,8 @@ import torch
 
 from nanomegatron.attention import Mask, core_attention
 from nanomegatron.attention_blocks import attend, attend_backward
-from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_shift
+from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter
+from nanomegatron.comm_symmetric import ring_shift
 from nanomegatron.cp_shard import Shard, Step
 from nanomegatron.mesh import Axis
 from nanomegatron.ops_merge import merge_rows
@@ -91,13 +92,13 @@ class RingFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
         axis, steps, backend = ctx.how
-        dq, coming = Sum(q, steps), None
+        dq, coming, shift = Sum(q, steps), None, ring_shift(axis, q.device, "gradients of keys")
         for i, (step, kv) in enumerate(travelling(k, v, axis, steps)):
             found = gradients(dq, step, kv, (grad, q, out, lse), backend)
             dkv = torch.zeros_like(kv, dtype=torch.float32) if coming is None else coming.wait()
             add(found, dkv, step)
-            coming = start_shift(dkv if i + 1 < axis.size else dkv.to(k.dtype), axis)
-        return dq.rows, *coming.wait(), None, None, None
+            coming = shift(dkv if i + 1 < axis.size else dkv.to(k.dtype))
+        return dq.rows, *coming.wait().clone(), None, None, None
 
 
 class GatherFunction(torch.autograd.Function):
@@ -152,11 +153,11 @@ def travelling(
     k: torch.Tensor, v: torch.Tensor, axis: Axis, steps: Steps
 ) -> Iterator[tuple[Step | None, torch.Tensor]]:
     """Each step with its keys and values `[2, s/cp, b, g, d]`; the next ones are on their way meanwhile."""
-    coming = Pending(torch.stack((k, v)))
+    coming, shift = Pending(torch.stack((k, v))), ring_shift(axis, k.device, "keys")
     for i, step in enumerate(steps):
         kv = coming.wait()
         if i + 1 < len(steps):
-            coming = start_shift(kv, axis)
+            coming = shift(kv)
         yield step, kv
 
 

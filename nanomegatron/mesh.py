@@ -54,6 +54,7 @@ class Axis:
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
     overlap: bool = False  # matmuls and collectives over this axis work in pieces, side by side
     scratch: dict = field(default_factory=dict, compare=False, repr=False)  # shared buffers, a wire's stream
+    regrouped: bool = False  # its ranks work in groups of several sizes, each of them in other numbers
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
@@ -158,7 +159,9 @@ class Mesh:
             for name, rank_groups in made.items()
         }
         for name, sizes in parts.items():
-            axes[name] = replace(axes[name], parts={n: axes.pop(f"{name}{n}") for n in sizes})
+            again = name == "cp" and parallel.dynamic_context_parallel
+            found = {n: replace(axes.pop(f"{name}{n}"), regrouped=again) for n in sizes}
+            axes[name] = replace(axes[name], parts=found, regrouped=again)
         axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap)
         axes["ep"] = replace(axes["ep"], overlap=parallel.overlap_moe_expert_parallel_comm)
         if levels:

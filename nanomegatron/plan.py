@@ -32,7 +32,8 @@ B or BW taking it away. What is put off from B until W holds, in values a token,
     embedding                                 h
     output layer                              h * + V               none with fused loss: it has been done
 
-Of messages one is counted on its way in and one out for each neighbour, and one in use. What torch itself
+Of messages one is counted on its way in and one out for each neighbour, and one in use; with them the memory
+by which cp ranks hand on keys. What torch itself
 takes is not in it: some 0.3 GiB of a process on a CPU, more of a GPU.
 """
 
@@ -116,7 +117,7 @@ def memory_of_ranks(
             {
                 **states(config, params, dtype, expert_weights(config, own), *fp8_weights(config, own)),
                 **{part: peak[part] for part in PARTS},
-                "messages": messages(config, stages, placed),
+                "messages": messages(config, stages, placed) + ring_buffers(config, device, dtype),
                 "tp buffers": tp_buffers(config, dtype) if device.type == "cuda" else 0,
             }
         )
@@ -315,6 +316,14 @@ def messages(config: Config, stages: list[int], placed: list[list[int]]) -> floa
     beside = {rank_of.get(stage + step, here) for stage in stages for step in (-1, 1)} - {here}
     size = getattr(torch, config.dtype_name).itemsize * config.model.hidden_size / config.sequence_cut
     return tokens_of(config) * size * (2 * len(beside) + bool(beside))
+
+
+def ring_buffers(config: Config, device: torch.device, dtype: torch.dtype) -> float:
+    """Bytes in which cp ranks hand on keys and values, and in fp32 their gradients: two halves each."""
+    model, p = config.model, config.parallel
+    used = device.type == "cuda" and p.context_parallel_size > 1 and "p2p" in "".join(p.cp_comm_type)
+    heads = max(model.num_kv_heads // p.tensor_model_parallel_size, 1)
+    return 2 * (dtype.itemsize + 4) * 2 * heads * model.head_dim * tokens_of(config) * used
 
 
 def _total(parts: dict[str, float]) -> float:

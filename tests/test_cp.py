@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from nanomegatron.attention import Mask, core_attention
+from nanomegatron.comm_symmetric import PeerRing, ring_shift
 from nanomegatron.config import DataConfig
 from nanomegatron.cp import context_attention
 from nanomegatron.cp_shard import Shard
 from nanomegatron.data_loader import BatchLoader, load_batch
+from tests.peer_files import CPU, FileMemory
 from tests.spmd import run_spmd, spmd
 
 KINDS = ["p2p", "allgather", "a2a", "a2a+p2p"]
@@ -117,14 +119,53 @@ def test_the_next_keys_are_under_way_while_these_are_used(mesh):
     """Every shift of a ring begins before the attention to what has come."""
     from nanomegatron import cp
 
-    events, attend, shift = [], cp.attend, cp.start_shift
+    events, attend, ring = [], cp.attend, cp.ring_shift
     cp.attend = lambda *a: (events.append("attend"), attend(*a))[1]
-    cp.start_shift = lambda *a: (events.append("shift"), shift(*a))[1]
+
+    def noting(*which):
+        shift = ring(*which)
+        return lambda x: (events.append("shift"), shift(x))[1]
+
+    cp.ring_shift = noting
     try:
         on_a_rank(mesh, "p2p", CASES["heads"])
     finally:
-        cp.attend, cp.start_shift = attend, shift
+        cp.attend, cp.ring_shift = attend, ring
     assert events == ["shift", "attend", "attend", "shift", "shift", "shift"]
+
+
+def by_memory(mesh, folder):
+    """Cases one after the other, by messages and then in memory that the ranks share."""
+    expected = [on_a_rank(mesh, "p2p", CASES[name]) for name in RINGS]
+    for name in ("keys", "gradients of keys"):
+        ring = PeerRing(mesh.cp, CPU)
+        (folder / name).mkdir(exist_ok=True)
+        ring.memory = FileMemory(mesh.cp, "send", folder / name)
+        assert mesh.cp.scratch[name] is not None
+        mesh.cp.scratch[name] = ring.start_shift
+    for name, (_, parts, sent) in zip(RINGS, expected, strict=True):
+        _, found, bytes_ = on_a_rank(mesh, "p2p", CASES[name])
+        assert all(torch.equal(*pair) for pair in zip(found, parts, strict=True)), name
+        assert bytes_ == sent
+
+
+RINGS = ["grouped", "heads of 256", "bf16", "documents", "grouped", "unfused"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_ring_in_shared_memory_is_that_of_messages(size, tmp_path):
+    """To the bit, as memory is used again for what is larger, smaller and of other types."""
+    run_spmd(by_memory, size, tmp_path, cp=size)
+
+
+@spmd(world=2, cp=2, dynamic_context_parallel=True)
+def test_groups_that_come_and_go_share_no_memory(mesh):
+    """torch would wait for a rank that has met fewer others."""
+    from nanomegatron import comm_symmetric
+
+    comm_symmetric.obstacle = lambda *_: pytest.fail("asked")
+    assert mesh.cp.regrouped and not mesh.tp.regrouped
+    assert ring_shift(mesh.cp, CPU, "keys").func is comm_symmetric.start_shift
 
 
 @spmd(world=4, cp=4)

@@ -10,54 +10,13 @@ import time
 import pytest
 import torch
 
-from nanomegatron.comm import all_gather, barrier, reduce_scatter
-from nanomegatron.comm_symmetric import PeerMemory
+from nanomegatron.comm import all_gather, reduce_scatter
 from nanomegatron.mesh import Axis
 from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, overlap_path, start_gather
+from tests.peer_files import FileMemory
 from tests.spmd import run_spmd, spmd
 
 CPU = torch.device("cpu")
-
-
-class LateCopy:
-    """A copy that is made when it is waited for, after those begun before it."""
-
-    def __init__(self, memory, out, source):
-        self.memory, self.pair = memory, (out, source)
-
-    def wait(self):
-        while self in self.memory.late:
-            copy = self.memory.late.pop(0)
-            copy.pair[0].copy_(copy.pair[1])
-
-
-class FileMemory(PeerMemory):
-    """Files in place of GPU memory; the rest, the halves and who waits for what, is the real thing."""
-
-    def __init__(self, axis, kind, folder):
-        super().__init__(axis, CPU, kind)
-        self.folder, self.late = folder, []
-
-    def allocate(self, size):
-        names = [f"{self.folder}/{self.kind}-{size}-{rank}" for rank in self.axis.ranks]
-        torch.from_file(names[self.axis.rank], shared=True, size=2 * size, dtype=torch.uint8).fill_(255)
-        barrier(self.axis)
-        maps = [torch.from_file(name, shared=True, size=2 * size, dtype=torch.uint8) for name in names]
-        return [whole.view(2, size) for whole in maps]
-
-    def mark(self, k):
-        return None
-
-    def copy(self, *copies):
-        self.late += (late := [LateCopy(self, *pair) for _, *pair in copies])
-        return late
-
-    def join(self):
-        if self.late:
-            self.late[-1].wait()
-
-    def meet(self):
-        barrier(self.axis)
 
 
 def share_files(axis, folder):
