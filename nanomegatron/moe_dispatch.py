@@ -25,7 +25,8 @@ The weights come in once, on the way back: a rank's part of a token's sum is add
 its copies, and rounded to the type of x; so are the sums of these parts. Gradients flow the same ways in
 reverse, with no size to be asked for.
 
-The all-to-all over ep goes on while the GPU has something else to do. Two settings see to that:
+While gradients of tokens travel back in the backward, the weight gradients of the experts' first layers are
+finished. Else the all-to-all goes on beside other work where one of two settings is made:
 
     --moe-shared-expert-overlap
         network            send ----------------->                         back --->
@@ -48,11 +49,21 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from nanomegatron.comm import Pending, all_gather, gather_seq, scatter_seq, start_swap
+from nanomegatron.comm import (
+    Pending,
+    all_gather,
+    scatter_seq,
+    start_all_gather,
+    start_reduce_scatter,
+    start_swap,
+)
 from nanomegatron.mesh import Axis
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_router import MoeAxes, expert_capacity
 from nanomegatron.ops_moe import Routing, padded, permute, permute_ref, route, unpermute, unpermute_ref
+from nanomegatron.param import Deferred
+
+Start = Callable[[torch.Tensor], Pending]
 
 
 class OnTheWay:
@@ -72,11 +83,13 @@ class OnTheWay:
 
 
 class Trip:
-    """An exchange of rows over an axis, and the way back of their gradients; one of the two is under way."""
+    """Rows travel there, and their gradients back; one of the two is under way.
 
-    def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
-        self.axis, self.send, self.receive = axis, send, receive
-        self.rows = 0  # there are, of which the first go
+    works: work on weight gradients that comes up before the way back, to be done meanwhile.
+    """
+
+    def __init__(self, there: Start, back: Start, works: list | None) -> None:
+        self.there, self.back, self.works = there, back, works
         self.under_way: list[Pending] = []
 
     def wait(self) -> torch.Tensor:
@@ -84,16 +97,19 @@ class Trip:
 
 
 class StartFunction(torch.autograd.Function):
-    """Starts a trip of the first rows of x; in the backward waits for the way back."""
+    """Starts a trip of x; in the backward waits for the way back."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip, trip.rows = trip, len(x)
-        trip.under_way.append(start_swap(x[: sum(trip.send)], trip.axis, trip.send, trip.receive))
+        ctx.trip = trip
+        trip.under_way.append(trip.there(x))
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if works := ctx.trip.works:
+            Deferred.do(works)
+            works.clear()
         return ctx.trip.wait(), None
 
 
@@ -107,23 +123,40 @@ class FinishFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        trip = ctx.trip
-        trip.under_way.append(start_swap(grad, trip.axis, trip.receive, trip.send, trip.rows))
+        ctx.trip.under_way.append(ctx.trip.back(grad))
         return grad.new_empty(0), None
 
 
+def start(x: torch.Tensor, *trip) -> Callable[[], torch.Tensor]:
+    """Begin a trip; at the end what has come. Differentiable: what is done between begin and end is undone
+    between those of the gradients' way back.
+    """
+    under_way = Trip(*trip)
+    return partial(FinishFunction.apply, StartFunction.apply(x, under_way), under_way)
+
+
+def start_gather(x: torch.Tensor, axis: Axis, works: list | None = None) -> Callable[[], torch.Tensor]:
+    """Begin to hand x to all; at the end the ranks' x, one after the other."""
+    if axis.size == 1:
+        return lambda: x
+    return start(x, partial(start_all_gather, axis=axis), partial(start_reduce_scatter, axis=axis), works)
+
+
 def start_exchange(
-    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]
+    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int], works: list | None = None
 ) -> Callable[[], torch.Tensor]:
     """Begin to hand `send[r]` rows of x to the axis's rank r; at the end `receive[r]` from it, in rank order.
 
-    Rows of x beyond these stay, and may get any gradient. Differentiable; what is done between begin and end
-    is undone between those of the gradients' way back.
+    Rows of x beyond these stay, and may get any gradient.
     """
     if axis.size == 1:
         return lambda: x[: sum(send)]
-    trip = Trip(axis, send, receive)
-    return partial(FinishFunction.apply, StartFunction.apply(x, trip), trip)
+
+    def there(x: torch.Tensor) -> Pending:
+        return start_swap(x[: sum(send)], axis, send, receive)
+
+    back = partial(start_swap, axis=axis, send=receive, receive=send, rows=len(x))
+    return start(x, there, back, works)
 
 
 def exchange(x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -150,7 +183,7 @@ def tables(ids: torch.Tensor, experts: int, multiple: int = 1, capacity: int | N
     return Routing(position.where(kept, -1).int(), source[:rows], offsets, found.counts.clamp(max=capacity))
 
 
-Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None]
+Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None, list | None]
 
 
 class Dispatcher:
@@ -187,13 +220,13 @@ class Dispatcher:
         """The order of copies for the experts that are here; ids count from the first of these."""
         self.routing = tables(ids, self.local, self.multiple, self.capacity)
 
-    def _ordered(self, x: torch.Tensor, ends: list[int] | None) -> Rows:
+    def _ordered(self, x: torch.Tensor, ends: list[int] | None, works: list | None) -> Rows:
         """Of x `[n, h]`, which has come; ends: of the experts, if they are known."""
         if self.capacity is not None:
             ends = [i * (len(self.routing.source) // self.local) for i in range(self.local + 1)]
         elif ends is not None:
             self.routing = replace(self.routing, source=self.routing.source[: ends[-1]])
-        return self.permute(x, self.routing), self.routing.offsets, ends
+        return self.permute(x, self.routing), self.routing.offsets, ends, works
 
 
 class AllGather(Dispatcher):
@@ -206,9 +239,16 @@ class AllGather(Dispatcher):
         self.ends = OnTheWay(self.routing.offsets).read if asked else lambda: None
 
     def start_send(self, x: torch.Tensor, probs: torch.Tensor) -> Callable[[], Rows]:
-        """Gathers at once."""
-        x, self.probs = (gather_seq(v, self.axes.etp_ep) for v in (x, probs))
-        return partial(self._ordered, x, self.ends())
+        """Gathers meanwhile."""
+        works = [] if x.requires_grad and self.axes.etp_ep.size > 1 else None
+        arrive = start_gather(probs, self.axes.etp_ep), start_gather(x, self.axes.etp_ep, works)
+        ends = self.ends()
+
+        def finish() -> Rows:
+            self.probs, rows = (come() for come in arrive)
+            return self._ordered(rows, ends, works)
+
+        return finish
 
     def start_back(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Adds up this rank's part at once."""
@@ -268,14 +308,15 @@ class AllToAll(Dispatcher):
         self.to_ep = ep, going, here
         self.to_etp = etp, [sum(here)] * etp.size, [sum(coming[i :: etp.size]) for i in range(etp.size)]
         self.going = replace(self.going, source=self.going.source[: sum(going)])
-        arrive = [start_exchange(v, *self.to_ep) for v in (told, rows)]
+        works = [] if x.requires_grad and ep.size > 1 else None
+        arrive = start_exchange(rows, *self.to_ep, works), start_exchange(told, *self.to_ep)
 
         def finish() -> Rows:
-            told, rows = (self._to_etp(come()) for come in arrive)
+            rows, told = (self._to_etp(come()) for come in arrive)
             probs, ids = told.chunk(2, dim=1)
             self.probs = probs.contiguous()
             self._route(ids.detach().int() - (1 + ep.rank * self.local))
-            return self._ordered(rows, ends)
+            return self._ordered(rows, ends, works)
 
         return finish
 

@@ -112,17 +112,22 @@ class GroupedExperts(nn.Module):
             self.multiple, self.fp8 = MULTIPLE, tuple(scales.layer(name, E4M3) for name in layers)
 
     def forward(
-        self, rows: torch.Tensor, offsets: torch.Tensor, ends: list[int] | None = None
+        self,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        ends: list[int] | None = None,
+        soon: list | None = None,
     ) -> torch.Tensor:
         """offsets: int32 `[e + 1]`, ascending from 0; rows beyond the last are nobody's, in FP8 zeros.
 
-        ends: the offsets on the host, where it knows them; else it does not ask, but for a loop.
+        ends: the offsets on the host, where it knows them; else it does not ask, but for a loop. soon: takes
+        the first layer's work on its weight gradient, for who has to wait once the rows' gradient is made.
         """
         groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
         first, second = self.fp8
         if first is not None:
             groups = whole(groups, len(rows))
-        x = linear(rows, self.weight1, groups, False, first)
+        x = linear(rows, self.weight1, replace(groups, soon=soon), False, first)
         if self.bias1 is not None:
             x = AddBiasFunction.apply(x, self.bias1, groups.offsets)
 

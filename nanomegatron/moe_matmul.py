@@ -24,7 +24,7 @@ multiples of 16 rows, and none is empty (`ops_moe.route`). Without that matmul, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -34,7 +34,7 @@ from torch import nn
 
 from nanomegatron.fp8 import Cast, Fp8Linear, matmul
 from nanomegatron.fp8_fused import casts_of
-from nanomegatron.param import add_product, contribute, main_grad, when_due
+from nanomegatron.param import add_product, contribute, main_grad, puts_off, when_due
 
 LARGE = 2**36  # multiplications
 
@@ -46,6 +46,7 @@ class Groups:
     offsets: torch.Tensor  # int32 [e + 1]
     ends: list[int] | None = None  # the same on the host, where that knows them
     grouped: bool = True  # to be multiplied at once, where that is good
+    soon: list | None = None  # as `when_due` takes it, for the weight gradients
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -78,19 +79,23 @@ def products(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def weight_grads(
-    weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
+    weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups, soon: list | None = None
 ) -> torch.Tensor | None:
-    """a^T b of each expert's rows, where `param.py` wants the gradient. a `[r, o]`, b `[r, i]`"""
+    """a^T b of each expert's rows, where `param.py` wants the gradient. a `[r, o]`, b `[r, i]`
+
+    What is left for `soon` shares the GPU with a message: the loop, or the sum of gradients, but no grouped
+    matmul, whose blocks expect all multiprocessors from the start and would end as much later.
+    """
     sizes = a.shape[1], b.shape[1]
     if groups.grouped and not groups.large(*sizes) and fits(a, *sizes):
         offsets = groups.offsets[1:]
-        return contribute(weight, lambda: torch._grouped_mm(a.t(), b, offs=offsets).view_as(weight))
+        return contribute(weight, lambda: torch._grouped_mm(a.t(), b, offs=offsets).view_as(weight), soon)
 
     def add(each: torch.Tensor, begin: int, end: int) -> None:
         if not add_product(each, a[begin:end], b[begin:end]):
             each.add_(a[begin:end].t() @ b[begin:end])
 
-    return one_by_one(weight, groups, add)
+    return when_due(weight, lambda: one_by_one(weight, groups, add), soon)
 
 
 def one_by_one(
@@ -127,7 +132,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         w = weight.view(groups.experts, -1, weight.shape[1])
         dx = products(grad, w.mT if ctx.transposed else w, groups)
         pair = (x, grad) if ctx.transposed else (grad, x)
-        return dx, when_due(weight, lambda: weight_grads(weight, *pair, groups)), None, None
+        soon = None if puts_off(weight) else groups.soon
+        return dx, when_due(weight, lambda: weight_grads(weight, *pair, groups, soon)), None, None
 
 
 def at_once(x: torch.Tensor, groups: Groups) -> bool:
@@ -147,19 +153,21 @@ def fp8_products(x: Cast, w: Cast, groups: Groups, dtype: torch.dtype, fast: boo
     return y
 
 
-def fp8_weight_grads(weight: nn.Parameter, a: Cast, b: Cast, groups: Groups) -> torch.Tensor | None:
+def fp8_weight_grads(
+    weight: nn.Parameter, a: Cast, b: Cast, groups: Groups, soon: list | None = None
+) -> torch.Tensor | None:
     """As `weight_grads`, of the transposed copies. a `[o, r]`, b `[i, r]`"""
     if at_once(a.data, groups):
         scales = [c.inverse.flatten().repeat(groups.experts) for c in (a, b)]
         how = dict(offs=groups.offsets[1:], out_dtype=torch.bfloat16)
         return contribute(
-            weight, lambda: torch._scaled_grouped_mm(a.data, b.data.t(), *scales, **how).view_as(weight)
+            weight, lambda: torch._scaled_grouped_mm(a.data, b.data.t(), *scales, **how).view_as(weight), soon
         )
 
     def add(each: torch.Tensor, begin: int, end: int) -> None:
         each.add_(matmul(*(Cast(c.data[:, begin:end], c.inverse) for c in (a, b)), each.dtype))
 
-    return one_by_one(weight, groups, add)
+    return when_due(weight, lambda: one_by_one(weight, groups, add), soon)
 
 
 class GroupedFp8LinearFunction(torch.autograd.Function):
@@ -189,7 +197,8 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         pair = (flip, Cast(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
         a, b = reversed(pair) if ctx.transposed else pair
         multiply = fp8_weight_grads if fp8.recipe.wgrad else weight_grads
-        return dx, when_due(weight, lambda: multiply(weight, a, b, groups)), *[None] * 4
+        soon = None if puts_off(weight) else groups.soon
+        return dx, when_due(weight, lambda: multiply(weight, a, b, groups, soon)), *[None] * 4
 
 
 def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Cast:
@@ -205,4 +214,4 @@ def whole(groups: Groups, rows: int) -> Groups:
     """The last expert has all rows up to the end as well, so that no product of `rows` is left undefined."""
     offsets, ends = groups.offsets.clone(), groups.ends
     offsets[-1:].fill_(rows)
-    return Groups(offsets, ends and [*ends[:-1], rows], groups.grouped)
+    return replace(groups, offsets=offsets, ends=ends and [*ends[:-1], rows])

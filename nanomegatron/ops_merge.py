@@ -1,4 +1,4 @@
-"""Rows added to rows, where attention comes in parts: the kernel of cuda/merge.cu, and what it computes."""
+"""Rows added to rows, where attention or a sum comes in parts: cuda/merge.cu, and what it computes."""
 
 import torch
 
@@ -35,6 +35,15 @@ def merge_rows(
     if in_place and rows is not first:
         return first.copy_(out), total
     return out, total
+
+
+def add_(total: torch.Tensor, part: torch.Tensor) -> None:
+    """total += part, of the same shape; the kernel where the total is fp32 and the part is of 16 bits."""
+    if total.dtype == part.dtype or total.dtype != torch.float32 or not usable(part, "add_"):
+        total.add_(part)
+        return
+    rows = -1, 1, 1, 8 if part.numel() % 8 == 0 else 1
+    merge_rows(total.view(rows), part.view(rows), slice(0, None), None, torch.float32)
 
 
 def merge_rows_ref(

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from nanomegatron.mesh import Axis
+from nanomegatron.ops_merge import add_
 
 
 @dataclass(frozen=True)
@@ -205,22 +206,37 @@ def puts_off(param: nn.Parameter) -> bool:
     return deferred is not None and deferred.list is not None
 
 
-def when_due(param: nn.Parameter, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Do `work` now, or when what is put off is done; it gives what autograd is to have, or None."""
-    if not puts_off(param):
+def when_due(
+    param: nn.Parameter, work: Callable[[], torch.Tensor | None], soon: list | None = None
+) -> torch.Tensor | None:
+    """Do `work` now, or when what is put off is done; it gives what autograd is to have, or None.
+
+    soon: what is put off by the layer, which does it before this backward ends; for parameters in buckets.
+    """
+    works = param.deferred.list if puts_off(param) else soon if hasattr(param, "bucket") else None
+    if works is None:
         return work()
-    param.deferred.list.append((param, work))
+    works.append((param, work))
     return None
 
 
-def contribute(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd."""
+def contribute(
+    param: nn.Parameter, grad: Callable[[], torch.Tensor], soon: list | None = None
+) -> torch.Tensor | None:
+    """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd.
+
+    soon: as `when_due` takes it, for the sum.
+    """
     target = main_grad(param)
     if target is None:
         return grad()
-    target.add_(grad())
-    param.bucket.ready(param)
-    return None
+    made = grad()
+
+    def add() -> None:
+        add_(target, made)
+        param.bucket.ready(param)
+
+    return when_due(param, add, soon)
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:

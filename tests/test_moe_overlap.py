@@ -234,18 +234,20 @@ def test_norms_before_experts_are_made_again(shared):
 
 
 class Noted(torch.autograd.Function):
-    """x itself, once it is noted in `log`, and again in the backward."""
+    """x itself, once it is noted in `log`, and again in the backward, where something is left for `soon`."""
 
     @staticmethod
-    def forward(ctx, x, word, log):
-        ctx.word, ctx.log = word, log
+    def forward(ctx, x, word, log, soon=None):
+        ctx.word, ctx.log, ctx.soon = word, log, soon
         log.append(word)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
         ctx.log.append(ctx.word)
-        return grad, None, None
+        if ctx.soon is not None:
+            ctx.soon.append((None, lambda: ctx.log.append("weights")))
+        return grad, None, None, None
 
 
 class Experts:
@@ -256,9 +258,9 @@ class Experts:
     def __init__(self, log, **settings):
         self.log, self.config = log, replace(CONFIG, **settings)
 
-    def __call__(self, rows, offsets, ends):
+    def __call__(self, rows, offsets, ends, soon):
         assert ends == offsets.tolist() and ends[-1] == len(rows)
-        return 2 * Noted.apply(rows, "experts", self.log)
+        return 2 * Noted.apply(rows, "experts", self.log, soon)
 
 
 class Way:
@@ -274,12 +276,15 @@ class Way:
 
 
 # Exchanges are numbered as they begin.
-PLAIN = "shared read begin 0 end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 end 3 shared"
-SHARED = "read begin 0 shared end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 shared end 3"
+PLAIN = "shared read begin 0 end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 weights end 3 shared"
+SHARED = (
+    "read begin 0 shared end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 shared weights end 3"
+)
 TURNS = "end 0 experts begin 2 end 1 experts begin 3 end 2 end 3"
 BACK = "begin 4 begin 5 end 4 experts begin 6 end 5 experts begin 7"
-HALVES = f"shared read begin 0 read begin 1 {TURNS} | {BACK} end 6 end 7 shared"
-BOTH = f"read begin 0 read begin 1 shared {TURNS} | {BACK} shared end 6 end 7"
+LEFT = "weights end 6 weights end 7"
+HALVES = f"shared read begin 0 read begin 1 {TURNS} | {BACK} {LEFT} shared"
+BOTH = f"read begin 0 read begin 1 shared {TURNS} | {BACK} shared {LEFT}"
 ORDERS = [(False, {}, PLAIN), (False, LATE, SHARED), (True, {}, HALVES), (True, LATE, BOTH)]
 
 
@@ -288,12 +293,12 @@ def test_the_order_in_which_all_is_launched(mesh):
     """Work stands between begin and end of exchanges, in the backward too; sizes come by one message."""
     begin, read, made = moe_dispatch.start_swap, OnTheWay.read, []
 
-    def start_swap(*args):
-        if args[0].shape[1] != H:  # ids or probs
-            return begin(*args)
+    def start_swap(x, *args, **how):
+        if x.shape[1] != H:  # ids or probs
+            return begin(x, *args, **how)
         n = sum(word.startswith("begin") for word in log)
         log.append(f"begin {n}")
-        return Way(begin(*args), n, log)
+        return Way(begin(x, *args, **how), n, log)
 
     def reading(self):
         log.append("read")
@@ -340,7 +345,8 @@ def test_a_half_without_tokens():
     for rows in range(3):
         x, seen = torch.randn(rows, H, requires_grad=True), []
 
-        def experts(rows, offsets, ends, seen=seen):
+        def experts(rows, offsets, ends, soon, seen=seen):
+            assert soon is None
             seen.append(len(rows))
             return 3 * rows
 

@@ -37,3 +37,9 @@ def test_of_any_strides(weighted, run_here):
 
 def test_parts_in_turn_are_the_whole(run_here):
     merge.test_parts_in_turn_are_the_whole()
+
+
+@pytest.mark.parametrize("size", [8, 4097])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_in_place(dtype, size, run_here):
+    merge.test_a_sum_in_place(dtype, size)

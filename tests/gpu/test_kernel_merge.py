@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nanomegatron.ops_merge import merge_rows
+from nanomegatron.ops_merge import add_, merge_rows
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -90,3 +90,13 @@ def test_parts_in_turn_are_the_whole():
             else:
                 rows, lse = merge_rows(rows, part, slice(None), (lse, more), torch.float32)
         torch.testing.assert_close(rows, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [8, 4096, 4097, 3_000_008])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_in_place(dtype, size):
+    """As torch's, to the bit."""
+    total, part = torch.randn(size, device=GPU), torch.randn(size, device=GPU).to(dtype)
+    expected = total + part
+    add_(total, part)
+    assert torch.equal(total, expected)
