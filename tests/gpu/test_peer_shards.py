@@ -1,37 +1,25 @@
 """Shards summed and gathered by copy engines, with every rank late at another place."""
 
-import random
-import sys
-import time
-import traceback
-
 import pytest
 import torch
 
 from nanomegatron.comm_symmetric import PeerShards
-from nanomegatron.config import ParallelConfig
-from nanomegatron.mesh import Mesh
-from nanomegatron.mesh_launch import launch
+from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
-GPUS = min(4, torch.cuda.device_count())
 SIZES = [(128 * 4, torch.float32), (3 * 2**20, torch.float32), (5 * 2**20, torch.bfloat16)]
 
 
-def storm(axis, device):
+def storm(mesh, device):
     """100 steps as training has them: write, reduce, update the own shard, gather, read, write anew.
 
     Small whole numbers, so that every sum is exact in both types; a stale element is another number.
     """
-    dice = random.Random(100 + axis.rank)
+    axis, dawdle = mesh.dp, dawdler(mesh.rank)
     PeerShards.PIECE = 2**18  # several pieces a shard
     size = sum(n * dtype.itemsize for n, dtype in SIZES)
     peers = PeerShards(axis, device, 2 * size)
     grads, params = ([peers.zeros(n, dtype) for n, dtype in SIZES] for _ in range(2))
     flags = []
-
-    def dawdle():
-        torch.cuda._sleep(dice.choice((0, 0, 20_000, 400_000)))
-        time.sleep(dice.choice((0, 0, 0, 0.001)))
 
     for step in range(100):
         op = "avg" if step % 3 == 0 else "sum"
@@ -56,27 +44,10 @@ def storm(axis, device):
             gather.wait()
             ranks = torch.arange(axis.size, device=device)[:, None] + step % 11
             flags.append((param.view(axis.size, -1) == ranks).all())
-    wrong = [k for k, flag in enumerate(torch.stack(flags).tolist()) if not flag]
-    assert not wrong, f"{len(wrong)} of {len(flags)} wrong, the first: {wrong[:9]}"
+    all_right(flags)
 
 
-def worker(place):
-    """A data-parallel rank."""
-    try:
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-        storm(Mesh.build(ParallelConfig(), place, device).dp, device)
-        Mesh.close()
-    except BaseException:  # a rank's own words, before the launcher stops the others
-        traceback.print_exc()
-        sys.stderr.flush()
-        return 1
-    return 0
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@needs_two
 @pytest.mark.parametrize("world", [2, 4])
 def test_late_ranks_read_and_write_in_turn(world):
-    if world > GPUS:
-        pytest.skip(f"needs {world} GPUs")
-    assert launch(worker, world, (), timeout=120) == [0] * world
+    run_on_gpus(world, storm)

@@ -1,19 +1,13 @@
 """Pipelined gathers and reduce-scatters over GPUs' own memory, with every rank late at another place."""
 
 import random
-import sys
-import time
-import traceback
 
 import pytest
 import torch
 
-from nanomegatron.config import ParallelConfig
-from nanomegatron.mesh import Mesh
-from nanomegatron.mesh_launch import launch
 from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, overlap_path, start_gather
+from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
-GPUS = min(4, torch.cuda.device_count())
 SHAPES = [(64, 128, 96), (256, 512, 384), (40, 1024, 64), (2048, 512, 256)]  # rows of a rank, i, o
 
 
@@ -53,22 +47,18 @@ def turn(axis, generator, shape, dtype, dawdle):
     ]
 
 
-def storm(axis, device):
+def storm(mesh, device):
     """200 turns of all shapes and two types; a rank dawdles on its GPU or its host, each by its own dice."""
-    dice, same = random.Random(100 + axis.rank), random.Random(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert overlap_path(mesh.tp, device) == "GPU copy engines"
+    axis, dawdle, same = mesh.tp, dawdler(mesh.rank), random.Random(0)
     generator = torch.Generator(device).manual_seed(0)
-
-    def dawdle():
-        torch.cuda._sleep(dice.choice((0, 0, 20_000, 400_000)))
-        time.sleep(dice.choice((0, 0, 0, 0.001)))
-        return dice.random() < 0.5
 
     flags = []
     for _ in range(200):
         shape, dtype = same.choice(SHAPES), same.choice((torch.bfloat16, torch.float32))
         flags += turn(axis, generator, shape, dtype, dawdle)
-    wrong = [k for k, flag in enumerate(torch.stack(flags).tolist()) if not flag]
-    assert not wrong, f"{len(wrong)} of {len(flags)} wrong, the first: {wrong[:9]}"
+    all_right(flags)
     torch.cuda.set_sync_debug_mode("error")
     x = torch.ones(64, 128, device=device)
     gather_matmul(x, x.t(), axis)
@@ -77,26 +67,7 @@ def storm(axis, device):
     torch.cuda.set_sync_debug_mode("default")
 
 
-def worker(place, tp):
-    """A rank of a tp x dp mesh."""
-    try:
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        mesh = Mesh.build(ParallelConfig(tensor_model_parallel_size=tp, tp_comm_overlap=True), place, device)
-        assert overlap_path(mesh.tp, device) == "GPU copy engines"
-        storm(mesh.tp, device)
-        Mesh.close()
-    except BaseException:  # a rank's own words, before the launcher stops the others
-        traceback.print_exc()
-        sys.stderr.flush()
-        return 1
-    return 0
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@needs_two
 @pytest.mark.parametrize("world, tp", [(2, 2), (4, 4), (4, 2)])
 def test_late_ranks_overwrite_nothing(world, tp):
-    if world > GPUS:
-        pytest.skip(f"needs {world} GPUs")
-    assert launch(worker, world, (tp,), timeout=120) == [0] * world
+    run_on_gpus(world, storm, tensor_model_parallel_size=tp, tp_comm_overlap=True)
