@@ -207,17 +207,6 @@ def test_buffers_of_overlapped_collectives():
     assert memory(run, 128256, CUDA)["tp buffers"] == 2 * 2 * 4096 * 8192 * 1.25
 
 
-@pytest.mark.parametrize("kinds, halves", [(("p2p",), 2), (("a2a+p2p",), 2), (("a2a",), 0)])
-def test_memory_in_which_keys_are_handed_on(kinds, halves):
-    """Of two tensors of 8 heads, and in fp32 of their gradients."""
-    run = config(LLAMA3_8B, 8192, 1)
-    run = replace(run, parallel=replace(run.parallel, context_parallel_size=4, cp_comm_type=kinds))
-    found = [memory(run, 128256, device)["messages"] for device in (CUDA, torch.device("cpu"))]
-    assert found == [halves * 2 * 1024 * 2048 * (2 + 4), 0]
-    dynamic = replace(run, parallel=replace(run.parallel, dynamic_context_parallel=True))
-    assert memory(dynamic, 128256, CUDA)["messages"] == 0
-
-
 def test_a_fused_loss_keeps_no_logits():
     run = config(replace(LLAMA3_8B, cross_entropy_loss_fusion=True), 8192, 1)
     assert memory(run, 128256, CUDA)["logits and loss"] == 128256 * 10 * 2048 + 2 * 4096 * 8192

@@ -23,12 +23,17 @@ def shared(run: Config, cp: int, *types: str, **parallel) -> Config:
     return replace(run, parallel=replace(run.parallel, **given))
 
 
+def handed_on(tokens: int) -> int:
+    """Bytes of two halves for keys and values of 8 heads, and for their gradients in fp32."""
+    return 2 * tokens * 2 * 1024 * (2 + 4)
+
+
 @pytest.mark.parametrize("types", [("p2p",), ("allgather",)])
 def test_four_ranks_take_rows_four_times_as_long(types):
     """Llama-3-8B: what a rank keeps is that of one process with its tokens; the states are shared by all."""
     one = memory(config(LLAMA3_8B, 8192, 1), 128256, CUDA)
     parts = memory(shared(config(LLAMA3_8B, 32768, 1), 4, *types), 128256, CUDA)
-    assert parts == one
+    assert parts == one | {"messages": handed_on(8192) * ("p2p" in types)}
     optim = memory(shared(config(LLAMA3_8B, 32768, 1), 4, use_distributed_optimizer=True), 128256, CUDA)
     assert optim["Adam moments"] == one["Adam moments"] / 4 == 2 * 8030261248
     half = memory(shared(config(LLAMA3_8B, 32768, 1), 8), 128256, CUDA)
@@ -87,7 +92,7 @@ def test_the_keys_of_many_ranks_are_more_than_an_mlp(types, cp):
     mlp, attention = 3 * 2 * 14336, attention_in_flight(run, BF16, CUDA) - 4 * 2 * 14336
     assert (attention > mlp) == (types == "allgather" and cp == 32)
     assert parts["backward of a layer"] == 2048 * max(mlp, attention)
-    assert parts["messages"] == 3 * 2048 * 2 * 4096
+    assert parts["messages"] == 3 * 2048 * 2 * 4096 + handed_on(2048) * (types == "p2p")
 
 
 def test_packs_of_documents():
@@ -151,3 +156,11 @@ def test_a_rank_keeps_what_was_planned(family, kind, changes, dtype):
     more = replace(run, model=replace(model, num_layers=3))
     layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
     assert found == pytest.approx([layer / (8 * 32 // cp)] * cp, abs=12)  # a CPU's statistics are in bf16
+
+
+def test_groups_of_several_sizes_have_no_memory_to_hand_keys_on():
+    run = shared(config(LLAMA3_8B, 8192, 1), 4)
+    found = [memory(run, 128256, device)["messages"] for device in (CUDA, CPU)]
+    assert found == [handed_on(2048), 0]
+    dynamic = shared(run, 4, dynamic_context_parallel=True)
+    assert memory(dynamic, 128256, CUDA)["messages"] == 0
