@@ -190,7 +190,8 @@ class Dispatcher:
     """The way of some tokens to their experts, and back. Both are begun, and give what ends them:
 
     start_send    x `[t, h]`, probs fp32 `[t, k]` -> rows `[r, h]` for this rank's experts, offsets int32
-                  `[e + 1]` of each, and the same on the host, or None where only the device knows them
+                  `[e + 1]` of each, the same on the host, or None where only the device knows them, and a
+                  list of what is to be done while gradients travel back, or None where nothing waits
     start_back    rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`
 
     ids int32 `[t, k]` of `experts`, -1 for a copy to be dropped. capacity: rows that each expert has for each

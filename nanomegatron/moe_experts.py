@@ -127,7 +127,7 @@ class GroupedExperts(nn.Module):
         first, second = self.fp8
         if first is not None:
             groups = whole(groups, len(rows))
-        x = linear(rows, self.weight1, replace(groups, soon=soon), False, first)
+        x = linear(rows, self.weight1, groups, False, first, soon)
         if self.bias1 is not None:
             x = AddBiasFunction.apply(x, self.bias1, groups.offsets)
 
@@ -145,9 +145,14 @@ class GroupedExperts(nn.Module):
 
 
 def linear(
-    x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool, fp8: Fp8Linear | None
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    groups: Groups,
+    transposed: bool,
+    fp8: Fp8Linear | None,
+    soon: list | None = None,
 ) -> torch.Tensor:
     """Every expert's linear layer on its rows, in FP8 if there is an `fp8`. `[r, i] -> [r, o]`"""
     if fp8 is None:
-        return GroupedLinearFunction.apply(x, weight, groups, transposed)
-    return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, torch.is_grad_enabled())
+        return GroupedLinearFunction.apply(x, weight, groups, transposed, soon)
+    return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, torch.is_grad_enabled(), soon)

@@ -24,8 +24,8 @@ multiples of 16 rows, and none is empty (`ops_moe.route`). Without that matmul, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
 
@@ -34,7 +34,7 @@ from torch import nn
 
 from nanomegatron.fp8 import Cast, Fp8Linear, matmul
 from nanomegatron.fp8_fused import casts_of
-from nanomegatron.param import add_product, contribute, main_grad, puts_off, when_due
+from nanomegatron.param import add_product, contribute, main_grad, now_or, puts_off, when_due
 
 LARGE = 2**36  # multiplications
 
@@ -46,7 +46,6 @@ class Groups:
     offsets: torch.Tensor  # int32 [e + 1]
     ends: list[int] | None = None  # the same on the host, where that knows them
     grouped: bool = True  # to be multiplied at once, where that is good
-    soon: list | None = None  # as `when_due` takes it, for the weight gradients
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -83,8 +82,9 @@ def weight_grads(
 ) -> torch.Tensor | None:
     """a^T b of each expert's rows, where `param.py` wants the gradient. a `[r, o]`, b `[r, i]`
 
-    What is left for `soon` shares the GPU with a message: the loop, or the sum of gradients, but no grouped
-    matmul, whose blocks expect all multiprocessors from the start and would end as much later.
+    What is left in `soon`, for a bucket's parameter, shares the GPU with a message: the loop, or the sum of
+    gradients, but no grouped matmul, whose blocks expect all multiprocessors from the start and would end as
+    much later.
     """
     sizes = a.shape[1], b.shape[1]
     if groups.grouped and not groups.large(*sizes) and fits(a, *sizes):
@@ -95,35 +95,49 @@ def weight_grads(
         if not add_product(each, a[begin:end], b[begin:end]):
             each.add_(a[begin:end].t() @ b[begin:end])
 
-    return when_due(weight, lambda: one_by_one(weight, groups, add), soon)
+    return one_by_one(weight, groups, add, soon)
 
 
 def one_by_one(
-    weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None]
+    weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None], soon: list | None
 ) -> torch.Tensor | None:
     """The weight gradient: `add` adds that of an expert `[o, i]`, of its rows from the first to an end."""
     target = main_grad(weight)
     into = torch.zeros_like(weight) if target is None else target
     each = into.view(groups.experts, -1, weight.shape[1])
-    for i, begin, end in groups.spans:
-        add(each[i], begin, end)
-    if target is None:
-        return into
-    weight.bucket.ready(weight)
-    return None
+
+    def add_all() -> torch.Tensor | None:
+        for i, begin, end in groups.spans:
+            add(each[i], begin, end)
+        if target is None:
+            return into
+        weight.bucket.ready(weight)
+        return None
+
+    return now_or(None if target is None else soon, weight, add_all)
+
+
+def due(
+    weight: nn.Parameter, work: Callable[[list | None], torch.Tensor | None], soon: list | None
+) -> torch.Tensor | None:
+    """`when_due`, of work that may leave something in `soon`, where nobody puts it off as a whole."""
+    given = None if puts_off(weight) else soon
+    return when_due(weight, lambda: work(given))
 
 
 class GroupedLinearFunction(torch.autograd.Function):
     """Every expert's linear layer on its rows: x `[r, i]` -> `[r, o]`
 
-    weight `[e * o, i]`, or `transposed` `[e * i, o]`.
+    weight `[e * o, i]`, or `transposed` `[e * i, o]`. soon: as `weight_grads` takes it.
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool) -> torch.Tensor:
+    def forward(
+        ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool, soon: list | None = None
+    ) -> torch.Tensor:
         x, w = x.contiguous(), weight.view(groups.experts, -1, weight.shape[1])
         ctx.save_for_backward(x)
-        ctx.weight, ctx.groups, ctx.transposed = weight, groups, transposed
+        ctx.weight, ctx.groups, ctx.transposed, ctx.soon = weight, groups, transposed, soon
         return products(x, w if transposed else w.mT, groups)
 
     @staticmethod
@@ -132,8 +146,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         w = weight.view(groups.experts, -1, weight.shape[1])
         dx = products(grad, w.mT if ctx.transposed else w, groups)
         pair = (x, grad) if ctx.transposed else (grad, x)
-        soon = None if puts_off(weight) else groups.soon
-        return dx, when_due(weight, lambda: weight_grads(weight, *pair, groups, soon)), None, None
+        dw = due(weight, partial(weight_grads, weight, *pair, groups), ctx.soon)
+        return dx, dw, None, None, None
 
 
 def at_once(x: torch.Tensor, groups: Groups) -> bool:
@@ -167,7 +181,7 @@ def fp8_weight_grads(
     def add(each: torch.Tensor, begin: int, end: int) -> None:
         each.add_(matmul(*(Cast(c.data[:, begin:end], c.inverse) for c in (a, b)), each.dtype))
 
-    return when_due(weight, lambda: one_by_one(weight, groups, add), soon)
+    return one_by_one(weight, groups, add, soon)
 
 
 class GroupedFp8LinearFunction(torch.autograd.Function):
@@ -182,10 +196,12 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         transposed: bool,
         fp8: Fp8Linear,
         trains: bool,
+        soon: list | None = None,
     ) -> torch.Tensor:
         """x: or a stand-in for it, with casts."""
         cast = casts_of(x) or fp8.cast(x, "x", fp8.outputs("", trains), None, trains)
         ctx.weight, ctx.groups, ctx.transposed, ctx.fp8, ctx.dtype = weight, groups, transposed, fp8, x.dtype
+        ctx.soon = soon
         ctx.save_for_backward(*((cast.flip or cast.row) if fp8.recipe.wgrad else (x,)))
         return fp8_products(cast.row, fp8_parts(fp8, weight, groups, transposed), groups, x.dtype, fast=True)
 
@@ -197,8 +213,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         pair = (flip, Cast(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
         a, b = reversed(pair) if ctx.transposed else pair
         multiply = fp8_weight_grads if fp8.recipe.wgrad else weight_grads
-        soon = None if puts_off(weight) else groups.soon
-        return dx, when_due(weight, lambda: multiply(weight, a, b, groups, soon)), *[None] * 4
+        return dx, due(weight, partial(multiply, weight, a, b, groups), ctx.soon), *[None] * 5
 
 
 def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Cast:
@@ -214,4 +229,4 @@ def whole(groups: Groups, rows: int) -> Groups:
     """The last expert has all rows up to the end as well, so that no product of `rows` is left undefined."""
     offsets, ends = groups.offsets.clone(), groups.ends
     offsets[-1:].fill_(rows)
-    return replace(groups, offsets=offsets, ends=ends and [*ends[:-1], rows])
+    return Groups(offsets, ends and [*ends[:-1], rows], groups.grouped)

@@ -200,7 +200,7 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> tuple[torch.Te
 def scale_of_rows(inverse: torch.Tensor, rows: int) -> torch.Tensor:
     """One scale as that of each row `[rows, 1]`: what torch's fast FP8 matmul of a CPU takes.
 
-    For the scale of a tensor most CPUs have none but a reference, 300 times slower, with the same result.
+    For the scale of a tensor most CPUs have its slow reference alone, which gives the same.
     """
     return inverse.reshape(1, 1).expand(rows, 1).contiguous()
 

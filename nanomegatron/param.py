@@ -206,14 +206,15 @@ def puts_off(param: nn.Parameter) -> bool:
     return deferred is not None and deferred.list is not None
 
 
-def when_due(
-    param: nn.Parameter, work: Callable[[], torch.Tensor | None], soon: list | None = None
-) -> torch.Tensor | None:
-    """Do `work` now, or when what is put off is done; it gives what autograd is to have, or None.
+def when_due(param: nn.Parameter, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    """Do `work` now, or when what is put off is done; it gives what autograd is to have, or None."""
+    return now_or(param.deferred.list if puts_off(param) else None, param, work)
 
-    soon: what is put off by the layer, which does it before this backward ends; for parameters in buckets.
-    """
-    works = param.deferred.list if puts_off(param) else soon if hasattr(param, "bucket") else None
+
+def now_or(
+    works: list | None, param: nn.Parameter, work: Callable[[], torch.Tensor | None]
+) -> torch.Tensor | None:
+    """Do `work`, or leave it in a list for `Deferred.do`."""
     if works is None:
         return work()
     works.append((param, work))
@@ -225,7 +226,7 @@ def contribute(
 ) -> torch.Tensor | None:
     """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd.
 
-    soon: as `when_due` takes it, for the sum.
+    soon: takes the sum, to be made before this backward ends.
     """
     target = main_grad(param)
     if target is None:
@@ -236,7 +237,7 @@ def contribute(
         add_(target, made)
         param.bucket.ready(param)
 
-    return when_due(param, add, soon)
+    return now_or(soon, param, add)
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
