@@ -28,7 +28,7 @@ from nanomegatron.attention import Mask, choose_backend, core_attention
 from nanomegatron.attention_blocks import Block
 from nanomegatron.config import CP_TYPES, ParallelConfig
 from nanomegatron.cp import RingFunction, context_attention
-from nanomegatron.cp_shard import ALL, Shard, Step
+from nanomegatron.cp_shard import ALL, Ring, Shard, Step
 from nanomegatron.mesh import Axis, Mesh, World
 
 aten = torch.ops.aten
@@ -146,7 +146,9 @@ def plain_ring(case: Case, axis: Axis, backend: str) -> Way:
     slices = np.arange(case.s).reshape(axis.size, -1)
     sources = [(axis.rank - i) % axis.size for i in range(axis.size)]
     steps = [Step(ALL, ALL, Block(j == axis.rank), ALL) if j <= axis.rank else None for j in sources]
-    return Way(slices[axis.rank], lambda q, k, v: RingFunction.apply(q, k, v, axis, steps, backend))
+    later = [axis.rank + i < axis.size for i in range(axis.size)]  # who uses this rank's keys
+    ring = Ring(steps, [(slices.shape[1] * uses, ALL) for uses in later])
+    return Way(slices[axis.rank], lambda q, k, v: RingFunction.apply(q, k, v, axis, ring, backend))
 
 
 class TorchRing:

@@ -93,8 +93,7 @@ void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Add
                    int64_t parts, int from_one, int type, int weight_type, Address stream);
 
 // merge.cu
-void merge_rows(Address out, Address first, Address part, Address numbers, Address lse, Address lse_part,
-                Address lse_out, int64_t s, int64_t heads, int64_t d, int64_t begin, int64_t count,
+void merge_rows(Address out, Address lse_out, Address table, int number, int64_t s, int64_t heads, int64_t d,
                 int out_type, int first_type, int type, Address stream);
 
 // norm_fp8.cu, swiglu_fp8.cu

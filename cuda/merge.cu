@@ -1,62 +1,86 @@
 // Rows added to rows: attention to some of the keys joined with attention to others, and sums of gradients.
 //
-//     rows (i, h), i < s places of h < heads, each of d values; `part` has rows for `count` of the places:
-//     j(i) = numbers[i], or i - begin; where that is none of 0 .. count - 1 the row stays as it is
-//     with log-sum-exps:     l = lse_out[h][i] = log(exp(lse[h][i]) + exp(lse_part[h][j]))
-//                            out = exp(lse[h][i] - l) first + exp(lse_part[h][j] - l) part
-//     without:               out = first + part
+//     places (i, h), i < s, h < heads, of d values; each of the parts p, four at most, has rows for some of
+//     them: j_p(i) = numbers_p[i], or i - begin_p, where that is one of 0 .. count_p - 1
+//     with log-sum-exps:     l = lse_out[h][i] = log(sum_p exp(lse_p[h][j_p]))
+//                            out = sum_p exp(lse_p[h][j_p] - l) rows_p[j_p][h]
+//     without:               out = sum_p rows_p[j_p][h]
 //
-// The naive loop, in fp32:  for i, h, c:  out[i][h][c] = a first[i][h][c] + b part[j(i)][h][c]
+// The naive loop, in fp32:  for i, h, c:  out[i][h][c] = sum over p of w_p rows_p[j_p(i)][h][c]
 //
-// `first` and `out` are fp32 or of the type of `part`: the sums of a ring of ranks begin and end as results
-// of kernels, and are fp32 between. Bytes a value of 16 bits, read and written once: 2 + 2 and 4 in the first
-// sum, 4 + 2 and 4 in one between, which may be in place, 4 + 2 and 2 in the last.
+// The first part and `out` are fp32 or of the type of the others: sums begin and end as results of kernels,
+// and are fp32 between. Each value is read and written once: 4 x 2 + 2 bytes where four parts of 16 bits make
+// the whole, 4 + 2 and 4 where one is added to a sum, which may be in place.
 
 #include "common.cuh"
 
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, MOST = 4;
 
-struct Rows {
+struct Part {
+    const void* rows;
     const int64_t* numbers;
-    const float *lse, *lse_part;
+    const float* lse;
+    int64_t begin, count;
+};
+
+struct Parts {
+    Part each[MOST];
     float* lse_out;
-    int64_t s, heads, packs, begin, count;
+    int64_t s, heads, packs;
+    int number;
 };
 
 // A thread has one pack of a row.
-template <typename Out, typename First, typename Part>
-__global__ void __launch_bounds__(THREADS)
-    merge_packs(Out* out, const First* first, const Part* __restrict__ part, Rows rows) {
+template <typename Out, typename First, typename More>
+__global__ void __launch_bounds__(THREADS) merge_packs(Out* out, const Parts parts) {
     const int64_t at = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
-    if (at >= rows.s * rows.heads * rows.packs) return;
-    const int64_t row = at / rows.packs, i = row / rows.heads, h = row % rows.heads;
-    const int64_t j = rows.numbers ? rows.numbers[i] : i - rows.begin;
-    const bool both = j >= 0 && j < rows.count;
-    float a = 1.0f, b = 1.0f;
-    if (rows.lse) {
-        const float here = rows.lse[h * rows.s + i];
-        float total = here;
-        if (both) {
-            const float there = rows.lse_part[h * rows.count + j], most = fmaxf(here, there);
-            const float e1 = expf(here - most), e2 = expf(there - most);
-            const bool none = most == -INFINITY;  // neither has seen a key
-            total = none ? most : most + logf(e1 + e2);
-            a = none ? 0.0f : e1 / (e1 + e2);
-            b = none ? 0.0f : e2 / (e1 + e2);
-        }
-        if (at % rows.packs == 0) rows.lse_out[h * rows.s + i] = total;
+    if (at >= parts.s * parts.heads * parts.packs) return;
+    const int64_t row = at / parts.packs, i = row / parts.heads, h = row % parts.heads;
+    int64_t pack[MOST];
+    float weight[MOST], most = -INFINITY;
+    bool others = false;
+#pragma unroll
+    for (int p = 0; p < MOST; ++p) {
+        pack[p] = -1;
+        weight[p] = 1.0f;
+        if (p >= parts.number) continue;
+        const Part& part = parts.each[p];
+        const int64_t j = part.numbers ? part.numbers[i] : i - part.begin;
+        if (j < 0 || j >= part.count) continue;
+        pack[p] = (j * parts.heads + h) * parts.packs + at % parts.packs;
+        others |= p > 0;
+        if (parts.lse_out) most = fmaxf(most, weight[p] = part.lse[h * part.count + j]);
     }
-    if (!both && static_cast<const void*>(out) == static_cast<const void*>(first)) return;
-    const First old = load_pack(first + at);
+    if (parts.lse_out) {
+        const bool none = most == -INFINITY;  // nobody has seen a key
+        float total = 0.0f;
+#pragma unroll
+        for (int p = 0; p < MOST; ++p) {
+            weight[p] = pack[p] < 0 || none ? 0.0f : expf(weight[p] - most);
+            total += weight[p];
+        }
+#pragma unroll
+        for (int p = 0; p < MOST; ++p) weight[p] = none ? 0.0f : weight[p] / total;
+        if (at % parts.packs == 0) parts.lse_out[h * parts.s + i] = none ? most : most + logf(total);
+    }
+    if (!others && weight[0] == 1.0f && static_cast<const void*>(out) == parts.each[0].rows) return;
+    First first;
+    More more[MOST - 1];
+    if (pack[0] >= 0) first = load_pack(static_cast<const First*>(parts.each[0].rows) + pack[0]);
+#pragma unroll
+    for (int p = 1; p < MOST; ++p) {
+        if (pack[p] >= 0) more[p - 1] = load_pack(static_cast<const More*>(parts.each[p].rows) + pack[p]);
+    }
     float values[Out::size];
 #pragma unroll
-    for (int k = 0; k < Out::size; ++k) values[k] = old[k];
-    if (both) {
-        const Part more = load_pack(part + (j * rows.heads + h) * rows.packs + at % rows.packs);
+    for (int k = 0; k < Out::size; ++k) {
+        values[k] = pack[0] < 0 ? 0.0f : weight[0] * first[k];
 #pragma unroll
-        for (int k = 0; k < Out::size; ++k) values[k] = a * values[k] + b * more[k];
+        for (int p = 1; p < MOST; ++p) {
+            if (pack[p] >= 0) values[k] += weight[p] * more[p - 1][k];
+        }
     }
     Out sum;
     sum.set(values);
@@ -64,11 +88,11 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <typename T, int N>
-void run(Address out, Address first, Address part, Rows rows, int out_type, int first_type, Address stream) {
-    const int64_t blocks = (rows.s * rows.heads * rows.packs + THREADS - 1) / THREADS;
+void run(Address out, const Parts& parts, int out_type, int first_type, Address stream) {
+    const int64_t blocks = (parts.s * parts.heads * parts.packs + THREADS - 1) / THREADS;
     auto launch = [&](auto o, auto f) {
         merge_packs<Pack<decltype(o), N>, Pack<decltype(f), N>, Pack<T, N>>
-            <<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(out, first, part, rows);
+            <<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(out, parts);
     };
     auto with_first = [&](auto o) { first_type == FP32 ? launch(o, float{}) : launch(o, T{}); };
     out_type == FP32 ? with_first(float{}) : with_first(T{});
@@ -76,17 +100,24 @@ void run(Address out, Address first, Address part, Rows rows, int out_type, int 
 
 }  // namespace
 
-void merge_rows(Address out, Address first, Address part, Address numbers, Address lse, Address lse_part,
-                Address lse_out, int64_t s, int64_t heads, int64_t d, int64_t begin, int64_t count,
+// table: on the host, for each part the addresses of its rows, numbers and log-sum-exps, begin and count.
+void merge_rows(Address out, Address lse_out, Address table, int number, int64_t s, int64_t heads, int64_t d,
                 int out_type, int first_type, int type, Address stream) {
     if (s * heads * d == 0) return;
-    const bool whole =
-        d % 8 == 0 && aligned(out.value, 32) && aligned(first.value, 32) && aligned(part.value, 32);
-    const Rows rows{numbers, lse, lse_part, lse_out, s, heads, whole ? d / 8 : d, begin, count};
+    if (number < 1 || number > MOST) throw std::runtime_error("merge_rows takes one to four parts");
+    Parts parts{{}, lse_out, s, heads, 0, number};
+    bool whole = d % 8 == 0 && aligned(out.value, 32);
+    const int64_t* entry = table;
+    for (int p = 0; p < number; ++p, entry += 5) {
+        const auto address = [&](int i) { return Address{static_cast<std::uintptr_t>(entry[i])}; };
+        parts.each[p] = Part{address(0), address(1), address(2), entry[3], entry[4]};
+        whole = whole && aligned(address(0).value, 32);
+    }
+    parts.packs = whole ? d / 8 : d;
     with_type(type, [&](auto element) {
         using T = decltype(element);
-        whole ? run<T, 8>(out, first, part, rows, out_type, first_type, stream)
-              : run<T, 1>(out, first, part, rows, out_type, first_type, stream);
+        whole ? run<T, 8>(out, parts, out_type, first_type, stream)
+              : run<T, 1>(out, parts, out_type, first_type, stream);
     });
     check_launch("merge_rows");
 }

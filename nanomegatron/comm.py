@@ -27,7 +27,7 @@ whole tensor on one rank: the input of an all-reduce, reduce-scatter or all-to-a
 all-gather. This module alone calls torch's collectives, so a renamed one is mended here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -66,11 +66,11 @@ class Pending:
     On a GPU waiting holds up the current stream, not the host.
     """
 
-    def __init__(self, result: torch.Tensor, work: Any = None, *sent: torch.Tensor) -> None:
+    def __init__(self, result: Any, work: Any = None, *sent: torch.Tensor) -> None:
         """work: what torch gives for a collective, or several of it in a `_Works`."""
         self.result, self.work, self.sent = result, work, sent
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Any:
         """The result; a second call returns at once."""
         if self.work is not None:
             self.work.wait()
@@ -117,18 +117,22 @@ def start_receive(empty: Callable[[], torch.Tensor], wire: Axis) -> Pending:
     return Pending(out, work)
 
 
-def start_shift(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to hand x on to the next rank of a ring; the result is what the one before hands on.
+def start_shift(parts: Sequence[torch.Tensor], by: int, rows: int, axis: Axis) -> Pending:
+    """Begin to send tensors to the rank `by` further round the axis; the result: of the one so far back.
 
-    All are of one shape, and those of an axis arrive in the order in which they are begun.
+    That are as many, with so many `rows` in dim 0, and alike in all else. Messages of an axis arrive in the
+    order in which they are begun; what has no rows is not sent.
     """
-    if axis.size == 1:
-        return Pending(x)
-    x = x.contiguous()
-    count(axis, "send", x)
-    out, here, n = torch.empty_like(x), axis.rank, axis.size
-    ends = (dist.isend, x, axis.ranks[(here + 1) % n]), (dist.irecv, out, axis.ranks[(here - 1) % n])
-    return Pending(out, _Works(dist.batch_isend_irecv([dist.P2POp(*end, axis.group) for end in ends])), x)
+    if by % axis.size == 0:
+        return Pending(parts)
+    parts = [x.contiguous() for x in parts]
+    outs = [x.new_empty(rows, *x.shape[1:]) for x in parts]
+    to, source = (axis.ranks[(axis.rank + step) % axis.size] for step in (by, -by))
+    ends = [(dist.isend, x, to) for x in parts] + [(dist.irecv, out, source) for out in outs]
+    messages = [dist.P2POp(*end, axis.group) for end in ends if end[1].numel()]
+    for x in parts:
+        count(axis, "send", x)
+    return Pending(outs, _Works(dist.batch_isend_irecv(messages)) if messages else None, *parts)
 
 
 def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:

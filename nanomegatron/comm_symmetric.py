@@ -1,30 +1,30 @@
 """Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
 
 `PeerMemory` is for activations, which tp ranks send as they are made; in a `PeerRing` for keys and values,
-which cp ranks hand on. `PeerShards` further below is for the flat gradients and parameters of data
+which cp ranks send each other. `PeerShards` further below is for the flat gradients and parameters of data
 parallelism, which stay where they are.
 
     rank 0                  rank 1                  call       n           n + 1       n + 2
-    [ half 0 | half 1 ]     [ half 0 | half 1 ]     half       0           1           0
+    [ slot 0 | slot 1 ]     [ slot 0 | slot 1 ]     slot       0           1           0
          ^                       |                  stream   --work--meet----work--meet----work--meet-->
          +--- a copy engine -----+
 
 The copies run on a stream of their own and take no multiprocessor from the matmuls. NVLink multicast is not
 used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
 
-**Why one meeting a call is enough.** Every call works in one half only, the other one than the call before,
-and meets once. `begin` puts call n + 1 of a rank behind all that the rank did in call n, its copies
-included. So who has met in call n + 1 knows that nobody reads or writes a half in the name of call n any
-more, and call n + 2, which comes after that meeting, may write into that half, here and on the peers, before
-it meets. This asks of the ranks what every collective asks: the same calls in the same order, of the same
-sizes.
+**Why one meeting a call is enough.** Every call works in one slot only, they take turns, and it meets once.
+`begin` puts a call of a rank behind all that the rank did in the call before, its copies included. So who has
+met in call n + 1 knows that nobody writes into a slot in the name of call n any more. With two slots call
+n + 2, which comes after that meeting, may write into the slot of call n, here and on the peers, before it
+meets, if what call n brought is not needed after the meeting of call n + 1: with more slots, so many calls
+later. This asks of the ranks what every collective asks: the same calls in the same order, of the same sizes.
 """
 
 import math
 import platform
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -45,33 +45,34 @@ class PeerMemory:
     the same stream, never for less.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, kind: str) -> None:
-        self.axis, self.device, self.kind = axis, device, kind
-        self.half, self.size = 0, 0
-        self.memory: list[torch.Tensor] = []  # of each rank, [2, size] bytes
+    def __init__(self, axis: Axis, device: torch.device, kind: str, slots: int = 2) -> None:
+        self.axis, self.device, self.kind, self.slots = axis, device, kind, slots
+        self.slot, self.size = 0, 0
+        self.memory: list[torch.Tensor] = []  # of each rank, [slots, size] bytes
         self.views: dict[tuple, list[torch.Tensor]] = {}
 
-    def begin(self, size: int, whole: torch.Tensor) -> None:
-        """Begin a call that needs `size` bytes on every rank; `whole` is the tensor that counts as sent."""
-        count(self.axis, self.kind, whole)
+    def begin(self, size: int, *sent: torch.Tensor) -> None:
+        """Begin a call that needs `size` bytes on every rank; `sent` are the tensors that count as that."""
+        for x in sent:
+            count(self.axis, self.kind, x)
         if size > self.size:
             self.memory, self.size = self.allocate(size), size
             self.views.clear()
         self.join()
-        self.half ^= 1
+        self.slot = (self.slot + 1) % self.slots
 
     def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """The beginning of this call's half as a tensor, on each rank."""
-        key = self.half, shape, dtype
+        """The beginning of this call's slot as a tensor, on each rank."""
+        key = self.slot, shape, dtype
         if key not in self.views:
             if len(self.views) > 100:  # of sequences of all lengths
                 self.views.clear()
             size = math.prod(shape) * dtype.itemsize
-            self.views[key] = [m[self.half, :size].view(dtype).view(shape) for m in self.memory]
+            self.views[key] = [m[self.slot, :size].view(dtype).view(shape) for m in self.memory]
         return self.views[key]
 
     def allocate(self, size: int) -> list[torch.Tensor]:
-        """New halves of `size` bytes; every rank takes part, and the device has finished all earlier calls.
+        """New slots of `size` bytes; every rank takes part, and the device has finished all earlier calls.
 
         The old ones are let go by the caller: none before all ranks have come here.
         """
@@ -79,9 +80,10 @@ class PeerMemory:
         self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.marks, self.done = ([torch.cuda.Event() for _ in range(self.axis.size)] for _ in range(2))
         self.last = self.done[0]
-        own = symmetric.empty(2 * size, dtype=torch.uint8, device=self.device)
+        own = symmetric.empty(self.slots * size, dtype=torch.uint8, device=self.device)
         self.handle = symmetric.rendezvous(own, self.axis.group.group_name)
-        return [self.handle.get_buffer(rank, (2, size), torch.uint8) for rank in range(self.axis.size)]
+        shape = self.slots, size
+        return [self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.axis.size)]
 
     def mark(self, k: int) -> torch.cuda.Event:
         """What the current stream has been given so far, for `copy` to wait for. k: 0 ... axis.size - 1"""
@@ -108,22 +110,26 @@ class PeerMemory:
 
 
 class PeerRing:
-    """`comm.start_shift` by copy engines: each rank pushes a tensor into its neighbour's memory.
+    """`comm.start_shift` by copy engines: each rank pushes tensors into another's memory.
 
-    One shift at a time. What it gives lies in the memory of the ring: it may be changed and handed on, but
-    the next shift but one overwrites it.
+    One shift at a time. What it brings lies in the memory of the ring, and is to be read before one waits for
+    the `kept`-th shift after it.
     """
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis, self.memory = axis, PeerMemory(axis, device, "send")
+    def __init__(self, axis: Axis, device: torch.device, kept: int) -> None:
+        self.axis, self.memory = axis, PeerMemory(axis, device, "send", 1 + min(kept, axis.size - 1))
 
-    def start_shift(self, x: torch.Tensor) -> Pending:
-        """Begin to hand x, in one piece, on to the next rank; the result is what the one before hands on."""
+    def start_shift(self, parts: Sequence[torch.Tensor], by: int, rows: int, room: int) -> Pending:
+        """As `comm.start_shift`; room: more bytes than this no rank sends, the same on each."""
         memory, axis = self.memory, self.axis
-        memory.begin(x.nbytes, x)
-        ranks = memory.of(tuple(x.shape), x.dtype)
-        memory.copy((memory.mark(0), ranks[(axis.rank + 1) % axis.size], x))
-        return Pending(ranks[axis.rank], self, x)
+        if by % axis.size == 0:
+            return Pending(parts)
+        memory.begin(room, *parts)
+        (mine, *rest), dtype = parts[0].shape, parts[0].dtype
+        there, here = (memory.of((len(parts), count, *rest), dtype) for count in (mine, rows))
+        mark = memory.mark(0)
+        memory.copy(*((mark, *pair) for pair in zip(there[(axis.rank + by) % axis.size], parts)))
+        return Pending(here[axis.rank], self, *parts)
 
     def wait(self) -> None:
         """Hold up the current stream until every rank has pushed what it began to."""
@@ -131,18 +137,22 @@ class PeerRing:
         self.memory.meet()
 
 
-def ring_shift(axis: Axis, device: torch.device, name: str) -> Callable[[torch.Tensor], Pending]:
-    """How tensors are handed on around an axis: by the `PeerRing` of this name, or else by messages.
+def ring_shift(axis: Axis, like: Sequence[torch.Tensor], name: str, kept: int = 1) -> Callable[..., Pending]:
+    """How tensors, no larger than `like`, go round an axis: by the `PeerRing` of this name, or by messages.
 
-    All ranks call it together. torch counts for each process how often it has met others to share memory,
-    whoever these were, and waits forever for one that has met fewer: no rings for groups that come and go.
+    The function takes parts, by and rows, as `start_shift`; kept: as a ring takes it. All ranks call it
+    together. torch counts for each process how often it has met others to share memory, whoever these were,
+    and waits forever for one that has met fewer: no rings for groups that come and go.
     """
     if axis.size == 1 or axis.regrouped:
         return partial(start_shift, axis=axis)
     if name not in axis.scratch:
-        ring = None if obstacle(axis, device) else PeerRing(axis, device)
-        axis.scratch[name] = partial(start_shift, axis=axis) if ring is None else ring.start_shift
-    return axis.scratch[name]
+        device = like[0].device
+        axis.scratch[name] = None if obstacle(axis, device) else PeerRing(axis, device, kept)
+    ring = axis.scratch[name]
+    if ring is None:
+        return partial(start_shift, axis=axis)
+    return partial(ring.start_shift, room=sum(x.nbytes for x in like))
 
 
 class PeerShards:

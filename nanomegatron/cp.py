@@ -3,14 +3,16 @@
 Everything but attention works on each token by itself. There each rank has queries, keys and values of its
 own tokens (`cp_shard.py`), `[s/cp, b, heads, d]`, and there are four ways to let all queries see all keys:
 
-    p2p         keys and values go round in a ring, one rank further a step, while attention to those that are
-                here is computed; results are merged as they come                 sends g heads, cp - 1 times
+    p2p         the keys and values of one rank after the other, while attention to those that are here is
+                computed; results are merged                                      sends g heads, cp - 1 times
     allgather   keys and values of all ranks first, then attention                the same, at once
     a2a         all tokens of some of the heads in place of some tokens of all    n + 2g heads, and n back
     a2a+p2p     a2a among neighbours, the ring between groups of them             of a hierarchy of networks
 
-    p2p, cp 4, rank 1     compute   q1 k1 | q1 k0 | q1 k3 | q1 k2 |        the next keys come in meanwhile;
-                          receive      k0 |    k3 |    k2 |       |        backward: dk, dv go round as well
+    p2p, cp 4, rank 1     compute   q1 k1 | q1 k0 | q1 k3 | q1 k2 |         the next keys come in meanwhile,
+                          receive      k0 |    k3 |    k2 |       |         from one rank further back
+    backward              find        dk1 |   dk0 |   dk3 |   dk2 |         and send them to ranks 0, 3, 2
+                          receive         |       |   dk1 |   dk1 | dk1     what ranks 2, 3, 0 have found
 
 Attention to a part of the keys is o_i with log-sum-exp l_i of its scores; over all keys it is
 
@@ -22,7 +24,7 @@ under p2p these are gathered. (Ring: arXiv 2310.01889; all-to-all: DeepSpeed-Uly
 all-gather: Llama 3, 2407.21783, section 3.3.2; two levels: LoongTrain, 2406.18485)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -30,11 +32,9 @@ from nanomegatron.attention import Mask, core_attention
 from nanomegatron.attention_blocks import attend, attend_backward
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter
 from nanomegatron.comm_symmetric import ring_shift
-from nanomegatron.cp_shard import Shard, Step
+from nanomegatron.cp_shard import Ring, Selection, Shard, Step
 from nanomegatron.mesh import Axis
-from nanomegatron.ops_merge import merge_rows
-
-Steps = list[Step | None]
+from nanomegatron.ops_merge import ALL, MOST, Part, merge_rows
 
 
 def context_attention(
@@ -74,41 +74,54 @@ def context_attention(
 class RingFunction(torch.autograd.Function):
     """p2p: context `[s/cp, b, n, d]`. The keys and values for the next step are sent while one is computed.
 
-    In the backward they go round once more, and their gradients, in fp32, a step behind them; in a last step,
-    which nothing hides, these come home as they are wanted.
+    In the backward they are sent again, and after each step the gradients that it has found, to whose keys
+    they are of. Behind the last step only the sum for the queries hides that.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, steps: Steps, backend: str) -> torch.Tensor:
-        found = Sum(q, steps)
-        for step, kv in travelling(k, v, axis, steps):
+    def forward(ctx, q, k, v, axis: Axis, ring: Ring, backend: str) -> torch.Tensor:
+        found = Sum(q, ring.steps)
+        for step, keys in travelling(k, v, axis, ring.steps):
             if step is not None:
-                found.add(step, *attend(q[step.queries], *kv[:, step.keys], step.block, backend))
+                seen = (x[step.keys] for x in keys)
+                found.add(step.rows, *attend(q[step.queries], *seen, step.block, backend))
         ctx.save_for_backward(q, k, v, found.rows, found.lse)
-        ctx.how = axis, steps, backend
+        ctx.how = axis, ring, backend
         return found.rows
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
-        axis, steps, backend = ctx.how
-        dq, coming, shift = Sum(q, steps), None, ring_shift(axis, q.device, "gradients of keys")
-        for i, (step, kv) in enumerate(travelling(k, v, axis, steps)):
-            found = gradients(dq, step, kv, (grad, q, out, lse), backend)
-            dkv = torch.zeros_like(kv, dtype=torch.float32) if coming is None else coming.wait()
-            add(found, dkv, step)
-            coming = shift(dkv if i + 1 < axis.size else dkv.to(k.dtype))
-        return dq.rows, *coming.wait().clone(), None, None, None
+        axis, ring, backend = ctx.how
+        sums = [Sum(x, [size for size, _ in ring.back]) for x in (k, v)]
+        dq, coming = Sum(q, ring.steps), None
+        shift = ring_shift(axis, (k, v), "gradients of keys", kept=MOST)
+
+        def receive(i: int) -> None:
+            size, rows = ring.back[i]
+            for total, part in zip(sums, coming.wait()):
+                if size:  # of what the i-th rank after this one has found
+                    total.add(rows, part)
+
+        for i, (step, keys) in enumerate(travelling(k, v, axis, ring.steps)):
+            more, *found = gradients(step, keys, (grad, q, out, lse), backend)
+            if i:
+                receive(i - 1)
+            coming = shift(found, -i, ring.back[i][0])
+            if step is not None:
+                dq.add(step.rows, more)
+        receive(axis.size - 1)
+        return dq.rows, *(total.rows for total in sums), None, None, None
 
 
 class GatherFunction(torch.autograd.Function):
     """allgather: context `[s/cp, b, n, d]`; keys and values are gathered again for the backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, steps: Steps, order: tuple, backend: str) -> torch.Tensor:
+    def forward(ctx, q, k, v, axis: Axis, steps: list[Step], order: tuple, backend: str) -> torch.Tensor:
         found, kv = Sum(q, steps), gathered(k, v, axis, order[0])
         for step in steps:
-            found.add(step, *attend(q[step.queries], *kv[:, step.keys], step.block, backend))
+            found.add(step.rows, *attend(q[step.queries], *kv[:, step.keys], step.block, backend))
         ctx.save_for_backward(q, k, v, found.rows, found.lse)
         ctx.how = axis, steps, order, backend
         return found.rows
@@ -120,45 +133,57 @@ class GatherFunction(torch.autograd.Function):
         dq, kv = Sum(q, steps), gathered(k, v, axis, order[0])
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for step in steps:
-            add(gradients(dq, step, kv, (grad, q, out, lse), backend), dkv, step)
+            more, *found = gradients(step, kv, (grad, q, out, lse), backend)
+            dq.add(step.rows, more)
+            for total, part in zip(dkv, found):
+                if isinstance(step.keys, slice):
+                    merge_rows([Part(total), Part(part, step.keys)], total)
+                else:
+                    total.index_add_(0, step.keys, part.float())
         by_rank = dkv.transpose(0, 1).index_select(0, order[1])
         dk, dv = start_reduce_scatter(by_rank, axis).wait().to(k.dtype).unbind(1)
         return dq.rows, dk, dv, None, None, None, None
 
 
 class Sum:
-    """What steps give for their queries, added up: `rows` `[s, b, n, d]`, fp32 between first and last.
+    """What several parts give for the tokens of `like`, joined: `rows` like it, fp32 in between.
 
-    With log-sum-exps of scores, `lse` `[b, n, s]`, averages over all keys so far.
+    With log-sum-exps of scores, `lse` `[b, n, s]`, averages over all keys so far. Parts wait until there are
+    as many as can be joined at once: what lies in a ring's memory does so no longer than it may.
     """
 
-    def __init__(self, q: torch.Tensor, steps: Steps) -> None:
-        self.q, self.left, self.rows, self.lse = q, sum(step is not None for step in steps), None, None
+    def __init__(self, like: torch.Tensor, parts: Sequence) -> None:
+        """parts: as many as will come are true."""
+        self.like, self.left, self.rows, self.lse = like, sum(map(bool, parts)), None, None
+        self.waiting: list[Part] = []
 
-    def add(self, step: Step, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        """What a step gives, `[queries, b, n, d]`, and the log-sum-exps `[b, n, queries]`."""
+    def add(self, at: Selection, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        """Rows `[count, b, n, d]` for some of the tokens, and the log-sum-exps `[b, n, count]`."""
         self.left -= 1
-        s, b, n, _ = self.q.shape
-        if self.rows is None:
-            if part.shape[0] == s:
-                self.rows, self.lse = part, lse
-                return
-            self.rows = torch.zeros_like(self.q, dtype=torch.float32)
-            self.lse = None if lse is None else lse.new_full((b, n, s), -torch.inf)
-        dtype, lses = torch.float32 if self.left else self.q.dtype, None if lse is None else (self.lse, lse)
-        self.rows, self.lse = merge_rows(self.rows, part, step.rows, lses, dtype)
+        self.waiting.append(Part(part, at, lse))
+        if self.left and len(self.waiting) < MOST:
+            return
+        if len(self.waiting) == 1 and isinstance(at, slice) and len(part) == len(self.like):
+            self.rows, self.lse = part, lse
+            return
+        if self.rows is None or not self.left:
+            dtype = torch.float32 if self.left else self.like.dtype
+            self.rows = self.like.new_empty(self.like.shape, dtype=dtype)
+        self.lse = merge_rows(self.waiting, self.rows)
+        self.waiting = [Part(self.rows, ALL, self.lse)]
 
 
 def travelling(
-    k: torch.Tensor, v: torch.Tensor, axis: Axis, steps: Steps
-) -> Iterator[tuple[Step | None, torch.Tensor]]:
-    """Each step with its keys and values `[2, s/cp, b, g, d]`; the next ones are on their way meanwhile."""
-    coming, shift = Pending(torch.stack((k, v))), ring_shift(axis, k.device, "keys")
-    for i, step in enumerate(steps):
-        kv = coming.wait()
-        if i + 1 < len(steps):
-            coming = shift(kv)
-        yield step, kv
+    k: torch.Tensor, v: torch.Tensor, axis: Axis, steps: Sequence[Step | None]
+) -> Iterator[tuple[Step | None, Sequence[torch.Tensor]]]:
+    """Each step with its keys and values `[s/cp, b, g, d]`; the next ones are on their way meanwhile."""
+    k, v = k.contiguous(), v.contiguous()
+    coming, shift = Pending((k, v)), ring_shift(axis, (k, v), "keys")
+    for i, step in enumerate(steps, 1):
+        keys = coming.wait()
+        if i < len(steps):
+            coming = shift((k, v), i, len(k))
+        yield step, keys
 
 
 def gathered(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
@@ -167,27 +192,16 @@ def gathered(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) 
 
 
 def gradients(
-    dq: Sum, step: Step | None, kv: torch.Tensor, known: tuple[torch.Tensor, ...], backend: str
-) -> list[torch.Tensor]:
-    """What a step adds to the gradients of its keys and values; that of its queries is added to dq.
+    step: Step | None, keys: Sequence[torch.Tensor], known: tuple[torch.Tensor, ...], backend: str
+) -> Sequence[torch.Tensor]:
+    """What a step adds to the gradients of its queries, keys and values; no rows where there is none.
 
     known: the gradient of the output, and q, the output and the log-sum-exp of all keys.
     """
     if step is None:
-        return []
+        return known[1][:0], *(x[:0] for x in keys)
     (grad, q, out), lse = (x[step.queries] for x in known[:3]), known[3][..., step.queries]
-    more, *found = attend_backward(grad, q, *kv[:, step.keys], out, lse, step.block, backend)
-    dq.add(step, more)
-    return found
-
-
-def add(found: list[torch.Tensor], dkv: torch.Tensor, step: Step | None) -> None:
-    """Add them to dkv `[2, s, b, g, d]`, fp32."""
-    for total, more in zip(dkv, found):
-        if isinstance(step.keys, slice):
-            merge_rows(total, more, step.keys, None, torch.float32)
-        else:
-            total.index_add_(0, step.keys, more.float())
+    return attend_backward(grad, q, *(x[step.keys] for x in keys), out, lse, step.block, backend)
 
 
 def by_heads(

@@ -35,12 +35,22 @@ Selection = slice | torch.Tensor  # of dim 0: what there is, or the numbers of t
 
 
 class Step(NamedTuple):
-    """Attention of some queries to some keys; `rows` tells the queries to `ops_merge.merge_rows`."""
+    """Attention of some queries to some keys; `rows`: where `ops_merge.merge_rows` puts what they get."""
 
     queries: Selection
     keys: Selection
     block: Block
     rows: Selection
+
+
+class Ring(NamedTuple):
+    """What a group of ranks does: step i with the keys of the i-th group before it, None where it sees none.
+
+    back: of how many of its own keys the i-th group after it finds the gradients, and where these are.
+    """
+
+    steps: list[Step | None]
+    back: list[tuple[int, Selection]]
 
 
 class Shard:
@@ -75,15 +85,15 @@ class Shard:
         """The places in the row, ascending, of the tokens that the rank-th `group` of ranks has."""
         return ranges(*self.halves(rank, group).reshape(-1, 2).T)
 
-    def ring(self, group: int, device: torch.device) -> list[Step | None]:
-        """What this group of ranks does in a ring: step i is with the keys of the i-th group before it.
+    def ring(self, group: int, device: torch.device) -> Ring:
+        """What this group of ranks does, if each sees the keys of one other a step."""
 
-        None where no query sees any of these keys.
-        """
-
-        def make(give: Callable) -> list[Step | None]:
-            size, own = self.axis.size // group, self.axis.rank // group
-            return [self._meet(own, (own - i) % size, group, give) for i in range(size)]
+        def make(give: Callable) -> Ring:
+            size, own, tokens = self.axis.size // group, self.axis.rank // group, len(self.places) * group
+            steps = [self._meet(own, (own - i) % size, group, give) for i in range(size)]
+            seen = [self._sides((own + i) % size, own, group)[1] for i in range(size)]
+            back = [(len(np.arange(tokens)[keys]), _rows(keys, tokens, give)) for keys in seen]
+            return Ring(steps, back)
 
         return self._once(("ring", group), device, make)
 
@@ -130,21 +140,28 @@ class Shard:
 
     def _meet(self, own: int, other: int, group: int, give: Callable) -> Step | None:
         """The queries of one group of ranks and the keys of another."""
-        half = self.s * group // self.axis.size // 2
+        queries, keys, lengths = self._sides(own, other, group)
+        if lengths is None:
+            return Step(queries, keys, Block(own == other), queries)
+        if not len(queries):
+            return None
+        block, tokens = _packed(*lengths, own == other, None, give), len(self.places) * group
+        chosen = (ALL if len(x) == tokens else give(x) for x in (queries, keys))
+        return Step(*chosen, block, _rows(queries, tokens, give))
+
+    def _sides(self, own: int, other: int, group: int) -> tuple:
+        """Queries of a group of ranks that see keys of another, these keys, and how many of each by document.
+
+        Slices, and None, or where documents are told the numbers of the tokens.
+        """
         q, k = slice(int(other > own), 2), slice(0, 1 if other < own else 2)  # of the two chunks
         if not self.told:
-            queries, keys = (slice(half * part.start, half * part.stop) for part in (q, k))
-            return Step(queries, keys, Block(own == other), queries)
+            half = len(self.places) * group // 2
+            return *(slice(half * part.start, half * part.stop) for part in (q, k)), None
         sizes = [np.diff(self.halves(rank, group))[..., 0] for rank in (own, other)]
         lengths = [size[:, part].sum(1) for size, part in zip(sizes, (q, k), strict=True)]
         seen = np.logical_and(*lengths)  # documents of which there are both
-        if not seen.any():
-            return None
-        queries, keys = (_chosen(size, part, seen) for size, part in zip(sizes, (q, k), strict=True))
-        rows = np.full(sizes[0].sum(), -1)
-        rows[queries] = np.arange(len(queries))
-        block = _packed(*lengths, own == other, None, give)
-        return Step(*(ALL if len(x) == len(rows) else give(x) for x in (queries, keys)), block, give(rows))
+        return *(_chosen(size, part, seen) for size, part in zip(sizes, (q, k), strict=True)), lengths
 
     def _once(self, key: tuple, device: torch.device, make: Callable) -> Any:
         def give(x: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -185,3 +202,12 @@ def _packed(q: np.ndarray, k: np.ndarray, causal: bool, window: int | None, give
     q, k = q[(q > 0) & (k > 0)], k[(q > 0) & (k > 0)]
     bounds = (give(np.append(0, x.cumsum()), torch.int32) for x in (q, k))
     return Block(causal, window, *bounds, int(q.max()), int(k.max()))
+
+
+def _rows(chosen: slice | np.ndarray, among: int, give: Callable) -> Selection:
+    """Of each of so many tokens its number among the chosen, or -1; a slice is one as it is."""
+    if isinstance(chosen, slice):
+        return chosen
+    rows = np.full(among, -1)
+    rows[chosen] = np.arange(len(chosen))
+    return give(rows)

@@ -1,40 +1,50 @@
 """Rows added to rows, where attention or a sum comes in parts: cuda/merge.cu, and what it computes."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from nanomegatron.ops_kernels import TYPES, launch, usable
 
-Lse = tuple[torch.Tensor, torch.Tensor]
+MOST = 4  # parts at a time
+ALL = slice(None)
 
 
-def merge_rows(
-    first: torch.Tensor,
-    part: torch.Tensor,
-    at: slice | torch.Tensor,
-    lse: Lse | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`first` `[s, b, n, d]`, fp32 or of part's type, joined at its rows `at` with what `part` has for them.
+class Part(NamedTuple):
+    """Rows `[count, b, n, d]` for some of s places, and the log-sum-exps of their scores `[b, n, count]`.
 
-    lse: log-sum-exps of first's scores `[b, n, s]` and of part's: the rows are averages, weighted by their
-    exponentials, and a new one comes back; None: the rows are added. at: a slice of the s, or for each of
-    them the number of its row in `part`, -1 for none, int64 `[s]`. The result is in `dtype`; if both this and
-    `first` are fp32 it is `first`, overwritten.
+    at: a slice of the places, or for each of them the number of its row, -1 for none, int64 `[s]`.
     """
-    part = part.contiguous()
-    if not usable(part, "merge_rows"):
-        return merge_rows_ref(first, part, at, lse, dtype)
-    in_place, rows = first.dtype == dtype == torch.float32, first.contiguous()
-    out = rows if in_place else torch.empty_like(rows, dtype=dtype)
-    numbers, begin = (None, at.start or 0) if isinstance(at, slice) else (at, 0)
-    lses = (None, None) if lse is None else [x.contiguous() for x in lse]
-    total = None if lse is None else torch.empty_like(lses[0])
-    (s, b, n, d), count = rows.shape, part.shape[0]
-    types = (TYPES[x.dtype] for x in (out, rows, part))
-    launch("merge_rows", out, rows, part, numbers, *lses, total, s, b * n, d, begin, count, *types)
-    if in_place and rows is not first:
-        return first.copy_(out), total
-    return out, total
+
+    rows: torch.Tensor
+    at: slice | torch.Tensor = ALL
+    lse: torch.Tensor | None = None
+
+
+def merge_rows(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
+    """Write one to four parts, joined, to out `[s, b, n, d]`; log-sum-exps `[b, n, s]` where parts have them.
+
+    With these, rows are averages, weighted by their exponentials; without, they are added. The first part and
+    out are fp32 or of the type of the others. Out may be the first part, if that has all places.
+    """
+    if not usable(parts[-1].rows, "merge_rows"):
+        return merge_rows_ref(parts, out)
+    parts = [Part(p.rows.contiguous(), p.at, p.lse if p.lse is None else p.lse.contiguous()) for p in parts]
+    first, last, (s, b, n, d) = parts[0], parts[-1], out.shape
+    lse = None if first.lse is None else first.lse.new_empty(b, n, s)
+    table = torch.tensor([_entry(part) for part in parts])
+    types = (TYPES[x.dtype] for x in (out, first.rows, last.rows))
+    launch("merge_rows", out, lse, table, len(parts), s, b * n, d, *types)
+    return lse
+
+
+def _entry(part: Part) -> list[int]:
+    """Of the kernel's table."""
+    listed = not isinstance(part.at, slice)
+    addresses = part.rows, part.at if listed else None, part.lse
+    begin = 0 if listed else part.at.start or 0
+    return [*(0 if x is None else x.data_ptr() for x in addresses), begin, len(part.rows)]
 
 
 def add_(total: torch.Tensor, part: torch.Tensor) -> None:
@@ -43,24 +53,33 @@ def add_(total: torch.Tensor, part: torch.Tensor) -> None:
         total.add_(part)
         return
     rows = -1, 1, 1, 8 if part.numel() % 8 == 0 else 1
-    merge_rows(total.view(rows), part.view(rows), slice(0, None), None, torch.float32)
+    out = total.view(rows)
+    merge_rows([Part(out), Part(part.view(rows))], out)
 
 
-def merge_rows_ref(
-    first: torch.Tensor, part: torch.Tensor, at: slice | torch.Tensor, lse: Lse | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def merge_rows_ref(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
     """`merge_rows` in plain torch: specification and oracle."""
+    wide = [_spread(part, len(out)) for part in parts]
+    if parts[0].lse is None:
+        out.copy_(sum(rows for rows, _ in wide))
+        return None
+    lses = torch.stack([lse for _, lse in wide])
+    total = lses.logsumexp(0)
+    weights = (lses - total).exp().nan_to_num(0).permute(0, 3, 1, 2)[..., None]
+    out.copy_(sum(weight * rows for weight, (rows, _) in zip(weights, wide, strict=True)))
+    return total
+
+
+def _spread(part: Part, s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A part's rows at their places among s zeros, in fp32, and its log-sum-exps among -inf."""
+    rows, at, lse = part
     if not isinstance(at, slice):
-        rows = (at >= 0).nonzero()[:, 0]
-        at = rows[at[rows].argsort()]
-    out = first.float()
-    if lse is None:
-        out[at] += part.float()
-        return out.to(dtype), None
-    before, more = lse[0][..., at], lse[1]
-    total = torch.logaddexp(before, more)
-    old, new = ((x - total).exp().nan_to_num(0).permute(2, 0, 1)[..., None] for x in (before, more))
-    out[at] = old * out[at] + new * part.float()
-    whole = lse[0].clone()
-    whole[..., at] = total
-    return out.to(dtype), whole
+        places = (at >= 0).nonzero()[:, 0]
+        at = places[at[places].argsort()]
+    out = rows.new_zeros(s, *rows.shape[1:], dtype=torch.promote_types(rows.dtype, torch.float32))
+    out[at] = rows.to(out.dtype)
+    if lse is not None:
+        whole = lse.new_full((*lse.shape[:2], s), -torch.inf)
+        whole[..., at] = lse
+        lse = whole
+    return out, lse

@@ -17,7 +17,7 @@ from nanomegatron.ops_fp8 import fp8_cast, fp8_cast_ref
 from nanomegatron.ops_fp8_matmul import missing
 from nanomegatron.ops_kernels import FLOATS, why_not
 from nanomegatron.ops_loss import cross_entropy_grad_, cross_entropy_stats
-from nanomegatron.ops_merge import merge_rows, merge_rows_ref
+from nanomegatron.ops_merge import Part, merge_rows, merge_rows_ref
 from nanomegatron.ops_mlp import SILU, gated, gated_ref
 from nanomegatron.ops_moe import permute, route, unpermute
 from nanomegatron.ops_norm import add_norm, norm, norm_ref
@@ -119,7 +119,9 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
 def _merged(merge: Callable) -> Callable:
     def run(first, part):
         lses = (x.detach()[..., 0].permute(1, 2, 0).float() for x in (first, part))
-        return merge(first.detach().clone(), part.detach(), slice(T - 9, T), tuple(lses), first.dtype)
+        out, ends = torch.empty_like(first), (slice(None), slice(T - 9, T))
+        parts = (Part(x.detach(), at, lse) for x, at, lse in zip((first, part), ends, lses, strict=True))
+        return out, merge([*parts], out)
 
     return run
 

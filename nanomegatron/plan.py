@@ -59,6 +59,7 @@ from nanomegatron.plan_layer import (
     linear_input,
     mlp_widths,
     norm_input,
+    ring_slots,
     routed_width,
     saved_by_layer,
     tokens_of,
@@ -319,13 +320,8 @@ def messages(config: Config, stages: list[int], placed: list[list[int]]) -> floa
 
 
 def ring_buffers(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes in which cp ranks hand on keys and values, and in fp32 their gradients: two halves each."""
-    model, p = config.model, config.parallel
-    alone = p.context_parallel_size == 1 or p.dynamic_context_parallel
-    if alone or device.type != "cuda" or "p2p" not in "".join(p.cp_comm_type):
-        return 0
-    heads = max(model.num_kv_heads // p.tensor_model_parallel_size, 1)
-    return 2 * (dtype.itemsize + 4) * 2 * heads * model.head_dim * tokens_of(config)
+    """Bytes in which cp ranks send each other keys and values, and their gradients."""
+    return ring_slots(config, device) * 2 * widths(config)[1] * dtype.itemsize * tokens_of(config)
 
 
 def _total(parts: dict[str, float]) -> float:

@@ -34,13 +34,18 @@ Of rows that cp ranks share, p2p and allgather read q, k and v as they are and k
 has come of some heads, n + 2g with a copy of a key/value head for each rank, and its output both ways. The
 backward of attention has more beside these, in values a token, ' in fp32, for p2p or allgather over r ranks:
 
-    output, queries     2n + n'                 gradients: of the output, of a block's queries, of all blocks'
-    p2p                 6g + 4g'                k and v, in use and coming; their gradients, by a block, and
-                                                summed: coming and going
+    queries             2n + min(r, 4) n        gradients: of the output, of all blocks' queries, of those of
+                                                blocks that wait to be added; with r > 4 5n + n'
+    p2p                 4g                      k and v, in use and coming
+                        4g + min(r, 4) 2g       their gradients: summed, on their way, of blocks that wait;
+                                                with r > 4 10g + 2g'
     allgather           r * (2g + 4g')          all k and v; sums of their gradients, and in another order;
-                                                so too with a window
+                                                so too with a window. Of queries 4n
     a2a                 n + 2 * (n + 2g)        gradients: of the output, of what has come, in another order
     scores              3' * heads * keys       `unfused`: of the keys of one block
+
+On GPUs what comes by p2p lies in the slots of a `comm_symmetric.PeerRing` instead, made once for all layers:
+2 for k and v, and min(r, 5) for their gradients, of 2g each.
 """
 
 from collections import Counter
@@ -53,6 +58,7 @@ from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.cp_dynamic import Ranks
 from nanomegatron.fp8 import MULTIPLE
 from nanomegatron.ops_kernels import why_not
+from nanomegatron.ops_merge import MOST
 
 
 class Way(NamedTuple):
@@ -171,10 +177,23 @@ def attention_in_flight(config: Config, dtype: torch.dtype, device: torch.device
     for way in set(ways(config)):
         g = _copied_width(config, way)
         a2a = e * (3 * n + 4 * g) * (way.heads > 1)
-        ring = g * (way.keys * (2 * e + 16) if way.gathered else 6 * e + 16)
+        parts, wide = (2, 0) if way.gathered else (min(way.keys, MOST), 4 * (way.keys > MOST))
+        sums = (parts + 2 - bool(wide)) * e + wide
+        if way.gathered:
+            shared = g * way.keys * (2 * e + 16)
+        else:
+            shared = 2 * g * (3 * e + wide if ring_slots(config, device) else 2 * e + sums)
         block = scores / (1 if way.gathered else way.keys)
-        found.append(a2a + (n * (2 * e + 4) + ring + block) * (way.keys > 1))
+        found.append(a2a + (n * sums + shared + block) * (way.keys > 1))
     return max(found)
+
+
+def ring_slots(config: Config, device: torch.device) -> int:
+    """How many times keys and values have room in memory that cp ranks share; 0 where they send messages."""
+    ranks = max((way.keys for way in ways(config) if not way.gathered), default=1)
+    if ranks == 1 or device.type != "cuda" or config.parallel.dynamic_context_parallel:
+        return 0
+    return 2 + min(ranks, MOST + 1)
 
 
 def _copied_width(config: Config, way: Way) -> int:

@@ -23,16 +23,17 @@ class LateCopy:
 class FileMemory(PeerMemory):
     """Files in place of GPU memory; the rest, the halves and who waits for what, is the real thing."""
 
-    def __init__(self, axis, kind, folder):
-        super().__init__(axis, CPU, kind)
+    def __init__(self, axis, kind, folder, slots=2):
+        super().__init__(axis, CPU, kind, slots)
         self.folder, self.late = folder, []
 
     def allocate(self, size):
         names = [f"{self.folder}/{self.kind}-{size}-{rank}" for rank in self.axis.ranks]
-        torch.from_file(names[self.axis.rank], shared=True, size=2 * size, dtype=torch.uint8).fill_(255)
+        shape = self.slots, size
+        torch.from_file(names[self.axis.rank], True, self.slots * size, dtype=torch.uint8).fill_(255)
         barrier(self.axis)
-        maps = [torch.from_file(name, shared=True, size=2 * size, dtype=torch.uint8) for name in names]
-        return [whole.view(2, size) for whole in maps]
+        maps = [torch.from_file(name, True, self.slots * size, dtype=torch.uint8) for name in names]
+        return [whole.view(shape) for whole in maps]
 
     def mark(self, k):
         return None

@@ -12,6 +12,7 @@ from nanomegatron.config import DataConfig
 from nanomegatron.cp import context_attention
 from nanomegatron.cp_shard import Shard
 from nanomegatron.data_loader import BatchLoader, load_batch
+from nanomegatron.ops_merge import MOST
 from tests.peer_files import CPU, FileMemory
 from tests.spmd import run_spmd, spmd
 
@@ -102,11 +103,11 @@ def test_two_levels_of_eight(sizes):
 
 
 def test_what_is_sent():
-    """Key and value heads go as they are, not one a query head; the gradients of a ring in fp32."""
+    """Key and value heads go as they are, not one a query head; gradients that are gathered in fp32."""
     case = dict(n=8, g=2, d=8, dtype=torch.bfloat16)
     kv = 2 * 12 * 2 * 8  # of a rank: two tensors, 12 tokens, 2 heads
     for kind, expected in {
-        "p2p": {"send": (3 + 3) * kv * 2 + 3 * kv * 4 + kv * 2},  # k, v twice in bf16; their gradients
+        "p2p": {"send": (3 + 3) * kv * 2 + 3 * kv * 2},  # k, v twice; of rank 0 the gradients of all of them
         "allgather": {"all_gather": 2 * 4 * kv * 2, "reduce_scatter": 4 * kv * 4},
         "a2a": {"all_to_all": 2 * (12 * 8 * (8 + 2 * 4) + 12 * 8 * 8) * 2},  # a copy for each rank
     }.items():
@@ -122,9 +123,9 @@ def test_the_next_keys_are_under_way_while_these_are_used(mesh):
     events, attend, ring = [], cp.attend, cp.ring_shift
     cp.attend = lambda *a: (events.append("attend"), attend(*a))[1]
 
-    def noting(*which):
-        shift = ring(*which)
-        return lambda x: (events.append("shift"), shift(x))[1]
+    def noting(*which, **how):
+        shift = ring(*which, **how)
+        return lambda *a: (events.append("shift"), shift(*a))[1]
 
     cp.ring_shift = noting
     try:
@@ -137,12 +138,12 @@ def test_the_next_keys_are_under_way_while_these_are_used(mesh):
 def by_memory(mesh, folder):
     """Cases one after the other, by messages and then in memory that the ranks share."""
     expected = [on_a_rank(mesh, "p2p", CASES[name]) for name in RINGS]
-    for name in ("keys", "gradients of keys"):
-        ring = PeerRing(mesh.cp, CPU)
+    for name, kept in (("keys", 1), ("gradients of keys", MOST)):
+        ring = PeerRing(mesh.cp, CPU, kept)
         (folder / name).mkdir(exist_ok=True)
-        ring.memory = FileMemory(mesh.cp, "send", folder / name)
-        assert mesh.cp.scratch[name] is not None
-        mesh.cp.scratch[name] = ring.start_shift
+        ring.memory = FileMemory(mesh.cp, "send", folder / name, ring.memory.slots)
+        assert mesh.cp.scratch[name] is None
+        mesh.cp.scratch[name] = ring
     found = [on_a_rank(mesh, "p2p", CASES[name]) for name in RINGS]  # all, before one is looked at
     for name, (_, ours, bytes_), (_, theirs, sent) in zip(RINGS, found, expected, strict=True):
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), name
@@ -152,7 +153,7 @@ def by_memory(mesh, folder):
 RINGS = ["grouped", "heads of 256", "bf16", "documents", "grouped", "unfused"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_ring_in_shared_memory_is_that_of_messages(size, tmp_path):
     """To the bit, as memory is used again for what is larger, smaller and of other types."""
     run_spmd(by_memory, size, tmp_path, cp=size)
@@ -165,7 +166,7 @@ def test_groups_that_come_and_go_share_no_memory(mesh):
 
     comm_symmetric.obstacle = lambda *_: pytest.fail("asked")
     assert mesh.cp.regrouped and not mesh.tp.regrouped
-    assert ring_shift(mesh.cp, CPU, "keys").func is comm_symmetric.start_shift
+    assert ring_shift(mesh.cp, [torch.zeros(1)], "keys").func is comm_symmetric.start_shift
 
 
 @spmd(world=4, cp=4)

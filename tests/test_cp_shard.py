@@ -57,13 +57,29 @@ def expected_scores(lengths, window=None, s=48):
 def test_a_ring_computes_every_score_once(size, group, lengths):
     parts, seen = shards(size, lengths), np.zeros((48, 48), int)
     for shard in parts[::group]:
-        steps, own = shard.ring(group, CPU), shard.axis.rank // group
+        steps, own = shard.ring(group, CPU).steps, shard.axis.rank // group
         assert len(steps) == size // group
         for i, step in enumerate(steps):
             other = (own - i) % (size // group)
             if step is not None:
                 scores_of(step, shard.held(own, group), shard.held(other, group), seen)
     assert (seen == expected_scores(lengths)).all()
+
+
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("size, group", [(2, 1), (4, 1), (4, 2), (8, 1), (3, 1)])
+def test_every_rank_knows_which_of_its_keys_others_have_seen(size, group, lengths):
+    rings = [shard.ring(group, CPU) for shard in shards(size, lengths)[::group]]
+    tokens = np.arange(48 * group // size)
+    for own, ring in enumerate(rings):
+        for i, (count, rows) in enumerate(ring.back):
+            step = rings[(own + i) % len(rings)].steps[i]
+            keys = tokens[slice(0) if step is None else step.keys].reshape(-1)
+            if isinstance(rows, slice):
+                found = tokens[rows]
+            else:
+                found = tokens[rows >= 0][np.argsort(rows[rows >= 0])]
+            assert len(keys) == count and (found == keys).all()
 
 
 @pytest.mark.parametrize("window", [None, 0, 5, 30])
@@ -98,7 +114,7 @@ def test_work_is_equal():
 def test_no_score_is_computed_to_be_thrown_away():
     """Blocks are full but for the one of a rank's own keys, which is causal."""
     for shard in shards(4, None):
-        own, *others = shard.ring(1, CPU)
+        own, *others = shard.ring(1, CPU).steps
         assert own.block.causal and not any(step.block.causal for step in others)
         sizes = [len(shard.places[step.queries]) * len(shard.places[step.keys]) for step in others]
         assert sizes == [12 * 12 / 2] * 3

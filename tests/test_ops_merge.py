@@ -7,8 +7,6 @@ from nanomegatron import ops_merge
 from tests import cuda_on_cpu
 from tests.gpu import test_kernel_merge as merge
 
-KINDS = ["all", "end", "some"]
-
 
 @pytest.fixture(params=["reference", "kernel"])
 def run_here(request, monkeypatch):
@@ -21,13 +19,13 @@ def run_here(request, monkeypatch):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", merge.KINDS)
 @pytest.mark.parametrize("dtype", merge.DTYPES)
 def test_against_float64(dtype, kind, weighted, run_here):
     for shape in merge.SHAPES:
         for first in {dtype, torch.float32}:
             for out in {dtype, torch.float32}:
-                merge.check(shape, dtype, first, out, weighted, kind)
+                merge.check(shape, dtype, first, out, weighted, ("all", kind))
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -35,8 +33,14 @@ def test_of_any_strides(weighted, run_here):
     merge.test_of_any_strides(weighted)
 
 
-def test_parts_in_turn_are_the_whole(run_here):
-    merge.test_parts_in_turn_are_the_whole()
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("number", range(1, merge.MOST + 1))
+def test_one_to_four_parts_that_may_leave_places_out(number, weighted, run_here):
+    merge.test_one_to_four_parts_that_may_leave_places_out(number, weighted)
+
+
+def test_parts_are_the_whole(run_here):
+    merge.test_parts_are_the_whole()
 
 
 @pytest.mark.parametrize("size", [8, 4097])

@@ -23,9 +23,9 @@ def shared(run: Config, cp: int, *types: str, **parallel) -> Config:
     return replace(run, parallel=replace(run.parallel, **given))
 
 
-def handed_on(tokens: int) -> int:
-    """Bytes of two halves for keys and values of 8 heads, and for their gradients in fp32."""
-    return 2 * tokens * 2 * 1024 * (2 + 4)
+def handed_on(tokens: int, ranks: int) -> int:
+    """Bytes of 8 heads' keys and values in bf16: two slots, and one a rank, at most five, for gradients."""
+    return (2 + min(ranks, 5)) * tokens * 2 * 1024 * 2
 
 
 @pytest.mark.parametrize("types", [("p2p",), ("allgather",)])
@@ -33,7 +33,7 @@ def test_four_ranks_take_rows_four_times_as_long(types):
     """Llama-3-8B: what a rank keeps is that of one process with its tokens; the states are shared by all."""
     one = memory(config(LLAMA3_8B, 8192, 1), 128256, CUDA)
     parts = memory(shared(config(LLAMA3_8B, 32768, 1), 4, *types), 128256, CUDA)
-    assert parts == one | {"messages": handed_on(8192) * ("p2p" in types)}
+    assert parts == one | {"messages": handed_on(8192, 4) * ("p2p" in types)}
     optim = memory(shared(config(LLAMA3_8B, 32768, 1), 4, use_distributed_optimizer=True), 128256, CUDA)
     assert optim["Adam moments"] == one["Adam moments"] / 4 == 2 * 8030261248
     half = memory(shared(config(LLAMA3_8B, 32768, 1), 8), 128256, CUDA)
@@ -67,14 +67,17 @@ def test_ways_of_layers():
 def test_what_is_in_flight():
     """Bytes a token of Llama-3-8B in bf16, 4096 features of queries and 1024 of keys."""
     run, sizes = config(LLAMA3_8B, 8192, 1), dict(hierarchical_context_parallel_sizes=(16, 2))
-    ring = 8 * 4096 + (6 * 2 + 4 * 4) * 1024
+    ring = (2 * 5 + 4) * 4096 + 2 * (3 * 2 + 4) * 1024  # as for ranks of which four are added at a time
     assert attention_in_flight(shared(run, 8), BF16, CUDA) == ring
+    assert attention_in_flight(shared(run, 4), BF16, CUDA) == 2 * (6 * 4096 + 2 * 3 * 1024)
+    by_messages = shared(run, 4, dynamic_context_parallel=True)
+    assert attention_in_flight(by_messages, BF16, CUDA) == 2 * (6 * 4096 + 2 * 8 * 1024)
     all_keys = 8 * 4096 + 8 * (2 * 2 + 4 * 4) * 1024
     assert attention_in_flight(shared(run, 8, "allgather"), BF16, CUDA) == all_keys
     assert attention_in_flight(shared(run, 8, "p2p", *["allgather"] * 31), BF16, CUDA) == all_keys
     by_heads = 2 * (3 * 4096 + 4 * 1024)
     assert attention_in_flight(shared(run, 8, "a2a"), BF16, CUDA) == by_heads
-    copied = 2 * (3 * 4096 + 4 * 2048) + 8 * 4096 + (6 * 2 + 4 * 4) * 2048
+    copied = 2 * (3 * 4096 + 4 * 2048) + 2 * (4 * 4096 + 2 * 3 * 2048)
     assert attention_in_flight(shared(run, 32, "a2a+p2p", **sizes), BF16, CUDA) == copied
     windowed = replace(run, model=replace(run.model, window_size=(4095, 0)))
     assert attention_in_flight(shared(windowed, 8), BF16, CUDA) == all_keys
@@ -92,7 +95,7 @@ def test_the_keys_of_many_ranks_are_more_than_an_mlp(types, cp):
     mlp, attention = 3 * 2 * 14336, attention_in_flight(run, BF16, CUDA) - 4 * 2 * 14336
     assert (attention > mlp) == (types == "allgather" and cp == 32)
     assert parts["backward of a layer"] == 2048 * max(mlp, attention)
-    assert parts["messages"] == 3 * 2048 * 2 * 4096 + handed_on(2048) * (types == "p2p")
+    assert parts["messages"] == 3 * 2048 * 2 * 4096 + handed_on(2048, cp) * (types == "p2p")
 
 
 def test_packs_of_documents():
@@ -161,6 +164,6 @@ def test_a_rank_keeps_what_was_planned(family, kind, changes, dtype):
 def test_groups_of_several_sizes_have_no_memory_to_hand_keys_on():
     run = shared(config(LLAMA3_8B, 8192, 1), 4)
     found = [memory(run, 128256, device)["messages"] for device in (CUDA, CPU)]
-    assert found == [handed_on(2048), 0]
+    assert found == [handed_on(2048, 4), 0]
     dynamic = shared(run, 4, dynamic_context_parallel=True)
     assert memory(dynamic, 128256, CUDA)["messages"] == 0
