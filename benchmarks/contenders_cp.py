@@ -26,9 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanomegatron.attention import Mask, choose_backend, core_attention
 from nanomegatron.attention_blocks import Block
+from nanomegatron.comm import Leg, Legs
 from nanomegatron.config import CP_TYPES, ParallelConfig
 from nanomegatron.cp import RingFunction, context_attention
-from nanomegatron.cp_shard import ALL, Ring, Shard, Step
+from nanomegatron.cp_shard import ALL, Round, Shard, Step
 from nanomegatron.mesh import Axis, Mesh, World
 
 aten = torch.ops.aten
@@ -144,11 +145,22 @@ def ours(case: Case, kind: str, axis: Axis, device: torch.device, backend: str) 
 def plain_ring(case: Case, axis: Axis, backend: str) -> Way:
     """Ring attention as it was first described (arXiv 2310.01889), with our blocks and our overlap."""
     slices = np.arange(case.s).reshape(axis.size, -1)
-    sources = [(axis.rank - i) % axis.size for i in range(axis.size)]
-    steps = [Step(ALL, ALL, Block(j == axis.rank), ALL) if j <= axis.rank else None for j in sources]
-    later = [axis.rank + i < axis.size for i in range(axis.size)]  # who uses this rank's keys
-    ring = Ring(steps, [(slices.shape[1] * uses, ALL) for uses in later])
-    return Way(slices[axis.rank], lambda q, k, v: RingFunction.apply(q, k, v, axis, ring, backend))
+    s, rounds = slices.shape[1], []
+    for i in range(axis.size):  # the keys of the i-th rank before this one, those alone
+        sees, seen = axis.rank - i >= 0, 0 < i < axis.size - axis.rank
+        there, back = ([Leg(by, s, (0, s))] for by in (i, -i))
+        steps = [Step(ALL, slice(0, s), Block(i == 0), ALL)] * sees
+        come = sees and i > 0
+        rounds.append(
+            Round(
+                steps,
+                [ALL] * seen,
+                [ALL] * seen,
+                Legs(there * seen, there * come),
+                Legs(back * come, back * seen),
+            )
+        )
+    return Way(slices[axis.rank], lambda q, k, v: RingFunction.apply(q, k, v, axis, rounds, backend))
 
 
 class TorchRing:

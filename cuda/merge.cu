@@ -32,12 +32,13 @@ struct Parts {
     int number;
 };
 
-// A thread has one pack of a row.
-template <typename Out, typename First, typename More>
+// A thread has one pack of a row. Index: of packs; divisions in 64 bits would take as long as the rest.
+template <typename Index, typename Out, typename First, typename More>
 __global__ void __launch_bounds__(THREADS) merge_packs(Out* out, const Parts parts) {
-    const int64_t at = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
-    if (at >= parts.s * parts.heads * parts.packs) return;
-    const int64_t row = at / parts.packs, i = row / parts.heads, h = row % parts.heads;
+    const Index at = blockIdx.x * static_cast<Index>(THREADS) + threadIdx.x;
+    const Index packs = static_cast<Index>(parts.packs), heads = static_cast<Index>(parts.heads);
+    if (at >= static_cast<Index>(parts.s) * heads * packs) return;
+    const Index row = at / packs, column = at % packs, i = row / heads, h = row % heads;
     int64_t pack[MOST];
     float weight[MOST], most = -INFINITY;
     bool others = false;
@@ -49,9 +50,17 @@ __global__ void __launch_bounds__(THREADS) merge_packs(Out* out, const Parts par
         const Part& part = parts.each[p];
         const int64_t j = part.numbers ? part.numbers[i] : i - part.begin;
         if (j < 0 || j >= part.count) continue;
-        pack[p] = (j * parts.heads + h) * parts.packs + at % parts.packs;
+        pack[p] = (j * parts.heads + h) * parts.packs + column;
         others |= p > 0;
         if (parts.lse_out) most = fmaxf(most, weight[p] = part.lse[h * part.count + j]);
+    }
+    if (!others && !parts.lse_out && static_cast<const void*>(out) == parts.each[0].rows) return;
+    First first;  // loaded before the weights are known, which takes as long
+    More more[MOST - 1];
+    if (pack[0] >= 0) first = load_pack(static_cast<const First*>(parts.each[0].rows) + pack[0]);
+#pragma unroll
+    for (int p = 1; p < MOST; ++p) {
+        if (pack[p] >= 0) more[p - 1] = load_pack(static_cast<const More*>(parts.each[p].rows) + pack[p]);
     }
     if (parts.lse_out) {
         const bool none = most == -INFINITY;  // nobody has seen a key
@@ -62,16 +71,8 @@ __global__ void __launch_bounds__(THREADS) merge_packs(Out* out, const Parts par
             total += weight[p];
         }
 #pragma unroll
-        for (int p = 0; p < MOST; ++p) weight[p] = none ? 0.0f : weight[p] / total;
-        if (at % parts.packs == 0) parts.lse_out[h * parts.s + i] = none ? most : most + logf(total);
-    }
-    if (!others && weight[0] == 1.0f && static_cast<const void*>(out) == parts.each[0].rows) return;
-    First first;
-    More more[MOST - 1];
-    if (pack[0] >= 0) first = load_pack(static_cast<const First*>(parts.each[0].rows) + pack[0]);
-#pragma unroll
-    for (int p = 1; p < MOST; ++p) {
-        if (pack[p] >= 0) more[p - 1] = load_pack(static_cast<const More*>(parts.each[p].rows) + pack[p]);
+        for (int p = 0; p < MOST; ++p) weight[p] *= none ? 0.0f : 1.0f / total;
+        if (column == 0) parts.lse_out[h * parts.s + i] = none ? most : most + logf(total);
     }
     float values[Out::size];
 #pragma unroll
@@ -91,7 +92,8 @@ template <typename T, int N>
 void run(Address out, const Parts& parts, int out_type, int first_type, Address stream) {
     const int64_t blocks = (parts.s * parts.heads * parts.packs + THREADS - 1) / THREADS;
     auto launch = [&](auto o, auto f) {
-        merge_packs<Pack<decltype(o), N>, Pack<decltype(f), N>, Pack<T, N>>
+        using Index = std::conditional_t<N == 1, int64_t, uint32_t>;
+        merge_packs<Index, Pack<decltype(o), N>, Pack<decltype(f), N>, Pack<T, N>>
             <<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(out, parts);
     };
     auto with_first = [&](auto o) { first_type == FP32 ? launch(o, float{}) : launch(o, T{}); };
@@ -106,7 +108,7 @@ void merge_rows(Address out, Address lse_out, Address table, int number, int64_t
     if (s * heads * d == 0) return;
     if (number < 1 || number > MOST) throw std::runtime_error("merge_rows takes one to four parts");
     Parts parts{{}, lse_out, s, heads, 0, number};
-    bool whole = d % 8 == 0 && aligned(out.value, 32);
+    bool whole = d % 8 == 0 && aligned(out.value, 32) && s * heads * (d / 8) < 0xffff0000;
     const int64_t* entry = table;
     for (int p = 0; p < number; ++p, entry += 5) {
         const auto address = [&](int i) { return Address{static_cast<std::uintptr_t>(entry[i])}; };

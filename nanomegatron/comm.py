@@ -29,7 +29,7 @@ all-gather. This module alone calls torch's collectives, so a renamed one is men
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,22 +117,41 @@ def start_receive(empty: Callable[[], torch.Tensor], wire: Axis) -> Pending:
     return Pending(out, work)
 
 
-def start_shift(parts: Sequence[torch.Tensor], by: int, rows: int, axis: Axis) -> Pending:
-    """Begin to send tensors to the rank `by` further round the axis; the result: of the one so far back.
+class Leg(NamedTuple):
+    """Rows that go round an axis: `by` ranks further, so many, to a place there among so many in all."""
 
-    That are as many, with so many `rows` in dim 0, and alike in all else. Messages of an axis arrive in the
-    order in which they are begun; what has no rows is not sent.
+    by: int
+    rows: int
+    there: tuple[int, int]
+
+
+class Legs(NamedTuple):
+    """The legs that begin at this rank, and those that end here, in the order of the result."""
+
+    going: list[Leg]
+    coming: list[Leg]
+
+
+def start_shift(
+    parts: Sequence[Sequence[torch.Tensor]], like: Sequence[torch.Tensor], legs: Legs, axis: Axis
+) -> Pending:
+    """Begin to send the tensors of each part on their leg. The result: for each of `like` all that has come.
+
+    like: what is sent and comes, but for the number of rows. Messages between two ranks arrive in the order
+    in which they are begun.
     """
-    if by % axis.size == 0:
-        return Pending(parts)
-    parts = [x.contiguous() for x in parts]
-    outs = [x.new_empty(rows, *x.shape[1:]) for x in parts]
-    to, source = (axis.ranks[(axis.rank + step) % axis.size] for step in (by, -by))
-    ends = [(dist.isend, x, to) for x in parts] + [(dist.irecv, out, source) for out in outs]
-    messages = [dist.P2POp(*end, axis.group) for end in ends if end[1].numel()]
-    for x in parts:
+    parts = [[x.contiguous() for x in part] for part in parts]
+    outs = [x.new_empty(sum(leg.rows for leg in legs.coming), *x.shape[1:]) for x in like]
+    ends = [(dist.isend, x, leg.by) for part, leg in zip(parts, legs.going, strict=True) for x in part]
+    for out in outs:
+        pieces = out.split([leg.rows for leg in legs.coming]) if legs.coming else ()
+        ends += [(dist.irecv, piece, -leg.by) for piece, leg in zip(pieces, legs.coming, strict=True)]
+    sent = [x for part in parts for x in part]
+    for x in sent:
         count(axis, "send", x)
-    return Pending(outs, _Works(dist.batch_isend_irecv(messages)) if messages else None, *parts)
+    ranks, here, n = axis.ranks, axis.rank, axis.size
+    messages = [dist.P2POp(do, x, ranks[(here + by) % n], axis.group) for do, x, by in ends]
+    return Pending(outs, _Works(dist.batch_isend_irecv(messages)) if messages else None, *sent)
 
 
 def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:

@@ -32,7 +32,7 @@ from functools import partial
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
-from nanomegatron.comm import Pending, all_gather, count, start_shift
+from nanomegatron.comm import Legs, Pending, all_gather, count, start_shift
 from nanomegatron.mesh import Axis
 
 
@@ -92,6 +92,7 @@ class PeerMemory:
 
     def copy(self, *copies: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]) -> list[torch.cuda.Event]:
         """Begin out.copy_(source) for each (mark, out, source), in order; an event for the end of each."""
+        self.done += [torch.cuda.Event() for _ in copies[len(self.done) :]]
         with torch.cuda.stream(self.stream):
             for (mark, out, source), done in zip(copies, self.done):
                 mark.wait(self.stream)
@@ -117,19 +118,27 @@ class PeerRing:
     """
 
     def __init__(self, axis: Axis, device: torch.device, kept: int) -> None:
-        self.axis, self.memory = axis, PeerMemory(axis, device, "send", 1 + min(kept, axis.size - 1))
+        self.axis, self.memory = axis, PeerMemory(axis, device, "send", 1 + kept)
 
-    def start_shift(self, parts: Sequence[torch.Tensor], by: int, rows: int, room: int) -> Pending:
-        """As `comm.start_shift`; room: more bytes than this no rank sends, the same on each."""
-        memory, axis = self.memory, self.axis
-        if by % axis.size == 0:
-            return Pending(parts)
-        memory.begin(room, *parts)
-        (mine, *rest), dtype = parts[0].shape, parts[0].dtype
-        there, here = (memory.of((len(parts), count, *rest), dtype) for count in (mine, rows))
+    def start_shift(
+        self, parts: Sequence[Sequence[torch.Tensor]], like: Sequence[torch.Tensor], legs: Legs, room: int
+    ) -> Pending:
+        """As `comm.start_shift`; room: bytes that on no rank come more than these."""
+        memory, axis, copies = self.memory, self.axis, []
+        sent = [x for part in parts for x in part]
+        memory.begin(room, *sent)
         mark = memory.mark(0)
-        memory.copy(*((mark, *pair) for pair in zip(there[(axis.rank + by) % axis.size], parts)))
-        return Pending(here[axis.rank], self, *parts)
+
+        def all_rows(total: int, rank: int) -> torch.Tensor:
+            return memory.of((len(like), total, *like[0].shape[1:]), like[0].dtype)[rank % axis.size]
+
+        for part, leg in zip(parts, legs.going, strict=True):
+            begin, total = leg.there
+            there = all_rows(total, axis.rank + leg.by)[:, begin : begin + leg.rows]
+            copies += [(mark, *pair) for pair in zip(there, part, strict=True)]
+        memory.copy(*copies)
+        here = all_rows(sum(leg.rows for leg in legs.coming), axis.rank)
+        return Pending(here.unbind(0), self, *sent)
 
     def wait(self) -> None:
         """Hold up the current stream until every rank has pushed what it began to."""
@@ -137,22 +146,19 @@ class PeerRing:
         self.memory.meet()
 
 
-def ring_shift(axis: Axis, like: Sequence[torch.Tensor], name: str, kept: int = 1) -> Callable[..., Pending]:
-    """How tensors, no larger than `like`, go round an axis: by the `PeerRing` of this name, or by messages.
+def ring_shift(axis: Axis, device: torch.device, name: str, room: int, kept: int) -> Callable[..., Pending]:
+    """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
 
-    The function takes parts, by and rows, as `start_shift`; kept: as a ring takes it. All ranks call it
-    together. torch counts for each process how often it has met others to share memory, whoever these were,
-    and waits forever for one that has met fewer: no rings for groups that come and go.
+    The function takes parts, like and legs, as `comm.start_shift`; room and kept: as a ring does. All ranks
+    call it together. torch counts for each process how often it has met others to share memory, whoever these
+    were, and waits forever for one that has met fewer: no rings for groups that come and go.
     """
-    if axis.size == 1 or axis.regrouped:
+    if axis.regrouped:
         return partial(start_shift, axis=axis)
     if name not in axis.scratch:
-        device = like[0].device
         axis.scratch[name] = None if obstacle(axis, device) else PeerRing(axis, device, kept)
     ring = axis.scratch[name]
-    if ring is None:
-        return partial(start_shift, axis=axis)
-    return partial(ring.start_shift, room=sum(x.nbytes for x in like))
+    return partial(start_shift, axis=axis) if ring is None else partial(ring.start_shift, room=room)
 
 
 class PeerShards:

@@ -3,16 +3,16 @@
 Everything but attention works on each token by itself. There each rank has queries, keys and values of its
 own tokens (`cp_shard.py`), `[s/cp, b, heads, d]`, and there are four ways to let all queries see all keys:
 
-    p2p         the keys and values of one rank after the other, while attention to those that are here is
-                computed; results are merged                                      sends g heads, cp - 1 times
+    p2p         the keys and values of two ranks at a time, while attention to those that are here is
+                computed; results are merged                             sends g heads, to cp - 1 ranks
     allgather   keys and values of all ranks first, then attention                the same, at once
     a2a         all tokens of some of the heads in place of some tokens of all    n + 2g heads, and n back
     a2a+p2p     a2a among neighbours, the ring between groups of them             of a hierarchy of networks
 
-    p2p, cp 4, rank 1     compute   q1 k1 | q1 k0 | q1 k3 | q1 k2 |         the next keys come in meanwhile,
-                          receive      k0 |    k3 |    k2 |       |         from one rank further back
-    backward              find        dk1 |   dk0 |   dk3 |   dk2 |         and send them to ranks 0, 3, 2
-                          receive         |       |   dk1 |   dk1 | dk1     what ranks 2, 3, 0 have found
+    p2p, cp 4, rank 1     compute    q1 k1 | q1 k0  q1 k3 | q1 k2 |          the next keys come in meanwhile,
+                          receive   k0  k3 |           k2 |       |          those of nearer ranks first
+    backward              find         dk1 |   dk0    dk3 |   dk2 |          and send them to ranks 0, 3 and 2
+                          receive          |              | dk1 dk1 | dk1     what ranks 2, 3 and 0 have found
 
 Attention to a part of the keys is o_i with log-sum-exp l_i of its scores; over all keys it is
 
@@ -32,7 +32,7 @@ from nanomegatron.attention import Mask, core_attention
 from nanomegatron.attention_blocks import attend, attend_backward
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter
 from nanomegatron.comm_symmetric import ring_shift
-from nanomegatron.cp_shard import Ring, Selection, Shard, Step
+from nanomegatron.cp_shard import ROUND, Round, Selection, Shard, Step
 from nanomegatron.mesh import Axis
 from nanomegatron.ops_merge import ALL, MOST, Part, merge_rows
 
@@ -72,45 +72,50 @@ def context_attention(
 
 
 class RingFunction(torch.autograd.Function):
-    """p2p: context `[s/cp, b, n, d]`. The keys and values for the next step are sent while one is computed.
+    """p2p: context `[s/cp, b, n, d]`. Keys and values for the next round are sent while one is computed.
 
-    In the backward they are sent again, and after each step the gradients that it has found, to whose keys
-    they are of. Behind the last step only the sum for the queries hides that.
+    In the backward they are sent again, and after each round the gradients that it has found, to whose keys
+    they are of. Behind the last round only the sum for the queries hides that.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, ring: Ring, backend: str) -> torch.Tensor:
-        found = Sum(q, ring.steps)
-        for step, keys in travelling(k, v, axis, ring.steps):
-            if step is not None:
+    def forward(ctx, q, k, v, axis: Axis, rounds: list[Round], backend: str) -> torch.Tensor:
+        found = Sum(q, sum(len(turn.steps) for turn in rounds))
+        for turn, keys in travelling(k, v, axis, rounds):
+            for step in turn.steps:
                 seen = (x[step.keys] for x in keys)
                 found.add(step.rows, *attend(q[step.queries], *seen, step.block, backend))
         ctx.save_for_backward(q, k, v, found.rows, found.lse)
-        ctx.how = axis, ring, backend
+        ctx.how = axis, rounds, backend
         return found.rows
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple:
-        q, k, v, out, lse = ctx.saved_tensors
-        axis, ring, backend = ctx.how
-        sums = [Sum(x, [size for size, _ in ring.back]) for x in (k, v)]
-        dq, coming = Sum(q, ring.steps), None
-        shift = ring_shift(axis, (k, v), "gradients of keys", kept=MOST)
+        q, k, v, *known = ctx.saved_tensors
+        axis, rounds, backend = ctx.how
+        dq = Sum(q, sum(len(turn.steps) for turn in rounds))
+        sums = [Sum(x, 1 + sum(len(turn.rows) for turn in rounds)) for x in (k, v)]
+        shift = ring_of(axis, k, "gradients of keys", kept=len(rounds) - 1)
+        under_way: list[tuple[Round, Pending]] = []
 
-        def receive(i: int) -> None:
-            size, rows = ring.back[i]
-            for total, part in zip(sums, coming.wait()):
-                if size:  # of what the i-th rank after this one has found
-                    total.add(rows, part)
+        def receive() -> None:
+            turn, coming = under_way.pop()
+            for total, come in zip(sums, coming.wait(), strict=True):
+                for rows, (_, size, (begin, _)) in zip(turn.rows, turn.back.coming, strict=True):
+                    total.add(rows, come[begin : begin + size])
 
-        for i, (step, keys) in enumerate(travelling(k, v, axis, ring.steps)):
-            more, *found = gradients(step, keys, (grad, q, out, lse), backend)
-            if i:
-                receive(i - 1)
-            coming = shift(found, -i, ring.back[i][0])
-            if step is not None:
+        for turn, keys in travelling(k, v, axis, rounds):
+            found = [gradients(step, keys, (grad, q, *known), backend) for step in turn.steps]
+            if turn is rounds[0]:
+                for total, own in zip(sums, found[0][1:], strict=True):
+                    total.add(ALL, own)
+            else:
+                if under_way:
+                    receive()
+                under_way.append((turn, shift([*pieces(turn, found)], (k, v), turn.back)))
+            for step, (more, *_) in zip(turn.steps, found, strict=True):
                 dq.add(step.rows, more)
-        receive(axis.size - 1)
+        receive()
         return dq.rows, *(total.rows for total in sums), None, None, None
 
 
@@ -119,7 +124,7 @@ class GatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, axis: Axis, steps: list[Step], order: tuple, backend: str) -> torch.Tensor:
-        found, kv = Sum(q, steps), gathered(k, v, axis, order[0])
+        found, kv = Sum(q, len(steps)), gathered(k, v, axis, order[0])
         for step in steps:
             found.add(step.rows, *attend(q[step.queries], *kv[:, step.keys], step.block, backend))
         ctx.save_for_backward(q, k, v, found.rows, found.lse)
@@ -130,7 +135,7 @@ class GatherFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple:
         q, k, v, out, lse = ctx.saved_tensors
         axis, steps, order, backend = ctx.how
-        dq, kv = Sum(q, steps), gathered(k, v, axis, order[0])
+        dq, kv = Sum(q, len(steps)), gathered(k, v, axis, order[0])
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for step in steps:
             more, *found = gradients(step, kv, (grad, q, out, lse), backend)
@@ -152,9 +157,9 @@ class Sum:
     as many as can be joined at once: what lies in a ring's memory does so no longer than it may.
     """
 
-    def __init__(self, like: torch.Tensor, parts: Sequence) -> None:
-        """parts: as many as will come are true."""
-        self.like, self.left, self.rows, self.lse = like, sum(map(bool, parts)), None, None
+    def __init__(self, like: torch.Tensor, parts: int) -> None:
+        """parts: how many will come."""
+        self.like, self.left, self.rows, self.lse = like, parts, None, None
         self.waiting: list[Part] = []
 
     def add(self, at: Selection, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
@@ -174,16 +179,30 @@ class Sum:
 
 
 def travelling(
-    k: torch.Tensor, v: torch.Tensor, axis: Axis, steps: Sequence[Step | None]
-) -> Iterator[tuple[Step | None, Sequence[torch.Tensor]]]:
-    """Each step with its keys and values `[s/cp, b, g, d]`; the next ones are on their way meanwhile."""
-    k, v = k.contiguous(), v.contiguous()
-    coming, shift = Pending((k, v)), ring_shift(axis, (k, v), "keys")
-    for i, step in enumerate(steps, 1):
+    k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[Round]
+) -> Iterator[tuple[Round, Sequence[torch.Tensor]]]:
+    """Each round, its keys and values `[tokens, b, g, d]`; those of the next are on their way meanwhile."""
+    own = keys = k.contiguous(), v.contiguous()
+    shift = ring_of(axis, k, "keys", kept=1)
+    for turn, following in zip(rounds, [*rounds[1:], None], strict=True):
+        if following is not None:
+            parts = [[x[chosen] for x in own] for chosen in following.keys]
+            coming = shift(parts, own, following.there)
+        yield turn, keys
         keys = coming.wait()
-        if i < len(steps):
-            coming = shift((k, v), i, len(k))
-        yield step, keys
+
+
+def ring_of(axis: Axis, k: torch.Tensor, name: str, kept: int) -> Callable[..., Pending]:
+    """How keys or their gradients, and those of values, are sent in a round."""
+    return ring_shift(axis, k.device, name, 2 * k.nbytes * min(ROUND, axis.size - 1), kept)
+
+
+def pieces(turn: Round, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """What goes back of the gradients that the steps of a round have found, to each whose keys had come."""
+    for _, size, (begin, _) in turn.there.coming:
+        for step, (_, *grads) in zip(turn.steps, found, strict=True):
+            if step.keys.start <= begin < step.keys.stop:
+                yield [x[begin - step.keys.start :][:size] for x in grads]
 
 
 def gathered(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
@@ -192,14 +211,12 @@ def gathered(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) 
 
 
 def gradients(
-    step: Step | None, keys: Sequence[torch.Tensor], known: tuple[torch.Tensor, ...], backend: str
-) -> Sequence[torch.Tensor]:
-    """What a step adds to the gradients of its queries, keys and values; no rows where there is none.
+    step: Step, keys: Sequence[torch.Tensor], known: tuple[torch.Tensor, ...], backend: str
+) -> tuple[torch.Tensor, ...]:
+    """What a step adds to the gradients of its queries, keys and values.
 
     known: the gradient of the output, and q, the output and the log-sum-exp of all keys.
     """
-    if step is None:
-        return known[1][:0], *(x[:0] for x in keys)
     (grad, q, out), lse = (x[step.queries] for x in known[:3]), known[3][..., step.queries]
     return attend_backward(grad, q, *(x[step.keys] for x in keys), out, lse, step.block, backend)
 

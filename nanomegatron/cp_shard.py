@@ -16,9 +16,10 @@ a score computed to be thrown away:
     j < p        only chunk j comes before the queries      all queries x the first half of the keys
     j > p        chunk p is before all of these keys        the second half of the queries x all keys
 
-A *step* is such a meeting: some queries, some keys, and the block of scores between them. Ranks next to each
-other, taken as one, have chunks next to each other: groups of them are cut zigzag, too, with fewer, longer
-chunks. (Zigzag: Megatron-LM's context parallelism; arXiv 2310.01889 for the ring, 2407.21783 for documents)
+A *step* is such a meeting: some queries, some keys, and the block of scores between them. In a *round* two
+ranks' keys have come; if both are met in the same way it is one step. Ranks next to each other, taken as
+one, have chunks next to each other: groups of them are cut zigzag, too, with fewer, longer chunks. (Zigzag:
+Megatron-LM's context parallelism; arXiv 2310.01889 for the ring, 2407.21783 for documents)
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +29,11 @@ import numpy as np
 import torch
 
 from nanomegatron.attention_blocks import Block
+from nanomegatron.comm import Leg, Legs
 from nanomegatron.mesh import Axis
 
 ALL = slice(None)
+ROUND = 2  # others whose keys come at a time
 Selection = slice | torch.Tensor  # of dim 0: what there is, or the numbers of the chosen ones
 
 
@@ -43,14 +46,21 @@ class Step(NamedTuple):
     rows: Selection
 
 
-class Ring(NamedTuple):
-    """What a group of ranks does: step i with the keys of the i-th group before it, None where it sees none.
+class Round(NamedTuple):
+    """What a rank does with the keys of a few others, in its first round with its own; ranks may be groups.
 
-    back: of how many of its own keys the i-th group after it finds the gradients, and where these are.
+    Those keys alone come that its queries see, of one rank behind the other: for a step they are a slice.
     """
 
-    steps: list[Step | None]
-    back: list[tuple[int, Selection]]
+    steps: list[Step]
+    keys: list[Selection]
+    """Own ones that go to others, for each leg of theirs."""
+    rows: list[Selection]
+    """Where `merge_rows` adds the gradients of these."""
+    there: Legs
+    """Of keys."""
+    back: Legs
+    """Of their gradients."""
 
 
 class Shard:
@@ -85,15 +95,13 @@ class Shard:
         """The places in the row, ascending, of the tokens that the rank-th `group` of ranks has."""
         return ranges(*self.halves(rank, group).reshape(-1, 2).T)
 
-    def ring(self, group: int, device: torch.device) -> Ring:
-        """What this group of ranks does, if each sees the keys of one other a step."""
+    def ring(self, group: int, device: torch.device) -> list[Round]:
+        """What this group of ranks does; the keys of `ROUND` others come at a time, of nearer ones first."""
 
-        def make(give: Callable) -> Ring:
-            size, own, tokens = self.axis.size // group, self.axis.rank // group, len(self.places) * group
-            steps = [self._meet(own, (own - i) % size, group, give) for i in range(size)]
-            seen = [self._sides((own + i) % size, own, group)[1] for i in range(size)]
-            back = [(len(np.arange(tokens)[keys]), _rows(keys, tokens, give)) for keys in seen]
-            return Ring(steps, back)
+        def make(give: Callable) -> list[Round]:
+            size = self.axis.size // group
+            rounds = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
+            return [self._round(by, group, give) for by in rounds]
 
         return self._once(("ring", group), device, make)
 
@@ -138,32 +146,63 @@ class Shard:
 
         return self._once(("order", group, among), device, make)
 
-    def _meet(self, own: int, other: int, group: int, give: Callable) -> Step | None:
-        """The queries of one group of ranks and the keys of another."""
-        queries, keys, lengths = self._sides(own, other, group)
+    def _round(self, by: Sequence[int], group: int, give: Callable) -> Round:
+        """With the keys of the groups of ranks that are so far before this one."""
+        size, own, tokens = self.axis.size // group, self.axis.rank // group, len(self.places) * group
+
+        def seen(queries: int, keys: int) -> slice | np.ndarray:
+            return self._sides(queries % size, keys % size, group)[1]
+
+        def leg(to: int, sign: int, i: int) -> Leg:
+            """The i-th that ends there: of keys (1), or of gradients of keys that others have seen (-1)."""
+            pairs = [(to, to - d) if sign > 0 else (to + d, to) for d in by]
+            rows = [len(np.arange(tokens)[seen(*pair)]) for pair in pairs]
+            return Leg(sign * by[i], rows[i], (sum(rows[:i]), sum(rows)))
+
+        def legs(sign: int) -> Legs:
+            away = [(i, d) for i, d in enumerate(by) if d]
+            both = ((leg(own + sign * d, sign, i) for i, d in away), (leg(own, sign, i) for i, _ in away))
+            return Legs(*([leg for leg in found if leg.rows] for found in both))
+
+        steps: list[Step] = []
+        for i, d in enumerate(by):
+            _, rows, (begin, _) = leg(own, 1, i)
+            if rows:
+                steps.append(self._meet(own, (own - d) % size, slice(begin, begin + rows), group, give))
+        if not self.told and all(step.queries == steps[0].queries for step in steps):  # then they are one
+            steps = [steps[0]._replace(keys=slice(0, steps[-1].keys.stop))]
+        to_others = [keys for d in by if d and len(np.arange(tokens)[keys := seen(own + d, own)])]
+        keys = [keys if isinstance(keys, slice) else give(keys) for keys in to_others]
+        return Round(steps, keys, [_rows(keys, tokens, give) for keys in to_others], legs(1), legs(-1))
+
+    def _meet(self, own: int, other: int, keys: slice, group: int, give: Callable) -> Step:
+        """The queries of one group of ranks and keys of another, which are there."""
+        queries, _, lengths = self._sides(own, other, group)
         if lengths is None:
             return Step(queries, keys, Block(own == other), queries)
-        if not len(queries):
-            return None
         block, tokens = _packed(*lengths, own == other, None, give), len(self.places) * group
-        chosen = (ALL if len(x) == tokens else give(x) for x in (queries, keys))
-        return Step(*chosen, block, _rows(queries, tokens, give))
+        chosen = ALL if len(queries) == tokens else give(queries)
+        return Step(chosen, keys, block, _rows(queries, tokens, give))
 
     def _sides(self, own: int, other: int, group: int) -> tuple:
         """Queries of a group of ranks that see keys of another, these keys, and how many of each by document.
 
         Slices, and None, or where documents are told the numbers of the tokens.
         """
-        q, k = slice(int(other > own), 2), slice(0, 1 if other < own else 2)  # of the two chunks
-        if not self.told:
-            half = len(self.places) * group // 2
-            return *(slice(half * part.start, half * part.stop) for part in (q, k)), None
-        sizes = [np.diff(self.halves(rank, group))[..., 0] for rank in (own, other)]
-        lengths = [size[:, part].sum(1) for size, part in zip(sizes, (q, k), strict=True)]
-        seen = np.logical_and(*lengths)  # documents of which there are both
-        return *(_chosen(size, part, seen) for size, part in zip(sizes, (q, k), strict=True)), lengths
 
-    def _once(self, key: tuple, device: torch.device, make: Callable) -> Any:
+        def make(_: Callable) -> tuple:
+            q, k = slice(int(other > own), 2), slice(0, 1 if other < own else 2)  # of the two chunks
+            if not self.told:
+                half = len(self.places) * group // 2
+                return *(slice(half * part.start, half * part.stop) for part in (q, k)), None
+            sizes = [np.diff(self.halves(rank, group))[..., 0] for rank in (own, other)]
+            lengths = [size[:, part].sum(1) for size, part in zip(sizes, (q, k), strict=True)]
+            seen = np.logical_and(*lengths)  # documents of which there are both
+            return *(_chosen(size, part, seen) for size, part in zip(sizes, (q, k), strict=True)), lengths
+
+        return self._once(("sides", own, other, group), None, make)
+
+    def _once(self, key: tuple, device: torch.device | None, make: Callable) -> Any:
         def give(x: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             x = torch.from_numpy(x).to(dtype)
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

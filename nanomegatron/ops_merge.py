@@ -35,7 +35,10 @@ def merge_rows(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
     lse = None if first.lse is None else first.lse.new_empty(b, n, s)
     table = torch.tensor([_entry(part) for part in parts])
     types = (TYPES[x.dtype] for x in (out, first.rows, last.rows))
-    launch("merge_rows", out, lse, table, len(parts), s, b * n, d, *types)
+    whole = out.contiguous()
+    launch("merge_rows", whole, lse, table, len(parts), s, b * n, d, *types)
+    if whole is not out:
+        out.copy_(whole)
     return lse
 
 

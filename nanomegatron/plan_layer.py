@@ -36,18 +36,19 @@ backward of attention has more beside these, in values a token, ' in fp32, for p
 
     queries             2n + min(r, 4) n        gradients: of the output, of all blocks' queries, of those of
                                                 blocks that wait to be added; with r > 4 5n + n'
-    p2p                 4g                      k and v, in use and coming
-                        4g + min(r, 4) 2g       their gradients: summed, on their way, of blocks that wait;
-                                                with r > 4 10g + 2g'
+    p2p                 8g                      k and v of two ranks, in use and coming
+                        8g + min(r, 4) 2g       their gradients: summed, found and on their way, of blocks
+                                                that wait; with r > 4 14g + 2g'
     allgather           r * (2g + 4g')          all k and v; sums of their gradients, and in another order;
                                                 so too with a window. Of queries 4n
     a2a                 n + 2 * (n + 2g)        gradients: of the output, of what has come, in another order
     scores              3' * heads * keys       `unfused`: of the keys of one block
 
-On GPUs what comes by p2p lies in the slots of a `comm_symmetric.PeerRing` instead, made once for all layers:
-2 for k and v, and min(r, 5) for their gradients, of 2g each.
+On GPUs what comes by p2p lies in `comm_symmetric.PeerRing`s instead, made once for all layers: two slots for
+k and v, and one a round for their gradients, of 4g each.
 """
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ import torch
 from nanomegatron.attention import choose_backend
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.cp_dynamic import Ranks
+from nanomegatron.cp_shard import ROUND
 from nanomegatron.fp8 import MULTIPLE
 from nanomegatron.ops_kernels import why_not
 from nanomegatron.ops_merge import MOST
@@ -182,18 +184,19 @@ def attention_in_flight(config: Config, dtype: torch.dtype, device: torch.device
         if way.gathered:
             shared = g * way.keys * (2 * e + 16)
         else:
-            shared = 2 * g * (3 * e + wide if ring_slots(config, device) else 2 * e + sums)
+            several = min(ROUND, way.keys - 1) * e
+            shared = 2 * g * (several + (2 * e + wide if ring_slots(config, device) else 2 * several + sums))
         block = scores / (1 if way.gathered else way.keys)
         found.append(a2a + (n * sums + shared + block) * (way.keys > 1))
     return max(found)
 
 
 def ring_slots(config: Config, device: torch.device) -> int:
-    """How many times keys and values have room in memory that cp ranks share; 0 where they send messages."""
+    """How many times a rank's keys and values have room where others write; 0 where they send messages."""
     ranks = max((way.keys for way in ways(config) if not way.gathered), default=1)
     if ranks == 1 or device.type != "cuda" or config.parallel.dynamic_context_parallel:
         return 0
-    return 2 + min(ranks, MOST + 1)
+    return min(ROUND, ranks - 1) * (3 + math.ceil((ranks - 1) / ROUND))
 
 
 def _copied_width(config: Config, way: Way) -> int:

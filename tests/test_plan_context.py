@@ -24,8 +24,8 @@ def shared(run: Config, cp: int, *types: str, **parallel) -> Config:
 
 
 def handed_on(tokens: int, ranks: int) -> int:
-    """Bytes of 8 heads' keys and values in bf16: two slots, and one a rank, at most five, for gradients."""
-    return (2 + min(ranks, 5)) * tokens * 2 * 1024 * 2
+    """Bytes of 8 heads' keys and values in bf16: of two ranks in two slots, and one a round for gradients."""
+    return 2 * (2 + 1 + ranks // 2) * tokens * 2 * 1024 * 2
 
 
 @pytest.mark.parametrize("types", [("p2p",), ("allgather",)])
@@ -67,11 +67,11 @@ def test_ways_of_layers():
 def test_what_is_in_flight():
     """Bytes a token of Llama-3-8B in bf16, 4096 features of queries and 1024 of keys."""
     run, sizes = config(LLAMA3_8B, 8192, 1), dict(hierarchical_context_parallel_sizes=(16, 2))
-    ring = (2 * 5 + 4) * 4096 + 2 * (3 * 2 + 4) * 1024  # as for ranks of which four are added at a time
+    ring = (2 * 5 + 4) * 4096 + 2 * (4 * 2 + 4) * 1024  # as for ranks of which four are added at a time
     assert attention_in_flight(shared(run, 8), BF16, CUDA) == ring
-    assert attention_in_flight(shared(run, 4), BF16, CUDA) == 2 * (6 * 4096 + 2 * 3 * 1024)
+    assert attention_in_flight(shared(run, 4), BF16, CUDA) == 2 * (6 * 4096 + 2 * 4 * 1024)
     by_messages = shared(run, 4, dynamic_context_parallel=True)
-    assert attention_in_flight(by_messages, BF16, CUDA) == 2 * (6 * 4096 + 2 * 8 * 1024)
+    assert attention_in_flight(by_messages, BF16, CUDA) == 2 * (6 * 4096 + 2 * 12 * 1024)
     all_keys = 8 * 4096 + 8 * (2 * 2 + 4 * 4) * 1024
     assert attention_in_flight(shared(run, 8, "allgather"), BF16, CUDA) == all_keys
     assert attention_in_flight(shared(run, 8, "p2p", *["allgather"] * 31), BF16, CUDA) == all_keys

@@ -65,6 +65,8 @@ def check(shape, dtype, first_type, out_type, weighted, kinds, strided=False):
             for p in parts
         ]
     outs = [torch.full(shape, torch.nan, device=GPU, dtype=out_type)]
+    if strided:
+        outs.append(outs[0].transpose(0, 1).contiguous().transpose(0, 1))
     if kinds[0] == "all" and first_type == out_type and not strided:
         outs.append(parts[0].rows)  # in place: last, since it is gone then
     for out in outs:

@@ -4,36 +4,49 @@ import pytest
 import torch
 
 from nanomegatron.comm_symmetric import PeerRing, ring_shift
-from nanomegatron.ops_merge import MOST
+from nanomegatron.cp_shard import Shard
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
-SIZES = [(3 * 2**18, torch.bfloat16), (2**20, torch.float32), (100, torch.bfloat16), (2**20, torch.bfloat16)]
+SIZES = [(3 * 2**17, torch.bfloat16), (2**19, torch.float32), (100, torch.bfloat16), (2**19, torch.bfloat16)]
 
 
 def storm(mesh, device):
-    """Two rings at a time, as keys and their gradients, of which ranks send parts of different sizes.
+    """Two rings at a time, as keys and their gradients, the legs of which are of different lengths.
 
     What has come by the first is read at once, by the second when all has. A stale element is another number.
     """
     (size, rank), dawdle, flags = (mesh.cp.size, mesh.cp.rank), dawdler(mesh.rank), []
     for turn in range(60):
-        n, dtype = SIZES[turn % len(SIZES)]
-        like = [torch.empty(n, 2, device=device, dtype=dtype) for _ in range(2)]
-        keys, back = (ring_shift(mesh.cp, like, *how) for how in (("keys",), ("gradients of keys", MOST)))
+        s, dtype = SIZES[turn % len(SIZES)]
+        own = torch.full((2, s, 2), rank + turn % 7, device=device, dtype=dtype).unbind(0)
+        rounds = Shard(mesh.cp, size * s, ("p2p",)).ring(1, device)
+        how = mesh.cp, device
+        keys = ring_shift(*how, "keys", 4 * own[0].nbytes, 1)
+        back = ring_shift(*how, "gradients of keys", 4 * own[0].nbytes, len(rounds) - 1)
         assert isinstance(keys.func.__self__, PeerRing) and keys.func.__self__ is not back.func.__self__
         kept = []
-        for by in range(1, size):
+        for this in rounds[1:]:
             dawdle()
-            coming = keys([x.fill_(rank + turn % 7) for x in like], by, n)
+            coming = keys([[x[chosen] for x in own] for chosen in this.keys], own, this.there)
             dawdle()
-            flags += [(x == (rank - by) % size + turn % 7).all() for x in coming.wait()]
-            found = [x[: n // (1 + rank % 2)] * size + by for x in like]
-            other = (rank + by) % size
-            pending = back(found, -by, n // (1 + other % 2))
+            expected = [((rank - leg.by) % size + turn % 7, *leg[1:]) for leg in this.there.coming]
+            found = coming.wait()
+            flags += [same(x, expected) for x in found]
+            answers = [x * size + rank for x in found]
+            parts = [[x[begin : begin + rows] for x in answers] for _, rows, (begin, _) in expected]
+            pending = back(parts, own, this.back)
             dawdle()
-            kept.append((pending.wait(), (other + turn % 7) * size + by))
-        flags += [(x == value).all() for parts, value in kept for x in parts]
+            sent = rank + turn % 7
+            values = [(sent * size + (rank - leg.by) % size, *leg[1:]) for leg in this.back.coming]
+            kept.append((pending.wait(), values))
+        flags += [same(x, values) for parts, values in kept for x in parts]
     all_right(flags)
+
+
+def same(x, legs):
+    """Whether the rows of each leg have its value; a leg: value, rows, (begin, rows of all)."""
+    expected = torch.cat([torch.full((rows, 2), value, device=x.device) for value, rows, _ in legs])
+    return (x == expected).all()
 
 
 @needs_two
