@@ -17,7 +17,7 @@ from torch import nn
 
 from nanomegatron.config import TransformerConfig
 from nanomegatron.model_recompute import recomputed
-from nanomegatron.moe_dispatch import dispatch
+from nanomegatron.moe_dispatch import dispatch, set_out
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_router import MoeAxes, Router
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
@@ -49,6 +49,7 @@ class MoELayer(nn.Module):
     def forward(self, x: torch.Tensor, batch) -> torch.Tensor:
         """batch: the model's `Tokens`."""
         rows = x.flatten(0, 1)
+        ahead = set_out(rows, self.axes, self.dispatcher)
         probs, ids = self.router(rows, batch)
         shared: list[torch.Tensor] = []
 
@@ -56,7 +57,8 @@ class MoELayer(nn.Module):
             if self.shared_experts is not None:
                 shared.append(recomputed(self._shared, x) if self.recompute else self._shared(x))
 
-        y = dispatch(rows, probs, ids, self.experts, self.axes, self.dispatcher, meanwhile).view_as(x)
+        how = self.experts, self.axes, self.dispatcher, meanwhile, ahead
+        y = dispatch(rows, probs, ids, *how).view_as(x)
         return y + shared[0] if shared else y
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:

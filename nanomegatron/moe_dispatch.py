@@ -17,16 +17,32 @@ a part of its weighted sum on each rank: these are summed over etp, sent back, a
 
 How many rows come is known on the GPU alone, and messages and memory need it on the host. That is the one
 time that the host waits, but not for the GPU's whole queue: the numbers start on their way before the
-permutation of x, or its gather, and are read after what else there is to launch, for both halves at once if
-there are halves. Where every expert's rows of every rank are padded to the same capacity nothing is asked,
-nor where one rank has all experts.
+permutation of x, and are read after what else there is to launch, for both halves at once if there are
+halves. Where every expert's rows of every rank are padded to the same capacity nothing is asked, nor where
+one rank has all experts.
 
 The weights come in once, on the way back: a rank's part of a token's sum is added in fp32, in the order of
 its copies, and rounded to the type of x; so are the sums of these parts. Gradients flow the same ways in
 reverse, with no size to be asked for.
 
-While gradients of tokens travel back in the backward, the weight gradients of the experts' first layers are
-finished. Else the all-to-all goes on beside other work where one of two settings is made:
+What travels by the all-gather does so in the blocks of the ranks (`moe_pieces.py`), beside the work on them,
+and x before the router knows where to. Of 4 ranks, where GPUs have each other's memory:
+
+    forward
+        network         x1 ---> x2 ---> x3 --->                         to 1 --> to 2 --> to 3 -->
+        GPU       copy  router, ids   own  x1  x2  x3  experts   for 1  for 2  for 3  own      wait  sum
+    backward
+        network         dy1 --> dy2 --> dy3 -->                to 1 --> to 2 --> to 3 -->
+        GPU       copy  own   dy1   dy2   dy3   experts  for 1 for 2 for 3 own  first dW  router    wait  sum
+
+Over the network are copies by copy engines, which take nothing from the GPU; `own`, `x1`: that rank's tokens
+permuted, `for 1`, `own`: their sums. So weight gradients of the experts' first layers, all of it, and the
+router's backward stand between the gradients of x and their sum. Elsewhere collectives take the place of the
+copies: own tokens are permuted beside them, the others' when all have come, and beside the way back in the
+backward is the sum of the weight gradients. Probs and ids always go by collectives: probs beside the experts.
+
+An all-to-all lets nothing but that sum be done beside it, or also other work where one of two settings is
+made, of which the second goes with the all-gather too, by collectives:
 
     --moe-shared-expert-overlap
         network            send ----------------->                         back --->
@@ -49,21 +65,14 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from nanomegatron.comm import (
-    Pending,
-    all_gather,
-    scatter_seq,
-    start_all_gather,
-    start_reduce_scatter,
-    start_swap,
-)
+from nanomegatron import moe_pieces
+from nanomegatron.comm import Pending, all_gather, start_all_gather, start_reduce_scatter, start_swap
+from nanomegatron.comm_pieces import in_any_order, peer_memory
 from nanomegatron.mesh import Axis
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_router import MoeAxes, expert_capacity
 from nanomegatron.ops_moe import Routing, padded, permute, permute_ref, route, unpermute, unpermute_ref
-from nanomegatron.param import Deferred
-
-Start = Callable[[torch.Tensor], Pending]
+from nanomegatron.param import Soon
 
 
 class OnTheWay:
@@ -82,68 +91,23 @@ class OnTheWay:
         return self.numbers.tolist()
 
 
-class Trip:
-    """Rows travel there, and their gradients back; one of the two is under way.
-
-    works: work on weight gradients that comes up before the way back, to be done meanwhile.
-    """
-
-    def __init__(self, there: Start, back: Start, works: list | None) -> None:
-        self.there, self.back, self.works = there, back, works
-        self.under_way: list[Pending] = []
-
-    def wait(self) -> torch.Tensor:
-        return self.under_way.pop().wait()
-
-
-class StartFunction(torch.autograd.Function):
-    """Starts a trip of x; in the backward waits for the way back."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip = trip
-        trip.under_way.append(trip.there(x))
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if works := ctx.trip.works:
-            Deferred.do(works)
-            works.clear()
-        return ctx.trip.wait(), None
-
-
-class FinishFunction(torch.autograd.Function):
-    """Waits for what StartFunction started, whose output it is given; in the backward starts the way back."""
-
-    @staticmethod
-    def forward(ctx, _: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return trip.wait()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trip.under_way.append(ctx.trip.back(grad))
-        return grad.new_empty(0), None
-
-
 def start(x: torch.Tensor, *trip) -> Callable[[], torch.Tensor]:
     """Begin a trip; at the end what has come. Differentiable: what is done between begin and end is undone
     between those of the gradients' way back.
     """
-    under_way = Trip(*trip)
-    return partial(FinishFunction.apply, StartFunction.apply(x, under_way), under_way)
+    under_way = moe_pieces.Trip(*trip)
+    return partial(moe_pieces.FinishFunction.apply, moe_pieces.StartFunction.apply(x, under_way), under_way)
 
 
-def start_gather(x: torch.Tensor, axis: Axis, works: list | None = None) -> Callable[[], torch.Tensor]:
+def start_gather(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
     """Begin to hand x to all; at the end the ranks' x, one after the other."""
     if axis.size == 1:
         return lambda: x
-    return start(x, partial(start_all_gather, axis=axis), partial(start_reduce_scatter, axis=axis), works)
+    return start(x, partial(start_all_gather, axis=axis), partial(start_reduce_scatter, axis=axis))
 
 
 def start_exchange(
-    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int], works: list | None = None
+    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int], works: Soon | None = None
 ) -> Callable[[], torch.Tensor]:
     """Begin to hand `send[r]` rows of x to the axis's rank r; at the end `receive[r]` from it, in rank order.
 
@@ -183,7 +147,8 @@ def tables(ids: torch.Tensor, experts: int, multiple: int = 1, capacity: int | N
     return Routing(position.where(kept, -1).int(), source[:rows], offsets, found.counts.clamp(max=capacity))
 
 
-Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None, list | None]
+Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None, Soon | None]
+Ahead = tuple[torch.Tensor, moe_pieces.Trip] | None  # what has set out
 
 
 class Dispatcher:
@@ -191,7 +156,8 @@ class Dispatcher:
 
     start_send    x `[t, h]`, probs fp32 `[t, k]` -> rows `[r, h]` for this rank's experts, offsets int32
                   `[e + 1]` of each, the same on the host, or None where only the device knows them, and a
-                  list of what is to be done while gradients travel back, or None where nothing waits
+                  list of what is to be done while gradients travel back, or None where nothing waits;
+                  ahead: what `set_out` has begun of these x
     start_back    rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`
 
     ids int32 `[t, k]` of `experts`, -1 for a copy to be dropped. capacity: rows that each expert has for each
@@ -209,6 +175,7 @@ class Dispatcher:
     ) -> None:
         self.axes, self.local, self.multiple = axes, experts // axes.ep.size, multiple
         self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
+        self.fused = fused
         self.capacity = None if capacity is None else capacity * axes.etp_ep.size
         self._begin(ids)
 
@@ -221,13 +188,13 @@ class Dispatcher:
         """The order of copies for the experts that are here; ids count from the first of these."""
         self.routing = tables(ids, self.local, self.multiple, self.capacity)
 
-    def _ordered(self, x: torch.Tensor, ends: list[int] | None, works: list | None) -> Rows:
-        """Of x `[n, h]`, which has come; ends: of the experts, if they are known."""
+    def _trim(self, ends: list[int] | None) -> list[int] | None:
+        """The tables without what no expert has, and the ends of these, if they are known."""
         if self.capacity is not None:
             ends = [i * (len(self.routing.source) // self.local) for i in range(self.local + 1)]
         elif ends is not None:
             self.routing = replace(self.routing, source=self.routing.source[: ends[-1]])
-        return self.permute(x, self.routing), self.routing.offsets, ends, works
+        return ends
 
 
 class AllGather(Dispatcher):
@@ -239,21 +206,37 @@ class AllGather(Dispatcher):
         asked = axis.size > 1 and self.capacity is None
         self.ends = OnTheWay(self.routing.offsets).read if asked else lambda: None
 
-    def start_send(self, x: torch.Tensor, probs: torch.Tensor) -> Callable[[], Rows]:
-        """Gathers meanwhile."""
-        works = [] if x.requires_grad and self.axes.etp_ep.size > 1 else None
-        arrive = start_gather(probs, self.axes.etp_ep), start_gather(x, self.axes.etp_ep, works)
-        ends = self.ends()
+    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: Ahead = None) -> Callable[[], Rows]:
+        """Gathers meanwhile, or goes on with what has set out."""
+        begun, trip = ahead or self.set_out(x, self.axes)
+        self.probs, ends = start_gather(probs, self.axes.etp_ep), self._trim(self.ends())
+        self.blocks = moe_pieces.Blocks(self.routing, self._ranks(self.axes), self.fused)
 
         def finish() -> Rows:
-            self.probs, rows = (come() for come in arrive)
-            return self._ordered(rows, ends, works)
+            rows = moe_pieces.PermuteFunction.apply(begun, trip, self.blocks)
+            return rows, self.routing.offsets, ends, trip.works
 
         return finish
 
     def start_back(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Adds up this rank's part at once."""
-        return partial(scatter_seq, self.unpermute(rows, self.routing, self.probs), self.axes.etp_ep)
+        """Adds up each rank's sums one after the other, and sends them meanwhile."""
+        trip = moe_pieces.Trip(None, partial(moe_pieces.start_pieces, axis=self.blocks.axis))
+        begun = moe_pieces.UnpermuteFunction.apply(rows, self.probs(), trip, self.blocks)
+        return partial(moe_pieces.FinishFunction.apply, begun, trip)
+
+    @staticmethod
+    def _ranks(axes: MoeAxes) -> Axis:
+        """All that share the tokens; two halves are under way at once."""
+        return in_any_order(axes.etp_ep) if axes.ep.overlap else axes.etp_ep
+
+    @classmethod
+    def set_out(cls, x: torch.Tensor, axes: MoeAxes) -> Ahead:
+        """Begin to gather x."""
+        axis, works = cls._ranks(axes), None
+        if x.requires_grad and axis.size > 1:
+            works = Soon(whole=peer_memory(axis, x.device, "reduce_scatter") is not None)
+        trip = moe_pieces.Trip(partial(moe_pieces.start_pieces, axis=axis), None, works)
+        return moe_pieces.StartFunction.apply(x, trip), trip
 
 
 class AllToAll(Dispatcher):
@@ -299,7 +282,7 @@ class AllToAll(Dispatcher):
             way.sizes = partial(sizes, i)
         return ways
 
-    def start_send(self, x: torch.Tensor, probs: torch.Tensor) -> Callable[[], Rows]:
+    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: None = None) -> Callable[[], Rows]:
         """Tokens travel over ep meanwhile."""
         told = torch.cat((probs, self.ids + 1.0), dim=1)  # in padding 0 and 0
         rows, told = (self.permute(v, self.going) for v in (x, told))
@@ -309,7 +292,7 @@ class AllToAll(Dispatcher):
         self.to_ep = ep, going, here
         self.to_etp = etp, [sum(here)] * etp.size, [sum(coming[i :: etp.size]) for i in range(etp.size)]
         self.going = replace(self.going, source=self.going.source[: sum(going)])
-        works = [] if x.requires_grad and ep.size > 1 else None
+        works = Soon() if x.requires_grad and ep.size > 1 else None
         arrive = start_exchange(rows, *self.to_ep, works), start_exchange(told, *self.to_ep)
 
         def finish() -> Rows:
@@ -317,7 +300,8 @@ class AllToAll(Dispatcher):
             probs, ids = told.chunk(2, dim=1)
             self.probs = probs.contiguous()
             self._route(ids.detach().int() - (1 + ep.rank * self.local))
-            return self._ordered(rows, ends, works)
+            ends_here = self._trim(ends)
+            return self.permute(rows, self.routing), self.routing.offsets, ends_here, works
 
         return finish
 
@@ -354,6 +338,12 @@ def cut(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
     return [x] if parts == 1 else x.split([end - start for start, end in pairwise(places)])
 
 
+def set_out(x: torch.Tensor, axes: MoeAxes, kind: str) -> list[Ahead]:
+    """Begin before the router what needs no ids, for `dispatch`; it must follow."""
+    parts = cut(x, 1 + axes.ep.overlap)
+    return [AllGather.set_out(part, axes) if kind == "allgather" else None for part in parts]
+
+
 def dispatch(
     x: torch.Tensor,
     probs: torch.Tensor,
@@ -362,16 +352,19 @@ def dispatch(
     axes: MoeAxes,
     kind: str,
     meanwhile: Callable[[], None] = lambda: None,
+    ahead: list[Ahead] | None = None,
 ) -> torch.Tensor:
     """Each token's sum of what its experts make of it, times probs fp32 `[t, k]`: x `[t, h] -> [t, h]`.
 
     ids: int32 `[t, k]`, -1 for none. meanwhile: launches other work, before the host waits for sizes, or with
-    moe_shared_expert_overlap while x travels. Communicates as the dispatcher of this kind does.
+    moe_shared_expert_overlap while x travels. ahead: what `set_out` has begun. Communicates as the dispatcher
+    of this kind does.
     """
     ways, late = begin(ids, experts, axes, kind), experts.config.moe_shared_expert_overlap
     if not late:
         meanwhile()
-    parts = zip(ways, cut(x, len(ways)), cut(probs, len(ways)), strict=True)
+    begun = ahead or [None] * len(ways)
+    parts = zip(ways, cut(x, len(ways)), cut(probs, len(ways)), begun, strict=True)
     coming = [way.start_send(*part) for way, *part in parts]
     if late:
         meanwhile()

@@ -31,7 +31,7 @@ from nanomegatron.fp8_fused import CastFp8Function, through
 from nanomegatron.moe_matmul import GroupedFp8LinearFunction, GroupedLinearFunction, Groups, whole
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.ops_mlp import SILU, gated_ref
-from nanomegatron.param import Init, ParamSpec, Part, new_parameter, replica, scaled_std, shard
+from nanomegatron.param import Init, ParamSpec, Part, Soon, new_parameter, replica, scaled_std, shard
 
 
 class AddBiasFunction(torch.autograd.Function):
@@ -116,7 +116,7 @@ class GroupedExperts(nn.Module):
         rows: torch.Tensor,
         offsets: torch.Tensor,
         ends: list[int] | None = None,
-        soon: list | None = None,
+        soon: Soon | None = None,
     ) -> torch.Tensor:
         """offsets: int32 `[e + 1]`, ascending from 0; rows beyond the last are nobody's, in FP8 zeros.
 
@@ -150,7 +150,7 @@ def linear(
     groups: Groups,
     transposed: bool,
     fp8: Fp8Linear | None,
-    soon: list | None = None,
+    soon: Soon | None = None,
 ) -> torch.Tensor:
     """Every expert's linear layer on its rows, in FP8 if there is an `fp8`. `[r, i] -> [r, o]`"""
     if fp8 is None:

@@ -34,7 +34,7 @@ from torch import nn
 
 from nanomegatron.fp8 import Cast, Fp8Linear, matmul
 from nanomegatron.fp8_fused import casts_of
-from nanomegatron.param import add_product, contribute, main_grad, now_or, puts_off, when_due
+from nanomegatron.param import Soon, add_product, contribute, main_grad, now_or, puts_off, when_due
 
 LARGE = 2**36  # multiplications
 
@@ -78,13 +78,13 @@ def products(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def weight_grads(
-    weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups, soon: list | None = None
+    weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups, soon: Soon | None = None
 ) -> torch.Tensor | None:
     """a^T b of each expert's rows, where `param.py` wants the gradient. a `[r, o]`, b `[r, i]`
 
-    What is left in `soon`, for a bucket's parameter, shares the GPU with a message: the loop, or the sum of
-    gradients, but no grouped matmul, whose blocks expect all multiprocessors from the start and would end as
-    much later.
+    What is left in `soon`, for a bucket's parameter, runs beside a message. NCCL's shares the GPU with the
+    loop, or the sum of gradients, but not with a grouped matmul, whose blocks expect all multiprocessors from
+    the start and would end as much later. Copy engines leave them these, and all can wait: `soon.whole`.
     """
     sizes = a.shape[1], b.shape[1]
     if groups.grouped and not groups.large(*sizes) and fits(a, *sizes):
@@ -99,7 +99,7 @@ def weight_grads(
 
 
 def one_by_one(
-    weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None], soon: list | None
+    weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None], soon: Soon | None
 ) -> torch.Tensor | None:
     """The weight gradient: `add` adds that of an expert `[o, i]`, of its rows from the first to an end."""
     target = main_grad(weight)
@@ -118,7 +118,7 @@ def one_by_one(
 
 
 def due(
-    weight: nn.Parameter, work: Callable[[list | None], torch.Tensor | None], soon: list | None
+    weight: nn.Parameter, work: Callable[[Soon | None], torch.Tensor | None], soon: Soon | None
 ) -> torch.Tensor | None:
     """`when_due`, of work that may leave something in `soon`, where nobody puts it off as a whole."""
     given = None if puts_off(weight) else soon
@@ -133,7 +133,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool, soon: list | None = None
+        ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool, soon: Soon | None = None
     ) -> torch.Tensor:
         x, w = x.contiguous(), weight.view(groups.experts, -1, weight.shape[1])
         ctx.save_for_backward(x)
@@ -168,7 +168,7 @@ def fp8_products(x: Cast, w: Cast, groups: Groups, dtype: torch.dtype, fast: boo
 
 
 def fp8_weight_grads(
-    weight: nn.Parameter, a: Cast, b: Cast, groups: Groups, soon: list | None = None
+    weight: nn.Parameter, a: Cast, b: Cast, groups: Groups, soon: Soon | None = None
 ) -> torch.Tensor | None:
     """As `weight_grads`, of the transposed copies. a `[o, r]`, b `[i, r]`"""
     if at_once(a.data, groups):
@@ -196,7 +196,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         transposed: bool,
         fp8: Fp8Linear,
         trains: bool,
-        soon: list | None = None,
+        soon: Soon | None = None,
     ) -> torch.Tensor:
         """x: or a stand-in for it, with casts."""
         cast = casts_of(x) or fp8.cast(x, "x", fp8.outputs("", trains), None, trains)

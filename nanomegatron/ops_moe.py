@@ -7,10 +7,11 @@
 Copies of a token for its k experts are numbered t * k + j. Those of one expert stand together, in this order,
 in the rows offsets[e] ... offsets[e + 1]: counts[e] of them, then padding to a multiple. A position of -1 is
 a copy that is dropped, a source of -1 a row of padding. Each op is the other's backward, with the same probs.
-The number of rows is that of the worst case: nothing waits for the GPU.
+The number of rows is that of the worst case: nothing waits for the GPU. Both work token by token:
+`permute_block` and `unpermute_block` do so for a block of tokens, as `Routing.block` has it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,11 @@ class Routing:
     """`[experts + 1]`: first row of each expert, and the end of the last."""
     counts: torch.Tensor
     """`[experts]`: copies, without padding."""
+
+    def block(self, tokens: slice, padding: bool = False) -> "Routing":
+        """Of some tokens; with rows to be zeroed, or without."""
+        source = self.source if padding else self.source[:0]
+        return replace(self, position=self.position[tokens], source=source)
 
 
 def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:
@@ -121,20 +127,44 @@ def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None 
     return copies.sum(dim=1).to(z.dtype)
 
 
-def _permute(x, routing, probs, z=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def permute_block(out, x, routing, probs=None, z=None, fused: bool = True) -> torch.Tensor | None:
+    """Those rows of out that a block of tokens has, x `[n, h]` times probs `[n, k]`, and of padding.
+
+    Gives with z `[rows, h]` <x[t], z[position[t, j]]> `[n, k]`. Not for autograd. Raises ValueError.
+    """
+    _check(x, routing, probs, len(routing.position))
+    if fused and usable(x, "permute"):
+        return _permute(x, routing, probs, z, out)[1]
+    kept, at = routing.position >= 0, routing.position.long()
+    rows = x.float()[:, None].expand(*at.shape, -1)
+    out[: len(routing.source)].masked_fill_((routing.source < 0)[:, None], 0.0)
+    out[at[kept]] = (rows if probs is None else rows * probs[:, :, None])[kept].to(x.dtype)
+    return None if z is None else (rows * F.pad(z.float(), (0, 0, 0, 1))[at]).sum(2)  # the last: dropped
+
+
+def unpermute_block(out, z, routing, probs=None, fused: bool = True) -> None:
+    """`unpermute` of z `[rows, h]` to a block of tokens out `[n, h]`. Not for autograd. Raises ValueError."""
+    _check(out, routing, probs, len(routing.position))
+    if fused and usable(z, "unpermute"):
+        _unpermute(z, routing, probs, out=out)
+    else:
+        out.copy_(unpermute_ref(z, routing, probs))
+
+
+def _permute(x, routing, probs, z=None, out=None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The kernel; with z `[rows, h]` also <x[t], z[position[t, j]]> `[t, k]`."""
     position, source = routing.position, routing.source
-    out = x.new_empty(len(source), x.shape[1])
+    out = x.new_empty(len(source), x.shape[1]) if out is None else out
     dots = None if z is None else x.new_empty(position.shape, dtype=torch.float32)
     sizes = (*position.shape, len(source), x.shape[1])
     launch("moe_permute", x, out, probs, position, source, z, dots, *sizes, TYPES[x.dtype])
     return out, dots
 
 
-def _unpermute(z, routing, probs, x=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _unpermute(z, routing, probs, x=None, out=None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The kernel; with x `[t, h]` also <x[t], z[position[t, j]]> `[t, k]`."""
     position = routing.position
-    y = z.new_empty(len(position), z.shape[1])
+    y = z.new_empty(len(position), z.shape[1]) if out is None else out
     dots = None if x is None else z.new_empty(position.shape, dtype=torch.float32)
     launch("moe_unpermute", z, y, probs, position, x, dots, *position.shape, z.shape[1], TYPES[z.dtype])
     return y, dots

@@ -200,6 +200,14 @@ class Deferred:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
+class Soon(list):
+    """Work on weight gradients for `Deferred.do`, before this backward ends: `whole`, or the sum alone."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.whole = whole
+
+
 def puts_off(param: nn.Parameter) -> bool:
     """Whether the work on the gradient of the parameter is put off now."""
     deferred = getattr(param, "deferred", None)
@@ -222,19 +230,19 @@ def now_or(
 
 
 def contribute(
-    param: nn.Parameter, grad: Callable[[], torch.Tensor], soon: list | None = None
+    param: nn.Parameter, grad: Callable[[], torch.Tensor], soon: Soon | None = None
 ) -> torch.Tensor | None:
     """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd.
 
-    soon: takes the sum, to be made before this backward ends.
+    soon: takes that, or the sum alone.
     """
     target = main_grad(param)
     if target is None:
         return grad()
-    made = grad()
+    made = None if soon is not None and soon.whole else grad()
 
     def add() -> None:
-        add_(target, made)
+        add_(target, grad() if made is None else made)
         param.bucket.ready(param)
 
     return now_or(soon, param, add)

@@ -22,6 +22,7 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.attention import choose_backend
+from nanomegatron.comm_pieces import overlap_path
 from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_batch import stages
 from nanomegatron.cp_dynamic import Ranks
@@ -38,7 +39,6 @@ from nanomegatron.plan import chunks_kept, describe, memory_of_ranks
 from nanomegatron.pp import Stages, stage_layers
 from nanomegatron.run_profile import Profile
 from nanomegatron.run_timers import Clock, Timers
-from nanomegatron.tp_overlap import overlap_path
 from nanomegatron.trace import Tracer
 
 

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from nanomegatron.mesh import Axis
-from nanomegatron.param import Init, ParamSpec, contribute, draw, new_parameter, replica, scaled_std, shard
+from nanomegatron.param import (
+    Deferred,
+    Init,
+    ParamSpec,
+    Soon,
+    contribute,
+    draw,
+    new_parameter,
+    replica,
+    scaled_std,
+    shard,
+)
 
 
 def axes(size):
@@ -155,6 +166,13 @@ def test_contribution_goes_to_main_grad_or_to_autograd():
     assert contribute(param, lambda: grad) is None
     assert calls[0] == "open" and calls[1] is param and len(calls) == 2
     assert (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
+    for whole in (False, True):
+        made, soon = [], Soon(whole)
+        calls.clear()
+        assert contribute(param, lambda made=made: made.append(1) or grad, soon) is None
+        assert calls == ["open"] and made == [1] * (not whole), "the sum alone is left, or all"
+        Deferred.do(soon)
+        assert made == [1] and calls[1] is param and (param.main_grad == 3).all()
 
 
 @pytest.mark.parametrize("kind", SPECS)

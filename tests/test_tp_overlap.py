@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from nanomegatron.comm import all_gather, reduce_scatter
+from nanomegatron.comm_pieces import overlap_path
 from nanomegatron.mesh import Axis
-from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, overlap_path, start_gather
+from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
 from tests.peer_files import FileMemory
 from tests.spmd import run_spmd, spmd
 

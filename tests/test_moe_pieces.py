@@ -1,0 +1,237 @@
+"""Tokens in blocks of ranks: over memory in common as by collectives, in which order, and what ranks late do.
+
+The memory is that of `peer_files.py`, as in test_tp_overlap.py.
+"""
+
+import itertools
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanomegatron import moe_pieces, moe_router
+from nanomegatron.comm_pieces import overlap_path
+from nanomegatron.config import ParallelConfig
+from nanomegatron.dp import Buckets
+from nanomegatron.moe_dispatch import DISPATCHERS, dispatch, set_out
+from nanomegatron.moe_router import MoeAxes
+from nanomegatron.ops_moe import permute, permute_block, route, unpermute, unpermute_block
+from tests.moe_routers import batch_of
+from tests.spmd import run_spmd, spmd
+from tests.test_moe_dispatch import E, Experts, H, every_case, near, random_ids
+from tests.test_moe_overlap import CONFIG, DROPS, LATE, check, layer_of, trained
+from tests.test_tp_overlap import share_files
+
+GATHER = replace(CONFIG, moe_token_dispatcher_type="allgather")
+LAYOUTS = {"ep2": (2, {"ep": 2}), "ep4": (4, {"ep": 4}), "etp2": (2, {"tp": 2, "etp": 2})}
+LAYOUTS["ep2 etp2"] = 4, {"tp": 2, "ep": 2, "etp": 2}
+
+
+def in_memory(mesh, folder):
+    share_files(mesh.etp_ep, folder)
+    every_case(mesh, ("allgather",))
+    assert mesh.etp_ep.scratch["all_gather"].size and mesh.etp_ep.scratch["reduce_scatter"].size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_in_common_does_as_well(layout, tmp_path):
+    world, sizes = LAYOUTS[layout]
+    run_spmd(in_memory, world, str(tmp_path), timeout=120, **sizes)
+
+
+def layers(mesh, folder):
+    """Halves go by collectives all the same."""
+    s = 6 * mesh.tp.size
+    for more in ({}, DROPS):
+        plain = trained(mesh, replace(CONFIG, **more), s=s)
+        config = replace(GATHER, **more)
+        by_collectives = trained(mesh, config, s=s)
+        check(by_collectives, plain, rel=5e-6)
+        check(trained(mesh, config, True, s=s), by_collectives, rel=5e-6)
+    share_files(mesh.etp_ep, folder)
+    found = trained(mesh, config, s=s)
+    check(found, by_collectives, rel=5e-6)
+    begun = mesh.etp_ep.scratch["reduce_scatter"].slot
+    check(trained(mesh, config, True, s=s), by_collectives, rel=5e-6)
+    assert mesh.etp_ep.scratch["reduce_scatter"].slot == begun, "not used"
+    for how in (dict(late=True), dict(again=True), dict(again=True, late=True)):
+        check(trained(mesh, config, s=s, **how), found, rel=0)
+    check(trained(mesh, replace(config, **LATE), s=s), found, rel=0)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "ep4", "ep2 etp2"])
+def test_layers_by_all_three_ways(layout, tmp_path):
+    world, sizes = LAYOUTS[layout]
+    run_spmd(layers, world, str(tmp_path), timeout=120, **sizes)
+
+
+class Dawdled(torch.autograd.Function):
+    """x itself, after a while, in the backward too."""
+
+    @staticmethod
+    def forward(ctx, x, dawdle):
+        ctx.dawdle = dawdle
+        dawdle()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.dawdle()
+        return grad, None
+
+
+class Training(Experts):
+    """Experts whose rows have gradients."""
+
+    def __call__(self, rows, offsets, ends, soon):
+        assert ends == offsets.tolist() and not soon
+        return self.run(rows, offsets)
+
+
+@spmd(world=4, ep=4)
+def test_late_ranks(mesh, tmp_path):
+    """Calls of all sizes, with or without a backward; each rank is late at another place."""
+    axes, dice, same = MoeAxes.of(mesh), random.Random(mesh.rank), random.Random(0)
+    apart = replace(axes, etp_ep=replace(axes.etp_ep, scratch={}))
+    share_files(axes.etp_ep, tmp_path)
+    experts = Training(axes)
+    run = experts.run
+
+    def dawdle():
+        time.sleep(dice.choice((0, 0, 0.003)))
+
+    experts.run = lambda rows, offsets: Dawdled.apply(run(Dawdled.apply(rows, dawdle), offsets), dawdle)
+    for turn in range(40):
+        t = same.choice((1, 3, 8, 40)) if turn else 2
+        generator = torch.Generator().manual_seed(100 * turn + mesh.rank)
+        x, grad = (torch.randn(t, H, generator=generator) for _ in range(2))
+        ids = random_ids(generator, t, 0.3)
+        probs, found = torch.rand(ids.shape, generator=generator), []
+        for among in (axes, apart):
+            leaf, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
+            dawdle()
+            ahead = set_out(leaf, among, "allgather") if turn % 3 else None
+            dawdle()
+            y = dispatch(Dawdled.apply(leaf, dawdle), weights, ids, experts, among, "allgather", ahead=ahead)
+            if turn % 4:
+                y.backward(grad)
+            found.append([v for v in (y.detach(), leaf.grad, weights.grad) if v is not None])
+        for ours, theirs in zip(*found, strict=True):
+            near(ours, theirs)
+    assert "path" in axes.etp_ep.scratch and overlap_path(axes.etp_ep, torch.device("cpu")) == "files"
+
+
+class Noting:
+    """What is waited for, and says so."""
+
+    def __init__(self, waited, word, log):
+        self.waited, self.word, self.log = waited, word, log
+
+    def wait(self):
+        self.log.append(self.word)
+        return self.waited.wait()
+
+
+FORWARD = "gather router come come experts scatter sum"
+BACKWARD = "gather come come experts scatter weights router sum"
+
+
+def ordered(mesh, folder):
+    """x sets out before the router; its gradient is summed behind the router's, and weights'."""
+    if folder:
+        share_files(mesh.etp_ep, folder)
+    log = []
+    gather, scatter, do = moe_pieces.gather_pieces, moe_pieces.scatter_pieces, moe_pieces.Deferred.do
+    of_gate, layer = moe_router.GateFunction.backward, layer_of(mesh, GATHER)
+
+    def gathering(*args):
+        log.append("gather")
+        gathered, arrivals = gather(*args)
+        coming = [(rows, Noting(arrival, "come", log)) for rows, arrival in arrivals]
+        return gathered, coming if folder else coming * 2  # there are two pieces, or one
+
+    def scattering(*args):
+        log.append("scatter")
+        return Noting(scatter(*args), "sum", log)
+
+    def doing(works):
+        assert len(works) == 1 and works.whole == bool(folder)
+        log.append("weights")
+        do(works)
+
+    def gate(ctx, grad):
+        log.append("router")
+        return of_gate(ctx, grad)
+
+    def tell(word):
+        return lambda *_: log.append(word)
+
+    moe_pieces.gather_pieces, moe_pieces.scatter_pieces = gathering, scattering
+    moe_pieces.Deferred.do, moe_router.GateFunction.backward = staticmethod(doing), staticmethod(gate)
+    Buckets(layer, ParallelConfig(), mesh).zero(1)
+    layer.router.register_forward_pre_hook(tell("router"))
+    layer.experts.register_forward_hook(tell("experts"))
+    layer.experts.register_full_backward_pre_hook(tell("experts"))
+    x = torch.randn(4, 2, layer.experts.config.hidden_size, requires_grad=True)
+    y = layer(x, batch_of(2, 4))
+    assert " ".join(log) == FORWARD
+    log.clear()
+    y.sum().backward()
+    assert " ".join(log) == BACKWARD and x.grad is not None
+
+
+@pytest.mark.parametrize("files", [False, True], ids=["collectives", "memory"])
+def test_the_order_in_which_all_is_launched(files, tmp_path):
+    run_spmd(ordered, 2, str(tmp_path) if files else "", ep=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_make_the_whole(seed, dtype):
+    """Blocks of tokens in any order, some of none; rows of padding are zeroed once."""
+    generator = torch.Generator().manual_seed(seed)
+    t, k, multiple = (int(torch.randint(1, n, (), generator=generator)) for n in (20, 4, 5))
+    ids = torch.randint(-1, E, (t, k), dtype=torch.int32, generator=generator)
+    if seed == 0:
+        ids.fill_(-1)
+    routing, probs = route(ids, E, multiple), torch.rand(t, k, generator=generator)
+    x, z = (torch.randn(n, H, generator=generator).to(dtype) for n in (t, len(routing.source)))
+    leaf = probs.clone().requires_grad_()
+    (dots,) = torch.autograd.grad(unpermute(z, routing, leaf), leaf, x)
+    ends = sorted(int(torch.randint(t + 1, (), generator=generator)) for _ in range(3))
+    blocks = [slice(*pair) for pair in itertools.pairwise([0, *ends, t])]
+    random.Random(seed).shuffle(blocks)
+    for weights in (None, probs):
+        out, y = torch.full_like(z, torch.nan), torch.full_like(x, torch.nan)
+        found = torch.full_like(probs, torch.nan)
+        for i, block in enumerate(blocks):
+            given = None if weights is None else weights[block]
+            one = routing.block(block, padding=i == 0)
+            found[block] = permute_block(out, x[block], one, given, z)
+            assert permute_block(out, x[block], one, given) is None
+            unpermute_block(y[block], z, routing.block(block), given)
+        assert torch.equal(out, permute(x, routing, weights)) and torch.equal(
+            y, unpermute(z, routing, weights)
+        )
+        torch.testing.assert_close(found, dots)
+
+
+def test_what_does_not_fit_is_refused():
+    routing = route(torch.zeros(4, 1, dtype=torch.int32), 1)
+    with pytest.raises(ValueError, match="a matrix of 2 rows"):
+        permute_block(torch.zeros(4, 3), torch.zeros(3, 3), routing.block(slice(0, 2)))
+    with pytest.raises(ValueError, match="a matrix of 2 rows"):
+        unpermute_block(torch.zeros(3, 3), torch.zeros(4, 3), routing.block(slice(0, 2)))
+
+
+def test_one_rank_sets_out_alone():
+    axes = MoeAxes()
+    x = torch.randn(5, H, requires_grad=True)
+    ids = torch.arange(3, dtype=torch.int32).repeat(5, 1)
+    for kind in DISPATCHERS:
+        y = dispatch(x, torch.ones(5, 3), ids, Experts(axes), axes, kind, ahead=set_out(x, axes, kind))
+        torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2 * 3.9))
