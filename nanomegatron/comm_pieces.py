@@ -22,6 +22,7 @@ import torch
 from nanomegatron.comm import Pending, start_all_gather, start_reduce_scatter
 from nanomegatron.comm_symmetric import PeerMemory, obstacle
 from nanomegatron.mesh import Axis
+from nanomegatron.ops_merge import sum_parts
 
 Make = Callable[[int, torch.Tensor], Any]
 
@@ -107,7 +108,7 @@ class _Sum:
     def wait(self) -> None:
         self.memory.join()
         self.memory.meet()
-        torch.sum(self.mine, 0, out=self.result)  # bf16 too is added in fp32 and rounded once
+        sum_parts(self.mine, self.result)  # bf16 too is added in fp32 and rounded once
 
 
 def others(axis: Axis) -> list[int]:

@@ -60,6 +60,15 @@ def add_(total: torch.Tensor, part: torch.Tensor) -> None:
     merge_rows([Part(out), Part(part.view(rows))], out)
 
 
+def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of parts `[k, ...]` to out `[...]`, of their type: added in fp32, rounded once."""
+    if len(parts) > MOST or out.numel() % 8 or not usable(out, "sum_parts"):
+        torch.sum(parts, 0, out=out)
+        return
+    rows = -1, 1, 1, 8
+    merge_rows([Part(part.view(rows)) for part in parts], out.view(rows))
+
+
 def merge_rows_ref(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
     """`merge_rows` in plain torch: specification and oracle."""
     wide = [_spread(part, len(out)) for part in parts]

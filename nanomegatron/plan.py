@@ -119,7 +119,7 @@ def memory_of_ranks(
                 **states(config, params, dtype, expert_weights(config, own), *fp8_weights(config, own)),
                 **{part: peak[part] for part in PARTS},
                 "messages": messages(config, stages, placed) + ring_buffers(config, device, dtype),
-                "tp buffers": tp_buffers(config, dtype) if device.type == "cuda" else 0,
+                "room for pieces": piece_buffers(config, dtype) if device.type == "cuda" else 0,
             }
         )
     return found
@@ -288,11 +288,18 @@ def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: to
     return columns * (e * tokens + wide * min(tokens, CHUNK)) + whole
 
 
-def tp_buffers(config: Config, dtype: torch.dtype) -> float:
-    """Bytes that tp ranks share to send pieces: two halves for a gather, two for a reduce-scatter."""
-    tp, tokens = config.parallel.tensor_model_parallel_size, tokens_of(config)
-    used = config.parallel.tp_comm_overlap and tp > 1
-    return 2 * dtype.itemsize * config.model.hidden_size * tokens * (1 + 1 / tp) * used
+def piece_buffers(config: Config, dtype: torch.dtype) -> float:
+    """Bytes that tp ranks, and those that share experts, have for `comm_pieces`.
+
+    Two slots for a rank's tokens, and two for the sums of all ranks'.
+    """
+    model, parallel, tp = config.model, config.parallel, config.parallel.tensor_model_parallel_size
+    experts = (parallel.expert_tensor_parallel_size or tp) * parallel.expert_model_parallel_size
+    halves = parallel.overlap_moe_expert_parallel_comm
+    gathers = model.num_experts and model.moe_token_dispatcher_type == "allgather" and not halves
+    among = (tp, tp, parallel.tp_comm_overlap), (experts, config.sequence_cut, gathers)
+    slots = sum(2 * (1 + ranks) / cut for ranks, cut, used in among if used and ranks > 1)
+    return slots * dtype.itemsize * model.hidden_size * tokens_of(config)
 
 
 def _device(config: Config) -> torch.device:

@@ -17,7 +17,7 @@ one tp rank, and with sequence parallelism of those rows marked * the tp-th part
     MLP                 4f or 2f    SwiGLU: gate and up, silu(gate) but for the kernel, product; GELU: before
                                     and after; one f less if `mlp_act` is made again, none with `mlp`
     experts             c(2h + 4f)  of c copies of a token, with the f of one expert: inputs, as in an MLP,
-                                    and results, without the kernel in fp32; none with `moe`
+                                    and results, by alltoall without the kernel in fp32; none with `moe`
     router *            k, E        fp32 and int64 of each choice and each expert
     dropout masks *     2h          with --hidden-dropout
     statistics          fp32        1 or 2 a norm (of each head, for a q/k norm), log-sum-exp of each head
@@ -137,10 +137,12 @@ def _experts(config: Config, inner: float, kernels: bool) -> float:
     """Bytes a token that router and experts keep; these `inner` a feature, beside what fc2 reads."""
     model, e, k = config.model, getattr(torch, config.dtype_name).itemsize, config.model.moe_router_topk
     copies, f, read = copies_of(config), routed_width(config), expert_input(config)
-    rows = read + (e if kernels and model.moe_permute_fusion else 4)
+    swaps = model.moe_token_dispatcher_type == "alltoall" and config.parallel.expert_model_parallel_size > 1
+    by_torch = swaps and not (kernels and model.moe_permute_fusion)
+    rows = read + (4 if by_torch else e)
     features = (inner + read * (not model.recomputes("moe_act"))) * f
     losses = any(model.moe_aux_loss_coeff) or bool(model.moe_z_loss_coeff)
-    router = 34 * k + 4 * (model.num_experts or 0) * (1 + losses)
+    router = (34 if by_torch else 16) * k + 4 * (model.num_experts or 0) * (1 + losses)
     inputs = e * model.hidden_size * (bool(model.moe_shared_expert_gate) + bool(model.moe_input_jitter_eps))
     return copies * (rows * model.hidden_size + features) + (router + inputs) / config.sequence_cut
 

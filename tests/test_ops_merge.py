@@ -47,3 +47,10 @@ def test_parts_are_the_whole(run_here):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_sum_in_place(dtype, size, run_here):
     merge.test_a_sum_in_place(dtype, size)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 5])
+@pytest.mark.parametrize("shape", [(3, 8), (5, 7), (65, 40)])
+@pytest.mark.parametrize("dtype", merge.DTYPES)
+def test_sum_of_parts(dtype, shape, k, run_here):
+    merge.test_sum_of_parts(dtype, shape, k)

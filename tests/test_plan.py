@@ -204,7 +204,7 @@ def test_states_are_shared_as_the_strategies_say():
 def test_buffers_of_overlapped_collectives():
     run = config(replace(LLAMA3_8B, sequence_parallel=True), 8192, 1, 4)
     run = replace(run, parallel=replace(run.parallel, tp_comm_overlap=True))
-    assert memory(run, 128256, CUDA)["tp buffers"] == 2 * 2 * 4096 * 8192 * 1.25
+    assert memory(run, 128256, CUDA)["room for pieces"] == 2 * 2 * 4096 * 8192 * 1.25
 
 
 def test_a_fused_loss_keeps_no_logits():

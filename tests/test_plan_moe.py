@@ -119,3 +119,20 @@ def test_copies_follow_the_ranks_that_share_an_expert():
     assert plan_layer.copies_of(config(padded, 4096, 1)) == 3
     dropping = replace(MIXTRAL, moe_expert_capacity_factor=0.5)
     assert plan_layer.copies_of(config(dropping, 4096, 1)) == 1
+
+
+def test_room_for_pieces():
+    """Of tokens that are gathered, where GPUs have each other's memory; tokens of a rank: 4096 / tp."""
+    allgather = config(MIXTRAL, 4096, 1)
+
+    def room(run, device=CUDA, **parallel):
+        return memory(replace(run, parallel=ParallelConfig(**parallel)), 32000, device)["room for pieces"]
+
+    token, ep = 2 * 4096, dict(expert_model_parallel_size=4)
+    assert room(allgather, **ep) == 2 * (1 + 4) * 4096 * token
+    assert room(allgather) == room(allgather, CPU, **ep) == 0
+    assert room(allgather, overlap_moe_expert_parallel_comm=True, **ep) == 0
+    assert room(replace(allgather, model=replace(MIXTRAL, moe_token_dispatcher_type="alltoall")), **ep) == 0
+    both = replace(allgather, model=replace(MIXTRAL, sequence_parallel=True))
+    tp = dict(tensor_model_parallel_size=2, tp_comm_overlap=True)
+    assert room(both, **tp, **ep) == 2 * (1 + 2) * 2048 * token + 2 * (1 + 8) * 2048 * token

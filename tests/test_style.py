@@ -17,8 +17,8 @@ RANKS = """
 schedules
 config
 mesh tokenizer
-comm metrics
 ops
+comm metrics
 param model_recompute
 fp8
 attention tp

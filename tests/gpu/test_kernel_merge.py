@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nanomegatron.ops_merge import ALL, MOST, Part, add_, merge_rows
+from nanomegatron.ops_merge import ALL, MOST, Part, add_, merge_rows, sum_parts
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -131,3 +131,14 @@ def test_a_sum_in_place(dtype, size):
     expected = total + part
     add_(total, part)
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 5])
+@pytest.mark.parametrize("shape", [(3, 8), (5, 7), (65, 40)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_parts(dtype, shape, k):
+    """Rounded once."""
+    parts, out = torch.randn(k, *shape, device=GPU).to(dtype), torch.empty(shape, device=GPU, dtype=dtype)
+    sum_parts(parts, out)
+    error = ROUNDING[dtype] * parts.double().abs().sum(0) + torch.finfo(dtype).tiny
+    assert ((out.double() - parts.double().sum(0)).abs() <= error).all()
