@@ -118,7 +118,10 @@ def ratio(result: dict) -> list[str]:
 
 
 def draw(path: Path, results: list[dict]) -> None:
-    """Memory of a GPU by length of the row, measured and predicted. Raises ImportError without matplotlib."""
+    """Memory of a GPU by length of the row, measured and, by the first result that has a length, predicted.
+
+    Raises ImportError without matplotlib.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -131,9 +134,9 @@ def draw(path: Path, results: list[dict]) -> None:
             dict.fromkeys(row["again"] for row in rows), ("#0072b2", "#009e73", "#d55e00")
         ):
             mine = sorted((r for r in rows if r["again"] == again), key=lambda row: row["seq_length"])
-            told = [(r["seq_length"], r["predicted_gib"]["sum"]) for r in mine if "predicted_gib" in r]
+            told = {r["seq_length"]: r["predicted_gib"]["sum"] for r in mine[::-1] if "predicted_gib" in r}
             seen = [(r["seq_length"], r["peak_gib"]) for r in mine if "mfu" in r]
-            axes.plot(*zip(*told, strict=True), color=colour, linewidth=1, linestyle="--")
+            axes.plot(*zip(*sorted(told.items()), strict=True), color=colour, linewidth=1, linestyle="--")
             points = zip(*seen, strict=True) if seen else ([], [])
             axes.plot(*points, color=colour, marker="o", linestyle="none", label=again)
         if first["capacity_gib"]:
