@@ -18,6 +18,7 @@ from nanomegatron.dp import Buckets
 from nanomegatron.moe_dispatch import DISPATCHERS, dispatch, set_out
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.ops_moe import permute, permute_block, route, unpermute, unpermute_block
+from tests.gpu.ranks import Dawdled
 from tests.moe_routers import batch_of
 from tests.spmd import run_spmd, spmd
 from tests.test_moe_dispatch import E, Experts, H, every_case, near, random_ids
@@ -65,21 +66,6 @@ def layers(mesh, folder):
 def test_layers_by_all_three_ways(layout, tmp_path):
     world, sizes = LAYOUTS[layout]
     run_spmd(layers, world, str(tmp_path), timeout=120, **sizes)
-
-
-class Dawdled(torch.autograd.Function):
-    """x itself, after a while, in the backward too."""
-
-    @staticmethod
-    def forward(ctx, x, dawdle):
-        ctx.dawdle = dawdle
-        dawdle()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.dawdle()
-        return grad, None
 
 
 class Training(Experts):

@@ -48,6 +48,21 @@ def dawdler(rank: int) -> Callable[[], bool]:
     return dawdle
 
 
+class Dawdled(torch.autograd.Function):
+    """x itself, after a while, in the backward too."""
+
+    @staticmethod
+    def forward(ctx, x, dawdle):
+        ctx.dawdle = dawdle
+        dawdle()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.dawdle()
+        return grad, None
+
+
 def all_right(flags: list[torch.Tensor]) -> None:
     """Fails where one is not."""
     wrong = [k for k, flag in enumerate(torch.stack(flags).tolist()) if not flag]

@@ -10,7 +10,7 @@ from nanomegatron.comm_pieces import overlap_path
 from nanomegatron.config import TransformerConfig
 from nanomegatron.moe_dispatch import dispatch, set_out
 from nanomegatron.moe_router import MoeAxes
-from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
+from tests.gpu.ranks import Dawdled, all_right, dawdler, needs_two, run_on_gpus
 from tests.gpu.test_tp_overlap import close
 
 H, E, K = 512, 16, 4
@@ -28,21 +28,6 @@ LAYOUTS = {
         },
     ),
 }
-
-
-class Dawdled(torch.autograd.Function):
-    """x itself, after a while, in the backward too."""
-
-    @staticmethod
-    def forward(ctx, x, dawdle):
-        ctx.dawdle = dawdle
-        dawdle()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.dawdle()
-        return grad, None
 
 
 class Experts:
