@@ -153,7 +153,7 @@ def ring_shift(axis: Axis, device: torch.device, name: str, room: int, kept: int
     call it together. torch counts for each process how often it has met others to share memory, whoever these
     were, and waits forever for one that has met fewer: no rings for groups that come and go.
     """
-    if axis.regrouped:
+    if axis.size == 1 or axis.regrouped:
         return partial(start_shift, axis=axis)
     if name not in axis.scratch:
         axis.scratch[name] = None if obstacle(axis, device) else PeerRing(axis, device, kept)

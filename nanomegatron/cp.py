@@ -115,7 +115,8 @@ class RingFunction(torch.autograd.Function):
                 under_way.append((turn, shift([*pieces(turn, found)], (k, v), turn.back)))
             for step, (more, *_) in zip(turn.steps, found, strict=True):
                 dq.add(step.rows, more)
-        receive()
+        if under_way:
+            receive()
         return dq.rows, *(total.rows for total in sums), None, None, None
 
 
@@ -189,7 +190,8 @@ def travelling(
             parts = [[x[chosen] for x in own] for chosen in following.keys]
             coming = shift(parts, own, following.there)
         yield turn, keys
-        keys = coming.wait()
+        if following is not None:
+            keys = coming.wait()
 
 
 def ring_of(axis: Axis, k: torch.Tensor, name: str, kept: int) -> Callable[..., Pending]:

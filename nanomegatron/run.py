@@ -136,6 +136,9 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         say(f"pp      {run.model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}")
     if mesh.tp.overlap and mesh.tp.size > 1:
         say(f"tp      matmuls in pieces, sent by {overlap_path(mesh.tp, mesh.device)}")
+    gathers = model.num_experts and model.moe_token_dispatcher_type == "allgather" and not mesh.ep.overlap
+    if gathers and mesh.etp_ep.size > 1:
+        say(f"ep      tokens in blocks, sent by {overlap_path(mesh.etp_ep, mesh.device)}")
     if mesh.cp.size > 1:
         say(f"cp      {cp_text(config)}")
     core = choose_backend(

@@ -158,6 +158,16 @@ def test_a_ring_in_shared_memory_is_that_of_messages(size, tmp_path):
     run_spmd(by_memory, size, tmp_path, cp=size)
 
 
+def test_a_ring_of_one_group():
+    """Both ranks swap heads, and there is nobody to send keys to."""
+    expected = attention_alone(CASES["grouped"])
+    sizes = dict(hierarchical_context_parallel_sizes=(2, 1))
+    ranks = run_spmd(on_a_rank, 2, "a2a+p2p", CASES["grouped"], cp=2, **sizes)
+    for i, exact in enumerate(expected):
+        for at, parts, _ in ranks:
+            torch.testing.assert_close(parts[i], exact[at], rtol=1e-5, atol=1e-5)
+
+
 @spmd(world=2, cp=2, dynamic_context_parallel=True)
 def test_groups_that_come_and_go_share_no_memory(mesh):
     """torch would wait for a rank that has met fewer others."""

@@ -225,3 +225,13 @@ def test_the_first_lines_tell_how_rows_are_shared(flags, model, line, corpus, tm
     (tmp_path / "alone").mkdir()
     alone = run_spmd(run_train, 1, arguments(corpus, SHARED, model), str(tmp_path / "alone"))[0]
     np.testing.assert_allclose(series(ours), series(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize("flags, lines", [("", 1), ("--moe-token-dispatcher-type alltoall", 0)])
+def test_the_first_lines_tell_how_tokens_go_to_experts(flags, lines, corpus, tmp_path):  # noqa: F811
+    experts = (
+        "--num-experts 4 --moe-router-topk 2 --ep 2 --micro-batch-size 2 --train-iters 1 --lr-warmup-iters 0"
+    )
+    run_spmd(run_train, 2, arguments(corpus, experts, flags), str(tmp_path))
+    text = (tmp_path / "runs/test/log.txt").read_text()
+    assert text.count("\nep      tokens in blocks, sent by asynchronous collectives (no GPU)\n") == lines
