@@ -77,14 +77,18 @@ def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis) -> Pending:
     """
     memory = peer_memory(axis, whole.device, "reduce_scatter") if whole.numel() else None
     if memory is not None:
-        return push_pieces(make, whole, memory)
+        return push_pieces(make, whole, memory, in_step=True)
     for rank, part in enumerate(whole.chunk(axis.size)):
         make(rank, part)
     return start_reduce_scatter(whole, axis)
 
 
-def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory) -> Pending:
-    """`scatter_pieces` into every rank's memory, at the place that is ours there."""
+def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bool = False) -> Pending:
+    """`scatter_pieces` into every rank's memory, at the place that is ours there.
+
+    in_step: no rank pushes before all have their first block, so that none is pushed to by two at once, which
+    takes longer than in turn. The kernel that meets needs room that matmuls do not leave it.
+    """
     axis, parts = memory.axis, whole.chunk(memory.axis.size)
     memory.begin(whole.nbytes, whole)
     theirs = memory.of((axis.size, *parts[0].shape), whole.dtype)
@@ -92,6 +96,8 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory) -> Pending:
     for k, rank in enumerate(others(axis)):
         make(rank, parts[rank])
         pushes.append((memory.mark(k), theirs[rank][axis.rank], parts[rank]))
+        if in_step and k == 0:
+            memory.line_up(0)
     mine = theirs[axis.rank]
     make(axis.rank, mine[axis.rank])
     memory.copy(*pushes)

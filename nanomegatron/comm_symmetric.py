@@ -105,6 +105,12 @@ class PeerMemory:
         """Hold up the current stream until all copies begun are done."""
         self.last.wait()
 
+    def line_up(self, k: int) -> None:
+        """Hold up the copies to come until every rank has come to its mark k."""
+        with torch.cuda.stream(self.stream):
+            self.marks[k].wait()
+            self.handle.barrier(channel=0)
+
     def meet(self) -> None:
         """Hold up the current stream until that of every rank has come here."""
         self.handle.barrier(channel=0)

@@ -21,7 +21,7 @@ class LateCopy:
 
 
 class FileMemory(PeerMemory):
-    """Files in place of GPU memory; the rest, the halves and who waits for what, is the real thing."""
+    """Files in place of GPU memory; the rest, the slots and who waits for what, is the real thing."""
 
     def __init__(self, axis, kind, folder, slots=2):
         super().__init__(axis, CPU, kind, slots)
@@ -37,6 +37,9 @@ class FileMemory(PeerMemory):
 
     def mark(self, k):
         return None
+
+    def line_up(self, k):
+        barrier(self.axis)
 
     def copy(self, *copies):
         self.late += (late := [LateCopy(self, *pair) for _, *pair in copies])
