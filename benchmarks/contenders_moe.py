@@ -26,7 +26,7 @@ from nanomegatron.fp8 import E4M3, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model_ends import Tokens
 from nanomegatron.moe import MoELayer
-from nanomegatron.moe_dispatch import dispatch
+from nanomegatron.moe_dispatch import Journey
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_matmul import (
     Groups,
@@ -132,8 +132,9 @@ class Layer:
     def exchange(self, probs: torch.Tensor, ids: torch.Tensor) -> None:
         experts = self.layer.experts
         same = Same(experts.config, experts.multiple)
-        y = dispatch(self.x.flatten(0, 1), probs, ids, same, self.axes, self.layer.dispatcher)
-        y.backward(self.grad.flatten(0, 1))
+        journey = Journey(self.x.flatten(0, 1), same, self.axes, self.layer.dispatcher)
+        journey.route(ids)
+        journey.sums(probs).backward(self.grad.flatten(0, 1))
 
 
 class Same:

@@ -17,7 +17,7 @@ from torch import nn
 
 from nanomegatron.config import TransformerConfig
 from nanomegatron.model_recompute import recomputed
-from nanomegatron.moe_dispatch import dispatch, set_out
+from nanomegatron.moe_dispatch import Journey
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_router import MoeAxes, Router
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
@@ -49,16 +49,15 @@ class MoELayer(nn.Module):
     def forward(self, x: torch.Tensor, batch) -> torch.Tensor:
         """batch: the model's `Tokens`."""
         rows = x.flatten(0, 1)
-        ahead = set_out(rows, self.axes, self.dispatcher)
-        probs, ids = self.router(rows, batch)
+        journey = Journey(rows, self.experts, self.axes, self.dispatcher)
+        probs, _ = self.router(rows, batch, journey.route)
         shared: list[torch.Tensor] = []
 
         def meanwhile() -> None:
             if self.shared_experts is not None:
                 shared.append(recomputed(self._shared, x) if self.recompute else self._shared(x))
 
-        how = self.experts, self.axes, self.dispatcher, meanwhile, ahead
-        y = dispatch(rows, probs, ids, *how).view_as(x)
+        y = journey.sums(probs, meanwhile).view_as(x)
         return y + shared[0] if shared else y
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ a part of its weighted sum on each rank: these are summed over etp, sent back, a
 
 How many rows come is known on the GPU alone, and messages and memory need it on the host. That is the one
 time that the host waits, but not for the GPU's whole queue: the numbers start on their way before the
-permutation of x, and are read after what else there is to launch, for both halves at once if there are
-halves. Where every expert's rows of every rank are padded to the same capacity nothing is asked, nor where
-one rank has all experts.
+router's losses are made, and are read after what else there is to launch, for both halves at once if there
+are halves. Where every expert's rows of every rank are padded to the same capacity nothing is asked, nor
+where one rank has all experts.
 
 The weights come in once, on the way back: a rank's part of a token's sum is added in fp32, in the order of
 its copies, and rounded to the type of x; so are the sums of these parts. Gradients flow the same ways in
@@ -29,11 +29,11 @@ What travels by the all-gather does so in the blocks of the ranks (`moe_pieces.p
 and x before the router knows where to. Of 4 ranks, where GPUs have each other's memory:
 
     forward
-        network         x1 ---> x2 ---> x3 --->                         to 1 --> to 2 --> to 3 -->
-        GPU       copy  router, ids   own  x1  x2  x3  experts   for 1  for 2  for 3  own      wait  sum
+        network         x1 ----> x2 ----> x3 ---->                      to 1 --> to 2 --> to 3 -->
+        GPU       copy  router  losses  own  x1  x2  x3  experts  for 1 for 2 for 3 own     wait  sum
     backward
-        network         dy1 --> dy2 --> dy3 -->                to 1 --> to 2 --> to 3 -->
-        GPU       copy  own   dy1   dy2   dy3   experts  for 1 for 2 for 3 own  first dW  router    wait  sum
+        network         dy1 ---> dy2 ---> dy3 --->                to 1 --> to 2 --> to 3 -->
+        GPU       copy  own    dy1    dy2   dy3    experts  for 1 for 2 for 3 own  first dW  router  sum
 
 Over the network are copies by copy engines, which take nothing from the GPU; `own`, `x1`: that rank's tokens
 permuted, `for 1`, `own`: their sums. So weight gradients of the experts' first layers, all of it, and the
@@ -107,7 +107,11 @@ def start_gather(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
 
 
 def start_exchange(
-    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int], works: Soon | None = None
+    x: torch.Tensor,
+    axis: Axis,
+    send: list[int],
+    receive: list[int],
+    works: Soon | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Begin to hand `send[r]` rows of x to the axis's rank r; at the end `receive[r]` from it, in rank order.
 
@@ -180,6 +184,11 @@ class Dispatcher:
         self._begin(ids)
 
     @classmethod
+    def set_out(cls, x: torch.Tensor, axes: MoeAxes) -> Ahead:
+        """Begin what needs no ids."""
+        return None
+
+    @classmethod
     def of(cls, parts: Sequence[torch.Tensor], *how) -> list["Dispatcher"]:
         """One for the ids of each part of a batch."""
         return [cls(ids, *how) for ids in parts]
@@ -206,11 +215,13 @@ class AllGather(Dispatcher):
         asked = axis.size > 1 and self.capacity is None
         self.ends = OnTheWay(self.routing.offsets).read if asked else lambda: None
 
-    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: Ahead = None) -> Callable[[], Rows]:
-        """Gathers meanwhile, or goes on with what has set out."""
-        begun, trip = ahead or self.set_out(x, self.axes)
-        self.probs, ends = start_gather(probs, self.axes.etp_ep), self._trim(self.ends())
+    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: Ahead) -> Callable[[], Rows]:
+        """Goes on with what has set out."""
+        begun, trip = ahead
+        self.probs = start_gather(probs, self.axes.etp_ep)
         self.blocks = moe_pieces.Blocks(self.routing, self._ranks(self.axes), self.fused)
+        ends = self._trim(self.ends())
+        self.blocks.source = self.routing.source
 
         def finish() -> Rows:
             rows = moe_pieces.PermuteFunction.apply(begun, trip, self.blocks)
@@ -261,8 +272,6 @@ class AllToAll(Dispatcher):
     ) -> list[Dispatcher]:
         """As Dispatcher's; sends ep + E counts of each part at once to all of etp x ep, and to the host."""
         ep, ranks, n = axes.ep, axes.etp_ep, len(parts)
-        if ranks.size == 1:
-            return AllGather.of(parts, experts, axes, capacity, *how)
         ways = super().of(parts, experts, axes, capacity, *how)
         if capacity is not None:
             return ways
@@ -282,7 +291,7 @@ class AllToAll(Dispatcher):
             way.sizes = partial(sizes, i)
         return ways
 
-    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: None = None) -> Callable[[], Rows]:
+    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: None) -> Callable[[], Rows]:
         """Tokens travel over ep meanwhile."""
         told = torch.cat((probs, self.ids + 1.0), dim=1)  # in padding 0 and 0
         rows, told = (self.permute(v, self.going) for v in (x, told))
@@ -324,50 +333,48 @@ class AllToAll(Dispatcher):
 DISPATCHERS = {"allgather": AllGather, "alltoall": AllToAll}
 
 
-def begin(ids: torch.Tensor, experts: GroupedExperts, axes: MoeAxes, kind: str) -> list[Dispatcher]:
-    """A dispatcher of this kind for ids int32 `[t, k]`, or with `axes.ep.overlap` one for each half."""
-    config = experts.config
-    capacity = expert_capacity(len(ids), config) if config.moe_pad_expert_input_to_capacity else None
-    how = capacity, experts.multiple, config.moe_permute_fusion
-    return DISPATCHERS[kind].of(cut(ids, 1 + axes.ep.overlap), config.num_experts, axes, *how)
+def dispatcher(kind: str, axes: MoeAxes) -> type[Dispatcher]:
+    """Of this kind, unless there is one rank, which has nothing to send."""
+    return DISPATCHERS[kind] if axes.etp_ep.size > 1 else AllGather
+
+
+class Journey:
+    """Tokens x `[t, h]` to their experts and back, of which each part begins when what it needs is known."""
+
+    def __init__(self, x: torch.Tensor, experts: GroupedExperts, axes: MoeAxes, kind: str) -> None:
+        """What needs no ids sets out. kind: of dispatcher, which communicates as it says."""
+        self.experts, self.axes, self.kind = experts, axes, dispatcher(kind, axes)
+        self.parts = cut(x, 1 + axes.ep.overlap)
+        self.ahead = [self.kind.set_out(part, axes) for part in self.parts]
+
+    def route(self, ids: torch.Tensor) -> None:
+        """Tell which experts: int32 `[t, k]`, -1 for none. The sizes of messages set out to the host."""
+        config = self.experts.config
+        capacity = expert_capacity(len(ids), config) if config.moe_pad_expert_input_to_capacity else None
+        how = capacity, self.experts.multiple, config.moe_permute_fusion
+        ids = cut(ids, len(self.parts))
+        self.ways: list[Dispatcher] = self.kind.of(ids, config.num_experts, self.axes, *how)
+
+    def sums(self, probs: torch.Tensor, meanwhile: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Each token's sum of what its experts make of it, times probs fp32 `[t, k]`: `[t, h]`.
+
+        meanwhile: launches other work, before the host waits for sizes, or with moe_shared_expert_overlap
+        while x travels.
+        """
+        late = self.experts.config.moe_shared_expert_overlap
+        if not late:
+            meanwhile()
+        parts = zip(self.ways, self.parts, cut(probs, len(self.ways)), self.ahead, strict=True)
+        coming = [way.start_send(*part) for way, *part in parts]
+        if late:
+            meanwhile()
+        # what has come is let go of
+        going = [way.start_back(self.experts(*coming.pop(0)())) for way in self.ways]
+        found = [arrive() for arrive in going]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def cut(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
     """The rows of x in parts, as even as can be, some perhaps of none."""
     places = [len(x) * i // parts for i in range(parts + 1)]
     return [x] if parts == 1 else x.split([end - start for start, end in pairwise(places)])
-
-
-def set_out(x: torch.Tensor, axes: MoeAxes, kind: str) -> list[Ahead]:
-    """Begin before the router what needs no ids, for `dispatch`; it must follow."""
-    parts = cut(x, 1 + axes.ep.overlap)
-    return [AllGather.set_out(part, axes) if kind == "allgather" else None for part in parts]
-
-
-def dispatch(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    ids: torch.Tensor,
-    experts: GroupedExperts,
-    axes: MoeAxes,
-    kind: str,
-    meanwhile: Callable[[], None] = lambda: None,
-    ahead: list[Ahead] | None = None,
-) -> torch.Tensor:
-    """Each token's sum of what its experts make of it, times probs fp32 `[t, k]`: x `[t, h] -> [t, h]`.
-
-    ids: int32 `[t, k]`, -1 for none. meanwhile: launches other work, before the host waits for sizes, or with
-    moe_shared_expert_overlap while x travels. ahead: what `set_out` has begun. Communicates as the dispatcher
-    of this kind does.
-    """
-    ways, late = begin(ids, experts, axes, kind), experts.config.moe_shared_expert_overlap
-    if not late:
-        meanwhile()
-    begun = ahead or [None] * len(ways)
-    parts = zip(ways, cut(x, len(ways)), cut(probs, len(ways)), begun, strict=True)
-    coming = [way.start_send(*part) for way, *part in parts]
-    if late:
-        meanwhile()
-    going = [way.start_back(experts(*coming.pop(0)())) for way in ways]  # what has come is let go of
-    found = [arrive() for arrive in going]
-    return found[0] if len(found) == 1 else torch.cat(found)

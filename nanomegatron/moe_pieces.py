@@ -14,7 +14,7 @@ there too. A whole trip has a StartFunction and a FinishFunction.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +36,12 @@ class Trip:
     works: work on weight gradients that comes up before the way back, to be done meanwhile.
     """
 
-    def __init__(self, there: Start | None, back: Start | None, works: Soon | None = None) -> None:
+    def __init__(
+        self,
+        there: Start | None,
+        back: Start | None,
+        works: Soon | None = None,
+    ) -> None:
         self.there, self.back, self.works = there, back, works
         self.under_way: list = []
 
@@ -84,37 +89,48 @@ def start_pieces(x: torch.Tensor, axis: Axis) -> Coming:
     return x, *gather_pieces(x, axis)
 
 
-@dataclass
 class Blocks:
-    """The order of all ranks' tokens for the experts here, and whom their blocks go to."""
+    """The order of all ranks' tokens for the experts here, and whom their blocks go to.
 
-    routing: Routing
-    axis: Axis
-    fused: bool
+    source: the routing's, once it is as long as there are rows. What can be done before is done at once.
+    """
+
+    def __init__(self, routing: Routing, axis: Axis, fused: bool) -> None:
+        self.routing, self.source, self.axis, self.fused = routing, routing.source, axis, fused
+        self.tables: dict[tuple[int, int], Routing] = {}
+        for rank in range(axis.size):
+            self.table(self.of(rank))
 
     def of(self, rank: int) -> slice:
         """Tokens of a rank."""
         n = len(self.routing.position) // self.axis.size
         return slice(rank * n, (rank + 1) * n)
 
+    def table(self, tokens: slice) -> Routing:
+        """Their routing, without padding."""
+        place = tokens.start, tokens.stop
+        if place not in self.tables:
+            self.tables[place] = self.routing.block(tokens)
+        return self.tables[place]
+
     def permute(self, coming: Coming, probs=None, z=None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`ops_moe.permute` of blocks as they come, and with z the gradient of probs."""
         x, gathered, arrivals = coming
-        out = x.new_empty(len(self.routing.source), x.shape[1])
+        out = x.new_empty(len(self.source), x.shape[1])
         dots = None if z is None else torch.empty_like(probs)
 
-        def order(block: torch.Tensor, tokens: slice, padding: bool) -> None:
+        def order(block: torch.Tensor, tokens: slice, table: Routing) -> None:
             given = None if probs is None else probs[tokens]
-            found = permute_block(out, block, self.routing.block(tokens, padding), given, z, self.fused)
+            found = permute_block(out, block, table, given, z, self.fused)
             if dots is not None:
                 dots[tokens] = found
 
         own = self.of(self.axis.rank)
-        order(x, own, True)
+        order(x, own, replace(self.table(own), source=self.source))  # the padding too
         for tokens, arrival in arrivals:
             arrival.wait()
             if tokens != own:
-                order(gathered[tokens], tokens, False)
+                order(gathered[tokens], tokens, self.table(tokens))
         return out, dots
 
     def unpermute(self, z: torch.Tensor, probs: torch.Tensor | None = None) -> Pending:
@@ -124,7 +140,7 @@ class Blocks:
         def make(rank: int, out: torch.Tensor) -> None:
             tokens = self.of(rank)
             given = None if probs is None else probs[tokens]
-            unpermute_block(out, z, self.routing.block(tokens), given, self.fused)
+            unpermute_block(out, z, self.table(tokens), given, self.fused)
 
         return scatter_pieces(make, z.new_empty(len(self.routing.position), z.shape[1]), self.axis)
 

@@ -31,6 +31,7 @@ without it, and again with it: both forwards route alike, one counts.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -277,8 +278,13 @@ class Router(nn.Module):
         torch._foreach_zero_([self.counts, self.dropped, self.seen])
         self.values.zero_()
 
-    def forward(self, x: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """batch: `Tokens`, of which losses need `aux_scale` and sample_ids, and packs positions."""
+    def forward(
+        self, x: torch.Tensor, batch: Any, chosen: Callable[[torch.Tensor], None] = lambda ids: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """batch: `Tokens`, of which losses need `aux_scale` and sample_ids, and packs positions.
+
+        chosen: is given the ids, before counts and losses are made.
+        """
         config, t = self.config, len(x)
         counting = self.training and torch.is_grad_enabled()
         real = None if batch.cu_seqlens is None else _real(batch.residual_positions, t)
@@ -287,6 +293,7 @@ class Router(nn.Module):
         kept, capacity = ids, expert_capacity(t, config)
         if capacity is not None:
             kept = drop(probs, ids, capacity, config.num_experts, config.moe_token_drop_policy)
+        chosen(sent := kept.int())
         if counting:
             self.counts += count(ids, config.num_experts, of=real)[0]
             if kept is not ids:
@@ -294,7 +301,7 @@ class Router(nn.Module):
                 self.dropped += count(ids, config.num_experts, of=lost)[0]
             if self.losses and batch.aux_scale is not None:
                 probs = LossFunction.apply(probs, self._loss(logits, ids, batch, real), batch.aux_scale)
-        return probs, kept.int()
+        return probs, sent
 
     def _logits(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
         """fp32 `[t, E]`."""

@@ -34,10 +34,9 @@ class Routing:
     counts: torch.Tensor
     """`[experts]`: copies, without padding."""
 
-    def block(self, tokens: slice, padding: bool = False) -> "Routing":
-        """Of some tokens; with rows to be zeroed, or without."""
-        source = self.source if padding else self.source[:0]
-        return replace(self, position=self.position[tokens], source=source)
+    def block(self, tokens: slice) -> "Routing":
+        """Of some tokens, without padding."""
+        return replace(self, position=self.position[tokens], source=self.source[:0])
 
 
 def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:

@@ -1,4 +1,4 @@
-"""Routers for tests, and Megatron's functions."""
+"""Routers and journeys for tests, and Megatron's functions."""
 
 import functools
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import torch
 
 from nanomegatron.comm import all_reduce
 from nanomegatron.config import TransformerConfig
+from nanomegatron.moe_dispatch import Journey
 from nanomegatron.moe_router import MoeAxes, Router
 from nanomegatron.param import Init
 
@@ -33,6 +34,13 @@ def router_of(config, axes=None, weight=None, **init):
     if weight is not None:
         router.weight.data.copy_(weight)
     return router
+
+
+def dispatch(x, probs, ids, experts, axes, kind, *meanwhile):
+    """A journey of which all is known at once."""
+    journey = Journey(x, experts, axes, kind)
+    journey.route(ids)
+    return journey.sums(probs, *meanwhile)
 
 
 def batch_of(samples=1, s=S, aux_scale=None, seed=None, first=0):

@@ -10,9 +10,10 @@ import torch
 
 from nanomegatron import moe_dispatch, moe_pieces
 from nanomegatron.config import TransformerConfig
-from nanomegatron.moe_dispatch import DISPATCHERS, OnTheWay, begin, cut, dispatch, exchange, tables
+from nanomegatron.moe_dispatch import DISPATCHERS, Journey, OnTheWay, cut, dispatcher, exchange, tables
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.ops_moe import route
+from tests.moe_routers import dispatch
 from tests.spmd import run_spmd, spmd
 
 E, K, H, F = 4, 3, 5, 4
@@ -139,9 +140,9 @@ def every_case(mesh, kinds=tuple(DISPATCHERS)):
         w1, w2 = (mine(axes, w) for w in weights())
         how, y = (capacity, multiple, parts == 1), []
         for way, *part in zip(
-            DISPATCHERS[kind].of(cut(ids, parts), E, axes, *how), cut(x, parts), cut(probs, parts)
+            dispatcher(kind, axes).of(cut(ids, parts), E, axes, *how), cut(x, parts), cut(probs, parts)
         ):
-            rows, offsets, ends, _ = way.start_send(*part)()
+            rows, offsets, ends, _ = way.start_send(*part, way.set_out(part[0], axes))()
             assert offsets.dtype == torch.int32 and all(n % multiple == 0 for n in offsets.tolist())
             assert ends == (None if ranks == 1 and not capacity else offsets.tolist())
             if capacity:
@@ -170,14 +171,19 @@ def scale(rows, offsets, first=0):
     return (rows * factors[:, None]).type_as(rows)
 
 
+def send(kind, x, probs, ids, axes):
+    """The way of x, and what has come."""
+    (way,) = dispatcher(kind, axes).of([ids], E, axes)
+    return way, way.start_send(x, probs, way.set_out(x, axes))()
+
+
 def bits(mesh, tokens):
     """16 bits: the result and gradient of the rank's share of the tokens."""
     axes, found = MoeAxes.of(mesh), []
     for seed in range(8):
         x, probs, ids = (v.chunk(axes.ep.size)[axes.ep.rank] for v in sixteen_bits(seed, tokens))
         x = x.clone().requires_grad_()
-        (way,) = DISPATCHERS["alltoall"].of([ids], E, axes)
-        rows, offsets, *_ = way.start_send(x, probs)()
+        way, (rows, offsets, *_) = send("alltoall", x, probs, ids, axes)
         y = way.start_back(scale(rows[: offsets[-1]], offsets, axes.ep.rank * (E // axes.ep.size)))()
         y.sum().backward()
         found.append((y.detach(), x.grad))
@@ -200,8 +206,7 @@ def test_each_ranks_part_of_a_sum_is_rounded_once(ep):
         for rank in range(ep):
             theirs = ids.where(ids // (E // ep) == rank, -1)
             leaf = x.clone().requires_grad_()
-            (way,) = DISPATCHERS["alltoall"].of([theirs], E, MoeAxes())
-            rows, offsets, *_ = way.start_send(leaf, probs)()
+            way, (rows, offsets, *_) = send("alltoall", leaf, probs, theirs, MoeAxes())
             end = int(offsets[-1])
             assert end < len(rows) and (rows[end:] == 0).all(), "dropped copies leave rows that nobody reads"
             y = way.start_back(torch.cat((scale(rows[:end], offsets), rows[end:])))()
@@ -250,7 +255,7 @@ def of_config(first, rows, offsets):
 
 
 class Experts:
-    """What `begin` and `dispatch` ask of GroupedExperts."""
+    """What a Journey asks of GroupedExperts."""
 
     multiple = 1
 
@@ -282,8 +287,10 @@ def test_sizes_are_read_after_other_work_is_launched(mesh):
     padded = Experts(axes, moe_expert_capacity_factor=1.4, moe_pad_expert_input_to_capacity=True)
     for kind in DISPATCHERS:
         traffic = mesh.traffic.copy()
-        (way,) = begin(ids, padded, axes, kind)
-        rows, offsets, ends, _ = way.start_send(x, probs)()
+        journey = Journey(x, padded, axes, kind)
+        journey.route(ids)
+        (way,), (ahead,) = journey.ways, journey.ahead
+        rows, offsets, ends, _ = way.start_send(x, probs, ahead)()
         assert offsets.tolist() == [0, 10, 20] and len(rows) == 20, "ceil(4 * 3 / 4 * 1.4) of each rank"
         sent = mesh.traffic - traffic
         asked = [(name, n) for (_, name, what), n in sent.items() if what == "calls"]
@@ -346,10 +353,8 @@ def test_what_is_sent(mesh):
     sent = {}
     for kind in DISPATCHERS:
         mesh.traffic.clear()
-        (way,) = DISPATCHERS[kind].of([ids], E, axes)
-        rows, *_ = way.start_send(
-            torch.randn(t, H, requires_grad=True), torch.rand(t, K, requires_grad=True)
-        )()
+        x, probs = (torch.randn(t, n, requires_grad=True) for n in (H, K))
+        way, (rows, *_) = send(kind, x, probs, ids, axes)
         way.start_back(rows)().sum().backward()
         sent[kind] = {key: n for key, n in mesh.traffic.items() if key[2] == "calls"}
         sent[kind, "bytes"] = mesh.traffic["ep", "all_to_all", "bytes"]

@@ -12,12 +12,12 @@ from nanomegatron import moe_matmul
 from nanomegatron.config import ParallelConfig, TransformerConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis
-from nanomegatron.moe_dispatch import dispatch
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_matmul import Groups, fits
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Deferred, Init
 from tests.checkpoints import ALONE
+from tests.moe_routers import dispatch
 from tests.spmd import run_spmd
 
 E, H, FFN = 4, 16, 24

@@ -14,11 +14,11 @@ from nanomegatron.mesh import Axis
 from nanomegatron.model import MLP, TransformerLayer
 from nanomegatron.model_recompute import recomputed
 from nanomegatron.moe import MoELayer
-from nanomegatron.moe_dispatch import OnTheWay, cut, dispatch
+from nanomegatron.moe_dispatch import OnTheWay, cut
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Deferred, Init
 from tests.checkpoints import ALONE
-from tests.moe_routers import batch_of
+from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd
 
 E, H, K = 4, 16, 2
@@ -251,7 +251,7 @@ class Noted(torch.autograd.Function):
 
 
 class Experts:
-    """What `dispatch` asks of GroupedExperts: each row is noted and doubled."""
+    """What a Journey asks of GroupedExperts: each row is noted and doubled."""
 
     multiple = 1
 

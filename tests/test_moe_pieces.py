@@ -11,15 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import moe_pieces, moe_router
+from nanomegatron import moe_dispatch, moe_pieces, moe_router
 from nanomegatron.comm_pieces import overlap_path
 from nanomegatron.config import ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.moe_dispatch import DISPATCHERS, dispatch, set_out
+from nanomegatron.moe_dispatch import DISPATCHERS, Journey
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.ops_moe import permute, permute_block, route, unpermute, unpermute_block
 from tests.gpu.ranks import Dawdled
-from tests.moe_routers import batch_of
+from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd
 from tests.test_moe_dispatch import E, Experts, H, every_case, near, random_ids
 from tests.test_moe_overlap import CONFIG, DROPS, LATE, check, layer_of, trained
@@ -98,9 +98,11 @@ def test_late_ranks(mesh, tmp_path):
         for among in (axes, apart):
             leaf, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
             dawdle()
-            ahead = set_out(leaf, among, "allgather") if turn % 3 else None
+            journey = Journey(Dawdled.apply(leaf, dawdle), experts, among, "allgather")
             dawdle()
-            y = dispatch(Dawdled.apply(leaf, dawdle), weights, ids, experts, among, "allgather", ahead=ahead)
+            journey.route(ids)
+            dawdle()
+            y = journey.sums(weights)
             if turn % 4:
                 y.backward(grad)
             found.append([v for v in (y.detach(), leaf.grad, weights.grad) if v is not None])
@@ -120,12 +122,12 @@ class Noting:
         return self.waited.wait()
 
 
-FORWARD = "gather router come come experts scatter sum"
+FORWARD = "gather router ids losses come come experts scatter sum"
 BACKWARD = "gather come come experts scatter weights router sum"
 
 
 def ordered(mesh, folder):
-    """x sets out before the router; its gradient is summed behind the router's, and weights'."""
+    """x sets out before the router, ids before its losses; gradients are summed behind weights' and its."""
     if folder:
         share_files(mesh.etp_ep, folder)
     log = []
@@ -158,10 +160,13 @@ def ordered(mesh, folder):
     moe_pieces.Deferred.do, moe_router.GateFunction.backward = staticmethod(doing), staticmethod(gate)
     Buckets(layer, ParallelConfig(), mesh).zero(1)
     layer.router.register_forward_pre_hook(tell("router"))
+    route, loss = moe_dispatch.Journey.route, layer.router._loss
+    moe_dispatch.Journey.route = lambda *args: log.append("ids") or route(*args)
+    layer.router._loss = lambda *args: log.append("losses") or loss(*args)
     layer.experts.register_forward_hook(tell("experts"))
     layer.experts.register_full_backward_pre_hook(tell("experts"))
     x = torch.randn(4, 2, layer.experts.config.hidden_size, requires_grad=True)
-    y = layer(x, batch_of(2, 4))
+    y = layer(x, batch_of(2, 4, aux_scale=1.0))
     assert " ".join(log) == FORWARD
     log.clear()
     y.sum().backward()
@@ -194,7 +199,8 @@ def test_blocks_make_the_whole(seed, dtype):
         found = torch.full_like(probs, torch.nan)
         for i, block in enumerate(blocks):
             given = None if weights is None else weights[block]
-            one = routing.block(block, padding=i == 0)
+            one = routing.block(block)
+            one = one if i else replace(one, source=routing.source)
             found[block] = permute_block(out, x[block], one, given, z)
             assert permute_block(out, x[block], one, given) is None
             unpermute_block(y[block], z, routing.block(block), given)
@@ -217,7 +223,7 @@ def test_one_rank_sets_out_alone():
     x = torch.randn(5, H, requires_grad=True)
     ids = torch.arange(3, dtype=torch.int32).repeat(5, 1)
     for kind in DISPATCHERS:
-        y = dispatch(x, torch.ones(5, 3), ids, Experts(axes), axes, kind, ahead=set_out(x, axes, kind))
+        y = dispatch(x, torch.ones(5, 3), ids, Experts(axes), axes, kind)
         torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
         y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 2 * 3.9))

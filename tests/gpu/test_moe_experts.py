@@ -15,10 +15,11 @@ from nanomegatron.dp import Buckets
 from nanomegatron.fp8 import Recipe, Scales, decode
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.mesh_launch import launch
-from nanomegatron.moe_dispatch import OnTheWay, dispatch, tables
+from nanomegatron.moe_dispatch import OnTheWay, tables
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
+from tests.moe_routers import dispatch
 
 GPU = torch.device("cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -8,7 +8,7 @@ import torch
 
 from nanomegatron.comm_pieces import overlap_path
 from nanomegatron.config import TransformerConfig
-from nanomegatron.moe_dispatch import dispatch, set_out
+from nanomegatron.moe_dispatch import Journey
 from nanomegatron.moe_router import MoeAxes
 from tests.gpu.ranks import Dawdled, all_right, dawdler, needs_two, run_on_gpus
 from tests.gpu.test_tp_overlap import close
@@ -46,7 +46,7 @@ class Experts:
         return Dawdled.apply(Dawdled.apply(rows, self.dawdle) * factors / 8, self.dawdle)
 
 
-def turn(axes, generator, tokens, dawdle, ahead):
+def turn(axes, generator, tokens, dawdle):
     """By both ways; flags on the device."""
     device = generator.device
     x, grad = (torch.randn(tokens, H, device=device, generator=generator).bfloat16() for _ in range(2))
@@ -58,9 +58,11 @@ def turn(axes, generator, tokens, dawdle, ahead):
         experts, leaf, weights = Experts(axes, dawdle), x.clone().requires_grad_(), probs.clone()
         weights.requires_grad_()
         dawdle()
-        begun = set_out(leaf, among, "allgather") if ahead else None
+        journey = Journey(Dawdled.apply(leaf, dawdle), experts, among, "allgather")
         dawdle()
-        y = dispatch(Dawdled.apply(leaf, dawdle), weights, ids, experts, among, "allgather", ahead=begun)
+        journey.route(ids)
+        dawdle()
+        y = journey.sums(weights)
         y.backward(grad)
         assert experts.whole == (among is axes)
         found.append((y.detach(), leaf.grad, weights.grad))
@@ -73,11 +75,10 @@ def storm(mesh, device):
     assert overlap_path(axes.etp_ep, device) == "GPU copy engines"
     generator, flags = torch.Generator(device).manual_seed(mesh.rank), []
     for _ in range(120):
-        tokens, ahead = same.choice(TOKENS), same.random() < 0.7
-        flags += turn(axes, generator, tokens, dawdle, ahead)
+        flags += turn(axes, generator, same.choice(TOKENS), dawdle)
     all_right(flags)
     torch.cuda.set_sync_debug_mode("error")
-    turn(axes, generator, 512, lambda: None, True)
+    turn(axes, generator, 512, lambda: None)
     torch.cuda.set_sync_debug_mode("default")
 
 
