@@ -75,8 +75,13 @@ def kept_of(x: torch.Tensor) -> torch.Tensor:
     return x if casts is None else (casts.flip or casts.row).data
 
 
-def through(y: torch.Tensor, then: Callable, first: Callable, x: torch.Tensor | None) -> torch.Tensor:
-    """then(y); where there is an x, what `then` keeps of y = first(x) is made anew in the backward."""
+def through(
+    y: torch.Tensor, then: Callable, first: Callable, x: torch.Tensor | None, early: list | None = None
+) -> torch.Tensor:
+    """then(y); where there is an x, what `then` keeps of y = first(x) is made anew in the backward.
+
+    early: as `made_again` takes it.
+    """
     if x is None:
         return then(y)
     x = x.detach()
@@ -85,7 +90,7 @@ def through(y: torch.Tensor, then: Callable, first: Callable, x: torch.Tensor | 
     def again() -> torch.Tensor:
         return kept_of(first(x))
 
-    with made_again(kept_of(y), again):
+    with made_again(kept_of(y), again, early):
         return then(y)
 
 

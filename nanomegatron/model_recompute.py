@@ -90,15 +90,23 @@ def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None
 
 
 @contextmanager
-def made_again(output: torch.Tensor, again: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """While this lasts autograd does not keep `output`, or a view of all of it: `again` makes it anew."""
+def made_again(
+    output: torch.Tensor, again: Callable[[], torch.Tensor], early: list[Callable] | None = None
+) -> Iterator[None]:
+    """While this lasts autograd does not keep `output`, or a view of all of it: `again` makes it anew.
+
+    early: takes what does so before it is asked for, for who has the time.
+    """
     place = output.data_ptr(), output.numel()  # autograd keeps `pack`, which must not keep `output`
+    made: list[torch.Tensor] = []
+    if early is not None:
+        early.append(lambda: made.append(again()))
 
     def pack(x: torch.Tensor) -> Any:
         return x.shape if (x.data_ptr(), x.numel()) == place and x.is_contiguous() else x
 
     def unpack(kept: Any) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else again().view(kept)
+        return kept if isinstance(kept, torch.Tensor) else (made.pop() if made else again()).view(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -33,11 +33,12 @@ and x before the router knows where to. Of 4 ranks, where GPUs have each other's
         GPU       copy  router  losses  own  x1  x2  x3  experts  for 1 for 2 for 3 own     wait  sum
     backward
         network         dy1 ---> dy2 ---> dy3 --->                to 1 --> to 2 --> to 3 -->
-        GPU       copy  own    dy1    dy2   dy3    experts  for 1 for 2 for 3 own  first dW  router  sum
+        GPU       copy  again  own  dy1  dy2  dy3  experts  for 1 for 2 for 3 own  first dW  router  sum
 
 Over the network are copies by copy engines, which take nothing from the GPU; `own`, `x1`: that rank's tokens
-permuted, `for 1`, `own`: their sums. So weight gradients of the experts' first layers, all of it, and the
-router's backward stand between the gradients of x and their sum. Elsewhere collectives take the place of the
+permuted, `for 1`, `own`: their sums; `again`: what experts have not kept. So what they make again stands
+between the gradients of y and their order, and weight gradients of their first layers, all of it, and the
+router's backward between the gradients of x and their sum. Elsewhere collectives take the place of the
 copies: own tokens are permuted beside them, the others' when all have come, and beside the way back in the
 backward is the sum of the weight gradients. Probs and ids always go by collectives: probs beside the experts.
 
@@ -112,10 +113,11 @@ def start_exchange(
     send: list[int],
     receive: list[int],
     works: Soon | None = None,
+    again: list | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Begin to hand `send[r]` rows of x to the axis's rank r; at the end `receive[r]` from it, in rank order.
 
-    Rows of x beyond these stay, and may get any gradient.
+    Rows of x beyond these stay, and may get any gradient. works, again: as a `moe_pieces.Trip` has them.
     """
     if axis.size == 1:
         return lambda: x[: sum(send)]
@@ -124,7 +126,7 @@ def start_exchange(
         return start_swap(x[: sum(send)], axis, send, receive)
 
     back = partial(start_swap, axis=axis, send=receive, receive=send, rows=len(x))
-    return start(x, there, back, works)
+    return start(x, there, back, works, again)
 
 
 def exchange(x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -162,7 +164,8 @@ class Dispatcher:
                   `[e + 1]` of each, the same on the host, or None where only the device knows them, and a
                   list of what is to be done while gradients travel back, or None where nothing waits;
                   ahead: what `set_out` has begun of these x
-    start_back    rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`
+    start_back    rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`; again: what can be
+                  done while its gradient travels
 
     ids int32 `[t, k]` of `experts`, -1 for a copy to be dropped. capacity: rows that each expert has for each
     rank, padded, of which ids must have no more; else all that come, to a `multiple`. fused: by the kernels.
@@ -229,9 +232,9 @@ class AllGather(Dispatcher):
 
         return finish
 
-    def start_back(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_back(self, rows: torch.Tensor, again: list | None = None) -> Callable[[], torch.Tensor]:
         """Adds up each rank's sums one after the other, and sends them meanwhile."""
-        trip = moe_pieces.Trip(None, partial(moe_pieces.start_pieces, axis=self.blocks.axis))
+        trip = moe_pieces.Trip(None, partial(moe_pieces.start_pieces, axis=self.blocks.axis), None, again)
         begun = moe_pieces.UnpermuteFunction.apply(rows, self.probs(), trip, self.blocks)
         return partial(moe_pieces.FinishFunction.apply, begun, trip)
 
@@ -319,14 +322,14 @@ class AllToAll(Dispatcher):
         size = self.axes.etp.size
         return x if size == 1 else exchange(x.repeat(size, 1), *self.to_etp)
 
-    def start_back(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_back(self, rows: torch.Tensor, again: list | None = None) -> Callable[[], torch.Tensor]:
         """Sums travel over ep meanwhile."""
         y = self.unpermute(rows, self.routing, self.probs)
         axis, send, receive = self.to_etp
         if axis.size > 1:
             y = exchange(y, axis, receive, send).view(axis.size, send[0], y.shape[1]).sum(0)
         axis, send, receive = self.to_ep
-        arrive = start_exchange(y, axis, receive, send)
+        arrive = start_exchange(y, axis, receive, send, None, again)
         return lambda: self.unpermute(arrive(), self.going)
 
 
@@ -368,8 +371,11 @@ class Journey:
         coming = [way.start_send(*part) for way, *part in parts]
         if late:
             meanwhile()
-        # what has come is let go of
-        going = [way.start_back(self.experts(*coming.pop(0)())) for way in self.ways]
+        going = []
+        for way in self.ways:
+            again: list[Callable] = []
+            rows = self.experts(*coming.pop(0)(), again)  # what has come is let go of
+            going.append(way.start_back(rows, again))
         found = [arrive() for arrive in going]
         return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -258,7 +258,7 @@ class Experts:
     def __init__(self, log, **settings):
         self.log, self.config = log, replace(CONFIG, **settings)
 
-    def __call__(self, rows, offsets, ends, soon):
+    def __call__(self, rows, offsets, ends, soon, again):
         assert ends == offsets.tolist() and ends[-1] == len(rows)
         return 2 * Noted.apply(rows, "experts", self.log, soon)
 
@@ -345,7 +345,7 @@ def test_a_half_without_tokens():
     for rows in range(3):
         x, seen = torch.randn(rows, H, requires_grad=True), []
 
-        def experts(rows, offsets, ends, soon, seen=seen):
+        def experts(rows, offsets, ends, soon, again, seen=seen):
             assert soon is None
             seen.append(len(rows))
             return 3 * rows

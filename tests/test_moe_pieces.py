@@ -71,7 +71,7 @@ def test_layers_by_all_three_ways(layout, tmp_path):
 class Training(Experts):
     """Experts whose rows have gradients."""
 
-    def __call__(self, rows, offsets, ends, soon):
+    def __call__(self, rows, offsets, ends, soon, again):
         assert ends == offsets.tolist() and not soon
         return self.run(rows, offsets)
 
@@ -123,16 +123,20 @@ class Noting:
 
 
 FORWARD = "gather router ids losses come come experts scatter sum"
-BACKWARD = "gather come come experts scatter weights router sum"
+BACKWARD = "gather again come come experts scatter weights router sum"
 
 
 def ordered(mesh, folder):
-    """x sets out before the router, ids before its losses; gradients are summed behind weights' and its."""
+    """x sets out before the router, ids before its losses; gradients are summed behind weights' and its.
+
+    What is not kept is made again while the gradients of the result travel.
+    """
     if folder:
         share_files(mesh.etp_ep, folder)
-    log = []
+    log, kept = [], []
     gather, scatter, do = moe_pieces.gather_pieces, moe_pieces.scatter_pieces, moe_pieces.Deferred.do
-    of_gate, layer = moe_router.GateFunction.backward, layer_of(mesh, GATHER)
+    config = replace(GATHER, recompute_granularity="selective", recompute_modules=("moe_act",))
+    of_gate, layer = moe_router.GateFunction.backward, layer_of(mesh, config)
 
     def gathering(*args):
         log.append("gather")
@@ -164,13 +168,18 @@ def ordered(mesh, folder):
     moe_dispatch.Journey.route = lambda *args: log.append("ids") or route(*args)
     layer.router._loss = lambda *args: log.append("losses") or loss(*args)
     layer.experts.register_forward_hook(tell("experts"))
+    layer.experts.register_forward_hook(lambda _, given, y: kept.append(given[-1]))
     layer.experts.register_full_backward_pre_hook(tell("experts"))
     x = torch.randn(4, 2, layer.experts.config.hidden_size, requires_grad=True)
     y = layer(x, batch_of(2, 4, aux_scale=1.0))
     assert " ".join(log) == FORWARD
     log.clear()
+    assert len(kept[0]) == 1
+    activation = layer.experts.activation
+    layer.experts.activation = lambda x: log.append("again") or activation(x)
     y.sum().backward()
     assert " ".join(log) == BACKWARD and x.grad is not None
+    assert kept == [[]], "let go of"
 
 
 @pytest.mark.parametrize("files", [False, True], ids=["collectives", "memory"])

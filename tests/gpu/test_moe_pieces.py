@@ -39,7 +39,7 @@ class Experts:
         self.config = TransformerConfig(hidden_size=H, num_experts=E, moe_router_topk=K)
         self.first, self.dawdle, self.whole = axes.ep.rank * (E // axes.ep.size), dawdle, None
 
-    def __call__(self, rows, offsets, ends, soon):
+    def __call__(self, rows, offsets, ends, soon, again):
         self.whole = soon.whole
         factors = torch.arange(len(offsets) - 1, device=rows.device) + self.first - 0.7 * E / 2
         factors = factors.repeat_interleave(offsets.diff(), output_size=ends[-1])[:, None].to(rows.dtype)
