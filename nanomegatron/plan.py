@@ -33,8 +33,8 @@ B or BW taking it away. What is put off from B until W holds, in values a token,
     output layer                              h * + V               none with fused loss: it has been done
 
 Of messages one is counted on its way in and one out for each neighbour, and one in use; with them the memory
-by which cp ranks hand on keys. What torch itself
-takes is not in it: some 0.3 GiB of a process on a CPU, more of a GPU.
+that GPUs share to send each other keys, and tokens in pieces. What torch itself takes is not in it: some 0.3
+GiB of a process on a CPU, more of a GPU.
 """
 
 from collections import Counter
