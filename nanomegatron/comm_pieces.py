@@ -77,7 +77,7 @@ def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis) -> Pending:
     """
     memory = peer_memory(axis, whole.device, "reduce_scatter") if whole.numel() else None
     if memory is not None:
-        return push_pieces(make, whole, memory, in_step=True)
+        return push_pieces(make, whole, memory, in_step=axis.size > 2)
     for rank, part in enumerate(whole.chunk(axis.size)):
         make(rank, part)
     return start_reduce_scatter(whole, axis)
@@ -95,9 +95,9 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
     pushes = []
     for k, rank in enumerate(others(axis)):
         make(rank, parts[rank])
-        pushes.append((memory.mark(k), theirs[rank][axis.rank], parts[rank]))
+        pushes.append((mark := memory.mark(k), theirs[rank][axis.rank], parts[rank]))
         if in_step and k == 0:
-            memory.line_up(0)
+            memory.line_up(mark)
     mine = theirs[axis.rank]
     make(axis.rank, mine[axis.rank])
     memory.copy(*pushes)

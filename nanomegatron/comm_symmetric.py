@@ -40,9 +40,10 @@ class PeerMemory:
     """Buffers of one kind of collective over an axis, as drawn above, and the stream of its copies.
 
     `kind` is what `axis.traffic` calls it. A call is `begin`, work with `of`, `mark` and `copy`, one `meet`;
-    what is read after the meeting was written by everybody before it. Views and events are made once and used
-    again, for the host's sake (0.14 ms a call instead of 0.2). An event recorded anew stands for more work of
-    the same stream, never for less.
+    what is read after the meeting was written by everybody before it. A `line_up` before the copies is behind
+    the meeting of the call before, and in front of this one's, on all ranks. Views and events are made once
+    and used again, for the host's sake (0.14 ms a call instead of 0.2). An event recorded anew stands for
+    more work of the same stream, never for less.
     """
 
     def __init__(self, axis: Axis, device: torch.device, kind: str, slots: int = 2) -> None:
@@ -105,10 +106,10 @@ class PeerMemory:
         """Hold up the current stream until all copies begun are done."""
         self.last.wait()
 
-    def line_up(self, k: int) -> None:
-        """Hold up the copies to come until every rank has come to its mark k."""
+    def line_up(self, mark: torch.cuda.Event) -> None:
+        """Hold up the copies to come until every rank has come to its mark."""
         with torch.cuda.stream(self.stream):
-            self.marks[k].wait()
+            mark.wait(self.stream)
             self.handle.barrier(channel=0)
 
     def meet(self) -> None:

@@ -99,7 +99,7 @@ def made_again(
     """
     place = output.data_ptr(), output.numel()  # autograd keeps `pack`, which must not keep `output`
     made: list[torch.Tensor] = []
-    if early is not None:
+    if early is not None and torch.is_grad_enabled():
         early.append(lambda: made.append(again()))
 
     def pack(x: torch.Tensor) -> Any:

@@ -42,8 +42,8 @@ router's backward between the gradients of x and their sum. Elsewhere collective
 copies: own tokens are permuted beside them, the others' when all have come, and beside the way back in the
 backward is the sum of the weight gradients. Probs and ids always go by collectives: probs beside the experts.
 
-An all-to-all lets nothing but that sum be done beside it, or also other work where one of two settings is
-made, of which the second goes with the all-gather too, by collectives:
+An all-to-all lets nothing but that sum and what experts make again be done beside it, or also other work
+where one of two settings is made, of which the second goes with the all-gather too, by collectives:
 
     --moe-shared-expert-overlap
         network            send ----------------->                         back --->
@@ -113,11 +113,11 @@ def start_exchange(
     send: list[int],
     receive: list[int],
     works: Soon | None = None,
-    again: list | None = None,
+    early: list | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Begin to hand `send[r]` rows of x to the axis's rank r; at the end `receive[r]` from it, in rank order.
 
-    Rows of x beyond these stay, and may get any gradient. works, again: as a `moe_pieces.Trip` has them.
+    Rows of x beyond these stay, and may get any gradient. works, early: as a `moe_pieces.Trip` has them.
     """
     if axis.size == 1:
         return lambda: x[: sum(send)]
@@ -126,7 +126,7 @@ def start_exchange(
         return start_swap(x[: sum(send)], axis, send, receive)
 
     back = partial(start_swap, axis=axis, send=receive, receive=send, rows=len(x))
-    return start(x, there, back, works, again)
+    return start(x, there, back, works, early)
 
 
 def exchange(x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -164,8 +164,8 @@ class Dispatcher:
                   `[e + 1]` of each, the same on the host, or None where only the device knows them, and a
                   list of what is to be done while gradients travel back, or None where nothing waits;
                   ahead: what `set_out` has begun of these x
-    start_back    rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`; again: what can be
-                  done while its gradient travels
+    start_back    rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`; early: what is to
+                  be done while its gradient travels
 
     ids int32 `[t, k]` of `experts`, -1 for a copy to be dropped. capacity: rows that each expert has for each
     rank, padded, of which ids must have no more; else all that come, to a `multiple`. fused: by the kernels.
@@ -181,7 +181,6 @@ class Dispatcher:
         fused: bool = True,
     ) -> None:
         self.axes, self.local, self.multiple = axes, experts // axes.ep.size, multiple
-        self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
         self.fused = fused
         self.capacity = None if capacity is None else capacity * axes.etp_ep.size
         self._begin(ids)
@@ -232,9 +231,9 @@ class AllGather(Dispatcher):
 
         return finish
 
-    def start_back(self, rows: torch.Tensor, again: list | None = None) -> Callable[[], torch.Tensor]:
+    def start_back(self, rows: torch.Tensor, early: list | None = None) -> Callable[[], torch.Tensor]:
         """Adds up each rank's sums one after the other, and sends them meanwhile."""
-        trip = moe_pieces.Trip(None, partial(moe_pieces.start_pieces, axis=self.blocks.axis), None, again)
+        trip = moe_pieces.Trip(None, partial(moe_pieces.start_pieces, axis=self.blocks.axis), None, early)
         begun = moe_pieces.UnpermuteFunction.apply(rows, self.probs(), trip, self.blocks)
         return partial(moe_pieces.FinishFunction.apply, begun, trip)
 
@@ -260,6 +259,7 @@ class AllToAll(Dispatcher):
     """
 
     def _begin(self, ids: torch.Tensor) -> None:
+        self.permute, self.unpermute = (permute, unpermute) if self.fused else (permute_ref, unpermute_ref)
         (t, k), ep, ranks = ids.shape, self.axes.ep.size, self.axes.etp_ep.size
         owner = ids.div(self.local, rounding_mode="floor")
         again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
@@ -322,14 +322,14 @@ class AllToAll(Dispatcher):
         size = self.axes.etp.size
         return x if size == 1 else exchange(x.repeat(size, 1), *self.to_etp)
 
-    def start_back(self, rows: torch.Tensor, again: list | None = None) -> Callable[[], torch.Tensor]:
+    def start_back(self, rows: torch.Tensor, early: list | None = None) -> Callable[[], torch.Tensor]:
         """Sums travel over ep meanwhile."""
         y = self.unpermute(rows, self.routing, self.probs)
         axis, send, receive = self.to_etp
         if axis.size > 1:
             y = exchange(y, axis, receive, send).view(axis.size, send[0], y.shape[1]).sum(0)
         axis, send, receive = self.to_ep
-        arrive = start_exchange(y, axis, receive, send, None, again)
+        arrive = start_exchange(y, axis, receive, send, None, early)
         return lambda: self.unpermute(arrive(), self.going)
 
 
@@ -346,9 +346,9 @@ class Journey:
 
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, axes: MoeAxes, kind: str) -> None:
         """What needs no ids sets out. kind: of dispatcher, which communicates as it says."""
-        self.experts, self.axes, self.kind = experts, axes, dispatcher(kind, axes)
+        self.experts, self.axes, self.dispatcher = experts, axes, dispatcher(kind, axes)
         self.parts = cut(x, 1 + axes.ep.overlap)
-        self.ahead = [self.kind.set_out(part, axes) for part in self.parts]
+        self.ahead = [self.dispatcher.set_out(part, axes) for part in self.parts]
 
     def route(self, ids: torch.Tensor) -> None:
         """Tell which experts: int32 `[t, k]`, -1 for none. The sizes of messages set out to the host."""
@@ -356,7 +356,7 @@ class Journey:
         capacity = expert_capacity(len(ids), config) if config.moe_pad_expert_input_to_capacity else None
         how = capacity, self.experts.multiple, config.moe_permute_fusion
         ids = cut(ids, len(self.parts))
-        self.ways: list[Dispatcher] = self.kind.of(ids, config.num_experts, self.axes, *how)
+        self.ways: list[Dispatcher] = self.dispatcher.of(ids, config.num_experts, self.axes, *how)
 
     def sums(self, probs: torch.Tensor, meanwhile: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Each token's sum of what its experts make of it, times probs fp32 `[t, k]`: `[t, h]`.
@@ -373,9 +373,9 @@ class Journey:
             meanwhile()
         going = []
         for way in self.ways:
-            again: list[Callable] = []
-            rows = self.experts(*coming.pop(0)(), again)  # what has come is let go of
-            going.append(way.start_back(rows, again))
+            # Not of both halves at once. What has come is let go of, and what was made of it.
+            early: list[Callable] | None = [] if len(self.ways) == 1 else None
+            going.append(way.start_back(self.experts(*coming.pop(0)(), early), early))
         found = [arrive() for arrive in going]
         return found[0] if len(found) == 1 else torch.cat(found)
 

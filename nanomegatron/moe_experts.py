@@ -117,13 +117,13 @@ class GroupedExperts(nn.Module):
         offsets: torch.Tensor,
         ends: list[int] | None = None,
         soon: Soon | None = None,
-        again: list | None = None,
+        early: list | None = None,
     ) -> torch.Tensor:
         """offsets: int32 `[e + 1]`, ascending from 0; rows beyond the last are nobody's, in FP8 zeros.
 
         ends: the offsets on the host, where it knows them; else it does not ask, but for a loop. soon: takes
         the first layer's work on its weight gradient, for who has to wait once the rows' gradient is made.
-        again: takes what makes again what is not kept, for who has to wait for the result's gradient.
+        early: takes what makes again what is not kept, for who has to wait for the result's gradient.
         """
         groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
         first, second = self.fp8
@@ -142,7 +142,7 @@ class GroupedExperts(nn.Module):
         def last(y: torch.Tensor) -> torch.Tensor:
             return linear(y, self.weight2, groups, True, second)
 
-        y = through(activated(x), last, activated, x if self.recompute else None, again)
+        y = through(activated(x), last, activated, x if self.recompute else None, early)
         return y if self.bias2 is None else AddBiasFunction.apply(y, self.bias2 * self.first, groups.offsets)
 
 

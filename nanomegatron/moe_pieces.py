@@ -33,8 +33,8 @@ Coming = tuple[torch.Tensor, torch.Tensor, list[tuple[slice, Any]]]  # x, and wh
 class Trip:
     """Rows travel there, and their gradients back; one of the two is under way.
 
-    works: work on weight gradients that comes up before the way back, to be done meanwhile. again: what can
-    be made again while the way back is under way.
+    works: work on weight gradients that comes up before the way back, to be done meanwhile. early: what
+    can be made again before it is asked for, also then.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Trip:
         there: Start | None,
         back: Start | None,
         works: Soon | None = None,
-        again: list[Callable] | None = None,
+        early: list[Callable] | None = None,
     ) -> None:
-        self.there, self.back, self.works, self.again = there, back, works, again
+        self.there, self.back, self.works, self.early = there, back, works, early
         self.under_way: list = []
 
     def wait(self) -> torch.Tensor:
@@ -82,8 +82,8 @@ class FinishFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.trip.under_way.append(ctx.trip.back(grad))
-        while ctx.trip.again:
-            ctx.trip.again.pop()()  # which is let go of, with what it is made from
+        while ctx.trip.early:
+            ctx.trip.early.pop()()  # which is let go of, with what it is made from
         return grad.new_empty(0), None
 
 

@@ -38,7 +38,7 @@ class FileMemory(PeerMemory):
     def mark(self, k):
         return None
 
-    def line_up(self, k):
+    def line_up(self, mark):
         barrier(self.axis)
 
     def copy(self, *copies):

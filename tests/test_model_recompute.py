@@ -102,6 +102,26 @@ def test_outputs_made_again_are_not_kept(kept):
     assert torch.equal(weight.grad, torch.autograd.grad((torch.sin(x) @ weight.t()).sum(), weight)[0])
 
 
+def test_outputs_made_early():
+    """Whoever has the time makes them, instead of the backward that reads them; without autograd nobody."""
+    weight, x, calls, early = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8), [], []
+
+    def again():
+        calls.append(1)
+        return torch.sin(x)
+
+    for keeps in (False, True):
+        with torch.set_grad_enabled(keeps), made_again(y := torch.sin(x), again, early):
+            z = y @ weight.t()
+        assert len(early) == keeps
+    early.pop()()
+    assert len(calls) == 1
+    for times in (1, 2):
+        (grad,) = torch.autograd.grad(z.sum(), weight, retain_graph=True)
+        torch.testing.assert_close(grad, torch.sin(x).sum(0).expand_as(weight))
+        assert len(calls) == times
+
+
 def test_recomputed_inputs():
     """Inputs that want no gradient are fine, and without autograd nothing is kept."""
     x, mask = torch.randn(4, requires_grad=True), torch.rand(4)

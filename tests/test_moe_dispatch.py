@@ -12,7 +12,7 @@ from nanomegatron import moe_dispatch, moe_pieces
 from nanomegatron.config import TransformerConfig
 from nanomegatron.moe_dispatch import DISPATCHERS, Journey, OnTheWay, cut, dispatcher, exchange, tables
 from nanomegatron.moe_router import MoeAxes
-from nanomegatron.ops_moe import route
+from nanomegatron.ops_moe import Routing, route
 from tests.moe_routers import dispatch
 from tests.spmd import run_spmd, spmd
 
@@ -263,7 +263,7 @@ class Experts:
         self.config = TransformerConfig(hidden_size=H, num_experts=E, moe_router_topk=K, **settings)
         self.run = functools.partial(of_config, axes.ep.rank * (E // axes.ep.size))
 
-    def __call__(self, rows, offsets, ends, soon=None, again=()):
+    def __call__(self, rows, offsets, ends, soon=None, early=None):
         assert (ends is None or ends == offsets.tolist()) and soon is None, "x has no gradient"
         return self.run(rows, offsets)
 
@@ -279,11 +279,13 @@ def test_sizes_are_read_after_other_work_is_launched(mesh):
         said.append("read")
         return read(self)
 
-    OnTheWay.read = reading
+    OnTheWay.read, block = reading, Routing.block
+    Routing.block = lambda *args: said.append("block") or block(*args)
     for kind in DISPATCHERS:
         y = dispatch(x, probs, ids, experts, axes, kind, lambda: said.append("meanwhile"))
         torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
-    assert said == ["meanwhile", "read"] * 2
+    assert said == ["meanwhile", "block", "block", "read", "meanwhile", "read"]
+    Routing.block = block
     padded = Experts(axes, moe_expert_capacity_factor=1.4, moe_pad_expert_input_to_capacity=True)
     for kind in DISPATCHERS:
         traffic = mesh.traffic.copy()
@@ -296,7 +298,7 @@ def test_sizes_are_read_after_other_work_is_launched(mesh):
         asked = [(name, n) for (_, name, what), n in sent.items() if what == "calls"]
         assert asked == ([("all_to_all", 2)] if kind == "alltoall" else [("all_gather", 3)])
         torch.testing.assert_close(way.start_back(padded(rows, offsets, ends))(), x * (0.3 + 1.3 + 2.3))
-    assert len(said) == 4, "nothing is asked where sizes are known"
+    assert len(said) == 6, "nothing is asked where sizes are known"
 
 
 def test_one_rank_asks_for_nothing(monkeypatch):

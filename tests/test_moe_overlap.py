@@ -258,8 +258,10 @@ class Experts:
     def __init__(self, log, **settings):
         self.log, self.config = log, replace(CONFIG, **settings)
 
-    def __call__(self, rows, offsets, ends, soon, again):
+    def __call__(self, rows, offsets, ends, soon, early):
         assert ends == offsets.tolist() and ends[-1] == len(rows)
+        if early is not None:
+            early.append(lambda: self.log.append("again"))
         return 2 * Noted.apply(rows, "experts", self.log, soon)
 
 
@@ -276,10 +278,9 @@ class Way:
 
 
 # Exchanges are numbered as they begin.
-PLAIN = "shared read begin 0 end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 weights end 3 shared"
-SHARED = (
-    "read begin 0 shared end 0 experts begin 1 end 1 | begin 2 end 2 experts begin 3 shared weights end 3"
-)
+AGAIN = "begin 2 again end 2"  # of one half at a time, not before its experts
+PLAIN = f"shared read begin 0 end 0 experts begin 1 end 1 | {AGAIN} experts begin 3 weights end 3 shared"
+SHARED = f"read begin 0 shared end 0 experts begin 1 end 1 | {AGAIN} experts begin 3 shared weights end 3"
 TURNS = "end 0 experts begin 2 end 1 experts begin 3 end 2 end 3"
 BACK = "begin 4 begin 5 end 4 experts begin 6 end 5 experts begin 7"
 LEFT = "weights end 6 weights end 7"
@@ -345,7 +346,7 @@ def test_a_half_without_tokens():
     for rows in range(3):
         x, seen = torch.randn(rows, H, requires_grad=True), []
 
-        def experts(rows, offsets, ends, soon, again, seen=seen):
+        def experts(rows, offsets, ends, soon, early, seen=seen):
             assert soon is None
             seen.append(len(rows))
             return 3 * rows

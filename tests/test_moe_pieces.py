@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from nanomegatron import moe_dispatch, moe_pieces, moe_router
-from nanomegatron.comm_pieces import overlap_path
+from nanomegatron.comm_pieces import overlap_path, scatter_pieces
 from nanomegatron.config import ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.moe_dispatch import DISPATCHERS, Journey
+from nanomegatron.moe_dispatch import Journey
 from nanomegatron.moe_router import MoeAxes
 from nanomegatron.ops_moe import permute, permute_block, route, unpermute, unpermute_block
 from tests.gpu.ranks import Dawdled
@@ -71,7 +71,7 @@ def test_layers_by_all_three_ways(layout, tmp_path):
 class Training(Experts):
     """Experts whose rows have gradients."""
 
-    def __call__(self, rows, offsets, ends, soon, again):
+    def __call__(self, rows, offsets, ends, soon, early):
         assert ends == offsets.tolist() and not soon
         return self.run(rows, offsets)
 
@@ -187,6 +187,30 @@ def test_the_order_in_which_all_is_launched(files, tmp_path):
     run_spmd(ordered, 2, str(tmp_path) if files else "", ep=2)
 
 
+def in_step(mesh, folder):
+    """Of three and more ranks none pushes before all have a block to push; the own one is made last."""
+    axis, log, rank, size = mesh.etp_ep, [], mesh.etp_ep.rank, mesh.etp_ep.size
+    share_files(axis, folder)
+    memory = axis.scratch["reduce_scatter"]
+    line_up, copy = memory.line_up, memory.copy
+    memory.line_up = lambda mark: log.append("line up") or line_up(mark)
+    memory.copy = lambda *copies: log.append("copy") or copy(*copies)
+
+    def make(to, out):
+        log.append(to)
+        out.fill_(10 * rank + to)
+
+    found = scatter_pieces(make, torch.empty(2 * size, 3), axis).wait()
+    assert (found == 10 * sum(range(size)) + size * rank).all()
+    first, *others = [(rank + step) % size for step in range(1, size)]
+    assert log == [first, *["line up"] * (size > 2), *others, rank, "copy"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_push_in_step(ranks, tmp_path):
+    run_spmd(in_step, ranks, str(tmp_path), ep=ranks)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_make_the_whole(seed, dtype):
@@ -227,12 +251,11 @@ def test_what_does_not_fit_is_refused():
         unpermute_block(torch.zeros(3, 3), torch.zeros(4, 3), routing.block(slice(0, 2)))
 
 
-def test_one_rank_sets_out_alone():
+def test_one_rank_alone():
     axes = MoeAxes()
     x = torch.randn(5, H, requires_grad=True)
     ids = torch.arange(3, dtype=torch.int32).repeat(5, 1)
-    for kind in DISPATCHERS:
-        y = dispatch(x, torch.ones(5, 3), ids, Experts(axes), axes, kind)
-        torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
-        y.sum().backward()
-    torch.testing.assert_close(x.grad, torch.full_like(x, 2 * 3.9))
+    y = dispatch(x, torch.ones(5, 3), ids, Experts(axes), axes, "allgather")
+    torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3.9))

@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 class Experts:
-    """What `dispatch` asks of GroupedExperts: rows times a number of their expert, and what is left to do."""
+    """What a Journey asks of GroupedExperts: rows times a number of their expert, and what is left to do."""
 
     multiple = 1
 
@@ -39,7 +39,7 @@ class Experts:
         self.config = TransformerConfig(hidden_size=H, num_experts=E, moe_router_topk=K)
         self.first, self.dawdle, self.whole = axes.ep.rank * (E // axes.ep.size), dawdle, None
 
-    def __call__(self, rows, offsets, ends, soon, again):
+    def __call__(self, rows, offsets, ends, soon, early):
         self.whole = soon.whole
         factors = torch.arange(len(offsets) - 1, device=rows.device) + self.first - 0.7 * E / 2
         factors = factors.repeat_interleave(offsets.diff(), output_size=ends[-1])[:, None].to(rows.dtype)
