@@ -77,7 +77,7 @@ def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis) -> Pending:
     """
     memory = peer_memory(axis, whole.device, "reduce_scatter") if whole.numel() else None
     if memory is not None:
-        return push_pieces(make, whole, memory, in_step=axis.size > 2)
+        return push_pieces(make, whole, memory, in_step=True)
     for rank, part in enumerate(whole.chunk(axis.size)):
         make(rank, part)
     return start_reduce_scatter(whole, axis)
@@ -87,7 +87,7 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
     """`scatter_pieces` into every rank's memory, at the place that is ours there.
 
     in_step: no rank pushes before all have their first block, so that none is pushed to by two at once, which
-    takes longer than in turn. The kernel that meets needs room that matmuls do not leave it.
+    takes longer than in turn. Not beside matmuls, which may leave the kernel that meets no room.
     """
     axis, parts = memory.axis, whole.chunk(memory.axis.size)
     memory.begin(whole.nbytes, whole)
@@ -95,8 +95,9 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
     pushes = []
     for k, rank in enumerate(others(axis)):
         make(rank, parts[rank])
-        pushes.append((mark := memory.mark(k), theirs[rank][axis.rank], parts[rank]))
-        if in_step and k == 0:
+        mark = memory.mark(k)
+        pushes.append((mark, theirs[rank][axis.rank], parts[rank]))
+        if in_step and k == 0 and axis.size > 2:
             memory.line_up(mark)
     mine = theirs[axis.rank]
     make(axis.rank, mine[axis.rank])

@@ -223,7 +223,7 @@ class AllGather(Dispatcher):
         self.probs = start_gather(probs, self.axes.etp_ep)
         self.blocks = moe_pieces.Blocks(self.routing, self._ranks(self.axes), self.fused)
         ends = self._trim(self.ends())
-        self.blocks.source = self.routing.source
+        self.blocks.routing = self.routing
 
         def finish() -> Rows:
             rows = moe_pieces.PermuteFunction.apply(begun, trip, self.blocks)

@@ -96,11 +96,12 @@ def start_pieces(x: torch.Tensor, axis: Axis) -> Coming:
 class Blocks:
     """The order of all ranks' tokens for the experts here, and whom their blocks go to.
 
-    source: the routing's, once it is as long as there are rows. What can be done before is done at once.
+    routing: its source is to be as long as there are rows before any are permuted. What can be done before
+    that is known is done at once.
     """
 
     def __init__(self, routing: Routing, axis: Axis, fused: bool) -> None:
-        self.routing, self.source, self.axis, self.fused = routing, routing.source, axis, fused
+        self.routing, self.axis, self.fused = routing, axis, fused
         self.tables: dict[tuple[int, int], Routing] = {}
         for rank in range(axis.size):
             self.table(self.of(rank))
@@ -120,7 +121,7 @@ class Blocks:
     def permute(self, coming: Coming, probs=None, z=None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`ops_moe.permute` of blocks as they come, and with z the gradient of probs."""
         x, gathered, arrivals = coming
-        out = x.new_empty(len(self.source), x.shape[1])
+        out = x.new_empty(len(self.routing.source), x.shape[1])
         dots = None if z is None else torch.empty_like(probs)
 
         def order(block: torch.Tensor, tokens: slice, table: Routing) -> None:
@@ -130,7 +131,7 @@ class Blocks:
                 dots[tokens] = found
 
         own = self.of(self.axis.rank)
-        order(x, own, replace(self.table(own), source=self.source))  # the padding too
+        order(x, own, replace(self.table(own), source=self.routing.source))  # the padding too
         for tokens, arrival in arrivals:
             arrival.wait()
             if tokens != own:

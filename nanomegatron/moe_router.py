@@ -293,7 +293,8 @@ class Router(nn.Module):
         kept, capacity = ids, expert_capacity(t, config)
         if capacity is not None:
             kept = drop(probs, ids, capacity, config.num_experts, config.moe_token_drop_policy)
-        chosen(sent := kept.int())
+        sent = kept.int()
+        chosen(sent)
         if counting:
             self.counts += count(ids, config.num_experts, of=real)[0]
             if kept is not ids:
