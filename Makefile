@@ -1,9 +1,13 @@
 # From a bare machine to a trained model. The first call of a target sets up what it needs, later ones start at once.
 #
 #   make train      train a small model on the text of the Python standard library; again: resume, or say it is done
-#   make test       run every test that needs no GPU             make gpu-test   those that need one
-#   make kernels    compile cuda/ (done by itself with a GPU)    make lint       ruff and clang-format
-#   make clean      remove all of that but runs/ and data/
+#   make test       the fast tests, which need no GPU            make gpu-test   those that need one
+#   make test-full  all tests: every layout, every grid          make lint       ruff and clang-format
+#   make mutations  plant bugs, each caught by a fast test       make goldens    renew the kept results (docs/testing.md)
+#   make gpu-gate OLD=../other    is this checkout as fast as that one, on one GPU? gpu-gate-many: on two and four
+#   make kernels    compile cuda/ (done by itself with a GPU)    make clean      remove all of that but runs/ and data/
+#
+# make test ARGS="tests/test_tp.py -k name" runs those tests alone.
 #
 # PYTHON=/path/to/python3 chooses the interpreter (>= 3.11). One that has torch >= 2.11 is used as it is; else torch
 # is installed as constraints.txt pins it.
@@ -21,9 +25,9 @@ py := $(VENV)/bin/python
 # GPUs that torch can use; asked only where there is a device, since the asking takes two seconds.
 gpus = $(if $(wildcard /dev/nvidia[0-9]*),$(shell $(py) -c 'import torch; print(torch.cuda.device_count())'),0)
 TRAIN_FLAGS ?= --config configs/tiny-cpu.toml --run-name python
-TEST_FLAGS ?= -n 2 --dist loadfile
+TEST_FLAGS ?= -n 2 --dist worksteal
 
-.PHONY: help train test gpu-test kernels lint clean
+.PHONY: help train test test-full gpu-test mutations goldens gpu-gate gpu-gate-many kernels lint clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -50,10 +54,27 @@ train: $(VENV)/.train $(if $(wildcard /dev/nvidia[0-9]*),$(VENV)/.kernels)
 	fi
 
 test: $(VENV)/.test
-	$(py) -m pytest --ignore=tests/gpu $(TEST_FLAGS)
+	$(py) -m pytest $(or $(ARGS),$(TEST_FLAGS))
+
+test-full: $(VENV)/.test
+	$(py) -m pytest --full $(or $(ARGS),$(TEST_FLAGS))
 
 gpu-test: $(VENV)/.test $(VENV)/.kernels
-	$(py) -m pytest tests/gpu
+	$(py) -m pytest tests/gpu $(ARGS)
+
+mutations: $(VENV)/.test
+	$(py) tools/mutations.py $(ARGS)
+
+goldens: $(VENV)/.test
+	$(py) -m tests.golden --write
+	$(py) -m tests.host_trace --write
+
+OLD ?= $(error OLD is the checkout to compare with: make $@ OLD=../nanomegatron-before)
+gpu-gate: $(VENV)/.kernels
+	$(py) tools/gpu_gate.py --old $(OLD) $(ARGS)
+
+gpu-gate-many: $(VENV)/.kernels
+	$(py) tools/gpu_gate.py --old $(OLD) --gpus $(gpus) $(ARGS)
 
 lint: $(VENV)/.test
 	$(py) -m ruff check .

@@ -1,17 +1,32 @@
-"""For all tests: one thread, the same random numbers, and the fork server that ranks start from."""
+"""For all tests: two tiers, one thread, the same random numbers, the fork server that ranks start from.
+
+make test         the fast tier: every idea, every planted bug (tools/mutations.py)
+make test-full    everything: the tests marked `full`, which are more of the same, and longer runs
+"""
 
 import pytest
 import torch
 
 from tests.spmd import start_fork_server
+from tests.training import alone, sources
+
+__all__ = ["alone", "sources"]  # fixtures of several files, made once
 
 
-def pytest_collection_modifyitems(items: list) -> None:
-    """Tests in tests/gpu are skipped where there is no GPU."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the full tier: every layout and grid, longer runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
+    """Tests in tests/gpu are skipped where there is no GPU; the fast tier leaves out those marked full."""
     gpu = [item for item in items if "gpu" in item.path.parent.parts]
     if gpu and not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,6 +34,12 @@ def one_thread() -> None:
     """As in the ranks: sums are then taken in the same order, and test processes do not fight for cores."""
     torch.set_num_threads(1)
     start_fork_server()
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether this is the full tier, for tests that then take more steps."""
+    return pytestconfig.getoption("--full")
 
 
 @pytest.fixture(autouse=True)

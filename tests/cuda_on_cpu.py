@@ -4,6 +4,7 @@ The sources are taken as they are, but for the two things that are no C++: `kern
 stream>>>(arguments)` becomes a call of the emulator (cuda_on_cpu.h), `extern __shared__` a pointer it gives.
 """
 
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -103,12 +104,13 @@ def build(*names: str, folder: Path | None = None) -> ModuleType:
     names = names or tuple(sorted(path.stem for path in CUDA.glob("*.cu")))
     folder = folder or Path(tempfile.gettempdir()) / "nanomegatron-cuda-on-cpu"
     folder.mkdir(parents=True, exist_ok=True)
-    bindings = (CUDA / "bindings.cpp").read_text()
     sources = {name: as_cpp((CUDA / f"{name}.cu").read_text()) for name in names}
     defined = set(re.findall(r"^void (\w+)\(", "\n".join(sources.values()), re.M))
-    declared = set(re.findall(r"^void (\w+)\(", (CUDA / "kernels.h").read_text(), re.M))
-    for name in declared - defined:  # of files that are not built
-        bindings = re.sub(rf'\n\s*module\.def\("{name}"[^;]*;', "", bindings)
+    header = (CUDA / "kernels.h").read_text()
+    declared = set(re.findall(r"^void (\w+)\(", header, re.M))
+    weak = re.sub(r"^void ", "__attribute__((weak)) void ", header, flags=re.M)
+    bindings = (CUDA / "bindings.cpp").read_text()  # with that, one object for any set of files
+    bindings = bindings.replace('#include "kernels.h"', weak)
     with ThreadPoolExecutor(2) as pool:
         texts = {**sources, "bindings": bindings}
         objects = list(pool.map(lambda name: _compiled(name, texts[name], folder), texts))
@@ -118,6 +120,8 @@ def build(*names: str, folder: Path | None = None) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{library.stem}._kernels", library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for name in (declared - defined) & vars(module).keys():  # of files that are not built
+        delattr(module, name)
     return module
 
 
@@ -137,7 +141,8 @@ def _compiled(name: str, text: str, folder: Path) -> Path:
     headers = [
         path.read_text() for path in (*sorted(CUDA.glob("*.h")), *sorted(CUDA.glob("*.cuh")), EMULATOR)
     ]
-    source = folder / f"{name}-{_stamp(text, *headers, *flags)}.cpp"
+    anywhere = [flag.replace(str(ROOT), "") for flag in flags]  # the same for every checkout
+    source = folder / f"{name}-{_stamp(text, *headers, *anywhere)}.cpp"
     if not source.exists():
         part = source.with_suffix(f".{os.getpid()}")
         part.write_text(text)
@@ -151,11 +156,13 @@ def _stamp(*texts: str) -> str:
 
 
 def _make(path: Path, command: list[str]) -> None:
-    """Run a compiler for a file, unless it is there; half a file is never seen."""
-    if not path.exists():
-        part = path.with_suffix(f".{os.getpid()}{path.suffix}")
-        subprocess.run([*command, "-o", str(part)], check=True)
-        part.replace(path)
+    """Run a compiler for a file, unless it is there; half a file is never seen, and none is made twice."""
+    with open(path.with_suffix(f"{path.suffix}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            part = path.with_suffix(f".{os.getpid()}{path.suffix}")
+            subprocess.run([*command, "-o", str(part)], check=True)
+            part.replace(path)
 
 
 def launcher(module: ModuleType):

@@ -19,9 +19,10 @@ A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
 import random
 import re
 
+FIVE_STEPS, TWO_STEPS = "--global-batch-size 8 --train-iters 5", "--global-batch-size 4 --train-iters 2"
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
-    "--global-batch-size 8 --lr 2e-3 --min-lr 1e-3 --train-iters 5 --eval-iters 0 --device cpu "
+    "--lr 2e-3 --min-lr 1e-3 --eval-iters 0 --device cpu "
     "--run-name test --make-vocab-size-divisible-by 4 --tokenizer-type ByteTokenizer --split 1 "
     "--log-num-zeros-in-grad --adam-eps 1e-6"  # else AdamW makes full steps of gradients that are rounding
 )
@@ -45,6 +46,7 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
     "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
 }
+DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 FLAGS = {
     "tp": "--tp {}",
     "dp": "--dp {}",
@@ -76,6 +78,16 @@ FLAGS = {
     "ra": "--recompute-activations --recompute-modules core_attn moe_act layernorm",
     "rh": "--recompute-activations --recompute-modules moe_act shared_experts",
 }
+
+
+def fp8(recipe: str) -> str:
+    """The flags of a recipe, or none; blocks of 128 need sizes that the other models do not have."""
+    if not recipe:
+        return ""
+    flags = "--bf16 --fp8-format hybrid " + (DELAYED if recipe == "delayed" else f"--fp8-recipe {recipe}")
+    if recipe == "blockwise":
+        flags += " --hidden-size 128 --ffn-hidden-size 256 --num-query-groups 4 --seq-length 128"
+    return flags
 
 
 def flags_of(layout: str) -> tuple[int, str]:
@@ -232,4 +244,13 @@ NAMED = [
 ]
 
 
-DRAWN = NAMED + draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT) + mixtures(8, 7)
+# Of each dimension one, for five steps: what only shows after the first updates.
+FIVE = [
+    ("tp2sp", "gpt"),
+    ("dp2z1ovbk", "gpt"),
+    ("pp2zbv", "gpt"),
+    ("cp2", "documents"),
+    ("dp2ep2", "moe"),
+]
+
+DRAWN = draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT) + mixtures(8, 7)

@@ -13,19 +13,23 @@ other arguments come from pytest (parameters, fixtures) and travel to the ranks,
 Ranks start from the fork server of `mesh_launch.py` in milliseconds, meet through a file in a temporary
 folder on the loopback interface (nothing to clash with), and compute with one thread. Each leaves its
 result or its traceback in that folder; a rank still running at the timeout leaves its threads' stacks.
-Where several ranks fail, the lowest speaks, unless all it can tell is that a peer went away.
+Where several ranks fail, the lowest speaks, unless all it can tell is that a peer went away. Of several
+pytest processes at once one runs a test of four ranks or more, the others wait with theirs.
 """
 
 import faulthandler
+import fcntl
 import functools
 import importlib
 import inspect
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,8 @@ SHORT = {
     "etp": "expert_tensor_parallel_size",
 }
 # What a rank would import lazily, seconds each; torch.testing alone pulls 500 modules.
-PRELOAD = ["torch", "torch.testing", "torch._dynamo", "pytest", "tests.spmd"]
+PRELOAD = ["torch", "torch.testing", "torch._dynamo", "pytest", "tests.spmd", "tests.training"]
+MANY = 4  # ranks that take all of a small machine: two such tests at once only hold each other up
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -75,11 +80,20 @@ def run_spmd(body: Callable, world: int, *args: Any, timeout: float = 60, **para
     config = ParallelConfig(**{SHORT.get(name, name): value for name, value in parallel.items()})
     with tempfile.TemporaryDirectory(prefix="spmd-") as name:
         folder = Path(name)
-        call = (body.__module__, body.__qualname__, args, config, folder, time.time() + timeout)
-        codes = launch(_rank, world, call, timeout=timeout + 1, threads=1)
+        with one_at_a_time() if world >= MANY else nullcontext():
+            call = (body.__module__, body.__qualname__, args, config, folder, time.time() + timeout)
+            codes = launch(_rank, world, call, timeout=timeout + 1, threads=1)
         _raise_failure(folder, codes, timeout)
         results = [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(world)]
     return results
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Wait until no other process of this user runs a test of many ranks."""
+    with open(Path(tempfile.gettempdir()) / f"nanomegatron-tests-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def start_fork_server() -> None:

@@ -39,7 +39,7 @@ def rows_sent(bounds, ranks: int) -> int:
     return sum(2 * seen(other, 0) + seen(0, other) for other in range(1, ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_attention_part(ranks, tmp_path):
     """Everybody's output and gradients are those of one process, and what is sent is what context.md says."""
     argv = "--part attention --lengths 16 --documents 16 --iters 3 --profile p2p".split()

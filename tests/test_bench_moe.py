@@ -24,11 +24,15 @@ def names(result: dict, case: str) -> list[str]:
     return [row["name"] for row in result["rows"] if row["case"] == case]
 
 
-def test_train_part(tmp_path, capsys):
-    """transformers' models, and runs of one's own; a router that is forced is more even."""
+@pytest.mark.full
+def test_train_part_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     result = measured(2, tmp_path / "peers.json", "--part", "train", "--only", "transformers")
     assert [row["name"] for row in result["rows"]] == [*bench_moe.PEERS]
+
+
+def test_train_part(tmp_path, capsys):
+    """Runs of one's own; a router that is forced is more even."""
     flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     argv = ["--add", f"again=mixtral {flags}", "--add", "even=qwen --moe-router-force-load-balancing"]
     result = measured(2, tmp_path / "added.json", "--part", "train", *argv)

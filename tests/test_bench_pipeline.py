@@ -38,7 +38,7 @@ def losses_of_all(world: World) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_all_train_alike(ranks):
     """Losses of four AdamW steps."""
     results = run_spmd(losses_of_all, ranks, timeout=100)
@@ -53,7 +53,14 @@ def bench(world: World, *argv: str) -> None:
     bench_pipeline.main(["--small", "--num-layers", str(4 * world.size), *argv], world)
 
 
-@pytest.mark.parametrize("ranks, counts, rival", [(2, [2, 4], "torch interleaved 4"), (4, [8], "torch zb-v")])
+@pytest.mark.parametrize(
+    "ranks, counts, rival",
+    [
+        (2, [2, 4], "torch zb-v"),
+        pytest.param(2, [2, 4], "torch interleaved 4", marks=pytest.mark.full),
+        pytest.param(4, [8], "torch zb-v", marks=pytest.mark.full),
+    ],
+)
 def test_runs_to_its_end(ranks, counts, rival, tmp_path):
     names = ["zb-v", rival, "zb-v"]
     argv = ["--out", str(tmp_path / "pp.json"), "--microbatches", *map(str, counts)]

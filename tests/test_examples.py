@@ -1,31 +1,51 @@
 """The examples run as their first lines say, and do what they are for."""
 
+import io
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from nanomegatron.mesh import World
+from tests.spmd import run_spmd
+
 ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = "examples/custom_loop.py"
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def numbers(processes: int) -> list[list[float]]:
+def numbers(text: str) -> list[list[float]]:
     """Loss and gradient norm of each step that examples/custom_loop.py prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*LAUNCHER, str(processes), "examples/custom_loop.py"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"^step +\d+  loss (\S+)  gradient norm (\S+)$", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^step +\d+  loss (\S+)  gradient norm (\S+)$", text, re.MULTILINE)
     return [[float(number) for number in line] for line in lines]
 
 
-def test_custom_loop():
+def by_torchrun(processes: int) -> list[list[float]]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [*LAUNCHER, str(processes), EXAMPLE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return numbers(done.stdout)
+
+
+def run_example(world: World) -> str:
+    """The program on a rank; what it prints."""
+    World.from_environment = staticmethod(lambda: world)
+    with redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(ROOT / EXAMPLE), run_name="__main__")
+    return said.getvalue()
+
+
+def test_custom_loop(full):
     """tp 2 learns, from an even guess among 100 tokens down; tp 2 x dp 2 learns the same."""
-    two, four = numbers(2), numbers(4)
+    start = by_torchrun if full else lambda ranks: numbers(run_spmd(run_example, ranks)[0])
+    two, four = start(2), start(4)
     losses = [loss for loss, _ in two]
     assert len(losses) == 20 and abs(losses[0] - math.log(100)) < 0.2
     assert losses[-1] < 0.3 * losses[0]

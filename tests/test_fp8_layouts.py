@@ -1,23 +1,17 @@
 """FP8 under every layout: to the bit where the order of additions is one process's, near it elsewhere."""
 
+from collections.abc import Iterable
+from itertools import product
+
 import numpy as np
 import pytest
 
 from nanomegatron.fp8 import RECIPES
+from tests import golden
+from tests.layouts import FIVE_STEPS, flags_of, fp8
 from tests.spmd import run_spmd
-from tests.test_layouts import alone, arguments, compare, flags_of, sources, train_on_a_rank
-from tests.test_layouts_resume import resumed
-
-__all__ = ["alone", "sources"]  # fixtures
-DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
-
-
-def fp8(recipe: str) -> str:
-    """The flags; blocks of 128 need sizes that the other models do not have."""
-    flags = "--bf16 --fp8-format hybrid " + (DELAYED if recipe == "delayed" else f"--fp8-recipe {recipe}")
-    if recipe == "blockwise":
-        flags += " --hidden-size 128 --ffn-hidden-size 256 --num-query-groups 4 --seq-length 128"
-    return flags
+from tests.test_layouts_resume import SHORT, resumed
+from tests.training import arguments, compare, train_on_a_rank
 
 
 def losses(run: dict, key: str = "lm_loss") -> list[float]:
@@ -28,24 +22,45 @@ def losses(run: dict, key: str = "lm_loss") -> list[float]:
 def test_it_trains_as_bf16_does(recipe, alone):
     """Five steps: every loss within 2 % of bf16's."""
     sizes = fp8(recipe).partition("blockwise")[2]
-    found, expected = alone("llama", fp8(recipe)), alone("llama", "--bf16" + sizes)
+    found = alone("llama", fp8(recipe), FIVE_STEPS)
+    expected = alone("llama", "--bf16" + sizes, FIVE_STEPS)
     np.testing.assert_allclose(losses(found), losses(expected), rtol=2e-2)
     assert losses(found) != losses(expected), "it is not bf16"
     assert losses(found)[-1] < losses(found)[0] - 0.1
 
 
-@pytest.mark.parametrize("layout", ["pp2zb", "pp2zbv", "pp2v2", "rc", "rs"])
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_schedules_and_recomputation_change_no_bit(recipe, layout, alone, sources, tmp_path):
+def cases(fast: list[tuple], every: Iterable[tuple]) -> list:
+    """Those of the fast tier, and the others of the grid for the full one."""
+    return fast + [pytest.param(*case, marks=pytest.mark.full) for case in every if case not in fast]
+
+
+FAST_BITS = [("delayed", "pp2zbv"), ("tensorwise", "pp2zb"), ("delayed", "rc"), ("tensorwise", "rs")]
+BITS = product(("delayed", "tensorwise"), ("pp2zb", "pp2zbv", "pp2v2", "rc", "rs"))
+
+
+@pytest.mark.parametrize("recipe, layout", cases(FAST_BITS, BITS))
+def test_schedules_and_recomputation_change_no_bit(recipe, layout, alone, sources, full, tmp_path):
     size, flags = flags_of(layout)
     argv = arguments(sources, "llama", flags, fp8(recipe))
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
     assert losses(ranks[0]) == losses(alone("llama", fp8(recipe)))
+    if not full:
+        golden.check(layout, "llama", recipe, ranks)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2sp", "dp2z1", "tp2dp2z2spce", "cp2", "tp2cp2mx"])
-@pytest.mark.parametrize("recipe", RECIPES[:3])
-def test_layouts_stay_near_one_process(recipe, layout, alone, sources, tmp_path):
+FAST_NEAR = [
+    ("delayed", "tp2sp"),
+    ("delayed", "cp2"),
+    ("tensorwise", "dp2z1"),
+    ("tensorwise", "tp2cp2mx"),
+    ("rowwise", "tp2"),
+    ("rowwise", "tp2dp2z2spce"),
+]
+NEAR = product(RECIPES[:3], ("tp2", "tp2sp", "dp2z1", "tp2dp2z2spce", "cp2", "tp2cp2mx"))
+
+
+@pytest.mark.parametrize("recipe, layout", cases(FAST_NEAR, NEAR))
+def test_layouts_stay_near_one_process(recipe, layout, alone, sources, full, tmp_path):
     """What is added in another order rounds to other numbers of 3 bits: losses to 1 %, gradients to 15 %."""
     size, flags = flags_of(layout)
     argv = arguments(sources, "llama", flags, fp8(recipe))
@@ -54,6 +69,8 @@ def test_layouts_stay_near_one_process(recipe, layout, alone, sources, tmp_path)
     np.testing.assert_allclose(losses(ranks[0]), losses(expected), rtol=1e-2)
     assert all(rank["alike"] for rank in ranks)
     compare([piece for rank in ranks for piece in rank["gradients"]], expected["gradients"], 0.15)
+    if not full:
+        golden.check(layout, "llama", recipe, ranks)
 
 
 BF16_WGRAD = "--no-fp8-wgrad"
@@ -67,7 +84,7 @@ EXACT = [  # biases, LayerNorm, dropout and tied embeddings; bf16 parts; stages 
 ]
 
 
-@pytest.mark.parametrize("model, recipe, layout, more", EXACT)
+@pytest.mark.parametrize("model, recipe, layout, more", cases([EXACT[0], EXACT[2], EXACT[3]], EXACT))
 def test_other_models_to_the_bit(model, recipe, layout, more, alone, sources, tmp_path):
     size, flags = flags_of(layout)
     settings = f"{fp8(recipe)} {more}"
@@ -77,7 +94,8 @@ def test_other_models_to_the_bit(model, recipe, layout, more, alone, sources, tm
 
 
 @pytest.mark.parametrize(
-    "recipe, more", [("delayed", ""), ("tensorwise", BF16_WGRAD), ("rowwise", BF16_WGRAD)]
+    "recipe, more",
+    cases([("tensorwise", BF16_WGRAD)], [("delayed", ""), ("rowwise", BF16_WGRAD)]),
 )
 def test_other_models_stay_near_one_process(recipe, more, alone, sources, tmp_path):
     size, flags = flags_of("tp2pp2zbsprs")
@@ -92,11 +110,11 @@ def test_other_models_stay_near_one_process(recipe, more, alone, sources, tmp_pa
     compare(gradients, expected["gradients"], 0.15, keys)
 
 
-@pytest.mark.parametrize("first, second", [("one", "one"), ("pp2zbv", "one"), ("one", "pp2")])
+@pytest.mark.parametrize("first, second", cases([("pp2zbv", "one")], [("one", "one"), ("one", "pp2")]))
 def test_delayed_scales_are_saved_and_taken_up_by_another_pipeline(first, second, sources, tmp_path):
     def run(layout: str, save: str, iterations: int) -> list[dict]:
         size, flags = (1, "") if layout == "one" else flags_of(layout)
-        argv = arguments(sources, "llama", flags, "--eval-iters 2", fp8("delayed"))
+        argv = arguments(sources, "llama", flags, SHORT, "--eval-iters 2", fp8("delayed"))
         folder = tmp_path / f"{save} {iterations}"
         folder.mkdir()
         return run_spmd(resumed, size, argv, str(folder), str(tmp_path / save), iterations, timeout=120)[0]

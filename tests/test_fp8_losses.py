@@ -14,9 +14,19 @@ import pytest
 from benchmarks import fp8_losses
 from benchmarks import fp8_losses_report as report
 from nanomegatron.data_indexed import IndexedDatasetBuilder
+from tests.test_moe_training import STAND_IN
 
 NAN = float("nan")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked(full) -> None:
+    """The full tier starts every run as a user does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not full:
+            patch.setattr(fp8_losses, "subprocess", STAND_IN)
+        yield
 
 
 @pytest.fixture(scope="module")

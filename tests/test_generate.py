@@ -169,19 +169,23 @@ def test_stream_steps_make_the_text(model):
     )
 
 
-def rank_text(mesh, family: dict, temperature: float) -> list[list[int]]:
-    return generate(
-        build(family, mesh.tp), PROMPTS, 15, temperature=temperature, top_k=30, top_p=0.95, seed=1
-    )
+def texts(model: GPTModel) -> list[list[list[int]]]:
+    """The likeliest, and drawn ones."""
+    how = dict(top_k=30, top_p=0.95, seed=1)
+    return [generate(model, PROMPTS, 8, temperature=temperature, **how) for temperature in (0, 0.9)]
 
 
-@pytest.mark.parametrize("temperature", [0, 0.9])
-def test_tensor_parallel_equals_one_process(model, temperature):
-    family = LLAMA if model.config.swiglu else GPT
-    one = generate(model, PROMPTS, 15, temperature=temperature, top_k=30, top_p=0.95, seed=1)
-    assert run_spmd(rank_text, 2, family, temperature, tp=2) == [one] * 2
+def rank_text(mesh, family: dict) -> list[list[list[int]]]:
+    return texts(build(family, mesh.tp))
+
+
+def test_tensor_parallel_equals_one_process(model, full):
+    family, one = LLAMA if model.config.swiglu else GPT, texts(model)
+    if full or family is GPT:
+        assert run_spmd(rank_text, 2, family, tp=2) == [one] * 2
     cut = family | {"sequence_parallel": True}  # as it is trained; four ranks share two key/value heads
-    assert run_spmd(rank_text, 4, cut, temperature, tp=4) == [one] * 4
+    if full or family is LLAMA:
+        assert run_spmd(rank_text, 4, cut, tp=4) == [one] * 4
 
 
 def brute_force(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:

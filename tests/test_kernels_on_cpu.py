@@ -78,10 +78,13 @@ def test_gated_writes_nothing_beside(f):
 # Lanes of a warp with 2, 4 and 8 packs each, teams of rows and loops over them, blocks; the plain kernels.
 NORM_SHAPES = [(1, 8), (37, 64), (16500, 8), (33, 256), (65, 512), (7, 520), (9, 1024), (130, 1032)]
 NORM_SHAPES += [(5, 2048), (5, 2056), (4, 4104), (130, 3), (7, 1), (11, 130), (2, 4097)]
-LONG = [((2, 8192), FP32), ((2, 16384), BF16), ((2, 16388), FP32)]  # the last, and one that is too long
+LONG = [((2, 8192), FP32), ((2, 8196), FP32)]  # the last, and one that is too long
+MORE = [((2, 16384), BF16), ((2, 16388), FP32), *((s, FP16) for s in NORM_SHAPES[3:-1])]  # as BF16's packs
+MORE = [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
+CASES = [(s, d) for s in NORM_SHAPES for d in (FP32, BF16)] + [(s, FP16) for s in NORM_SHAPES[:3]]
 
 
-@pytest.mark.parametrize("shape, dtype", [(s, d) for s in NORM_SHAPES for d in DTYPES] + LONG, ids=str)
+@pytest.mark.parametrize("shape, dtype", [*CASES, (NORM_SHAPES[-1], FP16), *LONG, *MORE], ids=str)
 def test_norm(shape, dtype):
     norm.test_norms_match_float64(shape, dtype)
 
@@ -109,7 +112,7 @@ def test_norm_writes_nothing_beside(shape, dtype):
     norm.test_nothing_is_written_outside(shape, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.full)])
 def test_norm_of_any_numbers_and_views(dtype):
     for scale in (1e-4, 1e4):
         norm.test_tiny_and_huge_values(dtype, scale)

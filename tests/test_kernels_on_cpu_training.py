@@ -86,10 +86,16 @@ def test_sums_of_squares(dtype):
 
 # By packs (k a multiple of 8, m of 16) and by bytes, whole tiles and tiles that overhang.
 FP8_SHAPES = [shape for shape in fp8.SHAPES if shape[0] * shape[1] < 50_000] + [(48, 4096)]
+E4M3, E5M2 = fp8.FORMATS
 
 
-@pytest.mark.parametrize("dtype", fp8.FORMATS)
-@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+def in_both(shapes: list[tuple], *few: tuple) -> list:
+    """Every shape with E4M3; with E5M2, which differs in the rounding alone, few of them in the fast tier."""
+    more = [pytest.param(s, E5M2, marks=[pytest.mark.full] * (s not in few)) for s in shapes]
+    return [*((s, E4M3) for s in shapes), *more]
+
+
+@pytest.mark.parametrize("shape, dtype", in_both(FP8_SHAPES, (16, 0), (5, 8), (129, 127)), ids=str)
 def test_fp8(shape, dtype):
     for kind in DTYPES:
         for outputs in ("row", "transposed", "both"):
@@ -105,10 +111,10 @@ def test_fp8_of_long_rows(kind):
         fp8.test_rows(shape, kind, fp8.FORMATS[0])
 
 
-@pytest.mark.parametrize("dtype", fp8.FORMATS)
-@pytest.mark.parametrize(
-    "shape", [(272, 136), (144, 264), (130, 131), (1, 300), (300, 1), (3, 8200)], ids=str
-)
+OF_FP8 = [(272, 136), (144, 264), (130, 131), (1, 300), (300, 1), (3, 8200)]
+
+
+@pytest.mark.parametrize("shape, dtype", in_both(OF_FP8, (144, 264), (1, 300)), ids=str)
 def test_fp8_of_fp8(shape, dtype):
     for inverses in fp8.INVERSES:
         fp8.test_casts_of_casts(shape, dtype, inverses)
@@ -183,8 +189,8 @@ MOE_SIZES += [(9, 1, 1, 8), (16, 2, 4, 0), (3, 32, 256, 40)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighed", [False, True])
-def test_moe(weighed, dtype):
-    for sizes in MOE_SIZES:
+def test_moe(weighed, dtype, full):
+    for sizes in MOE_SIZES if full or dtype is not FP16 else MOE_SIZES[2:]:
         moe.test_against_float64(sizes, dtype, weighed)
     moe.test_views_that_are_not_aligned(dtype)
 

@@ -1,17 +1,63 @@
 """The comparison of training with and without experts: a small real one, and what is said of made-up runs."""
 
 import json
+import multiprocessing
+import os
 import sys
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, check_output
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+import train
 from benchmarks import moe_training
 from benchmarks import moe_training_report as report
 from nanomegatron.data_indexed import IndexedDatasetBuilder
 
 BYTES = ("--", "--tokenizer-type", "ByteTokenizer")
+
+
+class Forked:
+    """A process as subprocess.Popen has it, for `python train.py ...`: from the fork server, in no time."""
+
+    def __init__(self, command: list[str], *, cwd: Path, stdout, **_) -> None:
+        assert command[0] == sys.executable and Path(command[1]).name == "train.py"
+        arguments = command[2:], str(cwd), stdout.name
+        self.process = multiprocessing.get_context("forkserver").Process(target=train_there, args=arguments)
+        self.process.start()
+        self.kill = self.process.kill
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode
+
+
+def train_there(argv: list[str], folder: str, console: str) -> None:
+    os.chdir(folder)
+    with open(console, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    train.plot_loss = train.plot_experts = lambda *_: None  # to load matplotlib takes a second
+    sys.exit(train.main(argv))
+
+
+STAND_IN = SimpleNamespace(Popen=Forked, DEVNULL=DEVNULL, STDOUT=STDOUT, check_output=check_output)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked(full) -> None:
+    """The full tier starts every run as a user does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not full:
+            patch.setattr(moe_training, "subprocess", STAND_IN)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -85,14 +85,8 @@ def test_tp_halves_what_it_shards():
 def test_parameters_are_those_of_the_model(family, tp):
     model = TINY[family]
     axis = Axis("tp", tp, tp - 1, tuple(range(tp)), None)
-    built = GPTModel(
-        model,
-        vocab_size=100,
-        max_sequence_length=32,
-        padded_vocab_size=128,
-        tp=axis,
-        init=Init(device=torch.device("meta")),
-    )
+    sizes = dict(vocab_size=100, max_sequence_length=32, padded_vocab_size=128)
+    built = GPTModel(model, tp=axis, init=Init(device=torch.device("meta")), **sizes)
     assert sum(p.numel() for p in built.parameters()) == parameter_count(model, 128, tp)
 
 
@@ -160,25 +154,27 @@ LAYOUTS = {
 }
 
 
-def kept_on_a_rank(mesh, model, dtype):
+def kept_on_a_rank(mesh, models):
+    """Bytes a token of two and of three layers of each."""
     return [
-        bytes_kept(replace(model, num_layers=layers), 32, 4, dtype, mesh.tp) / (32 * 4) for layers in (2, 3)
+        [bytes_kept(replace(m, num_layers=n), 32, 4, torch.bfloat16, mesh.tp) / (32 * 4) for n in (2, 3)]
+        for m in models
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2, dropout", "llama, unfused", "qwen3"])
-def test_activations_of_two_ranks(family, layout):
-    """What a further layer keeps, and the whole, in bf16 on two tensor-parallel ranks."""
-    model = replace(TINY[family], **LAYOUTS[layout])
-    run = config(model, 32, 4, 2)
-    two, three = run_spmd(kept_on_a_rank, 2, model, torch.bfloat16, tp=2)[0]
-    planned = [
-        memory(replace(run, model=replace(model, num_layers=layers)), 128, CPU)["activations"] / (32 * 4)
-        for layers in (2, 3)
-    ]
-    assert planned[1] - planned[0] == pytest.approx(three - two, abs=12)  # a CPU's statistics are in bf16
-    assert planned[0] + 2 * 64 == pytest.approx(two, abs=50)  # and half of 128 logits; tokens, labels
+def test_activations_of_two_ranks(family):
+    """What a further layer keeps, and the whole, in bf16 on two tensor-parallel ranks, in every layout."""
+    models = [replace(TINY[family], **changes) for changes in LAYOUTS.values()]
+    found = run_spmd(kept_on_a_rank, 2, models, tp=2)[0]
+    for layout, model, (two, three) in zip(LAYOUTS, models, found, strict=True):
+        run = config(model, 32, 4, 2)
+        planned = [
+            memory(replace(run, model=replace(model, num_layers=n)), 128, CPU)["activations"] / (32 * 4)
+            for n in (2, 3)
+        ]  # a CPU's statistics are in bf16; of the whole half of 128 logits, too, and tokens, labels
+        assert planned[1] - planned[0] == pytest.approx(three - two, abs=12), layout
+        assert planned[0] + 2 * 64 == pytest.approx(two, abs=50), layout
 
 
 def test_states_are_shared_as_the_strategies_say():
@@ -226,7 +222,7 @@ SCHEDULES = {
     "zb-h1": dict(pipeline_schedule="zb-h1"),
     "zb-v": dict(pipeline_schedule="zb-v"),
 }
-VOCAB, M = 256, 8
+VOCAB = 256
 
 
 class Marked(Tracer):
@@ -253,9 +249,10 @@ def allocated(mesh, config: Config) -> dict:
         out = chunk(batch, labels)
         return (out * weights).sum() if chunk.post_process else out
 
-    buckets.zero(M)
+    microbatches = config.data.global_batch_size // b
+    buckets.zero(microbatches)
     with torch.profiler.profile(profile_memory=True) as record:
-        execute(stages, step, M, stages.shape(s, b), tracer=Marked())
+        execute(stages, step, microbatches, stages.shape(s, b), tracer=Marked())
     events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event for event in events if event.name() == "[memory]"]
     times = [event.start_ns() for event in changes]
@@ -269,12 +266,15 @@ def allocated(mesh, config: Config) -> dict:
 
 
 def pipeline(family: str, name: str, pp: int, **changes) -> Config:
-    """Two layers a chunk, and microbatches large beside the weights, whose copies are not planned."""
+    """Two layers a chunk, and microbatches large beside the weights, whose copies are not planned.
+
+    There are two microbatches a rank.
+    """
     chunks = 2 if name in ("interleaved", "zb-v") else 1
     model = replace(TINY[family], num_layers=2 * pp * chunks, max_position_embeddings=64, **changes)
     run = config(model, 64, 8)
     parallel = replace(run.parallel, pipeline_model_parallel_size=pp, **SCHEDULES[name])
-    return replace(run, parallel=parallel, data=replace(run.data, global_batch_size=8 * M))
+    return replace(run, parallel=parallel, data=replace(run.data, global_batch_size=8 * 2 * pp))
 
 
 def chunks_of(run: Config, stages: list[int]) -> list[Needs]:
@@ -285,14 +285,27 @@ def chunks_of(run: Config, stages: list[int]) -> list[Needs]:
 
 FUSED = dict(cross_entropy_loss_fusion=True)
 PIPELINES = [
-    *(("llama", name, pp, {}) for name in SCHEDULES for pp in (2, 4)),
-    *(("gpt2, dropout", name, 2, {}) for name in ("1f1b", "zb-h1", "zb-v")),
-    *(("llama", name, 2, FULL) for name in ("1f1b", "zb-h1", "zb-v")),
-    *(("llama", name, 2, FUSED) for name in ("gpipe", "zb-h1")),
+    ("llama", "gpipe", 2, {}),
+    ("llama", "1f1b", 4, {}),
+    ("llama", "interleaved", 2, {}),
+    ("llama", "zb-v", 4, {}),
+    ("gpt2, dropout", "zb-h1", 2, {}),
+    ("llama", "zb-v", 2, FULL),
+    ("llama", "zb-h1", 2, FUSED),
+]
+MORE_PIPELINES = [
+    *(("llama", name, 2, {}) for name in ("1f1b", "zb-h1", "zb-v")),
+    *(("llama", name, 4, {}) for name in ("gpipe", "interleaved", "zb-h1")),
+    *(("gpt2, dropout", name, 2, {}) for name in ("1f1b", "zb-v")),
+    *(("llama", name, 2, FULL) for name in ("1f1b", "zb-h1")),
+    ("llama", "gpipe", 2, FUSED),
 ]
 
 
-@pytest.mark.parametrize("family, name, pp, changes", PIPELINES)
+@pytest.mark.parametrize(
+    "family, name, pp, changes",
+    PIPELINES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE_PIPELINES],
+)
 def test_every_rank_of_a_pipeline_holds_what_was_planned(family, name, pp, changes):
     """Parameters; bytes behind every op, with no more than some messages on top; and the peak.
 
@@ -301,7 +314,7 @@ def test_every_rank_of_a_pipeline_holds_what_was_planned(family, name, pp, chang
     """
     run = pipeline(family, name, pp, **changes)
     parallel, message = run.parallel, 64 * 8 * 64 * 2
-    lists = schedule(name, pp, M, parallel.chunks)
+    lists = schedule(name, pp, 2 * pp, parallel.chunks)
     placed = placement(name, pp, parallel.chunks)
     found = run_spmd(allocated, pp, run, pp=pp, **SCHEDULES[name])
     ranks, kept = memory_of_ranks(run, VOCAB, CPU), chunks_kept(run)
@@ -319,44 +332,34 @@ def test_every_rank_of_a_pipeline_holds_what_was_planned(family, name, pp, chang
         assert -least * message < max(seen["most"]) - planned < slack
 
 
-def put_off_on_a_rank(mesh, model, dtype):
+def put_off_on_a_rank(mesh, models):
+    return [[put_off_of(mesh, replace(model, num_layers=n)) for n in (2, 3)] for model in models]
+
+
+def put_off_of(mesh, model):
     """Bytes a token that the work of a backward on weight gradients holds, every storage once."""
-    found = []
-    for layers in (2, 3):
-        stages = Stages(
-            [
-                GPTModel(
-                    replace(model, num_layers=layers),
-                    vocab_size=128,
-                    max_sequence_length=32,
-                    padded_vocab_size=128,
-                    tp=mesh.tp,
-                    init=Init(dtype=dtype),
-                )
-            ]
-        )
-        labels = torch.zeros(4, 32, dtype=torch.long)
-        with stages.deferred.collect() as works:
-            stages[0](
-                Tokens(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels
-            ).sum().backward()
-        cells = [cell.cell_contents for _, work in works for cell in work.__closure__]
-        tensors = [x for x in cells if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        found.append(sum(storages.values()) / (32 * 4))
-    return found
+    init = Init(dtype=torch.bfloat16)
+    sizes = dict(vocab_size=128, max_sequence_length=32, padded_vocab_size=128)
+    stages = Stages([GPTModel(model, tp=mesh.tp, init=init, **sizes)])
+    labels = torch.zeros(4, 32, dtype=torch.long)
+    with stages.deferred.collect() as works:
+        stages[0](Tokens(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels).sum().backward()
+    cells = [cell.cell_contents for _, work in works for cell in work.__closure__]
+    tensors = [x for x in cells if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values()) / (32 * 4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2, dropout", "qwen3"])
-def test_what_is_put_off_until_w(family, layout):
+def test_what_is_put_off_until_w(family):
     """Of a further layer exactly, on two tensor-parallel ranks; of the ends with token ids and a mask."""
-    model = replace(TINY[family], **LAYOUTS[layout])
-    run = config(model, 32, 4, 2)
-    two, three = run_spmd(put_off_on_a_rank, 2, model, torch.bfloat16, tp=2)[0]
-    planned = [sum(needs(run, Piece(layers), 128 // 2, CPU).put_off.values()) / (32 * 4) for layers in (2, 3)]
-    assert planned[1] - planned[0] == three - two
-    assert planned[0] + 9 == two
+    models = [replace(TINY[family], **changes) for changes in LAYOUTS.values()]
+    found = run_spmd(put_off_on_a_rank, 2, models, tp=2)[0]
+    for layout, model, (two, three) in zip(LAYOUTS, models, found, strict=True):
+        run = config(model, 32, 4, 2)
+        planned = [sum(needs(run, Piece(n), 128 // 2, CPU).put_off.values()) / (32 * 4) for n in (2, 3)]
+        assert planned[1] - planned[0] == three - two, layout
+        assert planned[0] + 9 == two, layout
 
 
 def test_llama3_8b_in_four_stages():

@@ -1,5 +1,6 @@
 """The memory model of rows that several ranks share: by arithmetic, and what real ranks keep of a layer."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -109,7 +110,11 @@ def test_packs_of_documents():
     assert tokens_of(replace(shared(fixed, 4, **dynamic), precision=precision)) == 416
 
 
-def kept_on_a_rank(mesh, model, dtype, types) -> float:
+def kept_on_a_rank(mesh, cases, types) -> list[float]:
+    return [kept_of_a_layer(mesh, *case, types) for case in cases]
+
+
+def kept_of_a_layer(mesh, model, dtype, types) -> float:
     """Bytes a token that autograd holds of a further layer, every storage once."""
     s, b, found = 32, 8, []
     for layers in (2, 3):
@@ -139,26 +144,30 @@ def kept_on_a_rank(mesh, model, dtype, types) -> float:
 
 
 AGAIN = dict(recompute_granularity="selective", recompute_modules=("core_attn",))
-KEPT = [
-    *((family, ways, {}) for family in ("llama", "llama, unfused", "qwen3") for ways in ("p2p", "a2a")),
-    *(("llama", ways, {}) for ways in ("allgather", "a2a+p2p")),
-    *(("gpt2", ways, {}) for ways in ("p2p", "a2a")),
-    *(("llama", ways, AGAIN) for ways in ("p2p", "a2a")),
-    ("llama", "p2p", FULL),
-]
+KEPT = {
+    "p2p": [(name, {}) for name in ("llama", "llama, unfused", "qwen3", "gpt2")],
+    "a2a": [(name, {}) for name in ("llama", "llama, unfused", "qwen3", "gpt2")] + [("llama", AGAIN)],
+    "allgather": [("llama", {})],
+    "a2a+p2p": [("llama", {})],
+}
+KEPT["p2p"] += [("llama", AGAIN), ("llama", FULL)]
 
 
-@pytest.mark.parametrize("family, kind, changes", KEPT)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rank_keeps_what_was_planned(family, kind, changes, dtype):
-    model = replace(TINY[family], max_position_embeddings=32, **changes)
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_rank_keeps_what_was_planned(kind):
+    """Models of several kinds, in fp32 and bf16, on the same ranks."""
     sizes = dict(hierarchical_context_parallel_sizes=(2, 2)) if kind == "a2a+p2p" else {}
-    cp = 4 if sizes else 2
-    run = shared(config(model, 32, 8, dtype="fp32" if dtype == torch.float32 else "bf16"), cp, kind, **sizes)
-    found = run_spmd(kept_on_a_rank, cp, model, dtype, (kind,), cp=cp, cp_comm_type=(kind,), **sizes)
-    more = replace(run, model=replace(model, num_layers=3))
-    layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
-    assert found == pytest.approx([layer / (8 * 32 // cp)] * cp, abs=12)  # a CPU's statistics are in bf16
+    cp, cases, planned = 4 if sizes else 2, [], []
+    for (family, changes), dtype in itertools.product(KEPT[kind], (torch.float32, BF16)):
+        model = replace(TINY[family], max_position_embeddings=32, **changes)
+        run = shared(config(model, 32, 8, dtype="bf16" if dtype == BF16 else "fp32"), cp, kind, **sizes)
+        more = replace(run, model=replace(model, num_layers=3))
+        layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
+        cases.append((model, dtype))
+        planned.append(layer / (8 * 32 // cp))
+    found = run_spmd(kept_on_a_rank, cp, cases, (kind,), cp=cp, cp_comm_type=(kind,), **sizes)
+    for case, expected, *ranks in zip(cases, planned, *found, strict=True):
+        assert ranks == pytest.approx([expected] * cp, abs=12), case  # a CPU's statistics are in bf16
 
 
 def test_groups_of_several_sizes_have_no_memory_to_hand_keys_on():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nanomegatron.mesh import World
-from tests.spmd import run_spmd, spmd
+from tests.spmd import one_at_a_time, run_spmd, spmd
 
 
 def rank_and_sum(mesh, scale):
@@ -99,6 +99,17 @@ def test_two_runs_at_once_do_not_clash():
         1.0: [1, 1],
         10.0: [10, 10],
     }
+
+
+def test_four_ranks_wait_for_other_four():
+    """A lock that another pytest process would hold is held by this one."""
+    run = threading.Thread(target=run_spmd, args=(draw_and_count, 4))
+    with one_at_a_time():
+        run.start()
+        run.join(1.0)
+        assert run.is_alive()
+    run.join(30)
+    assert not run.is_alive()
 
 
 def test_ranks_draw_what_the_parent_draws():

@@ -1,5 +1,6 @@
 """The whole program: every layout trains one model, a killed run goes on to the bit, exit codes."""
 
+import io
 import json
 import os
 import resource
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ import train
 from nanomegatron.config import TransformerConfig
 from nanomegatron.data_indexed import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics_log import RunLog
 from nanomegatron.metrics_writers import read_jsonl
 from nanomegatron.run import expected_first_loss
@@ -50,10 +54,28 @@ def arguments(corpus: str, *more: str) -> list[str]:
 
 
 def run_train(world: World, argv: list[str], folder: str) -> list[dict]:
-    """One rank of a run in `folder`; the steps it logged."""
+    """One rank of a run in `folder`; the steps it logged. No picture: to load matplotlib takes a second."""
     os.chdir(folder)
+    train.plot_loss = lambda *_: None
     assert train.run_rank(world, argv) == train.DONE
     return read_jsonl("runs/test/metrics.jsonl")
+
+
+def run_told(world: World, argv: list[str], folder: str, picture: bool) -> tuple[int, str]:
+    """train.py as a user starts it, on one process or a rank of several: exit code, and all it said."""
+    os.chdir(folder)
+    said = io.StringIO()
+    train.plot_loss = train.plot_loss if picture else lambda *_: None
+    with redirect_stdout(said), redirect_stderr(said):
+        code = train.main(argv) if world.size == 1 else train.run_rank(world, argv)
+    return code, said.getvalue()
+
+
+def told(folder: Path, argv: list[str], code: int, ranks: int = 1, picture: bool = False) -> str:
+    """What train.py says, which must end with this code."""
+    found, said = run_spmd(run_told, ranks, argv, str(folder), picture)[0]
+    assert found == code and "Traceback" not in said, said
+    return said
 
 
 def first_gradients(world: World, argv: list[str], folder: str) -> dict:
@@ -83,17 +105,23 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def alone(corpus, tmp_path_factory) -> list[dict]:
+def iters(full) -> int:
+    return 50 if full else 12
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, iters, tmp_path_factory) -> list[dict]:
     folder = str(tmp_path_factory.mktemp("alone"))
-    return run_spmd(run_train, 1, arguments(corpus, "--train-iters 50"), folder)[0]
+    return run_spmd(run_train, 1, arguments(corpus, f"--train-iters {iters}"), folder)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_trains_like_one_process(layout, corpus, alone, tmp_path):
-    """fp32, 50 steps: only the order of additions differs, which costs some 1e-7 a step."""
+def test_layout_trains_like_one_process(layout, corpus, iters, alone, tmp_path):
+    """fp32, 12 steps (50 in the full tier): only the order of additions differs, some 1e-7 a step."""
     world, flags = LAYOUTS[layout]
-    steps = run_spmd(run_train, world, arguments(corpus, "--train-iters 50", flags), str(tmp_path))[0]
-    assert len(steps) == len(alone) == 50
+    argv = arguments(corpus, f"--train-iters {iters}", flags)
+    steps = run_spmd(run_train, world, argv, str(tmp_path))[0]
+    assert len(steps) == len(alone) == iters
     expected = expected_first_loss(TransformerConfig(hidden_size=64), 257)
     assert steps[0]["lm_loss"] == pytest.approx(expected, rel=0.01)
     assert steps[-1]["lm_loss"] < 0.8 * steps[0]["lm_loss"]  # it learns
@@ -114,9 +142,10 @@ def test_first_gradients_equal_one_process(layout, corpus, tmp_path):
             assert (piece - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def start(folder: Path, argv: list[str]) -> subprocess.Popen:
+def start(folder: Path, argv: list[str], **more) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "train.py"), *argv]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    more |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=folder, **more)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
@@ -132,52 +161,76 @@ def finished(process: subprocess.Popen, code: int) -> str:
     return output
 
 
-@pytest.fixture(scope="module")
-def undisturbed(corpus, tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    argv = arguments(corpus, "--nproc 2 --train-iters 60 --save-interval 10 --hidden-dropout 0.1")
-    finished(start(folder, argv), train.DONE)
-    return read_jsonl(folder / "runs/test/metrics.jsonl")
-
-
+SHORT = "--train-iters 12 --save-interval 4 --hidden-dropout 0.1"
 SERIES = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "lr")
 
 
-def test_killed_run_goes_on_to_the_bit(corpus, undisturbed, tmp_path):
-    argv = arguments(corpus, "--nproc 2 --train-iters 60 --save-interval 10 --hidden-dropout 0.1")
-    for step in (13, 37):
-        process = start(tmp_path, argv)
-        wait_for_step(tmp_path, step, process)
-        process.kill()
-        process.communicate()
-    output = finished(start(tmp_path, argv), train.DONE)
-    assert "resumed" in output
-    steps = read_jsonl(tmp_path / "runs/test/metrics.jsonl")
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return run_spmd(run_train, 2, arguments(corpus, SHORT), str(folder))[0]
+
+
+def compare(folder: Path, undisturbed: list[dict]) -> None:
+    steps = read_jsonl(folder / "runs/test/metrics.jsonl")
     assert [[s[key] for key in SERIES] for s in steps] == [[s[key] for key in SERIES] for s in undisturbed]
-    assert "nothing left to train" in finished(start(tmp_path, argv), train.DONE)
+
+
+def run_and_die(world: World, argv: list[str], folder: str, step: int, number: int) -> int:
+    """A rank that gets a signal, rank 1 alone or SIGINT all, when it begins a step."""
+    usual = train.train_step
+
+    def train_step(run):
+        if run.iteration == step and (world.rank == 1 or number == signal.SIGINT):
+            os.kill(os.getpid(), number)
+        return usual(run)
+
+    train.train_step, train.plot_loss = train_step, lambda *_: None
+    os.chdir(folder)
+    return train.run_rank(world, argv)
+
+
+def test_killed_run_goes_on_to_the_bit(corpus, undisturbed, tmp_path):
+    """Twice: in a step that follows a save, and in one that does not."""
+    argv = arguments(corpus, SHORT)
+    for step in (4, 10):
+        codes = launch(run_and_die, 2, (argv, str(tmp_path), step, signal.SIGKILL), timeout=60, threads=1)
+        assert codes[1] == -signal.SIGKILL
+    assert "resumed" in told(tmp_path, argv, train.DONE, ranks=2)
+    compare(tmp_path, undisturbed)
+    assert "nothing left to train" in told(tmp_path, argv, train.DONE, ranks=2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_leaves(number, corpus, undisturbed, tmp_path):
-    argv = arguments(corpus, "--nproc 2 --train-iters 60 --save-interval 50 --hidden-dropout 0.1")
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *argv],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """One rank's is enough; a terminal sends Ctrl-C to all."""
+    argv = arguments(corpus, SHORT)
+    codes = launch(run_and_die, 2, (argv, str(tmp_path), 5, number), timeout=60, threads=1)
+    assert codes == [train.PREEMPTED] * 2
+    status = json.loads((tmp_path / "runs/test/status.json").read_text())
+    assert status["exit_code"] == train.PREEMPTED and 5 < status["iteration"] < 12
+    run_spmd(run_train, 2, argv, str(tmp_path))
+    compare(tmp_path, undisturbed)
+
+
+KILLED = [pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGINT, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *KILLED])
+def test_the_program_leaves_with_its_ranks(number, corpus, tmp_path):
+    """`python train.py --nproc 2`, from the command line to the exit code."""
+    argv = arguments(corpus, SHORT)
+    process = start(tmp_path, [*argv, "--nproc", "2", "--train-iters", "100000"], start_new_session=True)
     wait_for_step(tmp_path, 5, process)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # a terminal sends Ctrl-C to all
     else:
         process.send_signal(number)
-    finished(process, train.PREEMPTED)
-    assert json.loads((tmp_path / "runs/test/status.json").read_text())["exit_code"] == train.PREEMPTED
-    finished(start(tmp_path, argv), train.DONE)
-    steps = read_jsonl(tmp_path / "runs/test/metrics.jsonl")
-    assert [s["lm_loss"] for s in steps] == [s["lm_loss"] for s in undisturbed]
+    output = finished(process, -number if number == signal.SIGKILL else train.PREEMPTED)
+    if number != signal.SIGKILL:
+        assert "the same command goes on from there" in output
+        status = json.loads((tmp_path / "runs/test/status.json").read_text())
+        assert status["exit_code"] == train.PREEMPTED
 
 
 def test_configuration_errors_come_at_once_and_once(tmp_path):
@@ -194,59 +247,57 @@ def test_configuration_errors_come_at_once_and_once(tmp_path):
 
 def test_load_of_nothing_is_an_error(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
-    output = finished(start(tmp_path, arguments(corpus, "--train-iters 9 --load empty")), train.NO_CHECKPOINT)
-    assert "Traceback" not in output and "--load empty" in output
+    output = told(tmp_path, arguments(corpus, "--train-iters 9 --load empty"), train.NO_CHECKPOINT)
+    assert "--load empty" in output
 
 
 def test_save_that_fails_is_told(corpus, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    argv = arguments(corpus, "--train-iters 9 --save file/ckpt")
-    assert "Traceback" not in finished(start(tmp_path, argv), train.SAVE_FAILED)
+    told(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), train.SAVE_FAILED)
 
 
 def test_what_cannot_go_on_is_an_error(corpus, tmp_path):
     """Another batch size would repeat or skip samples, a step back would meet newer checkpoints again."""
-    argv = arguments(corpus, "--train-iters 12 --save-interval 5")
-    finished(start(tmp_path, argv), train.DONE)
+    argv = arguments(corpus, "--train-iters 8 --save-interval 3")
+    told(tmp_path, argv, train.DONE)
     other = ["--run-name", "other", "--load", "runs/test/ckpt"]
-    output = finished(start(tmp_path, [*argv, *other, "--global-batch-size", "4"]), train.BAD_CONFIG)
-    assert "--global-batch-size 4" in output and "96 samples in 12 iterations" in output
-    output = finished(start(tmp_path, [*argv, "--ckpt-step", "5"]), train.BAD_CONFIG)
-    assert "--ckpt-step 5" in output and "holds iteration 12" in output
-    output = finished(start(tmp_path, [*argv, *other, "--ckpt-step", "5", "--nproc", "2"]), train.DONE)
+    output = told(tmp_path, [*argv, *other, "--global-batch-size", "4"], train.BAD_CONFIG)
+    assert "--global-batch-size 4" in output and "64 samples in 8 iterations" in output
+    output = told(tmp_path, [*argv, "--ckpt-step", "3"], train.BAD_CONFIG)
+    assert "--ckpt-step 3" in output and "holds iteration 8" in output
+    output = told(tmp_path, [*argv, *other, "--ckpt-step", "3"], train.DONE, ranks=2)
     assert (
-        "resumed runs/test/ckpt, step 5" in output and "not the same bits" in output and "dp 1 -> 2" in output
+        "resumed runs/test/ckpt, step 3" in output and "not the same bits" in output and "dp 1 -> 2" in output
     )
     ours, theirs = (read_jsonl(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("other", "test"))
-    np.testing.assert_allclose([s["lm_loss"] for s in ours], [s["lm_loss"] for s in theirs[5:]], rtol=1e-6)
-    output = finished(start(tmp_path, [*argv, "--hidden-size", "128"]), train.BAD_CONFIG)
+    np.testing.assert_allclose([s["lm_loss"] for s in ours], [s["lm_loss"] for s in theirs[3:]], rtol=1e-6)
+    output = told(tmp_path, [*argv, "--hidden-size", "128"], train.BAD_CONFIG)
     assert "--hidden-size 128: the run in this folder has 64" in output
 
 
-def test_exit_interval_saves_and_resumes(corpus, alone, tmp_path):
-    argv = arguments(corpus, "--train-iters 50")
-    output = finished(start(tmp_path, [*argv, "--exit-interval", "20"]), train.DONE)
-    assert "after step 20" in output
-    finished(start(tmp_path, argv), train.DONE)
-    ours = [step["lm_loss"] for step in read_jsonl(tmp_path / "runs/test/metrics.jsonl")]
-    np.testing.assert_allclose(ours, [step["lm_loss"] for step in alone], rtol=1e-6)  # other threads
+def test_exit_interval_saves_and_resumes(corpus, iters, alone, tmp_path):
+    argv = arguments(corpus, f"--train-iters {iters}")
+    output = told(tmp_path, [*argv, "--exit-interval", "5"], train.DONE, picture=True)
+    assert "after step 5" in output and ("\npicture " in output or not find_spec("matplotlib"))
+    steps = run_spmd(run_train, 1, argv, str(tmp_path))[0]
+    assert [step["lm_loss"] for step in steps] == [step["lm_loss"] for step in alone]
 
 
-def test_any_sharding_goes_on_with_any_other(corpus, alone, tmp_path):
-    """One run, handed on every three steps; evaluations in between read the parameters without a step."""
+def test_any_sharding_goes_on_with_any_other(corpus, iters, alone, tmp_path):
+    """One run, handed on every two steps; evaluations in between read the parameters without a step."""
     stages = [
         (1, "--use-distributed-optimizer"),
-        (4, f"{LAYOUTS['dp4z1'][1]} --ddp-bucket-size 10000 --overlap-param-gather --eval-interval 2"),
+        (4, f"{LAYOUTS['dp4z1'][1]} --ddp-bucket-size 10000 --overlap-param-gather --eval-interval 1"),
         LAYOUTS["tp2dp2z2"],
         (2, ""),
         (2, "--data-parallel-sharding-strategy optim_grads"),
     ]
     for i, (world, flags) in enumerate(stages):
-        argv = arguments(corpus, f"--train-iters 50 --exit-interval {3 * (i + 1)}", flags)
+        argv = arguments(corpus, f"--train-iters {iters} --exit-interval {2 * (i + 1)}", flags)
         steps = run_spmd(run_train, world, argv, str(tmp_path))[0]
-        assert len(steps) == 3 * (i + 1)
+        assert len(steps) == 2 * (i + 1)
     for key, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0)):
-        ours, theirs = ([step[key] for step in run] for run in (steps, alone[:15]))
+        ours, theirs = ([step[key] for step in run] for run in (steps, alone[:10]))
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, err_msg=key)
     text = (tmp_path / "runs/test/log.txt").read_text()
     assert (

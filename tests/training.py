@@ -1,0 +1,161 @@
+"""Runs of train.py's own parts on ranks of a test: data, number of steps, what is kept and compared.
+
+Text is invented, so that it is the same on every machine (`golden.py` keeps results of it): words drawn as
+in a language, few often and most seldom. The fast tier takes two steps of four samples, the full one five of
+eight, as do single tests that ask for it.
+"""
+
+import os
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from nanomegatron.comm import all_gather
+from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.metrics_log import RunLog
+from tests.layouts import COMMON, FIVE_STEPS, MODELS, TWO_STEPS
+from tests.spmd import run_spmd
+
+
+class Task(NamedTuple):
+    """Prefix of a data set ("-lines" behind it: with short documents), and the flags of how many steps."""
+
+    prefix: str
+    steps: str
+
+
+def invented_text(characters: int, seed: int) -> bytes:
+    """Lines of up to ten words of a vocabulary of 200, after Zipf's law."""
+    random = np.random.RandomState(seed)  # its streams are frozen, on every machine
+    words = [bytes(random.randint(97, 123, size=random.randint(1, 9)).tolist()) for _ in range(200)]
+    often = 1.0 / np.arange(1, 201)
+    drawn = random.choice(200, size=characters, p=often / often.sum())
+    breaks = random.rand(characters) < 0.15
+    text = b"".join(words[w] + (b"\n" if end else b" ") for w, end in zip(drawn, breaks, strict=True))
+    return text[:characters]
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory, full) -> Task:
+    """Twelve documents, and their lines as documents."""
+    prefix = str(tmp_path_factory.mktemp("data") / "sources")
+    write_sources(prefix)
+    return Task(prefix, FIVE_STEPS if full else TWO_STEPS)
+
+
+def write_sources(prefix: str) -> None:
+    """The data sets of `sources`."""
+    texts = [invented_text(30_000, seed) for seed in range(12)]
+    lines = [line for text in texts for line in text.splitlines()]
+    for name, documents in ((prefix, texts), (f"{prefix}-lines", lines)):
+        with IndexedDatasetBuilder(name, np.uint16) as builder:
+            for text in documents:
+                builder.add_document(np.append(np.frombuffer(text, np.uint8), 256).astype(np.uint16))
+            builder.finalize()
+
+
+def arguments(task: Task, model: str, *more: str) -> list[str]:
+    """The command line of train.py for a model of tests/layouts.py; later flags win."""
+    path = task.prefix + "-lines" * model.endswith("documents")
+    return " ".join((COMMON, task.steps, MODELS[model], "--data-path", path, *more)).split()
+
+
+def set_up(world: World, argv: list[str], folder: str):
+    """The `Run` of a command line on this rank, in a folder."""
+    os.chdir(folder)
+    parsed, config = train.settings(argv, world)
+    mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
+    return train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
+
+
+def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
+    """All steps of this rank: loss and norm of each, its pieces of the first gradients and last weights."""
+    run = set_up(world, argv, folder)
+    steps, gradients, update = [], [], run.optimizer.step
+
+    def keep(loss: torch.Tensor):  # before the update, which may scale them
+        gradients.append([piece_of(s, s.of(b.grad_shard)) for b, s in run.grads.slices()])
+        return update(loss)
+
+    run.optimizer.step = keep
+    for _ in range(run.config.run.train_iters):
+        told = train.train_step(run).read()[1]
+        steps.append({name: told[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
+        if len(gradients) == 1:
+            run.grads.wait_params()
+            weights = weights_of(run)
+        run.iteration += 1
+    run.grads.wait_params()
+    result = {"steps": steps, "gradients": gradients[0], "weights": weights, "last weights": weights_of(run)}
+    return result | {"alike": alike(run)}
+
+
+def piece_of(piece, data: torch.Tensor) -> tuple:
+    """(name, offset and shape of the rank's slice of the tensor, place in the flattened slice, values)."""
+    shape = piece.part.view(piece.param.detach()).shape
+    return piece.part.name, piece.part.offset, tuple(shape), piece.at, data.float().clone()
+
+
+def weights_of(run) -> list[tuple]:
+    """Every part that this rank holds, as `piece_of` has it."""
+    pairs = [(part, part.view(p.detach())) for p in run.optimizer.params for part in p.spec.parts]
+    return [(part.name, part.offset, tuple(x.shape), 0, x.float().clone().flatten()) for part, x in pairs]
+
+
+def alike(run) -> bool:
+    """Whether replicas are equal to the bit: weights over dp x cp, of experts edp, whole ones over tp too."""
+    mesh, same = run.mesh, True
+    for param in run.optimizer.params:
+        copies = all_gather(param.detach()[None], mesh.edp if param.spec.expert else mesh.dp_cp)
+        same &= all(torch.equal(copies[0], copy) for copy in copies)
+        for part in param.spec.parts:
+            if part.replicas > 1:
+                copies = all_gather(part.view(param.detach())[None], part.axis)
+                groups = copies.split(part.replicas)
+                same &= all(torch.equal(group[0], copy) for group in groups for copy in group)
+            if param.spec.tied:
+                copies = all_gather(param.detach()[None], mesh.embed)
+                same &= torch.equal(copies[0], copies[-1])
+    return bool(same)
+
+
+@pytest.fixture(scope="session")
+def alone(sources, tmp_path_factory) -> Callable[..., dict]:
+    """What one process does with a model, computed once each."""
+    results = {}
+
+    def result(model: str, *more: str) -> dict:
+        key = (model, *more)
+        if key not in results:
+            folder = str(tmp_path_factory.mktemp("alone"))
+            results[key] = run_spmd(train_on_a_rank, 1, arguments(sources, model, *more), folder)[0]
+        return results[key]
+
+    return result
+
+
+def compare(found: list[tuple], whole: list[tuple], tolerance: float, but: Collection[str] = ()) -> None:
+    """Every piece against the same place of one process's tensor; together they are the whole model."""
+    tensors = {name: values.view(shape) for name, _, shape, _, values in whole}
+    seen = dict.fromkeys(tensors, 0)
+    for name, offset, shape, at, values in found:
+        window = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        expected = tensors[name][window].flatten()[at : at + len(values)]
+        if name not in but:
+            assert (values - expected).norm() <= tolerance * expected.norm(), name
+        seen[name] += len(values)
+    assert all(seen[name] >= tensor.numel() for name, tensor in tensors.items())
+
+
+def without_gradient(gradients: list[tuple]) -> set[str]:
+    """Key biases without a key norm: softmax does not see them. Theirs are rounding, as are their steps."""
+    keys = {name for name, *_ in gradients if name.endswith("linear_qkv.k.bias")}
+    if any("k_layernorm" in name for name, *_ in gradients):
+        return set()
+    assert all(values.norm() < 1e-5 for name, *_, values in gradients if name in keys)
+    return keys
