@@ -1,13 +1,15 @@
 """Context-parallel attention on 2, 4 and 8 ranks against the attention of one process, and torch's own."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from nanomegatron import comm_symmetric, cp
 from nanomegatron.attention import Mask, core_attention
-from nanomegatron.comm_symmetric import PeerRing, ring_shift
+from nanomegatron.comm_symmetric import ring_shift
 from nanomegatron.config import DataConfig
 from nanomegatron.cp import context_attention
 from nanomegatron.cp_shard import Shard
@@ -73,22 +75,25 @@ def levels(size, kind):
     return {"hierarchical_context_parallel_sizes": (2, size // 2)} if kind == "a2a+p2p" else {}
 
 
-@pytest.mark.parametrize("case", CASES)
+def all_on_a_rank(mesh, kind, names):
+    return [on_a_rank(mesh, kind, CASES[name]) for name in names]
+
+
 @pytest.mark.parametrize("size, kind", [(4, kind) for kind in KINDS] + [(2, "p2p"), (2, "a2a"), (8, "p2p")])
-def test_attention_over_ranks_is_that_of_one(size, kind, case):
-    case = CASES[case]
-    expected = attention_alone(case)
-    ranks = run_spmd(on_a_rank, size, kind, case, cp=size, **levels(size, kind))
-    low = case.get("dtype") == torch.bfloat16
-    for i, exact in enumerate(expected):
-        found = torch.full_like(exact, torch.nan)
-        for at, parts, _ in ranks:
-            found[at] = parts[i].float()
-        error = (found - exact).norm() / exact.norm()
-        assert error <= (1e-2 if low else 1e-6), f"{('context', 'dq', 'dk', 'dv')[i]}: {error}"
+def test_attention_over_ranks_is_that_of_one(size, kind, full):
+    names = list(CASES) if size < 8 or full else ["grouped", "padding", "documents and a window", "unfused"]
+    each = run_spmd(all_on_a_rank, size, kind, names, cp=size, **levels(size, kind))
+    for name, *ranks in zip(names, *each, strict=True):
+        low = CASES[name].get("dtype") == torch.bfloat16
+        for i, exact in enumerate(attention_alone(CASES[name])):
+            found = torch.full_like(exact, torch.nan)
+            for at, parts, _ in ranks:
+                found[at] = parts[i].float()
+            error = (found - exact).norm() / exact.norm()
+            assert error <= (1e-2 if low else 1e-6), f"{name}, {('context', 'dq', 'dk', 'dv')[i]}: {error}"
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("sizes", [(2, 4), pytest.param((4, 2), marks=pytest.mark.full)])
 def test_two_levels_of_eight(sizes):
     expected = attention_alone(CASES["documents"])
     ranks = run_spmd(
@@ -117,8 +122,6 @@ def test_what_is_sent():
 @spmd(world=2, cp=2)
 def test_the_next_keys_are_under_way_while_these_are_used(mesh):
     """Every shift begins before the attention to what has come."""
-    from nanomegatron import cp
-
     events, attend, ring = [], cp.attend, cp.ring_shift
     cp.attend = lambda *a: (events.append("attend"), attend(*a))[1]
 
@@ -134,17 +137,20 @@ def test_the_next_keys_are_under_way_while_these_are_used(mesh):
     assert events == ["shift", "attend", "attend", "shift", "shift"]
 
 
-def by_memory(mesh, folder):
+def by_memory(mesh, names, folder):
     """Cases one after the other, by messages and then in memory that the ranks share."""
-    expected = [on_a_rank(mesh, "p2p", CASES[name]) for name in RINGS]
-    for name, kept in (("keys", 1), ("gradients of keys", mesh.cp.size // 2)):
-        ring = PeerRing(mesh.cp, CPU, kept)
-        (folder / name).mkdir(exist_ok=True)
-        ring.memory = FileMemory(mesh.cp, "send", folder / name, ring.memory.slots)
-        assert mesh.cp.scratch[name] is None
-        mesh.cp.scratch[name] = ring
-    found = [on_a_rank(mesh, "p2p", CASES[name]) for name in RINGS]  # all, before one is looked at
-    for name, (_, ours, bytes_), (_, theirs, sent) in zip(RINGS, found, expected, strict=True):
+    expected = [on_a_rank(mesh, "p2p", CASES[name]) for name in names]
+    assert mesh.cp.scratch.pop("keys") is None and mesh.cp.scratch.pop("gradients of keys") is None
+    folders = iter((folder / "keys", folder / "gradients"))
+
+    def files(axis, device, kind, slots):
+        (place := next(folders)).mkdir(exist_ok=True)
+        return FileMemory(axis, kind, place, slots)
+
+    shared = patch.multiple(comm_symmetric, obstacle=lambda *_: "", PeerMemory=files)
+    with shared:  # all, before one is looked at
+        found = [on_a_rank(mesh, "p2p", CASES[name]) for name in names]
+    for name, (_, ours, bytes_), (_, theirs, sent) in zip(names, found, expected, strict=True):
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), name
         assert bytes_ == sent
 
@@ -152,10 +158,33 @@ def by_memory(mesh, folder):
 RINGS = ["grouped", "heads of 256", "bf16", "documents", "grouped", "unfused"]
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_ring_in_shared_memory_is_that_of_messages(size, tmp_path):
+@pytest.mark.parametrize(
+    "size, names",
+    [(2, RINGS), (4, RINGS), (8, RINGS[:1]), pytest.param(8, RINGS, marks=pytest.mark.full)],
+    ids=["2", "4", "8", "8 all"],
+)
+def test_a_ring_in_shared_memory_is_that_of_messages(size, names, tmp_path):
     """To the bit, as memory is used again for what is larger, smaller and of other types."""
-    run_spmd(by_memory, size, tmp_path, cp=size)
+    run_spmd(by_memory, size, names, tmp_path, cp=size)
+
+
+def softmax_by_heads(mesh):
+    """Whether each call of the attention of whole rows was asked for the fused softmax."""
+    asked, real = [], cp.core_attention
+
+    def noting(*args, fused_softmax=True, **more):
+        asked.append(fused_softmax)
+        return real(*args, fused_softmax=fused_softmax, **more)
+
+    shard, x = Shard(mesh.cp, 8, ("a2a",)), torch.randn(4, 1, 2, 8)
+    with patch.object(cp, "core_attention", noting):
+        for fused in (True, False):
+            cp.context_attention(x, x, x, shard, 0, Mask(True, None), "unfused", fused)
+    return asked
+
+
+def test_all_to_all_attention_heeds_the_choice_of_softmax():
+    assert run_spmd(softmax_by_heads, 2, cp=2) == [[True, False]] * 2
 
 
 def test_a_ring_of_one_group():
@@ -171,8 +200,6 @@ def test_a_ring_of_one_group():
 @spmd(world=2, cp=2, dynamic_context_parallel=True)
 def test_groups_that_come_and_go_share_no_memory(mesh):
     """torch would wait for a rank that has met fewer others."""
-    from nanomegatron import comm_symmetric
-
     comm_symmetric.obstacle = lambda *_: pytest.fail("asked")
     assert mesh.cp.regrouped and not mesh.tp.regrouped
     assert ring_shift(mesh.cp, CPU, "keys", 0, 1).func is comm_symmetric.start_shift

@@ -193,7 +193,7 @@ def test_split_ranges():
     """969,30,1 is (0, .969)(.969, .999)(.999, 1) of the sequences, rounded."""
     assert split_ranges("969,30,1", 1000) == ((0, 969), (969, 999), (999, 1000))
     assert split_ranges("99,1,0", 150) == ((0, 148), (148, 150), None)
-    assert split_ranges("2", 7) == ((0, 7), None, None)
+    assert split_ranges("2", 7) == ((0, 7), None, None) and split_ranges("2,1", 4)[0] == (0, 3)
     for wrong in ("", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1"):
         with pytest.raises(ValueError, match="such as 969,30,1"):
             split_ranges(wrong, 10)

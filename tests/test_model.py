@@ -48,14 +48,7 @@ VARIED = TransformerConfig(
     }
 )
 # The same families with all that a layout can get wrong: key norms, biases, dropout.
-GPT2_TP = TransformerConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    qk_layernorm=True,
-    hidden_dropout=0.1,
-    attention_dropout=0.1,
-)
+GPT2_TP = replace(GPT2, qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1)
 LLAMA_TP = TransformerConfig(
     **{
         **vars(LLAMA),
@@ -70,21 +63,21 @@ LLAMA_TP = TransformerConfig(
 def build(config, tp=None, vocab=VOCAB, scale=1.0):
     """A model whose parameters are all away from their special initial values 0 and 1."""
     padded = padded_vocab_size(vocab, 4, 4)
-    model = GPTModel(
-        config,
-        vocab_size=vocab,
-        max_sequence_length=SEQUENCE,
-        padded_vocab_size=padded,
-        tp=tp,
-        init=Init(seed=3),
-    )
+    sizes = dict(vocab_size=vocab, max_sequence_length=SEQUENCE, padded_vocab_size=padded)
+    model = GPTModel(config, tp=tp, init=Init(seed=3), **sizes)
     for param in model.parameters():
         for part in param.spec.parts:
-            noise = torch.randn(
-                part.shape, generator=torch.Generator().manual_seed(crc32(part.name.encode()))
-            )
+            generator = torch.Generator().manual_seed(crc32(part.name.encode()))
+            noise = torch.randn(part.shape, generator=generator)
             part.view(param.data).add_(part.of(scale * noise))
     return model
+
+
+@pytest.mark.parametrize("config", [GPT2_TP, LLAMA_TP])
+def test_matrices_decay_and_nothing_else_does(config):
+    """Weight decay pulls no bias and no norm's weight to zero."""
+    for param in build(config).parameters():
+        assert param.spec.decay == (param.dim() > 1), param.spec.name
 
 
 def batch(b=3, dropout_seed=None, vocab=VOCAB):
@@ -236,11 +229,15 @@ VARIANTS = {
 }
 
 
+def all_cut_over_tp(mesh, configs):
+    for config in configs:
+        cut_over_tp(mesh, config)
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("config", [GPT2_TP, LLAMA_TP], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tensor_parallel_is_one_process(variant, config, tp):
-    run_spmd(cut_over_tp, tp, replace(config, **VARIANTS[variant]), tp=tp)
+def test_tensor_parallel_is_one_process(config, tp):
+    run_spmd(all_cut_over_tp, tp, [replace(config, **more) for more in VARIANTS.values()], tp=tp)
 
 
 def loss_in_eval_mode(mesh):
@@ -258,12 +255,11 @@ def test_no_gradients_in_eval_mode():
     run_spmd(loss_in_eval_mode, 2, tp=2)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("variant", ["", "sequence"])
-def test_ranks_that_share_a_head_are_one_process(variant, heads):
+def test_ranks_that_share_a_head_are_one_process():
     """Fewer key/value heads than ranks, with their norms and biases."""
-    config = replace(LLAMA_TP, num_query_groups=heads, **VARIANTS[variant])
-    run_spmd(cut_over_tp, 4, config, tp=4)
+    pairs = ((1, "sequence"), (2, ""), (2, "sequence"))
+    configs = [replace(LLAMA_TP, num_query_groups=heads, **VARIANTS[variant]) for heads, variant in pairs]
+    run_spmd(all_cut_over_tp, 4, configs, tp=4)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])

@@ -46,31 +46,12 @@ def test_schedule_is_megatrons(style, wsd_style):
     for warmup, decay, wsd, init in itertools.product((0, 1, 10), (11, 40), (0, 7, 40), (0.0, 1e-4)):
         ours = Schedule(style, 1e-3, 1e-5, init, warmup, decay, wsd_style, wsd)
         optimizer = SimpleNamespace(param_groups=[])
-        other = theirs(
-            optimizer,
-            init,
-            1e-3,
-            1e-5,
-            warmup,
-            decay,
-            style,
-            0.0,
-            0.0,
-            1,
-            "constant",
-            True,
-            False,
-            wsd,
-            wsd_style,
-        )
+        rates, no_decay = (init, 1e-3, 1e-5, warmup, decay, style), (0.0, 0.0, 1, "constant")
+        other = theirs(optimizer, *rates, *no_decay, True, False, wsd, wsd_style)
         for samples in range(decay + 5):
             other.num_steps = samples
-            assert ours.at(samples) == pytest.approx(other.get_lr({}), rel=1e-12), (
-                warmup,
-                decay,
-                wsd,
-                samples,
-            )
+            where = (warmup, decay, wsd, samples)
+            assert ours.at(samples) == pytest.approx(other.get_lr({}), rel=1e-12), where
 
 
 def test_schedule_lengths_are_counted_in_samples():
@@ -174,7 +155,7 @@ def torchs(params):
         {"params": [t for t in twins if t.dim() > 1], "weight_decay": CONFIG.weight_decay},
         {"params": [t for t in twins if t.dim() == 1], "weight_decay": 0.0},
     ]
-    return twins, torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    return twins, torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=CONFIG.adam_eps, foreach=False)
 
 
 def torch_step(twins, adamw, grads, lr):
@@ -205,6 +186,19 @@ def test_ten_steps_are_torchs(loss_scale):
             stats.lr.item() == RATES[step] and stats.finite == 1 and stats.loss_scale == (loss_scale or 1.0)
         )
         torch.testing.assert_close([*params], [*twins], rtol=1e-5, atol=1e-6)
+
+
+def test_moments_are_of_gradients_without_the_loss_scale():
+    """Which AdamW's parameters hide, but for eps: it divides by the root of the second moment."""
+    params, optimizer = make(precision=PrecisionConfig(fp16=True, loss_scale=1024.0))
+    twins, adamw = torchs(params)
+    grads = random_grads(params, 3.0)
+    put(params, grads, 1024.0)
+    optimizer.step(GOOD)
+    torch_step(twins, adamw, grads, RATES[0])
+    for kind in ("exp_avg", "exp_avg_sq"):
+        theirs = [adamw.state[twin][kind] for twin in twins]
+        torch.testing.assert_close(of_params(params, optimizer, kind), theirs, rtol=1e-5, atol=0)
 
 
 def test_clipping_off():

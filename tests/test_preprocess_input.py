@@ -67,6 +67,9 @@ def test_a_chunk_of_bad_lines_alone(tmp_path):
     assert run("--input", source, other, source, "--output-prefix", tmp_path / "x", *tokenizer) == 2
     assert run("--input", source, other, "--output-prefix", tmp_path / "x", *tokenizer) == 0
     assert len(read(tmp_path / "x")) == 2
+    other = jsonl(tmp_path / "other.jsonl", ["x " * 500_000])  # fills a chunk; the next has bad lines alone
+    assert run("--input", other, source, "--output-prefix", tmp_path / "y", *tokenizer) == 0
+    assert len(read(tmp_path / "y")) == 1
 
 
 def test_a_run_of_blanks_that_tiktoken_cannot_split(tmp_path, capfd):

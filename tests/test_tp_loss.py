@@ -1,5 +1,6 @@
 """The vocab-parallel losses on 1, 2 and 4 ranks against dense float64 torch with the same global weights."""
 
+import itertools
 import weakref
 from types import SimpleNamespace
 
@@ -66,9 +67,13 @@ def same_on_all_ranks(x, axis):
         assert torch.equal(other, x)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab, chunk", [(16, 2048), (13, 4), (9, 10)])
-def test_cross_entropy(size, vocab, chunk):
+@pytest.mark.parametrize(
+    "vocab, chunk, size",
+    [(16, 2048, 1), (13, 4, 2), (13, 4, 4), (9, 10, 4)]
+    + [pytest.param(16, 2048, size, marks=pytest.mark.full) for size in (2, 4)]
+    + [pytest.param(9, 10, size, marks=pytest.mark.full) for size in (1, 2)],
+)
+def test_cross_entropy(vocab, chunk, size):
     """All columns real; a padded last shard; with 4 ranks and 9 words a last shard of nothing but padding."""
     run_spmd(cross_entropy, size, vocab, chunk, tp=size)
 
@@ -115,10 +120,18 @@ def fused_loss(mesh, vocab, chunk, sequence_parallel, in_bucket):
             close(given.weight.grad, expected.dw)
 
 
-@pytest.mark.parametrize("in_bucket", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("vocab, chunk", [(16, 2048), (13, 7), (9, 3)])
+ON_FOUR = [(16, 2048, 4, True, True), (13, 7, 4, True, False), (9, 3, 4, False, True), (9, 3, 4, True, True)]
+ON_TWO = [(16, 2048, 2, False, False), (13, 7, 2, False, True), (9, 3, 2, True, True)]
+ALONE = [(16, 2048, 1, False, True), (13, 7, 1, False, False)]
+FAST = ON_FOUR + ON_TWO + ALONE
+GRID = itertools.product(((16, 2048), (13, 7), (9, 3)), SIZES, (False, True), (False, True))
+GRID = [(*vocab, *more) for vocab, *more in GRID]
+
+
+@pytest.mark.parametrize(
+    "vocab, chunk, size, sequence_parallel, in_bucket",
+    FAST + [pytest.param(*case, marks=pytest.mark.full) for case in GRID if case not in FAST],
+)
 def test_fused_loss(size, vocab, chunk, sequence_parallel, in_bucket):
     """The vocabularies as above; one chunk, uneven chunks, chunks smaller than tp."""
     run_spmd(fused_loss, size, vocab, chunk, sequence_parallel, in_bucket, tp=size)
@@ -254,6 +267,16 @@ def test_saved_tensors_may_pass_through_hooks():
             loss = fused_linear_cross_entropy(x, weight, labels, weights, Axis.single(), 8)
         found.append(torch.autograd.grad((loss * weights).sum(), (x, weight)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_weight_that_passed_through_hooks_still_reports_its_gradient():
+    """It must be the parameter that is told, whatever the hooks make of saved tensors."""
+    weight, x = torch.nn.Parameter(torch.randn(8, 4)), torch.randn(3, 1, 4, requires_grad=True)
+    bucket, weights = Bucket(weight), torch.rand(1, 3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        loss = fused_linear_cross_entropy(x, weight, torch.tensor([[1, 5, 7]]), weights, Axis.single(), 8)
+    (loss * weights).sum().backward()
+    assert bucket.reported == 1
 
 
 def peak(loss, dtype, chunk, vocab=512, padded=512):
