@@ -74,7 +74,7 @@ gpu-gate: $(VENV)/.kernels
 	$(py) tools/gpu_gate.py --old $(OLD) $(ARGS)
 
 gpu-gate-many: $(VENV)/.kernels
-	$(py) tools/gpu_gate.py --old $(OLD) --gpus $(gpus) $(ARGS)
+	$(py) tools/gpu_gate.py --old $(OLD) --gpus $(if $(filter 2 3,$(gpus)),2,4) $(ARGS)
 
 lint: $(VENV)/.test
 	$(py) -m ruff check .

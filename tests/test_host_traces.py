@@ -77,6 +77,8 @@ CASES = {  # name: ranks, microbatches of a rank, sequence length, flags
     "moe-blocks-4": (4, 1, 32, f"{MOE} --ep 4"),
     "moe-halves-2": (2, 1, 16, f"{MOE} --ep 2 {HALVES}"),
     "moe-shared-2": (2, 1, 32, f"{MOE} --ep 2 --moe-token-dispatcher-type alltoall {SHARED}"),
+    "moe-halves-4": (4, 1, 32, f"{MOE} --ep 4 {HALVES}"),
+    "moe-shared-4": (4, 1, 16, f"{MOE} --ep 4 --moe-token-dispatcher-type alltoall {SHARED}"),
     "pp-zb-v-2": (2, 3, 16, "--num-layers 4 --pp 2 --pipeline-schedule zb-v"),
     "pp-zb-v-4": (4, 4, 16, "--num-layers 8 --pp 4 --pipeline-schedule zb-v --bf16"),
     "pp-interleaved-2": (2, 4, 16, "--num-layers 4 --pp 2 --vpp 2"),
