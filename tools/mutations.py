@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests/mutations"
-FAILED = 1  # pytest's exit code; 2 to 5: interrupted, broken, no such test
+FAILED = 1, 2  # pytest's exit code where tests failed, and where two workers were stopped by that
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
 
 
@@ -113,11 +113,11 @@ class Sandbox:
         before = path.read_text()
         try:
             mutation.apply(copy)
-            code, output = run([*PYTEST, "-x", *tests], copy, timeout)
+            code, output = run([*PYTEST, "-rfE", "-x", *tests], copy, timeout)
         finally:
             path.write_text(before)
             self.copies.put(copy)
-        if code == FAILED:
+        if code in FAILED and re.search("^FAILED ", output, re.M):
             return True, reason(output)
         what = {0: "the test passes", 5: "the test is not of the fast tier", 124: "no end in sight"}
         return False, what.get(code, f"pytest broke, exit code {code}: {reason(output)}")
