@@ -2,7 +2,7 @@
 
     main   mm 4096                      a matmul on the stream of the step; bytes of what it makes
     main   add mul sum x2 512           light ops in order, folded into a line; bytes of them all
-    main   record e1                    an event; one recorded anew keeps its number
+    main   record e1                    an event; recorded again it keeps its number
     s1     wait e1
     s1     copy_ 1024 peer1 -> @1024    out of rank 1's shared memory, to an offset in a larger tensor
     main   barrier tp                   of a symmetric memory's handle
