@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_ARGUMENTS, MAX_LINE = 400, 60, 35, 8, 110
-MAX_PACKAGE = 12800  # lines of code: what explains it is not counted
+MAX_PACKAGE = 13600  # lines of code: what explains it is not counted
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own.
 RANKS = """
