@@ -85,7 +85,7 @@ def contestants(layer: str, rows: int, tp: Axis) -> dict[str, Callable]:
     whole, w, leaf = draw(rows, i), weight.detach().t(), x.clone().requires_grad_()
     grad = draw(rows if gathers else rows // tp.size, o)
     plain = replace(tp, overlap=False)
-    forced = replace(tp, scratch={"path": "collectives, to compare"})
+    forced = replace(tp, peer_access_error="to compare")
     ours = gather_matmul if gathers else matmul_scatter
 
     def both(axis: Axis) -> None:
@@ -123,7 +123,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     config = ParallelConfig(tensor_model_parallel_size=place.size, tp_comm_overlap=True)
     mesh = Mesh.build(config, place, device)
-    path, table = overlap_path(mesh.tp, device), {}
+    path, table = overlap_path(mesh.tp), {}
     for layer in LAYERS:
         for name, call in contestants(layer, args.rows, mesh.tp).items():
             ms, host = median(call, mesh.tp)

@@ -20,33 +20,31 @@ from typing import Any
 import torch
 
 from nanomegatron.comm import Pending, start_all_gather, start_reduce_scatter
-from nanomegatron.comm_symmetric import PeerMemory, obstacle
+from nanomegatron.comm_symmetric import PeerMemory
 from nanomegatron.mesh import Axis
 from nanomegatron.ops_merge import sum_parts
 
 Make = Callable[[int, torch.Tensor], Any]
 
 
-def overlap_path(axis: Axis, device: torch.device) -> str:
-    """How pieces travel over this axis, for a person to read. All ranks of the axis call it together."""
-    if "path" not in axis.scratch:
-        why_not = obstacle(axis, device)
-        axis.scratch["path"] = f"asynchronous collectives ({why_not})" if why_not else "GPU copy engines"
-        for kind in () if why_not else ("all_gather", "reduce_scatter"):
-            axis.scratch[kind] = PeerMemory(axis, device, kind)
-    return axis.scratch["path"]
+def overlap_path(axis: Axis, otherwise: str = "asynchronous collectives") -> str:
+    """How tensors travel over this axis beside the work on others, for a person to read."""
+    error = axis.peer_access_error
+    return f"{otherwise} ({error})" if error else "GPU copy engines"
 
 
 def peer_memory(axis: Axis, device: torch.device, kind: str) -> PeerMemory | None:
     """Of "all_gather" or "reduce_scatter", if the ranks share any. All ranks of the axis call it together."""
-    if axis.size > 1:
-        overlap_path(axis, device)
-    return axis.scratch.get(kind)
+    if axis.size == 1 or axis.peer_access_error:
+        return None
+    if kind not in axis.scratch:
+        axis.scratch[kind] = PeerMemory(axis, device, kind)
+    return axis.scratch[kind]
 
 
 def in_any_order(axis: Axis) -> Axis:
     """The same ranks, for pieces of several calls at once: those of copy engines must take turns."""
-    return replace(axis, scratch={"path": "asynchronous collectives (several at once)"})
+    return replace(axis, peer_access_error="several calls at once")
 
 
 def gather_pieces(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[tuple[slice, Any]]]:

@@ -11,6 +11,7 @@ parallelism, which stay where they are.
 
 The copies run on a stream of their own and take no multiprocessor from the matmuls. NVLink multicast is not
 used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
+Which axes may do this the mesh has settled: `Axis.peer_access_error` (`mesh_peers.py`).
 
 **Why one meeting a call is enough.** Every call works in one slot only, they take turns, and it meets once.
 `begin` puts a call of a rank behind all that the rank did in the call before, its copies included. So who has
@@ -21,18 +22,14 @@ later. This asks of the ranks what every collective asks: the same calls in the 
 """
 
 import math
-import platform
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
-from nanomegatron.comm import Legs, Pending, all_gather, count, start_shift
+from nanomegatron.comm import Legs, Pending, count, start_shift
 from nanomegatron.mesh import Axis
 
 
@@ -157,15 +154,13 @@ def ring_shift(axis: Axis, device: torch.device, name: str, room: int, kept: int
     """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
 
     The function takes parts, like and legs, as `comm.start_shift`; room and kept: as a ring does. All ranks
-    call it together. torch counts for each process how often it has met others to share memory, whoever these
-    were, and waits forever for one that has met fewer: no rings for groups that come and go.
+    call it together.
     """
-    if axis.size == 1 or axis.regrouped:
+    if axis.size == 1 or axis.peer_access_error:
         return partial(start_shift, axis=axis)
     if name not in axis.scratch:
-        axis.scratch[name] = None if obstacle(axis, device) else PeerRing(axis, device, kept)
-    ring = axis.scratch[name]
-    return partial(start_shift, axis=axis) if ring is None else partial(ring.start_shift, room=room)
+        axis.scratch[name] = PeerRing(axis, device, kept)
+    return partial(axis.scratch[name].start_shift, room=room)
 
 
 class PeerShards:
@@ -249,19 +244,3 @@ class PeerShards:
                 self.met.record()
                 self.pulled = False
             yield
-
-
-def obstacle(axis: Axis, device: torch.device) -> str:
-    """Why the ranks of an axis cannot share memory, the same on each, or "". All ranks call it together."""
-    if device.type != "cuda":
-        return "no GPU"
-    # What the ranks tell each other here is no traffic of the model's.
-    quiet = replace(axis, traffic=Counter())
-    mine = torch.tensor([[zlib.crc32(platform.node().encode()), device.index]], device=device)
-    hosts, gpus = all_gather(mine, quiet).t().tolist()
-    if len(set(hosts)) > 1:
-        return f"{axis.name} spans {len(set(hosts))} machines"
-    if len(set(gpus)) < axis.size:
-        return "each process sees its own GPU only"
-    apart = [(a, b) for a in gpus for b in gpus if a != b and not torch.cuda.can_device_access_peer(a, b)]
-    return f"GPU {apart[0][0]} cannot reach GPU {apart[0][1]}" if apart else ""

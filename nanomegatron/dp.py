@@ -33,7 +33,8 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import Pending, all_reduce_
-from nanomegatron.comm_symmetric import PeerShards, obstacle
+from nanomegatron.comm_pieces import overlap_path
+from nanomegatron.comm_symmetric import PeerShards
 from nanomegatron.config import ParallelConfig
 from nanomegatron.dp_bucket import SHARD_ALIGN, Bucket, Slice, fp8_layer, lay_out, written_in_fp8
 from nanomegatron.mesh import Axis, Mesh
@@ -122,7 +123,8 @@ class Buckets:
     def _peers(self, members: list[list[nn.Parameter]], shards: Axis) -> PeerShards | None:
         """Memory that copy engines can move shards in, where that is asked to hide and the GPUs allow it."""
         device = self.params[0].device
-        if shards.size == 1 or not (self.overlap_reduce or self.overlap_gather) or obstacle(shards, device):
+        overlap = self.overlap_reduce or self.overlap_gather
+        if shards.size == 1 or not overlap or shards.peer_access_error:
             return None
         size = 0
         for params in members:
@@ -216,7 +218,9 @@ class Buckets:
             said.append(f"gradients in {str(self.grad_dtype).removeprefix('torch.')}")
         said += ["gradients reduced during the backward"] * self.overlap_reduce
         said += ["parameters gathered during the forward"] * self.overlap_gather
-        said += ["by GPU copy engines"] * bool(self.peers)
+        if self.overlap_reduce or self.overlap_gather:
+            shards = next((bucket.shards for bucket in self.all if bucket.shards.size > 1), None)
+            said += [f"by {overlap_path(shards, 'collectives')}"] if shards else []
         how = "cast by the optimizer" if self.strategy == "no_shard" else "gathered as bytes"
         said += [f"FP8 weights {how}"] * any(bucket.fp8 is not None for bucket in self.all)
         return ", ".join(said + ["averaged by the collective"] * (self.op == "avg"))

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from nanomegatron.config import ParallelConfig
+from nanomegatron.mesh_peers import peer_access_errors
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 # Of a wire: a message waits for its other end for as long as an op takes, and may take time to be sent, too.
@@ -54,7 +55,7 @@ class Axis:
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
     overlap: bool = False  # matmuls and collectives over this axis work in pieces, side by side
     scratch: dict = field(default_factory=dict, compare=False, repr=False)  # shared buffers, a wire's stream
-    regrouped: bool = False  # its ranks work in groups of several sizes, each of them in other numbers
+    peer_access_error: str = "no GPU"  # why its ranks share no memory, the same for all groups of this axis
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
@@ -155,13 +156,17 @@ class Mesh:
         if levels := parallel.hierarchical_context_parallel_sizes:
             made["cp across"] = [g[i :: levels[0]] for g in made["cp"] for i in range(levels[0])]
         axes = {
-            name: _axis(name, rank_groups, world.rank, groups, traffic, timeout)
+            name: _axis(name, rank_groups, world.rank, groups, traffic, device, timeout)
             for name, rank_groups in made.items()
         }
+        errors = peer_access_errors(made, groups, device) if parallel.peer_memory else {}
+        if parallel.dynamic_context_parallel:
+            changing = ["cp", *(f"cp{n}" for n in parts["cp"])]
+            errors |= dict.fromkeys(changing, "cp works in groups that change from batch to batch")
+        for name, axis in axes.items():
+            axes[name] = replace(axis, peer_access_error=errors.get(name, "--no-peer-memory"))
         for name, sizes in parts.items():
-            again = name == "cp" and parallel.dynamic_context_parallel
-            found = {n: replace(axes.pop(f"{name}{n}"), regrouped=again) for n in sizes}
-            axes[name] = replace(axes[name], parts=found, regrouped=again)
+            axes[name] = replace(axes[name], parts={n: axes.pop(f"{name}{n}") for n in sizes})
         axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap)
         axes["ep"] = replace(axes["ep"], overlap=parallel.overlap_moe_expert_parallel_comm)
         if levels:
@@ -170,7 +175,7 @@ class Mesh:
         wires = {}
         for ends in wire_ends(parallel):
             pairs = [tuple(ranks[end] for end in ends) for ranks in made["pp"]]
-            wire = _axis("pp", pairs, world.rank, {}, traffic, timeout, WIRE_CTAS)  # none is shared
+            wire = _axis("pp", pairs, world.rank, {}, traffic, device, timeout, WIRE_CTAS)  # none is shared
             if wire.size > 1:
                 wires[ends] = wire
                 if device.type == "cuda":
@@ -225,11 +230,17 @@ def cp_parts(parallel: ParallelConfig) -> list[int]:
 
 
 def wire_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """The pipeline ranks (sender, receiver) between which the schedule sends anything."""
+    """The pipeline ranks (sender, receiver) between which the schedule sends, in the order to connect them.
+
+    Both ends of a wire wait for each other, so all ranks take their wires in this order: 0-1, 2-3, ... first,
+    which have no rank in common and connect at the same time, then 1-2, 3-4, ... By their numbers each wire
+    would wait for the one before it.
+    """
     placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
     rank_of = owners(placed)
     pairs = {(rank_of[stage], rank_of[stage + 1]) for stage in range(len(rank_of) - 1)}
-    return sorted({pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b})
+    both = {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}
+    return sorted(both, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
 
 
 def grid_groups(sizes: dict[str, int], along: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
@@ -254,14 +265,21 @@ def _axis(
     rank: int,
     groups: dict,
     traffic: Counter,
+    device: torch.device,
     timeout: datetime.timedelta,
     ctas: int | None = None,
 ) -> Axis:
-    """Make the communicators of one axis (all ranks, in the same order) and return this rank's own."""
+    """This rank's own communicator of an axis.
+
+    All ranks call it in the same order, since torch names groups by their number. But a rank waits for the
+    members of its own group only: the groups of an axis are disjoint and connect at the same time.
+    """
+    options = dict(timeout=timeout)  # it is not inherited
+    if dist.is_initialized() and dist.get_backend() == "nccl":  # connect here, not at the first collective
+        options |= dict(pg_options=_nccl_options(ctas), device_id=device)
     for ranks in rank_groups:
         if len(ranks) > 1 and ranks not in groups:
-            # the timeout is not inherited
-            groups[ranks] = dist.new_group(ranks, timeout=timeout, pg_options=_options(ctas))
+            groups[ranks] = dist.new_group(ranks, **options)
     mine = next((ranks for ranks in rank_groups if rank in ranks), (rank,))
     return Axis(name, len(mine), mine.index(rank), mine, groups.get(mine), traffic)
 
@@ -279,13 +297,11 @@ def _first_message(wire: Axis, device: torch.device) -> None:
         dist.recv(x, wire.ranks[0], group=wire.group)
 
 
-def _options(ctas: int | None) -> Any:
+def _nccl_options(ctas: int | None) -> Any:
     """NCCL's settings for a group: to run before matmuls of another stream, which it is to hide behind.
 
     ctas: how many multiprocessors it may take from them at most.
     """
-    if dist.get_backend() != "nccl":
-        return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     if ctas:
@@ -297,7 +313,8 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
     """Join the default process group.
 
     The store is prefixed by the attempt: after `torchrun --max-restarts` re-forms the run, the agent's store
-    still holds the addresses of the dead ranks, and gloo and NCCL both would call them.
+    still holds the addresses of the dead ranks, and gloo and NCCL both would call them. The default group is
+    bound to no device: NCCL would split every group from it, and all ranks of the world would have to join.
     """
     if world.rendezvous == "env://":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
@@ -308,10 +325,7 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     # A group of two ranks sends one message after the other, as torch warns: it is what a wire is to do.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    eager = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, **eager
-    )
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
 def _loopback_only() -> None:

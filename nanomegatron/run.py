@@ -135,12 +135,13 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         kept = " | ".join(map(str, chunks_kept(config)))
         say(f"pp      {run.model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}")
     if mesh.tp.overlap and mesh.tp.size > 1:
-        say(f"tp      matmuls in pieces, sent by {overlap_path(mesh.tp, mesh.device)}")
+        say(f"tp      matmuls in pieces, sent by {overlap_path(mesh.tp)}")
     gathers = model.num_experts and model.moe_token_dispatcher_type == "allgather" and not mesh.ep.overlap
     if gathers and mesh.etp_ep.size > 1:
-        say(f"ep      tokens in blocks, sent by {overlap_path(mesh.etp_ep, mesh.device)}")
+        say(f"ep      tokens in blocks, sent by {overlap_path(mesh.etp_ep)}")
     if mesh.cp.size > 1:
-        say(f"cp      {cp_text(config)}")
+        path = f" | rings by {overlap_path(mesh.cp, 'messages')}" * (mesh.device.type == "cuda")
+        say(f"cp      {cp_text(config)}{path}")
     core = choose_backend(
         model.attention_backend, mesh.device, getattr(torch, config.dtype_name), model.attention_dropout
     )

@@ -163,6 +163,9 @@ class Event:
     def elapsed_time(self, end: "Event") -> float:
         return 1.0
 
+    def query(self) -> bool:
+        return True
+
 
 class Handle:
     """A symmetric memory: files in place of the GPUs' memory."""
@@ -313,6 +316,7 @@ def cuda(recorder: Recorder) -> dict[str, Any]:
         "synchronize": lambda device=None: recorder.note("syncs", "sync device"),
         "nvtx": MagicMock(),
         "can_device_access_peer": lambda a, b: True,
+        "device_count": lambda: 8,
         "get_device_name": lambda device=None: "host",
     }
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nanomegatron import mesh_launch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config import ParallelConfig
-from nanomegatron.mesh import Axis, Mesh, World, axis_groups, pick_device
+from nanomegatron.mesh import Axis, Mesh, World, axis_groups, pick_device, wire_ends
 from nanomegatron.mesh_launch import launch
 from tests.spmd import run_spmd, spmd
 
@@ -90,6 +90,16 @@ def test_groups_of_8_and_16_ranks():
 def test_grid_that_does_not_fill_the_world(sizes):
     with pytest.raises(ValueError, match="8 processes do not fill the grid"):
         axis_groups(parallel(**sizes), 8)
+
+
+@pytest.mark.parametrize("size, vpp, rounds", [(64, 1, 4), (64, 2, 8), (63, 2, 8), (2, 1, 2)])
+def test_wires_connect_side_by_side(size, vpp, rounds):
+    """However long the pipeline: a wire connects when both of its ranks have connected those before it."""
+    flags = dict(pipeline_model_parallel_size=size, num_virtual_stages_per_pipeline_rank=vpp)
+    done = [0] * size
+    for a, b in wire_ends(ParallelConfig(**flags)):
+        done[a] = done[b] = max(done[a], done[b]) + 1
+    assert max(done) <= rounds
 
 
 def two_meshes(world: World):

@@ -14,7 +14,7 @@ from nanomegatron.comm import all_gather, reduce_scatter
 from nanomegatron.comm_pieces import overlap_path
 from nanomegatron.mesh import Axis
 from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
-from tests.peer_files import FileMemory
+from tests.peer_files import FileMemory, share_memory
 from tests.spmd import run_spmd, spmd
 
 CPU = torch.device("cpu")
@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 def share_files(axis, folder):
     kinds = ("all_gather", "reduce_scatter")
-    axis.scratch.update({kind: FileMemory(axis, kind, folder) for kind in kinds}, path="files")
+    axis.scratch.update({kind: FileMemory(axis, kind, folder) for kind in kinds})
+    share_memory(axis)
 
 
 def draw(seed, *shape, dtype=torch.float32):
@@ -54,8 +55,7 @@ def all_shapes(mesh, folder):
     for seed, n in enumerate((4, 1, 5, 64, 4)):  # memory grows on the way
         agrees(mesh.tp, 1000 * seed, n)
     agrees(mesh.tp, 7000, 8, dtype=torch.bfloat16)
-    kind = "files" if folder else "asynchronous collectives (no GPU)"
-    assert overlap_path(mesh.tp, CPU) == kind
+    assert overlap_path(mesh.tp) == "GPU copy engines" if folder else "asynchronous collectives (no GPU)"
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

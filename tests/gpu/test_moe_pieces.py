@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.comm_pieces import overlap_path
+from nanomegatron.comm_pieces import in_any_order, overlap_path
 from nanomegatron.config import TransformerConfig
 from nanomegatron.moe_dispatch import Journey
 from nanomegatron.moe_router import MoeAxes
@@ -53,8 +53,7 @@ def turn(axes, generator, tokens, dawdle):
     ids = torch.rand(tokens, E, device=device, generator=generator).topk(K).indices.int()
     ids = ids.where(torch.rand(tokens, K, device=device, generator=generator) > 0.2, -1)
     probs, found = torch.rand(tokens, K, device=device, generator=generator), []
-    collectives = {"path": "collectives"}
-    for among in (axes, replace(axes, etp_ep=replace(axes.etp_ep, scratch=collectives))):
+    for among in (axes, replace(axes, etp_ep=in_any_order(axes.etp_ep))):
         experts, leaf, weights = Experts(axes, dawdle), x.clone().requires_grad_(), probs.clone()
         weights.requires_grad_()
         dawdle()
@@ -72,7 +71,7 @@ def turn(axes, generator, tokens, dawdle):
 def storm(mesh, device):
     """120 turns of all sizes, forward and backward; then one where the host may wait for sizes alone."""
     axes, dawdle, same = MoeAxes.of(mesh), dawdler(mesh.rank), random.Random(0)
-    assert overlap_path(axes.etp_ep, device) == "GPU copy engines"
+    assert overlap_path(axes.etp_ep) == "GPU copy engines"
     generator, flags = torch.Generator(device).manual_seed(mesh.rank), []
     for _ in range(120):
         flags += turn(axes, generator, same.choice(TOKENS), dawdle)

@@ -1,0 +1,132 @@
+"""Which axes may share GPU memory: asked of the machines, then tried by a copy between each pair of GPUs.
+
+An axis shares memory in all of its groups or in none, and every rank of the world comes to the same answer.
+torch counts for each process how often it has met others to share memory, whoever these were, and waits
+forever for a process that has met fewer: with cp 3 and ep 4 on machines of eight GPUs the cp group {6, 7, 8}
+spans two machines and {3, 4, 5} does not. If the second shared memory and the first did not, ranks 4 and 5 of
+the ep group {4, 5, 6, 7} would have met others and 6 and 7 would not.
+
+A driver can report access between two GPUs that does not work (an IOMMU, a virtual machine). So every rank
+pushes numbers to its peers and pulls theirs, once, before anything relies on it.
+"""
+
+import itertools
+import platform
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+Groups = list[tuple[int, ...]]  # of one axis: world ranks
+
+NUMBERS = 2**18  # of a copy, int32: 1 MiB
+SECONDS = 60  # within which the copies of a trial end, or never
+
+
+class Gpu(NamedTuple):
+    """Where a rank computes."""
+
+    machine: int  # hash of the host's name
+    index: int
+    reach: int  # bit i: the driver reports access to GPU i of this machine
+
+
+def peer_access_errors(
+    axes: dict[str, Groups], communicators: dict[tuple[int, ...], Any], device: torch.device
+) -> dict[str, str]:
+    """Why the ranks of each axis cannot share memory, "" where they can: the same on every rank.
+
+    axes: the groups of each, `world` among them; communicators: this rank's, by the ranks of the group. All
+    ranks of the world call it together. Raises RuntimeError where a copy between GPUs never ends.
+    """
+    (everyone,) = axes["world"]
+    if device.type != "cuda" or len(everyone) == 1:
+        return dict.fromkeys(axes, "no GPU")
+    world = communicators[everyone]
+    gpus = [Gpu(*row) for row in _gather(_here(device), world, device)]
+    errors = {name: _first_obstacle(name, groups, gpus) for name, groups in axes.items()}
+    tried: set[tuple[int, int]] = set()
+    broken: set[tuple[int, int]] = set()
+    for name, groups in sorted(axes.items(), key=lambda axis: -len(axis[1][0])):  # most pairs first
+        pairs = {pair for group in groups for pair in itertools.permutations(group, 2)}
+        if errors[name] or pairs <= tried or name == "embed":  # which not all ranks are in
+            continue
+        mine = next(group for group in groups if dist.get_rank() in group)
+        bad = _gather([_failed_copies(communicators[mine], device)], world, device)
+        broken |= {
+            (min(rank, peer), max(rank, peer))
+            for group in groups
+            for rank in group
+            for i, peer in enumerate(group)
+            if bad[rank][0] >> i & 1
+        }
+        tried |= pairs
+    for name, groups in axes.items():
+        for a, b in sorted(broken):
+            if any(a in group and b in group for group in groups):
+                errors[name] = f"copies between GPU {gpus[a].index} and GPU {gpus[b].index} arrive damaged"
+    return errors
+
+
+def _here(device: torch.device) -> Gpu:
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    reach = sum(1 << i for i in others if torch.cuda.can_device_access_peer(device.index, i))
+    return Gpu(zlib.crc32(platform.node().encode()), device.index, reach)
+
+
+def _gather(row: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:
+    """The numbers of every rank of a group."""
+    mine = torch.tensor(row, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return torch.stack(rows).tolist()
+
+
+def _first_obstacle(name: str, groups: Groups, gpus: list[Gpu]) -> str:
+    """Why one of the groups cannot share memory, by what the machines report; "" if all can."""
+    for group in groups:
+        machines = {gpus[rank].machine for rank in group}
+        if len(machines) > 1:
+            return f"{name} spans {len(machines)} machines"
+        if len({gpus[rank].index for rank in group}) < len(group):
+            return "each process sees its own GPU only"
+        for a, b in itertools.permutations(group, 2):
+            if not gpus[a].reach >> gpus[b].index & 1:
+                return f"GPU {gpus[a].index} cannot reach GPU {gpus[b].index}"
+    return ""
+
+
+def _failed_copies(group: Any, device: torch.device) -> int:
+    """Bit i: a copy from or to rank i of the group arrived damaged. All of its ranks call it together."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    shape = size, NUMBERS  # a row for each rank
+    numbers = torch.arange(size * NUMBERS, dtype=torch.int32, device=device).view(shape)
+    own = symmetric.empty(numbers.numel(), dtype=torch.int32, device=device).fill_(-1)
+    handle = symmetric.rendezvous(own, group.group_name)
+    memory = [handle.get_buffer(peer, shape, torch.int32) for peer in range(size)]
+    dist.barrier(group=group)  # all memory is filled
+    for peer in range(size):
+        memory[peer][rank].copy_(numbers[rank])
+    _wait_for_copies(device)
+    dist.barrier(group=group)
+    pushed, pulled = memory[rank], torch.stack([memory[peer][peer] for peer in range(size)])
+    _wait_for_copies(device)
+    good = ((pushed == numbers) & (pulled == numbers)).all(1).tolist()
+    dist.barrier(group=group)  # memory stays until all have pulled
+    return sum(1 << peer for peer in range(size) if not good[peer])
+
+
+def _wait_for_copies(device: torch.device) -> None:
+    done, end = torch.cuda.Event(), time.monotonic() + SECONDS
+    done.record()
+    while not done.query():
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"a copy from {device} to another GPU of {platform.node()} did not end in {SECONDS} s: peer "
+                "access does not work there; --no-peer-memory leaves all communication to NCCL"
+            )
+        time.sleep(0.001)
