@@ -105,7 +105,7 @@ class IndexedDatasetBuilder:
     def finalize(self, sidecar: dict | None = None) -> None:
         """Bring the pair to disk and make it loadable; `sidecar` becomes PREFIX.json."""
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        pointers = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize - lengths * self.dtype.itemsize
+        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         index = hashlib.sha256()
         with open(self.prefix + ".idx.tmp", "wb") as file:
             header = _HEADER.pack(_MAGIC, _VERSION, self._code, len(lengths), len(self._documents))

@@ -69,6 +69,18 @@ def test_no_token_is_narrowed(tmp_path, tokens):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_document_beyond_2_gib(tmp_path):
+    """2^29 int32 tokens, a hole in a file; the document behind it is found."""
+    with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
+        builder._lengths.append(2**29)
+        builder._documents.append(1)
+        builder._bin.truncate(4 * 2**29)
+        builder.add_document([7, 8])
+        builder.finalize()
+    data = IndexedDataset(tmp_path / "d")
+    assert len(data[0]) == 2**29 and data[1].tolist() == [7, 8]
+
+
 def test_interrupted_writer_leaves_the_old_pair(tmp_path):
     write(tmp_path / "d", [[1, 2]])
     with pytest.raises(KeyboardInterrupt), IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
