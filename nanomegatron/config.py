@@ -259,7 +259,9 @@ class DataConfig:
         "cyclic", "single stops at the end of the data, cyclic starts over", choices=("single", "cyclic")
     )
     num_workers: int = setting(2, "threads that read ahead; 0 reads when asked")
-    reset_position_ids: bool = setting(False, "positions start over behind every end-of-document token")
+    reset_position_ids: bool = setting(
+        False, "learned positions start over behind every end-of-document token; rotary ones go on"
+    )
     reset_attention_mask: bool = setting(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = setting(False, "no loss where the input is an end-of-document token")
     variable_seq_lengths: bool = setting(

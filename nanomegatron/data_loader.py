@@ -84,7 +84,7 @@ def load_batch(
     """Read samples. Without tokens only where documents end. Raises ValueError as `numbers`."""
     inside = numbers(dataset, sample_ids, data)
     by_document = data.reset_position_ids or data.reset_attention_mask
-    if not tokens_too and not by_document:  # nothing is read
+    if not tokens_too and not data.reset_attention_mask:  # nothing is read
         place = torch.arange(data.seq_length)
         return Batch(None, None, None, place, torch.from_numpy(sample_ids))
     text = np.stack([dataset[i] for i in inside])

@@ -360,7 +360,7 @@ class GPTModel(nn.Module):
         if whole and labels is not None and torch.is_grad_enabled():
             raise RuntimeError("eval mode with sequence_parallel: use model.train(), or torch.no_grad()")
         if config.position_embedding_type in ("rope", "yarn"):
-            rotary = rope_angles(batch.embedded_positions, config)
+            rotary = rope_angles(batch.rotary_positions, config)
         cut = config.sequence_parallel and self.training
         batch = replace(
             batch, residual_positions=own_slice(batch.positions, self.tp) if cut else batch.positions

@@ -30,7 +30,7 @@ class Tokens:
 
     `tokens` `[b, s]`, `positions` `[s]` in the sample; `sample_ids` `[b]` number the samples in the global
     data order, and with `dropout_seed` determine the dropout masks (None: no dropout). `position_ids`
-    `[b, s]` are told where they start over with each document; `cu_seqlens`, `max_seqlen` (see attention.py)
+    `[b, s]` are given where they start over with each document; `cu_seqlens`, `max_seqlen` (see attention.py)
     where attention ends with it, of all tokens: padding is a document, too, at positions below 0.
     `loss_weights` `[b, s]` are the gradients that the losses will get, for --cross-entropy-loss-fusion;
     `aux_scale`, 0-d, is the gradient of the losses that even the load of experts, sums over tokens (None:
@@ -52,8 +52,13 @@ class Tokens:
 
     @property
     def embedded_positions(self) -> torch.Tensor:
-        """The positions that the model sees, `[s]` or `[b, s]`."""
+        """The positions that learned embeddings are of, `[s]` or `[b, s]`."""
         return self.positions if self.position_ids is None else self.position_ids
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        """Those that queries and keys turn by: across documents it is the real distance that counts."""
+        return self.positions if self.cu_seqlens is None else self.embedded_positions
 
 
 @dataclass(frozen=True)

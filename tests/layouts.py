@@ -32,6 +32,7 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "llama": f"{ROPE} --untie-embeddings-and-output-weights --num-query-groups 2 --ffn-hidden-size 96",
     "qwen": f"{ROPE} --num-query-groups 1 --qk-layernorm --add-qkv-bias --hidden-dropout 0.2",
     "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss --hidden-dropout 0.1",
+    "reset-documents": f"{ROPE} --reset-position-ids",  # attention goes on across them
     "moe": f"{ROPE} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3 "
     "--moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 --hidden-dropout 0.1",
     "moe-documents": f"{ROPE} --num-experts 4 --moe-ffn-hidden-size 48 --reset-attention-mask "
@@ -201,6 +202,7 @@ NAMED = [
     ("cp2", "llama"),
     ("cp2", "documents"),
     ("cp2", "window"),
+    ("cp2", "reset-documents"),
     ("cp4", "qwen"),
     ("cp4", "documents"),
     ("cp2a2a", "qwen"),
