@@ -87,7 +87,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--vocab-file", help="encoder.json of GPT2BPETokenizer")
     p.add_argument("--merge-file", help="vocab.bpe of GPT2BPETokenizer")
     p.add_argument(
-        "--vocab-size", type=int, help="ids of NullTokenizer, the end-of-document token among them"
+        "--vocab-size",
+        type=int,
+        help="ids of NullTokenizer, the end-of-document token among them (unlike Megatron 0.16's)",
+    )
+    p.add_argument(
+        "--null-tokenizer-eod-id", type=int, help="id that ends a document of NullTokenizer (the last)"
     )
     p.add_argument(
         "--append-eod", action="store_true", help="end every document with the end-of-document token"
@@ -127,7 +132,8 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
     if arguments.partitions > 1:
         print(f"--partitions {arguments.partitions}: not needed, the result is the same", file=sys.stderr)
     a = arguments
-    tokenizer = build_tokenizer(a.tokenizer_type, a.tokenizer_model, a.vocab_file, a.merge_file, a.vocab_size)
+    model = a.tokenizer_model, a.vocab_file, a.merge_file
+    tokenizer = build_tokenizer(a.tokenizer_type, *model, a.vocab_size, a.null_tokenizer_eod_id)
     keys, files = tuple(a.json_keys), input_files(a.input)
     if plain := [f for f in files if kind(f) == ".txt" and keys != ("text",)]:
         raise ValueError(

@@ -293,7 +293,11 @@ class DataConfig:
     tokenizer_model: str | None = setting(None, "tokenizer file, folder or tiktoken name")
     vocab_file: str | None = setting(None, "vocabulary of GPT2BPETokenizer (encoder.json)")
     merge_file: str | None = setting(None, "merges of GPT2BPETokenizer (vocab.bpe)")
-    vocab_size: int | None = setting(None, "size of the model's vocabulary; the tokenizer's")
+    vocab_size: int | None = setting(
+        None,
+        "ids, that of the end of a document too (unlike Megatron 0.16's NullTokenizer); the tokenizer's",
+    )
+    null_tokenizer_eod_id: int | None = setting(None, "id that ends a document; NullTokenizer's last one")
     make_vocab_size_divisible_by: int = setting(
         128, "the vocabulary is padded to a multiple of this times tp"
     )

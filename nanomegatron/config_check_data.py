@@ -61,6 +61,9 @@ def _tokenizer(config: Config) -> Iterator[str]:
         "NullTokenizer": ("vocab_size",),
         "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     }.get(kind, ("tokenizer_model",))
+    null = kind == "NullTokenizer" or (kind is None and data.mock_data)
+    if data.null_tokenizer_eod_id is not None and not null:
+        yield f"--null-tokenizer-eod-id {data.null_tokenizer_eod_id}: needs --tokenizer-type NullTokenizer"
     for name in needs:
         if not getattr(data, name):
             yield f"--tokenizer-type {kind}: needs {flag(name)}"

@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -68,14 +69,18 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Ids written as decimal numbers, blanks between them; the last id of the vocabulary ends a document."""
+    """Ids written as decimal numbers, blanks between them; `eod`, the last id without, ends a document."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        last = vocab_size - 1
         if vocab_size < 2:
             raise ValueError(f"--vocab-size {vocab_size}: NullTokenizer needs 2 ids or more")
-        self.vocab_size, self.eod = vocab_size, vocab_size - 1
-        self.spec = {"type": "NullTokenizer", "vocab_size": vocab_size}
-        self.fingerprint = _sha256(f"NullTokenizer {vocab_size}")
+        if not 0 <= (last if eod is None else eod) <= last:
+            raise ValueError(f"--null-tokenizer-eod-id {eod}: must be one of the ids 0..{last}")
+        other = {} if eod in (None, last) else {"eod": eod}
+        self.vocab_size, self.eod = vocab_size, other.get("eod", last)
+        self.spec = {"type": "NullTokenizer", "vocab_size": vocab_size, **other}
+        self.fingerprint = _sha256(f"NullTokenizer {vocab_size}", *other.values())
 
     def encode(self, text: str) -> list[int]:
         """The numbers in a text. Raises ValueError for any other word and for ids outside the vocabulary."""
@@ -281,14 +286,15 @@ def build_tokenizer(
     vocab_file: str | None = None,
     merge_file: str | None = None,
     vocab_size: int | None = None,
+    eod: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of these flags; `kind` is a class name of this module.
+    """The tokenizer of these flags; `kind` is a class name of this module, `eod` is NullTokenizer's.
 
     Raises ValueError for an unknown kind, a flag that is missing, and a file or library that is not there.
     """
     arguments = {
         "ByteTokenizer": (ByteTokenizer, {}),
-        "NullTokenizer": (NullTokenizer, {"--vocab-size": vocab_size}),
+        "NullTokenizer": (partial(NullTokenizer, eod=eod), {"--vocab-size": vocab_size}),
         "TikTokenizer": (TikTokenizer, {"--tokenizer-model": model}),
         "Llama3Tokenizer": (Llama3Tokenizer, {"--tokenizer-model": model}),
         "GPT2BPETokenizer": (GPT2BPETokenizer, {"--vocab-file": vocab_file, "--merge-file": merge_file}),
@@ -310,7 +316,7 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
 
     (And in its folder hf, where convert.py keeps what came with a model.)
     """
-    unknown = set(spec) - {"type", "model", "vocab_file", "merge_file", "vocab_size"}
+    unknown = set(spec) - {"type", "model", "vocab_file", "merge_file", "vocab_size", "eod"}
     if "type" not in spec or unknown:
         raise ValueError(f"{spec}: not the description of a tokenizer; give --tokenizer-type")
     found = dict(spec)

@@ -135,6 +135,7 @@ WRONG = """
 --tokenizer-type TikTokenizer | 1 | --tokenizer-type TikTokenizer: needs --tokenizer-model
 --tokenizer-type GPT2BPETokenizer --vocab-file v | 1 | needs --merge-file
 --tokenizer-model m | 1 | --tokenizer-model m: needs --tokenizer-type
+--tokenizer-type ByteTokenizer --null-tokenizer-eod-id 0 | 1 | eod-id 0: needs --tokenizer-type NullTokenizer
 --tokenizer-type SentencePieceTokenizer --tokenizer-model no/m | 1 | --tokenizer-model no/m: no such file
 --finetune | 1 | --finetune: needs --load
 --config | 1 | --config: takes one file or preset

@@ -1,5 +1,6 @@
 """Tokenizers against the libraries themselves; GPT-2 against a vocabulary written in its own file format."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -145,6 +146,29 @@ def test_null():
     with pytest.raises(ValueError, match=r"id 127 is outside 0\.\.126"):
         tokenizer.encode("127")
     assert tokenizer.fingerprint != build_tokenizer("NullTokenizer", vocab_size=128).fingerprint
+
+
+def test_null_as_megatron_up_to_016():
+    """There N counts the ids without the one that ends a document: ours are N + 1."""
+    library = pytest.importorskip("megatron.core.tokenizers.text.libraries.null_tokenizer")
+    theirs, ours = library.NullTokenizer(126), build_tokenizer("NullTokenizer", vocab_size=127)
+    assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (127, 126)
+    assert ours.encode("3 0 126") == theirs.text_to_ids("3 0 126")
+
+
+def test_null_with_another_end_of_document():
+    """Megatron 0.19's --null-tokenizer-eod-id: any of the ids. What is the default is written nowhere."""
+    plain, first = (build_tokenizer("NullTokenizer", vocab_size=127, eod=eod) for eod in (None, 0))
+    last = build_tokenizer("NullTokenizer", vocab_size=127, eod=126)
+    assert (plain.eod, first.eod, last.eod) == (126, 0, 126) and first.vocab_size == 127
+    assert plain.spec == last.spec == {"type": "NullTokenizer", "vocab_size": 127}
+    assert plain.fingerprint == last.fingerprint == hashlib.sha256(b"17:NullTokenizer 127").hexdigest()
+    assert plain.fingerprint != first.fingerprint
+    again = tokenizer_from_spec(first.spec)
+    assert (again.eod, again.fingerprint) == (0, first.fingerprint)
+    for wrong in (-1, 127):
+        with pytest.raises(ValueError, match=rf"--null-tokenizer-eod-id {wrong}: .* ids 0\.\.126"):
+            build_tokenizer("NullTokenizer", vocab_size=127, eod=wrong)
 
 
 def test_trained_ranks_equal_the_tokenizers_library(rank_file, corpus):
