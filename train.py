@@ -55,7 +55,7 @@ from nanomegatron.run import (
     settle,
     show_sample,
 )
-from nanomegatron.run_checkpoint import load_checkpoint, save_checkpoint
+from nanomegatron.run_checkpoint import data_samples, load_checkpoint, save_checkpoint
 from nanomegatron.run_profile import Profile
 from nanomegatron.run_step import (
     all_tokens,
@@ -200,8 +200,9 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
             f"--vocab-size {vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens; give at least that"
         )
     held_out = config.run.eval_iters * data.global_batch_size
-    wanted = (0 if config.run.eval_only else before[-1], held_out, held_out)
-    datasets = build_datasets(data, wanted, config.run.seed, tokenizer)
+    asked = data_samples(config, mesh, log, 0 if config.run.eval_only else before[-1])
+    wanted = (asked[-1], held_out, held_out)
+    datasets = build_datasets(data, wanted, config.run.seed, tokenizer, asked[:-1])
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = build(config, mesh, vocab_size, padded, init)
@@ -215,7 +216,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     stats = Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
     load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
-    run = Run(*parts, padded, before, timers, tracer, profile, stats, load)
+    run = Run(*parts, padded, before, asked, timers, tracer, profile, stats, load)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:

@@ -16,6 +16,7 @@ Every rank's success is agreed upon before the next stage, so that an error on o
 error on all, and nobody waits for a rank that has given up. All ranks must see the same `root`.
 """
 
+import contextlib
 import errno
 import json
 import math
@@ -269,6 +270,24 @@ def load(
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes)
+
+
+def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[dict[str, Any], str] | None:
+    """State and settings of the checkpoint that `load` tries first, as rank 0 reads them; None if it cannot.
+
+    Only its manifest is looked at: `load` may find other files damaged and go back further.
+    """
+    found, _ = _on_all_ranks(mesh, _first_manifest if mesh.world.rank == 0 else None, Path(root), step)
+    text = _texts(json.dumps([found.state, found.config]) if found else "", mesh)[0]
+    return tuple(json.loads(text)) if text else None
+
+
+def _first_manifest(root: Path, step: int | None) -> Manifest | None:
+    for iteration, folder in sorted(_folders(root).items(), reverse=True):
+        if step in (None, iteration):
+            with contextlib.suppress(CheckpointError):
+                return read_manifest(folder)
+    return None
 
 
 def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Manifest | None, list[str]]:

@@ -1,4 +1,4 @@
-"""From documents of any length to training samples of one length, in an order that the seed alone decides.
+"""From documents of any length to training samples of one length, in an order that seed and number decide.
 
 GPTDataset lays all documents of a part end to end, `epochs` times, and cuts the line into samples that share
 one token with their neighbour (the last label of one is the first input of the next):
@@ -13,14 +13,22 @@ come once more than others from the start. The three indices are Megatron's to t
 sample index, there a loop in C++, is a search in the running sum of lengths here. They are cached
 (data_cache.py).
 
+How many samples are asked for is part of that order: one epoch is shuffled otherwise than two. So a run that
+goes on for longer than it was begun for keeps the line and adds another behind it, with a seed of its own:
+
+    60 asked for     |  epochs 1, 2: 68 samples  |
+    then 100         |  epochs 1, 2              |  epoch 3: 34 more  |
+
 Several such datasets make a blend (data_blend.py), and batches of either are read ahead (data_loader.py).
 Whole documents as samples: data_documents.py.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,9 +53,11 @@ class GPTDataset(Samples):
         seq_length: int,
         seed: int,
         cache_folder: str | Path | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         """At least `num_samples`, in whole epochs; None is one epoch. Without a folder nothing is cached.
 
+        before: what was asked for by the runs that this one goes on with; their samples stay in their places.
         Raises ValueError if there are no tokens; fewer than a sample has are repeated, as in Megatron.
         """
         self.indexed, self.seq_length = indexed, seq_length
@@ -55,12 +65,17 @@ class GPTDataset(Samples):
         tokens = int(lengths[slice(*sequences)].sum(dtype=np.int64))
         if not tokens:
             raise ValueError(f"{indexed.prefix}: no tokens in sequences {sequences[0]}..{sequences[1]}")
-        plan = _Plan.make(sequences, tokens, num_samples, seq_length, seed)
+        plans, have = [], 0
+        for number in (*before, num_samples):
+            if not plans or number > have:
+                more, own = (number - have, (seed, len(plans))) if plans else (number, seed)
+                plans.append(_Plan.make(sequences, tokens, more, seq_length, own))
+                have += plans[-1].samples
         self.document_index, self.sample_index, self.shuffle_index = cached_arrays(
             cache_folder,
             ("document_index", "sample_index", "shuffle_index"),
-            {"lengths": indexed.identity, **vars(plan)} if cache_folder else {},
-            lambda: plan.build(lengths),
+            {"lengths": indexed.identity, "lines": [vars(p) for p in plans]} if cache_folder else {},
+            lambda: _joined([plan.build(lengths) for plan in plans]),
         )
 
     def __getitem__(self, i: int) -> np.ndarray:
@@ -88,10 +103,10 @@ class _Plan:
     samples: int
     together: int  # samples shuffled as one; those behind are the last epoch, by itself
     seq_length: int
-    seed: int
+    seed: int | tuple[int, int]
 
     @classmethod
-    def make(cls, sequences, tokens: int, num_samples: int | None, seq_length: int, seed: int) -> "_Plan":
+    def make(cls, sequences, tokens: int, num_samples: int | None, seq_length: int, seed: Any) -> "_Plan":
         epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
         samples = together = (epochs * tokens - 1) // seq_length
         if epochs > 1:
@@ -116,6 +131,18 @@ class _Plan:
             last = np.arange(self.together, self.samples, dtype=kind)
             shuffle = np.concatenate([shuffle, _shuffled(last, random)])
         return documents, index, shuffle
+
+
+def _joined(lines: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """The three indices of lines that follow each other; the last cut of one is not the first of the next."""
+    if len(lines) == 1:
+        return lines[0]
+    places = np.cumsum([0, *(len(documents) for documents, _, _ in lines)])
+    cuts = np.cumsum([0, *(len(index) for _, index, _ in lines)])
+    documents, indices, shuffles = zip(*lines)
+    index = [index + np.array([place, 0]) for index, place in zip(indices, places)]
+    shuffle = [shuffle + cut for shuffle, cut in zip(shuffles, cuts)]
+    return np.concatenate(documents), np.concatenate(index), np.concatenate(shuffle)
 
 
 def build_sample_index(
@@ -188,10 +215,15 @@ def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
 
 
 def build_datasets(
-    data: DataConfig, num_samples: tuple[int, int, int], seed: int, tokenizer: Tokenizer
+    data: DataConfig,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    tokenizer: Tokenizer,
+    before: Sequence[int] = (),
 ) -> tuple[GPTDataset | DocumentDataset | BlendedDataset | None, ...]:
     """Training, validation and test data; None where no sample is asked for or the data has no such part.
 
+    before: training samples that runs asked for which this one goes on with, one number a run.
     Raises ValueError, before any index is built, for data that is missing or damaged, was made by another
     tokenizer, holds ids outside the vocabulary or too few tokens.
     """
@@ -210,14 +242,17 @@ def build_datasets(
                     f"sample takes --seq-length + 1 = {data.seq_length + 1}: use more data or another --split"
                 )
     kind = DocumentDataset if data.variable_seq_lengths else GPTDataset
-    rest = dict(seq_length=data.seq_length, seed=seed)
+
+    def make(indexed, sequences, cache, *numbers):
+        return kind(indexed, sequences, numbers[-1], data.seq_length, seed, cache, numbers[:-1])
+
     datasets = []
-    for (parts, weights), number in zip(sources, num_samples):
-        build = [functools.partial(kind, *part[:2], **rest, cache_folder=part[2]) for part in parts]
+    for (parts, weights), number, earlier in zip(sources, num_samples, (before, (), ())):
+        build = [functools.partial(make, *part) for part in parts]
         if len(parts) > 1 or (parts and weights):
-            datasets.append(BlendedDataset(build, weights, number, parts[0][2]))
+            datasets.append(BlendedDataset(build, weights, number, parts[0][2], earlier))
         else:
-            datasets.append(build[0](number) if parts else None)
+            datasets.append(build[0](*earlier, number) if parts else None)
     return tuple(datasets)
 
 

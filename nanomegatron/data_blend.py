@@ -10,6 +10,9 @@ Sample n of the blend comes from the dataset that lags most behind its share:
 That depends on all choices before it, so it looks like a loop. But the order soon forgets how it began: many
 stretches run side by side in numpy from a guess of what is taken by then, and those whose guess is not what
 the stretch before them ends with run again. Sizes and order are Megatron's BlendedDataset's, to the bit.
+
+A longer blend begins with the shorter one: with weights every dataset is made longer (data.py), without them
+each has one epoch anyway.
 """
 
 import contextlib
@@ -86,31 +89,35 @@ class BlendedDataset:
 
     def __init__(
         self,
-        build: Sequence[Callable[[int | None], Any]],
+        build: Sequence[Callable[..., Any]],
         weights: Sequence[float] | None,
         num_samples: int,
         cache_folder: str | Path | None = None,
+        before: Sequence[int] = (),
     ) -> None:
-        """build[i](n) makes the i-th dataset with n samples at least, with one epoch for None."""
+        """build[i](n) makes the i-th dataset with n samples at least, with one epoch for None.
+
+        before: as for `GPTDataset`; build[i](m, n) makes n samples of which the first are those of m.
+        """
         if weights is None:
             self.datasets = [make(None) for make in build]
             limits = [len(dataset) for dataset in self.datasets]
             size, weights = min(num_samples, sum(limits)), _normalized(limits)
         else:
             weights, limits = _normalized(weights), None
-            parts = [math.ceil(num_samples * w) for w in weights]
+            parts = [[math.ceil(n * w) for w in weights] for n in (*before, num_samples)]
             weights = _normalized(weights)  # once more, as Megatron does: it moves last bits, and so ties
-            self.datasets = [make(math.ceil(part * (1 + 0.005))) for make, part in zip(build, parts)]
-            size = sum(parts)
+            size = max(map(sum, parts))
         self.dataset_index, self.dataset_sample_index, self.taken = cached_arrays(
             cache_folder,
             ("dataset_index", "dataset_sample_index", "taken"),
             {"weights": weights, "size": size, "limits": limits},
             lambda: blend_index(weights, size, limits),
         )
-        for i, count in enumerate(self.taken.tolist()):
-            if count > len(self.datasets[i]):  # the 0.5 % on top was not enough; Megatron stops here
-                self.datasets[i] = build[i](count)
+        if limits is None:
+            stops = [np.bincount(self.dataset_index[: sum(p)], minlength=len(build)) for p in parts[:-1]]
+            each = zip(build, zip(*parts), zip(*stops, self.taken))
+            self.datasets = [_made_for(make, *numbers) for make, *numbers in each]
 
     def __len__(self) -> int:
         return len(self.dataset_index)
@@ -126,6 +133,18 @@ class BlendedDataset:
         """Bytes of text behind a token, on average over the blend; None if one dataset does not know."""
         each = [dataset.bytes_per_token() for dataset in self.datasets]
         return None if None in each else float(np.dot(each, self.taken) / len(self))
+
+
+def _made_for(make: Callable[..., Any], parts: Sequence[int], taken: Sequence[int]) -> Any:
+    """A dataset of half a percent more samples than its parts, one a run, or of as many as are taken."""
+    asked: list[int] = []
+    for part, count in zip(parts, taken):
+        asked.append(math.ceil(part * (1 + 0.005)))
+        dataset = make(*asked)
+        if count > len(dataset):  # the 0.5 % on top was not enough; Megatron stops here
+            asked[-1] = int(count)
+            dataset = make(*asked)
+    return dataset
 
 
 def _normalized(weights: Sequence[float]) -> list[float]:

@@ -42,8 +42,12 @@ class DocumentDataset(Samples):
         seq_length: int,
         seed: int,
         cache_folder: str | Path | None = None,
+        before: Sequence[int] = (),
     ) -> None:
-        """As `GPTDataset`. Raises ValueError if no sequence has two tokens."""
+        """As `GPTDataset`; `before` changes nothing, for more epochs leave the order as it is.
+
+        Raises ValueError if no sequence has two tokens.
+        """
         self.indexed, self.seq_length, self.first = indexed, seq_length, sequences[0]
         self.lengths = indexed.sequence_lengths[slice(*sequences)]
         pieces = -(-np.maximum(self.lengths.astype(np.int64) - 1, 0) // seq_length)

@@ -57,6 +57,7 @@ class Run:
     optimizer: Optimizer
     padded_vocab_size: int
     samples_before: list[int]  # consumed before each iteration, and after the last
+    data_samples: list[int]  # how many the training data was made for, run by run
     timers: Timers
     tracer: Tracer
     profile: Profile

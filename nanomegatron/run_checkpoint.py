@@ -2,13 +2,16 @@
 
     folder runs/NAME/ckpt    weights, main weights and Adam's moments by global name and slice
                              FP8 scales, biases of routers
-                             state: iteration, samples consumed, good steps, loss scale, seed, tokenizer
+                             state: iteration, samples consumed and asked for, good steps, loss scale, seed,
+                             tokenizer
                              the resolved settings
 
 There is no random state to keep: weights come from (seed, name), the order of the data from (seed, samples
-consumed), dropout from (seed, sample, place). So a run that goes on does so to the bit, and under any layout.
+asked for, run by run), dropout from (seed, sample, place). So a run that goes on does so to the bit, and
+under any layout.
 """
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,19 +23,27 @@ from nanomegatron.checkpoint import (
     latest,
     load,
     module_states,
+    read_state,
     save,
     state_pieces,
     training_pieces,
 )
 from nanomegatron.checkpoint_files import Piece
-from nanomegatron.config import TransformerConfig
+from nanomegatron.config import Config, TransformerConfig
 from nanomegatron.config_cli import flag, to_toml
 from nanomegatron.config_hf import is_hf_folder, read_folder
 from nanomegatron.hf import load_weights
+from nanomegatron.mesh import Mesh
+from nanomegatron.metrics_log import RunLog
 from nanomegatron.model import GPTModel
 from nanomegatron.moe_upcycle import dense_source, divide_outputs
 from nanomegatron.param import Init, Part
 from nanomegatron.run import Run, settle
+
+# What the order of the data depends on, besides the numbers of samples.
+ORDER = """
+data-path data-args-path train-data-path split mock-data variable-seq-lengths seq-length seed
+""".split()
 
 
 def circumstances(run: Run) -> dict:
@@ -60,6 +71,7 @@ def save_checkpoint(run: Run) -> None:
         "iteration": run.iteration,
         "consumed_samples": run.consumed_samples,
         "skipped_samples": run.skipped_samples,
+        "data_samples": run.data_samples,
         "optimizer": run.optimizer.scalars(),
         "seed": run.config.run.seed,
         "tokenizer": run.tokenizer.spec,
@@ -74,15 +86,15 @@ def save_checkpoint(run: Run) -> None:
     run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
 
 
-def load_checkpoint(run: Run) -> None:
-    """Take up this run's own newest checkpoint if it has one, or else --load: ours or a Hugging Face folder.
+def source(whole: Config) -> tuple[str, bool, int | None]:
+    """The folder that a run takes up, whether that is its own, and which iteration if not the newest.
 
-    --eval-only wants what --load names, whatever the run has; --moe-use-upcycling is for a run's beginning.
-    Raises CheckpointError where nothing is found.
+    Its own if it has a checkpoint, or else --load. --eval-only wants what --load names, whatever the run has;
+    --moe-use-upcycling is for a run's beginning. Raises ValueError for a step back in the run's own.
     """
-    config, eval_only = run.config.checkpoint, run.config.run.eval_only
-    newest, upcycling, step = latest(config.save), config.moe_use_upcycling, config.ckpt_step
-    if upcycling and newest is not None and not eval_only:
+    config, eval_only = whole.checkpoint, whole.run.eval_only
+    newest, step = latest(config.save), config.ckpt_step
+    if config.moe_use_upcycling and newest is not None and not eval_only:
         step = None  # it was one of the dense model's
     own = newest is not None and step is None and not (eval_only and config.load)
     if step is not None and (newest or 0) > step and not eval_only:
@@ -90,7 +102,38 @@ def load_checkpoint(run: Run) -> None:
             f"--ckpt-step {step}: {config.save} holds iteration {newest}, which a later resume "
             "would take; give a new --run-name and --load this folder"
         )
-    root, upcycling = config.save if own else config.load or config.save, upcycling and not own
+    return config.save if own else config.load or config.save, own, step
+
+
+def data_samples(config: Config, mesh: Mesh, log: RunLog, wanted: int) -> list[int]:
+    """Samples that the training data is made for: `wanted`, behind what the runs before asked for.
+
+    They are in the checkpoint that this run goes on from; communicates over world.
+    """
+    root, own, step = source(config)
+    begins = (config.checkpoint.finetune or config.checkpoint.moe_use_upcycling) and not own
+    found = None if begins or config.run.eval_only else read_state(root, mesh, step)
+    if found is None or not found[0].get("consumed_samples"):
+        return [wanted]
+    counts, note = found[0].get("data_samples", []), ""
+    before, now = (tomllib.loads(text) for text in (found[1], to_toml(config)))
+    if not counts:
+        note = f"{root} does not say how many samples its data was made for"
+    elif changed := [f"--{key}" for key in ORDER if before.get(key) != now.get(key)]:
+        note = f"{', '.join(changed)}: {root} was made with another"
+    if note and mesh.rank == 0:
+        log.warn(f"{note}: samples may be in another order, some come again and others never")
+    return counts if counts and wanted <= counts[-1] else [*counts, wanted]
+
+
+def load_checkpoint(run: Run) -> None:
+    """Take up the run's `source`: a checkpoint of ours or a Hugging Face folder.
+
+    Raises CheckpointError where nothing is found.
+    """
+    config, eval_only = run.config.checkpoint, run.config.run.eval_only
+    root, own, step = source(run.config)
+    upcycling = config.moe_use_upcycling and not own
     if is_hf_folder(root):
         load_hf_folder(run, root, upcycling)
         return

@@ -11,7 +11,8 @@ import torch
 
 import train
 from nanomegatron.config import DataConfig
-from nanomegatron.data import build_datasets
+from nanomegatron.data import GPTDataset, build_datasets
+from nanomegatron.data_indexed import IndexedDataset
 from nanomegatron.mesh import World
 from nanomegatron.metrics_writers import read_jsonl
 from nanomegatron.tokenizer import NullTokenizer
@@ -124,6 +125,35 @@ def test_skipped_iterations_leave_their_samples_out(corpus, tmp_path):  # noqa: 
     assert [step["skipped_samples"] for step in ours] == [0, 0] + [16] * 6
     text = (tmp_path / "runs/test/log.txt").read_text()
     assert "| consumed samples:           40 | skipped samples:           16 |" in text
+
+
+def consumed(world: World, argv: list[str], folder: str) -> list[list[int]]:
+    """The rows that a run trains on, in its order."""
+    batches, rows = train.step_batches, []
+
+    def kept(run, loader, sample, size):
+        found = list(batches(run, loader, sample, size))
+        rows.extend(row for batch in found for row in batch.tokens.tolist() if loader is run.loaders[0])
+        return found
+
+    train.step_batches = kept
+    run_train(world, argv, folder)
+    return rows
+
+
+def test_a_longer_run_keeps_the_order_of_the_data(corpus, tmp_path):  # noqa: F811
+    """52 samples, then 100, then 152, of 30 an epoch: within an epoch none is lost or comes again."""
+    flags = "--split 5,95,0 --global-batch-size 4 --num-layers 1 --eval-iters 0 --lr-decay-iters 50"
+    rows = []
+    for iters in (13, 25, 38):
+        argv = arguments(corpus, flags, f"--train-iters {iters}")
+        rows += run_spmd(consumed, 1, argv, str(tmp_path))[0]
+    expected = GPTDataset(IndexedDataset(corpus), (0, 2), 152, 32, 1234, before=(52, 100))
+    assert rows == [expected[i][:-1].tolist() for i in range(152)]
+    first = GPTDataset(IndexedDataset(corpus), (0, 2), 52, 32, 1234)
+    assert rows[: len(first)] == [sample[:-1].tolist() for sample in first]
+    assert 52 < len(first) < 100, "a run ends within an epoch, which the next one goes on with"
+    assert "resumed" in (log := (tmp_path / "runs/test/log.txt").read_text()) and "samples may" not in log
 
 
 def test_norms_timers_and_tags(corpus, tmp_path):  # noqa: F811
