@@ -8,8 +8,8 @@
 
 The tokens of a rank are its own under sequence and context parallelism; experts are spread over the `ep` axis
 of the grid of their own (`mesh.py`), which may run along data-, context- and tensor-parallel ranks, and each
-is cut over `etp`. Which token goes where is decided by its own rank alone. (Switch, arXiv 2101.03961; grids
-folded into each other: MoE Parallel Folding, 2504.14960)
+is cut over `etp`. Which token goes where is decided by its own rank, for sinkhorn with sums over tp and cp.
+(Switch, arXiv 2101.03961; grids folded into each other: MoE Parallel Folding, 2504.14960)
 """
 
 import torch

@@ -9,6 +9,9 @@
     any, load balancing by sinkhorn     a table that gives each   softmax(logits) as they are,
                                         expert as much            sigmoid for k = 1
 
+Sinkhorn's table is of a microbatch on one replica: the tokens of all its tp and cp ranks. Micro batches are
+the same for any dp, so no layout changes it. (Megatron's is of the tokens of one rank.)
+
 Losses, with weights of their own; a microbatch weighs as much as it has tokens. P_e: the mean of expert e's
 score over a microbatch's tokens on tp and cp, f_e: e's part of all their k choices (they sum to 1)
 
@@ -21,9 +24,9 @@ score over a microbatch's tokens on tp and cp, f_e: e's part of all their k choi
 Only P has a gradient. Each rank differentiates its own tokens' share of P, and has f from the ranks it shares
 the tokens with, so the ranks' gradients add up to the whole for any tp, cp and pp. Another cut into samples
 changes nothing for seq_aux_loss and z_loss; aux_loss is a product of two means, so it depends on the micro
-batch, or pack of documents, and global_aux_loss on the order too. As in Megatron, tokens that the main loss
-masks take part, and f counts the best scores as they are: with no bias, no groups and no drops. Padding of
-packs is counted nowhere.
+batch, or pack of documents, and global_aux_loss on the order and dp, too. As in Megatron, tokens that the
+main loss masks take part, and f counts the best scores as they are: with no bias, no groups and no drops.
+Padding of packs is counted nowhere.
 
 Losses and counts belong to a forward in training that autograd follows. One that is to be recomputed runs
 without it, and again with it: both forwards route alike, one counts.
@@ -80,16 +83,20 @@ class MoeAxes:
 
 
 def choose(
-    logits: torch.Tensor, config: TransformerConfig, bias: torch.Tensor | None = None, balance: bool = False
+    logits: torch.Tensor,
+    config: TransformerConfig,
+    bias: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights: logits fp32 `[t, E]` -> probs `[t, k]`, ids int64 `[t, k]`.
 
-    bias `[E]` is added to sigmoid scores for the choice alone. balance: training, where sinkhorn chooses.
+    bias `[E]` is added to sigmoid scores for the choice alone. table: of `sinkhorn` `[t, E]`, in training,
+    which then chooses; of equally good experts the first.
     """
     k, sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"
     if "sinkhorn" in config.moe_router_load_balancing_type:
         scores = logits.sigmoid() if k == 1 else logits.softmax(-1)
-        ids = (sinkhorn(logits) if balance else scores).topk(k).indices
+        ids = (scores if table is None else table).sort(descending=True, stable=True).indices[:, :k]
         return scores.gather(1, ids), ids
     before = config.moe_router_pre_softmax
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1) if before else logits
@@ -117,18 +124,27 @@ def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tenso
 
 
 @torch.no_grad()
-def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
+def sinkhorn(
+    logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None, tolerance: float = 1e-4
+) -> torch.Tensor:
     """exp(logits) `[t, E]` with rows and columns scaled until all rows have one sum, and all columns.
 
-    Of this rank's tokens alone. The host waits for each round.
+    The sums are over the tokens of all ranks of `axis`, or those that are `real` `[t, 1]`. In fp64, rounded
+    to fp32 at the end: equal entries stay equal in whatever order ranks add. Communicates the columns' sums,
+    E numbers a round, on which the host waits. (Megatron adds 1e-8 to each sum. Where experts are far from
+    even that moves the scale of all columns in every round, and it takes thousands in place of some dozens.)
     """
-    table, eps = logits.exp(), 1e-8
+    table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
+    tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
+    total = all_reduce(tokens.sum(), axis).clamp(min=1)
     columns, change = table.new_ones(table.shape[1]), math.inf
     while change > tolerance:
-        rows = 1 / (table.shape[0] * ((columns * table).sum(1) + eps))
-        before, columns = columns, 1 / (table.shape[1] * ((rows[:, None] * table).sum(0) + eps))
-        change = (before - columns).abs().mean().item()
-    return columns * table * rows[:, None]
+        rows = 1 / (total * (table @ columns))
+        sums = all_reduce((tokens * rows) @ table, axis)
+        before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
+        moved = (before - columns).abs().mean()
+        change = (moved / (1e-6 * columns.mean()).clamp(min=1)).item()  # large ones: to 1e-10 of their mean
+    return (columns * table * rows[:, None]).float()
 
 
 def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
@@ -248,7 +264,8 @@ class Router(nn.Module):
     Since `begin_step`, on the device: `counts` and of these `dropped`, int64 `[E]`, of this rank's copies;
     `values` `[len(losses)]`, its summands of the losses, by name in `losses` with their weights. Their sums
     over microbatches and ranks are the mean times all tokens. `expert_bias` `[E]` changes between steps.
-    Communicates counts, E a row of the batch at most, for each loss over tp and cp, or all replicas.
+    Communicates counts, E a row of the batch at most, for each loss over tp and cp, or all replicas; sinkhorn
+    E sums over tp and cp, several times, in each forward of training.
     """
 
     def __init__(self, config: TransformerConfig, layer: int, axes: MoeAxes, init: Init) -> None:
@@ -289,7 +306,10 @@ class Router(nn.Module):
         counting = self.training and torch.is_grad_enabled()
         real = None if batch.cu_seqlens is None else _real(batch.residual_positions, t)
         logits = self._logits(x, batch)
-        probs, ids = choose(logits, config, self.expert_bias, balance=batch.dropout_seed is not None)
+        table = None
+        if "sinkhorn" in config.moe_router_load_balancing_type and batch.dropout_seed is not None:
+            table = sinkhorn(logits, self.axes.tp_cp, real)
+        probs, ids = choose(logits, config, self.expert_bias, table)
         kept, capacity = ids, expert_capacity(t, config)
         if capacity is not None:
             kept = drop(probs, ids, capacity, config.num_experts, config.moe_token_drop_policy)

@@ -45,6 +45,8 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "--moe-router-topk-scaling-factor 1.5 --moe-router-load-balancing-type seq_aux_loss "
     "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall "
     "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
+    "sinkhorn": f"{ROPE} --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3 "
+    "--moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 1e-3 --micro-batch-size 2",
     "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
 }
 DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
@@ -243,6 +245,8 @@ NAMED = [
     ("dp2ep2", "full"),
     ("cp2ep2", "moe-documents"),
     ("dp2ep2ra", "moe-documents"),
+    ("cp2", "sinkhorn"),
+    ("tp2spdp2ep2rm", "sinkhorn"),
 ]
 
 

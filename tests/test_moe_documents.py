@@ -17,8 +17,9 @@ MODELS = {
     "--moe-router-bias-update-rate 0.05 --moe-token-dispatcher-type alltoall",
     "losses": f"{SIZES} --moe-router-load-balancing-type aux_loss global_aux_loss "
     "--moe-aux-loss-coeff 0.02 0.05",
+    "sinkhorn": f"{SIZES} --moe-router-load-balancing-type sinkhorn",
 }
-# The losses that even the load are of a pack: equal where packs are, on any ranks of one replica.
+# What evens the load is of a pack, but for the bias: equal where packs are, on any ranks of one replica.
 FAST = [
     ("bias", 2, "--dp 2 --ep 2"),
     ("bias", 4, "--cp 2 --dp 2 --ep 4 --use-distributed-optimizer"),
@@ -28,6 +29,7 @@ MORE = [
     ("bias", 2, "--dp 2"),
     ("bias", 4, "--tp 2 --sp --dp 2 --ep 2 --etp 2"),
     ("losses", 2, "--cp 2 --ep 2"),
+    ("sinkhorn", 4, "--cp 2 --tp 2 --sp --etp 1 --ep 2"),
 ]
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron import ops
+from nanomegatron import moe_router, ops
+from nanomegatron.comm import own_slice
 from nanomegatron.mesh import Axis
 from nanomegatron.moe_router import (
     GateFunction,
@@ -104,19 +105,54 @@ def test_experts_come_from_few_groups():
 @pytest.mark.parametrize("topk", [1, 2])
 def test_sinkhorn(topk):
     config, logits = settings(topk, router_load_balancing_type=("sinkhorn",)), 3 * torch.randn(64, E)
-    close(sinkhorn(logits), megatron().sinkhorn(logits))
+    found, expected = sinkhorn(logits, Axis.single()), megatron().sinkhorn(logits)
+    close(found, expected)
     scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
-    for balance in (True, False):
-        best = (megatron().sinkhorn(logits) if balance else scores).topk(topk).indices
-        probs, ids = choose(logits, config, balance=balance)
+    for table in (found, None):
+        best = (scores if table is None else expected).topk(topk).indices
+        probs, ids = choose(logits, config, table=table)
         assert torch.equal(ids, best)
         close(probs, scores.gather(1, best))
     router, x = router_of(config), torch.randn(64, H)
-    for batch, balance in ((batch_of(seed=1), True), (batch_of(), False)):
-        best = choose(router._logits(x, batch), config, balance=balance)[1].int()
+    for batch in (batch_of(seed=1), batch_of()):
+        logits = router._logits(x, batch)
+        table = sinkhorn(logits, Axis.single()) if batch.dropout_seed else None
+        best = choose(logits, config, table=table)[1].int()
         assert torch.equal(router(x, batch)[1], best), "held-out data: as in generation"
-    columns = sinkhorn(logits).sum(0)
+    columns = found.sum(0)
     close(columns, columns.mean().expand(E), 1e-3)
+
+
+def test_sinkhorn_of_uneven_experts_ends_soon(monkeypatch):
+    """The wider logits are, the more rounds it takes: still few, and the table is even."""
+    for spread, most in ((1, 10), (5, 100), (20, 1000)):
+        rounds = []
+        monkeypatch.setattr(moe_router, "all_reduce", lambda x, axis, seen=rounds: seen.append(0) or x)
+        columns = sinkhorn(spread * (torch.randn(256, E) + torch.randn(E)), Axis.single()).sum(0)
+        assert 1 < len(rounds) < most
+        close(columns, columns.mean().expand(E), 1e-4)
+
+
+def sinkhorn_on_ranks(mesh, x, weight, real):
+    """The experts of this rank's tokens; real `[t]`: 0 for padding."""
+    config = settings(router_load_balancing_type=("sinkhorn",), sequence_parallel=True)
+    router, mine = router_of(config, MoeAxes.of(mesh), weight), own_slice(x, mesh.tp_cp)
+    batch = batch_of(s=len(mine), seed=1)
+    if not real.all():
+        batch.cu_seqlens, batch.residual_positions = torch.zeros(2), own_slice(real, mesh.tp_cp) - 1
+    return router(mine, batch)[1]
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_sinkhorn_of_all_tokens_of_a_microbatch(padding):
+    """Ranks choose as one, padding counts nowhere, of twins (experts of equal weights) the first is best."""
+    x, weight = torch.randn(32, H) + 0.5, torch.randn(E // 2, H).repeat(2, 1)
+    real = (torch.arange(32) >= padding).long()
+    found = torch.cat(run_spmd(sinkhorn_on_ranks, 4, x, weight, real, tp=2, cp=2))[padding:]
+    table = megatron().sinkhorn(x[padding:].double() @ weight.double().t())
+    close(table[:, : E // 2], table[:, E // 2 :], 1e-12)
+    best = table[:, : E // 2].argmax(1)
+    assert torch.equal(found.long(), torch.stack((best, best + E // 2), 1))
 
 
 @pytest.mark.parametrize("family, normalized", [("mixtral", True), ("qwen3_moe", True), ("qwen3_moe", False)])
