@@ -117,7 +117,10 @@ class TransformerConfig:
     )
     moe_router_group_topk: int | None = setting(None, "groups that a token's experts come from")
     moe_router_load_balancing_type: tuple[str, ...] = setting(
-        ("aux_loss",), "what evens the experts' load, one way or more: " + ", ".join(BALANCING), nargs="*"
+        ("aux_loss",),
+        f"what evens the experts' load, one way or more: {', '.join(BALANCING)}; "
+        "aux_loss and sinkhorn depend on the micro batch, global_aux_loss on dp, too",
+        nargs="*",
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
         (0.0,), "weight of the loss that evens the load, one for each way", nargs="*"
