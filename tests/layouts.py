@@ -19,6 +19,9 @@ A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
 import random
 import re
 
+from nanomegatron.config_check import validate
+from nanomegatron.config_cli import parse
+
 FIVE_STEPS, TWO_STEPS = "--global-batch-size 8 --train-iters 5", "--global-batch-size 4 --train-iters 2"
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
@@ -47,6 +50,9 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
     "sinkhorn": f"{ROPE} --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3 "
     "--moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 1e-3 --micro-batch-size 2",
+    "groups": f"{ROPE} --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-pre-softmax "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-input-jitter-eps 0.02 --micro-batch-size 2 "
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.02 0.01",
     "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
 }
 DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
@@ -164,6 +170,36 @@ def mixtures(count: int, seed: int) -> list[tuple[str, str]]:
     return found
 
 
+WAYS = {
+    "tp": ["", "sp", "sp"],
+    "pp": ["", "v2", "v2gp", "gp", "zb", "zbv", "uneven", "v2uneven", "zbuneven"],
+    "cp": ["", "a2a", "ag", "mx", "hi"],
+    "dp": ["", "z1", "z2", "av"],
+    "ep": ["", "et", "eo", "so"],
+}
+SWITCHES = [["", word] for word in ("ov", "ce", "bk")] + [["", "rc", "rs", "rm", "ra", "rh"]]
+
+
+def sweep(count: int, seed: int) -> list[tuple[str, str]]:
+    """Of every axis, way and switch anything, on two to four processes; each model in its turn.
+
+    What goes together is for `validate` to say. Drops of "full" depend on the layout, so it takes no part.
+    """
+    chance, found = random.Random(seed), []
+    models = [name for name in MODELS if name != "full"]
+    while len(found) < count:
+        model, layout = models[len(found) % len(models)], ""
+        for axis, ways in WAYS.items():
+            size = chance.choice([1, 1, 2, 2, 4])
+            layout += f"{axis}{size}{chance.choice(ways)}" * (size > 1)
+        layout += "".join(chance.choice(words) for words in SWITCHES)
+        size, flags = flags_of(layout)
+        run = parse(" ".join((COMMON, FIVE_STEPS, MODELS[model], "--mock-data", flags)).split())
+        if 1 < size <= 4 and (layout, model) not in found and not validate(run.config, size):
+            found.append((layout, model))
+    return found
+
+
 NAMED = [
     ("dp2", "gpt"),
     ("dp4", "llama"),
@@ -260,3 +296,4 @@ FIVE = [
 ]
 
 DRAWN = draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT) + mixtures(8, 7)
+DRAWN += [case for case in sweep(40, 8) if case not in NAMED + DRAWN]
