@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 
 from nanomegatron.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint_files import DTYPES, Manifest, Piece, fill, raw_bytes, read_manifest, sync
+from nanomegatron.checkpoint_files import Piece, fill, raw_bytes, read_manifest, sync
+from nanomegatron.checkpoint_manifest import DTYPES, Manifest
 from nanomegatron.config import ParallelConfig, PrecisionConfig
 from nanomegatron.config_cli import build, from_toml, to_toml
 from nanomegatron.config_hf import to_hf

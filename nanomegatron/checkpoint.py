@@ -23,7 +23,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,20 +32,26 @@ import torch
 from torch import nn
 
 from nanomegatron.checkpoint_files import (
-    DTYPES,
-    CheckpointError,
-    Manifest,
     Piece,
-    describe,
     fill,
-    merge,
     read_manifest,
     sync_folder,
-    to_json,
     verify_file,
     write_manifest,
     write_shard,
     write_text,
+)
+from nanomegatron.checkpoint_manifest import (
+    DTYPES,
+    UPDATE,
+    CheckpointError,
+    Manifest,
+    Rectangle,
+    describe,
+    merge,
+    rectangles,
+    shard_name,
+    to_json,
 )
 from nanomegatron.comm import all_gather, all_reduce
 from nanomegatron.dp import Slice, reduction_axis
@@ -92,11 +98,13 @@ def training_pieces(
     ]
     for kind, ranges in states.items():
         for piece, flat in ranges:
-            part, at = piece.part, piece.at
-            for corner, shape in rectangles(part.view(piece.param).shape, at, at + len(flat)):
+            part, box = piece.part, Rectangle(piece.part.offset, tuple(piece.part.view(piece.param).shape))
+            place = box, piece.at, piece.at + len(flat)
+            for corner, shape in rectangles(box.shape, *place[1:]):
                 offset = tuple(a + b for a, b in zip(part.offset, corner, strict=True))
                 data, flat = flat[: math.prod(shape)].view(shape), flat[math.prod(shape) :]
-                pieces.append(Piece(f"{kind}/{part.name}", part.shape, offset, data, piece.saver))
+                name = f"{kind}/{part.name}"
+                pieces.append(Piece(name, part.shape, offset, data, piece.saver, range=place))
     return pieces
 
 
@@ -113,29 +121,6 @@ def module_states(model: nn.Module) -> dict[str, torch.Tensor]:
     """What modules with a `states()` keep, such as routers' biases: its fp32 views, by global name."""
     states = [module.states() for module in model.modules() if hasattr(module, "states")]
     return {f"model/{name}": x for found in states for name, x in found.items()}
-
-
-def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple, tuple]]:
-    """(offset, shape) of the rectangles, in order, that elements begin to end of a flattened tensor make up.
-
-    . . . .
-    . . a a    the rest of a row, or of what a row is in more dimensions
-    b b b b    whole rows
-    c . . .    the beginning of one
-    """
-    row = math.prod(shape[1:])
-    zeros = (0,) * (len(shape) - 1)
-    while begin < end:
-        first, inside = divmod(begin, row)
-        if inside == 0 and end - begin >= row:
-            rows = (end - begin) // row
-            yield (first, *zeros), (rows, *shape[1:])
-            begin += rows * row
-            continue
-        stop = min(end, (first + 1) * row)
-        for offset, size in rectangles(shape[1:], inside, stop - first * row):
-            yield (first, *offset), (1, *size)
-        begin = stop
 
 
 # Saving.
@@ -188,14 +173,14 @@ def _make(temporary: Path, need: int) -> None:
 
 def _write(temporary: Path, rank: int, pieces: list[Piece]) -> None:
     """This rank's shard, and beside it what the manifest will say of it."""
-    shard = temporary / f"rank_{rank:05d}.safetensors"
-    tensors, file = write_shard(shard, pieces)
-    shard.with_suffix(".json").write_text(to_json(Manifest(0, {}, "", tensors, {shard.name: file})))
+    tensors, file = write_shard(temporary, rank, pieces)
+    index = (temporary / shard_name(rank)).with_suffix(".json")
+    index.write_text(to_json(Manifest(0, {}, "", tensors, {rank: file})))
 
 
 def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config_toml: str) -> None:
     """Rank 0: put the manifest together, then make the folder what it is called."""
-    indices = [temporary / f"rank_{rank:05d}.json" for rank in range(ranks)]
+    indices = [(temporary / shard_name(rank)).with_suffix(".json") for rank in range(ranks)]
     write_manifest(temporary, Manifest(iteration, state, config_toml, *merge(indices)))
     for index in indices:
         index.unlink()
@@ -248,8 +233,9 @@ def load(
 
     Every rank calls this with its own pieces, whatever layout has saved; of `mesh` only `world` and `device`
     are used. All files are hashed first, each by one rank. A damaged checkpoint is passed over, and the notes
-    say so, unless `step` asks for just this one. `cast` allows another dtype than the saved one. Pieces that
-    are `optional` are left as they are, with a note, where none of this shape was saved.
+    say so, unless `step` asks for just this one; one of a newer format is an error. `cast` allows another
+    dtype than the saved one. Pieces that are `optional` are left as they are, with a note, where none of this
+    shape was saved.
 
     Raises CheckpointError, on all ranks, where no checkpoint is usable, or where tensors are missing or have
     another shape or dtype: all of them at once, before anything is filled.
@@ -308,6 +294,8 @@ def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Mani
             lost = max(found) - iteration
             fell_back = f"loading iteration {iteration} instead: {lost} iterations are lost"
             return folder, manifest, [f"damaged checkpoint: {error}; {fell_back}" for error in bad]
+        if any(error.endswith(UPDATE) for error in errors):
+            raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
         bad += errors
     if bad:
         raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *bad]))
@@ -329,8 +317,8 @@ def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
     manifest = read_manifest(folder)
     if manifest.iteration != iteration:
         raise CheckpointError(f"{folder} was saved as iteration {manifest.iteration}")
-    for name in sorted(manifest.files)[world.rank :: world.size]:
-        verify_file(folder / name, manifest.files[name])
+    for rank in sorted(manifest.files)[world.rank :: world.size]:
+        verify_file(folder / shard_name(rank), manifest.files[rank])
     return manifest
 
 

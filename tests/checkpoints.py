@@ -1,13 +1,25 @@
-"""For the tests of checkpoints: tensors whose values tell which iteration they are of, cut in any way."""
+"""For the tests of checkpoints: tensors whose values tell which iteration they are of, cut in any way.
 
+python -m tests.checkpoints FOLDER      a small checkpoint of the format as it is, to be kept as a golden
+"""
+
+import hashlib
+import json
+import math
 import random
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint import Piece, load, save
+from nanomegatron.checkpoint import Piece, load, save, state_pieces, training_pieces
+from nanomegatron.checkpoint_files import MANIFEST, MANIFEST_SUM
 from nanomegatron.config import ParallelConfig
+from nanomegatron.dp import Slice
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard
 from tests.spmd import run_spmd
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
@@ -95,3 +107,71 @@ def random_tiles(rng: random.Random, shape: tuple, cuts_left: int) -> list[tuple
         for offset, tile in random_tiles(rng, part, cuts_left - 1):
             result.append(((*offset[:dim], offset[dim] + start, *offset[dim + 1 :]), tile))
     return result
+
+
+# Kept checkpoints of every format version: tests/goldens/checkpoint_v1, ...
+
+GOLDENS = Path(__file__).parent / "goldens"
+KEPT = {"model/w": (6, 10), "exp_avg/w": (6, 10), "model/norm": (7,), "exp_avg/norm": (7,), "fp8/scale": (2,)}
+
+
+def kept(key: str) -> torch.Tensor:
+    """The global tensor `key` of a kept checkpoint: weights in bf16, all numbers exact in it."""
+    whole = torch.arange(math.prod(KEPT[key])).view(KEPT[key]) / 4.0 + list(KEPT).index(key)
+    return whole.bfloat16() if key.startswith("model/") else whole
+
+
+def kept_root(root: Path, version: int) -> Path:
+    """A copy of the kept checkpoint, iteration 20, beside one of iteration 10 with numbers larger by 10."""
+    pieces = [Piece(key, shape, (0,) * len(shape), kept(key) + 10) for key, shape in KEPT.items()]
+    save(root, 10, pieces, {"consumed_samples": 40}, "step = 10\n", ALONE)
+    return shutil.copytree(GOLDENS / f"checkpoint_v{version}", root, dirs_exist_ok=True)
+
+
+def expect_kept(root: Path, step: int) -> list[str]:
+    """Assert that iteration `step` of the two is what a load finds, exactly; returns the notes."""
+    pieces = [Piece(k, s, (0,) * len(s), torch.zeros(s, dtype=kept(k).dtype)) for k, s in KEPT.items()]
+    loaded = load(root, pieces, ALONE)
+    assert (loaded.iteration, loaded.state) == (step, {"consumed_samples": 4 * step})
+    assert loaded.config_toml == f"step = {step}\n"
+    for piece in pieces:
+        assert torch.equal(piece.data, kept(piece.key) + (20 - step)), piece.key
+    return loaded.notes
+
+
+def change_manifest(folder: Path, change: Callable) -> None:
+    """Change the manifest in place, or give it another text, and its hash with it."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    text = change(manifest)
+    sign(folder, text if isinstance(text, str) else json.dumps(manifest))
+
+
+def sign(folder: Path, text: str) -> None:
+    """Give it this manifest, and the hash of it."""
+    (folder / MANIFEST).write_text(text)
+    (folder / MANIFEST_SUM).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n")
+
+
+def write_kept(mesh: Mesh, root: Path) -> None:
+    """Save it by four ranks, tp 2: w is cut by rows, the optimizer's flat buckets in the middle of a row."""
+    params = [
+        new_parameter(ParamSpec((shard("w", KEPT["model/w"], 0, mesh.tp),), (3, 10)), Init()),
+        new_parameter(ParamSpec((replica("norm", KEPT["model/norm"], mesh.tp),), (7,)), Init()),
+    ]
+    half = slice(19 * mesh.dp.rank, 19 * mesh.dp.rank + 19)  # of a bucket: 30 of w, 7 of norm, 1 of padding
+    ranges, begin = [], 0
+    for param in params:
+        (part,) = param.spec.parts
+        param.data = part.of(kept(f"model/{part.name}")).clone()
+        start, stop = max(begin, half.start), min(begin + param.numel(), half.stop)
+        if start < stop:
+            flat = part.of(kept(f"exp_avg/{part.name}")).flatten()[start - begin : stop - begin]
+            ranges.append((Slice(param, part, start - begin, start, stop, part.owner), flat))
+        begin += param.numel()
+    pieces = training_pieces(params, {"exp_avg": ranges}, mesh)
+    pieces += state_pieces({"fp8/scale": kept("fp8/scale")}, mesh)
+    save(root, 20, pieces, {"consumed_samples": 80}, "step = 20\n", mesh)
+
+
+if __name__ == "__main__":
+    run_spmd(write_kept, 4, Path(sys.argv[1]), tp=2)

@@ -15,17 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanomegatron.checkpoint import (
-    CheckpointError,
-    Piece,
-    SaveError,
-    latest,
-    load,
-    rectangles,
-    save,
-    training_pieces,
-)
-from nanomegatron.checkpoint_files import DTYPES, read_manifest
+from nanomegatron.checkpoint import CheckpointError, Piece, SaveError, latest, load, save, training_pieces
+from nanomegatron.checkpoint_files import read_manifest
+from nanomegatron.checkpoint_manifest import DTYPES, rectangles
 from nanomegatron.config import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.mesh import Axis, Mesh, World

@@ -2,15 +2,14 @@
 
 import hashlib
 import itertools
-import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanomegatron.checkpoint import (
+    LATEST,
     CheckpointError,
     Piece,
     latest,
@@ -25,13 +25,19 @@ from nanomegatron.checkpoint import (
     read_manifest,
     save,
 )
-from nanomegatron.checkpoint_files import DTYPES, MANIFEST, MANIFEST_SUM, Rectangle, tiling_error
+from nanomegatron.checkpoint_files import MANIFEST, MANIFEST_SUM
+from nanomegatron.checkpoint_manifest import DTYPES
 from tests.checkpoints import (
     ALONE,
+    change_manifest,
     cuts,
+    expect_kept,
     expect_newest,
+    kept,
+    kept_root,
     newest_files,
-    random_tiles,
+    save_alone,
+    sign,
     tensor,
     two_by_two,
 )
@@ -86,77 +92,74 @@ def test_every_dtype_returns_to_the_bit(tmp_path, dtype):
         )
 
 
-def test_tiling_agrees_with_counting():
-    """Against a count of how often each element is covered."""
-    rng, seen = random.Random(1), set()
-    for _ in range(600):
-        shape = tuple(rng.randrange(1, 5) for _ in range(rng.randrange(3)))
-        tiles = random_tiles(rng, shape, 3)
-        for i in range(len(tiles) * rng.randrange(2)):  # disturb some
-            offset = tuple(
-                rng.randrange(-1, n) if rng.random() < 0.2 else o for o, n in zip(tiles[i][0], shape)
-            )
-            tiles[i] = (offset, tiles[i][1])
-        count, inside = torch.zeros(shape), True
-        for offset, tile in tiles:
-            inside &= all(o >= 0 and o + n <= s for o, n, s in zip(offset, tile, shape))
-            count[tuple(slice(max(o, 0), o + n) for o, n in zip(offset, tile))] += 1
-        good = inside and bool((count == 1).all())
-        error = tiling_error(shape, [Rectangle(o, n, "f", "k") for o, n in tiles])
-        assert (error == "") == good, (shape, tiles, error)
-        seen.add(error.split()[-1] if error.endswith("overlap") else good)
-    assert seen == {True, False, "overlap"}
-
-
 # Damage is found and named, and the checkpoint before it used.
 
 
+@pytest.fixture(params=[1, 2], ids="version {}".format)
+def old_and_new(request, tmp_path) -> Path:
+    """A checkpoint of either format version, iteration 20, and one before it."""
+    return kept_root(tmp_path / "ckpt", request.param)
+
+
 def expect_fallback(root: Path, bad: Path) -> None:
-    notes = expect_newest(root, 10)
+    notes = expect_kept(root, 10)
     assert len(notes) == 1 and bad.name in notes[0]
     assert "loading iteration 10 instead: 10 iterations are lost" in notes[0]
     with pytest.raises(CheckpointError, match=bad.name):
-        load(root, cuts(None), ALONE, step=20)
+        load(root, [], ALONE, step=20)
 
 
-def test_every_flipped_bit_is_found(root):
+def flipped(rng: random.Random, data: bytes) -> bytes:
+    """With another bit somewhere."""
+    bad = bytearray(data)
+    bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+    return bytes(bad)
+
+
+def test_every_flipped_bit_is_found(old_and_new, full):
+    """In shards, manifest and its hash: 120 in both versions, 1,200 in the full tier."""
     rng = random.Random(2)
-    for path, _ in itertools.product(newest_files(root), range(30)):
+    for path, _ in itertools.product(newest_files(old_and_new), range(100 if full else 10)):
         good = path.read_bytes()
-        bad = bytearray(good)
-        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
-        path.write_bytes(bad)
-        expect_fallback(root, path)
+        path.write_bytes(flipped(rng, good))
+        expect_fallback(old_and_new, path)
         path.write_bytes(good)
-    assert expect_newest(root, 20) == []
+    assert expect_kept(old_and_new, 20) == []
 
 
-def test_every_missing_byte_is_found(root):
-    for path in newest_files(root):
+def test_every_missing_byte_is_found(old_and_new, full):
+    rng = random.Random(3)
+    for path in newest_files(old_and_new):
         good = path.read_bytes()
-        for size in (0, 1, len(good) // 2, len(good) - 1):
+        more = [rng.randrange(len(good)) for _ in range(30 if full else 0)]
+        for size in (0, 1, len(good) // 2, len(good) - 1, *more):
             path.write_bytes(good[:size])
-            expect_fallback(root, path)
+            expect_fallback(old_and_new, path)
+        path.write_bytes(good + b" ")
+        expect_fallback(old_and_new, path)
         path.unlink()
-        expect_fallback(root, path)
-        (root / "copy").write_bytes(good)
-        path.symlink_to(root / "copy")  # not followed, whatever it points to
-        expect_fallback(root, path)
+        expect_fallback(old_and_new, path)
+        (old_and_new / "copy").write_bytes(good)
+        path.symlink_to(old_and_new / "copy")  # not followed, whatever it points to
+        expect_fallback(old_and_new, path)
         path.unlink()
         path.write_bytes(good)
-    assert expect_newest(root, 20) == []
+    assert expect_kept(old_and_new, 20) == []
+
+
+def test_a_damaged_hint_changes_nothing(old_and_new, full):
+    """Which folder is the newest is known by the names of the folders."""
+    hint, rng = old_and_new / LATEST, random.Random(4)
+    good = hint.read_bytes()
+    flips = [flipped(rng, good) for _ in range(50 if full else 5)]
+    for bad in [*flips, b"", good[:1], good[:-1], b"9" * 400, None]:
+        hint.unlink() if bad is None else hint.write_bytes(bad)
+        assert expect_kept(old_and_new, 20) == []
+    save_alone(old_and_new, 30)
+    assert hint.read_bytes() == b"30\n"
 
 
 # Forgery: a manifest whose hash is right and whose content is not.
-
-
-def forge(folder: Path, change: Callable) -> None:
-    """Change the manifest in place, or give it another text, and its hash with it."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    text = change(manifest)
-    text = (text if isinstance(text, str) else json.dumps(manifest)).encode()
-    (folder / MANIFEST).write_bytes(text)
-    (folder / MANIFEST_SUM).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
 
 
 def rename_shard(name: str):
@@ -177,45 +180,111 @@ def change_rectangle(**values):
     return lambda manifest: manifest["tensors"]["model/w"]["rectangles"][1].update(values)
 
 
-FORGERIES = {
-    "parent folder": rename_shard("../rank_00000.safetensors"),
-    "absolute name": rename_shard("/etc/passwd"),
-    "4 kB name": rename_shard("rank_" + "0" * 4096 + ".safetensors"),
-    "hidden file": rename_shard(".rank_00000.safetensors"),
-    "unlisted file": change_rectangle(file="rank_00007.safetensors"),
-    "negative offset": change_rectangle(offset=[0, -6]),
-    "negative shape": change_tensor(shape=[-8, 12]),
-    "huge shape": change_tensor(shape=[2**40, 2**40]),
-    "huge rectangle": change_rectangle(shape=[2**40, 2**20]),
-    "size beyond int64": change_tensor(shape=[2**70]),
-    "float size": change_rectangle(offset=[0, 6.0]),
-    "bool size": change_rectangle(offset=[False, 6]),
-    "text for sizes": change_rectangle(offset="06"),
-    "overlap": change_rectangle(offset=[0, 5]),
-    "outside": change_rectangle(offset=[0, 7]),
-    "hole": lambda m: m["tensors"]["model/w"]["rectangles"].pop(),
-    "1000 dims": change_tensor(shape=[1] * 1000),
-    "no such dtype": change_tensor(dtype="os.system"),
-    "another dtype": change_tensor(dtype="I32"),
-    "another entry's key": change_rectangle(key="model/experts[0:4,3:6,0:2]"),
-    "no such key": change_rectangle(key="nothing"),
-    "newer format": lambda m: m.update(format_version=2),
+def change_cut(*place: int, by: object):
+    """Version 2: of model/w's cut [shape, box, box], with boxes [offset, shape, rank, begin, end, ...]."""
+
+    def change(manifest: dict) -> None:
+        *path, last = place
+        entry = manifest["cuts"][manifest["tensors"]["model/w"][1]]
+        for i in path:
+            entry = entry[i]
+        entry[last] = by
+
+    return change
+
+
+ANY_VERSION = {
     "no version": lambda m: m.pop("format_version") and None,
     "state of text": lambda m: m.update(state="x"),
+    "config of numbers": lambda m: m.update(config=1),
     "files of lists": lambda m: m.update(files=[["rank_00000.safetensors"]]),
+    "files of text": lambda m: m.update(files="x"),
+    "tensors of text": lambda m: m.update(tensors="x"),
+    "iteration of text": lambda m: m.update(iteration="20"),
     "a list": lambda m: "[]",
     "no JSON": lambda m: "{",
     "deep JSON": lambda m: "[" * 200000,
     "long number": lambda m: '{"format_version": ' + "9" * 10000 + "}",
 }
+VERSION_1 = {
+    "parent folder": rename_shard("../rank_00000.safetensors"),
+    "absolute name": rename_shard("/etc/passwd"),
+    "4 kB name": rename_shard("rank_" + "0" * 4096 + ".safetensors"),
+    "hidden file": rename_shard(".rank_00000.safetensors"),
+    "another name of the same": rename_shard("rank_000000.safetensors"),
+    "unlisted file": change_rectangle(file="rank_00007.safetensors"),
+    "negative offset": change_rectangle(offset=[-3, 0]),
+    "negative shape": change_tensor(shape=[-6, 10]),
+    "huge shape": change_tensor(shape=[2**40, 2**40]),
+    "huge rectangle": change_rectangle(shape=[2**40, 2**20], key=f"model/w[3:{2**40 + 3},0:{2**20}]"),
+    "size beyond int64": change_tensor(shape=[2**70]),
+    "float size": change_rectangle(offset=[3.0, 0]),
+    "bool size": change_rectangle(offset=[3, False]),
+    "text for sizes": change_rectangle(offset="30"),
+    "overlap": change_rectangle(offset=[2, 0], key="model/w[2:5,0:10]"),
+    "the same twice": change_rectangle(offset=[0, 0], key="model/w[0:3,0:10]"),
+    "outside": change_rectangle(offset=[4, 0], key="model/w[4:7,0:10]"),
+    "hole": lambda m: m["tensors"]["model/w"]["rectangles"].pop(),
+    "1000 dims": change_tensor(shape=[1] * 1000),
+    "no such dtype": change_tensor(dtype="os.system"),
+    "another dtype": change_tensor(dtype="I16"),
+    "another entry's key": change_rectangle(key="exp_avg/w[3:4,0:10]"),
+    "no such key": change_rectangle(key="nothing"),
+}
+VERSION_2 = {
+    "unlisted file": change_cut(2, 2, by=7),
+    "a file beyond all": change_cut(2, 2, by=2**61),
+    "a negative file": change_cut(2, 2, by=-1),
+    "another rank's file": change_cut(2, 2, by=0),
+    "negative offset": change_cut(2, 0, by=[-3, 0]),
+    "negative shape": change_cut(0, by=[-6, 10]),
+    "huge shape": change_cut(0, by=[2**40, 2**40]),
+    "huge box": change_cut(2, 1, by=[2**40, 2**20]),
+    "size beyond int64": change_cut(0, by=[2**70]),
+    "float size": change_cut(2, 0, by=[3.0, 0]),
+    "bool size": change_cut(2, 0, by=[3, False]),
+    "text for sizes": change_cut(2, 0, by="30"),
+    "overlap": change_cut(2, 0, by=[2, 0]),
+    "the same twice": change_cut(2, 0, by=[0, 0]),
+    "outside": change_cut(2, 0, by=[4, 0]),
+    "no box": change_cut(2, by=[]),
+    "a box of text": change_cut(2, by="box"),
+    "hole": lambda m: m["cuts"][m["tensors"]["model/w"][1]].pop(),
+    "1000 dims": change_cut(0, by=[1] * 1000),
+    "a range too short": change_cut(2, 4, by=29),
+    "a range too long": change_cut(2, 4, by=31),
+    "a range that begins too late": change_cut(2, 3, by=1),
+    "an empty range": change_cut(2, 3, by=30),
+    "a range backwards": change_cut(2, by=[[3, 0], [3, 10], 1, 30, 0]),
+    "ranges out of order": change_cut(2, by=[[3, 0], [3, 10], 1, 10, 30, 1, 0, 10]),
+    "ranges that overlap": change_cut(2, by=[[3, 0], [3, 10], 1, 0, 20, 1, 10, 20]),
+    "ranges that the file has not": change_cut(2, by=[[3, 0], [3, 10], 1, 0, 10, 1, 10, 30]),
+    "half a range": change_cut(2, by=[[3, 0], [3, 10], 1, 0]),
+    "a float range": change_cut(2, 4, by=30.0),
+    "a bool range": change_cut(2, 3, by=False),
+    "a range of text": change_cut(2, 4, by="30"),
+    "a huge range": change_cut(2, 4, by=2**80),
+    "no such dtype": lambda m: m["tensors"].update({"model/w": ["os.system", 2]}),
+    "another dtype": lambda m: m["tensors"].update({"model/w": ["I16", 2]}),
+    "another tensor's cut": lambda m: m["tensors"].update({"model/w": ["BF16", 0]}),
+    "no such cut": lambda m: m["tensors"].update({"model/w": ["BF16", 99]}),
+    "a cut from the end": lambda m: m["tensors"].update({"model/w": ["BF16", -3]}),
+    "no cut": lambda m: m["tensors"].update({"model/w": ["BF16"]}),
+    "cuts by name": lambda m: m.update(cuts={"0": []}),
+    "the format of version 1": lambda m: m.update(format_version=1),
+}
+FORGERIES = [(v, name) for v, more in ((1, VERSION_1), (2, VERSION_2)) for name in ANY_VERSION | more]
 
 
-@pytest.mark.parametrize("forgery", FORGERIES)
-def test_forged_manifest_is_refused(root, forgery):
-    forge(root / "iter_0000020", FORGERIES[forgery])
-    pieces = [piece for piece in cuts(None) if piece.key == "model/w"]
-    if forgery == "another dtype":  # fits the wanted dtype, not the file
-        pieces[0] = Piece("model/w", (8, 12), (0, 0), torch.zeros(8, 12, dtype=torch.int32))
+@pytest.mark.parametrize("version, forgery", FORGERIES)
+def test_forged_manifest_is_refused(tmp_path, version, forgery):
+    root = kept_root(tmp_path / "ckpt", version)
+    change_manifest(
+        root / "iter_0000020", (ANY_VERSION | (VERSION_1 if version == 1 else VERSION_2))[forgery]
+    )
+    # one of another dtype fits what is wanted, not the file
+    dtype = torch.int16 if forgery == "another dtype" else torch.bfloat16
+    pieces = [Piece("model/w", (6, 10), (0, 0), torch.zeros(6, 10, dtype=dtype))]
     began, peak = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match="iter_0000020"):
         load(root, pieces, ALONE, step=20)
@@ -223,12 +292,38 @@ def test_forged_manifest_is_refused(root, forgery):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 * 2**10
 
 
-def test_sizes_that_the_file_cannot_hold_are_refused(root):
+@pytest.mark.parametrize("version", [1, 2])
+def test_sizes_that_the_file_cannot_hold_are_refused(tmp_path, version):
     """A forgery without a contradiction in itself."""
-    huge = {"offset": [0, 0], "shape": [2**30, 2**30], "file": "rank_00000.safetensors", "key": "k"}
-    forge(root / "iter_0000020", change_tensor(shape=huge["shape"], rectangles=[huge]))
+    root, huge = kept_root(tmp_path / "ckpt", version), [2**30, 2**30]
+    name, file = f"model/w[0:{2**30},0:{2**30}]", "rank_00000.safetensors"
+    one = {"offset": [0, 0], "shape": huge, "file": file, "key": name}
+    changes = {
+        1: change_tensor(shape=huge, rectangles=[one]),
+        2: lambda m: m["cuts"].__setitem__(2, [huge, [[0, 0], huge, 0, 0, 2**60]]),
+    }
+    change_manifest(root / "iter_0000020", changes[version])
     with pytest.raises(CheckpointError, match="does not fit into"):
         read_manifest(root / "iter_0000020")
+
+
+def test_random_changes_of_numbers_are_refused_or_harmless(tmp_path, full):
+    """Any number of a manifest replaced by any other: an error of ours, or what was asked for."""
+    rng, root = random.Random(6), kept_root(tmp_path / "ckpt", 2)
+    folder = root / "iter_0000020"
+    text = (folder / MANIFEST).read_text()
+    for _ in range(2000 if full else 150):
+        found = rng.choice(list(re.finditer(r"\d+", text)))
+        by = rng.choice(["0", "1", "3", "5", "19", "-1", "2.5", "null", "[]", '""', str(2**61), "1e9"])
+        sign(folder, text[: found.start()] + by + text[found.end() :])
+        pieces = [Piece("exp_avg/w", (6, 10), (0, 0), torch.full((6, 10), torch.nan))]
+        try:
+            load(root, pieces, ALONE, step=20)
+        except CheckpointError:
+            continue
+        assert torch.equal(pieces[0].data, kept("exp_avg/w"))
+    sign(folder, text)
+    assert expect_kept(root, 20) == []
 
 
 class Canary:
@@ -262,8 +357,8 @@ def test_shard_that_is_none_is_refused(root, tmp_path, kind):
             }[kind]
         )
     data = path.read_bytes()
-    record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    forge(path.parent, lambda m: m["files"].update({path.name: record}))
+    record = [0, len(data), hashlib.sha256(data).hexdigest()]
+    change_manifest(path.parent, lambda m: m["files"].__setitem__(0, record))
     reason = "header is longer" if "header" in kind else "iter_0000020"
     with pytest.raises(CheckpointError, match=reason):
         load(root, cuts(None), ALONE)

@@ -1,0 +1,323 @@
+"""The manifest of a checkpoint: which file holds which elements of every global tensor.
+
+A tensor is tiled by boxes, rectangles that a rank's parameter is of it. The ranks that share the optimizer's
+states of one cut it flat, wherever a bucket ends, so each has a range of its elements:
+
+    . . . .
+    . . a a    the rest of a row, or of what a row is in more dimensions     a range is up to 2 n - 1
+    b b b b    whole rows                                                    rectangles in n dimensions,
+    c . . .    the beginning of one                                          each an entry of the file
+
+The text (format_version 2), each list in one line and without spaces:
+
+    "tensors": {"main/w": ["F32", 5], "exp_avg/w": ["F32", 5], ...}    dtype, which of the cuts
+    "cuts":    [[shape, [offset, shape, rank, begin, end, rank, begin, end, ...], ...], ...]    boxes, ranges
+    "files":   [[rank, bytes, sha256], ...]
+
+What is cut alike is written once: main weights and both moments. Names of entries and files follow from it.
+Version 1, which is read too, lists each rectangle with the names of its entry and file.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+FORMAT_VERSION = 2
+UPDATE = "update the program"  # ends what is said of a newer format
+SHARD_NAME = re.compile(r"rank_([0-9]{5}|[1-9][0-9]{5,6})\.safetensors")
+CORNERS_LIMIT = RANGES_LIMIT = 2**24  # ten times what 405B parameters on 16,384 ranks need
+DTYPES = {  # safetensors' names
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the text says which file or tensor, and why."""
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+class Rectangle(NamedTuple):
+    """A slice of a global tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Range(NamedTuple):
+    """Elements of a flattened box, in the file of a rank."""
+
+    begin: int
+    end: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A global tensor; the boxes tile it, and its ranges, in order, each box."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: dict[Rectangle, list[Range]]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """What a file must be like."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a checkpoint folder; `files` by rank."""
+
+    iteration: int
+    state: dict[str, Any]
+    config: str  # the resolved configuration as TOML
+    tensors: dict[str, SavedTensor]
+    files: dict[int, SavedFile]
+
+    @cached_property
+    def header_limits(self) -> Counter:
+        """Bytes that the header of each rank's file may take."""
+        limits = Counter(dict.fromkeys(self.files, 1024))
+        for key, tensor in self.tensors.items():
+            dims = len(tensor.shape)
+            each = (512 + len(json.dumps(key)) + 42 * dims) * max(1, 2 * dims - 1)
+            for r in itertools.chain(*tensor.boxes.values()):
+                limits[r.rank] += each
+        return limits
+
+
+def shard_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def entry_name(key: str, rectangle: Rectangle) -> str:
+    """What a slice of the tensor `key` is called in its file: "model/w[0:2,0:4]"."""
+    return f"{key}[{','.join(f'{o}:{o + n}' for o, n in zip(*rectangle))}]"
+
+
+def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle]:
+    """The rectangles, in order, that elements begin to end of a flattened tensor make up."""
+    if end - begin == math.prod(shape):
+        yield Rectangle((0,) * len(shape), tuple(shape))
+        return
+    row = math.prod(shape[1:])
+    zeros = (0,) * (len(shape) - 1)
+    while begin < end:
+        first, inside = divmod(begin, row)
+        if inside == 0 and end - begin >= row:
+            rows = (end - begin) // row
+            yield Rectangle((first, *zeros), (rows, *shape[1:]))
+            begin += rows * row
+            continue
+        stop = min(end, (first + 1) * row)
+        for offset, size in rectangles(shape[1:], inside, stop - first * row):
+            yield Rectangle((first, *offset), (1, *size))
+        begin = stop
+
+
+# Checks.
+
+
+def tiling_error(shape: tuple[int, ...], boxes: Mapping[Rectangle, list[Range]]) -> str:
+    """Why the boxes, and their ranges in order, do not cover a tensor exactly once; "" where they do.
+
+    The time is linear in their number. Boxes are a tiling if their indicator functions sum up to that of the
+    whole. Such a sum is known by its differences along all dims, which of one box are +1 and -1 at its
+    corners; so all must cancel but those of the whole.
+    """
+    covered, volume = 0, math.prod(shape)
+    for box, ranges in boxes.items():
+        inside = len(box.offset) == len(box.shape) == len(shape)
+        if not inside or not all(0 <= o < o + n <= s for o, n, s in zip(*box, shape)):
+            return f"{entry_name('', box)} is not inside {list(shape)}"
+        at, size = 0, math.prod(box.shape)
+        for begin, end, _ in ranges:
+            if begin < at or not begin < end <= size:
+                return f"in {entry_name('', box)} elements {begin} to {end} of {size} are wrong or overlap"
+            covered, at = covered + end - begin, end
+    if covered != volume:
+        return f"the files cover {covered} of {volume} elements"
+    cut = [d for d, n in enumerate(shape) if any(box.shape[d] != n for box in boxes)]
+    if len(boxes) << len(cut) > CORNERS_LIMIT:
+        return f"it is cut into {len(boxes)} boxes along {len(cut)} dimensions: too many"
+    corners: Counter = Counter()
+    whole = Rectangle((0,) * len(shape), shape)
+    for sign, box in [(-1, whole)] * bool(boxes) + [(1, box) for box in boxes]:
+        for far in itertools.product((0, 1), repeat=len(cut)):
+            point = tuple(box.offset[d] + f * box.shape[d] for d, f in zip(cut, far))
+            corners[point] += -sign if sum(far) % 2 else sign
+    wrong = next((point for point, count in corners.items() if count), None)
+    return "" if wrong is None else f"at {list(wrong)} along dims {cut} boxes overlap"
+
+
+def check(tensors: dict[str, SavedTensor], files: dict[int, SavedFile]) -> None:
+    """Raise CheckpointError unless files hold each tensor exactly once and have room for what they hold."""
+    for key, tensor in {id(tensor.boxes): (key, tensor) for key, tensor in tensors.items()}.values():
+        if error := tiling_error(tensor.shape, tensor.boxes):
+            raise CheckpointError(f"{key}: {error}")
+    room, left = {rank: file.bytes for rank, file in files.items()}, RANGES_LIMIT
+    for key, tensor in tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{key}: unknown dtype {tensor.dtype!r}")
+        item = ITEM_BYTES[tensor.dtype]
+        for ranges in tensor.boxes.values():
+            left -= len(ranges)
+            if left < 0:
+                raise CheckpointError(f"{key}: by here it has more than {RANGES_LIMIT} ranges")
+            for begin, end, rank in ranges:
+                room[rank] = room.get(rank, 0) - (end - begin) * item
+                if room[rank] < 0:
+                    raise CheckpointError(f"{key}: its part does not fit into {shard_name(rank)}")
+
+
+# Writing.
+
+
+def to_json(manifest: Manifest) -> str:
+    """The manifest's text; one rank's part of it is written the same way."""
+    cuts: dict[str, int] = {}
+    tensors = {}
+    for key, tensor in manifest.tensors.items():
+        boxes = [
+            [*box, *(n for begin, end, rank in ranges for n in (rank, begin, end))]
+            for box, ranges in tensor.boxes.items()
+        ]
+        tensors[key] = [tensor.dtype, cuts.setdefault(_dumps([tensor.shape, *boxes]), len(cuts))]
+    rest = {
+        "format_version": FORMAT_VERSION,
+        "iteration": manifest.iteration,
+        "state": manifest.state,
+        "config": manifest.config,
+        "files": [(rank, file.bytes, file.sha256) for rank, file in manifest.files.items()],
+        "tensors": tensors,
+    }
+    return _dumps(rest)[:-1] + ',\n"cuts":[\n' + ",\n".join(cuts) + "]}\n"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def merge(indices: Iterable[Path]) -> tuple[dict[str, SavedTensor], dict[int, SavedFile]]:
+    """What all ranks wrote. Raises CheckpointError where it does not make up whole tensors."""
+    tensors: dict[str, SavedTensor] = {}
+    files: dict[int, SavedFile] = {}
+    for path in indices:
+        part = parse(path.read_bytes())
+        files |= part.files
+        for key, mine in part.tensors.items():
+            whole = tensors.setdefault(key, SavedTensor(mine.dtype, mine.shape, {}))
+            if (mine.dtype, mine.shape) != (whole.dtype, whole.shape):
+                found = f"{mine.dtype} {mine.shape}, elsewhere {whole.dtype} {whole.shape}"
+                raise CheckpointError(f"{path.name}: {key} is {found}")
+            for box, ranges in mine.boxes.items():
+                whole.boxes.setdefault(box, []).extend(ranges)
+    for tensor in tensors.values():
+        for ranges in tensor.boxes.values():
+            ranges.sort()
+    check(tensors, files)
+    return tensors, files
+
+
+# Reading.
+
+
+def parse(text: bytes) -> Manifest:
+    """A manifest, of any version, or one rank's part of it, which `check` has not seen.
+
+    Raises CheckpointError.
+    """
+    try:
+        entry = json.loads(text)
+        version = entry["format_version"]
+        if _size(version) > FORMAT_VERSION:
+            newest = f"this program reads up to {FORMAT_VERSION}"
+            raise CheckpointError(f"format_version {version}, {newest}: {UPDATE}")
+        if not isinstance(entry["state"], dict) or not isinstance(entry["config"], str):
+            raise CheckpointError("state is not a table, or config not a text")
+        tensors, files = {1: _version_1, 2: _version_2}[version](entry)
+        return Manifest(_size(entry["iteration"]), entry["state"], entry["config"], tensors, files)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(describe(error)) from None
+
+
+def _version_2(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile]]:
+    cuts = [_cut(*cut) for cut in entry["cuts"]]
+    tensors = {
+        key: SavedTensor(str(dtype), *cuts[_size(cut)]) for key, (dtype, cut) in entry["tensors"].items()
+    }
+    return tensors, {_size(rank): SavedFile(_size(size), str(sha)) for rank, size, sha in entry["files"]}
+
+
+def _cut(shape: list, *boxes: list) -> tuple[tuple[int, ...], dict[Rectangle, list[Range]]]:
+    found: dict[Rectangle, list[Range]] = {}
+    for offset, size, *numbers in boxes:
+        if not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+            raise CheckpointError(f"{str(numbers)[:80]} are not ranges")
+        ranges = zip(numbers[1::3], numbers[2::3], numbers[::3], strict=True)
+        found.setdefault(Rectangle(_sizes(offset), _sizes(size)), []).extend(itertools.starmap(Range, ranges))
+    return _sizes(shape), found
+
+
+def _version_1(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile]]:
+    tensors = {}
+    for key, saved in entry["tensors"].items():
+        boxes: dict[Rectangle, list[Range]] = {}
+        for r in saved["rectangles"]:
+            box = Rectangle(_sizes(r["offset"]), _sizes(r["shape"]))
+            if r["key"] != entry_name(key, box):
+                raise CheckpointError(f"{key}: {str(r['key'])[:80]!r} is not {entry_name(key, box)}")
+            boxes.setdefault(box, []).append(Range(0, math.prod(box.shape), _rank(r["file"])))
+        tensors[key] = SavedTensor(str(saved["dtype"]), _sizes(saved["shape"]), boxes)
+    files = entry["files"].items()
+    return tensors, {_rank(name): SavedFile(_size(f["bytes"]), str(f["sha256"])) for name, f in files}
+
+
+def _rank(name: str) -> int:
+    """Whose file this is. Raises CheckpointError for a name that is none of ours."""
+    match = SHARD_NAME.fullmatch(name)
+    if not match:
+        raise CheckpointError(f"file name {name[:80]!r} is not of the form rank_00000.safetensors")
+    return int(match[1])
+
+
+def _sizes(entry: list) -> tuple[int, ...]:
+    if not isinstance(entry, list) or len(entry) > 16:
+        raise CheckpointError(f"{str(entry)[:80]} is not a list of at most 16 sizes")
+    return tuple(map(_size, entry))
+
+
+def _size(value: int) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise CheckpointError(f"{str(value)[:80]} is not a size")
+    return value

@@ -1,0 +1,143 @@
+"""The manifest of a model of any size on any number of ranks, without its weights and without the ranks.
+
+    python -m tests.large_checkpoint            bytes, time and memory for Llama-3 405B on 16,384 ranks
+
+Each rank's part is of the project's own buckets and parameters, on the device "meta".
+"""
+
+import math
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron.checkpoint import training_pieces
+from nanomegatron.checkpoint_files import MANIFEST, Piece, read_manifest, write_manifest
+from nanomegatron.checkpoint_manifest import (
+    ITEM_BYTES,
+    Manifest,
+    Range,
+    Rectangle,
+    SavedFile,
+    SavedTensor,
+    merge,
+    shard_name,
+    to_json,
+)
+from nanomegatron.config_check import resolve
+from nanomegatron.config_cli import parse
+from nanomegatron.dp import Buckets
+from nanomegatron.mesh import Axis, Mesh, axis_groups
+from nanomegatron.param import Init
+from nanomegatron.pp import build
+
+LLAMA_405B = """--config llama3-70b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
+    --num-attention-heads 128 --num-query-groups 8 --vocab-size 128256 --bf16 --use-distributed-optimizer
+    --global-batch-size 2048 --micro-batch-size 1 --tp 8 --pp 16 --decoder-first-pipeline-num-layers 7
+    --decoder-last-pipeline-num-layers 7"""
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+KINDS = ("main", "exp_avg", "exp_avg_sq")
+Tensors = dict[str, SavedTensor]
+
+
+def stages(argv: str, world: int) -> Iterator[tuple[Mesh, Buckets]]:
+    """Mesh and buckets of every rank, those that share a bucket one after the other."""
+    config = resolve(parse(argv.split()).config, world)
+    groups = axis_groups(config.parallel, world)
+    for ranks in groups["dp_cp"]:
+        axes = {}
+        for name, found in groups.items():
+            mine = next((group for group in found if ranks[0] in group), (ranks[0],))
+            axes[name] = Axis(name, len(mine), mine.index(ranks[0]), mine)
+        mesh = Mesh(ranks[0], torch.device("meta"), **axes)
+        vocab = config.data.vocab_size
+        model = build(config, mesh, vocab, vocab, Init(dtype=torch.bfloat16, device=mesh.device))
+        buckets = Buckets(model, config.parallel, mesh)
+        for i, rank in enumerate(ranks):
+            mesh = replace(mesh, rank=rank, dp_cp=replace(mesh.dp_cp, rank=i))
+            for bucket in buckets.all:
+                length = bucket.size // len(ranks)
+                bucket.axis = bucket.shards = replace(bucket.shards, rank=i)
+                bucket.shard = slice(i * length, (i + 1) * length)
+                bucket.slices = list(bucket._slices())
+            yield mesh, buckets
+
+
+def saved_by(mesh: Mesh, buckets: Buckets, boxes: dict) -> Tensors:
+    """What a rank's index lists, from the slices of its buckets. boxes: {} at first, those of all parts."""
+    first = mesh.dp_cp.rank == 0
+    if first:
+        parts = [(param, part) for param in buckets.params for part in param.spec.parts]
+        boxes |= {part.name: Rectangle(part.offset, tuple(part.view(p).shape)) for p, part in parts}
+    tensors: Tensors = {}
+    for part in [part for param in buckets.params for part in param.spec.parts if first and part.owner]:
+        box = boxes[part.name]
+        whole = {box: [Range(0, math.prod(box.shape), mesh.rank)]}
+        tensors[f"model/{part.name}"] = SavedTensor("BF16", part.shape, whole)
+    for _, piece in buckets.slices():
+        if piece.saver:
+            part = piece.part
+            found = Range(piece.at, piece.at + piece.stop - piece.start, mesh.rank)
+            for kind in KINDS:
+                tensors[f"{kind}/{part.name}"] = SavedTensor("F32", part.shape, {boxes[part.name]: [found]})
+    return tensors
+
+
+def pieces_of(mesh: Mesh, buckets: Buckets) -> list[Piece]:
+    """The same from what a save is given."""
+    slices = [(piece, piece.of(bucket.grad_shard)) for bucket, piece in buckets.slices()]
+    return [p for p in training_pieces(buckets.params, dict.fromkeys(KINDS, slices), mesh) if p.owner]
+
+
+def write_indices(folder: Path, argv: str, world: int) -> None:
+    """What all ranks of a save leave for rank 0."""
+    boxes: dict = {}
+    for mesh, buckets in stages(argv, world):
+        tensors = saved_by(mesh, buckets, boxes)
+        size = sum(
+            (r.end - r.begin) * ITEM_BYTES[t.dtype]
+            for t in tensors.values()
+            for ranges in t.boxes.values()
+            for r in ranges
+        )
+        part = Manifest(0, {}, "", tensors, {mesh.rank: SavedFile(size + 2**20, "0" * 64)})
+        (folder / shard_name(mesh.rank)).with_suffix(".json").write_text(to_json(part))
+
+
+def timed(what: str, work: Callable, *args: object) -> Any:
+    """Its result, with a line of seconds and memory."""
+    began = time.process_time()
+    result = work(*args)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{what:36} {time.process_time() - began:7.1f} s of CPU   peak {peak:5.2f} GiB", flush=True)
+    return result
+
+
+def measure(folder: Path, argv: str, world: int) -> None:
+    """Save and read the manifest of one layout."""
+    timed(f"{world:,} ranks' parts", write_indices, folder, argv, world)
+    parts = sorted(folder.iterdir())
+    tensors, files = timed("merged and checked", merge, parts)
+    timed("written", write_manifest, folder, Manifest(1, {}, "", tensors, files))
+    ranges = sum(len(found) for tensor in tensors.values() for found in tensor.boxes.values())
+    sizes = [sum(path.stat().st_size for path in paths) / 2**20 for paths in (parts, [folder / MANIFEST])]
+    print(f"{ranges:,} ranges of {len(tensors):,} tensors: parts {sizes[0]:.1f}, manifest {sizes[1]:.1f} MiB")
+    del tensors, files
+    manifest = timed("read and checked", read_manifest, folder)
+    timed("headers' limits", lambda: manifest.header_limits)
+
+
+def main() -> None:
+    """All in one bucket a stage, then in many."""
+    for flags in ("", OVERLAP):
+        with tempfile.TemporaryDirectory() as name:
+            measure(Path(name), f"{LLAMA_405B} {flags}", 16384)
+
+
+if __name__ == "__main__":
+    main()
