@@ -166,7 +166,8 @@ def _make(temporary: Path, need: int) -> None:
     for path in [path for path in root.iterdir() if LEFTOVER.fullmatch(path.name)]:
         if path not in in_use:
             _remove(path)
-    if shutil.disk_usage(root).free < need:
+    usage = shutil.disk_usage(root)
+    if usage.total and usage.free < need:  # a file system without a limit may say 0 of both
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     temporary.mkdir()
 

@@ -342,6 +342,9 @@ def test_too_little_room_is_seen_before_writing(root, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     message = expect_save_error(root, ALONE, 30)
     assert "No space left" in message and "100 are free" in message
+    usage = usage._replace(total=0, free=0)  # of a file system without a limit: it does not tell
+    save_alone(root, 30)
+    assert expect_newest(root, 30) == []
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
