@@ -308,7 +308,7 @@ class CheckpointConfig:
     """What is kept, where, and what is taken up again."""
 
     save: str | None = setting(None, "folder for checkpoints; runs/NAME/ckpt")
-    load: str | None = setting(None, "folder to continue from; it must hold a checkpoint")
+    load: str | None = setting(None, "folder to continue from: with a checkpoint, unless it is --save")
     save_interval: int | None = setting(None, "iterations between checkpoints; only the last without")
     ckpt_format: str = setting("sharded", "layout on disk", choices=("sharded",))
     ckpt_step: int | None = setting(None, "load this iteration instead of the newest")

@@ -14,6 +14,7 @@ under any layout.
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ def data_samples(config: Config, mesh: Mesh, log: RunLog, wanted: int) -> list[i
 def load_checkpoint(run: Run) -> None:
     """Take up the run's `source`: a checkpoint of ours or a Hugging Face folder.
 
-    Raises CheckpointError where nothing is found.
+    Raises CheckpointError where --load names a folder without a checkpoint, but for --save's, which a first
+    launch begins.
     """
     config, eval_only = run.config.checkpoint, run.config.run.eval_only
     root, own, step = source(run.config)
@@ -138,13 +140,16 @@ def load_checkpoint(run: Run) -> None:
         load_hf_folder(run, root, upcycling)
         return
     finetune = (config.finetune or upcycling) and not own
-    states = {} if finetune or eval_only or config.no_load_optim else run.optimizer.states()
+    needed = finetune or eval_only
+    states = {} if needed or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     loaded = load(root, dense_pieces(pieces) if upcycling else pieces, run.mesh, step, cast=not states)
     if loaded is None:
-        if config.load:
+        if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not needed:
+            run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
+        elif config.load:
             raise CheckpointError(f"--load {root}: no checkpoint there; train from scratch without --load")
-        if eval_only:
+        elif eval_only:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
     for note in loaded.notes:

@@ -251,6 +251,20 @@ def test_load_of_nothing_is_an_error(corpus, tmp_path):
     assert "--load empty" in output
 
 
+def test_save_and_load_may_be_one_folder_from_the_first_launch(corpus, tmp_path):
+    """As in Megatron's launch scripts: nothing there yet is a beginning, however the folder is named."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    flags = "--save ckpt --lr-warmup-iters 0 --eval-iters 0 --load"
+    for iters, load in ((1, tmp_path / "link/ckpt"), (2, "./runs/../ckpt")):
+        output = told(tmp_path, arguments(corpus, f"--train-iters {iters} {flags} {load}"), train.DONE)
+        assert ("from scratch" in output) == (iters == 1)
+        assert ("resumed ckpt, step 1" in output) == (iters == 2)
+    argv = arguments(corpus, "--train-iters 1 --lr-warmup-iters 0 --save none --load none")
+    for more in ("--finetune", "--eval-only --eval-iters 1", "--ckpt-step 3"):  # these want what is there
+        output = told(tmp_path, [*argv, "--run-name", "other", *more.split()], train.NO_CHECKPOINT)
+        assert "none" in output and "from scratch:" not in output
+
+
 def test_save_that_fails_is_told(corpus, tmp_path):
     (tmp_path / "file").write_text("in the way")
     told(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), train.SAVE_FAILED)
