@@ -1,12 +1,13 @@
 """The manifest of a model of any size on any number of ranks, without its weights and without the ranks.
 
-    python -m tests.large_checkpoint            bytes, time and memory for Llama-3 405B on 16,384 ranks
+    python -m tests.large_checkpoint [Llama-405B] [Qwen3-235B]      bytes, time and memory of LAYOUTS
 
 Each rank's part is of the project's own buckets and parameters, on the device "meta".
 """
 
 import math
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from nanomegatron.checkpoint_manifest import (
 )
 from nanomegatron.config_check import resolve
 from nanomegatron.config_cli import parse
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import Buckets, reduction_axis
 from nanomegatron.mesh import Axis, Mesh, axis_groups
 from nanomegatron.param import Init
 from nanomegatron.pp import build
@@ -40,16 +41,22 @@ LLAMA_405B = """--config llama3-70b --num-layers 126 --hidden-size 16384 --ffn-h
     --num-attention-heads 128 --num-query-groups 8 --vocab-size 128256 --bf16 --use-distributed-optimizer
     --global-batch-size 2048 --micro-batch-size 1 --tp 8 --pp 16 --decoder-first-pipeline-num-layers 7
     --decoder-last-pipeline-num-layers 7"""
+QWEN_235B = """--config qwen3-30b-a3b --num-layers 94 --hidden-size 4096 --num-attention-heads 64
+    --moe-ffn-hidden-size 1536 --tp 4 --pp 8 --ep 8 --expert-tensor-parallel-size 1 --bf16
+    --use-distributed-optimizer --global-batch-size 2048 --micro-batch-size 1
+    --decoder-first-pipeline-num-layers 11 --decoder-last-pipeline-num-layers 11"""
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+LAYOUTS = {"Llama-405B": (LLAMA_405B, 16384), "Qwen3-235B": (QWEN_235B, 256)}
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 Tensors = dict[str, SavedTensor]
 
 
 def stages(argv: str, world: int) -> Iterator[tuple[Mesh, Buckets]]:
-    """Mesh and buckets of every rank, those that share a bucket one after the other."""
+    """Mesh and buckets of every rank, those that hold the same parameters one after the other."""
     config = resolve(parse(argv.split()).config, world)
     groups = axis_groups(config.parallel, world)
-    for ranks in groups["dp_cp"]:
+    alike = [(dense, [r for r in edp if r in dense]) for dense in groups["dp_cp"] for edp in groups["edp"]]
+    for dense, ranks in [(dense, ranks) for dense, ranks in alike if ranks]:
         axes = {}
         for name, found in groups.items():
             mine = next((group for group in found if ranks[0] in group), (ranks[0],))
@@ -58,27 +65,28 @@ def stages(argv: str, world: int) -> Iterator[tuple[Mesh, Buckets]]:
         vocab = config.data.vocab_size
         model = build(config, mesh, vocab, vocab, Init(dtype=torch.bfloat16, device=mesh.device))
         buckets = Buckets(model, config.parallel, mesh)
-        for i, rank in enumerate(ranks):
-            mesh = replace(mesh, rank=rank, dp_cp=replace(mesh.dp_cp, rank=i))
+        for rank in ranks:
+            among = replace(mesh.dp_cp, rank=dense.index(rank)), replace(mesh.edp, rank=ranks.index(rank))
+            mesh = replace(mesh, rank=rank, dp_cp=among[0], edp=among[1])
             for bucket in buckets.all:
-                length = bucket.size // len(ranks)
-                bucket.axis = bucket.shards = replace(bucket.shards, rank=i)
-                bucket.shard = slice(i * length, (i + 1) * length)
+                bucket.axis = bucket.shards = among[bucket.params[0].spec.expert]
+                length = bucket.size // bucket.shards.size
+                bucket.shard = slice(bucket.shards.rank * length, (bucket.shards.rank + 1) * length)
                 bucket.slices = list(bucket._slices())
             yield mesh, buckets
 
 
 def saved_by(mesh: Mesh, buckets: Buckets, boxes: dict) -> Tensors:
     """What a rank's index lists, from the slices of its buckets. boxes: {} at first, those of all parts."""
-    first = mesh.dp_cp.rank == 0
-    if first:
+    if mesh.edp.rank == 0:
         parts = [(param, part) for param in buckets.params for part in param.spec.parts]
         boxes |= {part.name: Rectangle(part.offset, tuple(part.view(p).shape)) for p, part in parts}
     tensors: Tensors = {}
-    for part in [part for param in buckets.params for part in param.spec.parts if first and part.owner]:
-        box = boxes[part.name]
-        whole = {box: [Range(0, math.prod(box.shape), mesh.rank)]}
-        tensors[f"model/{part.name}"] = SavedTensor("BF16", part.shape, whole)
+    for param in [param for param in buckets.params if not reduction_axis(param, mesh).rank]:
+        for part in [part for part in param.spec.parts if part.owner]:
+            box = boxes[part.name]
+            whole = {box: [Range(0, math.prod(box.shape), mesh.rank)]}
+            tensors[f"model/{part.name}"] = SavedTensor("BF16", part.shape, whole)
     for _, piece in buckets.slices():
         if piece.saver:
             part = piece.part
@@ -132,12 +140,14 @@ def measure(folder: Path, argv: str, world: int) -> None:
     timed("headers' limits", lambda: manifest.header_limits)
 
 
-def main() -> None:
-    """All in one bucket a stage, then in many."""
-    for flags in ("", OVERLAP):
-        with tempfile.TemporaryDirectory() as name:
-            measure(Path(name), f"{LLAMA_405B} {flags}", 16384)
+def main(argv: list[str]) -> None:
+    """Those of LAYOUTS that are named; a stage's parameters in one bucket, then in many."""
+    for name in argv or LAYOUTS:
+        for flags in ("", OVERLAP):
+            print(name, flags or "one bucket a stage")
+            with tempfile.TemporaryDirectory() as folder:
+                measure(Path(folder), f"{LAYOUTS[name][0]} {flags}", LAYOUTS[name][1])
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,5 +1,6 @@
 """The manifest: what tiles a tensor, the size for a large model, every version of the format."""
 
+import itertools
 import math
 import random
 import time
@@ -156,8 +157,9 @@ def test_what_would_take_for_ever_to_check_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_manifest, "RANGES_LIMIT", 5)
     with pytest.raises(CheckpointError, match="c: by here it has more than 5 ranges"):
         read_manifest(folder)
-    monkeypatch.setattr(checkpoint_manifest, "CORNERS_LIMIT", 3)
-    with pytest.raises(CheckpointError, match="2 boxes along 1 dimensions: too many"):
+    corners = [[list(at), [1] * 9, 0, 0, 1] for at in itertools.product((0, 1), repeat=9)]
+    change_manifest(folder, lambda m: m.update(cuts=[[[2] * 9, *corners]]))
+    with pytest.raises(CheckpointError, match="it is cut along 9 dimensions, at most 6 may be"):
         read_manifest(folder)
 
 
