@@ -143,8 +143,9 @@ def sync_folder(folder: Path) -> None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest and its hash, to the disk. Raises CheckpointError where none could read it."""
     text = to_json(manifest)
-    if len(text.encode()) > MANIFEST_LIMIT:
-        raise CheckpointError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes: {len(text)}")
+    if (size := len(text.encode())) > MANIFEST_LIMIT:
+        hint = "larger buckets (--ddp-bucket-size) make fewer ranges"
+        raise CheckpointError(f"{MANIFEST} of {size} bytes is larger than {MANIFEST_LIMIT}: {hint}")
     write_text(folder / MANIFEST, text)
     write_text(folder / MANIFEST_SUM, _sum_line(text.encode()))
 

@@ -183,7 +183,8 @@ def tiling_error(shape: tuple[int, ...], boxes: Mapping[Rectangle, list[Range]])
 
 def check(tensors: dict[str, SavedTensor], files: dict[int, SavedFile]) -> None:
     """Raise CheckpointError unless files hold each tensor exactly once and have room for what they hold."""
-    for key, tensor in {id(tensor.boxes): (key, tensor) for key, tensor in tensors.items()}.values():
+    cuts = {id(tensor.boxes): (key, tensor) for key, tensor in tensors.items()}  # those in common once
+    for key, tensor in cuts.values():
         if error := tiling_error(tensor.shape, tensor.boxes):
             raise CheckpointError(f"{key}: {error}")
     room, left = {rank: file.bytes for rank, file in files.items()}, RANGES_LIMIT
