@@ -11,12 +11,18 @@
 Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
 the first that fails says so in status.json. A resumed run drops the steps after its checkpoint from the
 .jsonl files before it adds to them, so that each is one clean series.
+
+Training goes on without any of them: where a file or the console takes nothing (a full disk, a reader that
+has left), or a picture cannot be drawn, `attempt` warns once and later writes are tried again. A line that
+was cut short stays by itself, and is no record.
 """
 
 import datetime
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,11 +30,13 @@ from nanomegatron.config import Config
 from nanomegatron.metrics_writers import (
     EXPERTS,
     JsonLines,
+    Lines,
     missing_extras,
     plain,
     progress_bar,
     replace_file,
     scalar_writers,
+    spare_exit,
     step_scalars,
 )
 
@@ -73,7 +81,8 @@ class RunLog:
         self.is_main = rank == 0
         self.stream = stream or sys.stdout
         self.train_iters = 0
-        self._text: TextIO | None = None
+        self._text = Lines(self.folder / ("log.txt" if self.is_main else f"log.{rank}.txt"))
+        self._failed: set[str] = set()
         self._series: list[JsonLines] = []
         kinds = ("evals", "fp8", "experts")
         self._beside = {kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in kinds}
@@ -82,7 +91,8 @@ class RunLog:
         self._interval: list[dict] = []
         self._lines = 0
         self._facts: dict[str, Any] = dict(exit_code=None, iteration=None, message="", checkpoint=None)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.attempt(str(self.folder)):
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.status("running")
 
     def begin(self, iteration: int, train_iters: int) -> None:
@@ -94,9 +104,29 @@ class RunLog:
         paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
         self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
         for series in [*self._series, *self._beside.values()]:
-            series.drop_after(iteration)
-        self._writers = scalar_writers(self.config, self.folder, iteration)
-        self._bar = progress_bar(iteration, train_iters, self.stream)
+            with self.attempt(str(series.path)):
+                series.drop_after(iteration)
+        for name, make in scalar_writers(self.config, self.folder, iteration).items():
+            with self.attempt(name):
+                self._writers.append(make())
+        with self.attempt("progress bar"):
+            self._bar = progress_bar(iteration, train_iters, self.stream)
+
+    @contextmanager
+    def attempt(self, what: str, alike: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Do what a run can do without: where it fails this rank warns, once for each `what`, and goes on.
+
+        alike: of a failure amid collectives, whether all ranks have it; else it is raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not alike():
+                raise
+            if what not in self._failed:
+                self._failed.add(what)
+                why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                self.warn(f"{what}: {why}; the run goes on without it")
 
     # Text
 
@@ -113,17 +143,21 @@ class RunLog:
         self._file(text)
 
     def _console(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=self.stream)
-        else:
-            self.stream.write(text + "\n")
-            self.stream.flush()
+        with self.attempt("console"):
+            if self._bar is not None:
+                self._bar.write(text, file=self.stream)
+            else:
+                self.stream.write(text + "\n")
+                self.stream.flush()
 
     def _file(self, text: str) -> None:
-        if self._text is None:
-            name = "log.txt" if self.is_main else f"log.{self.rank}.txt"
-            self._text = open(self.folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._text.write(text + "\n")
+        with self.attempt(str(self._text.path)):
+            self._text.write(text)
+
+    def replace(self, name: str, text: str) -> None:
+        """Write a file of the run's folder, whole, where that is possible."""
+        with self.attempt(str(self.folder / name)):
+            replace_file(self.folder / name, text)
 
     # Numbers
 
@@ -138,16 +172,25 @@ class RunLog:
             return
         record = {key: record[key] for key in KEYS} | record
         for series in self._series:
-            series.append(record)
-        for writer in self._writers:
-            writer.add(step_scalars(record), record)
+            self._append(series, record)
+        self._scalars(step_scalars(record), record)
         self._interval.append(record)
         if self._bar is not None:
-            self._bar.update(1)
+            with self.attempt("console"):
+                self._bar.update(1)
         iteration = record["iteration"]
         if not self._lines or iteration == self.train_iters or iteration % self.config.run.log_interval == 0:
             self._log_interval(_mean(self._interval))
             self._interval = []
+
+    def _append(self, series: JsonLines, record: dict[str, Any]) -> None:
+        with self.attempt(str(series.path)):
+            series.append(record)
+
+    def _scalars(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
+        for writer in self._writers:
+            with self.attempt(type(writer).__name__.strip("_")):
+                writer.add(scalars, record)
 
     def _log_interval(self, mean: dict[str, Any]) -> None:
         if not self._lines:
@@ -164,10 +207,9 @@ class RunLog:
         if not self.is_main:
             return
         record = {"iteration": iteration, "consumed_samples": samples}
-        self._beside[kind].append(record | numbers)
+        self._append(self._beside[kind], record | numbers)
         tags = {f"{kind}/{name}": x for name, x in numbers.items() if not isinstance(x, list)}
-        for writer in self._writers:
-            writer.add(tags, record)
+        self._scalars(tags, record)
 
     def evaluation(
         self, iteration: int, split: str, loss: float, bpb: float | None = None, samples: int | None = None
@@ -182,13 +224,13 @@ class RunLog:
         record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
         record["consumed_samples"] = samples
         evals = self._beside["evals"]
-        if plain(record) not in evals.read():  # a finished run that is started again evaluates again
-            evals.append(record)
+        with self.attempt(str(evals.path)):
+            if plain(record) not in evals.read():  # a finished run that is started again evaluates again
+                evals.append(record)
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
         if bpb is not None:
             tags[f"bits per byte {split}"] = bpb
-        for writer in self._writers:
-            writer.add(tags, record)
+        self._scalars(tags, record)
         box = f" validation loss at iteration {iteration} on {split} set | lm loss value: {loss:.6E} | "
         box += f"lm loss PPL: {ppl:.6E} | " + (f"bits per byte: {bpb:.6E} | " if bpb is not None else "")
         self._file("\n".join(["-" * len(box), box, "-" * len(box)]))
@@ -207,7 +249,7 @@ class RunLog:
             raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
         path = self.folder / "status.json"
         if state == "failed" or not self.is_main:
-            before = json.loads(path.read_text()) if path.exists() else {}
+            before = json.loads(path.read_text()) if path.is_file() else {}
             if state != "failed" or before.get("state") == "failed":
                 return
             self._facts = before | {key: value for key, value in self._facts.items() if value}
@@ -215,14 +257,16 @@ class RunLog:
         self._facts |= facts
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         content = plain(self._facts | {"state": state, "time": now})
-        replace_file(path, json.dumps(content, indent=1) + "\n")
+        self.replace(path.name, json.dumps(content, indent=1) + "\n")
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
         for thing in [self._bar, self._text, *self._beside.values(), *self._series, *self._writers]:
             if thing is not None:
-                thing.close()
-        self._bar, self._text, self._series, self._writers = None, None, [], []
+                with self.attempt(f"closing {type(thing).__name__}"):
+                    thing.close()
+        self._bar, self._series, self._writers = None, [], []
+        spare_exit(self.stream, sys.stderr)
 
 
 # Lines

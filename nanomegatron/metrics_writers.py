@@ -8,6 +8,8 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,26 +17,22 @@ from typing import Any, TextIO
 from nanomegatron.config import Config
 
 
-class JsonLines:
-    """A file of one JSON object a line, in order of `iteration`."""
+class Lines:
+    """A text file that grows by whole lines. One that a full disk or a kill has cut short stays by itself."""
 
     def __init__(self, path: Path):
-        self.path, self._file = path, None
+        self.path, self._file, self._cut = path, None, False
 
-    def drop_after(self, iteration: int) -> None:
-        """Keep the records up to `iteration`, without lines that a kill cut short."""
-        if self.path.exists():
-            kept = [record for record in self.read() if record["iteration"] <= iteration]
-            replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-
-    def read(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.path)
-
-    def append(self, record: dict[str, Any]) -> None:
+    def write(self, text: str) -> None:
+        """Add a line, at once. Raises OSError where that fails; a later call may succeed."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            self._cut = self.path.is_file() and not (self.path.read_bytes() or b"\n").endswith(b"\n")
+        data = ("\n" * self._cut + text + "\n").encode(errors="replace")
+        while data:
+            written = self._file.write(data)
+            self._cut, data = written < len(data), data[written:]
 
     def close(self) -> None:
         if self._file is not None:
@@ -42,10 +40,36 @@ class JsonLines:
             self._file = None
 
 
+class JsonLines(Lines):
+    """A file of one JSON object a line, in order of `iteration`."""
+
+    _behind: int | None = None  # records after this iteration are still to be dropped
+
+    def drop_after(self, iteration: int) -> None:
+        """Keep the records up to `iteration`, without lines that were cut short.
+
+        Where that fails (OSError), nothing is appended before it has succeeded.
+        """
+        self._behind = iteration
+        if self.path.is_file():
+            kept = [record for record in self.read() if record["iteration"] <= iteration]
+            replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._behind = None
+
+    def read(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.path)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Raises OSError as `write`."""
+        if self._behind is not None:
+            self.drop_after(self._behind)
+        self.write(json.dumps(plain(record), allow_nan=False))
+
+
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file, none without the file; lines that are not whole records are left out."""
     records: list[dict[str, Any]] = []
-    if not Path(path).exists():
+    if not Path(path).is_file():
         return records
     for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -60,11 +84,15 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path` such that a reader, or a crash, sees the old file or the new one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
@@ -154,14 +182,24 @@ class _WeightsAndBiases:
         self.run.finish()
 
 
-def scalar_writers(config: Config, folder: Path, iteration: int) -> list[Any]:
-    """The writers that the settings ask for: add(scalars by tag, record they are of) and close()."""
-    writers: list[Any] = []
+def scalar_writers(config: Config, folder: Path, iteration: int) -> dict[str, Callable[[], Any]]:
+    """What makes the writers asked for: add(scalars by tag, record they are of) and close()."""
+    made: dict[str, Callable[[], Any]] = {}
     if config.run.tensorboard_dir:
-        writers.append(_TensorBoard(config.run.tensorboard_dir, iteration))
+        made["TensorBoard"] = lambda: _TensorBoard(config.run.tensorboard_dir, iteration)
     if config.run.wandb_project:
-        writers.append(_WeightsAndBiases(config.run.wandb_project, folder, config))
-    return writers
+        made["Weights & Biases"] = lambda: _WeightsAndBiases(config.run.wandb_project, folder, config)
+    return made
+
+
+def spare_exit(*streams: TextIO | None) -> None:
+    """Flush streams; one that takes nothing goes nowhere, lest Python's last flush change the exit code."""
+    for stream in filter(None, streams):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:

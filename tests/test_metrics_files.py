@@ -1,0 +1,78 @@
+"""What a run writes where it cannot: full disks, folders that are not there, a console that has gone."""
+
+import io
+import json
+import resource
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nanomegatron.metrics_log import RunLog
+from nanomegatron.metrics_writers import read_jsonl
+from tests.test_metrics import config, record, started
+
+
+@contextmanager
+def full_after(size: int) -> Iterator[None]:
+    """No file grows beyond so many bytes: a write up to there is cut short, the next one fails."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+def test_a_line_that_is_cut_short_stays_by_itself(tmp_path):
+    """A disk that is full for a while: one warning a file, whole records before and after."""
+    log, path = started(tmp_path), tmp_path / "metrics.jsonl"
+    log.step(record(1))
+    with full_after(path.stat().st_size + 20):
+        for i in (2, 3, 4):
+            log.step(record(i))
+    with full_after(20):
+        for i in (2, 3):
+            log.status("running", iteration=i)
+    log.step(record(5))
+    log.status("running", iteration=5)
+    assert [r["iteration"] for r in read_jsonl(path)] == [1, 5]
+    assert len(path.read_text().splitlines()) == 3
+    said = log.stream.getvalue()
+    assert said.count(f"! {path}: File too large; the run goes on without it\n") == 1
+    assert said.count(f"! {tmp_path / 'status.json'}: File too large") == 1
+    assert json.loads((tmp_path / "status.json").read_text())["iteration"] == 5
+    assert not list(tmp_path.glob("*.tmp"))
+    with open(path, "a") as file:
+        file.write('{"iteration": 6, "lm_l')  # killed while writing
+    log.close()
+    log = RunLog(tmp_path, config(), stream=io.StringIO())
+    with full_after(10):
+        log.begin(1, 100)
+        log.step(record(2, lm_loss=1.0))  # would stand behind step 5
+    log.step(record(3))
+    assert [r["iteration"] for r in read_jsonl(path)] == [1, 3]
+
+
+def test_nothing_that_a_run_writes_is_needed(tmp_path, monkeypatch):
+    """No folder, no console, a writer that fails: a warning each."""
+    (tmp_path / "file").write_text("in the way")
+    log = started(tmp_path / "file" / "run")
+    log._writers.append(types.SimpleNamespace(add=lambda *_: 1 / 0, close=lambda: 1 / 0))
+    for i in (1, 2):
+        log.step(record(i))
+        log.evaluation(i, "validation", 3.0)
+    with log.attempt("sample"):
+        raise ValueError("no such word")
+    log.close()
+    warnings = [line for line in log.stream.getvalue().splitlines() if line.startswith("!")]
+    assert len(warnings) == len(set(warnings)) == 8 and "! sample: ValueError: no such word" in warnings[-2]
+    assert sum("ZeroDivisionError" in line for line in warnings) == 2
+    log = started(tmp_path / "run")
+    monkeypatch.setattr(log, "stream", None)  # as sys.stdout is where it was closed
+    log.line("before")
+    log.step(record(1))
+    log.close()
+    first, warning, *_ = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    assert (
+        warning == "before"
+        and first.startswith("! console: ")
+        and len(read_jsonl(log.folder / "metrics.jsonl")) == 1
+    )
