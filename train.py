@@ -11,6 +11,8 @@
 
 Exit codes: 0 done, 2 bad configuration or data, 3 no usable checkpoint, 4 save failed, 75 pre-empted and
 saved. torchrun turns every failure into 1, so the code also stands in runs/NAME/status.json.
+
+What only a reader needs, logs, sample and pictures, fails no run (RunLog.attempt in metrics_log.py).
 """
 
 import os
@@ -53,10 +55,10 @@ from nanomegatron.run import (
     report,
     run_folder,
     settle,
-    show_sample,
 )
 from nanomegatron.run_checkpoint import data_samples, load_checkpoint, save_checkpoint
 from nanomegatron.run_profile import Profile
+from nanomegatron.run_sample import prompts_of, show_sample
 from nanomegatron.run_step import (
     all_tokens,
     build_loaders,
@@ -182,7 +184,6 @@ def run_rank(world: World, argv: list[str]) -> int:
         os._exit(1)  # peers may wait in a collective for ever: leave without the exit handlers
     log.close()
     if code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) and world.size > 1:
-        sys.stdout.flush()
         os._exit(code)  # as above: this may be the only rank that has failed
     Mesh.close()
     return code
@@ -190,7 +191,7 @@ def run_rank(world: World, argv: list[str]) -> int:
 
 def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     """Tokenizer, data, model, optimizer, and the newest checkpoint if there is one."""
-    profile = Profile(config.run, mesh, log.folder, log.line)  # before anything takes memory
+    profile = Profile(config.run, mesh, log.folder, log.line, log.attempt)  # before anything takes memory
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
@@ -212,7 +213,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     optimizer = Optimizer(grads, config.optimizer, config.precision, values)
     timers = Timers(config.run.timing_log_level, config.run.timing_log_option, mesh.device)
     folder = Path(config.run.trace_dir) if config.run.trace_dir else None
-    tracer = Tracer(mesh, folder, config.run.trace_iterations, timers)
+    tracer = Tracer(mesh, folder, config.run.trace_iterations, timers, log.attempt)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     stats = Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
     load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
@@ -220,7 +221,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
-        (log.folder / "config.toml").write_text(to_toml(config))
+        log.replace("config.toml", to_toml(config))
     return run
 
 
@@ -364,12 +365,15 @@ def finish(run: Run) -> int:
     evaluate(run, "validation")
     evaluate(run, "test")
     show_sample(run)
-    if run.mesh.rank == 0 and (picture := plot_loss(log.folder, log.line)):
-        log.line(f"picture {picture}")
-    layers = run.mesh.rank == 0 and config.run.moe_per_layer_logging
-    if layers and (picture := plot_experts(log.folder, log.line)):
-        log.line(f"picture {picture}")
-    log.line(f"next    python -m nanomegatron.generate --load {config.checkpoint.save} --prompt def")
+    pictures = {"loss.png": plot_loss}
+    if config.run.moe_per_layer_logging:
+        pictures["experts.png"] = plot_experts
+    for name, draw in pictures.items() if run.mesh.rank == 0 else ():
+        with log.attempt(name):
+            if picture := draw(log.folder, log.line):
+                log.line(f"picture {picture}")
+    prompt = prompts_of(run)[0]
+    log.line(f"next    python -m nanomegatron.generate --load {config.checkpoint.save} --prompt {prompt}")
     log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE
 

@@ -265,6 +265,11 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     return x
 
 
+def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
+    """Whether the flag is set on any rank of the axis. The host waits."""
+    return bool(all_reduce_(torch.tensor(float(flag), device=device), axis).item())
+
+
 def barrier(axis: Axis) -> None:
     """Return when every rank of the axis has come here."""
     if axis.size > 1:

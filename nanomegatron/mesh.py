@@ -189,6 +189,20 @@ class Mesh:
         return f"rank {self.rank} tp{self.tp.rank} pp{self.pp.rank} cp{self.cp.rank} dp{self.dp.rank}"
 
     @staticmethod
+    def meet(place: str, seconds: float = 20) -> bool:
+        """Whether all ranks come to a place in time, without a collective: some may be waiting in one."""
+        if not dist.is_initialized():
+            return True
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], "")
+        try:
+            store.wait(keys, datetime.timedelta(seconds=seconds))
+        except RuntimeError:  # torch's DistStoreError: the time is over
+            return False
+        return True
+
+    @staticmethod
     def close() -> None:
         """Leave the process groups; nothing to do in one process."""
         if dist.is_initialized():

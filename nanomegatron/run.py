@@ -28,7 +28,6 @@ from nanomegatron.config_batch import stages
 from nanomegatron.cp_dynamic import Ranks
 from nanomegatron.dp import Buckets
 from nanomegatron.fp8_stats import Stats
-from nanomegatron.generate import generate
 from nanomegatron.mesh import Mesh
 from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
 from nanomegatron.metrics_log import RunLog
@@ -279,11 +278,13 @@ def report(run: Run, step: StepReport | None) -> None:
     )
     run.timers.add(step.timed)
     if step.iteration % run.config.run.log_interval == 0:
-        if run.timers.level:
-            run.log.line(run.timers.text(run.mesh.world))
-        if run.config.run.log_comm:
-            for line in comm.ledger(step.traffic):
-                run.log.line(f"comm    {line}")
+        with run.log.attempt("timers"):
+            if run.timers.level:
+                run.log.line(run.timers.text(run.mesh.world))
+        with run.log.attempt("traffic"):
+            if run.config.run.log_comm:
+                for line in comm.ledger(step.traffic):
+                    run.log.line(f"comm    {line}")
 
 
 def settle(run: Run) -> None:
@@ -340,17 +341,6 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def show_sample(run: Run, prompts: tuple[str, ...] = ("def", "    def test")) -> None:
-    """Continue two prompts and print them; every rank takes part, rank 0 prints."""
-    if run.config.data.mock_data:
-        return
-    ids = [run.tokenizer.encode(prompt) for prompt in prompts]
-    length = min(120, run.config.model.max_position_embeddings - max(map(len, ids)))
-    for text in generate(run.model, ids, length, temperature=0.6, top_k=40, seed=run.config.run.seed):
-        known = [token for token in text if token < run.tokenizer.vocab_size]  # the model may have more
-        run.log.line("sample  " + run.tokenizer.decode(known).replace("\n", "\n        "))
 
 
 def listen_for_signals(run: Run) -> None:

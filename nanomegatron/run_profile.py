@@ -10,6 +10,7 @@ NVTX ranges of the pipeline's ops (`trace.py`):
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,16 @@ HISTORY = 100_000  # allocations that are remembered
 class Profile:
     """--profile and --record-memory-history of one rank; nothing where neither was asked for."""
 
-    def __init__(self, run: RunConfig, mesh: Mesh, folder: Path, say: Callable[[str], Any]) -> None:
-        """say: prints a line. Begins to record memory."""
-        self.run, self.mesh, self.folder, self.say = run, mesh, folder, say
+    def __init__(
+        self,
+        run: RunConfig,
+        mesh: Mesh,
+        folder: Path,
+        say: Callable[[str], Any],
+        attempt: Callable[[str], AbstractContextManager] = nullcontext,
+    ) -> None:
+        """say: prints a line; attempt: as RunLog's. Begins to record memory."""
+        self.run, self.mesh, self.folder, self.say, self.attempt = run, mesh, folder, say, attempt
         self.cuda = mesh.device.type == "cuda"
         self.wanted = run.profile and mesh.rank in run.profile_ranks
         self.profiler: torch.profiler.profile | None = None
@@ -44,15 +52,18 @@ class Profile:
     def step(self, iteration: int) -> None:
         """At the start of every iteration."""
         inside = self.run.profile_step_start <= iteration < self.run.profile_step_end
-        if self.wanted and inside and self.profiler is None:
-            self._start()
-        elif not inside:
-            self._stop()
+        with self.attempt("profile"):
+            if self.wanted and inside and self.profiler is None:
+                self._start()
+            elif not inside:
+                self._stop()
 
     def close(self) -> None:
         """At the end of the run: write what has been recorded."""
-        self._stop()
-        self._dump()
+        with self.attempt("profile"):
+            self._stop()
+        with self.attempt("memory history"):
+            self._dump()
         if self.remembers:
             torch.cuda.memory._record_memory_history(enabled=None)
             self.remembers = False

@@ -47,6 +47,7 @@ class Tracer:
     """Stamps what a rank does in the chosen iterations; without a mesh or a folder, in none.
 
     timers: `timers(name, level=2)` is entered around every op, whatever is recorded (`run_timers.Timers`).
+    attempt: `attempt("trace")` is entered around the drawing (`metrics_log.RunLog`).
     After `end`, `summary` on rank 0 has the lines for the log.
     """
 
@@ -56,11 +57,13 @@ class Tracer:
         folder: Path | None = None,
         iterations: Collection[int] = (),
         timers: Callable[..., AbstractContextManager] | None = None,
+        attempt: Callable[[str], AbstractContextManager] = nullcontext,
     ) -> None:
         self.mesh, self.folder, self.iterations = mesh, folder, iterations
         self.timers = timers or (lambda name, level: nullcontext())
         self.cuda = mesh is not None and mesh.device.type == "cuda"
         self.summary: list[str] = []
+        self.attempt = attempt
         self._step: _Step | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}  # by who sends
 
@@ -116,8 +119,10 @@ class Tracer:
         table = self._gather(step, takes)
         if self.mesh.rank > 0:
             return []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        paths, self.summary = write(_recording(self.mesh, step, takes, table), self.folder)
+        paths: list[Path] = []
+        with self.attempt("trace"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            paths, self.summary = write(_recording(self.mesh, step, takes, table), self.folder)
         return paths
 
     def _gather(self, step: _Step, takes: list[list[Message]]) -> list[list[float]]:
