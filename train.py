@@ -12,7 +12,8 @@
 Exit codes: 0 done, 2 bad configuration or data, 3 no usable checkpoint, 4 save failed, 75 pre-empted and
 saved. torchrun turns every failure into 1, so the code also stands in runs/NAME/status.json.
 
-What only a reader needs, logs, sample and pictures, fails no run (RunLog.attempt in metrics_log.py).
+SIGTERM and Ctrl-C end a run at its next safe point, in set-up, training and evaluation (run_signals.py). What
+only a reader needs, logs, sample and pictures, fails no run (RunLog.attempt in metrics_log.py).
 """
 
 import os
@@ -50,7 +51,6 @@ from nanomegatron.run import (
     StepReport,
     banner,
     due,
-    listen_for_signals,
     print_errors,
     report,
     run_folder,
@@ -59,6 +59,7 @@ from nanomegatron.run import (
 from nanomegatron.run_checkpoint import data_samples, load_checkpoint, save_checkpoint
 from nanomegatron.run_profile import Profile
 from nanomegatron.run_sample import prompts_of, show_sample
+from nanomegatron.run_signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.run_step import (
     all_tokens,
     build_loaders,
@@ -72,7 +73,7 @@ from nanomegatron.run_timers import Clock, Timers
 from nanomegatron.trace import Tracer
 from preprocess import prepare_embedded
 
-DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED, PREEMPTED = 0, 2, 3, 4, 75
+DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED = 0, 2, 3, 4
 
 
 # Settings: what is to be run. Nothing here needs another process or a GPU.
@@ -167,10 +168,12 @@ def run_rank(world: World, argv: list[str]) -> int:
             print_errors(error)
         return BAD_CONFIG
     try:
-        run = set_up(parsed, config, mesh, log)
+        run = set_up(parsed, config, mesh, log, Signals(log))
         code = evaluate_only(run) if config.run.eval_only else train(run)
         for loader in filter(None, run.loaders):
             loader.close()
+    except Preempted as signalled:
+        code = preempted(log, str(signalled))
     except (ValueError, CheckpointError, SaveError) as error:
         kind = {CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
         code = kind.get(type(error), BAD_CONFIG)
@@ -189,8 +192,8 @@ def run_rank(world: World, argv: list[str]) -> int:
     return code
 
 
-def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
-    """Tokenizer, data, model, optimizer, and the newest checkpoint if there is one."""
+def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Signals = UNHEARD) -> Run:
+    """Tokenizer, data, model, optimizer, the newest checkpoint if there is one. Preempted after a signal."""
     profile = Profile(config.run, mesh, log.folder, log.line, log.attempt)  # before anything takes memory
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
     data, before = config.data, samples_before(config, mesh.dp.size)
@@ -204,6 +207,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     asked = data_samples(config, mesh, log, 0 if config.run.eval_only else before[-1])
     wanted = (asked[-1], held_out, held_out)
     datasets = build_datasets(data, wanted, config.run.seed, tokenizer, asked[:-1])
+    signals.check(mesh)
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = build(config, mesh, vocab_size, padded, init)
@@ -217,11 +221,13 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     stats = Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
     load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
-    run = Run(*parts, padded, before, asked, timers, tracer, profile, stats, load)
+    run = Run(*parts, padded, before, asked, timers, tracer, profile, stats, load, signals=signals)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
+    signals.check(mesh)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
         log.replace("config.toml", to_toml(config))
+    signals.check(mesh)
     return run
 
 
@@ -231,7 +237,6 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog) -> Run:
 def train(run: Run) -> int:
     """All iterations; returns the exit code. Each step's numbers are read when the next one is under way."""
     config = run.config.run
-    listen_for_signals(run)
     run.log.begin(run.iteration, config.train_iters)
     saved = run.iteration
     if run.iteration >= config.train_iters:
@@ -315,16 +320,22 @@ def train_step(run: Run) -> StepReport:
 
 @torch.no_grad()
 def evaluate(run: Run, split: str = "validation") -> None:
-    """Mean loss over the first --eval-iters global batches of the held-out data, the same ones every time."""
+    """Mean loss over the first --eval-iters global batches of the held-out data, the same ones every time.
+
+    A signal on any rank ends it before the next batch: it is not logged, and the run is to end.
+    """
     settle(run)
     config, which = run.config, ("train", "validation", "test").index(split)
-    if (loader := run.loaders[which]) is None:
+    if (loader := run.loaders[which]) is None or run.preempted:
         return
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     batch_size = config.data.global_batch_size
     shape = run.model.shape(config.data.seq_length // run.mesh.cp.size, config.data.micro_batch_size)
     for n in range(config.run.eval_iters):
         batches = list(step_batches(run, loader, n * batch_size, batch_size))
+        if run.ends_by_signal():
+            run.log.line(f"{split} at step {run.iteration}: given up after {n} batches")
+            return
 
         def step(chunk: GPTModel, i: int, batches: list[Batch] = batches) -> torch.Tensor:
             found, mask = losses(chunk, batches[i]), batches[i].loss_mask
@@ -346,6 +357,8 @@ def evaluate_only(run: Run) -> int:
         raise ValueError("--eval-only: no validation and no test data; see --split and --valid-data-path")
     for split in ("validation", "test"):
         evaluate(run, split)
+    if run.preempted:
+        return preempted(run.log, "stopped by a signal; the same command starts again")
     run.log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE
 
@@ -356,14 +369,13 @@ def evaluate_only(run: Run) -> int:
 def finish(run: Run) -> int:
     """The last lines: held-out loss, a sample, the pictures, what to do next."""
     config, log = run.config, run.log
-    if run.preempted:
-        log.line(f"stopped by {run.stop} after step {run.iteration}; the same command goes on from there")
-        log.status("preempted", exit_code=PREEMPTED, iteration=run.iteration)
-        return PREEMPTED
-    if run.stop:
+    if run.stop and not run.preempted:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")
-    evaluate(run, "validation")
-    evaluate(run, "test")
+    for split in ("validation", "test"):
+        evaluate(run, split)
+    if run.preempted:
+        text = f"stopped by {run.stop} after step {run.iteration}; the same command goes on from there"
+        return preempted(log, text, iteration=run.iteration)
     show_sample(run)
     pictures = {"loss.png": plot_loss}
     if config.run.moe_per_layer_logging:

@@ -1,4 +1,4 @@
-"""What stands around the training loop: the parts of a run, its first lines, its clock, reports and signals.
+"""What stands around the training loop: the parts of a run, its first lines, its clock and reports.
 
 A step's numbers take this way, so that the host never waits for the device:
 
@@ -9,7 +9,6 @@ A step's numbers take this way, so that the host never waits for the device:
 
 import math
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan import chunks_kept, describe, memory_of_ranks
 from nanomegatron.pp import Stages, stage_layers
 from nanomegatron.run_profile import Profile
+from nanomegatron.run_signals import UNHEARD, Signals
 from nanomegatron.run_timers import Clock, Timers
 from nanomegatron.trace import Tracer
 
@@ -67,7 +67,7 @@ class Run:
     pending: "StepReport | None" = None  # launched, not yet reported
     stop: str = ""  # why the run ends early
     preempted: bool = False  # it ends because of a signal
-    interrupts: int = 0  # signals that this rank has received
+    signals: Signals = UNHEARD
     started: float = field(default_factory=time.monotonic)
 
     def batch_size(self, iteration: int) -> int:
@@ -82,7 +82,13 @@ class Run:
     def wants_to_stop(self) -> tuple[bool, bool]:
         """Whether this rank was signalled, and whether its time is up."""
         minutes = self.config.run.exit_duration_in_mins
-        return self.interrupts > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
+        return self.signals.count > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
+
+    def ends_by_signal(self) -> bool:
+        """Whether any rank was signalled; then the run is to end. Communicates a number over world; waits."""
+        if not self.preempted and self.signals.anywhere(self.mesh):
+            self.stop, self.preempted = "a signal", True
+        return self.preempted
 
 
 def run_folder(config: Config) -> Path:
@@ -341,16 +347,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def listen_for_signals(run: Run) -> None:
-    """SIGTERM or Ctrl-C: finish the step, save, leave. A second one leaves at once."""
-
-    def note(number: int, _: Any) -> None:
-        run.interrupts += 1
-        if run.interrupts > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)

@@ -1,9 +1,11 @@
-"""How a run ends: disks and consoles that take nothing, and what may fail beside it."""
+"""How a run ends: signals at any time, disks and consoles that take nothing, and what may fail beside it."""
 
 import json
 import os
+import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,64 @@ from nanomegatron.mesh import Mesh, World
 from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics_writers import read_jsonl
 from tests.test_train import arguments, corpus, told  # noqa: F401 (a fixture)
+
+FOUR = "--train-iters 4 --lr-warmup-iters 0"
+LONG = f"{FOUR} --eval-interval 2 --eval-iters 6000"  # an evaluation takes minutes
+
+
+def signalled(world: World, argv: list[str], folder: str, where: str, times: int) -> int:
+    """A rank that gets SIGINT, rank 1 alone or both, when it comes to a function of train.py."""
+    os.chdir(folder)
+    name, _, ranks = where.partition(" of ")
+    usual = getattr(train, name)
+
+    def gets_it(*args, **kwargs):
+        if str(world.rank) in (ranks or "01"):
+            setattr(train, name, usual)
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return usual(*args, **kwargs)
+
+    setattr(train, name, gets_it)
+    train.plot_loss = train.show_sample = lambda *_: None
+    return train.run_rank(world, argv)
+
+
+def signals(folder: Path, argv: list[str], where: str, ranks: int = 2, times: int = 1) -> tuple[list, dict]:
+    """Exit codes of all ranks, and status.json."""
+    codes = launch(signalled, ranks, (argv, str(folder), where, times), timeout=40, threads=1)
+    return codes, json.loads((folder / "runs/test/status.json").read_text())
+
+
+def test_a_signal_ends_an_evaluation(corpus, tmp_path):  # noqa: F811
+    """In the middle of training, the last one, --eval-only: given up, not logged; what is new is saved."""
+    argv = arguments(corpus, LONG)
+    codes, status = signals(tmp_path, argv, "losses of 1")
+    assert codes == [train.PREEMPTED] * 2
+    assert (status["state"], status["iteration"]) == ("preempted", 2) and status["checkpoint"]
+    end = [*argv, "--eval-interval", "100"]
+    codes, status = signals(tmp_path, end, "losses", ranks=1)
+    assert (codes, status["state"], status["iteration"]) == ([train.PREEMPTED], "preempted", 4)
+    steps = [record["iteration"] for record in read_jsonl(tmp_path / "runs/test/metrics.jsonl")]
+    assert steps == [1, 2, 3, 4] and (tmp_path / "runs/test/log.txt").read_text().count("saved ") == 2
+    codes, status = signals(tmp_path, [*argv, "--eval-only"], "losses", ranks=1)
+    assert (codes, status["state"], status["exit_code"]) == ([train.PREEMPTED], "preempted", 75)
+    assert not (tmp_path / "runs/test/evals.jsonl").exists()
+
+
+@pytest.mark.parametrize("where", ["choose_tokenizer of 1", "load_checkpoint of 01"])
+def test_a_signal_before_the_first_step(where, corpus, tmp_path):  # noqa: F811
+    codes, status = signals(tmp_path, arguments(corpus, FOUR), where)
+    assert codes == [train.PREEMPTED] * 2
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert "nothing to save" in status["message"]
+    assert not (tmp_path / "runs/test/metrics.jsonl").exists()
+
+
+def test_a_second_signal_leaves_at_once_and_says_so(corpus, tmp_path):  # noqa: F811
+    codes, status = signals(tmp_path, arguments(corpus, FOUR), "train_step", ranks=1, times=2)
+    assert codes == [-signal.SIGINT]
+    assert (status["state"], status["exit_code"]) == ("failed", 130) and "SIGINT" in status["message"]
 
 
 def without_files(world: World, argv: list[str], folder: str) -> int:
