@@ -14,7 +14,7 @@ from tests.test_metrics import config, record, started
 
 @contextmanager
 def full_after(size: int) -> Iterator[None]:
-    """No file grows beyond so many bytes: a write up to there is cut short, the next one fails."""
+    """No file grows beyond `size` bytes: a write up to there is cut short, the next one fails."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     yield

@@ -21,7 +21,7 @@ LONG = f"{FOUR} --eval-interval 2 --eval-iters 6000"  # an evaluation takes minu
 
 
 def signalled(world: World, argv: list[str], folder: str, where: str, times: int) -> int:
-    """A rank that gets SIGINT, rank 1 alone or both, when it comes to a function of train.py."""
+    """A rank that gets SIGINT, rank 1 or both ranks, when it comes to a function of train.py."""
     os.chdir(folder)
     name, _, ranks = where.partition(" of ")
     usual = getattr(train, name)
@@ -101,7 +101,7 @@ def test_a_run_needs_no_log(corpus, tmp_path):  # noqa: F811
 
 
 def test_what_is_shown_fails_no_run(corpus, tmp_path):  # noqa: F811
-    """Data of ids alone continues ids; what cannot be drawn or recorded is named, once each."""
+    """A model of ids continues ids; what cannot be drawn or recorded is named, once each."""
     numbers = "--tokenizer-type NullTokenizer --vocab-size 257 --train-iters 3 --lr-warmup-iters 0"
     more, named = "--trace-dir file/trace --trace-iterations 1 2", ["trace", "loss.png"]
     if find_spec("tensorboard"):
