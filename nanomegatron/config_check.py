@@ -12,6 +12,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from nanomegatron.config import Config, TransformerConfig
@@ -27,7 +28,8 @@ from nanomegatron.config_model import layer_pattern
 # Settings that change neither what is trained nor how it is laid out: they have no part in a run's name.
 RECORDS = """
 save load save_interval ckpt_format ckpt_step finetune no_load_optim no_save_optim nproc device run_name
-eval_interval eval_iters eval_only exit_interval exit_duration_in_mins log_interval log_throughput log_comm
+run_folder_per_host eval_interval eval_iters eval_only exit_interval exit_duration_in_mins log_interval
+log_throughput log_comm
 log_params_norm log_num_zeros_in_grad timing_log_level timing_log_option metrics_jsonl tensorboard_dir
 wandb_project data_cache_path num_workers distributed_backend distributed_timeout_minutes trace_dir
 trace_iterations profile profile_step_start profile_step_end profile_ranks record_memory_history
@@ -71,7 +73,7 @@ def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tup
     errors = list(_ranges(config))
     layout = (parallel_errors, context_errors, pipeline_errors, moe_errors)
     checks = (_model, *layout, _recompute, _batch, _precision, _optimizer, _schedule, _length)
-    for check in (*checks, data_errors, _checkpoint, _extras, _profile, fp8_errors):
+    for check in (*checks, data_errors, _checkpoint, _extras, _outputs, _profile, fp8_errors):
         try:
             errors += check(config, world_size, device_type)
         except (TypeError, ZeroDivisionError):
@@ -297,6 +299,19 @@ def _extras(config: Config, *_: Any) -> Iterator[str]:
     for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
         if (value := getattr(config.run, name)) and importlib.util.find_spec(package) is None:
             yield f"{flag(name)} {value}: needs the package {package}: pip install {package}"
+
+
+def _outputs(config: Config, *_: Any) -> Iterator[str]:
+    for name in ("metrics_jsonl", "memory_snapshot_path", "tensorboard_dir", "trace_dir"):
+        if value := getattr(config.run, name):
+            is_file = name in ("metrics_jsonl", "memory_snapshot_path")
+            folder = Path(value).parent if is_file else Path(value)
+            while not folder.exists():
+                folder = folder.parent
+            if is_file and Path(value).is_dir():
+                yield f"{flag(name)} {value}: is a folder; give the name of a file"
+            elif not folder.is_dir():
+                yield f"{flag(name)} {value}: {folder} is a file; give another folder"
 
 
 def _profile(config: Config, world: int, device: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from nanomegatron.config import DataConfig
+from nanomegatron.config_cli import ConfigError
 from nanomegatron.cp_shard import Shard
 from nanomegatron.mesh import Axis
 
@@ -68,20 +69,19 @@ class Batch:
 def numbers(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig) -> list[int]:
     """Where samples of the run are in the dataset; `cyclic` starts over at its end.
 
-    Raises ValueError past the end with `single`.
+    Raises ConfigError past the end with `single`.
     """
     if data.dataloader_type == "single" and sample_ids.max(initial=0) >= len(dataset):
-        raise ValueError(
-            f"sample {sample_ids.max()} of {len(dataset)}: the data is at its end; train fewer iterations "
-            "or start over with --dataloader-type cyclic"
-        )
+        at = f"sample {sample_ids.max()} of {len(dataset)}"
+        fix = "train fewer iterations or start over with --dataloader-type cyclic"
+        raise ConfigError([f"{at}: the data is at its end; {fix}"])
     return (sample_ids % len(dataset)).tolist()
 
 
 def load_batch(
     dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig, eod: int, tokens_too: bool = True
 ) -> Batch:
-    """Read samples. Without tokens only where documents end. Raises ValueError as `numbers`."""
+    """Read samples. Without tokens only where documents end. Raises ConfigError as `numbers`."""
     inside = numbers(dataset, sample_ids, data)
     by_document = data.reset_position_ids or data.reset_attention_mask
     if not tokens_too and not data.reset_attention_mask:  # nothing is read

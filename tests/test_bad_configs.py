@@ -1,0 +1,312 @@
+"""Command lines that cannot be: each ends at once, with exit code 2 and a message of one's own mistake.
+
+The fast tier takes the first of each kind, the full one all.
+"""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from nanomegatron.data_indexed import IndexedDatasetBuilder
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 --device cpu"
+)
+MOCK = f"{MODEL} --mock-data --vocab-size 100"
+REAL = f"{MODEL} --split 90,10,0 --eval-iters 1"
+# Flags behind MOCK, or behind REAL for what is about data and files | what the message must hold; without it
+# the flags themselves.
+KINDS = {
+    "zero": """
+--hidden-size 0
+--num-layers 0
+--num-attention-heads 0
+--ffn-hidden-size 0
+--kv-channels 0
+--seq-length 0
+--micro-batch-size 0
+--global-batch-size 0
+--train-iters 0
+--train-samples 0
+--eval-interval 0
+--save-interval 0
+--exit-interval 0
+--log-interval 0
+--lr-decay-iters 0
+--nproc 0
+--tp 0 | --tensor-model-parallel-size 0:
+--pp 0 | --pipeline-model-parallel-size 0:
+--cp 0 | --context-parallel-size 0:
+--vpp 0 | --num-virtual-stages-per-pipeline-rank 0:
+--num-experts 4 --moe-router-topk 0 | --moe-router-topk 0:
+--ddp-bucket-size 0
+--vocab-size 0
+--make-vocab-size-divisible-by 0
+--iterations-to-skip 0
+--trace-iterations 0
+--norm-epsilon 0 | --norm-epsilon 0.0:
+--adam-eps 0 | --adam-eps 0.0:
+--rotary-base 0 | --rotary-base 0.0:
+--distributed-timeout-minutes 0 | --distributed-timeout-minutes 0.0:
+--exit-duration-in-mins 0 | --exit-duration-in-mins 0.0:
+""",
+    "negative": """
+--hidden-size -64
+--num-layers -1
+--num-query-groups -1
+--lr -1e-3 | --lr -0.001:
+--min-lr -1 | --min-lr -1.0:
+--lr-warmup-iters -1
+--weight-decay -0.1
+--clip-grad -1 | --clip-grad -1.0:
+--adam-beta1 -0.1
+--init-method-std -0.02
+--hidden-dropout -0.1
+--eval-iters -1
+--seed -1
+--num-workers -1
+--ckpt-step -1
+--profile-step-start -1
+--fp8-margin -1 --fp8-format e4m3 --bf16 | --fp8-margin -1:
+--log-fp8-stats -1 | --log-fp8-stats -1:
+--num-experts 4 --moe-z-loss-coeff -1 | --moe-z-loss-coeff -1.0:
+--split -1,1,1
+""",
+    "no number": """
+--lr nan
+--lr=nan | --lr nan:
+--lr inf
+--min-lr nan
+--weight-decay nan
+--clip-grad inf
+--adam-beta2 nan
+--hidden-dropout nan
+--init-method-std inf
+--lr-warmup-fraction nan
+--initial-loss-scale nan --fp16 | --initial-loss-scale nan:
+--distributed-timeout-minutes nan
+--exit-duration-in-mins nan
+--split nan
+--split inf,1
+""",
+    "too large": """
+--hidden-dropout 1 | --hidden-dropout 1.0:
+--attention-dropout 1.5
+--adam-beta1 1 | --adam-beta1 1.0:
+--min-lr 1 | --min-lr 1.0: must not exceed --lr
+--lr-warmup-iters 10 | --lr-warmup-iters 10: must be less than the decay's 10
+--lr-warmup-fraction 1.5
+--seed 4294967296
+--rotary-percent 2 --position-embedding-type rope | --rotary-percent 2.0:
+--max-position-embeddings 8 | --seq-length 32: must not exceed --max-position-embeddings 8
+--num-experts 4 --moe-router-topk 5 | --moe-router-topk 5: must not exceed --num-experts 4
+--profile --profile-ranks 4 | --profile-ranks 4:
+""",
+    "wrong type": """
+--hidden-size 64.5
+--hidden-size 6e1
+--hidden-size NaN
+--num-layers two
+--lr fast
+--lr= | --lr: must be a number
+--seed 1.5
+--train-iters all
+--micro-batch-size 1.5
+--rampup-batch-size 2 2 x
+--iterations-to-skip a
+--window-size a b
+--bf16 yes | --bf16 yes: a switch
+--use-distributed-optimizer maybe
+--tp two | --tensor-model-parallel-size two:
+""",
+    "wrong number of values": """
+--lr 1e-3 1e-4
+--hidden-size
+--run-name a b
+--rampup-batch-size 2 2 | --rampup-batch-size 2 2: takes 3 values
+--window-size 7 | --window-size 7: must be two numbers
+--hierarchical-context-parallel-sizes 2
+--config a b
+--metrics-jsonl a b
+-lr 1e-3 | -lr 1e-3: takes one value
+""",
+    "no such choice": """
+--normalization rmsnorm | --normalization rmsnorm: must be one of LayerNorm, RMSNorm; did you mean RMSNorm?
+--position-embedding-type ROPE | did you mean rope?
+--lr-decay-style exponential
+--device gpu
+--device cuda:0
+--distributed-backend mpi
+--data-parallel-sharding-strategy all
+--dataloader-type random
+--attention-backend flash2
+--recompute-granularity all
+--timing-log-option median
+--ckpt-format torch
+--fp8-format e5m2 --bf16 | --fp8-format e5m2:
+--fp8-recipe mxfp8 --fp8-format e4m3 --bf16 | --fp8-recipe mxfp8:
+--exp-avg-dtype fp8
+--tokenizer-type gpt2bpetokenizer
+--num-experts 4 --moe-token-dispatcher-type nccl | --moe-token-dispatcher-type nccl:
+--optimizer sgd | --optimizer sgd: here only adam
+""",
+    "no such flag": """
+--hiden-size 64 | --hiden-size: unknown flag; did you mean --hidden-size?
+--learning-rate 1e-3 | --learning-rate: unknown flag
+--foo bar | --foo: unknown flag; --help all lists every flag
+--no-lr | --no-lr: unknown flag
+--batch-size 8 | --batch-size: a flag of Megatron-LM for something that is not here; --micro-batch-size
+--use-megatron-fsdp | --use-megatron-fsdp: a flag of Megatron-LM for something that is not here
+--use-flash-attn 2 | --use-flash-attn 2: takes 0 values
+""",
+    "does not divide": """
+--hidden-size 66 | --hidden-size 66: must divide by --num-attention-heads 4; nearest 64 or 68
+--num-query-groups 3
+--kv-channels 15 --position-embedding-type rope | head size 15: must be even for rope; set --kv-channels
+--global-batch-size 3 --micro-batch-size 2 | --global-batch-size 3: must divide by --micro-batch-size 2
+--tp 3 --nproc 3 | --num-attention-heads 4: must divide by --tensor-model-parallel-size 3
+--tp 2 | --tensor-model-parallel-size 2: must divide the number of processes, 1; use --nproc 2
+--pp 3 --nproc 3 | --num-layers 2: must divide by 3 pipeline ranks
+--cp 3 --nproc 3 | --seq-length 32: must divide by 2 x --context-parallel-size 3
+--dp 3 --nproc 2 | --data-parallel-size 3: 2 processes give 2
+--num-experts 3 --ep 2 --nproc 2 | --num-experts 3: must divide by --expert-model-parallel-size 2
+""",
+    "contradiction": """
+--bf16 --fp16
+--swiglu --squared-relu
+--train-samples 5 | --train-iters 10 --train-samples 5: give one
+--data-path nowhere | --data-path, --mock-data: data from 2 places
+--use-distributed-optimizer --data-parallel-sharding-strategy no_shard | only one of the two
+--loss-scale 8 | --loss-scale 8.0: is for --fp16
+--eval-only --eval-iters 0 | --eval-only: needs --eval-iters
+--fp8-format e4m3 | --fp8-format e4m3: needs --bf16
+--exp-avg-dtype bf16 | --exp-avg-dtype bf16: needs --use-precision-aware-optimizer
+--vpp 2 | --num-virtual-stages-per-pipeline-rank: needs --pipeline-model-parallel-size
+--ep 2 --nproc 2 | --expert-model-parallel-size: needs --num-experts
+--overlap-param-gather
+--finetune | --finetune: needs --load
+--no-load-optim
+--recompute-granularity full | needs --recompute-method and --recompute-num-layers
+--optimizer-cpu-offload | --optimizer-cpu-offload: needs --bf16 or --fp16
+--dynamic-context-parallel
+--profile --profile-step-start 5 --profile-step-end 5 | --profile-step-end 5: must exceed --profile-step-start
+""",
+    "file of settings": """
+--config nowhere.toml | --config nowhere.toml: no such file; presets are
+--config torn.toml | torn.toml: Unterminated string
+--config latin.toml | latin.toml: 'utf-8' codec
+--config key.toml | key.toml: unknown key hiden-size; did you mean --hidden-size?
+--config type.toml | type.toml: hidden-size = 'big': must be a whole number
+--config extends.toml | gone.toml: no such file
+--config folder | folder: [Errno 21] Is a directory
+--run-name ../up
+--run-name .
+""",
+    "file of data": """
+--data-path nowhere | --data-path nowhere: no file nowhere.bin and nowhere.idx; make them with preprocess.py
+--data-path noidx | --data-path noidx: no file noidx.idx;
+--data-path empty | empty.idx: 0 bytes
+--data-path torn | torn.idx: 50 bytes
+--data-path words --tokenizer-type ByteTokenizer --seq-length 100000 | --seq-length + 1 = 100001
+--data-args-path blank | --data-args-path blank: has no data path in it
+--data-args-path nowhere | --data-args-path nowhere: no such file
+--train-data-path words --valid-data-path nowhere | --valid-data-path nowhere: no file
+--valid-data-path words | --valid-data-path: needs --train-data-path too
+--train-data-path words --data-path words | --data-path, --train-data-path: data from 2 places
+--data-path words --tokenizer-type ByteTokenizer --data-cache-path file | file: cannot keep caches there
+--tokenizer-type ByteTokenizer | --tokenizer-type ByteTokenizer: give --data-path
+""",
+    "blend": """
+--data-path 0 words 1 words | --data-path 0 words 1 words: give a weight above 0 before every prefix
+--data-path -1 words 1 words | --data-path -1 words 1 words: give a weight
+--data-path nan words 1 words | --data-path nan words 1 words: give a weight
+--data-path 1 nowhere 2 words | --data-path nowhere: no file
+--data-path 1 words words | --data-path 1: no file
+--data-path words --split 0,1,0 | --split 0,1,0: must be
+--data-path words --split 1,1,1,1 | --split 1,1,1,1: must be
+""",
+    "tokenizer": """
+--data-path words --tokenizer-type GPT2 | --tokenizer-type GPT2: must be one of
+--data-path words --tokenizer-type NullTokenizer | --tokenizer-type NullTokenizer: needs --vocab-size
+--data-path words --tokenizer-type NullTokenizer --vocab-size 50 | words: holds token 256; the vocabulary
+--data-path words --tokenizer-type TikTokenizer | --tokenizer-type TikTokenizer: needs --tokenizer-model
+--data-path words --tokenizer-type TikTokenizer --tokenizer-model gpt9 | --tokenizer-model gpt9: no such file
+--data-path words --tokenizer-type TikTokenizer --tokenizer-model file | file:1: b'x y z' is not
+--data-path words --tokenizer-type GPT2BPETokenizer --vocab-file file | needs --merge-file
+--data-path words --tokenizer-model file | --tokenizer-model file: needs --tokenizer-type
+--data-path words --tokenizer-type ByteTokenizer --vocab-size 100 | --vocab-size 100: the tokenizer has 257
+""",
+    "place to write": """
+--data-path words --tokenizer-type ByteTokenizer --save file/ckpt | --save file/ckpt: cannot write to
+--data-path words --metrics-jsonl file/x | --metrics-jsonl file/x: file is a file; give another folder
+--data-path words --metrics-jsonl folder | --metrics-jsonl folder: is a folder; give the name of a file
+--data-path words --trace-dir file/deep/x | --trace-dir file/deep/x: file is a file
+--data-path words --tensorboard-dir file | --tensorboard-dir file
+""",
+}
+FILES = {
+    "torn.toml": 'num-layers = 2\nlr = "0.1',
+    "latin.toml": b'run-name = "\xe9"\n',
+    "key.toml": "hiden-size = 3\n",
+    "type.toml": 'hidden-size = "big"\n',
+    "extends.toml": 'extends = "gone.toml"\n',
+    "file": "x y z\n",
+    "blank": "\n",
+    "empty.bin": "",
+    "empty.idx": "",
+}
+BEHIND_REAL = ("file of data", "blend", "tokenizer", "place to write")
+CASES = [
+    pytest.param(kind, *(line.split(" | ") * 2)[:2], marks=[pytest.mark.full] * bool(i), id=line)
+    for kind, lines in KINDS.items()
+    for i, line in enumerate(lines.strip().splitlines())
+]
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 150 and len(KINDS) >= 15
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Files of each kind, whole and damaged."""
+    place = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (place / "folder").mkdir()
+    with IndexedDatasetBuilder(str(place / "words"), np.uint16) as builder:
+        for _ in range(40):
+            builder.add_document(np.append(np.full(100, 97), 256))
+        builder.finalize()
+    for name in ("torn", "noidx"):
+        shutil.copy(place / "words.bin", place / f"{name}.bin")
+    (place / "torn.idx").write_bytes((place / "words.idx").read_bytes()[:50])
+    return place
+
+
+@pytest.mark.parametrize("kind, flags, part", CASES)
+def test_a_bad_command_line_is_answered(kind, flags, part, folder, monkeypatch, capsys):
+    """In less than a second of work, by a line or two, and nothing is trained."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(train, "train", lambda run: train.DONE)
+    monkeypatch.setattr(train, "launch", lambda *_, **__: [train.DONE])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda *_: None
+    )  # it would stay for other tests
+    start = time.process_time()
+    try:
+        code = train.main(f"{REAL if kind in BEHIND_REAL else MOCK} {flags}".split())
+    finally:
+        shutil.rmtree("runs", ignore_errors=True)
+    told = capsys.readouterr()
+    said = told.err + told.out
+    assert code == train.BAD_CONFIG and part in said and "Traceback" not in said, said
+    assert len(said.splitlines()) <= 4 and time.process_time() - start < 1
