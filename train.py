@@ -9,27 +9,27 @@
                                                                           |
                                                      train_step: batches, forward, backward, sync, update
 
-Exit codes: 0 done, 2 bad configuration or data, 3 no usable checkpoint, 4 save failed, 75 pre-empted and
-saved. torchrun turns every failure into 1, so the code also stands in runs/NAME/status.json.
+Exit codes: 0 done, 1 a failure with a traceback, 2 bad configuration or data, 3 no usable checkpoint, 4 save
+failed, 75 pre-empted and saved. torchrun turns every failure into 1, so the code also stands in
+runs/NAME/status.json. One run at a time writes into a folder, which all machines must see (run_lock.py).
 
 SIGTERM and Ctrl-C end a run at its next safe point, in set-up, training and evaluation (run_signals.py). What
 only a reader needs, logs, sample and pictures, fails no run (RunLog.attempt in metrics_log.py).
 """
 
+import functools
 import os
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from nanomegatron import comm
-from nanomegatron.checkpoint import CheckpointError, SaveError
 from nanomegatron.config import Config, DataConfig, padded_vocab_size
 from nanomegatron.config_batch import samples_before
 from nanomegatron.config_check import default_run_name, must_match, remarks, resolve, validate
-from nanomegatron.config_cli import ConfigError, Parsed, from_toml, help_text, parse, to_toml
+from nanomegatron.config_cli import ConfigError, Parsed, help_text, parse, to_toml
 from nanomegatron.config_hf import is_hf_folder
 from nanomegatron.data import build_datasets, choose_tokenizer
 from nanomegatron.data_loader import Batch
@@ -57,6 +57,8 @@ from nanomegatron.run import (
     settle,
 )
 from nanomegatron.run_checkpoint import data_samples, load_checkpoint, save_checkpoint
+from nanomegatron.run_exit import BAD_CONFIG, DONE, NO_CHECKPOINT, SAVE_FAILED, name_culprit, report_failure
+from nanomegatron.run_lock import claim, settings_in
 from nanomegatron.run_profile import Profile
 from nanomegatron.run_sample import prompts_of, show_sample
 from nanomegatron.run_signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
@@ -72,9 +74,6 @@ from nanomegatron.run_step import (
 from nanomegatron.run_timers import Clock, Timers
 from nanomegatron.trace import Tracer
 from preprocess import prepare_embedded
-
-DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED = 0, 2, 3, 4
-
 
 # Settings: what is to be run. Nothing here needs another process or a GPU.
 
@@ -97,7 +96,8 @@ def main(argv: list[str]) -> int:
         return DONE
     if config.run.nproc == 1 or world.size > 1:
         return run_rank(world, argv)
-    codes = launch(run_rank, config.run.nproc, (argv,))
+    blame = functools.partial(name_culprit, run_folder(config))
+    codes = launch(run_rank, config.run.nproc, (argv,), blame=blame)
     named = (code for code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
@@ -123,9 +123,8 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
         run=replace(config.run, run_name=name),
         checkpoint=replace(config.checkpoint, save=folder),
     )
-    earlier = run_folder(config) / "config.toml"
-    if earlier.exists() and (errors := must_match(from_toml(earlier.read_text()), config)):
-        raise ConfigError([*errors, f"{earlier.parent} holds another run: choose another --run-name"])
+    if (earlier := settings_in(run_folder(config))) and (errors := must_match(earlier, config)):
+        raise ConfigError([*errors, f"{run_folder(config)} holds another run: choose another --run-name"])
     return parsed, config
 
 
@@ -162,11 +161,13 @@ def run_rank(world: World, argv: list[str]) -> int:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
+        locks = claim(config, mesh, parsed.notes)
         log = RunLog(run_folder(config), config, mesh.rank, mesh.label)
     except ValueError as error:
         if world.rank == 0:
             print_errors(error)
         return BAD_CONFIG
+    run = None
     try:
         run = set_up(parsed, config, mesh, log, Signals(log))
         code = evaluate_only(run) if config.run.eval_only else train(run)
@@ -174,20 +175,12 @@ def run_rank(world: World, argv: list[str]) -> int:
             loader.close()
     except Preempted as signalled:
         code = preempted(log, str(signalled))
-    except (ValueError, CheckpointError, SaveError) as error:
-        kind = {CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
-        code = kind.get(type(error), BAD_CONFIG)
-        log.status("failed", exit_code=code, message=str(error))
-        if mesh.rank == 0:
-            log.warn(str(error))
-    except BaseException:
-        log.status("failed", exit_code=1, message=traceback.format_exc(limit=-1).strip())
-        log.warn(traceback.format_exc())
-        log.close()
-        os._exit(1)  # peers may wait in a collective for ever: leave without the exit handlers
+    except BaseException as error:
+        code = report_failure(log, error, begun=run is not None)
     log.close()
-    if code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) and world.size > 1:
-        os._exit(code)  # as above: this may be the only rank that has failed
+    if code == 1 or (code not in (DONE, PREEMPTED) and world.size > 1):
+        os._exit(code)  # peers may wait in a collective for ever: leave without the exit handlers
+    locks.close()
     Mesh.close()
     return code
 
@@ -354,7 +347,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
 def evaluate_only(run: Run) -> int:
     """--eval-only: what was loaded, on validation and test data; returns the exit code."""
     if not any(run.datasets[1:]):
-        raise ValueError("--eval-only: no validation and no test data; see --split and --valid-data-path")
+        raise ConfigError(["--eval-only: no validation and no test data; see --split and --valid-data-path"])
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:

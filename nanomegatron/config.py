@@ -93,10 +93,7 @@ class ParallelConfig:
     )
     ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
     grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16 instead of fp32")
-    peer_memory: bool = setting(
-        True,
-        "GPUs of a machine copy into each other's memory; --no-peer-memory: NCCL carries everything",
-    )
+    peer_memory: bool = setting(True, "GPUs of a machine copy into each other's memory; without: NCCL does")
     distributed_backend: str | None = setting(None, "nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer stops the run")
 
@@ -327,6 +324,9 @@ class RunConfig:
     nproc: int = setting(1, "processes to start on this machine; torchrun does it on a cluster")
     device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     run_name: str | None = setting(None, "folder below runs/; made from the settings without")
+    run_folder_per_host: bool = setting(
+        False, "each machine has a runs/NAME of its own, for what its ranks log; --save must be shared"
+    )
     seed: int = setting(1234, "seed of weights, data order and dropout")
     train_iters: int | None = setting(None, "iterations to train")
     train_samples: int | None = setting(None, "sequences to train, instead of --train-iters")

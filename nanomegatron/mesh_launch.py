@@ -4,7 +4,8 @@
 
 Ranks come from a fork server, so one starts in milliseconds, and no thread pool is ever forked: a rank forked
 from a process that has computed with threads hangs. They meet through a file in a temporary folder and talk
-over the loopback interface. If one fails the others are stopped, and none outlives the launcher.
+over the loopback interface. If one fails the others are stopped, and none outlives the launcher, which has
+seen who failed first.
 """
 
 import math
@@ -23,6 +24,8 @@ import torch
 
 from nanomegatron.mesh import World
 
+GRACE = 10.0  # seconds for the other ranks to end by themselves once one has failed
+
 
 def launch(
     worker: Callable[..., int],
@@ -30,12 +33,14 @@ def launch(
     args: tuple = (),
     timeout: float | None = None,
     threads: int | None = None,
+    blame: Callable[[int, list[int], str], None] | None = None,
 ) -> list[int]:
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
     `worker` is a module-level function that returns an exit code. The first rank to fail gets the others
     stopped; SIGTERM to this process is passed on; after `timeout` seconds all are killed. Each rank computes
-    with `threads` threads (the cores, shared out).
+    with `threads` threads (the cores, shared out). `blame(rank, codes, what)` hears at the end which failed
+    first, and in words how.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "torch", "nanomegatron.mesh_launch"])
@@ -50,11 +55,15 @@ def launch(
             process.start()
         passed_on = _pass_on_sigterm(ranks)
         try:
-            _wait(ranks, timeout)
+            first = _wait(ranks, timeout)
+            running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         finally:
             passed_on()
             _stop(ranks)
-    return [process.exitcode for process in ranks]
+    codes = [process.exitcode for process in ranks]
+    if blame and first is not None:
+        blame(first, codes, _end_of(first, codes[first], running))
+    return codes
 
 
 def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
@@ -83,15 +92,36 @@ def _pass_on_sigterm(ranks: list) -> Callable[[], None]:
     return lambda: (signal.signal(signal.SIGTERM, old[0]), signal.signal(signal.SIGINT, old[1]))
 
 
-def _wait(ranks: list, timeout: float | None, grace: float = 10.0) -> None:
-    """Return when all ranks have ended, `grace` seconds after one has failed, or at the timeout."""
-    end = time.monotonic() + (timeout or math.inf)
-    while alive := [process.sentinel for process in ranks if process.is_alive()]:
-        if any(process.exitcode for process in ranks):  # before the wait: it may have failed already
-            end = min(end, time.monotonic() + grace)
+def _wait(ranks: list, timeout: float | None) -> int | None:
+    """Return when all ranks have ended, GRACE seconds after one has failed, or at the timeout.
+
+    The result is the first that failed. Of several at once it is one that a signal killed: the others may
+    have ended because they lost it.
+    """
+    end, first = time.monotonic() + (timeout or math.inf), None
+    while True:
+        alive = [process.sentinel for process in ranks if process.is_alive()]
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+        if first is None and failed:  # before the wait: it may have failed already
+            first = min(failed, key=lambda rank: (ranks[rank].exitcode > 0, rank))
+            end = min(end, time.monotonic() + GRACE)
         left = max(0.0, end - time.monotonic())
-        if not multiprocessing.connection.wait(alive, None if left == math.inf else left):
-            return
+        if not alive or not multiprocessing.connection.wait(alive, None if left == math.inf else left):
+            return first
+
+
+def _end_of(rank: int, code: int, running: list[int]) -> str:
+    """How the first rank that failed ended, and which were still running behind it, if any."""
+    signals = {number.value: number.name for number in signal.Signals}
+    if code < 0:
+        hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""
+        ended = f"rank {rank} was killed by {signals.get(-code, f'signal {-code}')}{hint}"
+    else:
+        ended = f"rank {rank} was the first to end, with exit code {code}"
+    if running:
+        others = f"rank{'s' * (len(running) > 1)} {' '.join(map(str, running))}"
+        return f"{ended}; {others} still ran {GRACE:.0f} s later and had to be stopped: look there for a hang"
+    return f"{ended}; what other ranks say of a lost peer follows from it"
 
 
 def _stop(ranks: list) -> None:

@@ -6,7 +6,7 @@
               evals.jsonl    one an evaluation
               fp8.jsonl      one a step of --log-fp8-stats: layer/tensor/kind, the kinds of fp8_stats.py
               experts.jsonl  one a step of --moe-per-layer-logging: layer/kind, those of moe_load.py
-              status.json    running | done | preempted | failed, exit code, last checkpoint
+              status.json    running | done | preempted | failed, exit code, last checkpoint, the cause
 
 Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
 the first that fails says so in status.json. A resumed run drops the steps after its checkpoint from the
@@ -53,6 +53,7 @@ KEYS = (
     "mfu",
 )
 STATES = ("running", "done", "preempted", "failed")
+LOST_PEER = "lost a peer"  # how the message of a failure begins whose cause is another rank's
 _COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
 
 
@@ -105,7 +106,7 @@ class RunLog:
         self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
         for series in [*self._series, *self._beside.values()]:
             with self.attempt(str(series.path)):
-                series.drop_after(iteration)
+                series.drop_after(iteration, self.warn)
         for name, make in scalar_writers(self.config, self.folder, iteration).items():
             with self.attempt(name):
                 self._writers.append(make())
@@ -242,22 +243,23 @@ class RunLog:
     def status(self, state: str, **facts: Any) -> None:
         """Replace status.json: the state, and facts (iteration, exit_code, message, checkpoint) as last told.
 
-        Rank 0's business, but any rank may report "failed". The first such report stays: the later ones are
-        of ranks that lost a peer.
+        Rank 0's business, but any rank may report "failed". The first such report stays, unless it is that
+        of a rank that LOST_PEER.
         """
         if state not in STATES:
             raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
         path = self.folder / "status.json"
-        if state == "failed" or not self.is_main:
-            before = json.loads(path.read_text()) if path.is_file() else {}
-            if state != "failed" or before.get("state") == "failed":
+        if state != "failed" and not self.is_main:
+            return
+        if state == "failed":
+            before = read_status(path, self.warn)
+            if before.get("state") == "failed" and not str(before.get("message")).startswith(LOST_PEER):
                 return
             self._facts = before | {key: value for key, value in self._facts.items() if value}
             facts = {"rank": self.label} | facts
         self._facts |= facts
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        content = plain(self._facts | {"state": state, "time": now})
-        self.replace(path.name, json.dumps(content, indent=1) + "\n")
+        with self.attempt(str(path)):
+            write_status(path, self._facts | {"state": state})
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
@@ -267,6 +269,26 @@ class RunLog:
                     thing.close()
         self._bar, self._series, self._writers = None, [], []
         spare_exit(self.stream, sys.stderr)
+
+
+def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+    """What a status.json says; nothing without the file, nor, with a warning, where it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        warn(f"{path}: damaged ({error}); read as if it were not there, and written again at the next change")
+        return {}
+    return facts
+
+
+def write_status(path: Path, facts: dict[str, Any]) -> None:
+    """Replace a status.json by these facts and the time."""
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    replace_file(path, json.dumps(plain(facts | {"time": now}), indent=1) + "\n")
 
 
 # Lines

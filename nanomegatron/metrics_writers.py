@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -45,14 +46,14 @@ class JsonLines(Lines):
 
     _behind: int | None = None  # records after this iteration are still to be dropped
 
-    def drop_after(self, iteration: int) -> None:
-        """Keep the records up to `iteration`, without lines that were cut short.
+    def drop_after(self, iteration: int, warn: Callable[[str], None] = warnings.warn) -> None:
+        """Keep the records up to `iteration`, without lines that are damaged or were cut short.
 
         Where that fails (OSError), nothing is appended before it has succeeded.
         """
         self._behind = iteration
         if self.path.is_file():
-            kept = [record for record in self.read() if record["iteration"] <= iteration]
+            kept = [record for record in read_jsonl(self.path, warn) if record["iteration"] <= iteration]
             replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self._behind = None
 
@@ -66,18 +67,26 @@ class JsonLines(Lines):
         self.write(json.dumps(plain(record), allow_nan=False))
 
 
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, none without the file; lines that are not whole records are left out."""
+def read_jsonl(path: str | Path, warn: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
+    """The records of a .jsonl file, none without the file.
+
+    Lines that are no records are left out with one warning; a last line that a kill has cut, in silence.
+    """
     records: list[dict[str, Any]] = []
     if not Path(path).is_file():
         return records
-    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    damaged = 0
+    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             record = json.loads(text)
         except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and "iteration" in record:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("iteration"), int | float):
             records.append(record)
+        else:
+            damaged += text.endswith("\n")
+    if damaged:
+        warn(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out, {len(records)} steps are whole")
     return records
 
 

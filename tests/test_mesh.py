@@ -202,11 +202,18 @@ def test_first_failure_stops_the_other_ranks(early, monkeypatch):
     def wait_briefly(ranks, timeout):
         if early:
             ranks[1].join()
-        wait(ranks, timeout, grace=0.3)
+        return wait(ranks, timeout)
 
     monkeypatch.setattr(mesh_launch, "_wait", wait_briefly)
+    monkeypatch.setattr(mesh_launch, "GRACE", 0.3)
     start = time.monotonic()
-    assert launch(fail_or_sleep, 3, (1,), timeout=30) == [-signal.SIGKILL, 3, -signal.SIGKILL]
+    heard: list[tuple] = []
+    codes = launch(fail_or_sleep, 3, (1,), timeout=30, blame=lambda *end: heard.append(end))
+    assert codes == [-signal.SIGKILL, 3, -signal.SIGKILL]
+    ((rank, same, what),) = heard
+    assert (rank, same) == (1, codes) and what.startswith(
+        "rank 1 was the first to end, with exit code 3; ranks 0 2"
+    )
     assert time.monotonic() - start < 15
 
 

@@ -154,11 +154,29 @@ def test_status_keeps_facts_and_the_first_failure(tmp_path):
     assert (told["iteration"], told["checkpoint"], told["rank"]) == (40, str(tmp_path / "ckpt"), "rank 1 tp1")
     again = started(tmp_path)
     assert status()["state"] == "running" and status()["message"] == ""
+    for label, message in (("rank 2", "lost a peer in step"), ("rank 1", "a bug"), ("rank 3", "lost a peer")):
+        RunLog(tmp_path, config(), 1, label, io.StringIO()).status("failed", exit_code=1, message=message)
+    assert (status()["rank"], status()["message"]) == ("rank 1", "a bug")
+    again = started(tmp_path)
     again.status("preempted", exit_code=75)
     assert status()["exit_code"] == 75
     with pytest.raises(ValueError, match="'over' is not one of running, done, preempted, failed"):
         again.status("over")
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]  # no temporary left
+
+
+def test_damaged_records_are_left_out_and_named(tmp_path):
+    (tmp_path / "status.json").write_text('{"state": "fai')
+    other = RunLog(tmp_path, config(), 1, "rank 1", io.StringIO())
+    other.status("failed", exit_code=1, message="a bug")
+    assert json.loads((tmp_path / "status.json").read_text())["message"] == "a bug"
+    assert f"! [rank 1] {tmp_path / 'status.json'}: damaged (" in other.stream.getvalue()
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"itera')
+    assert [r["iteration"] for r in read_jsonl(path, pytest.fail)] == [1, 2]  # a kill does that
+    path.write_text('{"iteration": 1}\n\0\0\n{"iteration": "x"}\n{"iteration": 4}\n')
+    with pytest.warns(UserWarning, match=r"x.jsonl: 2 damaged lines left out, 2 steps are whole"):
+        assert [r["iteration"] for r in read_jsonl(path)] == [1, 4]
 
 
 def test_bar_on_a_terminal_only(tmp_path):

@@ -266,8 +266,12 @@ def test_save_and_load_may_be_one_folder_from_the_first_launch(corpus, tmp_path)
 
 
 def test_save_that_fails_is_told(corpus, tmp_path):
+    """At the start if it can be seen then."""
     (tmp_path / "file").write_text("in the way")
-    told(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), train.SAVE_FAILED)
+    output = told(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), train.BAD_CONFIG)
+    assert "--save file/ckpt: cannot write" in output and not (tmp_path / "runs/test/status.json").exists()
+    (tmp_path / "ckpt/latest_checkpointed_iteration.txt").mkdir(parents=True)  # a folder in the way
+    told(tmp_path, arguments(corpus, "--train-iters 9 --save ckpt"), train.SAVE_FAILED)
 
 
 def test_what_cannot_go_on_is_an_error(corpus, tmp_path):

@@ -1,0 +1,84 @@
+"""Who failed first, and what that rank has to say of it."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+import train
+from nanomegatron import mesh_launch
+from nanomegatron.mesh import World
+from nanomegatron.mesh_launch import launch
+from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+
+
+def fail_in_step_3(world: World, argv: list[str], folder: str, rank: int, how: str) -> int:
+    """One rank of a run in which a rank fails in a way of its own."""
+    usual = train.train_step
+
+    def train_step(run):
+        if run.iteration == 2 and world.rank == rank:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs":
+                time.sleep(60)
+            raise ValueError("a bug")
+        return usual(run)
+
+    train.train_step, train.plot_loss = train_step, lambda *_: None
+    os.chdir(folder)
+    return train.run_rank(world, argv)
+
+
+@pytest.mark.parametrize(
+    "rank, how, culprit, behind",
+    [
+        (0, "killed", "rank 0 was killed by SIGKILL (out of memory?", "lost peer follows from it"),
+        (1, "killed", "rank 1 was killed by SIGKILL (out of memory?", "lost peer follows from it"),
+        (0, "raises", "rank 0 tp0 pp0 cp0 dp0 failed first: ValueError: a bug", "(in run_rank > train"),
+        (1, "hangs", "rank 0 was the first to end, with exit code 1", "rank 1 still ran 1 s later"),
+    ],
+    ids=["killed", "killed-1", "raises", "hangs"],
+)
+def test_the_first_failure_is_named(
+    rank,
+    how,
+    culprit,
+    behind,
+    corpus,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    """By the launcher, last, and in status.json; a rank that only lost a peer says that."""
+
+    def start(worker, nproc, args, **more):
+        return launch(fail_in_step_3, nproc, (*args, str(tmp_path), rank, how), threads=1, **more)
+
+    monkeypatch.setattr(train, "launch", start)
+    monkeypatch.setattr(mesh_launch, "GRACE", 1.0)
+    monkeypatch.chdir(tmp_path)
+    argv = arguments(
+        corpus, "--train-iters 9 --nproc 2", "--distributed-timeout-minutes 0.03" * (how == "hangs")
+    )
+    assert train.main(argv) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"train.py: {culprit}") and behind in last
+    status = json.loads((tmp_path / "runs/test/status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    logs = [tmp_path / "runs/test" / name for name in ("log.txt", "log.1.txt")]
+    texts = [log.read_text() if log.exists() else "" for log in logs]
+    assert status["message"].removesuffix(")") in last and "lost a peer" not in status["message"]
+    assert "lost a peer in run_rank > train > " in texts[1 if how == "raises" else 1 - rank]
+    assert sum("Traceback" in text for text in texts) == (how == "raises")
+
+
+def test_a_bug_in_training_is_no_bad_configuration(corpus, tmp_path):  # noqa: F811
+    argv = arguments(corpus, "--train-iters 9")
+    assert launch(fail_in_step_3, 1, (argv, str(tmp_path), 0, "raises"), timeout=60, threads=1) == [1]
+    text = (tmp_path / "runs/test/log.txt").read_text()
+    assert "Traceback" in text and text.rstrip().endswith("ValueError: a bug")
+    status = json.loads((tmp_path / "runs/test/status.json").read_text())
+    assert status["exit_code"] == 1 and status["message"].startswith("ValueError: a bug (in run_rank > train")
