@@ -208,7 +208,7 @@ class OptimizerConfig:
     lr_decay_samples: int | None = setting(None, "the same in samples; --train-samples")
     lr_warmup_iters: int = setting(0, "iterations of linear warm-up")
     lr_warmup_samples: int = setting(0, "the same in samples")
-    lr_warmup_fraction: float | None = setting(None, "the same as a fraction of the decay length")
+    lr_warmup_fraction: float | None = setting(None, "a fraction of the decay length, not rounded to samples")
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up")
     lr_wsd_decay_style: str = setting(
         "exponential", "shape of WSD's last part", choices=("exponential", "linear", "cosine", "minus_sqrt")

@@ -21,7 +21,7 @@ class Schedule:
     lr: float
     min_lr: float
     warmup_init: float
-    warmup: int
+    warmup: float  # a fraction of the decay need not be whole samples
     decay: int
     wsd_style: str = "exponential"
     wsd_decay: int = 0
@@ -31,7 +31,7 @@ class Schedule:
         """The schedule of a run of `length` samples; an iteration counts for `global_batch_size` of them."""
         decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * global_batch_size or length
         if config.lr_warmup_fraction is not None:
-            warmup = int(config.lr_warmup_fraction * decay)
+            warmup = config.lr_warmup_fraction * decay
         else:
             warmup = config.lr_warmup_samples or config.lr_warmup_iters * global_batch_size
         wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * global_batch_size
@@ -52,7 +52,7 @@ class Schedule:
 
     def _remaining(self, samples: int) -> float:
         """The share of the way from min_lr up to lr, 1 at the end of the warm-up."""
-        ratio = (samples - self.warmup) / max(1, self.decay - self.warmup)
+        ratio = (samples - self.warmup) / (self.decay - self.warmup)
         if self.style == "linear":
             return 1.0 - ratio
         if self.style == "cosine":

@@ -43,7 +43,7 @@ def test_schedule_goldens():
 def test_schedule_is_megatrons(style, wsd_style):
     """At every sample up to and past the end of the decay."""
     theirs = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
-    for warmup, decay, wsd, init in itertools.product((0, 1, 10), (11, 40), (0, 7, 40), (0.0, 1e-4)):
+    for warmup, decay, wsd, init in itertools.product((0, 1, 10, 10.6), (11, 40), (0, 7, 40), (0.0, 1e-4)):
         ours = Schedule(style, 1e-3, 1e-5, init, warmup, decay, wsd_style, wsd)
         optimizer = SimpleNamespace(param_groups=[])
         rates, no_decay = (init, 1e-3, 1e-5, warmup, decay, style), (0.0, 0.0, 1, "constant")
@@ -63,7 +63,7 @@ def test_schedule_lengths_are_counted_in_samples():
     assert of(lr_warmup_iters=5, lr_decay_iters=50, lr_wsd_decay_iters=10) == (40, 400, 80)
     assert of(lr_warmup_samples=5, lr_decay_samples=50, lr_wsd_decay_samples=10) == (5, 50, 10)
     assert of(lr_warmup_fraction=0.1) == (80, 800, 0)
-    assert of(lr_warmup_fraction=0.1, lr_decay_samples=55) == (5, 55, 0)
+    assert of(lr_warmup_fraction=0.1, lr_decay_samples=55) == (5.5, 55, 0)  # Megatron keeps the fraction
 
 
 # Loss scale

@@ -29,6 +29,7 @@ RAMP = DataConfig(global_batch_size=16, rampup_batch_size=(4, 4, 48))
 CASES = {
     "iterations": (RAMP, RunConfig(train_iters=30), {}),
     "samples": (RAMP, RunConfig(train_iters=24, train_samples=300), {}),
+    "fraction": (RAMP, RunConfig(train_iters=30), dict(lr_warmup_fraction=0.144, lr_warmup_iters=0)),
     "decoupled": (RAMP, RunConfig(train_iters=30), dict(decoupled_lr=3e-3, decoupled_min_lr=2e-5)),
     "decoupled, one minimum": (RAMP, RunConfig(train_iters=30), dict(decoupled_lr=3e-3)),
 }
@@ -44,7 +45,8 @@ def test_values_are_megatrons(case, style):
         more = more | dict(start_weight_decay=0.01, end_weight_decay=0.1)
     unit = "samples" if run.train_samples else "iters"
     settings = {f"lr_warmup_{unit}": 3, f"lr_decay_{unit}": 290 if unit == "samples" else 25}
-    opt = OptimizerConfig(lr=1e-3, min_lr=1e-5, weight_decay_incr_style=style, **settings, **more)
+    more = dict(lr=1e-3, min_lr=1e-5, weight_decay_incr_style=style) | settings | more
+    opt = OptimizerConfig(**more)
     table = samples_before(Config(data=data, run=run), 1)
     values = step_values(Config(optimizer=opt, data=data, run=run), table)
 
@@ -59,7 +61,7 @@ def test_values_are_megatrons(case, style):
         init_lr=0.0,
         max_lr=opt.lr,
         min_lr=opt.min_lr,
-        lr_warmup_steps=3 * each,
+        lr_warmup_steps=3 * each if opt.lr_warmup_fraction is None else 0.144 * 400,  # 57.6
         lr_decay_steps=290 if each == 1 else 25 * 16,
         lr_decay_style="cosine",
         start_wd=opt.weight_decay if opt.start_weight_decay is None else opt.start_weight_decay,
