@@ -47,6 +47,7 @@ KEYS = (
     "lm_loss",
     "grad_norm",
     "lr",
+    "next_lr",
     "step_time_ms",
     "tokens_per_s",
     "tflops_per_gpu",
@@ -318,7 +319,10 @@ def table_row(mean: dict[str, Any], train_iters: int) -> str:
 
 
 def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:
-    """Megatron-LM's log line, for the tools that parse it, with the MFU; --log-throughput adds TFLOP/s."""
+    """Megatron-LM's log line, for the tools that parse it, with the MFU; --log-throughput adds TFLOP/s.
+
+    Its learning rate is that of the next step, as in Megatron; console and metrics.jsonl have the step's own.
+    """
     now = datetime.datetime.now()
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {mean['iteration']:8d}/{train_iters:8d}",
@@ -333,7 +337,7 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
     if mean["mfu"] is not None:
         parts.append(f"MFU: {100 * mean['mfu']:.1f}%")
     parts += [
-        f"learning rate: {mean['lr']:.6E}",
+        f"learning rate: {mean['next_lr']:.6E}",
         f"global batch size: {mean['global_batch_size']:5d}",
         f"lm loss: {mean['lm_loss']:.6E}",
         *(f"{tag.replace('-', ' ')}: {mean[key]:.6E}" for key, tag in EXPERTS.items() if key in mean),

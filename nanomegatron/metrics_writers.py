@@ -146,7 +146,7 @@ def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
     """A step under Megatron's TensorBoard tags; times in seconds."""
     tags = {
         "lm loss": record["lm_loss"],
-        "learning-rate": record["lr"],
+        "learning-rate": record["next_lr"],  # as Megatron has it
         "grad-norm": record["grad_norm"],
         "iteration-time": record["step_time_ms"] / 1e3,
         "throughput": record["tflops_per_gpu"],

@@ -34,6 +34,7 @@ class StepStats:
     grad_norm: torch.Tensor
     finite: torch.Tensor
     lr: torch.Tensor
+    next_lr: torch.Tensor  # of the step after it, if this one is good
     loss_scale: torch.Tensor
     part_norms: torch.Tensor
 
@@ -41,10 +42,10 @@ class StepStats:
 class Optimizer:
     """AdamW over this rank's shards of all buckets.
 
-    values: `step_values`, three numbers for each step of the run. Norms count each part of each parameter
-    once: the rank that would save it does, whichever axes share it, so that one all-reduce of a number over
-    all ranks is right for dense parameters and experts alike. A step gathers the parameters where they are
-    cut over ranks.
+    values: `step_values`, three numbers for each step of the run, and one more. Norms count each part of each
+    parameter once: the rank that would save it does, whichever axes share it, so that one all-reduce of a
+    number over all ranks is right for dense parameters and experts alike. A step gathers the parameters where
+    they are cut over ranks.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Optimizer:
             self.shards.append((HostShard if on_host else ShardState)(bucket, config, self.ferry))
         self.ferry.largest = max((len(shard.main) for shard in self.shards if shard.on_host), default=0)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self.values = torch.tensor(values, dtype=torch.float64, device=device)
+        following = [*values[0][1:], values[0][-1]]
+        self.values = torch.tensor([*values, following], dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
         owned = [[s for s in reversed(shard.bucket.slices) if s.saver] for shard in self.shards]
         self.part_names = [piece.part.name for pieces in owned for piece in pieces]
@@ -83,7 +85,7 @@ class Optimizer:
         clip = self.config.clip_grad
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
         now = self.good_steps.clamp(max=self.values.shape[1] - 1)  # [...] would wait for the GPU
-        values = self.values.index_select(1, now[None])[:, 0]
+        values, next_lr = self.values.index_select(1, now[None])[:, 0].split((3, 1))
         self.good_steps += finite.long()
         told = self.good_steps.float(), values.float(), self.scaler.scale / factor, 1.0 - finite
         if away := [shard.bucket.grad_shard for shard in self.shards if shard.on_host]:
@@ -94,7 +96,7 @@ class Optimizer:
             if not shard.waits:
                 shard.bucket.start_gather()
         self._cast_again()
-        stats = StepStats(norm, finite, values[0], self.scaler.scale, squares.sqrt())
+        stats = StepStats(norm, finite, values[0], next_lr[0], self.scaler.scale, squares.sqrt())
         self.scaler.update(finite)
         return stats
 

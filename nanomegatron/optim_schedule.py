@@ -80,13 +80,13 @@ def weight_decay_at(config: OptimizerConfig, samples: int, length: int) -> float
 
 
 def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
-    """Learning rate, that of the vocabulary's weights, and weight decay of every step of a run.
+    """Learning rate, that of the vocabulary's weights, and weight decay of every step of a run, and one more.
 
-    samples_before: one more than there are steps. Lengths in iterations become samples by the full batch
-    size even where a run grows into it, as in Megatron.
+    samples_before: of each of these. Lengths in iterations become samples by the full batch size even where a
+    run grows into it, as in Megatron.
     """
-    optimizer, batch, before = config.optimizer, config.data.global_batch_size, samples_before[:-1]
-    length = config.run.train_samples or len(before) * batch
+    optimizer, batch, before = config.optimizer, config.data.global_batch_size, samples_before
+    length = config.run.train_samples or (len(before) - 1) * batch
     schedule = Schedule.of(optimizer, length, batch)
     rates = vocabulary = [schedule.at(n) for n in before]
     if optimizer.decoupled_lr is not None:

@@ -262,6 +262,7 @@ def report(run: Run, step: StepReport | None) -> None:
         run.stop = f"--exit-duration-in-mins {run.config.run.exit_duration_in_mins}"
     if not finite:
         name_bad_step(run, step, told["lm_loss"], told["grad_norm"])
+        told["next_lr"] = told["lr"]  # a bad step holds the schedule
     batch, fp8, load = run.batch_size(step.iteration), told.pop("fp8", None), told.pop("experts", None)
     at = step.iteration, run.samples_before[step.iteration]
     if fp8 is not None:

@@ -22,7 +22,7 @@ def config(**run) -> Config:
 
 
 def record(iteration: int, **changes) -> dict:
-    values = (iteration, 8 * iteration, 8, 5.0 - iteration / 50, 1.5, 3e-4, 20.0, 12800.0, 0.25, None)
+    values = (iteration, 8 * iteration, 8, 5.0 - iteration / 50, 1.5, 3e-4, 2e-4, 20.0, 12800.0, 0.25, None)
     return dict(zip(KEYS, values, strict=True)) | changes
 
 
@@ -72,7 +72,7 @@ def test_log_has_megatrons_lines(tmp_path):
     assert first.endswith("| number of skipped iterations:   1 | number of nan iterations:   1 |")
     assert "MFU" not in first
     assert (
-        "| throughput per GPU (TFLOP/s/GPU): 0.2 | by 6n: 0.5 | MFU: 50.0% | learning rate: 3.000000E-04"
+        "| throughput per GPU (TFLOP/s/GPU): 0.2 | by 6n: 0.5 | MFU: 50.0% | learning rate: 2.000000E-04"
         in second
     )
     assert (

@@ -72,8 +72,8 @@ def test_values_are_megatrons(case, style):
     for i, step in enumerate(zip(*values, strict=True)):
         expected = (groups[0]["lr"], groups[1]["lr"], groups[0]["weight_decay"])
         assert step == pytest.approx(expected, rel=1e-12), i
-        theirs.step(table[i + 1] - table[i])
-    assert len(values[0]) == len(table) - 1
+        theirs.step(0 if i + 1 == len(table) else table[i + 1] - table[i])
+    assert len(values[0]) == len(table)  # that of the step after the last one is logged
     assert (len(set(values[2])) == 1) == (style == "constant")
 
 

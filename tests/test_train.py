@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -59,6 +60,13 @@ def run_train(world: World, argv: list[str], folder: str) -> list[dict]:
     train.plot_loss = lambda *_: None
     assert train.run_rank(world, argv) == train.DONE
     return read_jsonl("runs/test/metrics.jsonl")
+
+
+def logged_rates(folder: Path) -> dict[int, float]:
+    """The learning rate of every Megatron line in log.txt, by iteration."""
+    text = (folder / "runs/test/log.txt").read_text()
+    lines = re.findall(r"iteration +(\d+)/.* learning rate: (\S+) ", text)
+    return {int(iteration): float(rate) for iteration, rate in lines}
 
 
 def run_told(world: World, argv: list[str], folder: str, picture: bool) -> tuple[int, str]:
@@ -373,7 +381,7 @@ def test_step_that_is_not_finite_changes_nothing_and_is_named(corpus, tmp_path):
 
 
 def test_fp16_skips_steps_until_the_loss_scale_fits(corpus, tmp_path):
-    argv = arguments(corpus, "--train-iters 40 --fp16 --lr-warmup-iters 0")
+    argv = arguments(corpus, "--train-iters 40 --fp16 --lr-warmup-iters 0 --log-interval 1")
     steps = run_spmd(run_train, 1, argv, str(tmp_path))[0]
     skipped = [step["skipped"] for step in steps]
     scales = [step["loss_scale"] for step in steps]
@@ -381,3 +389,5 @@ def test_fp16_skips_steps_until_the_loss_scale_fits(corpus, tmp_path):
     assert scales[-1] < 2**32 and steps[sum(skipped)]["lm_loss"] > steps[-1]["lm_loss"]
     first_good = skipped.index(0)
     assert len({step["lr"] for step in steps[: first_good + 1]}) == 1  # the schedule waits for good steps
+    rates = logged_rates(tmp_path)  # Megatron's line has the rate of the step that follows
+    assert [rates[i + 1] for i in range(39)] == pytest.approx([step["lr"] for step in steps[1:]], rel=1e-6)

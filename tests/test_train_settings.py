@@ -17,7 +17,7 @@ from nanomegatron.mesh import World
 from nanomegatron.metrics_writers import read_jsonl
 from nanomegatron.tokenizer import NullTokenizer
 from tests.spmd import run_spmd
-from tests.test_train import arguments, corpus, run_train  # noqa: F401 (a fixture)
+from tests.test_train import arguments, corpus, logged_rates, run_train  # noqa: F401 (a fixture)
 
 RAMP = "--train-samples 96 --rampup-batch-size 4 4 24 --global-batch-size 12 --eval-iters 0"
 SERIES = ("iteration", "consumed_samples", "global_batch_size", "lm_loss", "grad_norm", "lr")
@@ -43,6 +43,8 @@ def test_batches_grow(ramp):
     assert [step["lr"] for step in steps[:6]] == pytest.approx(
         [0, 6e-4, 12e-4, 18e-4, 3e-3, 3e-3 * (0.5 + 0.5 * math.cos(math.pi * 8 / 76))], rel=1e-6
     )
+    last = 3e-3 * (0.5 + 0.5 * math.cos(math.pi * 68 / 76))
+    assert logged_rates(folder) == pytest.approx({1: steps[1]["lr"], 10: last}, rel=1e-6)
     for step in steps:
         tokens = step["tokens_per_s"] * step["step_time_ms"] / 1e3
         assert tokens == pytest.approx(32 * step["global_batch_size"])
