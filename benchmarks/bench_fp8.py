@@ -150,7 +150,7 @@ def sums(layer: Layer) -> Iterator[Line]:
         return torch._scaled_mm(a.data, b.data.t(), *inverses, out_dtype=out.dtype, out=out)
 
     ways: Ways = {
-        "bf16": lambda: add_product(main, g, x) or main.add_(g.t() @ x),
+        "bf16": lambda: add_product(main, g, x),
         "first": lambda: into(main),
         "add fp32": lambda: main.add_(matmul(a, b, torch.float32)),
         "add bf16": lambda: main.add_(matmul(a, b, torch.bfloat16)),

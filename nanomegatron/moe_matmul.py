@@ -92,8 +92,7 @@ def weight_grads(
         return contribute(weight, lambda: torch._grouped_mm(a.t(), b, offs=offsets).view_as(weight), soon)
 
     def add(each: torch.Tensor, begin: int, end: int) -> None:
-        if not add_product(each, a[begin:end], b[begin:end]):
-            each.add_(a[begin:end].t() @ b[begin:end])
+        add_product(each, a[begin:end], b[begin:end])
 
     return one_by_one(weight, groups, add, soon)
 

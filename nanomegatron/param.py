@@ -249,26 +249,27 @@ def contribute(
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """The weight gradient grad^T x, summed over all rows, into `main_grad`. x `[..., i]`, grad `[..., o]`
-
-    On a GPU the matmul adds into the buffer by itself; torch has no CPU kernel that adds bf16 into fp32.
-    """
-    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
-    if not add_product(main_grad(weight), grad, x):
-        return contribute(weight, lambda: grad.t() @ x)
+    """The weight gradient grad^T x, summed over all rows, into `main_grad`. x `[..., i]`, grad `[..., o]`"""
+    x, grad, target = x.flatten(0, -2), grad.flatten(0, -2), main_grad(weight)
+    if target is None:
+        return grad.t() @ x
+    add_product(target, grad, x)
     weight.bucket.ready(weight)
     return None
 
 
-def add_product(target: torch.Tensor | None, grad: torch.Tensor, x: torch.Tensor) -> bool:
-    """target += grad^T x in one matmul, where the device has one for these types; else False."""
-    if target is None or not x.is_cuda:
-        return False
-    if target.dtype == x.dtype:
+def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """target += grad^T x; the sums of products are rounded to the target's type alone.
+
+    On a GPU the matmul adds by itself; torch has no CPU kernel that adds 16 bits into fp32.
+    """
+    if not x.is_cuda:
+        wide = torch.promote_types(x.dtype, target.dtype)
+        target.add_(grad.to(wide).t() @ x.to(wide))
+    elif target.dtype == x.dtype:
         torch.addmm(target, grad.t(), x, out=target)
     else:
         torch.addmm(target, grad.t(), x, out_dtype=target.dtype, out=target)
-    return True
 
 
 def scaled_std(std: float, num_layers: int) -> float:

@@ -169,8 +169,7 @@ def chunk_loss(
         return lse - picked, None
     grad = ops_loss.cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
     dx = reduce(grad @ weight, tp)
-    if not add_product(target, grad, rows):
-        target.add_(grad.t() @ rows)
+    add_product(target, grad, rows)
     return lse - picked, dx
 
 

@@ -79,6 +79,19 @@ def test_bf16_stays_near_one_process(layout, model, alone, sources, tmp_path):
     compare(gradients, expected["gradients"], 5e-2, keys)
 
 
+def test_fp16_overflows_like_one_process(alone, sources, tmp_path):
+    """At this scale a weight's gradient is above what fp16 can hold; main_grad is fp32."""
+    fp16 = f"--train-iters 3 --fp16 --hysteresis 1 --initial-loss-scale {2**20}"
+    expected = alone("llama", fp16)
+    size, flags = flags_of("pp2cp2")
+    argv = arguments(sources, "llama", flags, fp16)
+    ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
+    for key, tolerance in (("lm_loss", 1e-4), ("grad_norm", 1e-2)):
+        ours, theirs = ([step[key] for step in run["steps"]] for run in (ranks[0], expected))
+        assert np.isfinite(theirs).all()
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, err_msg=key)
+
+
 def initial_weights(world: World, argv: list[str], folder: str) -> list[tuple]:
     return weights_of(set_up(world, argv, folder))
 

@@ -140,13 +140,20 @@ def results(config, recipe=ROWWISE, known=False, later=False):
 
 @pytest.mark.parametrize("recipe", [Recipe("rowwise"), Recipe("rowwise", wgrad=False)], ids=["", "no wgrad"])
 def test_what_changes_no_bit(recipe):
-    """Offsets on the host, activations made again, weight gradients put off, and a loop."""
+    """Offsets on the host, activations made again, weight gradients put off, and a loop.
+
+    But the loop adds bf16 weight gradients before they are rounded.
+    """
     again = replace(BASE, recompute_granularity="selective", recompute_modules=("moe_act",))
     expected, kept = results(BASE, recipe)
     loop = replace(BASE, moe_grouped_gemm=False)
     others = results(BASE, recipe, True), results(again, recipe), results(BASE, recipe, later=True)
-    for found, _ in (*others, results(loop, recipe), results(loop, recipe, True)):
+    for found, _ in others:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for found, _ in (results(loop, recipe), results(loop, recipe, True)):
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], expected[:2], strict=True))
+        for a, b in zip(found[2:], expected[2:], strict=True):
+            assert torch.equal(a if recipe.wgrad else a.bfloat16().float(), b)
     inner = (E4M3, BASE.moe_ffn_size, sum(ROWS[0])) if recipe.wgrad else (torch.bfloat16, sum(ROWS[0]), 24)
     assert kept.count(inner) == others[1][1].count(inner) + 1
     assert kept.count((E4M3, H, sum(ROWS[0]))) == recipe.wgrad, "the first layer's input"

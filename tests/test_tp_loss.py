@@ -305,4 +305,5 @@ def test_peak_memory(monkeypatch, dtype, vocab):
     found, largest = peak(fused_linear_cross_entropy, dtype, 8, vocab)
     assert largest == 1 and abs(found - (6 + 2 * copies)) < small
     found, largest = peak(unfused_loss, dtype, 8, vocab)
-    assert largest == 8 and abs(found - (8 * dtype.itemsize + 4 * copies)) < small
+    beside = 4 * 8 if dtype == torch.bfloat16 else 4  # on a CPU all gradients are made fp32
+    assert largest == 8 and abs(found - (8 * dtype.itemsize + beside)) < small
