@@ -372,4 +372,4 @@ class Router(nn.Module):
 
 def update_expert_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> None:
     """Move the bias `[..., E]` up for experts below the mean count, down for those above, in place."""
-    bias.add_((counts.float().mean(-1, keepdim=True) - counts).sign(), alpha=rate)
+    bias.add_((counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign(), alpha=rate)

@@ -61,10 +61,11 @@ def losses(
 
 
 def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
-    """Unmasked tokens of the global batch, at least 1, on the last stage. Communicates it over dp_cp."""
+    """Unmasked tokens of the global batch, at least 1, on the last stage, int64. Communicates over dp_cp."""
     if not run.model.has_loss:
         return None
-    return comm.all_reduce_(sum(batch.loss_mask.sum() for batch in batches), run.mesh.dp_cp).clamp(min=1)
+    mine = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
+    return comm.all_reduce_(mine, run.mesh.dp_cp).clamp(min=1)
 
 
 def all_tokens(run: Run) -> int:

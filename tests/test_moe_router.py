@@ -345,9 +345,12 @@ def test_fp32_gradients_of_16_bit_weights():
 
 
 def test_bias_moves_towards_idle_experts():
-    bias, counts = torch.zeros(2, 4), torch.tensor([[10, 2, 4, 0], [3, 3, 3, 3]])
-    update_expert_bias(bias, counts, 0.1)
-    close(bias, torch.tensor([[-0.1, 0.1, 0.0, 0.1], [0.0] * 4]))
+    large = 2**24
+    counts = torch.tensor([[10, 2, 4, 0], [3, 3, 3, 3], [large + 1, large - 1, large, large]])
+    for kind in (torch.int64, torch.float64):
+        bias = torch.zeros(3, 4)
+        update_expert_bias(bias, counts.to(kind), 0.1)
+        close(bias, torch.tensor([[-0.1, 0.1, 0.0, 0.1], [0.0] * 4, [-0.1, 0.1, 0.0, 0.0]]))
 
 
 def test_bias_evens_the_load():

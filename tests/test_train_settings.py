@@ -4,6 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ import train
 from nanomegatron.config import DataConfig
 from nanomegatron.data import GPTDataset, build_datasets
 from nanomegatron.data_indexed import IndexedDataset
-from nanomegatron.mesh import World
+from nanomegatron.mesh import Axis, World
 from nanomegatron.metrics_writers import read_jsonl
+from nanomegatron.run_step import token_count
 from nanomegatron.tokenizer import NullTokenizer
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus, logged_rates, run_train  # noqa: F401 (a fixture)
@@ -156,6 +158,13 @@ def test_a_longer_run_keeps_the_order_of_the_data(corpus, tmp_path):  # noqa: F8
     assert rows[: len(first)] == [sample[:-1].tolist() for sample in first]
     assert 52 < len(first) < 100, "a run ends within an epoch, which the next one goes on with"
     assert "resumed" in (log := (tmp_path / "runs/test/log.txt").read_text()) and "samples may" not in log
+
+
+def test_tokens_are_counted_past_what_fp32_holds():
+    """2^24 + 1 is no number of fp32."""
+    masks = torch.ones(1, 1).expand(64, 2**18), torch.ones(1, 1), torch.zeros(1, 4)
+    run = SimpleNamespace(model=SimpleNamespace(has_loss=True), mesh=SimpleNamespace(dp_cp=Axis.single()))
+    assert int(token_count(run, [SimpleNamespace(loss_mask=mask) for mask in masks])) == 2**24 + 1
 
 
 def test_norms_timers_and_tags(corpus, tmp_path):  # noqa: F811
