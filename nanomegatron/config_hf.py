@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[str, dict, dict]] = {
 # Keys that decide what is computed, and the values that are computed here.
 ONLY = {
     "hidden_act": ("silu",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "relu2"),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu2"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
@@ -101,6 +101,7 @@ ROPE_KEYS = {
 DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
 TRAINING = """
 hidden_dropout attention_dropout init_method_std attention_backend sequence_parallel cross_entropy_loss_fusion
+masked_softmax rope_fusion bias_swiglu persist_layer_norm
 recompute distribute_saved moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype moe_router_force
 moe_token moe_pad moe_expert_capacity moe_permute moe_grouped moe_shared_expert_overlap
 """.split()
@@ -177,7 +178,9 @@ def _plain(hf: dict, family: str) -> dict[str, Any]:
         raise ValueError(f"{told}: here is a {family} without{' either or with both' * (family == 'llama')}")
     settings = DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings")}
     if family == "gpt2":
-        return settings | {"squared_relu": hf["activation_function"] == "relu2"}
+        kind = hf["activation_function"]
+        which = {"squared_relu": True} if kind == "relu2" else {"bias_gelu_fusion": kind != "gelu"}
+        return settings | {"squared_relu": False} | which
     return settings | {"disable_bias_linear": not any(biases.values())}
 
 
@@ -287,7 +290,8 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     hf |= {key.rstrip("?"): values[name] for key, name in _keys(family)}
     hf["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family == "gpt2":
-        return hf | {"activation_function": "relu2" if model.squared_relu else "gelu_new"}
+        gelu = "gelu_new" if model.tanh_gelu else "gelu"
+        return hf | {"activation_function": "relu2" if model.squared_relu else gelu}
     hf |= {"hidden_act": "silu", "rope_theta": model.rotary_base, "rope_scaling": None}
     if model.position_embedding_type == "yarn":
         hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(model, name) for key, name in YARN.items()}
@@ -332,5 +336,6 @@ def _effective(model: TransformerConfig) -> dict[str, Any]:
         "ffn_hidden_size": None if all(model.moe_layers) else model.ffn_size,
         "add_qkv_bias": model.add_qkv_bias or not model.disable_bias_linear,
         "squared_relu": model.squared_relu and not model.swiglu,
+        "bias_gelu_fusion": model.tanh_gelu and not (model.swiglu or model.squared_relu),
         "window_size": model.windows,
     }

@@ -14,7 +14,8 @@ from typing import Any
 TRANSFORMER_CONFIG = {
     "add_bias_linear": (True, "disable_bias_linear=True"),
     "gated_linear_unit": (False, "swiglu=True"),
-    "activation_func": (None, "swiglu=True or squared_relu=True; it is GELU without"),
+    "activation_func": (None, "swiglu=True or squared_relu=True; it is GELU without, see bias_gelu_fusion"),
+    "bias_activation_fusion": (True, "bias_gelu_fusion=False for exact GELU, or bias_swiglu_fusion=False"),
     "layernorm_epsilon": (1e-5, "norm_epsilon"),
     "layernorm_zero_centered_gamma": (False, "apply_layernorm_1p=True"),
     "init_method": (None, "init_method_std, the standard deviation of a normal distribution"),
@@ -98,7 +99,7 @@ GPT_MODEL = {
 # What these ask for is always so, or would change no result.
 TAKEN = """
 use_cpu_initialization perform_initialization pipeline_dtype attention_softmax_in_fp32
-bias_activation_fusion bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion
+bias_dropout_fusion apply_rope_fusion gradient_accumulation_fusion
 deallocate_pipeline_outputs variable_seq_lengths batch_p2p_comm overlap_p2p_comm
 overlap_p2p_comm_warmup_flush enable_autocast fp8_interval
 calculate_per_token_loss fp16_lm_cross_entropy parallel_output

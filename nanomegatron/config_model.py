@@ -164,6 +164,9 @@ class TransformerConfig:
     )
     masked_softmax_fusion: bool = setting(True, "unfused attention: scale, mask and softmax in one kernel")
     rope_fusion: bool = setting(True, "rotate queries and keys in one kernel, where they lie")
+    bias_gelu_fusion: bool = setting(
+        True, "GELU in the tanh form of Megatron's fused kernel; exact GELU without it, or without biases"
+    )
     bias_swiglu_fusion: bool = setting(True, "both halves of SwiGLU in one kernel")
     persist_layer_norm: bool = setting(True, "norms, with the residual's sum before them, in one kernel")
     sequence_parallel: bool = setting(False, "shard norms and dropout over the tp ranks", "sp")
@@ -202,6 +205,11 @@ class TransformerConfig:
     def ffn_size(self) -> int:
         h = self.hidden_size
         return self.ffn_hidden_size or (int(8 * h / 3 / 64) * 64 if self.swiglu else 4 * h)
+
+    @property
+    def tanh_gelu(self) -> bool:
+        """Which GELU: Megatron fuses it with a bias, where there is one, and then in its tanh form."""
+        return self.bias_gelu_fusion and not self.disable_bias_linear
 
     @property
     def moe_ffn_size(self) -> int:

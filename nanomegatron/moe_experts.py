@@ -55,7 +55,7 @@ class AddBiasFunction(torch.autograd.Function):
 def activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """What stands between the two layers of an MLP."""
     if not config.swiglu:
-        return ops.squared_relu if config.squared_relu else ops.gelu
+        return ops.squared_relu if config.squared_relu else partial(ops.gelu, tanh=config.tanh_gelu)
     return ops.swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
 
 

@@ -20,9 +20,9 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return gated(x, SILU)
 
 
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh form, as GPT-2 and Megatron's fused path have it. `[..., f] -> [..., f]`"""
-    return F.gelu(x, approximate="tanh")
+def gelu(x: torch.Tensor, tanh: bool = True) -> torch.Tensor:
+    """GELU in its tanh form, as GPT-2 and Megatron's fused path have it, or exact. `[..., f] -> [..., f]`"""
+    return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,9 @@ FAMILIES = {
         tie_word_embeddings=False,
         activation_function="relu2",
     ),
+    "gpt2-gelu": dict(
+        n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCAB, activation_function="gelu"
+    ),
     "llama": LLAMA | dict(rope_theta=1e4, rms_norm_eps=1e-5, num_key_value_heads=4),
     "llama-3.1": LLAMA | dict(rope_parameters=LLAMA3, max_position_embeddings=16384),
     "llama-linear": LLAMA | dict(rope_parameters=LINEAR),

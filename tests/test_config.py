@@ -245,13 +245,13 @@ def test_megatron_flags():
     own = {setting.name.replace("_", "-") for _, setting in sections()}
     assert sum(map(len, classes)) == len(set.union(*classes)) > 600 and not set.union(*classes) & own
     assert all(any(name.startswith(prefix) for name in table["unsupported"]) for prefix in table["hints"])
-    parsed = read(f"{GOOD} --use-flash-attn --transformer-impl local --optimizer adam --no-bias-gelu-fusion")
+    parsed = read(f"{GOOD} --use-flash-attn --transformer-impl local --optimizer adam --openai-gelu")
     assert parsed.errors == () and parsed.config == read(GOOD).config
     assert parsed.notes == [
         "--use-flash-attn: always on",
         "--transformer-impl: not needed here",
         "--optimizer: always on",
-        "--no-bias-gelu-fusion: not needed here",
+        "--openai-gelu: not needed here",
     ]
 
 

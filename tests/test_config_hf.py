@@ -117,7 +117,8 @@ def test_how_it_was_trained_is_no_part_of_a_model(folders):
     settings = read_folder(folders(next(iter(FAMILIES)))[1])[1]
     training = dict(sequence_parallel=True, cross_entropy_loss_fusion=True, recompute_granularity="full")
     training |= dict(recompute_method="block", recompute_num_layers=1, distribute_saved_activations=True)
-    training |= dict(recompute_modules=("mlp",), hidden_dropout=0.1)
+    training |= dict(recompute_modules=("mlp",), hidden_dropout=0.1, bias_swiglu_fusion=False)
+    training |= dict(rope_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False)
     assert to_hf(build(settings | training)) == to_hf(build(settings))
     settings = read_folder(folders("qwen3_moe")[1])[1]
     training |= dict(moe_aux_loss_coeff=0.1, moe_token_dispatcher_type="alltoall", moe_grouped_gemm=False)

@@ -95,6 +95,8 @@ def test_every_wrong_tensor_is_seen(folders, name):
         ("mistral", {"window_size": ()}),
         ("qwen2", {"window_attn_skip_freq": "[1]*1+[0]*1"}),
         ("gpt2-untied-relu2", {"squared_relu": False}),
+        ("gpt2", {"bias_gelu_fusion": False}),
+        ("gpt2-gelu", {"bias_gelu_fusion": True}),
         ("mixtral", {"moe_router_pre_softmax": True}),
         ("mixtral", {"moe_router_topk": 3}),
         ("qwen2_moe", {"moe_router_pre_softmax": False}),

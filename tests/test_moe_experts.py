@@ -61,7 +61,9 @@ def activated(config, x):
     if config.swiglu:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
-    return F.relu(x) ** 2 if config.squared_relu else F.gelu(x, approximate="tanh")
+    if config.squared_relu:
+        return F.relu(x) ** 2
+    return F.gelu(x, approximate="none" if config.disable_bias_linear else "tanh")
 
 
 def one(config, params, i, x):

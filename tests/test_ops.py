@@ -61,6 +61,7 @@ def test_swiglu_and_gelu():
     compare(ops.swiglu(x), gate / (1 + (-gate).exp()) * up, (x,))
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     compare(ops.gelu(x), 0.5 * x * (1 + inner.tanh()), (x,))
+    compare(ops.gelu(x, tanh=False), 0.5 * x * (1 + torch.erf(x / math.sqrt(2))), (x,))
 
 
 @pytest.mark.parametrize("s, t, masked", [(5, 5, False), (5, 5, True), (3, 7, True), (1, 4, True)])
