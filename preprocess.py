@@ -26,8 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from nanomegatron.config import DataConfig
-from nanomegatron.data_indexed import IndexedDatasetBuilder, best_dtype, file_lock, publish
+from nanomegatron.data_indexed import IndexedDatasetBuilder, best_dtype, file_lock, marks, publish
 from nanomegatron.data_text import (
     Portable,
     blocks,
@@ -160,7 +162,7 @@ def tokenize(
     """
     work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
     progress = Progress(sum(os.path.getsize(f) for f in files), log_interval)
-    dtype, sizes, skipped = best_dtype(tokenizer.vocab_size), [0 for _ in keys], []
+    dtype, sizes, skipped = best_dtype(tokenizer.vocab_size), [[] for _ in keys], []
     with contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{key}_document", dtype)) for key in keys
@@ -173,31 +175,36 @@ def tokenize(
                 raise ValueError(f"{skipped[skip_bad_lines]}{allowed}; --skip-bad-lines N leaves out up to N")
             for k, (builder, part) in enumerate(zip(builders, encoded)):
                 builder.add_documents(part.tokens, part.lengths)
-                sizes[k] += part.text_bytes
+                sizes[k].append(part.text_bytes[part.lengths > 0])
             progress.wrote(builders[0].documents, sum(b.tokens for b in builders))
         for builder in builders:
             if not builder.tokens:
                 raise ValueError(
                     f"{builder.prefix}: {builder.documents} documents without a token in {files[0]} ..."
                 )
-        for builder, size in zip(builders, sizes):
-            builder.finalize(_sidecar(builder, tokenizer, size, append_eod))
+        before = [np.concatenate(([0], *each)).cumsum() for each in sizes]  # of each sequence, and of all
+        for builder, text_bytes in zip(builders, before):
+            builder.finalize(_sidecar(builder, tokenizer, text_bytes, append_eod))
     if skipped:
         with publish(f"{prefix}.skipped") as temporary:
             temporary.write_text("\n".join(skipped) + "\n", encoding="utf-8")
     return [f"{prefix}.skipped: {len(skipped)} lines left out"] * bool(skipped) + [
         f"{b.prefix}: {b.documents:,} documents ({b.documents - b.sequences:,} empty), {b.tokens:,} tokens, "
-        f"{size / b.tokens:.2f} bytes a token, {time.monotonic() - progress.start:.1f} s"
-        for b, size in zip(builders, sizes)
+        f"{size[-1] / b.tokens:.2f} bytes a token, {time.monotonic() - progress.start:.1f} s"
+        for b, size in zip(builders, before)
     ]
 
 
-def _sidecar(builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text_bytes: int, append_eod: bool) -> dict:
+def _sidecar(
+    builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text_bytes: np.ndarray, append_eod: bool
+) -> dict:
+    """text_bytes: before each sequence, and of all."""
     return dict(
         documents=builder.documents,
         empty_documents=builder.documents - builder.sequences,
         tokens=builder.tokens,
-        text_bytes=text_bytes,
+        text_bytes=int(text_bytes[-1]),
+        text_bytes_before=" ".join(map(str, text_bytes[marks(builder.sequences)])),
         max_token=builder.max_token,
         append_eod=append_eod,
         tokenizer=tokenizer.spec,

@@ -60,7 +60,7 @@ class GPTDataset(Samples):
         before: what was asked for by the runs that this one goes on with; their samples stay in their places.
         Raises ValueError if there are no tokens; fewer than a sample has are repeated, as in Megatron.
         """
-        self.indexed, self.seq_length = indexed, seq_length
+        self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
         lengths = indexed.sequence_lengths
         tokens = int(lengths[slice(*sequences)].sum(dtype=np.int64))
         if not tokens:

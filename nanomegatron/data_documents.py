@@ -48,7 +48,7 @@ class DocumentDataset(Samples):
 
         Raises ValueError if no sequence has two tokens.
         """
-        self.indexed, self.seq_length, self.first = indexed, seq_length, sequences[0]
+        self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
         self.lengths = indexed.sequence_lengths[slice(*sequences)]
         pieces = -(-np.maximum(self.lengths.astype(np.int64) - 1, 0) // seq_length)
         once = int(pieces.sum())
@@ -69,7 +69,7 @@ class DocumentDataset(Samples):
         sample = int(self.shuffle_index[i])
         place = int(np.searchsorted(self.ends, sample, side="right"))
         offset = (sample - int(self.ends[place - 1]) * (place > 0)) * self.seq_length
-        return self.first + place, offset, min(self.seq_length, int(self.lengths[place]) - 1 - offset)
+        return self.sequences[0] + place, offset, min(self.seq_length, int(self.lengths[place]) - 1 - offset)
 
     def length(self, i: int) -> int:
         """Tokens of sample i, as many as it has labels."""

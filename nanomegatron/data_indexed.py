@@ -266,9 +266,10 @@ class IndexedDataset:
 
 
 class Samples:
-    """What data sets of samples have in common: `indexed`, from which they read, and `shuffle_index`."""
+    """What data sets of samples have in common."""
 
     indexed: Any  # an IndexedDataset, or what can be read like one
+    sequences: tuple[int, int]  # those of it that they read: [start, stop)
     shuffle_index: np.ndarray  # the sample at each place of the order
 
     def __len__(self) -> int:
@@ -285,9 +286,23 @@ class Samples:
         return sample
 
     def bytes_per_token(self) -> float | None:
-        """Bytes of text behind a token, on average over the whole file; None if PREFIX.json does not say."""
-        text = self.indexed.sidecar()
-        return text["text_bytes"] / text["tokens"] if text else None
+        """Bytes of text behind a token, on average over the sequences; None if PREFIX.json does not say.
+
+        That has the bytes before some sequences (`marks`), between which they are in proportion to tokens.
+        """
+        text, whole = self.indexed.sidecar(), (0, len(self.indexed))
+        if not text or ("text_bytes_before" not in text and tuple(self.sequences) != whole):
+            return None
+        before = [*map(int, text.get("text_bytes_before", f"0 {text['text_bytes']}").split())]
+        tokens = np.concatenate(([0], self.indexed.sequence_lengths)).cumsum(dtype=np.int64)
+        ends = tokens[list(self.sequences)]
+        places = tokens[marks(whole[1], len(before) - 1)]
+        return float(np.diff(np.interp(ends, places, before))[0] / np.diff(ends)[0])
+
+
+def marks(count: int, parts: int = 1000) -> np.ndarray:
+    """Where each of `parts` equal parts of so many sequences begins, or each sequence, and the end."""
+    return np.rint(np.linspace(0, count, min(count, parts) + 1)).astype(np.int64)
 
 
 def file_hash(path: str | Path) -> str:

@@ -80,7 +80,7 @@ class Encoded(NamedTuple):
 
     tokens: np.ndarray
     lengths: np.ndarray
-    text_bytes: int
+    text_bytes: np.ndarray
 
 
 class Block(NamedTuple):
@@ -263,8 +263,8 @@ def _columns(
         if append_eod:
             ends = np.cumsum(lengths)[lengths > 0]
             ids, lengths = np.insert(ids, ends, tokenizer.eod), lengths + (lengths > 0)
-        size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-        result.append(Encoded(ids, lengths, size))
+        sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+        result.append(Encoded(ids, lengths, np.array(sizes, np.int64)))
     return result
 
 

@@ -94,7 +94,7 @@ def test_splits_and_blends(tmp_path):
     a, b = (str(tmp_path / name) for name in "ab")
     one = build_datasets(settings((a,), split="50,50"), (10, 10, 0), 1, TOKENIZER)
     assert isinstance(one[0], DocumentDataset) and one[2] is None
-    assert (one[0].first, one[1].first) == (0, 50)
+    assert (one[0].sequences, one[1].sequences) == ((0, 50), (50, 100))
     (blend, *_) = build_datasets(settings(("0.3", a, "0.7", b), split="1"), (200, 0, 0), 1, TOKENIZER)
     assert len(blend) == 200 and blend.taken.tolist() == [60, 140]
     assert all(blend.length(i) == len(blend[i]) - 1 for i in range(200))

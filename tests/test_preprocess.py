@@ -17,6 +17,8 @@ import pytest
 
 import preprocess
 from nanomegatron import data_text
+from nanomegatron.config import DataConfig
+from nanomegatron.data import build_datasets, split_ranges
 from nanomegatron.data_indexed import IndexedDataset
 from nanomegatron.tokenizer import build_tokenizer, tokenizer_from_spec
 
@@ -82,6 +84,34 @@ def test_sidecar(tmp_path):
     assert tokenizer.fingerprint == sidecar["fingerprint"]
     assert (sidecar["documents"], sidecar["empty_documents"], sidecar["max_token"]) == (4, 1, 256)
     assert (sidecar["text_bytes"], sidecar["tokens"]) == (size, size + 3)
+
+
+@pytest.mark.parametrize("split, each", [("90,10,0", 10), ("969,30,1", 700), ("1", 10)])
+def test_bytes_of_a_split(split, each, tmp_path):
+    """Documents of a byte a token, then of nearly two, three, and in the last tenth four; an empty one."""
+    texts = ["8", "8", "", *["8"] * (7 * each - 2)]
+    texts += [" ".join([number] * 20) for number in ("7", "70", "107") for _ in range(each)]
+    more = ("--output-prefix", tmp_path / "x", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127")
+    run("--input", jsonl(tmp_path / "in.jsonl", texts), *more)
+    tokenizer, full = build_tokenizer("NullTokenizer", vocab_size=127), [text for text in texts if text]
+
+    def found():
+        data = DataConfig(data_path=(str(tmp_path / "x_text_document"),), split=split, seq_length=8)
+        made = build_datasets(data, (1, 1, 1), 0, tokenizer)
+        return [dataset and dataset.bytes_per_token() for dataset in made]
+
+    expected = []
+    for part in split_ranges(split, len(full)):
+        mine = full[slice(*part)] if part else []
+        tokens = sum(len(text.split()) for text in mine)
+        expected.append(pytest.approx(sum(map(len, mine)) / tokens, rel=1e-9) if mine else None)
+    assert found() == expected
+
+    path = tmp_path / "x_text_document.json"
+    sidecar = json.loads(path.read_text())
+    del sidecar["text_bytes_before"]  # bytes of the whole are known alone
+    path.write_text(json.dumps(sidecar))
+    assert found() == (expected if split == "1" else [None] * 3)
 
 
 def test_every_kind_of_input(tmp_path):
