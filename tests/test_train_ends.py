@@ -95,18 +95,17 @@ def test_a_run_needs_no_log(corpus, tmp_path):  # noqa: F811
     argv = arguments(corpus, "--train-iters 2 --lr-warmup-iters 0 --save-interval 1")
     assert launch(without_files, 2, (argv, str(tmp_path)), timeout=40, threads=1) == [train.DONE] * 2
     assert (folder / "ckpt").is_dir() and len(read_jsonl(folder / "evals.jsonl")) == 1
-    (tmp_path / "file").write_text("in the way")
-    argv += ["--save", "file/ckpt", "--train-iters", "3", "--load", str(folder / "ckpt")]
+    (tmp_path / "other/latest_checkpointed_iteration.txt").mkdir(parents=True)
+    argv += ["--save", "other", "--train-iters", "3", "--load", str(folder / "ckpt")]
     assert launch(without_files, 1, (argv, str(tmp_path)), timeout=40, threads=1) == [train.SAVE_FAILED]
 
 
 def test_what_is_shown_fails_no_run(corpus, tmp_path):  # noqa: F811
     """A model of ids continues ids; what cannot be drawn or recorded is named, once each."""
     numbers = "--tokenizer-type NullTokenizer --vocab-size 257 --train-iters 3 --lr-warmup-iters 0"
-    more, named = "--trace-dir file/trace --trace-iterations 1 2", ["trace", "loss.png"]
+    more, named = "--trace-dir /proc/trace --trace-iterations 1 2", ["trace", "loss.png"]
     if find_spec("tensorboard"):
-        more, named = f"{more} --tensorboard-dir file/events", [*named, "TensorBoard"]
-    (tmp_path / "file").write_text("in the way")
+        more, named = f"{more} --tensorboard-dir /proc/events", [*named, "TensorBoard"]
     folder = tmp_path / "runs/test"
     (folder / "loss.png").mkdir(parents=True)
     said = told(tmp_path, arguments(corpus, numbers, more), train.DONE, ranks=2, picture=True)
