@@ -1,7 +1,7 @@
 """Which axes may share GPU memory: asked of the machines, then tried by a copy between each pair of GPUs.
 
 An axis shares memory in all of its groups or in none, and every rank of the world comes to the same answer.
-torch counts for each process how often it has met others to share memory, whoever these were, and waits
+torch counts for each process how often it has met others to share memory, in whichever group, and waits
 forever for a process that has met fewer: with cp 3 and ep 4 on machines of eight GPUs the cp group {6, 7, 8}
 spans two machines and {3, 4, 5} does not. If the second shared memory and the first did not, ranks 4 and 5 of
 the ep group {4, 5, 6, 7} would have met others and 6 and 7 would not.

@@ -90,7 +90,7 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights: logits fp32 `[t, E]` -> probs `[t, k]`, ids int64 `[t, k]`.
 
-    bias `[E]` is added to sigmoid scores for the choice alone. table: of `sinkhorn` `[t, E]`, in training,
+    bias `[E]` is added to sigmoid scores for the choice only. table: of `sinkhorn` `[t, E]`, in training,
     which then chooses; of equally good experts the first.
     """
     k, sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"

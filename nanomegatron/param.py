@@ -259,7 +259,7 @@ def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Te
 
 
 def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """target += grad^T x; the sums of products are rounded to the target's type alone.
+    """target += grad^T x; the sums of products are rounded to the target's type only.
 
     On a GPU the matmul adds by itself; torch has no CPU kernel that adds 16 bits into fp32.
     """
