@@ -55,6 +55,7 @@ from nanomegatron.param import (
     when_due,
 )
 
+SINKHORN_ROUNDS = 1000
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -131,19 +132,21 @@ def sinkhorn(
 
     The sums are over the tokens of all ranks of `axis`, or those that are `real` `[t, 1]`. In fp64, rounded
     to fp32 at the end: equal entries stay equal in whatever order ranks add. Communicates the columns' sums,
-    E numbers a round, on which the host waits. (Megatron adds 1e-8 to each sum. Where experts are far from
-    even that moves the scale of all columns in every round, and it takes thousands in place of some dozens.)
+    E numbers a round, on which the host waits, for at most SINKHORN_ROUNDS: a few tokens with logits far
+    apart would take thousands. (Megatron adds 1e-8 to each sum. Where experts are far from even this moves
+    the scale of all columns every round, and 4,096 tokens take thousands in place of some dozens.)
     """
     table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
     tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
     total = all_reduce(tokens.sum(), axis).clamp(min=1)
-    columns, change = table.new_ones(table.shape[1]), math.inf
-    while change > tolerance:
+    columns = table.new_ones(table.shape[1])
+    for _ in range(SINKHORN_ROUNDS):
         rows = 1 / (total * (table @ columns))
         sums = all_reduce((tokens * rows) @ table, axis)
         before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
         moved = (before - columns).abs().mean()
-        change = (moved / (1e-6 * columns.mean()).clamp(min=1)).item()  # large ones: to 1e-10 of their mean
+        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= tolerance:  # of large ones 1e-10
+            break
     return (columns * table * rows[:, None]).float()
 
 

@@ -133,6 +133,15 @@ def test_sinkhorn_of_uneven_experts_ends_soon(monkeypatch):
         close(columns, columns.mean().expand(E), 1e-4)
 
 
+def test_sinkhorn_gives_up_in_time(monkeypatch):
+    """Few tokens with logits far apart: the table is not even then, but a choice there is."""
+    rounds = []
+    monkeypatch.setattr(moe_router, "all_reduce", lambda x, axis: rounds.append(0) or x)
+    logits = 50 * torch.randn(4, E, generator=torch.Generator().manual_seed(0))
+    assert sinkhorn(logits, Axis.single(), tolerance=-1.0).isfinite().all()
+    assert len(rounds) == 1 + moe_router.SINKHORN_ROUNDS
+
+
 def sinkhorn_on_ranks(mesh, x, weight, real):
     """The experts of this rank's tokens; real `[t]`: 0 for padding."""
     config = settings(router_load_balancing_type=("sinkhorn",), sequence_parallel=True)
