@@ -294,6 +294,8 @@ class Samples:
         if not text or ("text_bytes_before" not in text and tuple(self.sequences) != whole):
             return None
         before = [*map(int, text.get("text_bytes_before", f"0 {text['text_bytes']}").split())]
+        if len(before) > whole[1] + 1:  # of other data than this
+            return None
         tokens = np.concatenate(([0], self.indexed.sequence_lengths)).cumsum(dtype=np.int64)
         ends = tokens[list(self.sequences)]
         places = tokens[marks(whole[1], len(before) - 1)]

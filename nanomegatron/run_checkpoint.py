@@ -13,6 +13,7 @@ under any layout.
 
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from nanomegatron.checkpoint import (
     training_pieces,
 )
 from nanomegatron.checkpoint_files import Piece
+from nanomegatron.comm import broadcast_
 from nanomegatron.config import Config, TransformerConfig
-from nanomegatron.config_cli import flag, to_toml
+from nanomegatron.config_batch import samples_before
+from nanomegatron.config_cli import flag, from_toml, to_toml
 from nanomegatron.config_hf import is_hf_folder, read_folder
 from nanomegatron.hf import load_weights
 from nanomegatron.mesh import Mesh
@@ -87,14 +90,17 @@ def save_checkpoint(run: Run) -> None:
     run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
 
 
-def source(whole: Config) -> tuple[str, bool, int | None]:
+def source(whole: Config, mesh: Mesh) -> tuple[str, bool, int | None]:
     """The folder that a run takes up, whether that is its own, and which iteration if not the newest.
 
     Its own if it has a checkpoint, or else --load. --eval-only wants what --load names, whatever the run has;
-    --moe-use-upcycling is for a run's beginning. Raises ValueError for a step back in the run's own.
+    --moe-use-upcycling is for a run's beginning. What rank 0 sees counts: it is broadcast over world. Raises
+    ValueError for a step back in the run's own.
     """
     config, eval_only = whole.checkpoint, whole.run.eval_only
-    newest, step = latest(config.save), config.ckpt_step
+    seen, step = latest(config.save), config.ckpt_step
+    number = int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
+    newest = None if number < 0 else number
     if config.moe_use_upcycling and newest is not None and not eval_only:
         step = None  # it was one of the dense model's
     own = newest is not None and step is None and not (eval_only and config.load)
@@ -109,15 +115,24 @@ def source(whole: Config) -> tuple[str, bool, int | None]:
 def data_samples(config: Config, mesh: Mesh, log: RunLog, wanted: int) -> list[int]:
     """Samples that the training data is made for: `wanted`, behind what the runs before asked for.
 
-    They are in the checkpoint that this run goes on from; communicates over world.
+    They are in the checkpoint that this run goes on from; an earlier version's was made for what its settings
+    ask for. Communicates over world. Raises CheckpointError for what are no such numbers.
     """
-    root, own, step = source(config)
+    root, own, step = source(config, mesh)
     begins = (config.checkpoint.finetune or config.checkpoint.moe_use_upcycling) and not own
     found = None if begins or config.run.eval_only else read_state(root, mesh, step)
     if found is None or not found[0].get("consumed_samples"):
         return [wanted]
     counts, note = found[0].get("data_samples", []), ""
-    before, now = (tomllib.loads(text) for text in (found[1], to_toml(config)))
+    try:
+        before, now = (tomllib.loads(text) for text in (found[1], to_toml(config)))
+    except ValueError as error:
+        raise CheckpointError(f"{root}: its settings cannot be read ({error})") from None
+    if "data_samples" not in found[0] and "train-iters" in before:
+        with suppress(ValueError):  # settings that this program does not know
+            counts = [samples_before(from_toml(found[1]), mesh.dp.size)[-1]]
+    if not isinstance(counts, list) or not all(type(n) is int and n > 0 for n in counts):
+        raise CheckpointError(f"{root}: data_samples {str(counts)[:80]} are not numbers of samples")
     if not counts:
         note = f"{root} does not say how many samples its data was made for"
     elif changed := [f"--{key}" for key in ORDER if before.get(key) != now.get(key)]:
@@ -134,7 +149,7 @@ def load_checkpoint(run: Run) -> None:
     launch begins.
     """
     config, eval_only = run.config.checkpoint, run.config.run.eval_only
-    root, own, step = source(run.config)
+    root, own, step = source(run.config, run.mesh)
     upcycling = config.moe_use_upcycling and not own
     if is_hf_folder(root):
         load_hf_folder(run, root, upcycling)
@@ -152,7 +167,7 @@ def load_checkpoint(run: Run) -> None:
         elif eval_only:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
-    for note in loaded.notes:
+    for note in [*loaded.notes, *computed_otherwise(root, loaded.config_toml, run.config.model)]:
         run.log.warn(note)
     if loaded.state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
         run.log.warn(f"{root} was trained on {loaded.state['tokenizer']}, the data here is another's ids")
@@ -174,6 +189,13 @@ def load_checkpoint(run: Run) -> None:
     if changed and not finetune:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)
+
+
+def computed_otherwise(root: str, settings: str, model: TransformerConfig) -> Iterator[str]:
+    """What an earlier version of this program, which wrote a checkpoint, did not compute as this one does."""
+    gelu = not (model.swiglu or model.squared_relu)
+    if gelu and model.disable_bias_linear and "bias-gelu-fusion" not in settings:
+        yield f"{root} was trained with GELU in its tanh form; without biases it is exact, as in Megatron"
 
 
 def load_hf_folder(run: Run, root: str, upcycling: bool) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from nanomegatron.checkpoint import CheckpointError
 from nanomegatron.config import CheckpointConfig, Config, DataConfig, RunConfig
 from nanomegatron.config_cli import to_toml
 from nanomegatron.data import GPTDataset, build_datasets
@@ -106,8 +107,8 @@ def test_a_blend_that_asked_again_is_made_longer():
 
 
 def configuration(folder, **changes):
-    data = DataConfig(data_path=("d",), seq_length=changes.pop("seq_length", 8))
-    run = RunConfig(eval_only=changes.pop("eval_only", False))
+    data = DataConfig(data_path=("d",), seq_length=changes.pop("seq_length", 8), global_batch_size=4)
+    run = RunConfig(eval_only=changes.pop("eval_only", False), train_iters=changes.pop("train_iters", None))
     return Config(data=data, run=run, checkpoint=CheckpointConfig(save=str(folder), **changes))
 
 
@@ -137,6 +138,23 @@ def test_the_counts_of_the_checkpoint_to_go_on_from(tmp_path):
     (there / "iter_0000002/manifest.json").write_text("{")
     assert data_samples(configuration(there), ALONE, log, 150) == [60, 150]
     assert log == []
+
+
+def test_an_earlier_version_asked_for_what_its_settings_say(tmp_path):
+    log, settings = Log(), to_toml(configuration(tmp_path, train_iters=15))
+    save(tmp_path / "old", 1, cuts(1), {"consumed_samples": 4}, settings, ALONE)
+    assert data_samples(configuration(tmp_path / "old"), ALONE, log, 60) == [60]
+    assert data_samples(configuration(tmp_path / "old"), ALONE, log, 100) == [60, 100]
+    assert log == []
+
+
+@pytest.mark.parametrize("numbers", [None, "ab", ["a"], [[1]], [-5], [1.5], [True], {}])
+def test_what_are_no_numbers_of_samples(tmp_path, numbers):
+    """A stranger's checkpoint may be wrong, but is no traceback."""
+    state = {"consumed_samples": 4, "data_samples": numbers}
+    save(tmp_path / "bad", 1, cuts(1), state, to_toml(configuration(tmp_path)), ALONE)
+    with pytest.raises(CheckpointError, match="bad: data_samples .* are not numbers of samples"):
+        data_samples(configuration(tmp_path / "bad"), ALONE, Log(), 60)
 
 
 def test_an_order_that_cannot_be_kept_is_said(tmp_path):
