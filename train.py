@@ -38,7 +38,7 @@ from nanomegatron.fp8_stats import Stats
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics import bits_per_byte
-from nanomegatron.metrics_log import RunLog
+from nanomegatron.metrics_log import RunLog, timestamp
 from nanomegatron.metrics_plot import plot_experts, plot_loss
 from nanomegatron.model import GPTModel
 from nanomegatron.moe_load import ExpertLoad
@@ -96,8 +96,8 @@ def main(argv: list[str]) -> int:
         return DONE
     if config.run.nproc == 1 or world.size > 1:
         return run_rank(world, argv)
-    blame = functools.partial(name_culprit, run_folder(config))
-    codes = launch(run_rank, config.run.nproc, (argv,), blame=blame)
+    blame = functools.partial(name_culprit, run_folder(config), timestamp())
+    codes = launch(run_rank, config.run.nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED))
     named = (code for code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
@@ -163,6 +163,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
         log = RunLog(run_folder(config), config, mesh.rank, mesh.label)
+        comm.barrier(mesh.world)  # the run has begun in status.json before a rank may say that it failed
     except ValueError as error:
         if world.rank == 0:
             print_errors(error)
@@ -304,11 +305,11 @@ def train_step(run: Run) -> StepReport:
         stats = run.optimizer.step(shared[0])
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()
-    told = StepReport(run.iteration + 1, shared, stats, extras, clock, timers.take(), mesh.traffic)
+    step_report = StepReport(run.iteration + 1, shared, stats, extras, clock, timers.take(), mesh.traffic)
     run.tracer.end()  # behind the step's clock: to draw takes a second
     for line in run.tracer.summary:
         run.log.line(f"trace   {line}")
-    return told
+    return step_report
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ sample index, there a loop in C++, is a search in the running sum of lengths her
 (data_cache.py).
 
 How many samples are asked for is part of that order: one epoch is shuffled otherwise than two. So a run that
-goes on for longer than it was begun for keeps the line and adds another behind it, with a seed of its own:
+resumes with more iterations keeps the line and appends another, with a seed of its own:
 
     60 asked for     |  epochs 1, 2: 68 samples  |
     then 100         |  epochs 1, 2              |  epoch 3: 34 more  |
@@ -57,7 +57,7 @@ class GPTDataset(Samples):
     ) -> None:
         """At least `num_samples`, in whole epochs; None is one epoch. Without a folder nothing is cached.
 
-        before: what was asked for by the runs that this one goes on with; their samples stay in their places.
+        before: the numbers of samples of the runs that this one resumes; their samples stay in their places.
         Raises ValueError if there are no tokens; fewer than a sample has are repeated, as in Megatron.
         """
         self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
@@ -223,7 +223,7 @@ def build_datasets(
 ) -> tuple[GPTDataset | DocumentDataset | BlendedDataset | None, ...]:
     """Training, validation and test data; None where no sample is asked for or the data has no such part.
 
-    before: training samples that runs asked for which this one goes on with, one number a run.
+    before: the numbers of training samples of the runs that this one resumes.
     Raises ValueError, before any index is built, for data that is missing or damaged, was made by another
     tokenizer, holds ids outside the vocabulary or too few tokens.
     """

@@ -303,7 +303,7 @@ class Samples:
 
 
 def marks(count: int, parts: int = 1000) -> np.ndarray:
-    """Where each of `parts` equal parts of so many sequences begins, or each sequence, and the end."""
+    """The first of each of `parts` equal parts of `count` sequences, or every sequence; and the end."""
     return np.rint(np.linspace(0, count, min(count, parts) + 1)).astype(np.int64)
 
 

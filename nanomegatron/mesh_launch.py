@@ -11,6 +11,7 @@ seen who failed first.
 import math
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -34,17 +35,19 @@ def launch(
     timeout: float | None = None,
     threads: int | None = None,
     blame: Callable[[int, list[int], str], None] | None = None,
+    fine: tuple[int, ...] = (0,),
 ) -> list[int]:
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
     `worker` is a module-level function that returns an exit code. The first rank to fail gets the others
     stopped; SIGTERM to this process is passed on; after `timeout` seconds all are killed. Each rank computes
     with `threads` threads (the cores, shared out). `blame(rank, codes, what)` hears at the end which failed
-    first, and in words how.
+    first, and in words how; a rank that ends with one of the codes `fine` has not.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "torch", "nanomegatron.mesh_launch"])
     threads = threads or max(1, (os.cpu_count() or 1) // nproc)
+    _start_server()
     with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder:
         places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
         ranks = [
@@ -55,7 +58,7 @@ def launch(
             process.start()
         passed_on = _pass_on_sigterm(ranks)
         try:
-            first = _wait(ranks, timeout)
+            first = _wait(ranks, timeout, fine)
             running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         finally:
             passed_on()
@@ -66,7 +69,22 @@ def launch(
     return codes
 
 
+def _start_server() -> None:
+    """Start the fork server deaf to SIGTERM, which a scheduler sends to a whole process group.
+
+    The launcher learns from the server how ranks end, and would take all of them for dead without it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
 def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server ignores it
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
 
@@ -92,7 +110,7 @@ def _pass_on_sigterm(ranks: list) -> Callable[[], None]:
     return lambda: (signal.signal(signal.SIGTERM, old[0]), signal.signal(signal.SIGINT, old[1]))
 
 
-def _wait(ranks: list, timeout: float | None) -> int | None:
+def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...]) -> int | None:
     """Return when all ranks have ended, GRACE seconds after one has failed, or at the timeout.
 
     The result is the first that failed. Of several at once it is one that a signal killed: the others may
@@ -101,7 +119,7 @@ def _wait(ranks: list, timeout: float | None) -> int | None:
     end, first = time.monotonic() + (timeout or math.inf), None
     while True:
         alive = [process.sentinel for process in ranks if process.is_alive()]
-        failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, *fine)]
         if first is None and failed:  # before the wait: it may have failed already
             first = min(failed, key=lambda rank: (ranks[rank].exitcode > 0, rank))
             end = min(end, time.monotonic() + GRACE)

@@ -13,6 +13,7 @@ pushes numbers to its peers and pulls theirs, once, before anything relies on it
 import itertools
 import platform
 import time
+import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -41,7 +42,8 @@ def peer_access_errors(
     """Why the ranks of each axis cannot share memory, "" where they can: the same on every rank.
 
     axes: the groups of each, `world` among them; communicators: this rank's, by the ranks of the group. All
-    ranks of the world call it together. Raises RuntimeError where a copy between GPUs never ends.
+    ranks of the world call it together. Raises RuntimeError where memory cannot be mapped or a copy never
+    ends.
     """
     (everyone,) = axes["world"]
     if device.type != "cuda" or len(everyone) == 1:
@@ -56,7 +58,10 @@ def peer_access_errors(
         if errors[name] or pairs <= tried or name == "embed":  # which not all ranks are in
             continue
         mine = next(group for group in groups if dist.get_rank() in group)
-        bad = _gather([_failed_copies(communicators[mine], device)], world, device)
+        own = _shared_memory(len(mine), device)
+        if any(row[0] for row in _gather([int(own is None)], world, device)):
+            return {name: error or "torch cannot share GPU memory here" for name, error in errors.items()}
+        bad = _gather([_failed_copies(own, communicators[mine], device)], world, device)
         broken |= {
             (min(rank, peer), max(rank, peer))
             for group in groups
@@ -100,13 +105,27 @@ def _first_obstacle(name: str, groups: Groups, gpus: list[Gpu]) -> str:
     return ""
 
 
-def _failed_copies(group: Any, device: torch.device) -> int:
-    """Bit i: a copy from or to rank i of the group arrived damaged. All of its ranks call it together."""
+def _shared_memory(size: int, device: torch.device) -> torch.Tensor | None:
+    """A row of NUMBERS for each of `size` ranks; None, and a warning why, where torch cannot make it."""
+    try:
+        return symmetric.empty(size * NUMBERS, dtype=torch.int32, device=device).fill_(-1)
+    except RuntimeError as error:
+        warnings.warn(f"{device} shares no memory with other GPUs: {error}", stacklevel=2)
+        return None
+
+
+def _failed_copies(own: torch.Tensor, group: Any, device: torch.device) -> int:
+    """Bit i: a copy from or to rank i of the group arrived damaged. All of its ranks call it together.
+
+    own: `_shared_memory` of this rank.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    shape = size, NUMBERS  # a row for each rank
+    shape = size, NUMBERS
     numbers = torch.arange(size * NUMBERS, dtype=torch.int32, device=device).view(shape)
-    own = symmetric.empty(numbers.numel(), dtype=torch.int32, device=device).fill_(-1)
-    handle = symmetric.rendezvous(own, group.group_name)
+    try:
+        handle = symmetric.rendezvous(own, group.group_name)
+    except RuntimeError as error:
+        raise RuntimeError(f"{device}: no shared memory with its peers; try --no-peer-memory") from error
     memory = [handle.get_buffer(peer, shape, torch.int32) for peer in range(size)]
     dist.barrier(group=group)  # all memory is filled
     for peer in range(size):

@@ -241,26 +241,27 @@ class RunLog:
 
     # State
 
-    def status(self, state: str, **facts: Any) -> None:
+    def status(self, state: str, **facts: Any) -> bool:
         """Replace status.json: the state, and facts (iteration, exit_code, message, checkpoint) as last told.
 
         Rank 0's business, but any rank may report "failed". The first such report stays, unless it is that
-        of a rank that LOST_PEER.
+        of a rank that LOST_PEER. The result says whether this one counts.
         """
         if state not in STATES:
             raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
         path = self.folder / "status.json"
         if state != "failed" and not self.is_main:
-            return
+            return False
         if state == "failed":
             before = read_status(path, self.warn)
             if before.get("state") == "failed" and not str(before.get("message")).startswith(LOST_PEER):
-                return
+                return False
             self._facts = before | {key: value for key, value in self._facts.items() if value}
             facts = {"rank": self.label} | facts
         self._facts |= facts
         with self.attempt(str(path)):
             write_status(path, self._facts | {"state": state})
+        return True
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
@@ -274,9 +275,9 @@ class RunLog:
 
 def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
     """What a status.json says; nothing without the file, nor, with a warning, where it is damaged."""
-    if not path.is_file():
-        return {}
     try:
+        if not path.is_file():
+            return {}
         facts = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(facts, dict):
             raise ValueError("not a JSON object")
@@ -288,8 +289,12 @@ def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
 
 def write_status(path: Path, facts: dict[str, Any]) -> None:
     """Replace a status.json by these facts and the time."""
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    replace_file(path, json.dumps(plain(facts | {"time": now}), indent=1) + "\n")
+    replace_file(path, json.dumps(plain(facts | {"time": timestamp()}), indent=1) + "\n")
+
+
+def timestamp() -> str:
+    """Now, to the second, with the offset from UTC."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 # Lines

@@ -254,21 +254,21 @@ def report(run: Run, step: StepReport | None) -> None:
     """Read one step's numbers, log them, and heed a wish to stop."""
     if step is None:
         return
-    milliseconds, told = step.read()
-    signalled, out_of_time, finite = (told.pop(name) for name in ("signalled", "out_of_time", "finite"))
+    milliseconds, numbers = step.read()
+    signalled, out_of_time, finite = (numbers.pop(name) for name in ("signalled", "out_of_time", "finite"))
     if signalled:
         run.stop, run.preempted = "a signal", True
     elif out_of_time:
         run.stop = f"--exit-duration-in-mins {run.config.run.exit_duration_in_mins}"
     if not finite:
-        name_bad_step(run, step, told["lm_loss"], told["grad_norm"])
-        told["next_lr"] = told["lr"]  # a bad step holds the schedule
-    batch, fp8, load = run.batch_size(step.iteration), told.pop("fp8", None), told.pop("experts", None)
+        name_bad_step(run, step, numbers["lm_loss"], numbers["grad_norm"])
+        numbers["next_lr"] = numbers["lr"]  # a bad step holds the schedule
+    batch, fp8, load = run.batch_size(step.iteration), numbers.pop("fp8", None), numbers.pop("experts", None)
     at = step.iteration, run.samples_before[step.iteration]
     if fp8 is not None:
         run.log.details("fp8", *at, run.fp8_stats.by_name(fp8))
     if load is not None:
-        told |= run.expert_load.means(load)
+        numbers |= run.expert_load.means(load)
         if run.config.run.moe_per_layer_logging:
             run.log.details("experts", *at, run.expert_load.by_layer(load))
     run.log.step(
@@ -276,7 +276,7 @@ def report(run: Run, step: StepReport | None) -> None:
             "iteration": step.iteration,
             "consumed_samples": run.samples_before[step.iteration],
             "global_batch_size": batch,
-            **told,
+            **numbers,
             **rates(run, lengths_of(run, step.iteration), milliseconds / 1e3),
             "skipped": int(not finite),
             "skipped_samples": run.skipped_samples,

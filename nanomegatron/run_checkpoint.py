@@ -7,8 +7,7 @@
                              the resolved settings
 
 There is no random state to keep: weights come from (seed, name), the order of the data from (seed, samples
-asked for, run by run), dropout from (seed, sample, place). So a run that goes on does so to the bit, and
-under any layout.
+asked for, run by run), dropout from (seed, sample, place). So a run resumes to the bit, under any layout.
 """
 
 import tomllib
@@ -113,10 +112,10 @@ def source(whole: Config, mesh: Mesh) -> tuple[str, bool, int | None]:
 
 
 def data_samples(config: Config, mesh: Mesh, log: RunLog, wanted: int) -> list[int]:
-    """Samples that the training data is made for: `wanted`, behind what the runs before asked for.
+    """Numbers of samples that the training data is built for: those of the runs before, then `wanted`.
 
-    They are in the checkpoint that this run goes on from; an earlier version's was made for what its settings
-    ask for. Communicates over world. Raises CheckpointError for what are no such numbers.
+    The former are in the checkpoint that this run resumes; for one of an earlier version its settings say how
+    many. Communicates over world. Raises CheckpointError where they are not numbers of samples.
     """
     root, own, step = source(config, mesh)
     begins = (config.checkpoint.finetune or config.checkpoint.moe_use_upcycling) and not own

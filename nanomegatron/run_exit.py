@@ -37,9 +37,11 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
     kinds |= {} if begun else {ValueError: BAD_CONFIG}
     code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
     if code != 1:
-        log.status("failed", exit_code=code, message=str(error))
+        first = log.status("failed", exit_code=code, message=str(error))
         if log.is_main:
             log.warn(str(error))
+        elif first:
+            log.line(f"! {error}")
         return code
     frames = traceback.extract_tb(error.__traceback__)
     where = " > ".join(frame.name for frame in frames if "/torch/" not in frame.filename)
@@ -57,17 +59,19 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
     return code
 
 
-def name_culprit(folder: Path, rank: int, codes: list[int], what: str) -> None:
+def name_culprit(folder: Path, began: str, rank: int, codes: list[int], what: str) -> None:
     """The launcher's last word: which rank failed first, as it has said itself, or as the launcher saw it.
 
     The latter goes to status.json of the run's folder, too. Where rank 0 has said what is wrong with settings
-    or data there is nothing to add. codes: of all ranks.
+    or data there is nothing to add. codes: of all ranks; began: the `timestamp` of the launch,
+    before which status.json is of another run.
     """
     code, path = codes[rank], folder / "status.json"
     if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
         return
     facts = read_status(path, lambda text: print(text, file=sys.stderr))
-    if facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER):
+    said = facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER)
+    if said and str(facts.get("time")) >= began:
         what = f"{facts['rank']} failed first: {facts['message']}"
     elif facts and code not in SAID:
         with suppress(ConfigError, OSError), lock(folder, patience=0):  # not while another run is in there

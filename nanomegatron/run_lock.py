@@ -4,10 +4,10 @@
     runs/NAME/ckpt/run.lock
 
 Rank 0 locks the files (flock) before anything is written. The kernel unlocks them when the process ends,
-however it ends, so the files themselves stay. Every rank then looks for the number of this run in them.
+however it ends (on NFS a machine that is lost, when its lease is over), so the files themselves stay. Every
+rank then looks for the number of this run in them.
 """
 
-import datetime
 import fcntl
 import os
 import secrets
@@ -23,6 +23,7 @@ from nanomegatron.comm import all_gather, all_reduce
 from nanomegatron.config import Config
 from nanomegatron.config_cli import ConfigError, from_toml
 from nanomegatron.mesh import Mesh
+from nanomegatron.metrics_log import timestamp
 from nanomegatron.run import run_folder
 
 LOCK = "run.lock"
@@ -34,9 +35,9 @@ HOST_BYTES = 64
 def settings_in(folder: Path) -> Config | None:
     """Those of the run in a folder; None where there is none. Raises ConfigError for a damaged file."""
     path = folder / "config.toml"
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         config = from_toml(path.read_text(encoding="utf-8"))
         if None in (config.model.num_layers, config.run.train_iters):  # of the first and the last part
             raise ValueError("it is cut short")
@@ -49,19 +50,21 @@ def settings_in(folder: Path) -> Config | None:
 def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
     """Lock the run folder and the --save folder until the result is closed; notes: for the first lines.
 
-    --eval-only saves nothing, and does not lock the second. A run goes on without the logs of a run folder
-    that cannot be written. Communicates a number, and what each rank sees, over world. Raises ConfigError on
+    --eval-only saves nothing, and does not lock the second. A run folder that cannot be written costs
+    the logs, not the run. Communicates a number, and what each rank sees, over world. Raises ConfigError on
     all ranks, with the messages on rank 0, where another run holds a folder, where --save cannot be written,
     and where a rank does not see one of them.
     """
     folder, save = run_folder(config), Path(config.checkpoint.save)
-    saved = {} if config.run.eval_only else {f"--save {save}": save}
-    apart = not saved or save.resolve() != folder.resolve()
-    folders = ({f"--run-name {config.run.run_name}": folder} if apart else {}) | saved
-    locks, errors, number, held = ExitStack(), [], 0, [0] * len(folders)
+    saves = not config.run.eval_only
+    folders = [(f"--run-name {config.run.run_name}", folder), (f"--save {save}", save)]
+    wanted = not saves or save.resolve() != folder.resolve(), saves
+    locks, errors, number, held = ExitStack(), [], 0, [0, 0]
     if mesh.rank == 0:
         number = 1 + secrets.randbits(32)
-        for i, (name, path) in enumerate(folders.items()):
+        for i, (name, path) in enumerate(folders):
+            if not wanted[i]:
+                continue
             try:
                 locks.enter_context(lock(path, name, number, notes))
                 held[i] = 1
@@ -70,14 +73,16 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
                 break
             except OSError as error:
                 text = f"{name}: cannot write to {path} ({error})"
-                errors += [f"{text}; give another folder"] if name in saved else []
-                notes.append(f"{text}: the run goes on without its logs there")
+                errors += [f"{text}; give another folder"] if path is save else []
+                notes.append(f"{text}: training continues without its logs there")
     number, *held = all_reduce(torch.tensor([0 if errors else number, *held], device=mesh.device), mesh.world)
     if not number:
         locks.close()
         raise ConfigError(errors)
-    found = {name: path for (name, path), locked in zip(folders.items(), held, strict=True) if locked}
-    if errors := not_seen(saved if config.run.run_folder_per_host else found, int(number), mesh):
+    if config.run.run_folder_per_host:
+        held[0] = 0
+    shared = {name: path for (name, path), locked in zip(folders, held, strict=True) if locked}
+    if errors := not_seen(shared, int(number), mesh):
         locks.close()
         raise ConfigError(errors)
     return locks
@@ -96,9 +101,8 @@ def lock(
     OSError where it cannot be written.
     """
     end = time.monotonic() + (DYING if patience is None else patience)
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
+    file = open(folder / LOCK, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
     while not _locked(file, notes):
         if time.monotonic() > end:
             file.seek(0)
@@ -108,7 +112,7 @@ def lock(
             raise ConfigError([f"{name}: {folder} is in use by {owner}; {fix}"])
         time.sleep(0.1)
     file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {now}, run {number}\n")
+    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {timestamp()}, run {number}\n")
     file.flush()
     os.fsync(file.fileno())
     return file

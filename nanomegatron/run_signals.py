@@ -4,10 +4,13 @@
     training      in every step's all-reduce        finish the step, save             75
     evaluation    before each global batch          give it up, save if need be       75
 
-A second signal leaves at once, by the signal itself; status.json says so.
+They count once the run's folders are held and its log is open; before, a signal ends the rank. A second one,
+ECHO seconds or more after the first, leaves at once, by the signal itself, and status.json says so; but not
+out of a collective, to which Python's handlers have to wait.
 """
 
 import signal
+import time
 from typing import Any
 
 from nanomegatron.comm import any_rank
@@ -15,6 +18,7 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.metrics_log import RunLog
 
 PREEMPTED = 75  # exit code
+ECHO = 1.0  # seconds within which a signal is the same one, by the launcher and as one of a process group
 
 
 class Preempted(Exception):
@@ -33,11 +37,15 @@ class Signals:
 
     def __init__(self, log: RunLog | None = None) -> None:
         """Count from here on, where there is a log, which the second one writes its status to."""
-        self.count = 0
+        self.count, self.first = 0, 0.0
         if log is None:
             return
 
         def note(number: int, _: Any) -> None:
+            now = time.monotonic()
+            self.first = self.first or now
+            if self.count and now - self.first < ECHO:
+                return
             self.count += 1
             if self.count > 1:
                 name = signal.Signals(number).name

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -199,10 +200,10 @@ def test_first_failure_stops_the_other_ranks(early, monkeypatch):
     """Also if it has ended before the launcher looks."""
     wait = mesh_launch._wait
 
-    def wait_briefly(ranks, timeout):
+    def wait_briefly(ranks, timeout, fine):
         if early:
             ranks[1].join()
-        return wait(ranks, timeout)
+        return wait(ranks, timeout, fine)
 
     monkeypatch.setattr(mesh_launch, "_wait", wait_briefly)
     monkeypatch.setattr(mesh_launch, "GRACE", 0.3)
@@ -230,6 +231,33 @@ def test_sigterm_is_passed_on(tmp_path):
     assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
 
 
+def save_at_a_signal(world: World, folder):
+    """75 half a second after a SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), os._exit(75)))
+    write_pid_and_sleep(world, folder)
+
+
+def test_a_signal_to_the_process_group_lets_ranks_save(tmp_path):
+    """As by timeout, systemd and Slurm: it reaches launcher, ranks and fork server at the same time."""
+    with started_launcher("save_at_a_signal", tmp_path) as (launcher, _):
+        os.killpg(launcher.pid, signal.SIGTERM)
+        assert launcher.communicate(timeout=20)[0].split() == ["75", "75"]
+
+
+def test_a_rank_that_is_preempted_is_no_failure(monkeypatch):
+    """The others have as long as they need."""
+    monkeypatch.setattr(mesh_launch, "GRACE", 0.1)
+    heard: list[tuple] = []
+    how = dict(timeout=30, fine=(0, 75), blame=lambda *end: heard.append(end))
+    assert launch(leave_one_by_one, 2, (75,), **how) == [75, 75] and not heard
+    assert launch(leave_one_by_one, 2, (3,), **how) == [3, -signal.SIGKILL] and heard[0][0] == 0
+
+
+def leave_one_by_one(world: World, code):
+    time.sleep(world.rank)
+    return code
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -243,23 +271,31 @@ def test_no_rank_outlives_a_killed_launcher():
         kill_launcher(Path(folder))
 
 
-def kill_launcher(folder):
+@contextmanager
+def started_launcher(worker, folder):
+    """A launcher in a process group of its own, which prints its ranks' exit codes; and the ranks' pids."""
     script = folder / "run.py"
     script.write_text(
-        "import sys\nfrom nanomegatron.mesh_launch import launch\n"
-        "from tests.test_mesh import write_pid_and_sleep\n"
-        "if __name__ == '__main__':\n    launch(write_pid_and_sleep, 2, (sys.argv[1],))\n"
+        f"import sys\nfrom nanomegatron.mesh_launch import launch\nfrom tests.test_mesh import {worker}\n"
+        f"if __name__ == '__main__':\n    print(*launch({worker}, 2, (sys.argv[1],)))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-    launcher = subprocess.Popen([sys.executable, str(script), str(folder)], env=environment)
+    how = dict(env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    launcher = subprocess.Popen([sys.executable, str(script), str(folder)], **how)
     files = [folder / f"pid{rank}" for rank in range(2)]
     try:
         wait_until(lambda: all(file.exists() for file in files), 30)
         pids = [int(file.read_text()) for file in files]
         assert all(alive(pid) for pid in pids)
+        yield launcher, pids
     finally:
         launcher.kill()
-        launcher.wait()
+        launcher.communicate()
+
+
+def kill_launcher(folder):
+    with started_launcher("write_pid_and_sleep", folder) as (_, pids):
+        pass
     wait_until(lambda: not any(alive(pid) for pid in pids), 10)
 
 

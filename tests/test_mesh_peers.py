@@ -33,7 +33,7 @@ def test_what_machines_report():
     assert errors_of([Gpu(0, 0, 0)] * 2)["dp"] == "each process sees its own GPU only"
 
 
-def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), **more):
+def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), refuses="", **more):
     """The errors of a mesh of tp 2 and how often this rank has met others to share memory."""
     recorder = Recorder(folder, world.rank)
     get_buffer = Handle.get_buffer
@@ -43,8 +43,13 @@ def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), **more):
         whole = get_buffer(handle, peer, *what)
         return whole.clone() if (world.rank, peer) == breaks else whole
 
+    def refused(*how, **more):
+        raise RuntimeError("CUDA driver error: operation not supported")
+
     node = patch("platform.node", lambda: f"machine {machines[world.rank]}")
     with node, patch.object(Handle, "get_buffer", get_lost), faked(recorder):
+        if refuses and world.rank in (0, 1):
+            setattr(mesh_peers.symmetric, refuses, refused)
         parallel = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo", **more)
         mesh = Mesh.build(parallel, world, recorder.gpu)
         names = ("tp", "dp", "dp_cp", "ep", "world")
@@ -52,6 +57,7 @@ def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), **more):
         return {name: getattr(mesh, name).peer_access_error for name in names}, met
 
 
+REFUSED = "torch cannot share GPU memory here"
 DAMAGED = "copies between GPU 0 and GPU 1 arrive damaged"
 
 
@@ -62,9 +68,10 @@ DAMAGED = "copies between GPU 0 and GPU 1 arrive damaged"
         ({"machines": (0, 0, 1, 1)}, "", "dp spans 2 machines", 1),
         ({"machines": (0, 0, 0, 1)}, "tp spans 2 machines", "dp spans 2 machines", 0),
         ({"breaks": (1, 0)}, DAMAGED, "", 1),
+        ({"refuses": "empty"}, REFUSED, REFUSED, 0),
         ({"peer_memory": False}, "--no-peer-memory", "--no-peer-memory", 0),
     ],
-    ids=["one machine", "two", "three and one", "damaged", "off"],
+    ids=["one machine", "two", "three and one", "damaged", "refused", "off"],
 )
 def test_all_ranks_decide_alike(case, tp, dp, met, tmp_path):
     """And have met as often as each other; one trial covers all axes of a machine."""

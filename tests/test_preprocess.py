@@ -109,7 +109,7 @@ def test_bytes_of_a_split(split, each, tmp_path):
 
     path = tmp_path / "x_text_document.json"
     sidecar = json.loads(path.read_text())
-    del sidecar["text_bytes_before"]  # bytes of the whole are known alone
+    del sidecar["text_bytes_before"]  # only the bytes of the whole file are known
     path.write_text(json.dumps(sidecar))
     assert found() == (expected if split == "1" else [None] * 3)
 

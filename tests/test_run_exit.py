@@ -8,9 +8,11 @@ import time
 import pytest
 
 import train
-from nanomegatron import mesh_launch
+from nanomegatron import mesh_launch, metrics_log
 from nanomegatron.mesh import World
 from nanomegatron.mesh_launch import launch
+from nanomegatron.metrics_log import write_status
+from nanomegatron.run_exit import name_culprit
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
 
@@ -73,6 +75,56 @@ def test_the_first_failure_is_named(
     assert status["message"].removesuffix(")") in last and "lost a peer" not in status["message"]
     assert "lost a peer in run_rank > train > " in texts[1 if how == "raises" else 1 - rank]
     assert sum("Traceback" in text for text in texts) == (how == "raises")
+
+
+def test_what_an_earlier_run_said_is_not_repeated(tmp_path, capsys):
+    """status.json is of the run before where no rank has come as far as its log."""
+    path = tmp_path / "status.json"
+    write_status(path, dict(state="failed", message="yesterday's", rank="rank 0", iteration=4))
+    facts = json.loads(path.read_text())
+    name_culprit(tmp_path, "2999-01-01T00:00:00+00:00", 1, [0, -9], "rank 1 was killed by SIGKILL")
+    assert capsys.readouterr().err == "train.py: rank 1 was killed by SIGKILL\n"
+    now = json.loads(path.read_text())
+    assert (now["state"], now["message"], now["rank"]) == ("failed", "rank 1 was killed by SIGKILL", "rank 1")
+    path.write_text(json.dumps(facts))
+    name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", 1, [0, -9], "rank 1 was killed by SIGKILL")
+    assert "rank 0 failed first: yesterday's" in capsys.readouterr().err
+
+
+def fail_in_set_up(world: World, argv: list[str], folder: str, error: type) -> int:
+    """Rank 1 fails, by itself and at once, while rank 0 is slow to say that the run has begun."""
+    os.chdir(folder)
+    write, choose = metrics_log.write_status, train.choose_tokenizer
+
+    def late(path, facts):
+        time.sleep(0.5 * (world.rank == 0 and facts["state"] == "running"))
+        write(path, facts)
+
+    def fails(*args):
+        if world.rank == 1:
+            raise error("only here")
+        return choose(*args)
+
+    metrics_log.write_status, train.choose_tokenizer = late, fails
+    return train.run_rank(world, argv)
+
+
+@pytest.mark.parametrize("error, code", [(ValueError, 2), (ZeroDivisionError, 1)])
+def test_a_rank_that_fails_by_itself_at_once_has_its_say(error, code, corpus, tmp_path):  # noqa: F811
+    """In status.json, which rank 0 does not write over, and in its log."""
+    folder = tmp_path / "runs/test"
+    write_status_before(folder)
+    argv = arguments(corpus, "--train-iters 9")
+    codes = launch(fail_in_set_up, 2, (argv, str(tmp_path), error), timeout=40, threads=1)
+    assert codes[1] == code
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", code) and "only here" in status["message"]
+    assert "only here" in (folder / "log.1.txt").read_text()
+
+
+def write_status_before(folder):
+    folder.mkdir(parents=True)
+    write_status(folder / "status.json", dict(state="failed", message="yesterday's", rank="rank 0"))
 
 
 def test_a_bug_in_training_is_no_bad_configuration(corpus, tmp_path):  # noqa: F811

@@ -9,11 +9,15 @@ import threading
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
+
 import train
 from nanomegatron import run_lock
+from nanomegatron.config_cli import ConfigError
 from nanomegatron.mesh import World
+from nanomegatron.metrics_log import read_status
 from nanomegatron.metrics_writers import read_jsonl
-from nanomegatron.run_lock import LOCK, lock
+from nanomegatron.run_lock import LOCK, lock, settings_in
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
@@ -76,6 +80,23 @@ def test_a_file_system_without_locks(monkeypatch, tmp_path):
     notes: list[str] = []
     lock(tmp_path, notes=notes).close()
     assert f"{tmp_path / LOCK}: no locks here ([Errno {errno.ENOLCK}] No locks available)" in notes[0]
+
+
+def test_a_lock_or_settings_that_cannot_be_read(tmp_path, monkeypatch):
+    """Stray bytes in the lock file, a folder without permission: messages, on all ranks alike."""
+    with lock(tmp_path, "--run-name test"):
+        (tmp_path / LOCK).write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match="is in use by"):
+            lock(tmp_path, "--run-name test", patience=0)
+
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(ConfigError, match="config.toml: .*Permission denied"):
+        settings_in(tmp_path)
+    warnings = []
+    assert read_status(tmp_path / "status.json", warnings.append) == {} and "Permission" in warnings[0]
 
 
 def test_a_folder_that_cannot_be(corpus, tmp_path):  # noqa: F811

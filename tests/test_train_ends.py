@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron import run_sample
+from nanomegatron import run_sample, run_signals
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.mesh_launch import launch
 from nanomegatron.metrics_writers import read_jsonl
@@ -20,9 +20,10 @@ FOUR = "--train-iters 4 --lr-warmup-iters 0"
 LONG = f"{FOUR} --eval-interval 2 --eval-iters 6000"  # an evaluation takes minutes
 
 
-def signalled(world: World, argv: list[str], folder: str, where: str, times: int) -> int:
+def signalled(world: World, argv: list[str], folder: str, where: str, times: int, echo: float) -> int:
     """A rank that gets SIGINT, rank 1 or both ranks, when it comes to a function of train.py."""
     os.chdir(folder)
+    run_signals.ECHO = echo
     name, _, ranks = where.partition(" of ")
     usual = getattr(train, name)
 
@@ -38,9 +39,11 @@ def signalled(world: World, argv: list[str], folder: str, where: str, times: int
     return train.run_rank(world, argv)
 
 
-def signals(folder: Path, argv: list[str], where: str, ranks: int = 2, times: int = 1) -> tuple[list, dict]:
+def signals(
+    folder: Path, argv: list[str], where: str, ranks: int = 2, times: int = 1, echo: float = 1.0
+) -> tuple[list, dict]:
     """Exit codes of all ranks, and status.json."""
-    codes = launch(signalled, ranks, (argv, str(folder), where, times), timeout=40, threads=1)
+    codes = launch(signalled, ranks, (argv, str(folder), where, times, echo), timeout=40, threads=1)
     return codes, json.loads((folder / "runs/test/status.json").read_text())
 
 
@@ -70,7 +73,10 @@ def test_a_signal_before_the_first_step(where, corpus, tmp_path):  # noqa: F811
 
 
 def test_a_second_signal_leaves_at_once_and_says_so(corpus, tmp_path):  # noqa: F811
+    """But one that reaches it twice at the same time, by the launcher and as one of a group, is one."""
     codes, status = signals(tmp_path, arguments(corpus, FOUR), "train_step", ranks=1, times=2)
+    assert (codes, status["state"], status["iteration"]) == ([train.PREEMPTED], "preempted", 2)
+    codes, status = signals(tmp_path, arguments(corpus, FOUR), "train_step", ranks=1, times=2, echo=0.0)
     assert codes == [-signal.SIGINT]
     assert (status["state"], status["exit_code"]) == ("failed", 130) and "SIGINT" in status["message"]
 

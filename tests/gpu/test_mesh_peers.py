@@ -8,7 +8,7 @@ from tests.gpu.ranks import needs_two, run_on_gpus
 
 def shares(mesh, device):
     assert mesh.tp.peer_access_error == mesh.world.peer_access_error == ""
-    assert mesh_peers._failed_copies(mesh.tp.group, device) == 0
+    assert mesh_peers._failed_copies(mesh_peers._shared_memory(2, device), mesh.tp.group, device) == 0
 
 
 def shares_nothing(mesh, device):
@@ -28,7 +28,7 @@ def damages(mesh, device):
 
     if mesh.rank == 1:
         mesh_peers.symmetric.rendezvous = Lost
-    failed = mesh_peers._failed_copies(mesh.tp.group, device)
+    failed = mesh_peers._failed_copies(mesh_peers._shared_memory(2, device), mesh.tp.group, device)
     mesh_peers.symmetric.rendezvous = real
     assert failed == 1 << (1 - mesh.rank)
 
