@@ -28,17 +28,17 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint_files import Piece, fill, raw_bytes, read_manifest, sync
-from nanomegatron.checkpoint_manifest import DTYPES, Manifest
-from nanomegatron.config import ParallelConfig, PrecisionConfig
-from nanomegatron.config_cli import build, from_toml, to_toml
-from nanomegatron.config_hf import to_hf
-from nanomegatron.hf import Folder, places
+from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
+from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, read_manifest, sync
+from nanomegatron.checkpoint.hf import Folder, places
+from nanomegatron.checkpoint.manifest import DTYPES, Manifest
+from nanomegatron.config.cli import build, from_toml, to_toml
+from nanomegatron.config.hf import to_hf
+from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
+from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.tokenizer import build_tokenizer, tokenizer_from_spec
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 HEADER = ".header"  # hf/NAME.header: the bytes of the weight file NAME before its first tensor

@@ -28,9 +28,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nanomegatron.config import DataConfig
-from nanomegatron.data_indexed import IndexedDatasetBuilder, best_dtype, file_lock, marks, publish
-from nanomegatron.data_text import (
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, file_lock, marks, publish
+from nanomegatron.data.text import (
     Portable,
     blocks,
     chunks,
@@ -41,7 +41,7 @@ from nanomegatron.data_text import (
     lines,
     train_tokenizer,
 )
-from nanomegatron.tokenizer import Tokenizer, build_tokenizer
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 
 TOKENIZERS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 

@@ -11,10 +11,10 @@
 
 Exit codes: 0 done, 1 a failure with a traceback, 2 bad configuration or data, 3 no usable checkpoint, 4 save
 failed, 75 pre-empted and saved. torchrun turns every failure into 1, so the code also stands in
-runs/NAME/status.json. One run at a time writes into a folder, which all machines must see (run_lock.py).
+runs/NAME/status.json. One run at a time writes into a folder, which all machines must see (faults/lock.py).
 
-SIGTERM and Ctrl-C end a run at its next safe point, in set-up, training and evaluation (run_signals.py). What
-only a reader needs, logs, sample and pictures, fails no run (RunLog.attempt in metrics_log.py).
+SIGTERM and Ctrl-C end a run at its next safe point, in set-up, training and evaluation (faults/signals.py).
+What only a reader needs, logs, sample and pictures, fails no run (RunLog.attempt in report/log.py).
 """
 
 import functools
@@ -26,26 +26,40 @@ from pathlib import Path
 import torch
 
 from nanomegatron import comm
-from nanomegatron.config import Config, DataConfig, padded_vocab_size
-from nanomegatron.config_batch import samples_before
-from nanomegatron.config_check import default_run_name, must_match, remarks, resolve, validate
-from nanomegatron.config_cli import ConfigError, Parsed, help_text, parse, to_toml
-from nanomegatron.config_hf import is_hf_folder
-from nanomegatron.data import build_datasets, choose_tokenizer
-from nanomegatron.data_loader import Batch
+from nanomegatron.config.batch import samples_before
+from nanomegatron.config.check import default_run_name, must_match, remarks, resolve, validate
+from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse, to_toml
+from nanomegatron.config.hf import is_hf_folder
+from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
+from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
+from nanomegatron.data.loader import Batch
 from nanomegatron.dp import Buckets
-from nanomegatron.fp8_stats import Stats
+from nanomegatron.faults.exit import (
+    BAD_CONFIG,
+    DONE,
+    NO_CHECKPOINT,
+    SAVE_FAILED,
+    name_culprit,
+    report_failure,
+)
+from nanomegatron.faults.lock import claim, settings_in
+from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
+from nanomegatron.flops import bits_per_byte
+from nanomegatron.launch import launch
+from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
-from nanomegatron.mesh_launch import launch
-from nanomegatron.metrics import bits_per_byte
-from nanomegatron.metrics_log import RunLog, timestamp
-from nanomegatron.metrics_plot import plot_experts, plot_loss
 from nanomegatron.model import GPTModel
-from nanomegatron.moe_load import ExpertLoad
 from nanomegatron.optim import Optimizer
-from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init
 from nanomegatron.pp import build, execute
+from nanomegatron.report.fp8_stats import Stats
+from nanomegatron.report.log import RunLog, timestamp
+from nanomegatron.report.moe_load import ExpertLoad
+from nanomegatron.report.plots import plot_experts, plot_loss
+from nanomegatron.report.profiler import Profile
+from nanomegatron.report.timers import Clock, Timers
+from nanomegatron.report.trace import Tracer
+from nanomegatron.resume import data_samples, load_checkpoint, save_checkpoint
 from nanomegatron.run import (
     Run,
     StepReport,
@@ -56,13 +70,8 @@ from nanomegatron.run import (
     run_folder,
     settle,
 )
-from nanomegatron.run_checkpoint import data_samples, load_checkpoint, save_checkpoint
-from nanomegatron.run_exit import BAD_CONFIG, DONE, NO_CHECKPOINT, SAVE_FAILED, name_culprit, report_failure
-from nanomegatron.run_lock import claim, settings_in
-from nanomegatron.run_profile import Profile
-from nanomegatron.run_sample import prompts_of, show_sample
-from nanomegatron.run_signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
-from nanomegatron.run_step import (
+from nanomegatron.sample import prompts_of, show_sample
+from nanomegatron.step import (
     all_tokens,
     build_loaders,
     forward_step,
@@ -71,8 +80,6 @@ from nanomegatron.run_step import (
     step_batches,
     token_count,
 )
-from nanomegatron.run_timers import Clock, Timers
-from nanomegatron.trace import Tracer
 from preprocess import prepare_embedded
 
 # Settings: what is to be run. Nothing here needs another process or a GPU.

@@ -90,7 +90,7 @@ def report(result: dict) -> None:
 
 
 def lengths(result: dict) -> list[str]:
-    """The longest rows: measured, and by plan.py."""
+    """The longest rows: measured, and by plan/memory.py."""
     lines = []
     for again in dict.fromkeys(row["again"] for row in result["rows"]):
         done = [row["seq_length"] for row in result["rows"] if row["again"] == again and "mfu" in row]

@@ -3,7 +3,7 @@
     train     32k, 64k, 128k: a row of so many tokens, one microbatch a step; the first two with all layers,
               the second makes the outputs of norms and SwiGLU again, the third has 16 layers
     memory    all layers, longer and longer rows; nothing, those outputs, or whole layers are made again.
-              Measured where plan.py says that it fits and a step will not take too long, predicted everywhere
+              Measured where the plan says that it fits and a step will not take long, predicted everywhere
     dynamic   fixed, dynamic: the same documents, whose lengths have a long tail (long_tail.py), a step in
               turn, eight layers each; `--only dynamic --profile dynamic` profiles one by itself
 
@@ -32,13 +32,13 @@ from benchmarks.bench_cp_report import run_line
 from benchmarks.bench_parallel import FailedSomewhere, gib
 from benchmarks.contenders import COMMON, SMALL
 from benchmarks.kernel_times import profiled
-from nanomegatron.config import Config
-from nanomegatron.config_check import resolve, validate
-from nanomegatron.config_cli import ConfigError, parse
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import ConfigError, parse
+from nanomegatron.config.settings import Config
+from nanomegatron.flops import flops_per_iteration
 from nanomegatron.mesh import Mesh
-from nanomegatron.metrics import flops_per_iteration
-from nanomegatron.metrics_log import RunLog
 from nanomegatron.plan import memory
+from nanomegatron.report.log import RunLog
 from nanomegatron.run import StepReport, lengths_of, rates, run_folder
 
 ALL = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion"
@@ -178,7 +178,7 @@ def new_row(
 
 
 def beforehand(config: Config, sitting: bench_parallel.Sitting) -> dict:
-    """Memory by plan.py, and how long a step of one row may take."""
+    """Memory by plan/memory.py, and how long a step of one row may take."""
     parts = memory(config, config.data.vocab_size, sitting.device)
     flops = flops_per_iteration(config.model, config.data.vocab_size, config.data.seq_length, 1)
     again = 4 / 3 if config.model.recompute_granularity == "full" else 1
@@ -198,7 +198,7 @@ def config_of(argv: list[str], sitting: bench_parallel.Sitting) -> Config:
 
 
 def longest(sitting: bench_parallel.Sitting, flags: str, capacity: int) -> int:
-    """The longest row that plan.py says will fit, in thousands of tokens, a multiple of 8."""
+    """The longest row that plan/memory.py says will fit, in thousands of tokens, a multiple of 8."""
 
     def fits(thousands: int) -> bool:
         row, _ = new_row(sitting, "", thousands, sitting.args.layers, flags)

@@ -26,12 +26,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanomegatron.config import DataConfig  # noqa: E402
-from nanomegatron.data import build_datasets  # noqa: E402
-from nanomegatron.data_blend import blend_index  # noqa: E402
-from nanomegatron.data_indexed import IndexedDatasetBuilder  # noqa: E402
-from nanomegatron.data_loader import BatchLoader  # noqa: E402
-from nanomegatron.tokenizer import build_tokenizer  # noqa: E402
+from nanomegatron.config.settings import DataConfig  # noqa: E402
+from nanomegatron.data.blended_dataset import blend_index  # noqa: E402
+from nanomegatron.data.gpt_dataset import build_datasets  # noqa: E402
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
+from nanomegatron.data.loader import BatchLoader  # noqa: E402
+from nanomegatron.data.tokenizer import build_tokenizer  # noqa: E402
 
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=50257)
 FLAGS = dict(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)

@@ -32,14 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import milliseconds  # noqa: E402
-from nanomegatron.config_cli import parse  # noqa: E402
+from nanomegatron.config.cli import parse  # noqa: E402
 from nanomegatron.fp8 import RECIPES, Cast, Fp8Linear, Quantized, Recipe, Scales, matmul  # noqa: E402
+from nanomegatron.layers import Tokens  # noqa: E402
 from nanomegatron.mesh import Axis  # noqa: E402
 from nanomegatron.model import TransformerLayer  # noqa: E402
-from nanomegatron.model_ends import Tokens  # noqa: E402
-from nanomegatron.ops_fp8_matmul import add_fp8_product_  # noqa: E402
-from nanomegatron.ops_kernels import usable  # noqa: E402
-from nanomegatron.ops_rope import rope_angles  # noqa: E402
+from nanomegatron.ops.fp8_matmul import add_fp8_product_  # noqa: E402
+from nanomegatron.ops.kernels import usable  # noqa: E402
+from nanomegatron.ops.rope import rope_angles  # noqa: E402
 from nanomegatron.param import Init, add_product  # noqa: E402
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 

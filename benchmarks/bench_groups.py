@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.mesh_launch import launch
 
 
 def build(world: World, parallel: ParallelConfig, connect: float, folder: str) -> int:

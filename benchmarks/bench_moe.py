@@ -41,9 +41,9 @@ from benchmarks.bench_parallel import FailedSomewhere, gib  # noqa: E402
 from benchmarks.contenders_moe import MODELS, SMALL, Turn  # noqa: E402
 from benchmarks.kernel_times import profiled  # noqa: E402
 from nanomegatron.comm import all_reduce_  # noqa: E402
+from nanomegatron.flops import flops_per_iteration, mfu  # noqa: E402
 from nanomegatron.mesh import World  # noqa: E402
-from nanomegatron.metrics import flops_per_iteration, mfu  # noqa: E402
-from nanomegatron.run_timers import Clock  # noqa: E402
+from nanomegatron.report.timers import Clock  # noqa: E402
 
 COMMON = "--mock-data --tokenizer-type NullTokenizer --bf16 --train-iters 1000 --eval-iters 0 --lr 1e-4 "
 COMMON += "--lr-decay-style constant --lr-warmup-iters 0 --distributed-timeout-minutes 4 "

@@ -42,11 +42,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.contenders import COMMON, Contender, Phase, contenders, phases  # noqa: E402
 from benchmarks.kernel_times import profiled  # noqa: E402
 from nanomegatron.comm import all_reduce_, barrier  # noqa: E402
-from nanomegatron.config import ParallelConfig  # noqa: E402
+from nanomegatron.config.settings import ParallelConfig  # noqa: E402
+from nanomegatron.flops import device_peak  # noqa: E402
 from nanomegatron.mesh import Mesh, World, pick_device  # noqa: E402
-from nanomegatron.metrics import device_peak  # noqa: E402
-from nanomegatron.plan import memory  # noqa: E402
-from nanomegatron.run_timers import Clock  # noqa: E402
+from nanomegatron.plan.memory import memory  # noqa: E402
+from nanomegatron.report.timers import Clock  # noqa: E402
 
 POOL = 8  # microbatches of random tokens that are taken in turn
 

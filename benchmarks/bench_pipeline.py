@@ -36,10 +36,10 @@ from benchmarks.contenders import Contender, Phase  # noqa: E402
 from benchmarks.contenders_pipeline import Ours, Pipelined, contenders, pipeline_mesh  # noqa: E402
 from nanomegatron.comm import all_gather  # noqa: E402
 from nanomegatron.mesh import Axis, Mesh, World  # noqa: E402
-from nanomegatron.plan import memory_of_ranks  # noqa: E402
+from nanomegatron.plan.memory import memory_of_ranks  # noqa: E402
+from nanomegatron.report.trace import Tracer  # noqa: E402
+from nanomegatron.report.trace_clock import Clock  # noqa: E402
 from nanomegatron.schedules import Event, Op, simulate  # noqa: E402
-from nanomegatron.trace import Tracer  # noqa: E402
-from nanomegatron.trace_clock import Clock  # noqa: E402
 
 ALIKE = 2e-3  # by how much first losses in bf16 may differ
 ORDER = [  # and whether at all counts of microbatches, or the last alone

@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanomegatron.tokenizer import build_tokenizer  # noqa: E402
+from nanomegatron.data.tokenizer import build_tokenizer  # noqa: E402
 
 
 def start(flags: list[str]) -> None:

@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nanomegatron.comm import all_gather, all_reduce, barrier, reduce_scatter  # noqa: E402
-from nanomegatron.comm_pieces import overlap_path  # noqa: E402
-from nanomegatron.config import ParallelConfig  # noqa: E402
+from nanomegatron.config.settings import ParallelConfig  # noqa: E402
+from nanomegatron.fast.pieces import overlap_path  # noqa: E402
+from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter  # noqa: E402
 from nanomegatron.mesh import Axis, Mesh, World  # noqa: E402
 from nanomegatron.tp import LinearFunction  # noqa: E402
-from nanomegatron.tp_overlap import gather_matmul, matmul_scatter  # noqa: E402
 
 # hidden size, features of all ranks together, and what the layer does over tp
 LAYERS = {

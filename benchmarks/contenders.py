@@ -21,18 +21,18 @@ import torch
 from benchmarks import peers_fp8
 from benchmarks.peers import fully_sharded, on_one_gpu, tensor_parallel
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config import Config, padded_vocab_size
-from nanomegatron.config_batch import samples_before
-from nanomegatron.config_check import resolve, validate
-from nanomegatron.config_cli import ConfigError, parse
+from nanomegatron.config.batch import samples_before
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import ConfigError, parse
+from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.dp import Buckets
+from nanomegatron.flops import flops_per_iteration, mfu
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
+from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.metrics import flops_per_iteration, mfu
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.ops_kernels import without_kernels
+from nanomegatron.ops.kernels import without_kernels
 from nanomegatron.optim import Optimizer
-from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init
 
 COMMON = "--config llama3-8b --mock-data --tokenizer-type NullTokenizer --train-iters 1000"
@@ -183,7 +183,7 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
         config = config_of(flags, 1, 8)
         names = {f.name for f in dataclasses.fields(Mesh)} - {"rank", "device", "wires", "traffic"}
         mesh = Mesh(world.rank, device, **{name: Axis.single(name) for name in names})
-        how = "ours" if runner is Ours else "plain"  # of which plan.py knows nothing here
+        how = "ours" if runner is Ours else "plain"  # of which plan/memory.py knows nothing here
         return Contender(name, flags, config, 0, {how: lambda: runner(config, mesh)})
 
     tp = f"--tp {n} --sp"

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanomegatron.attention import Mask, choose_backend, core_attention
-from nanomegatron.attention_blocks import Block
 from nanomegatron.comm import Leg, Legs
-from nanomegatron.config import CP_TYPES, ParallelConfig
+from nanomegatron.config.settings import CP_TYPES, ParallelConfig
 from nanomegatron.cp import RingFunction, context_attention
 from nanomegatron.cp_shard import ALL, Round, Shard, Step
 from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.ops.attention import Mask, choose_backend, core_attention
+from nanomegatron.ops.attention_blocks import Block
 
 aten = torch.ops.aten
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -20,13 +20,13 @@ import torch
 
 from benchmarks import peers_moe
 from benchmarks.bench_cp_training import config_of
-from nanomegatron.config import Config, ParallelConfig
+from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast.moe_dispatch import Journey
 from nanomegatron.fp8 import E4M3, Recipe, Scales
+from nanomegatron.layers import Tokens
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.model_ends import Tokens
 from nanomegatron.moe import MoELayer
-from nanomegatron.moe_dispatch import Journey
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_matmul import (
     Groups,
@@ -36,8 +36,8 @@ from nanomegatron.moe_matmul import (
     products,
     weight_grads,
 )
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
+from nanomegatron.router import MoeAxes
 
 
 @dataclass(frozen=True)

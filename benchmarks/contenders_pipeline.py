@@ -13,19 +13,19 @@ import torch
 from benchmarks.contenders import COMMON, SMALL, Contender
 from benchmarks.peers_pipeline import PipelinePeer
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config import Config, ParallelConfig, padded_vocab_size
-from nanomegatron.config_batch import samples_before
-from nanomegatron.config_check import resolve, validate
-from nanomegatron.config_cli import ConfigError, parse
+from nanomegatron.config.batch import samples_before
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import ConfigError, parse
+from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.dp import Buckets
+from nanomegatron.layers import Tokens
+from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
-from nanomegatron.model_ends import Tokens
 from nanomegatron.optim import Optimizer
-from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init
 from nanomegatron.pp import build, execute, rehearse
-from nanomegatron.trace import Tracer
+from nanomegatron.report.trace import Tracer
 
 FLOPS = "--pipeline-split flops"
 OURS = {

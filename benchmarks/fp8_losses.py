@@ -44,9 +44,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.children import in_slots, write_runs  # noqa: E402
 from benchmarks.fp8_losses_report import FINALS, LAST, NAMES, compared, draw, pieces, report  # noqa: E402
-from nanomegatron.data_indexed import IndexedDataset  # noqa: E402
-from nanomegatron.metrics_writers import read_jsonl  # noqa: E402
-from nanomegatron.ops_kernels import usable  # noqa: E402
+from nanomegatron.data.indexed_dataset import IndexedDataset  # noqa: E402
+from nanomegatron.ops.kernels import usable  # noqa: E402
+from nanomegatron.report.writers import read_jsonl  # noqa: E402
 from preprocess import prepare_embedded  # noqa: E402
 
 MODELS = {  # flags of train.py, length of a sequence, sequences a step, steps

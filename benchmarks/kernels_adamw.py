@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.kernels_common import Case, Sizes, case, compiled, forward
-from nanomegatron.ops_adamw import DECAY, FlatState, Segments, adamw_flat_, sums_of_squares
+from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, sums_of_squares
 
 HYPER, LR, WEIGHT_DECAY, STEP = (0.9, 0.95, 1e-8), 1e-4, 0.1, 10.0
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.kernels_common import Case, Sizes, backward, case, compiled, exact, forward
-from nanomegatron.ops_rope import rope_packed, rope_ref
-from nanomegatron.ops_softmax import scaled_softmax
+from nanomegatron.ops.rope import rope_packed, rope_ref
+from nanomegatron.ops.softmax import scaled_softmax
 
 
 def masked(scores, hidden, scale):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.kernels_common import Case, Sizes, case, compiled, forward
-from nanomegatron.ops_fp8 import fp8_amax, fp8_cast, fp8_cast_blocks, fp8_cast_blocks_ref, fp8_cast_ref
+from nanomegatron.ops.fp8_cast import fp8_amax, fp8_cast, fp8_cast_blocks, fp8_cast_blocks_ref, fp8_cast_ref
 
 E4M3, LARGEST, BLOCK = torch.float8_e4m3fn, 448.0, 128
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels_common import Case, Sizes, backward, case, compiled, forward
-from nanomegatron.ops_loss import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 
 ROWS = 512  # that float64 is taken to at once
 

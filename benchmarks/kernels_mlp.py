@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels_common import Case, Sizes, backward, case, compiled, exact, forward
 from nanomegatron.ops import swiglu
-from nanomegatron.ops_moe import Routing, permute, route_ref, unpermute
+from nanomegatron.ops.permute import Routing, permute, route_ref, unpermute
 
 
 def gated(x):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels_common import Case, Sizes, backward, case, compiled, exact, forward
-from nanomegatron.ops_norm import add_norm, norm
+from nanomegatron.ops.norm import add_norm, norm
 
 EPS = 1e-5
 

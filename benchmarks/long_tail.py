@@ -7,7 +7,7 @@ Lengths are log-normal with a median of 1,024 tokens and a sigma of 1.7 (about a
 it), from 16 to --longest; what is drawn outside is drawn again. The tokens are the bytes of Python's standard
 library, end to end and over again, cut to these lengths; 256 ends a document.
 
-`simulate` plans batches as a run does (`cp_dynamic.py`), and tells how much more the busiest rank has to do
+`simulate` plans batches as a run does (`data/packing.py`), and tells how much more the busiest rank has to do
 than the mean, by the costs of the plan, and how long a batch takes by a simple model of a GPU, whose rates
 can be given:
 
@@ -33,11 +33,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanomegatron.config import TransformerConfig  # noqa: E402
-from nanomegatron.config_cli import parse  # noqa: E402
-from nanomegatron.cp_dynamic import Pack, Ranks, cost, plan  # noqa: E402
-from nanomegatron.data_indexed import IndexedDatasetBuilder  # noqa: E402
-from nanomegatron.metrics import flops_per_iteration  # noqa: E402
+from nanomegatron.config.cli import parse  # noqa: E402
+from nanomegatron.config.settings import TransformerConfig  # noqa: E402
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
+from nanomegatron.data.packing import Pack, Ranks, cost, plan  # noqa: E402
+from nanomegatron.flops import flops_per_iteration  # noqa: E402
 
 MEDIAN, SIGMA, SHORTEST, LONGEST, EOD = 1024, 1.7, 16, 131072, 256
 TILE = 128

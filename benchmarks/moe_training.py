@@ -42,8 +42,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.children import in_slots, write_runs  # noqa: E402
 from benchmarks.moe_training_report import COLUMNS, LAST, draw, heat, pieces, report, summary  # noqa: E402
-from nanomegatron.data_indexed import IndexedDataset  # noqa: E402
-from nanomegatron.metrics_writers import read_jsonl  # noqa: E402
+from nanomegatron.data.indexed_dataset import IndexedDataset  # noqa: E402
+from nanomegatron.report.writers import read_jsonl  # noqa: E402
 from preprocess import prepare_embedded  # noqa: E402
 
 NONE = "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanomegatron.metrics_plot import plot_experts
+from nanomegatron.report.plots import plot_experts
 
 LAST, POINTS = 50, 200  # steps that the last numbers are the mean of; points of a curve
 COLUMNS = 100  # points of an expert's load
@@ -115,7 +115,7 @@ def smooth(values: np.ndarray, reach: int = 3) -> np.ndarray:
 
 
 def heat(path: Path, result: dict) -> None:
-    """The heat map of a run (`metrics_plot.py`), of each one's first and last layer. Raises ImportError."""
+    """The heat map of a run (`report/plots.py`), of each one's first and last layer. Raises ImportError."""
     import matplotlib  # noqa: F401
 
     runs = [run for run in result["runs"] if "load" in run]

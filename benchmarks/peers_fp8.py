@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks import peers
-from nanomegatron.config import Config
+from nanomegatron.config.settings import Config
 
 
 def in_fp8(block: nn.Module, recipe: str, gather: bool = False) -> nn.Module:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peers import token_loss
-from nanomegatron.config import Config
-from nanomegatron.config_hf import to_hf
+from nanomegatron.config.hf import to_hf
+from nanomegatron.config.settings import Config
 
 
 def hf_config(config: Config, experts: str):

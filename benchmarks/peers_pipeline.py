@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.peers import OURS, Block, Peer, compiled, token_loss
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config import Config, padded_vocab_size
+from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init

@@ -9,9 +9,9 @@ torchrun with 2 or with 4 processes print the same losses.
 import torch
 
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config import Config, DataConfig, ParallelConfig, TransformerConfig
-from nanomegatron.data import build_datasets, choose_tokenizer
-from nanomegatron.data_loader import BatchLoader
+from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, TransformerConfig
+from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
+from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel, Tokens

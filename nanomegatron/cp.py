@@ -28,13 +28,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nanomegatron.attention import Mask, core_attention
-from nanomegatron.attention_blocks import attend, attend_backward
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter
-from nanomegatron.comm_symmetric import ring_shift
 from nanomegatron.cp_shard import ROUND, Round, Selection, Shard, Step
+from nanomegatron.fast.peer_memory import ring_shift
 from nanomegatron.mesh import Axis
-from nanomegatron.ops_merge import ALL, MOST, Part, merge_rows
+from nanomegatron.ops.attention import Mask, core_attention
+from nanomegatron.ops.attention_blocks import attend, attend_backward
+from nanomegatron.ops.merge import ALL, MOST, Part, merge_rows
 
 
 def context_attention(

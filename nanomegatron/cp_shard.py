@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanomegatron.attention_blocks import Block
 from nanomegatron.comm import Leg, Legs
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.attention_blocks import Block
 
 ALL = slice(None)
 ROUND = 2  # others whose keys come at a time

@@ -33,10 +33,10 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import Pending, all_reduce_
-from nanomegatron.comm_pieces import overlap_path
-from nanomegatron.comm_symmetric import PeerShards
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp_bucket import SHARD_ALIGN, Bucket, Slice, fp8_layer, lay_out, written_in_fp8
+from nanomegatron.fast.peer_memory import PeerShards
+from nanomegatron.fast.pieces import overlap_path
 from nanomegatron.mesh import Axis, Mesh
 
 IN_FLIGHT = 2  # reductions of `optim_grads` under way, each with a bucket's gradients

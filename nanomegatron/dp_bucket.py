@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
-from nanomegatron.comm_symmetric import PeerShards
+from nanomegatron.fast.peer_memory import PeerShards
 from nanomegatron.fp8 import E4M3, Fp8Linear
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Part, main_grad

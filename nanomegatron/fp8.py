@@ -59,9 +59,9 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config import PrecisionConfig
+from nanomegatron.config.settings import PrecisionConfig
 from nanomegatron.mesh import Axis
-from nanomegatron.ops_fp8 import (
+from nanomegatron.ops.fp8_cast import (
     BLOCK,
     FORMATS,
     fp8_amax,
@@ -74,7 +74,7 @@ from nanomegatron.ops_fp8 import (
     fp8_update,
     scale_of_rows,
 )
-from nanomegatron.ops_fused_fp8 import Fp8
+from nanomegatron.ops.fp8_fused import Fp8
 
 E4M3, E5M2 = FORMATS
 OF_TENSORS = ("delayed", "tensorwise")  # have a scale for each
@@ -198,7 +198,9 @@ class Scales:
         self.recipe, self.axes = recipe, tuple(axes)
         self.layers: dict[str, Fp8Linear] = {}
         self.fresh = True  # delayed: no step has ended yet
-        self.note: Callable[[int, torch.Tensor, Cast], None] | None = None  # slot, x, its cast: fp8_stats.py
+        self.note: Callable[[int, torch.Tensor, Cast], None] | None = (
+            None  # slot, x, its cast: report/fp8_stats.py
+        )
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 of this step
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
         self._invert()
@@ -326,7 +328,7 @@ class Fp8Linear:
         return "both" if trains and self.recipe.wgrad and comm != "gather" else "row"
 
     def watch(self, role: str, x: Callable[[], torch.Tensor], casts: Quantized, notes: bool = True) -> None:
-        """Tell whoever counts what casts lose (fp8_stats.py) of these, of x `[m, k]`."""
+        """Tell whoever counts what casts lose (report/fp8_stats.py) of these, of x `[m, k]`."""
         if self.scales.note and notes and casts.row is not None:
             self.scales.note(self.slot(role), x(), casts.row)
 

@@ -32,15 +32,21 @@ from pathlib import Path
 import torch
 
 from nanomegatron import comm
-from nanomegatron.checkpoint import CheckpointError, load, module_states, state_pieces, training_pieces
-from nanomegatron.config import Config, ParallelConfig, padded_vocab_size
-from nanomegatron.config_cli import from_toml
+from nanomegatron.checkpoint.checkpoint import (
+    CheckpointError,
+    load,
+    module_states,
+    state_pieces,
+    training_pieces,
+)
+from nanomegatron.config.cli import from_toml
+from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
+from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World, pick_device
-from nanomegatron.mesh_launch import launch
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages, build
-from nanomegatron.tokenizer import Tokenizer, tokenizer_from_spec
 
 DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
 

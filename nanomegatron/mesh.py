@@ -35,8 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanomegatron.config import ParallelConfig
-from nanomegatron.mesh_peers import peer_access_errors
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.fast.peer_access import peer_access_errors
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 # Of a wire: a message waits for its other end for as long as an op takes, and may take time to be sent, too.

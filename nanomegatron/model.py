@@ -28,15 +28,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanomegatron import ops
-from nanomegatron.attention import Mask, choose_backend, core_attention
 from nanomegatron.comm import own_slice
-from nanomegatron.config import TransformerConfig
-from nanomegatron.config import padded_vocab_size as default_padding
-from nanomegatron.config_keywords import GPT_MODEL, answer
+from nanomegatron.config.keywords import GPT_MODEL, answer
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.settings import padded_vocab_size as default_padding
 from nanomegatron.cp import context_attention
-from nanomegatron.fp8 import Scales
-from nanomegatron.fp8_fused import (
+from nanomegatron.fast.fp8_producers import (
     GatedFp8Function,
     NormFp8Function,
     cast_for,
@@ -45,15 +42,19 @@ from nanomegatron.fp8_fused import (
     through,
     wanted,
 )
+from nanomegatron.fp8 import Scales
+from nanomegatron.layers import Embedding, OutputLayer, Stage, Tokens, hidden_dropout
 from nanomegatron.mesh import Axis
-from nanomegatron.model_ends import Embedding, OutputLayer, Stage, Tokens, hidden_dropout
-from nanomegatron.model_recompute import recomputed, segments
 from nanomegatron.moe import MoELayer
-from nanomegatron.moe_experts import GroupedExperts, activation
-from nanomegatron.moe_router import MoeAxes
-from nanomegatron.ops_norm import add_norm, norm, norm_ref
-from nanomegatron.ops_rope import rope, rope_angles, rope_packed, rope_ref
+from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.ops.attention import Mask, choose_backend, core_attention
+from nanomegatron.ops.dropout import attention_dropout
+from nanomegatron.ops.norm import add_norm, norm, norm_ref
+from nanomegatron.ops.rope import rope, rope_angles, rope_packed, rope_ref
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, scaled_std
+from nanomegatron.recompute import recomputed, segments
+from nanomegatron.router import MoeAxes
 from nanomegatron.tp import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -84,7 +85,7 @@ class Norm(nn.Module):
         self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: torch.Tensor, to: ColumnParallelLinear | None = None) -> torch.Tensor:
-        """to: who alone reads the result, which may then be there in FP8 alone (`fp8_fused.py`)."""
+        """to: who alone reads the result, which may then be there in FP8 alone (`fast/fp8_producers.py`)."""
         if self.fused and fuses(to):
             return NormFp8Function.apply(x, None, *self._how, to.fp8, wanted(to))
         return cast_for(to, (norm if self.fused else norm_ref)(x, *self._how))
@@ -177,7 +178,7 @@ class SelfAttention(nn.Module):
             heads = torch.arange(self.tp.rank * local, (self.tp.rank + 1) * local, device=x.device)
             positions = (batch.positions, batch.positions)  # in training all that are keys are queries
             place = (batch.dropout_seed, -1 - self.layer, positions, batch.sample_ids, heads)
-            dropout, drop = self.dropout, lambda probs: ops.attention_dropout(probs, self.dropout, *place)
+            dropout, drop = self.dropout, lambda probs: attention_dropout(probs, self.dropout, *place)
         mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

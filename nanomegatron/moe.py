@@ -15,12 +15,12 @@ is cut over `etp`. Which token goes where is decided by its own rank, for sinkho
 import torch
 from torch import nn
 
-from nanomegatron.config import TransformerConfig
-from nanomegatron.model_recompute import recomputed
-from nanomegatron.moe_dispatch import Journey
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.fast.moe_dispatch import Journey
 from nanomegatron.moe_experts import GroupedExperts
-from nanomegatron.moe_router import MoeAxes, Router
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from nanomegatron.recompute import recomputed
+from nanomegatron.router import MoeAxes, Router
 
 
 class MoELayer(nn.Module):

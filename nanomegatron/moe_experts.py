@@ -19,19 +19,17 @@ stored so that every part, an expert's matrix, is some rows of the whole, cut al
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
 
-from nanomegatron import ops
-from nanomegatron.config import TransformerConfig
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.fast.fp8_producers import CastFp8Function, through
 from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Scales
-from nanomegatron.fp8_fused import CastFp8Function, through
 from nanomegatron.moe_matmul import GroupedFp8LinearFunction, GroupedLinearFunction, Groups, whole
-from nanomegatron.moe_router import MoeAxes
-from nanomegatron.ops_mlp import SILU, gated_ref
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, ParamSpec, Part, Soon, new_parameter, replica, scaled_std, shard
+from nanomegatron.router import MoeAxes
 
 
 class AddBiasFunction(torch.autograd.Function):
@@ -50,13 +48,6 @@ class AddBiasFunction(torch.autograd.Function):
         (offsets,) = ctx.saved_tensors
         sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets.long(), axis=0, unsafe=True)
         return grad, sums.flatten().to(ctx.dtype), None
-
-
-def activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What stands between the two layers of an MLP."""
-    if not config.swiglu:
-        return ops.squared_relu if config.squared_relu else partial(ops.gelu, tanh=config.tanh_gelu)
-    return ops.swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
 
 
 class GroupedExperts(nn.Module):

@@ -19,7 +19,7 @@ Types and sizes that torch has no grouped matmul for are always in the loop.
 
 In FP8 (`fp8.py`) a scale for each row is all that torch's grouped matmul knows, and E4M3 all that it takes:
 so gradients are E4M3 there in the hybrid format too. Both operands lie along what is summed over, as in
-`tp_fp8.py`. In the transposed copies, of features, experts share a row and its scale. Groups begin at
+`fp8_linear.py`. In the transposed copies, of features, experts share a row and its scale. Groups begin at
 multiples of 16 rows, and none is empty (`ops_moe.route`). Without that matmul, on a CPU, there is the loop.
 """
 
@@ -32,8 +32,8 @@ from math import prod
 import torch
 from torch import nn
 
+from nanomegatron.fast.fp8_producers import casts_of
 from nanomegatron.fp8 import Cast, Fp8Linear, matmul
-from nanomegatron.fp8_fused import casts_of
 from nanomegatron.param import Soon, add_product, contribute, main_grad, now_or, puts_off, when_due
 
 LARGE = 2**36  # multiplications

@@ -7,7 +7,7 @@
 
 All of it happens on this rank's shards (`dp.py`), bucket by bucket in the order of the forward: as soon as
 one is updated, its parameters set out to the other ranks. `optim_shard.py` has the update of one, on the
-device or in host memory, `optim_fp8.py` what it does for the weights of FP8 layers.
+device or in host memory, `fast/fp8_gather.py` what it does for the weights of FP8 layers.
 
 Everything that a step decides stays on the device as 0-d tensors: the finite flag, the number of good steps,
 learning rates and weight decay (looked up in a table by that number, so a skipped step holds the schedules)
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config import OptimizerConfig, PrecisionConfig
+from nanomegatron.config.settings import OptimizerConfig, PrecisionConfig
 from nanomegatron.dp import Buckets, Slice
-from nanomegatron.ops_adamw import Segments, sums_of_squares
-from nanomegatron.optim_schedule import LossScaler
+from nanomegatron.lr_schedule import LossScaler
+from nanomegatron.ops.adamw import Segments, sums_of_squares
 from nanomegatron.optim_shard import Ferry, HostShard, ShardState
 
 

@@ -1,6 +1,6 @@
 r"""The update of one shard: its main parameters and moments, on the device or in host memory.
 
-    on the device    grads -> AdamW on main, m, v -> params, or casts of them (optim_fp8.py)
+    on the device    grads -> AdamW on main, m, v -> params, or casts of them (fast/fp8_gather.py)
 
     in host memory   device   grads 0  grads 1  grads 2 ...        params 0  params 1
                                  \        \        \                 /         /
@@ -17,12 +17,11 @@ from collections.abc import Iterable
 
 import torch
 
-from nanomegatron import ops
-from nanomegatron.config import OptimizerConfig
+from nanomegatron.config.settings import OptimizerConfig
 from nanomegatron.dp_bucket import Bucket
-from nanomegatron.ops_adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_flat_, cast_flat_
-from nanomegatron.ops_kernels import usable
-from nanomegatron.optim_fp8 import WeightCasts
+from nanomegatron.fast.fp8_gather import WeightCasts
+from nanomegatron.ops.adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_, adamw_flat_, cast_flat_
+from nanomegatron.ops.kernels import usable
 from nanomegatron.param import ParamSpec
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
@@ -181,7 +180,7 @@ class ShardState:
                 decay = 0.0  # torch's update takes but a host's number
                 torch._foreach_mul_(main, 1.0 - lr * values[2] * (1.0 - skip))
             hyper = (config.adam_beta1, config.adam_beta2, config.adam_eps, decay)
-            ops.adamw_(main, g, (m, v), step, lr, hyper, grad_scale, skip)
+            adamw_(main, g, (m, v), step, lr, hyper, grad_scale, skip)
         for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
             if kept.dtype != torch.float32:
                 kept.copy_(new)

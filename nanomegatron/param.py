@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from nanomegatron.mesh import Axis
-from nanomegatron.ops_merge import add_
+from nanomegatron.ops.merge import add_
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,16 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import Pending, broadcast_, start_receive, start_send
-from nanomegatron.config import Config
+from nanomegatron.config.settings import Config
+from nanomegatron.flops import flops_per_iteration
 from nanomegatron.fp8 import Recipe, Scales
+from nanomegatron.layers import Stage, Tokens
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.metrics import flops_per_iteration
 from nanomegatron.model import Cache, GPTModel
-from nanomegatron.model_ends import Stage, Tokens
-from nanomegatron.model_recompute import Inlet
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Deferred, Init
+from nanomegatron.recompute import Inlet
+from nanomegatron.report.trace import Tracer
+from nanomegatron.router import MoeAxes
 from nanomegatron.schedules import (
     Exchange,
     Message,
@@ -56,7 +57,6 @@ from nanomegatron.schedules import (
     placement,
     schedule,
 )
-from nanomegatron.trace import Tracer
 
 Lists = list[list[Op]]
 

@@ -20,25 +20,25 @@ from typing import Any
 import torch
 
 from nanomegatron import comm
-from nanomegatron.attention import choose_backend
-from nanomegatron.comm_pieces import overlap_path
-from nanomegatron.config import Config, TransformerConfig
-from nanomegatron.config_batch import stages
-from nanomegatron.cp_dynamic import Ranks
+from nanomegatron.config.batch import stages
+from nanomegatron.config.settings import Config, TransformerConfig
+from nanomegatron.data.packing import Ranks
 from nanomegatron.dp import Buckets
-from nanomegatron.fp8_stats import Stats
+from nanomegatron.fast.pieces import overlap_path
+from nanomegatron.faults.signals import UNHEARD, Signals
+from nanomegatron.flops import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
 from nanomegatron.mesh import Mesh
-from nanomegatron.metrics import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
-from nanomegatron.metrics_log import RunLog
-from nanomegatron.moe_load import ExpertLoad
-from nanomegatron.ops_report import summary
+from nanomegatron.ops.attention import choose_backend
+from nanomegatron.ops.paths import summary
 from nanomegatron.optim import Optimizer, StepStats
-from nanomegatron.plan import chunks_kept, describe, memory_of_ranks
+from nanomegatron.plan.memory import chunks_kept, describe, memory_of_ranks
 from nanomegatron.pp import Stages, stage_layers
-from nanomegatron.run_profile import Profile
-from nanomegatron.run_signals import UNHEARD, Signals
-from nanomegatron.run_timers import Clock, Timers
-from nanomegatron.trace import Tracer
+from nanomegatron.report.fp8_stats import Stats
+from nanomegatron.report.log import RunLog
+from nanomegatron.report.moe_load import ExpertLoad
+from nanomegatron.report.profiler import Profile
+from nanomegatron.report.timers import Clock, Timers
+from nanomegatron.report.trace import Tracer
 
 
 @dataclass

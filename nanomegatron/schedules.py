@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from nanomegatron.schedules_draw import draw, text
+from nanomegatron.report.schedule_draw import draw, text
 
 
 class Op(NamedTuple):

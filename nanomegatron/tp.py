@@ -11,7 +11,7 @@
 One all-reduce forward and one backward for such a pair; or, with the residual stream, norms and dropout cut
 along the sequence, a gather and a reduce-scatter, which send the same bytes. The vocabulary is cut the same
 way: the embedding looks up its own rows and sums, the output layer makes its own columns of the logits
-(`tp_loss.py` goes on from there).
+(`fast/fused_loss.py` goes on from there).
 
 A linear layer does three matmuls, and its backward writes the weight gradient where the contract of
 `param.py` wants it. What is sent in the backward hides behind a matmul that does not wait for it:
@@ -41,7 +41,9 @@ from nanomegatron.comm import (
     scatter_to,
     start_all_gather,
 )
+from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather
 from nanomegatron.fp8 import Fp8Linear
+from nanomegatron.fp8_linear import Fp8LinearFunction, start_sum
 from nanomegatron.mesh import Axis
 from nanomegatron.param import (
     Init,
@@ -54,8 +56,6 @@ from nanomegatron.param import (
     shard,
     when_due,
 )
-from nanomegatron.tp_fp8 import Fp8LinearFunction, start_sum
-from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
 
 
 class LinearFunction(torch.autograd.Function):

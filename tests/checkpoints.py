@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint import Piece, load, save, state_pieces, training_pieces
-from nanomegatron.checkpoint_files import MANIFEST, MANIFEST_SUM
-from nanomegatron.config import ParallelConfig
+from nanomegatron.checkpoint.checkpoint import Piece, load, save, state_pieces, training_pieces
+from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard

@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from nanomegatron.ops_kernels import FLOATS, without_kernels
+from nanomegatron.ops.kernels import FLOATS, without_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA, EMULATOR = ROOT / "cuda", ROOT / "tests/cuda_on_cpu.h"

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanomegatron import hf
-from nanomegatron.config_cli import build
-from nanomegatron.config_hf import read_folder
+from nanomegatron.checkpoint import hf
+from nanomegatron.config.cli import build
+from nanomegatron.config.hf import read_folder
+from nanomegatron.layers import Stage
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.model_ends import Stage
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
+from nanomegatron.router import MoeAxes
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from nanomegatron.checkpoint import training_pieces
-from nanomegatron.checkpoint_files import MANIFEST, Piece, read_manifest, write_manifest
-from nanomegatron.checkpoint_manifest import (
+from nanomegatron.checkpoint.checkpoint import training_pieces
+from nanomegatron.checkpoint.files import MANIFEST, Piece, read_manifest, write_manifest
+from nanomegatron.checkpoint.manifest import (
     ITEM_BYTES,
     Manifest,
     Range,
@@ -30,8 +30,8 @@ from nanomegatron.checkpoint_manifest import (
     shard_name,
     to_json,
 )
-from nanomegatron.config_check import resolve
-from nanomegatron.config_cli import parse
+from nanomegatron.config.check import resolve
+from nanomegatron.config.cli import parse
 from nanomegatron.dp import Buckets, reduction_axis
 from nanomegatron.mesh import Axis, Mesh, axis_groups
 from nanomegatron.param import Init

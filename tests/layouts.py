@@ -19,8 +19,8 @@ A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
 import random
 import re
 
-from nanomegatron.config_check import validate
-from nanomegatron.config_cli import parse
+from nanomegatron.config.check import validate
+from nanomegatron.config.cli import parse
 
 FIVE_STEPS, TWO_STEPS = "--global-batch-size 8 --train-iters 5", "--global-batch-size 4 --train-iters 2"
 COMMON = (

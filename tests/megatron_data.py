@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.data_indexed import IndexedDataset, IndexedDatasetBuilder
+from nanomegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 
 def write(prefix, documents, dtype=np.uint16, sidecar=None):

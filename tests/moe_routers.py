@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from nanomegatron.comm import all_reduce
-from nanomegatron.config import TransformerConfig
-from nanomegatron.moe_dispatch import Journey
-from nanomegatron.moe_router import MoeAxes, Router
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.fast.moe_dispatch import Journey
 from nanomegatron.param import Init
+from nanomegatron.router import MoeAxes, Router
 
 S, H, E = 8, 6, 8
 GROUPS = dict(router_num_groups=4, router_group_topk=2)

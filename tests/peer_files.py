@@ -3,7 +3,7 @@
 import torch
 
 from nanomegatron.comm import barrier
-from nanomegatron.comm_symmetric import PeerMemory
+from nanomegatron.fast.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
 

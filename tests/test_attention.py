@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomegatron import attention
-from nanomegatron.attention import Mask, choose_backend, core_attention
+from nanomegatron.ops import attention
+from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 
 CASES = {
     "causal": dict(),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 --device cpu"

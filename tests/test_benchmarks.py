@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from benchmarks import bench_parallel, contenders, kernel_times, peers
-from nanomegatron.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TransformerConfig
-from nanomegatron.config_check import resolve
+from nanomegatron.config.check import resolve
+from nanomegatron.config.settings import (
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TransformerConfig,
+)
 from nanomegatron.fp8 import RECIPES
 from nanomegatron.mesh import Mesh
 from tests.spmd import run_spmd

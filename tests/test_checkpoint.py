@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanomegatron.checkpoint import CheckpointError, Piece, SaveError, latest, load, save, training_pieces
-from nanomegatron.checkpoint_files import read_manifest
-from nanomegatron.checkpoint_manifest import DTYPES, rectangles
-from nanomegatron.config import ParallelConfig
+from nanomegatron.checkpoint.checkpoint import CheckpointError, Piece, SaveError, latest, load, save
+from nanomegatron.checkpoint.checkpoint import training_pieces as pieces_of
+from nanomegatron.checkpoint.files import read_manifest
+from nanomegatron.checkpoint.manifest import DTYPES, rectangles
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.mesh_launch import launch
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard
 from tests import toy
 from tests.checkpoints import (
@@ -95,7 +96,7 @@ def test_training_pieces_name_every_part():
     ranges.append((params[1], params[1].spec.parts[0], 24, 27))
     slices = [Slice(param, part, 0, start, stop, part.owner) for param, part, start, stop in ranges]
     states = {"exp_avg": [(piece, piece.of(flat)) for piece in slices]}
-    pieces = training_pieces(params, states, ALONE)
+    pieces = pieces_of(params, states, ALONE)
     assert [piece.key for piece in pieces[:4]] == ["model/qkv.q", "model/qkv.k", "model/qkv.v", "model/norm"]
     assert [piece.key for piece in pieces[4:]] == [p.key.replace("model/", "exp_avg/") for p in pieces[:4]]
     for i in (1, 5):
@@ -104,7 +105,7 @@ def test_training_pieces_name_every_part():
     assert [piece.owner for piece in pieces] == 2 * [True, True, True, False]
     pieces[1].data.fill_(7)  # a view of the parameter
     assert params[0][4:6].eq(7).all() and not params[0][[3, 6]].eq(7).any()
-    assert not any(p.owner for p in training_pieces(params, {}, SimpleNamespace(dp_cp=tp)))
+    assert not any(p.owner for p in pieces_of(params, {}, SimpleNamespace(dp_cp=tp)))
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 4, 5), (2, 3, 1, 4), (1, 6), (6, 1)])
@@ -134,11 +135,11 @@ def trained(mesh: Mesh, strategy: str, root: Path, target: str, steps: int, dtyp
     """Take up the newest checkpoint in root if there is one, make some steps, save; the norms."""
     flags = dict(overlap_param_gather=True, ddp_bucket_size=400, data_parallel_sharding_strategy=strategy)
     model, buckets, optimizer = toy.built(mesh, flags, getattr(torch, dtype))
-    if loaded := load(root, training_pieces(buckets.params, optimizer.states(), mesh), mesh):
+    if loaded := load(root, pieces_of(buckets.params, optimizer.states(), mesh), mesh):
         optimizer.load_scalars(loaded.state)
     norms = [toy.train_step(model, buckets, optimizer, mesh).item() for _ in range(steps)]
     buckets.wait_params()
-    pieces = training_pieces(buckets.params, optimizer.states(), mesh)
+    pieces = pieces_of(buckets.params, optimizer.states(), mesh)
     save(root.parent / target, 1 + steps, pieces, optimizer.scalars(), "", mesh)
     return norms
 
@@ -279,7 +280,7 @@ def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> 
     return 0
 
 
-HERE, FILES = "nanomegatron.checkpoint.", "nanomegatron.checkpoint_files."
+HERE, FILES = "nanomegatron.checkpoint.checkpoint.", "nanomegatron.checkpoint.files."
 
 KILLS = {  # where, in which call; what is saved; what is the newest then
     "after mkdir": (HERE + "write_shard", 1, 30, 20),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomegatron.checkpoint import (
+from nanomegatron.checkpoint.checkpoint import (
     LATEST,
     CheckpointError,
     Piece,
@@ -25,8 +25,8 @@ from nanomegatron.checkpoint import (
     read_manifest,
     save,
 )
-from nanomegatron.checkpoint_files import MANIFEST, MANIFEST_SUM
-from nanomegatron.checkpoint_manifest import DTYPES
+from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM
+from nanomegatron.checkpoint.manifest import DTYPES
 from tests.checkpoints import (
     ALONE,
     change_manifest,

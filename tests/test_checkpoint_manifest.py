@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron import checkpoint_files, checkpoint_manifest
-from nanomegatron.checkpoint import CheckpointError, Piece, SaveError, load, save
-from nanomegatron.checkpoint_files import MANIFEST, read_manifest, write_manifest
-from nanomegatron.checkpoint_manifest import Manifest, Range, Rectangle, merge, rectangles, tiling_error
+from nanomegatron.checkpoint import files as checkpoint_files
+from nanomegatron.checkpoint import manifest as checkpoint_manifest
+from nanomegatron.checkpoint.checkpoint import CheckpointError, Piece, SaveError, load, save
+from nanomegatron.checkpoint.files import MANIFEST, read_manifest, write_manifest
+from nanomegatron.checkpoint.manifest import Manifest, Range, Rectangle, merge, rectangles, tiling_error
 from tests import large_checkpoint as large
 from tests.checkpoints import (
     ALONE,

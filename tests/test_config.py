@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nanomegatron.config import Config, padded_vocab_size
-from nanomegatron.config_check import default_run_name, must_match, resolve, validate
-from nanomegatron.config_cli import (
+from nanomegatron.config.check import default_run_name, must_match, resolve, validate
+from nanomegatron.config.cli import (
     PRESETS,
     ConfigError,
     Parsed,
@@ -21,6 +20,7 @@ from nanomegatron.config_cli import (
     sections,
     to_toml,
 )
+from nanomegatron.config.settings import Config, padded_vocab_size
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
 GOOD = f"{SHAPE} --mock-data --vocab-size 100 --seq-length 32 --train-iters 10"
@@ -306,7 +306,7 @@ def test_presets(name):
 
 
 def test_no_torch_and_fast():
-    code = "from nanomegatron.config_check import validate; import sys; sys.exit('torch' in sys.modules)"
+    code = "from nanomegatron.config.check import validate; import sys; sys.exit('torch' in sys.modules)"
     root = Path(__file__).resolve().parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanomegatron.config import Config, DataConfig, RunConfig
-from nanomegatron.config_batch import samples_before, stages
+from nanomegatron.config.batch import samples_before, stages
+from nanomegatron.config.settings import Config, DataConfig, RunConfig
 
 
 def config(batch=None, ramp=(), schedule=None, iters=None, samples=None, seq_length=32) -> Config:

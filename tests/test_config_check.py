@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from nanomegatron.config_check import default_run_name, must_match, resolve, validate
-from nanomegatron.config_cli import from_toml, parse, to_toml
+from nanomegatron.config.check import default_run_name, must_match, resolve, validate
+from nanomegatron.config.cli import from_toml, parse, to_toml
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 GOOD = f"{SHAPE} --mock-data --vocab-size 100 --train-iters 10"

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from nanomegatron.config import Config, ParallelConfig
-from nanomegatron.config_check import default_run_name, must_match, remarks, resolve, validate
-from nanomegatron.config_cli import from_toml, parse, to_toml
-from nanomegatron.cp_dynamic import Ranks
+from nanomegatron.config.check import default_run_name, must_match, remarks, resolve, validate
+from nanomegatron.config.cli import from_toml, parse, to_toml
+from nanomegatron.config.settings import Config, ParallelConfig
+from nanomegatron.data.packing import Ranks
 
 GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 96 --mock-data --vocab-size 100 "

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from nanomegatron.config_cli import build, parse
-from nanomegatron.config_hf import read_folder, settings_of, to_hf
+from nanomegatron.config.cli import build, parse
+from nanomegatron.config.hf import read_folder, settings_of, to_hf
 from tests.hf_models import FAMILIES, LLAMA, LLAMA3, VOCAB, YARN, Folders, their_logits, transformers
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from nanomegatron.config import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
-from nanomegatron.config_keywords import GPT_MODEL, TAKEN, TRANSFORMER_CONFIG
+from nanomegatron.config.keywords import GPT_MODEL, TAKEN, TRANSFORMER_CONFIG
+from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
 from nanomegatron.model import GPTModel, Tokens
 
 SHAPE = dict(num_layers=2, hidden_size=12, num_attention_heads=4)

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from nanomegatron import config_check_moe, ops_moe
-from nanomegatron.config import Config, TransformerConfig
-from nanomegatron.config_check import must_match, resolve, validate
-from nanomegatron.config_cli import from_toml, parse, to_toml
+from nanomegatron.config import check_moe as config_check_moe
+from nanomegatron.config.check import must_match, resolve, validate
+from nanomegatron.config.cli import from_toml, parse, to_toml
+from nanomegatron.config.settings import Config, TransformerConfig
+from nanomegatron.ops import permute as ops_moe
 
 PLAIN = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 "

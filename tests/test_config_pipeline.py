@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from nanomegatron.config import Config, ParallelConfig
-from nanomegatron.config_check import default_run_name, must_match, resolve, validate
-from nanomegatron.config_cli import from_toml, parse, to_toml
+from nanomegatron.config.check import default_run_name, must_match, resolve, validate
+from nanomegatron.config.cli import from_toml, parse, to_toml
+from nanomegatron.config.settings import Config, ParallelConfig
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 "

@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import save_file
 
 import convert
-from nanomegatron.checkpoint import load, save, training_pieces
-from nanomegatron.checkpoint_files import Piece
-from nanomegatron.config import DataConfig
-from nanomegatron.config_cli import build, from_toml, parse, to_toml
-from nanomegatron.config_hf import is_hf_folder, read_folder
+from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
+from nanomegatron.checkpoint.files import Piece
+from nanomegatron.config.cli import build, from_toml, parse, to_toml
+from nanomegatron.config.hf import is_hf_folder, read_folder
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.dp import Buckets
 from nanomegatron.generate import generate, load_model
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
-from nanomegatron.tokenizer import build_tokenizer
 from tests.checkpoints import ALONE
 from tests.hf_models import FAMILIES, VOCAB, data, hugging_face, logit_error, rewrite, transformers
 from tests.hf_models import save as save_theirs

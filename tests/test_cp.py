@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron import comm_symmetric, cp
-from nanomegatron.attention import Mask, core_attention
-from nanomegatron.comm_symmetric import ring_shift
-from nanomegatron.config import DataConfig
+from nanomegatron import cp
+from nanomegatron.config.settings import DataConfig
 from nanomegatron.cp import context_attention
 from nanomegatron.cp_shard import Shard
-from nanomegatron.data_loader import BatchLoader, load_batch
+from nanomegatron.data.loader import BatchLoader, load_batch
+from nanomegatron.fast import peer_memory as comm_symmetric
+from nanomegatron.fast.peer_memory import ring_shift
+from nanomegatron.ops.attention import Mask, core_attention
 from tests.peer_files import CPU, FileMemory, share_memory
 from tests.spmd import run_spmd, spmd
 

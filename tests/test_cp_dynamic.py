@@ -8,8 +8,8 @@ import pytest
 
 import train
 from benchmarks.long_tail import draw_lengths, shares
-from nanomegatron.config import TransformerConfig
-from nanomegatron.cp_dynamic import Pack, Ranks, cost, plan
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.mesh import World
 from tests.megatron_data import write
 from tests.spmd import run_spmd

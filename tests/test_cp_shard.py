@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.attention import Mask
 from nanomegatron.cp_shard import Shard, chunk_bounds, ranges
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.attention import Mask
 
 CPU = torch.device("cpu")
 ROWS = {  # lengths of documents in rows of 48

@@ -7,16 +7,16 @@ import random
 import numpy as np
 import pytest
 
-from nanomegatron.config import DataConfig
-from nanomegatron.data import (
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data.gpt_dataset import (
     GPTDataset,
     MockGPTLowLevelDataset,
     build_datasets,
     build_sample_index,
     split_ranges,
 )
-from nanomegatron.data_indexed import IndexedDataset, IndexedDatasetBuilder, best_dtype
-from nanomegatron.tokenizer import build_tokenizer
+from nanomegatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, best_dtype
+from nanomegatron.data.tokenizer import build_tokenizer
 from tests.megatron_data import assert_same, megatron, random_documents, write
 
 GOLDEN_IDX = """

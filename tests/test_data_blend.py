@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from nanomegatron import data_blend
-from nanomegatron.config import DataConfig
-from nanomegatron.data import GPTDataset, build_datasets, choose_tokenizer
-from nanomegatron.data_blend import BlendedDataset, blend_index, parse_blend
-from nanomegatron.tokenizer import build_tokenizer
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data import blended_dataset as data_blend
+from nanomegatron.data.blended_dataset import BlendedDataset, blend_index, parse_blend
+from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets, choose_tokenizer
+from nanomegatron.data.tokenizer import build_tokenizer
 from tests.megatron_data import megatron, random_documents, write
 
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=127)

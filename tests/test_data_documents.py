@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks import long_tail
-from nanomegatron.config import Config, DataConfig, ParallelConfig, TransformerConfig
-from nanomegatron.data import build_datasets
-from nanomegatron.data_documents import DocumentDataset, PackLoader, load_pack
-from nanomegatron.data_indexed import IndexedDataset
-from nanomegatron.tokenizer import build_tokenizer
+from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, TransformerConfig
+from nanomegatron.data.gpt_dataset import build_datasets
+from nanomegatron.data.indexed_dataset import IndexedDataset
+from nanomegatron.data.packed_dataset import DocumentDataset, PackLoader, load_pack
+from nanomegatron.data.tokenizer import build_tokenizer
 from tests.megatron_data import random_documents, write
 
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=126)

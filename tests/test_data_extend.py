@@ -6,13 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nanomegatron.checkpoint import CheckpointError
-from nanomegatron.config import CheckpointConfig, Config, DataConfig, RunConfig
-from nanomegatron.config_cli import to_toml
-from nanomegatron.data import GPTDataset, build_datasets
-from nanomegatron.data_blend import BlendedDataset
-from nanomegatron.run_checkpoint import data_samples
-from nanomegatron.tokenizer import build_tokenizer
+from nanomegatron.checkpoint.checkpoint import CheckpointError
+from nanomegatron.config.cli import to_toml
+from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, RunConfig
+from nanomegatron.data.blended_dataset import BlendedDataset
+from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
+from nanomegatron.data.tokenizer import build_tokenizer
+from nanomegatron.resume import data_samples
 from tests.checkpoints import ALONE, cuts, save, save_alone
 from tests.megatron_data import random_documents, write
 

@@ -11,10 +11,10 @@ import struct
 import numpy as np
 import pytest
 
-from nanomegatron.config import DataConfig
-from nanomegatron.data import build_datasets
-from nanomegatron.data_indexed import IndexedDataset
-from nanomegatron.tokenizer import build_tokenizer
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data.gpt_dataset import build_datasets
+from nanomegatron.data.indexed_dataset import IndexedDataset
+from nanomegatron.data.tokenizer import build_tokenizer
 from tests.megatron_data import random_documents, write
 
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=127)

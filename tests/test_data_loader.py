@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.config import DataConfig
-from nanomegatron.data import GPTDataset, MockGPTLowLevelDataset, build_datasets
-from nanomegatron.data_loader import BatchLoader, load_batch
-from nanomegatron.tokenizer import build_tokenizer
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data.gpt_dataset import GPTDataset, MockGPTLowLevelDataset, build_datasets
+from nanomegatron.data.loader import BatchLoader, load_batch
+from nanomegatron.data.tokenizer import build_tokenizer
 from tests.megatron_data import FLAGS, megatron, write
 
 EOD = 126

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanomegatron.config import OptimizerConfig, ParallelConfig
+from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
 from nanomegatron.dp import Buckets, lay_out, split
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from tests.checkpoints import ALONE

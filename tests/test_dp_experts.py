@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from nanomegatron.checkpoint import load, module_states, save, state_pieces, training_pieces
-from nanomegatron.checkpoint_files import read_manifest
+from nanomegatron.checkpoint.checkpoint import load, module_states, save, state_pieces, training_pieces
+from nanomegatron.checkpoint.files import read_manifest
 from nanomegatron.comm import all_reduce
 from tests import toy
 from tests.checkpoints import ALONE

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from nanomegatron import fp8, ops_fused_fp8
+from nanomegatron import fp8
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode, matmul
 from nanomegatron.mesh import Axis
+from nanomegatron.ops import fp8_fused as ops_fused_fp8
 from tests.spmd import run_spmd
 
 CPU = torch.device("cpu")

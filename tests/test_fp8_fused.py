@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from nanomegatron import model
-from nanomegatron.config import TransformerConfig
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.fast.fp8_producers import casts_of, stand_in
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
-from nanomegatron.fp8_fused import casts_of, stand_in
+from nanomegatron.layers import Tokens
 from nanomegatron.mesh import Axis
 from nanomegatron.model import TransformerLayer
-from nanomegatron.model_ends import Tokens
 from nanomegatron.param import Init
 
 CPU = torch.device("cpu")

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 import train
-from nanomegatron import ops_adamw, optim_shard
-from nanomegatron.config import ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron import optim_shard
+from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, TransformerConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.mesh import World
 from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
-from nanomegatron.plan import memory, memory_of_ranks
-from nanomegatron.run_checkpoint import save_checkpoint
+from nanomegatron.plan.memory import memory, memory_of_ranks
+from nanomegatron.resume import save_checkpoint
 from tests import cuda_on_cpu
 from tests.checkpoints import ALONE
 from tests.layouts import flags_of, fp8

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import fp8_losses
 from benchmarks import fp8_losses_report as report
-from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from tests.test_moe_training import STAND_IN
 
 NAN = float("nan")

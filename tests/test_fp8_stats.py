@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import train
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales, decode
-from nanomegatron.fp8_stats import KINDS, Stats, losses
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.metrics_writers import read_jsonl
+from nanomegatron.report.fp8_stats import KINDS, Stats, losses
+from nanomegatron.report.writers import read_jsonl
 from tests.layouts import FIVE_STEPS, flags_of, fp8
 from tests.spmd import run_spmd
 from tests.training import Task, arguments

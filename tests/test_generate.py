@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron.checkpoint import save, training_pieces
-from nanomegatron.config import Config, DataConfig, ParallelConfig, TransformerConfig
-from nanomegatron.config_cli import to_toml
+from nanomegatron.checkpoint.checkpoint import save, training_pieces
+from nanomegatron.config.cli import to_toml
+from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, TransformerConfig
+from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.generate import (
     KVCache,
     generate,
@@ -28,7 +29,6 @@ from nanomegatron.generate import (
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
-from nanomegatron.tokenizer import ByteTokenizer
 from tests.spmd import run_spmd
 
 VOCAB, PADDED, LONGEST = 61, 64, 32

@@ -166,8 +166,8 @@ def test_find():
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_cases_are_valid(gpus):
     """No flag of a case is unknown, and none contradicts another, as on Hopper GPUs."""
-    from nanomegatron.config_check import validate
-    from nanomegatron.config_cli import parse
+    from nanomegatron.config.check import validate
+    from nanomegatron.config.cli import parse
 
     for case in cases_of(gpus, False):
         assert not case.slices or (case.kind == "train" and case.warm)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from nanomegatron import hf
-from nanomegatron.config_cli import build
-from nanomegatron.config_hf import is_hf_folder, read_folder
+from nanomegatron.checkpoint import hf
+from nanomegatron.config.cli import build
+from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
+from nanomegatron.router import MoeAxes
 from tests.hf_models import FAMILIES, VOCAB, Folders, by_files, data, logit_error, ours, rewrite, their_logits
 
 

@@ -38,9 +38,9 @@ import pytest
 import torch
 
 import train
-from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.metrics_log import RunLog
+from nanomegatron.report.log import RunLog
 from tests.host_trace import Issued, Recorder, faked
 from tests.spmd import run_spmd
 

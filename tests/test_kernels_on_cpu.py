@@ -8,8 +8,11 @@ are small: some for each variant of a kernel. What only a GPU shows (speed, race
 import pytest
 import torch
 
-from nanomegatron import ops_mlp, ops_norm, ops_rope, ops_softmax
-from nanomegatron.ops_kernels import TYPES
+from nanomegatron.ops import norm as ops_norm
+from nanomegatron.ops import rope as ops_rope
+from nanomegatron.ops import softmax as ops_softmax
+from nanomegatron.ops import swiglu as ops_mlp
+from nanomegatron.ops.kernels import TYPES
 from tests import cuda_on_cpu
 from tests.gpu import test_kernel_mlp as mlp
 from tests.gpu import test_kernel_norm as norm

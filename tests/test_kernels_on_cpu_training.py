@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from nanomegatron import ops_adamw, ops_fp8, ops_loss, ops_moe
+from nanomegatron.ops import adamw as ops_adamw
+from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.ops import fp8_cast as ops_fp8
+from nanomegatron.ops import permute as ops_moe
 from tests import cuda_on_cpu
 from tests.gpu import test_kernel_adamw as adamw
 from tests.gpu import test_kernel_fp8 as fp8

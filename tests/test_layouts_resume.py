@@ -8,7 +8,7 @@ import pytest
 import train
 from nanomegatron.generate import generate
 from nanomegatron.mesh import World
-from nanomegatron.run_checkpoint import save_checkpoint
+from nanomegatron.resume import save_checkpoint
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
 from tests.training import arguments, set_up

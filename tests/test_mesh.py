@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanomegatron import mesh_launch
+from nanomegatron import launch as mesh_launch
 from nanomegatron.comm import all_reduce
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Axis, Mesh, World, axis_groups, pick_device, wire_ends
-from nanomegatron.mesh_launch import launch
 from tests.spmd import run_spmd, spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,7 +276,7 @@ def started_launcher(worker, folder):
     """A launcher in a process group of its own, which prints its ranks' exit codes; and the ranks' pids."""
     script = folder / "run.py"
     script.write_text(
-        f"import sys\nfrom nanomegatron.mesh_launch import launch\nfrom tests.test_mesh import {worker}\n"
+        f"import sys\nfrom nanomegatron.launch import launch\nfrom tests.test_mesh import {worker}\n"
         f"if __name__ == '__main__':\n    print(*launch({worker}, 2, (sys.argv[1],)))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}

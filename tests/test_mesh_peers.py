@@ -5,10 +5,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nanomegatron import mesh_peers
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.fast import peer_access as mesh_peers
+from nanomegatron.fast.peer_access import Gpu, _first_obstacle
 from nanomegatron.mesh import Mesh, axis_groups
-from nanomegatron.mesh_peers import Gpu, _first_obstacle
 from tests.host_trace import Event, Handle, Recorder, faked
 from tests.spmd import run_spmd
 

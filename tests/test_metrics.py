@@ -10,10 +10,10 @@ import types
 import numpy as np
 import pytest
 
-from nanomegatron.config import Config, DataConfig, RunConfig
-from nanomegatron.metrics_log import KEYS, RunLog
-from nanomegatron.metrics_plot import plot_experts, plot_loss, smoothed
-from nanomegatron.metrics_writers import EXPERTS, missing_extras, read_jsonl, step_scalars
+from nanomegatron.config.settings import Config, DataConfig, RunConfig
+from nanomegatron.report.log import KEYS, RunLog
+from nanomegatron.report.plots import plot_experts, plot_loss, smoothed
+from nanomegatron.report.writers import EXPERTS, missing_extras, read_jsonl, step_scalars
 
 
 def config(**run) -> Config:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from nanomegatron.metrics_log import RunLog
-from nanomegatron.metrics_writers import read_jsonl
+from nanomegatron.report.log import RunLog
+from nanomegatron.report.writers import read_jsonl
 from tests.test_metrics import config, record, started
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from nanomegatron import metrics
-from nanomegatron.config import TransformerConfig
-from nanomegatron.metrics import CONVENTIONS, bits_per_byte, device_peak, flops_per_iteration, parameter_count
+from nanomegatron import flops as metrics
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.flops import CONVENTIONS, bits_per_byte, device_peak, flops_per_iteration, parameter_count
 
 LLAMA = dict(
     position_embedding_type="rope",
@@ -168,6 +168,6 @@ def test_bits_per_byte():
 
 
 def test_no_torch_is_needed_to_count():
-    code = "import sys, nanomegatron.metrics, nanomegatron.metrics_log; print('torch' in sys.modules)"
+    code = "import sys, nanomegatron.flops, nanomegatron.report.log; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

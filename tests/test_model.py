@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron import ops
 from nanomegatron.comm import all_reduce
-from nanomegatron.config import TransformerConfig, padded_vocab_size
+from nanomegatron.config.settings import TransformerConfig, padded_vocab_size
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.ops import dropout as ops
 from nanomegatron.param import Init
 from tests.spmd import run_spmd
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanomegatron.config import TransformerConfig
+from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.model import MLP
 from nanomegatron.moe_experts import GroupedExperts, activation
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
+from nanomegatron.router import MoeAxes
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=24)
 CASES = {  # settings, whether Megatron fuses bias and GELU: its arguments.py

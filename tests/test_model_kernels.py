@@ -5,12 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax, plan, plan_layer
-from nanomegatron.config import TransformerConfig
-from nanomegatron.config_check import must_match
-from nanomegatron.config_cli import parse
+from nanomegatron.config.check import must_match
+from nanomegatron.config.cli import parse
+from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.ops_report import SWITCHES
+from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.ops import norm as ops_norm
+from nanomegatron.ops import rope as ops_rope
+from nanomegatron.ops import softmax as ops_softmax
+from nanomegatron.ops import swiglu as ops_mlp
+from nanomegatron.ops.paths import SWITCHES
+from nanomegatron.plan import layer as plan_layer
+from nanomegatron.plan import memory as plan
 from tests import cuda_on_cpu, test_plan
 
 MODULES = ops_norm, ops_rope, ops_mlp, ops_softmax

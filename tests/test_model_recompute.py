@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.config.settings import ParallelConfig, TransformerConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.model_recompute import made_again, recomputed, segments
 from nanomegatron.param import Init
+from nanomegatron.recompute import made_again, recomputed, segments
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 BASE = TransformerConfig(

@@ -8,11 +8,11 @@ import weakref
 import pytest
 import torch
 
-from nanomegatron import moe_dispatch, moe_pieces
-from nanomegatron.config import TransformerConfig
-from nanomegatron.moe_dispatch import DISPATCHERS, Journey, OnTheWay, cut, dispatcher, exchange, tables
-from nanomegatron.moe_router import MoeAxes
-from nanomegatron.ops_moe import Routing, route
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.fast import moe_dispatch, moe_pieces
+from nanomegatron.fast.moe_dispatch import DISPATCHERS, Journey, OnTheWay, cut, dispatcher, exchange, tables
+from nanomegatron.ops.permute import Routing, route
+from nanomegatron.router import MoeAxes
 from tests.moe_routers import dispatch
 from tests.spmd import run_spmd, spmd
 

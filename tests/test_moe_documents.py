@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.moe_router import count, load_loss, z_loss
+from nanomegatron.router import count, load_loss, z_loss
 from tests.moe_routers import E, H, batch_of, close, router_of, settings
 from tests.spmd import run_spmd
 from tests.test_cp_dynamic import arguments, documents, outcome, train_on_a_rank

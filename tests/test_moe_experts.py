@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron import moe_matmul
-from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.config.settings import ParallelConfig, TransformerConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_matmul import Groups, fits
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Deferred, Init
+from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.moe_routers import dispatch
 from tests.spmd import run_spmd

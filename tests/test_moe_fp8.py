@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from nanomegatron import moe_matmul
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode
-from nanomegatron.fp8_stats import Stats
 from nanomegatron.mesh import Axis
 from nanomegatron.moe_experts import GroupedExperts, linear
 from nanomegatron.moe_matmul import Groups, whole
-from nanomegatron.moe_router import MoeAxes
-from nanomegatron.ops_fp8 import fp8_cast_rows
+from nanomegatron.ops.fp8_cast import fp8_cast_rows
 from nanomegatron.param import Deferred, Init, ParamSpec, new_parameter, replica
+from nanomegatron.report.fp8_stats import Stats
+from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.layouts import FIVE_STEPS, flags_of
 from tests.layouts import fp8 as flags_of_recipe

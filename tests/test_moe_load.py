@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanomegatron.config import TransformerConfig
-from nanomegatron.moe_load import ExpertLoad
-from nanomegatron.moe_router import MoeAxes, Router
+from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.param import Init
+from nanomegatron.report.moe_load import ExpertLoad
+from nanomegatron.router import MoeAxes, Router
 from tests.checkpoints import ALONE
 from tests.spmd import spmd
 

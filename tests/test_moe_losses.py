@@ -6,8 +6,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanomegatron.comm import own_slice
-from nanomegatron.model_recompute import recomputed
-from nanomegatron.moe_router import MoeAxes, choose, count, load_loss, z_loss
+from nanomegatron.recompute import recomputed
+from nanomegatron.router import MoeAxes, choose, count, load_loss, z_loss
 from tests.moe_routers import (
     GROUPS,
     SIGMOID,

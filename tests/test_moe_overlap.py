@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import moe_dispatch
-from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.config.settings import ParallelConfig, TransformerConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast import moe_dispatch
+from nanomegatron.fast.moe_dispatch import OnTheWay, cut
 from nanomegatron.mesh import Axis
 from nanomegatron.model import MLP, TransformerLayer
-from nanomegatron.model_recompute import recomputed
 from nanomegatron.moe import MoELayer
-from nanomegatron.moe_dispatch import OnTheWay, cut
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Deferred, Init
+from nanomegatron.recompute import recomputed
+from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd

@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import moe_dispatch, moe_pieces, moe_router
-from nanomegatron.comm_pieces import overlap_path, scatter_pieces
-from nanomegatron.config import ParallelConfig
+from nanomegatron import router as moe_router
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.moe_dispatch import Journey
-from nanomegatron.moe_router import MoeAxes
-from nanomegatron.ops_moe import permute, permute_block, route, unpermute, unpermute_block
+from nanomegatron.fast import moe_dispatch, moe_pieces
+from nanomegatron.fast.moe_dispatch import Journey
+from nanomegatron.fast.pieces import overlap_path, scatter_pieces
+from nanomegatron.ops.permute import permute, permute_block, route, unpermute, unpermute_block
+from nanomegatron.router import MoeAxes
 from tests.gpu.ranks import Dawdled
 from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd

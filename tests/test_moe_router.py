@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron import moe_router, ops
+from nanomegatron import router as moe_router
 from nanomegatron.comm import own_slice
 from nanomegatron.mesh import Axis
-from nanomegatron.moe_router import (
+from nanomegatron.ops import dropout as ops
+from nanomegatron.param import Deferred
+from nanomegatron.router import (
     GateFunction,
     MoeAxes,
     best_experts,
@@ -20,7 +22,6 @@ from nanomegatron.moe_router import (
     sinkhorn,
     update_expert_bias,
 )
-from nanomegatron.param import Deferred
 from tests.moe_routers import (
     GROUPS,
     SIGMOID,

@@ -15,7 +15,7 @@ import torch
 import train
 from benchmarks import moe_training
 from benchmarks import moe_training_report as report
-from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 
 BYTES = ("--", "--tokenizer-type", "ByteTokenizer")
 

@@ -10,10 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron import ops, ops_kernels, ops_norm, ops_report
-from nanomegatron.config import TransformerConfig
-from nanomegatron.ops_loss import cross_entropy_grad_ref, cross_entropy_stats_ref
-from nanomegatron.ops_softmax import scaled_softmax
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.ops import adamw as ops_adamw
+from nanomegatron.ops import dropout as ops
+from nanomegatron.ops import kernels as ops_kernels
+from nanomegatron.ops import norm as ops_norm
+from nanomegatron.ops import paths as ops_report
+from nanomegatron.ops import swiglu as ops_mlp
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_ref, cross_entropy_stats_ref
+from nanomegatron.ops.softmax import scaled_softmax
 
 F64 = torch.float64
 
@@ -58,10 +63,10 @@ def test_statistics_of_bf16_norms_are_fp32(op):
 def test_swiglu_and_gelu():
     x = randn(5, 12)
     gate, up = x[:, :6], x[:, 6:]
-    compare(ops.swiglu(x), gate / (1 + (-gate).exp()) * up, (x,))
+    compare(ops_mlp.swiglu(x), gate / (1 + (-gate).exp()) * up, (x,))
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-    compare(ops.gelu(x), 0.5 * x * (1 + inner.tanh()), (x,))
-    compare(ops.gelu(x, tanh=False), 0.5 * x * (1 + torch.erf(x / math.sqrt(2))), (x,))
+    compare(ops_mlp.gelu(x), 0.5 * x * (1 + inner.tanh()), (x,))
+    compare(ops_mlp.gelu(x, tanh=False), 0.5 * x * (1 + torch.erf(x / math.sqrt(2))), (x,))
 
 
 @pytest.mark.parametrize("s, t, masked", [(5, 5, False), (5, 5, True), (3, 7, True), (1, 4, True)])
@@ -181,7 +186,7 @@ def update(op, params, moments, grads, step, lr, scale=1.0, skip=0.0):
     op(params, [g.clone() for g in grads], moments, numbers[0], numbers[1], HYPER, *numbers[2:])
 
 
-@pytest.mark.parametrize("op", [ops.adamw_, ops.adamw_ref_])
+@pytest.mark.parametrize("op", [ops_adamw.adamw_, ops_adamw.adamw_ref_])
 def test_adamw_is_torchs(op):
     """Ten steps with a changing learning rate; gradients come multiplied by a loss scale that changes too."""
     params, moments = adam_state()
@@ -198,7 +203,7 @@ def test_adamw_is_torchs(op):
         torch.testing.assert_close(params, [t.detach() for t in twins], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("op", [ops.adamw_, ops.adamw_ref_])
+@pytest.mark.parametrize("op", [ops_adamw.adamw_, ops_adamw.adamw_ref_])
 def test_skipped_step_changes_nothing(op):
     params, moments = adam_state()
     update(op, params, moments, params, 1, 0.1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops_adamw import (
+from nanomegatron.ops.adamw import (
     CHUNK,
     DECAY,
     DECOUPLED,

@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron import ops, ops_kernels, ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax
+from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.ops import dropout as ops
+from nanomegatron.ops import kernels as ops_kernels
+from nanomegatron.ops import norm as ops_norm
+from nanomegatron.ops import rope as ops_rope
+from nanomegatron.ops import softmax as ops_softmax
+from nanomegatron.ops import swiglu as ops_mlp
 from tests import test_ops_rope, test_ops_softmax
 from tests.test_ops_softmax import named
 
@@ -155,7 +161,7 @@ CASES = {  # function, reference, shapes of what they take
         lambda x, y, w, b: x + y + 0 * (w + b),
         ((3, 2, 8), (3, 2, 8), (8,), (8,)),
     ),
-    "swiglu": (ops.swiglu, lambda x: ops_mlp.gated_ref(x, ops_mlp.SILU), ((3, 2, 8),)),
+    "swiglu": (ops_mlp.swiglu, lambda x: ops_mlp.gated_ref(x, ops_mlp.SILU), ((3, 2, 8),)),
     "geglu": (
         lambda x: ops_mlp.gated(x.transpose(0, 1), ops_mlp.GELU),
         lambda x: ops_mlp.gated_ref(x.transpose(0, 1), ops_mlp.GELU),
@@ -221,7 +227,9 @@ def test_compiled_whole_with_the_same_numbers(case, kernels):
 
 def test_compiled_for_any_number_of_tokens(kernels):
     function, reference, _ = CASES["layer_norm"]
-    compiled = torch.compile(lambda x, w, b: ops.swiglu(function(x, w, b)), backend="aot_eager", dynamic=True)
+    compiled = torch.compile(
+        lambda x, w, b: ops_mlp.swiglu(function(x, w, b)), backend="aot_eager", dynamic=True
+    )
     for s in 3, 7, 12:
         inputs = [torch.randn(s, 2, 8), torch.randn(8), torch.randn(8)]
         expected = results(lambda *a: ops_mlp.gated_ref(reference(*a), ops_mlp.SILU), inputs)
@@ -241,7 +249,7 @@ class Block(torch.nn.Module):
         q = ops_rope.rope(y.unflatten(-1, (1, 8)), COS, SIN)[:, :, 0].transpose(0, 1)
         probs, _ = ops_softmax.scaled_softmax((q @ q.mT)[:, None], 0.3, None, True)
         y = (probs[:, 0] @ q).transpose(0, 1)
-        return total + ops.swiglu(self.fc1(ops_norm.norm(y, self.weight, None, 1e-5)))
+        return total + ops_mlp.swiglu(self.fc1(ops_norm.norm(y, self.weight, None, 1e-5)))
 
 
 def test_exported_with_the_ops_inside(kernels):
@@ -308,7 +316,7 @@ def test_references_have_second_derivatives(monkeypatch):
     monkeypatch.setattr(ops_mlp, "usable", lambda *x: not ops_kernels.without_kernels.off)
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     with ops_kernels.without_kernels():
-        assert torch.autograd.gradgradcheck(ops.swiglu, (x,))
+        assert torch.autograd.gradgradcheck(ops_mlp.swiglu, (x,))
     assert not ops_kernels.without_kernels.off
 
 
@@ -371,12 +379,12 @@ def test_dispatch_is_compiled_in(monkeypatch):
 
 def test_gated_of_an_odd_size_is_refused():
     with pytest.raises(ValueError, match=r"\[2, 5\].*two halves"):
-        ops.swiglu(torch.zeros(2, 5))
+        ops_mlp.swiglu(torch.zeros(2, 5))
 
 
 def test_importing_the_ops_does_not_load_the_compiler():
     import subprocess
     import sys
 
-    code = "import sys, nanomegatron.ops; sys.exit('torch._dynamo' in sys.modules)"
+    code = "import sys, nanomegatron.ops_mlp.swiglu; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops_fp8 import (
+from nanomegatron.ops.fp8_cast import (
     FORMATS,
     LARGEST,
     fp8_amax,

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import bench_fp8
-from nanomegatron import ops_fp8_matmul, ops_kernels
-from nanomegatron.ops_fp8 import FORMATS
-from nanomegatron.ops_fp8_matmul import WORKSPACE, add_fp8_product_, missing
+from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
+from nanomegatron.ops import kernels as ops_kernels
+from nanomegatron.ops.fp8_cast import FORMATS
+from nanomegatron.ops.fp8_matmul import WORKSPACE, add_fp8_product_, missing
 from tests import cuda_on_cpu
 
 CPU = torch.device("cpu")

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import ops_adamw, ops_fused_fp8
-from nanomegatron.ops_adamw import FlatState, Segments, adamw_flat_, cast_flat_
-from nanomegatron.ops_fp8 import FORMATS, fp8_cast_ref
-from nanomegatron.ops_fused_fp8 import Fp8, gated_backward_fp8, gated_fp8, norm_fp8
-from nanomegatron.ops_mlp import GELU, SILU, gated_ref
-from nanomegatron.ops_norm import norm_ref
+from nanomegatron.ops import adamw as ops_adamw
+from nanomegatron.ops import fp8_fused as ops_fused_fp8
+from nanomegatron.ops.adamw import FlatState, Segments, adamw_flat_, cast_flat_
+from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast_ref
+from nanomegatron.ops.fp8_fused import Fp8, gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.norm import norm_ref
+from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
 from tests import cuda_on_cpu
 
 E4M3, E5M2 = FORMATS

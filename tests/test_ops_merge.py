@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron import ops_merge
+from nanomegatron.ops import merge as ops_merge
 from tests import cuda_on_cpu
 from tests.gpu import test_kernel_merge as merge
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.ops_moe import permute, route, unpermute
+from nanomegatron.ops.permute import permute, route, unpermute
 
 
 def ids_of(*rows: tuple[int, ...]) -> torch.Tensor:

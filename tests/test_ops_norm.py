@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops_norm import add_norm, norm
+from nanomegatron.ops.norm import add_norm, norm
 
 EPS = 1e-5
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron import ops_softmax
-from nanomegatron.attention import Mask
-from nanomegatron.ops_softmax import scaled_softmax, scaled_softmax_ref
+from nanomegatron.ops import softmax as ops_softmax
+from nanomegatron.ops.attention import Mask
+from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 
 HEADER = (Path(__file__).parent.parent / "cuda" / "kernels.h").read_text()
 

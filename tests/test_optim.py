@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomegatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.lr_schedule import LossScaler, Schedule
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.optim import Optimizer
-from nanomegatron.optim_schedule import LossScaler, Schedule
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd

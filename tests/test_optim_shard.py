@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel, Tokens

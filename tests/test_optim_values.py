@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanomegatron.config import (
+from nanomegatron.config.batch import samples_before
+from nanomegatron.config.settings import (
     Config,
     DataConfig,
     OptimizerConfig,
@@ -15,12 +16,11 @@ from nanomegatron.config import (
     RunConfig,
     TransformerConfig,
 )
-from nanomegatron.config_batch import samples_before
 from nanomegatron.dp import Buckets
+from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.optim import Optimizer
-from nanomegatron.optim_schedule import step_values
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import plan, plan_layer
-from nanomegatron.config import (
+from nanomegatron.config.settings import (
     Config,
     DataConfig,
     OptimizerConfig,
@@ -22,14 +21,16 @@ from nanomegatron.config import (
     TransformerConfig,
 )
 from nanomegatron.dp import Buckets
+from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import Axis
-from nanomegatron.metrics import parameter_count
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
-from nanomegatron.plan import Needs, Piece, chunks_kept, describe, memory, memory_of_ranks, needs, walk
+from nanomegatron.plan import layer as plan_layer
+from nanomegatron.plan import memory as plan
+from nanomegatron.plan.memory import Needs, Piece, chunks_kept, describe, memory, memory_of_ranks, needs, walk
 from nanomegatron.pp import Stages, build, execute, stage_layers
+from nanomegatron.report.trace import Tracer
 from nanomegatron.schedules import Op, placement, schedule
-from nanomegatron.trace import Tracer
 from tests.spmd import run_spmd
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.config import Config, DataConfig, ParallelConfig, PrecisionConfig
+from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.cp_shard import Shard
 from nanomegatron.model import GPTModel, Tokens
 from nanomegatron.param import Init
-from nanomegatron.plan import memory, memory_of_ranks
-from nanomegatron.plan_layer import Way, attention_in_flight, saved_by_layer, tokens_of, ways
+from nanomegatron.plan.layer import Way, attention_in_flight, saved_by_layer, tokens_of, ways
+from nanomegatron.plan.memory import memory, memory_of_ranks
 from tests.spmd import run_spmd
 from tests.test_plan import CPU, CUDA, FULL, LLAMA3_8B, TINY, config, no_kernels  # noqa: F401 (a fixture)
 

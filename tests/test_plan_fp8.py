@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import plan, plan_layer
-from nanomegatron.config import TransformerConfig
+from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.fp8 import Recipe, Scales
+from nanomegatron.plan import layer as plan_layer
 from nanomegatron.plan import memory
+from nanomegatron.plan import memory as plan
 from tests.test_plan import CPU, LLAMA, TINY, bytes_kept, config
 
 

@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import plan, plan_layer
-from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.flops import parameter_count
+from nanomegatron.layers import Stage
 from nanomegatron.mesh import Axis
-from nanomegatron.metrics import parameter_count
 from nanomegatron.model import GPTModel
-from nanomegatron.model_ends import Stage
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
-from nanomegatron.plan import expert_weights, memory
+from nanomegatron.plan import layer as plan_layer
+from nanomegatron.plan import memory as plan
+from nanomegatron.plan.memory import expert_weights, memory
+from nanomegatron.router import MoeAxes
 from tests.test_plan import CPU, CUDA, LLAMA, bytes_kept, config
 
 SPARSE = TransformerConfig(

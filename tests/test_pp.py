@@ -13,13 +13,19 @@ import pytest
 import torch
 
 from nanomegatron.comm import start_receive, start_send
-from nanomegatron.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TransformerConfig
-from nanomegatron.data_loader import BatchLoader
+from nanomegatron.config.settings import (
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TransformerConfig,
+)
+from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import Buckets
 from nanomegatron.generate import generate
+from nanomegatron.layers import Stage
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.model_ends import Stage
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages, build, execute, forward_backward, stage_layers
 from tests.spmd import run_spmd, spmd
@@ -388,7 +394,6 @@ def test_split_by_cost_counts_the_head():
         num_query_groups=8,
         ffn_hidden_size=14336,
         swiglu=True,
-        max_position_embeddings=8192,
     )
     parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_split="flops")
     config = Config(model, parallel, optimizer=OptimizerConfig(), data=DataConfig(seq_length=8192))

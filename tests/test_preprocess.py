@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import preprocess
-from nanomegatron import data_text
-from nanomegatron.config import DataConfig
-from nanomegatron.data import build_datasets, split_ranges
-from nanomegatron.data_indexed import IndexedDataset
-from nanomegatron.tokenizer import build_tokenizer, tokenizer_from_spec
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data import text as data_text
+from nanomegatron.data.gpt_dataset import build_datasets, split_ranges
+from nanomegatron.data.indexed_dataset import IndexedDataset
+from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ["first document", "", "second \u00e9\U0001f917\x00 one\r\n", "third " * 50]

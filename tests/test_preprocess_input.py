@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nanomegatron.data_indexed import IndexedDataset
+from nanomegatron.data.indexed_dataset import IndexedDataset
 from tests.test_preprocess import BYTES, ROOT, decoded, jsonl, read, run
 
 ONE_BY_ONE = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]

@@ -8,11 +8,12 @@ import time
 import pytest
 
 import train
-from nanomegatron import mesh_launch, metrics_log
+from nanomegatron import launch as mesh_launch
+from nanomegatron.faults.exit import name_culprit
+from nanomegatron.launch import launch
 from nanomegatron.mesh import World
-from nanomegatron.mesh_launch import launch
-from nanomegatron.metrics_log import write_status
-from nanomegatron.run_exit import name_culprit
+from nanomegatron.report import log as metrics_log
+from nanomegatron.report.log import write_status
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron import run_lock
-from nanomegatron.config_cli import ConfigError
+from nanomegatron.config.cli import ConfigError
+from nanomegatron.faults import lock as run_lock
+from nanomegatron.faults.lock import LOCK, lock, settings_in
 from nanomegatron.mesh import World
-from nanomegatron.metrics_log import read_status
-from nanomegatron.metrics_writers import read_jsonl
-from nanomegatron.run_lock import LOCK, lock, settings_in
+from nanomegatron.report.log import read_status
+from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 

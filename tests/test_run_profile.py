@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import train
-from nanomegatron.config import ParallelConfig, RunConfig
+from nanomegatron.config.settings import ParallelConfig, RunConfig
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.run_profile import Profile
+from nanomegatron.report.profiler import Profile
 from tests.spmd import run_spmd
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanomegatron.mesh import Axis
-from nanomegatron.run_timers import Timers
+from nanomegatron.report.timers import Timers
 from tests.spmd import run_spmd
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanomegatron import schedules
+from nanomegatron.report.schedule_draw import draw, text
 from nanomegatron.schedules import (
     Event,
     Message,
@@ -19,7 +20,6 @@ from nanomegatron.schedules import (
     schedule,
     simulate,
 )
-from nanomegatron.schedules_draw import draw, text
 
 ANY = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)]
 ANY += [("gpipe", 2)] + [("interleaved", chunks) for chunks in (1, 2, 3, 4)]

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 
+from nanomegatron.config.split import split_layers
 from nanomegatron.schedules import NAMES, embedding_ranks, placement
-from nanomegatron.schedules_split import split_layers
 
 LLAMA_8B = dict(num_layers=32, head=2.4)
 

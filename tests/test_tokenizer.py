@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from nanomegatron.data_text import train_tokenizer
-from nanomegatron.tokenizer import (
+from nanomegatron.data.text import train_tokenizer
+from nanomegatron.data.tokenizer import (
     EOD,
     GPT2_PATTERN,
     build_tokenizer,

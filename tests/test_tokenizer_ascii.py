@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from nanomegatron import tokenizer_ascii
-from nanomegatron.data_text import encode_batch
-from nanomegatron.tokenizer import build_tokenizer
+from nanomegatron.data import ascii_bpe as tokenizer_ascii
+from nanomegatron.data.text import encode_batch
+from nanomegatron.data.tokenizer import build_tokenizer
 from tests.test_tokenizer import TEXTS, corpus, gpt2_files, rank_file  # noqa: F401 (fixtures)
 
 PARTS = [

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanomegatron import ops_loss
 from nanomegatron.comm import all_gather, own_slice
+from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
+from nanomegatron.fast.fused_loss import vocab_parallel_cross_entropy as unfused
 from nanomegatron.mesh import Axis
+from nanomegatron.ops import cross_entropy as ops_loss
 from nanomegatron.tp import vocab_parallel_logits
-from nanomegatron.tp_loss import FusedLossFunction, fused_linear_cross_entropy
-from nanomegatron.tp_loss import vocab_parallel_cross_entropy as unfused
 from tests.spmd import run_spmd
 
 SIZES = [1, 2, 4]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nanomegatron.comm import all_gather, reduce_scatter
-from nanomegatron.comm_pieces import overlap_path
+from nanomegatron.fast.pieces import overlap_path
+from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather
 from nanomegatron.mesh import Axis
-from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
 from tests.peer_files import FileMemory, share_memory
 from tests.spmd import run_spmd, spmd
 

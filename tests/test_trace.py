@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron import trace, trace_clock
 from nanomegatron.comm import Pending, barrier
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report import trace, trace_clock
+from nanomegatron.report.trace_clock import offsets
+from nanomegatron.report.trace_draw import Arrival, Recording, write
 from nanomegatron.schedules import Op, messages, placement, schedule, simulate
-from nanomegatron.trace_clock import offsets
-from nanomegatron.trace_draw import Arrival, Recording, write
 from tests.spmd import run_spmd
 
 UNIT, TRAVEL = 0.01, 0.5  # seconds of a unit of cost; units that a message takes

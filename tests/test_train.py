@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import train
-from nanomegatron.config import TransformerConfig
-from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.mesh_launch import launch
-from nanomegatron.metrics_log import RunLog
-from nanomegatron.metrics_writers import read_jsonl
+from nanomegatron.report.log import RunLog
+from nanomegatron.report.writers import read_jsonl
 from nanomegatron.run import expected_first_loss
 from tests.spmd import run_spmd
 

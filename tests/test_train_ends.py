@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron import run_sample, run_signals
+from nanomegatron import sample as run_sample
+from nanomegatron.faults import signals as run_signals
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.mesh_launch import launch
-from nanomegatron.metrics_writers import read_jsonl
+from nanomegatron.report.writers import read_jsonl
 from tests.test_train import arguments, corpus, told  # noqa: F401 (a fixture)
 
 FOUR = "--train-iters 4 --lr-warmup-iters 0"

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import train
-from nanomegatron.config import DataConfig
-from nanomegatron.data import GPTDataset, build_datasets
-from nanomegatron.data_indexed import IndexedDataset
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
+from nanomegatron.data.indexed_dataset import IndexedDataset
+from nanomegatron.data.tokenizer import NullTokenizer
 from nanomegatron.mesh import Axis, World
-from nanomegatron.metrics_writers import read_jsonl
-from nanomegatron.run_step import token_count
-from nanomegatron.tokenizer import NullTokenizer
+from nanomegatron.report.writers import read_jsonl
+from nanomegatron.step import token_count
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus, logged_rates, run_train  # noqa: F401 (a fixture)
 

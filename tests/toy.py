@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanomegatron.config import OptimizerConfig, ParallelConfig, PrecisionConfig
+from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.optim import Optimizer

@@ -15,9 +15,9 @@ import torch
 
 import train
 from nanomegatron.comm import all_gather
-from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.metrics_log import RunLog
+from nanomegatron.report.log import RunLog
 from tests.layouts import COMMON, FIVE_STEPS, MODELS, TWO_STEPS
 from tests.spmd import run_spmd
 

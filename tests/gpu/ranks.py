@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nanomegatron.config import ParallelConfig
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh
-from nanomegatron.mesh_launch import launch
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nanomegatron.attention import Mask, core_attention
+from nanomegatron.ops.attention import Mask, core_attention
 
 CUDA = torch.device("cuda", 0)
 S, B = 256, 2

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanomegatron.attention import Mask, core_attention
-from nanomegatron.attention_blocks import Block, _cudnn_can, attend, attend_backward
+from nanomegatron.ops.attention import Mask, core_attention
+from nanomegatron.ops.attention_blocks import Block, _cudnn_can, attend, attend_backward
 from tests.test_attention_blocks import CASES, block_of, draw, exact, found, halves, sees
 
 CUDA = torch.device("cuda", 0)

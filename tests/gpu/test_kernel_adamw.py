@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from nanomegatron.ops_adamw import (
+from nanomegatron.ops.adamw import (
     CHUNK,
     DECAY,
     DECOUPLED,

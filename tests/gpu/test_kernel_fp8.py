@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops_fp8 import (
+from nanomegatron.ops.fp8_cast import (
     FORMATS,
     fp8_amax,
     fp8_cast,
@@ -19,7 +19,7 @@ from nanomegatron.ops_fp8 import (
     fp8_update,
     fp8_update_ref,
 )
-from nanomegatron.ops_kernels import FLOATS, TYPES, launch, why_not, without_kernels
+from nanomegatron.ops.kernels import FLOATS, TYPES, launch, why_not, without_kernels
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

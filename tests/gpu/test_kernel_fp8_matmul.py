@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from nanomegatron import ops_fp8_matmul
-from nanomegatron.ops_fp8 import FORMATS, fp8_cast, fp8_limit, fp8_scale
-from nanomegatron.ops_fp8_matmul import add_fp8_product_, add_fp8_product_ref_, missing
-from nanomegatron.ops_kernels import launch, why_not, without_kernels
+from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
+from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
+from nanomegatron.ops.fp8_matmul import add_fp8_product_, add_fp8_product_ref_, missing
+from nanomegatron.ops.kernels import launch, why_not, without_kernels
 from tests.test_ops_fp8_matmul import PAIRS, SHAPES, case, check, shifted, wanted
 
 GPU = torch.device("cuda")

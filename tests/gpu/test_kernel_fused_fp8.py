@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from nanomegatron.ops_adamw import CHUNK
-from nanomegatron.ops_fp8 import FORMATS, fp8_cast_ref
-from nanomegatron.ops_fused_fp8 import gated_backward_fp8, gated_fp8, norm_fp8
-from nanomegatron.ops_kernels import FLOATS, TYPES, launch, why_not
-from nanomegatron.ops_mlp import GELU, SILU, gated_ref
-from nanomegatron.ops_norm import NormFunction, norm_ref
+from nanomegatron.ops.adamw import CHUNK
+from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast_ref
+from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.kernels import FLOATS, TYPES, launch, why_not
+from nanomegatron.ops.norm import NormFunction, norm_ref
+from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
 from tests.test_ops_fused_fp8 import (
     EPS,
     INF,

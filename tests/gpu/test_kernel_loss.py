@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from nanomegatron.ops_kernels import TYPES, launch
-from nanomegatron.ops_loss import (
+from nanomegatron.ops.cross_entropy import (
     cross_entropy_grad_,
     cross_entropy_grad_ref,
     cross_entropy_stats,
     cross_entropy_stats_ref,
 )
+from nanomegatron.ops.kernels import TYPES, launch
 
 CUDA = torch.device("cuda", 0)
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nanomegatron.ops_merge import ALL, MOST, Part, add_, merge_rows, sum_parts
+from nanomegatron.ops.merge import ALL, MOST, Part, add_, merge_rows, sum_parts
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanomegatron.ops_kernels import why_not
-from nanomegatron.ops_mlp import GELU, SILU, GatedFunction, gated_ref
+from nanomegatron.ops.kernels import why_not
+from nanomegatron.ops.swiglu import GELU, SILU, GatedFunction, gated_ref
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -70,7 +70,7 @@ def test_nothing_is_written_beside():
     space = torch.full((3, 4, 32), 7.0, device=GPU)
     x = torch.randn(4, 64, device=GPU)
     torch.cuda.synchronize()
-    from nanomegatron.ops_kernels import TYPES, launch
+    from nanomegatron.ops.kernels import TYPES, launch
 
     launch("swiglu_forward", space[1], x, 4, 32, SILU, TYPES[x.dtype])
     assert (space[0] == 7).all() and (space[2] == 7).all()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanomegatron.ops_kernels import TYPES, launch, why_not, without_kernels
-from nanomegatron.ops_moe import Routing, permute, route, unpermute
+from nanomegatron.ops.kernels import TYPES, launch, why_not, without_kernels
+from nanomegatron.ops.permute import Routing, permute, route, unpermute
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

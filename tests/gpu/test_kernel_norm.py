@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanomegatron.ops_kernels import TYPES, launch, why_not
-from nanomegatron.ops_norm import NormFunction, add_norm, norm, norm_ref
+from nanomegatron.ops.kernels import TYPES, launch, why_not
+from nanomegatron.ops.norm import NormFunction, add_norm, norm, norm_ref
 
 CUDA = torch.device("cuda", 0)
 EPS = 1e-5

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanomegatron.ops_kernels import TYPES, launch, why_not
-from nanomegatron.ops_rope import rope, rope_packed, rope_ref
+from nanomegatron.ops.kernels import TYPES, launch, why_not
+from nanomegatron.ops.rope import rope, rope_packed, rope_ref
 
 CUDA = torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanomegatron.ops_kernels import TYPES, launch, why_not
-from nanomegatron.ops_softmax import scaled_softmax, scaled_softmax_ref
+from nanomegatron.ops.kernels import TYPES, launch, why_not
+from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 
 CUDA = torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanomegatron import mesh_peers
+from nanomegatron.fast import peer_access as mesh_peers
 from tests.gpu.ranks import needs_two, run_on_gpus
 
 

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron import moe_matmul
-from nanomegatron.config import ParallelConfig, TransformerConfig
+from nanomegatron.config.settings import ParallelConfig, TransformerConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast.moe_dispatch import OnTheWay, tables
 from nanomegatron.fp8 import Recipe, Scales, decode
+from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.mesh_launch import launch
-from nanomegatron.moe_dispatch import OnTheWay, tables
 from nanomegatron.moe_experts import GroupedExperts
-from nanomegatron.moe_router import MoeAxes
 from nanomegatron.param import Init
+from nanomegatron.router import MoeAxes
 from tests.moe_routers import dispatch
 
 GPU = torch.device("cuda")

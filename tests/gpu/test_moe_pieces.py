@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.comm_pieces import in_any_order, overlap_path
-from nanomegatron.config import TransformerConfig
-from nanomegatron.moe_dispatch import Journey
-from nanomegatron.moe_router import MoeAxes
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.fast.moe_dispatch import Journey
+from nanomegatron.fast.pieces import in_any_order, overlap_path
+from nanomegatron.router import MoeAxes
 from tests.gpu.ranks import Dawdled, all_right, dawdler, needs_two, run_on_gpus
 from tests.gpu.test_tp_overlap import close
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import train
-from nanomegatron.config import ParallelConfig, TransformerConfig
-from nanomegatron.data_indexed import IndexedDatasetBuilder
+from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.metrics_log import RunLog
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.report.log import RunLog
 from nanomegatron.run import peak_memory, report
 from nanomegatron.tp import ColumnParallelLinear
 

@@ -7,9 +7,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nanomegatron import ops, ops_kernels, ops_norm, ops_report, ops_rope, ops_softmax, tp_loss
+from nanomegatron.fast import fused_loss as tp_loss
 from nanomegatron.mesh import Axis
-from nanomegatron.ops_kernels import FLOATS, why_not, without_kernels
+from nanomegatron.ops import kernels as ops_kernels
+from nanomegatron.ops import norm as ops_norm
+from nanomegatron.ops import paths as ops_report
+from nanomegatron.ops import rope as ops_rope
+from nanomegatron.ops import softmax as ops_softmax
+from nanomegatron.ops import swiglu as ops_mlp
+from nanomegatron.ops.kernels import FLOATS, why_not, without_kernels
 
 CUDA = torch.device("cuda", 0)
 TP = Axis("tp", 1, 0, (0,))
@@ -47,7 +53,7 @@ class Block(torch.nn.Module):
         probs, _ = ops_softmax.scaled_softmax(q @ k.mT, D**-0.5, None, True, inplace=True)
         y = self.proj((probs @ v).permute(2, 0, 1, 3).flatten(2))
         y, total = ops_norm.add_norm(y, x, self.two, self.bias, 1e-5)
-        y = total + self.fc2(ops.swiglu(self.fc1(y)))
+        y = total + self.fc2(ops_mlp.swiglu(self.fc1(y)))
         return tp_loss.vocab_parallel_cross_entropy(
             self.head(ops_norm.norm(y, self.one, None, 1e-5)), labels, TP, 70
         )
@@ -88,7 +94,7 @@ def test_compiled_for_any_number_of_tokens():
     block = Block(torch.bfloat16)
 
     def mlp(x):
-        return block.fc2(ops.swiglu(block.fc1(ops_norm.norm(x, block.one, None, 1e-5)))).mean(-1)
+        return block.fc2(ops_mlp.swiglu(block.fc1(ops_norm.norm(x, block.one, None, 1e-5)))).mean(-1)
 
     compiled = torch.compile(mlp, dynamic=True, fullgraph=True)
     for s in 3, 64, 1000:
@@ -109,11 +115,11 @@ def test_exported_with_the_ops_inside():
 
 def test_a_second_derivative_is_refused_by_name():
     x = given(torch.float32)[0].requires_grad_()
-    (first,) = torch.autograd.grad(ops.swiglu(x).sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(ops_mlp.swiglu(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"GatedFunction is once_differentiable.*without_kernels\(\)"):
         first.sum().backward()
     with without_kernels():
-        (first,) = torch.autograd.grad(ops.swiglu(x).sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(ops_mlp.swiglu(x).sum(), x, create_graph=True)
         first.square().sum().backward()
     assert x.grad.isfinite().all() and x.grad.any()
 
@@ -121,12 +127,12 @@ def test_a_second_derivative_is_refused_by_name():
 def test_the_switch_holds_in_what_is_computed_again(monkeypatch):
     """A checkpoint's second forward runs on autograd's thread for the GPU."""
     launched = []
-    monkeypatch.setattr("nanomegatron.ops_mlp.launch", lambda name, *_: launched.append(name))
+    monkeypatch.setattr("nanomegatron.ops_mlp.swiglu.launch", lambda name, *_: launched.append(name))
     x = torch.randn(4, 64, device=CUDA, requires_grad=True)
     with without_kernels():
-        checkpoint(ops.swiglu, x, use_reentrant=False).sum().backward()
+        checkpoint(ops_mlp.swiglu, x, use_reentrant=False).sum().backward()
     assert not launched
-    ops.swiglu(x)
+    ops_mlp.swiglu(x)
     assert launched == ["swiglu_forward"]
 
 
@@ -134,7 +140,7 @@ def test_float64_is_told():
     x = torch.randn(4, 64, device=CUDA, dtype=torch.float64)
     ops_kernels._tell_once.cache_clear()
     with pytest.warns(UserWarning, match="gated of torch.float64 on cuda:0 runs in plain torch"):
-        ops.swiglu(x)
+        ops_mlp.swiglu(x)
 
 
 def test_self_test():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanomegatron.comm_symmetric import PeerRing, ring_shift
 from nanomegatron.cp_shard import Shard
+from nanomegatron.fast.peer_memory import PeerRing, ring_shift
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
 SIZES = [(3 * 2**17, torch.bfloat16), (2**19, torch.float32), (100, torch.bfloat16), (2**19, torch.bfloat16)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.comm_symmetric import PeerShards
+from nanomegatron.fast.peer_memory import PeerShards
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
 SIZES = [(128 * 4, torch.float32), (3 * 2**20, torch.float32), (5 * 2**20, torch.bfloat16)]

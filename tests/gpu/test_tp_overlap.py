@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from nanomegatron.comm_pieces import overlap_path
-from nanomegatron.tp_overlap import gather_matmul, matmul_scatter, start_gather
+from nanomegatron.fast.pieces import overlap_path
+from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
 SHAPES = [(64, 128, 96), (256, 512, 384), (40, 1024, 64), (2048, 512, 256)]  # rows of a rank, i, o

@@ -1,0 +1,377 @@
+"""Checkpoints: saved by global name and slice, published atomically, verified before a byte is used.
+
+Each rank writes the slices it owns, so any layout loads what any other has saved (`checkpoint/files.py` has
+the folder's format). What a kill leaves behind at each point of a save:
+
+    make      iter_0000120.tmp/                       a leftover: ignored, removed by the next save
+    write     a shard a rank, each to the disk        the same
+    merge     rank 0: do the slices tile each tensor? then the manifest, to the disk
+    rename    iter_0000120.tmp -> iter_0000120        from here on this is the newest checkpoint
+    point     latest_checkpointed_iteration.txt       a hint for people; the names of the folders decide
+
+Nothing is ever written into a published folder. Saving an iteration again replaces it: the old folder is set
+aside as iter_0000120.old, found there if a kill comes between the two renames, and removed afterwards.
+
+Every rank's success is agreed upon before the next stage, so that an error on one (a full disk) is the same
+error on all, and nobody waits for a rank that has given up. All ranks must see the same `root`.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanomegatron.checkpoint.files import (
+    Piece,
+    fill,
+    read_manifest,
+    sync_folder,
+    verify_file,
+    write_manifest,
+    write_shard,
+    write_text,
+)
+from nanomegatron.checkpoint.manifest import (
+    DTYPES,
+    UPDATE,
+    CheckpointError,
+    Manifest,
+    Rectangle,
+    describe,
+    merge,
+    rectangles,
+    shard_name,
+    to_json,
+)
+from nanomegatron.comm import all_gather, all_reduce
+from nanomegatron.dp import Slice, reduction_axis
+from nanomegatron.mesh import Axis, Mesh
+
+EXPERTS = ".mlp.experts."
+LATEST = "latest_checkpointed_iteration.txt"
+PUBLISHED = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})(\.old)?")
+LEFTOVER = re.compile(r"iter_[0-9]{7,18}\.(tmp|old)")
+
+
+class SaveError(Exception):
+    """A checkpoint was not written; those before it are as they were."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds beside tensors; `notes` are for the user to read."""
+
+    iteration: int
+    state: dict[str, Any]
+    config_toml: str
+    notes: list[str]
+
+
+def training_pieces(
+    params: Iterable[torch.nn.Parameter], states: dict[str, list[tuple[Slice, torch.Tensor]]], mesh: Mesh
+) -> list[Piece]:
+    """The parameters, and the optimizer's tensors: by kind, flat ranges of the parameters' parts.
+
+    Of the ranks that hold a parameter (dp x cp, edp) the first is the owner. A range of a part becomes the
+    rectangles that it consists of.
+    """
+    pieces = [
+        Piece(
+            f"model/{part.name}",
+            part.shape,
+            part.offset,
+            part.view(param.detach()),
+            part.owner and not reduction_axis(param, mesh).rank,
+        )
+        for param in params
+        for part in param.spec.parts
+    ]
+    for kind, ranges in states.items():
+        for piece, flat in ranges:
+            part, box = piece.part, Rectangle(piece.part.offset, tuple(piece.part.view(piece.param).shape))
+            place = box, piece.at, piece.at + len(flat)
+            for corner, shape in rectangles(box.shape, *place[1:]):
+                offset = tuple(a + b for a, b in zip(part.offset, corner, strict=True))
+                data, flat = flat[: math.prod(shape)].view(shape), flat[math.prod(shape) :]
+                name = f"{kind}/{part.name}"
+                pieces.append(Piece(name, part.shape, offset, data, piece.saver, range=place))
+    return pieces
+
+
+def state_pieces(states: Mapping[str, torch.Tensor], mesh: Mesh) -> list[Piece]:
+    """Small tensors beside the parameters, by key, that all ranks of a pipeline stage have alike.
+
+    Where a checkpoint has none of them, or of another shape, they stay as they are.
+    """
+    first = mesh.tp.rank == mesh.dp_cp.rank == 0
+    return [Piece(key, tuple(x.shape), (0,) * x.dim(), x, first, True) for key, x in states.items()]
+
+
+def module_states(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What modules with a `states()` keep, such as routers' biases: its fp32 views, by global name."""
+    states = [module.states() for module in model.modules() if hasattr(module, "states")]
+    return {f"model/{name}": x for found in states for name, x in found.items()}
+
+
+# Saving.
+
+
+def save(
+    root: str | Path,
+    iteration: int,
+    pieces: Iterable[Piece],
+    state: dict[str, Any],
+    config_toml: str,
+    mesh: Mesh,
+) -> None:
+    """Write and publish `root/iter_<iteration>`; every rank calls this with its pieces and the same `root`.
+
+    Rank 0's `state` (JSON) and `config_toml` are kept. Raises SaveError on all ranks if any fails.
+    """
+    root, first = Path(root), mesh.world.rank == 0
+    owned = [piece for piece in pieces if piece.owner and piece.data.numel()]
+    need = torch.tensor(sum(piece.data.nbytes for piece in owned), device=mesh.device)
+    need = int(all_reduce(need, mesh.world))
+    temporary = root / f"iter_{iteration:07d}.tmp"
+
+    def stage(work: Callable | None, *args: Any) -> None:
+        _, errors = _on_all_ranks(mesh, work, *args)
+        if errors:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            what = f"the checkpoint of iteration {iteration} was not saved in {root}"
+            space = f"it needs {need} bytes, {_free(root)} are free; earlier ones are untouched"
+            raise SaveError(f"{what}: {'; '.join(errors)} ({space})")
+
+    stage(_make if first else None, temporary, need)
+    stage(_write, temporary, mesh.world.rank, owned)
+    stage(_publish if first else None, temporary, mesh.world.size, iteration, state, config_toml)
+
+
+def _make(temporary: Path, need: int) -> None:
+    """The empty temporary folder, without the leftovers of earlier saves."""
+    root = temporary.parent
+    root.mkdir(parents=True, exist_ok=True)
+    in_use = set(_folders(root).values())
+    for path in [path for path in root.iterdir() if LEFTOVER.fullmatch(path.name)]:
+        if path not in in_use:
+            _remove(path)
+    usage = shutil.disk_usage(root)
+    if usage.total and usage.free < need:  # a file system without a limit may say 0 of both
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    temporary.mkdir()
+
+
+def _write(temporary: Path, rank: int, pieces: list[Piece]) -> None:
+    """This rank's shard, and beside it what the manifest will say of it."""
+    tensors, file = write_shard(temporary, rank, pieces)
+    index = (temporary / shard_name(rank)).with_suffix(".json")
+    index.write_text(to_json(Manifest(0, {}, "", tensors, {rank: file})))
+
+
+def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config_toml: str) -> None:
+    """Rank 0: put the manifest together, then make the folder what it is called."""
+    indices = [(temporary / shard_name(rank)).with_suffix(".json") for rank in range(ranks)]
+    write_manifest(temporary, Manifest(iteration, state, config_toml, *merge(indices)))
+    for index in indices:
+        index.unlink()
+    sync_folder(temporary)
+    root, final, aside = temporary.parent, temporary.with_suffix(""), temporary.with_suffix(".old")
+    if final.exists() or final.is_symlink():
+        _remove(aside)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_folder(root)
+    _remove(aside)
+    hint = root / f"{LATEST}.tmp"
+    write_text(hint, f"{iteration}\n")
+    os.replace(hint, root / LATEST)
+    sync_folder(root)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a symbolic link in its place but not what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _free(folder: Path) -> int:
+    """Bytes free on the folder's file system; 0 if that cannot be told."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+# Loading.
+
+
+def latest(root: str | Path) -> int | None:
+    """The newest iteration that is published in root, by the names of the folders; None without any."""
+    return max(_folders(Path(root)), default=None)
+
+
+def load(
+    root: str | Path,
+    pieces: Iterable[Piece],
+    mesh: Mesh,
+    step: int | None = None,
+    cast: bool = False,
+) -> Loaded | None:
+    """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint at all.
+
+    Every rank calls this with its own pieces, whatever layout has saved; of `mesh` only `world` and `device`
+    are used. All files are hashed first, each by one rank. A damaged checkpoint is passed over, and the notes
+    say so, unless `step` asks for just this one; one of a newer format is an error. `cast` allows another
+    dtype than the saved one. Pieces that are `optional` are left as they are, with a note, where none of this
+    shape was saved.
+
+    Raises CheckpointError, on all ranks, where no checkpoint is usable, or where tensors are missing or have
+    another shape or dtype: all of them at once, before anything is filled.
+    """
+    pieces = [piece for piece in pieces if piece.data.numel()]
+    folder, manifest, notes = _newest_intact(Path(root), mesh, step)
+    if manifest is None:
+        return None
+    shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
+    new = {piece.key for piece in pieces if piece.optional and shapes.get(piece.key) != piece.shape}
+    if new:
+        notes = [*notes, f"{folder} has no {min(new)} of this shape: {len(new)} such begin anew"]
+        pieces = [piece for piece in pieces if piece.key not in new]
+    _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
+    if errors:
+        raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *errors]))
+    _, errors = _on_all_ranks(mesh, fill, folder, manifest, pieces)
+    if errors:
+        raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
+    return Loaded(manifest.iteration, manifest.state, manifest.config, notes)
+
+
+def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[dict[str, Any], str] | None:
+    """State and settings of the checkpoint that `load` tries first, as rank 0 reads them; None if it cannot.
+
+    Only its manifest is looked at: `load` may find other files damaged and go back further.
+    """
+    found, _ = _on_all_ranks(mesh, _first_manifest if mesh.world.rank == 0 else None, Path(root), step)
+    text = _texts(json.dumps([found.state, found.config]) if found else "", mesh)[0]
+    return tuple(json.loads(text)) if text else None
+
+
+def _first_manifest(root: Path, step: int | None) -> Manifest | None:
+    for iteration, folder in sorted(_folders(root).items(), reverse=True):
+        if step in (None, iteration):
+            with contextlib.suppress(CheckpointError):
+                return read_manifest(folder)
+    return None
+
+
+def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Manifest | None, list[str]]:
+    """The checkpoint to load, verified, and what is to be said about those that were passed over."""
+    # Rank 0's view of the folders counts, lest ranks with a stale one look at another checkpoint.
+    folders, errors = _on_all_ranks(mesh, _folders if mesh.world.rank == 0 else None, root)
+    if errors:
+        raise CheckpointError(f"{root}: {errors[0]}")
+    names = json.dumps({i: path.name for i, path in (folders or {}).items()})
+    found = {int(i): name for i, name in json.loads(_texts(names, mesh)[0]).items()}
+    if step is not None and step not in found:
+        raise CheckpointError(f"{root} has no iteration {step}; it has {sorted(found) or 'none'}")
+    bad: list[str] = []
+    for iteration in sorted(found, reverse=True) if step is None else [step]:
+        folder = root / found[iteration]
+        manifest, errors = _on_all_ranks(mesh, _verified, folder, iteration, mesh.world)
+        if not errors:
+            lost = max(found) - iteration
+            fell_back = f"loading iteration {iteration} instead: {lost} iterations are lost"
+            return folder, manifest, [f"damaged checkpoint: {error}; {fell_back}" for error in bad]
+        if any(error.endswith(UPDATE) for error in errors):
+            raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
+        bad += errors
+    if bad:
+        raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *bad]))
+    return root, None, []
+
+
+def _folders(root: Path) -> dict[int, Path]:
+    """Iteration -> folder, for every published one; one set aside counts where nothing has replaced it."""
+    found: dict[int, Path] = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else []:  # "iter_0000120" before "iter_0000120.old"
+        match = PUBLISHED.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.setdefault(int(match[1]), path)
+    return found
+
+
+def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
+    """The manifest, once this rank's share of the files has been hashed. Raises CheckpointError."""
+    manifest = read_manifest(folder)
+    if manifest.iteration != iteration:
+        raise CheckpointError(f"{folder} was saved as iteration {manifest.iteration}")
+    for rank in sorted(manifest.files)[world.rank :: world.size]:
+        verify_file(folder / shard_name(rank), manifest.files[rank])
+    return manifest
+
+
+def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
+    """Raise CheckpointError with a line for every piece that the checkpoint cannot fill."""
+    errors = []
+    for piece in pieces:
+        saved, dtype = manifest.tensors.get(piece.key), DTYPES[piece.data.dtype]
+        if saved is None:
+            errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
+        elif saved.shape != piece.shape:
+            errors.append(f"{piece.key}: saved {list(saved.shape)}, wanted {list(piece.shape)}")
+        elif saved.dtype != dtype and not (cast or piece.key.startswith("exp_avg")):  # moments are rounded
+            hint = "keep the type it was trained in, or --no-load-optim"
+            errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}; {hint}")
+    saved, wanted = (
+        any(EXPERTS in key for key in keys) for keys in (manifest.tensors, (p.key for p in pieces))
+    )
+    if errors and saved and not wanted:
+        errors.insert(
+            0, "it has experts, this model has none to read: see --num-experts, --moe-use-upcycling"
+        )
+    if errors and wanted and not saved:
+        errors.insert(0, "it has no experts: --moe-use-upcycling makes them of its MLPs, in a new --run-name")
+    if errors:
+        raise CheckpointError("\n".join(errors))
+
+
+# All ranks together.
+
+
+def _on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, list[str]]:
+    """The result of `work(*args)` here (None: nothing to do), and the errors of all ranks, each once.
+
+    The list is the same on every rank, so all of them go on or none does.
+    """
+    result, error = None, ""
+    try:
+        result = work(*args) if work else None
+    except Exception as caught:  # whatever it is, the other ranks wait to hear of it
+        error = describe(caught)
+    lines = [line for text in _texts(error, mesh) for line in text.splitlines()]
+    return result, list(dict.fromkeys(lines))
+
+
+def _texts(text: str, mesh: Mesh) -> list[str]:
+    """Every rank's text, in rank order."""
+    data = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=mesh.device)
+    sizes = all_gather(torch.tensor([len(data)], device=mesh.device), mesh.world).tolist()
+    if not any(sizes):
+        return [""] * len(sizes)
+    padded = data.new_zeros(max(sizes))
+    padded[: len(data)] = data
+    rows = all_gather(padded, mesh.world).cpu().chunk(len(sizes))
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]

@@ -1,0 +1,244 @@
+"""One checkpoint folder: rectangles of named tensors in safetensors files, and the manifest that lists them.
+
+    iter_0000120/
+        rank_00000.safetensors   what rank 0 wrote, each entry named like "model/w[0:2,0:4]"
+        rank_00001.safetensors
+        manifest.json            where each tensor is (checkpoint/manifest.py); files, SHA-256; state; config
+        manifest.json.sha256     the manifest's own hash, in the format of `sha256sum -c`
+
+    saved by two ranks, cut by rows          wanted by rank 1 of 2, cut by columns
+        0 0 0 0   rank_00000                     . . # #   it overlaps both saved rectangles;
+        0 0 0 0                                  . . # #   of each the overlap alone is read
+        1 1 1 1   rank_00001                     . . # #
+        1 1 1 1                                  . . # #
+
+All is said in coordinates of the global tensors, so no reader needs to know the layout that wrote. No tensor
+format notices a flipped bit by itself, hence the hashes. A folder from a stranger can be wrong but never do
+harm: nothing is unpickled, file names are of one fixed form, symbolic links are not followed, and no size is
+believed before it is compared with that of the file. (Format: huggingface.co/docs/safetensors)
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import stat
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+
+from nanomegatron.checkpoint.manifest import (
+    DTYPES,
+    CheckpointError,
+    Manifest,
+    Range,
+    Rectangle,
+    SavedFile,
+    SavedTensor,
+    check,
+    entry_name,
+    parse,
+    rectangles,
+    shard_name,
+    to_json,
+)
+
+MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.json.sha256"
+MANIFEST_LIMIT = 64 * 2**20  # bytes; docs/parallel.md has what large models need
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a global tensor that this rank holds: `data` is a view, filled in place by a load."""
+
+    key: str  # "model/<parameter>", "exp_avg/<parameter>", ...
+    shape: tuple[int, ...]  # of the global tensor
+    offset: tuple[int, ...]
+    data: torch.Tensor
+    owner: bool = True  # this rank writes it; of the ranks that hold the same rectangle exactly one does
+    optional: bool = False  # a load may leave it as it is
+    range: tuple[Rectangle, int, int] | None = None  # the box and range it is of; without one all of itself
+
+
+# Rectangles: (offset, shape) in the coordinates of a global tensor.
+
+
+def overlap(offset: Sequence, shape: Sequence, offset2: Sequence, shape2: Sequence) -> list | None:
+    """The (begin, end) of the intersection along each dim, or None where there is none."""
+    ranges = [
+        (max(a, b), min(a + n, b + m)) for a, n, b, m in zip(offset, shape, offset2, shape2, strict=True)
+    ]
+    return ranges if all(begin < end for begin, end in ranges) else None
+
+
+# Writing.
+
+
+def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> tuple[dict[str, SavedTensor], SavedFile]:
+    """Write the pieces as one safetensors file, to the disk, and return what the manifest says of it.
+
+    Streams: one tensor at a time is copied to the host, hashed and written. Of a range all pieces are given.
+    Raises CheckpointError where two are the same.
+    """
+    pieces = sorted(pieces, key=lambda p: -p.data.element_size())  # stable; keeps every tensor aligned
+    header: dict[str, Any] = {}
+    tensors: dict[str, SavedTensor] = {}
+    end = 0
+    for piece in pieces:
+        shape, dtype = tuple(piece.data.shape), DTYPES[piece.data.dtype]
+        name = entry_name(piece.key, Rectangle(piece.offset, shape))
+        if name in header:
+            raise CheckpointError(f"{name} is given twice, and would overlap")
+        saved = tensors.setdefault(piece.key, SavedTensor(dtype, piece.shape, {}))
+        box, *ends = piece.range or (Rectangle(piece.offset, shape), 0, piece.data.numel())
+        ranges = saved.boxes.setdefault(box, [])
+        if (*ends, rank) not in ranges:
+            ranges.append(Range(*ends, rank))
+        begin, end = end, end + piece.data.nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(folder / shard_name(rank), "xb") as file:
+        for block in itertools.chain((len(text).to_bytes(8, "little"), text), map(raw_bytes, pieces)):
+            digest.update(block)
+            file.write(block)
+        size = file.tell()
+        sync(file)
+    return tensors, SavedFile(size, digest.hexdigest())
+
+
+def raw_bytes(piece: Piece) -> Any:
+    """The piece's elements in C order as bytes on the host."""
+    return piece.data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, to the disk."""
+    with open(path, "wb") as file:
+        file.write(text.encode())
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """Return when what was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the folder's entries are on the disk: files made in it, renames."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and its hash, to the disk. Raises CheckpointError where none could read it."""
+    text = to_json(manifest)
+    if (size := len(text.encode())) > MANIFEST_LIMIT:
+        hint = "larger buckets (--ddp-bucket-size) make fewer ranges"
+        raise CheckpointError(f"{MANIFEST} of {size} bytes is larger than {MANIFEST_LIMIT}: {hint}")
+    write_text(folder / MANIFEST, text)
+    write_text(folder / MANIFEST_SUM, _sum_line(text.encode()))
+
+
+def _sum_line(manifest: bytes) -> str:
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n"
+
+
+# Reading.
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A plain file, opened for reading. Raises CheckpointError for anything else, symbolic links included."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {os.strerror(error.errno)}") from None
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is not a plain file")
+    return file
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder, checked against its hash and in itself; opens no other file.
+
+    Raises CheckpointError.
+    """
+    path = Path(folder) / MANIFEST
+    with open_file(path) as file, open_file(path.with_name(MANIFEST_SUM)) as sum_file:
+        data, expected = file.read(MANIFEST_LIMIT + 1), sum_file.read(1024)
+    if len(data) > MANIFEST_LIMIT:
+        raise CheckpointError(f"{path} is larger than {MANIFEST_LIMIT} bytes")
+    if expected != _sum_line(data).encode():
+        raise CheckpointError(f"{path} is damaged: {MANIFEST_SUM} has another SHA-256")
+    try:
+        manifest = parse(data)
+        check(manifest.tensors, manifest.files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return manifest
+
+
+def verify_file(path: Path, expected: SavedFile) -> None:
+    """Raise CheckpointError unless the file has the size and the SHA-256 that the manifest gives."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            raise CheckpointError(f"{path} has {size} bytes, not {expected.bytes}")
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
+
+
+def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece]) -> None:
+    """Copy into each piece what the saved rectangles hold of it, reading nothing else of the files.
+
+    The manifest has the keys and shapes of the pieces. Raises CheckpointError.
+    """
+    jobs: dict[int, list] = {}
+    for piece in pieces:
+        for box, ranges in manifest.tensors[piece.key].boxes.items():
+            for rank, r in _stored(box, ranges, piece.offset, piece.data.shape):
+                found = overlap(r.offset, r.shape, piece.offset, piece.data.shape)
+                if found is not None:
+                    jobs.setdefault(rank, []).append((piece, r, found))
+    for rank, copies in jobs.items():
+        path = folder / shard_name(rank)
+        with open_file(path) as plain:
+            if int.from_bytes(plain.read(8), "little") > manifest.header_limits[rank]:
+                raise CheckpointError(f"{path}: its header is longer than the manifest accounts for")
+        with safe_open(path, "pt") as file:
+            for piece, r, ranges in copies:
+                name, dtype = entry_name(piece.key, r), manifest.tensors[piece.key].dtype
+                saved = file.get_slice(name)
+                if (saved.get_dtype(), saved.get_shape()) != (dtype, list(r.shape)):
+                    raise CheckpointError(f"{path}: {name} is not {dtype} {list(r.shape)} there")
+                source = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, r.offset))
+                target = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, piece.offset))
+                piece.data.detach()[target].copy_(saved[source])
+
+
+def _stored(
+    box: Rectangle, ranges: list[Range], offset: Sequence, shape: Sequence
+) -> Iterator[tuple[int, Rectangle]]:
+    """(rank, rectangle) of the entries of a box that may overlap with a slice of the tensor."""
+    found = overlap(*box, offset, shape)
+    if found is None:
+        return
+    first = last = 0  # of the elements in question, in the flattened box
+    for (begin, end), o, n in zip(found, *box):
+        first, last = first * n + begin - o, last * n + end - 1 - o
+    at = bisect_right(ranges, first, key=lambda r: r.begin) - 1
+    for begin, end, rank in itertools.takewhile(lambda r: r.begin <= last, ranges[max(at, 0) :]):
+        for corner, size in rectangles(box.shape, begin, end):
+            yield rank, Rectangle(tuple(a + b for a, b in zip(box.offset, corner)), size)

@@ -1,0 +1,229 @@
+"""Where our weights lie in a Hugging Face folder: a table of names a family, and little else.
+
+    ours     decoder.layers.3.self_attention.linear_qkv.q.weight    [q, h]
+    Llama    model.layers.3.self_attn.q_proj.weight                 [q, h]
+    GPT-2    transformer.h.3.attn.c_attn.weight                     [h, 3h]     q, k and v side by side
+
+    ours     decoder.layers.3.mlp.experts.5.linear_fc2.weight_t     [f, h]
+    Mixtral  model.layers.3.block_sparse_moe.experts.5.w2.weight    [h, f]
+
+GPT-2 keeps its weights as [in, out]: our q is the first third of the transpose. The others keep them as ours,
+head by head. Files are mapped into memory: a rank that copies its slice of a tensor reads that slice alone.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanomegatron.config.hf import read_folder
+from nanomegatron.param import Part
+
+LLAMA = """
+embedding.word_embeddings                       model.embed_tokens
+decoder.layers.*.input_layernorm                model.layers.*.input_layernorm
+decoder.layers.*.self_attention.linear_qkv.q    model.layers.*.self_attn.q_proj
+decoder.layers.*.self_attention.linear_qkv.k    model.layers.*.self_attn.k_proj
+decoder.layers.*.self_attention.linear_qkv.v    model.layers.*.self_attn.v_proj
+decoder.layers.*.self_attention.q_layernorm     model.layers.*.self_attn.q_norm
+decoder.layers.*.self_attention.k_layernorm     model.layers.*.self_attn.k_norm
+decoder.layers.*.self_attention.linear_proj     model.layers.*.self_attn.o_proj
+decoder.layers.*.pre_mlp_layernorm              model.layers.*.post_attention_layernorm
+decoder.layers.*.mlp.linear_fc1.gate            model.layers.*.mlp.gate_proj
+decoder.layers.*.mlp.linear_fc1.up              model.layers.*.mlp.up_proj
+decoder.layers.*.mlp.linear_fc2                 model.layers.*.mlp.down_proj
+decoder.final_layernorm                         model.norm
+output_layer                                    lm_head
+"""
+MIXTRAL = """
+decoder.layers.*.mlp.router                     model.layers.*.block_sparse_moe.gate
+decoder.layers.*.mlp.experts.*.linear_fc1.gate  model.layers.*.block_sparse_moe.experts.*.w1
+decoder.layers.*.mlp.experts.*.linear_fc1.up    model.layers.*.block_sparse_moe.experts.*.w3
+decoder.layers.*.mlp.experts.*.linear_fc2       model.layers.*.block_sparse_moe.experts.*.w2
+"""
+QWEN_MOE = """
+decoder.layers.*.mlp.router                     model.layers.*.mlp.gate
+decoder.layers.*.mlp.experts.*.linear_fc1.gate  model.layers.*.mlp.experts.*.gate_proj
+decoder.layers.*.mlp.experts.*.linear_fc1.up    model.layers.*.mlp.experts.*.up_proj
+decoder.layers.*.mlp.experts.*.linear_fc2       model.layers.*.mlp.experts.*.down_proj
+decoder.layers.*.mlp.shared_experts                    model.layers.*.mlp.shared_expert_gate
+decoder.layers.*.mlp.shared_experts.linear_fc1.gate    model.layers.*.mlp.shared_expert.gate_proj
+decoder.layers.*.mlp.shared_experts.linear_fc1.up      model.layers.*.mlp.shared_expert.up_proj
+decoder.layers.*.mlp.shared_experts.linear_fc2         model.layers.*.mlp.shared_expert.down_proj
+"""
+GPT2 = """
+embedding.word_embeddings                       transformer.wte
+embedding.position_embeddings                   transformer.wpe
+decoder.layers.*.input_layernorm                transformer.h.*.ln_1
+decoder.layers.*.self_attention.linear_qkv.q    transformer.h.*.attn.c_attn  transposed 0/3
+decoder.layers.*.self_attention.linear_qkv.k    transformer.h.*.attn.c_attn  transposed 1/3
+decoder.layers.*.self_attention.linear_qkv.v    transformer.h.*.attn.c_attn  transposed 2/3
+decoder.layers.*.self_attention.linear_proj     transformer.h.*.attn.c_proj  transposed
+decoder.layers.*.pre_mlp_layernorm              transformer.h.*.ln_2
+decoder.layers.*.mlp.linear_fc1                 transformer.h.*.mlp.c_fc     transposed
+decoder.layers.*.mlp.linear_fc2                 transformer.h.*.mlp.c_proj   transposed
+decoder.final_layernorm                         transformer.ln_f
+output_layer                                    lm_head
+"""
+TABLES = {
+    "gpt2": GPT2,
+    "mixtral": LLAMA + MIXTRAL,
+    "qwen2_moe": LLAMA + QWEN_MOE,
+    "qwen3_moe": LLAMA + QWEN_MOE,
+}
+# Tensors of old files that hold no weights: masks and tables that the model computes.
+BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+NUMBER = r"(?<=\.)\d+(?=\.)"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# The settings that decide a tensor's shape, beside --hidden-size.
+HINTS = {
+    "shared_experts": "--moe-shared-expert-intermediate-size",
+    "experts": "--num-experts, --moe-ffn-hidden-size",
+    "router": "--num-experts",
+    "linear_fc": "--ffn-hidden-size",
+    "self_attention": "--num-attention-heads, --num-query-groups, --kv-channels",
+    "position": "--max-position-embeddings",
+    "word": "--vocab-size",
+    "output": "--vocab-size",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a global tensor of ours lies: the name of theirs, and which of how many equal parts of it."""
+
+    name: str
+    transposed: bool = False
+    index: int = 0
+    count: int = 1
+
+    def ours(self, theirs: torch.Tensor) -> torch.Tensor:
+        """Our tensor out of theirs: a view."""
+        rows = theirs.t() if self.transposed else theirs
+        return rows.unflatten(0, (self.count, -1))[self.index]
+
+    def theirs(self, ours: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Their tensor, from the `count` of ours that lie in it, in order."""
+        rows = torch.cat(list(ours))
+        return rows.t() if self.transposed else rows
+
+    def shape(self, ours: Sequence[int]) -> list[int]:
+        """Their shape, from that of our tensor."""
+        shape = [self.count * ours[0], *ours[1:]]
+        return shape[::-1] if self.transposed else shape
+
+
+def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dict[str, Place]:
+    """The place of each global name of ours. Raises ValueError for one that the family has not.
+
+    theirs: the names that a folder has. Saved without the language model's head, they lack their prefix.
+    """
+    rows = filter(None, TABLES.get(family, LLAMA).splitlines())
+    table = {ours: rest for ours, *rest in map(str.split, rows)}
+    prefix = table["embedding.word_embeddings"][0].split(".")[0] + "."
+    theirs = list(theirs)
+    bare = bool(theirs) and not any(name.startswith(prefix) for name in theirs)
+    found = {}
+    for ours in names:
+        stem, kind = ours.rsplit(".", 1)
+        numbers = re.findall(NUMBER, stem)  # of the layer, of the expert
+        if (stem := re.sub(NUMBER, "*", stem)) not in table:
+            raise ValueError(f"{ours}: the Hugging Face family {family} has nothing like it")
+        name, *how = table[stem]
+        name = name.removeprefix(prefix if bare else "").replace("*", "{}").format(*numbers)
+        index, count = map(int, how[1].split("/")) if len(how) > 1 else (0, 1)
+        transposed = kind == "weight_t" or (bool(how) and kind == "weight")
+        found[ours] = Place(f"{name}.{'bias' if kind == 'bias' else 'weight'}", transposed, index, count)
+    return found
+
+
+class Folder:
+    """The tensors of a Hugging Face folder by name, mapped into memory. Raises ValueError."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.family, self.settings = read_folder(path)
+        self.files = weight_files(self.path)
+        self.tensors = {}  # what is not touched is not read
+        for name in self.files:
+            try:
+                with safe_open(self.path / name, "pt") as file:
+                    self.tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{self.path / name}: {error}") from None
+
+    def match(self, parts: Iterable[Part]) -> dict[str, Place]:
+        """Where each part lies. Raises ValueError with all that is missing, left over or of another shape."""
+        shapes, errors = {part.name: part.shape for part in parts}, []
+        found = places(shapes, self.family, self.tensors)
+        for ours, place in found.items():
+            hint = next((f", {flags}" for word, flags in HINTS.items() if word in ours), "")
+            wanted, there = place.shape(shapes[ours]), self.tensors.get(place.name)
+            if there is None:
+                errors.append(f"{place.name}: missing, wanted {wanted}; see --num-layers{hint}")
+            elif (shape := list(there.shape)) != wanted:
+                errors.append(f"{place.name}: is {shape}, wanted {wanted}; see --hidden-size{hint}")
+            elif there.dtype not in FLOATS:
+                errors.append(f"{place.name}: is {there.dtype}, wanted weights that are not quantized")
+        for name in sorted(self.tensors.keys() - {place.name for place in found.values()}):
+            if name == "lm_head.weight":
+                embedding = self.tensors.get(found["embedding.word_embeddings.weight"].name)
+                if embedding is None or not torch.equal(self.tensors[name], embedding):
+                    errors.append(f"{name}: is no copy; see --untie-embeddings-and-output-weights")
+            elif not BUFFERS.fullmatch(name):
+                errors.append(f"{name}: not in this model; see --num-layers")
+        if errors:
+            more = [f"... and {len(errors) - 8} more"] if len(errors) > 8 else []
+            raise ValueError("\n  ".join([f"{self.path} does not fit this model:", *errors[:8], *more]))
+        return found
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors files: model.safetensors, or those of the index, or the only one there is."""
+    index = folder / "model.safetensors.index.json"
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if "model.safetensors" in names:
+        return ["model.safetensors"]
+    if index.is_file():
+        try:
+            return sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of safetensors files ({error!r})") from None
+    if len(names) == 1:
+        return names
+    raise ValueError(
+        f"{folder}: no model.safetensors, and no index of several; a pickle (pytorch_model.bin) is not read: "
+        "save it again with transformers' save_pretrained"
+    )
+
+
+def load_weights(
+    folder: str | Path,
+    params: Sequence[torch.nn.Parameter],
+    whole: Iterable[Part] | None = None,
+    source: Callable[[str], tuple[str, bool] | None] = lambda name: (name, False),
+) -> list[str]:
+    """Fill the parameters from a Hugging Face folder, each rank its slices; returns notes for the user.
+
+    whole: the parts of the whole model, where the parameters are those of a stage or of some of the experts.
+    source(name): the tensor of `whole` that a part is made of, and whether it is transposed; None: it stays.
+    Nothing is communicated.
+    Raises ValueError, before anything is filled, with all that does not fit.
+    """
+    there, types = Folder(folder), set()
+    parts = (part for param in params for part in param.spec.parts)
+    found = there.match(parts if whole is None else whole)
+    for param in params:
+        for part in param.spec.parts:
+            if (made_of := source(part.name)) is None:
+                continue
+            place, transposed = found[made_of[0]], made_of[1]
+            theirs = there.tensors[place.name]
+            ours = place.ours(theirs)
+            part.view(param.detach()).copy_(part.of(ours.t() if transposed else ours))
+            types |= {str(theirs.dtype).removeprefix("torch.")} if theirs.dtype != param.dtype else set()
+    return [f"weights cast from {dtype}" for dtype in sorted(types)]

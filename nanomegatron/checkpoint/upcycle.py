@@ -1,0 +1,57 @@
+"""A dense model made into one with experts: --moe-use-upcycling (arXiv 2212.05055, 2410.07524).
+
+    dense                     with experts
+    mlp.linear_fc1.weight     mlp.experts.0.linear_fc1.weight, mlp.experts.1.linear_fc1.weight, ...
+    mlp.linear_fc2.weight     mlp.experts.0.linear_fc2.weight_t, ...           transposed
+    nothing                   mlp.router.weight                                drawn
+    all others                the same
+
+All experts begin as the same function. So the model begins as the dense one where the weights of a token's
+experts sum to a number that is known, by which fc2 is divided. With --moe-router-pre-softmax and the like it
+is not known: fc2 is divided by what it is where all experts are as good (Megatron makes the same of it, but
+of the roots of this number for both layers), and the model begins near the dense one.
+"""
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from nanomegatron.config.settings import TransformerConfig
+
+
+def dense_source(name: str) -> tuple[str, bool] | None:
+    """The tensor of the dense model that becomes `name`, and whether it is transposed; None: it is new."""
+    if ".mlp.router." in name:
+        return None
+    found = re.sub(r"\.mlp\.experts\.\d+\.", ".mlp.", name)
+    return found.removesuffix("_t"), found.endswith("_t")
+
+
+def sum_of_weights(config: TransformerConfig) -> tuple[float, bool]:
+    """What the weights of a token's experts sum to at first, and whether they do for every token."""
+    k, share = config.moe_router_topk, config.moe_router_topk / config.num_experts
+    factor, sigmoid = config.moe_router_topk_scaling_factor or 1.0, False
+    if "sinkhorn" in config.moe_router_load_balancing_type:
+        factor, raw, sigmoid = 1.0, True, k == 1
+    elif config.moe_router_score_function == "sigmoid":
+        raw, sigmoid = k == 1, True
+    else:
+        raw = config.moe_router_pre_softmax
+    if not raw or (share == 1 and not sigmoid):
+        return factor, config.moe_expert_capacity_factor is None
+    return factor * (0.5 if sigmoid else share), False
+
+
+@torch.no_grad()
+def divide_outputs(params: Iterable[nn.Parameter], config: TransformerConfig) -> list[str]:
+    """Divide what experts give by the sum of a token's weights, in place; returns notes for the user."""
+    total, exact = sum_of_weights(config)
+    for param in params if total != 1 else ():
+        for part in param.spec.parts:
+            if ".experts." in part.name and ".linear_fc2." in part.name:
+                part.view(param).div_(total)
+    notes = [f"upcycling: fc2 of experts divided by {total:g}, the sum of a token's weights"] * (total != 1)
+    why = "the weights of a token's experts are not known before, or some of them are dropped"
+    return notes + [f"upcycling: the model begins near the dense one, not as it: {why}"] * (not exact)

@@ -1,0 +1,341 @@
+"""Hugging Face's config.json and our settings, both ways.
+
+    {"model_type": "llama", "num_hidden_layers": 32, "hidden_act": "silu", ...}       config.json
+           |  settings_of                      ^  to_hf
+           v                                   |
+    {"num_layers": 32, "swiglu": True, ...}    Config
+
+`settings_of` reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
+(rope_parameters, dtype), knows what a family takes for a key that is left out, and refuses what this model
+does not compute; dropout, which is for training alone, is left to the run's flags. `to_hf` writes the
+config.json of the first family that, read back, gives the same model.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from nanomegatron.config.settings import Config, TransformerConfig
+
+# setting, key of Llama and its kin, key of GPT-2; "?": where null, the setting follows from others
+KEYS = """
+num_layers               num_hidden_layers        n_layer
+hidden_size              hidden_size              n_embd
+num_attention_heads      num_attention_heads      n_head
+num_query_groups         num_key_value_heads?     -
+kv_channels              head_dim?                -
+ffn_hidden_size          intermediate_size        n_inner?
+max_position_embeddings  max_position_embeddings  n_positions
+vocab_size               vocab_size               vocab_size
+norm_epsilon             rms_norm_eps             layer_norm_epsilon
+init_method_std          initializer_range        initializer_range
+"""
+# Setting, its key for those with experts in the order of the heading. Mixtral's are as wide as its MLP.
+EXPERT_KEYS = """
+-                                    mixtral              qwen2_moe              qwen3_moe
+num_experts                          num_local_experts    num_experts            num_experts
+moe_router_topk                      num_experts_per_tok  num_experts_per_tok    num_experts_per_tok
+moe_ffn_hidden_size                  -                    moe_intermediate_size  moe_intermediate_size
+moe_shared_expert_intermediate_size  -                    shared_expert_intermediate_size  -
+"""
+# What a family is without its config.json saying so: its class, our settings; and values of keys left out.
+_LLAMA = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
+_LEFT_OUT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "hidden_act": "silu", "sliding_window": 4096}
+_GPT2 = {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "activation_function": "gelu_new"}
+_QWEN = _LEFT_OUT | {"num_key_value_heads": 32, "max_window_layers": 28}
+_MIXTRAL = _LEFT_OUT | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}
+_MOE = ("num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_QWEN_MOE = _LEFT_OUT | {"norm_topk_prob": False, "shared_expert_intermediate_size": 5632}
+FAMILIES: dict[str, tuple[str, dict, dict]] = {
+    "gpt2": ("GPT2LMHeadModel", {}, _GPT2 | {"tie_word_embeddings": True}),
+    "llama": ("LlamaForCausalLM", _LLAMA, _LEFT_OUT),
+    "mistral": ("MistralForCausalLM", _LLAMA, _LEFT_OUT | {"num_key_value_heads": 8}),
+    "qwen2": ("Qwen2ForCausalLM", _LLAMA | {"add_qkv_bias": True}, _QWEN),
+    "qwen3": ("Qwen3ForCausalLM", _LLAMA | {"qk_layernorm": True}, _QWEN | {"head_dim": 128}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        _LLAMA,
+        _MIXTRAL | {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        _LLAMA | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+        _QWEN_MOE | dict(zip(_MOE, (16, 60, 4, 1408), strict=True)),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        _LLAMA | {"qk_layernorm": True},
+        _QWEN_MOE | dict(zip(_MOE, (4, 128, 8, 768), strict=True)),
+    ),
+}
+# Keys that decide what is computed, and the values that are computed here.
+ONLY = {
+    "hidden_act": ("silu",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu2"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "partial_rotary_factor": (1.0,),
+    "qkv_bias": (True,),
+    "quantization_config": (None,),
+}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {  # key of rope_parameters -> setting
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", *LLAMA3),
+    "yarn": ("attention_factor", *YARN),
+}
+DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
+TRAINING = """
+hidden_dropout attention_dropout init_method_std attention_backend sequence_parallel cross_entropy_loss_fusion
+masked_softmax rope_fusion bias_swiglu persist_layer_norm
+recompute distribute_saved moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype moe_router_force
+moe_token moe_pad moe_expert_capacity moe_permute moe_grouped moe_shared_expert_overlap
+""".split()
+_SETTINGS = {s.name: s for part in dataclasses.fields(Config) for s in dataclasses.fields(part.type)}
+
+
+def is_hf_folder(path: str | Path) -> bool:
+    """Whether this is a Hugging Face folder: a config.json beside safetensors files or their index."""
+    weights = ("*.safetensors", "*.safetensors.index.json")
+    return (Path(path) / "config.json").is_file() and any(any(Path(path).glob(w)) for w in weights)
+
+
+def read_folder(folder: str | Path) -> tuple[str, dict[str, Any]]:
+    """The family and our settings of a folder's config.json. Raises ValueError."""
+    path = Path(folder) / "config.json"
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        settings = settings_of(table if isinstance(table, dict) else {})
+    except (OSError, ValueError) as error:
+        raise ValueError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+    return table["model_type"], settings
+
+
+def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
+    """Our settings for a config.json. Raises ValueError with a line for every key that asks for more."""
+    family, errors = hf.get("model_type"), []
+    if family not in FAMILIES:
+        raise ValueError(f"model_type = {family!r}: here are {', '.join(FAMILIES)}")
+    _, built_in, left_out = FAMILIES[family]
+    if family.endswith("moe") and "num_local_experts" in hf:  # transformers 5 writes so
+        hf = {"num_experts": hf["num_local_experts"]} | hf
+    hf, settings = left_out | hf, dict(built_in)
+    for key, values in ONLY.items():
+        if (value := hf.get(key)) is not None and value not in values:
+            errors.append(f"{key} = {value!r:.80}: here is {' or '.join(map(repr, values))}")
+    for key, name in _keys(family):
+        kind, value = _SETTINGS[name].type, hf.get(key.rstrip("?"))
+        if value is not None and _positive(value, kind):
+            settings[name] = float(value) if kind is float else value
+        elif value is not None or not key.endswith("?"):
+            errors.append(f"{key.rstrip('?')} = {value!r:.80}: must be a number above 0")
+    for part in (_plain, _rope, _windows, _experts) if not errors else ():
+        try:
+            settings |= part(hf, family)
+        except (ValueError, TypeError, AttributeError) as error:
+            errors.append(str(error))
+    if errors:
+        raise ValueError("\n".join(errors))
+    return settings
+
+
+def _keys(family: str) -> list[tuple[str, str]]:
+    """(key of config.json, setting) of a family."""
+    rows = [line.split() for line in KEYS.strip().splitlines()]
+    pairs = [(gpt2 if family == "gpt2" else llama, name) for name, llama, gpt2 in rows]
+    heading, *rows = (line.split() for line in EXPERT_KEYS.strip().splitlines())
+    pairs += [(row[heading.index(family)], row[0]) for row in rows if family in heading]
+    return [(key, name) for key, name in pairs if key != "-"]
+
+
+def _positive(value: Any, kind: Any) -> bool:
+    numbers = int | float if kind is float else int
+    return isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _plain(hf: dict, family: str) -> dict[str, Any]:
+    """Precision, activation, tied weights; biases, which Llama may have in every linear layer."""
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: here are {', '.join(DTYPES)}")
+    biases = {key: bool(hf.get(key)) for key in ("attention_bias", "mlp_bias")}
+    if any(biases.values()) and not (all(biases.values()) and family == "llama"):
+        told = ", ".join(f"{key} = {value}" for key, value in biases.items())
+        raise ValueError(f"{told}: here is a {family} without{' either or with both' * (family == 'llama')}")
+    settings = DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings")}
+    if family == "gpt2":
+        kind = hf["activation_function"]
+        which = {"squared_relu": True} if kind == "relu2" else {"bias_gelu_fusion": kind != "gelu"}
+        return settings | {"squared_relu": False} | which
+    return settings | {"disable_bias_linear": not any(biases.values())}
+
+
+def _rope(hf: dict, family: str) -> dict[str, Any]:
+    """The rotary settings: rope_parameters of transformers 5, or else rope_scaling and rope_theta of 4."""
+    if family == "gpt2":
+        return {}
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    base = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    kind = rope.pop("type", "default")
+    kind = rope.pop("rope_type", kind)
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"rope_type = {kind!r}: here are {', '.join(ROPE_KEYS)}")
+    if "original_max_position_embeddings" in ROPE_KEYS[kind]:
+        rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    if kind != "default" and not _positive(rope.get("factor"), float):
+        raise ValueError(f"rope_type = {kind!r}, factor = {rope.get('factor')!r}: must be above 0")
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if strange := rope.keys() - ROPE_KEYS[kind]:
+        raise ValueError(f"rope_type = {kind!r} with {', '.join(sorted(strange))}: here without")
+    settings = {"position_embedding_type": "rope", "rotary_base": float(base)}
+    if kind == "llama3":
+        if wrong := {key: rope.get(key) for key, value in LLAMA3.items() if rope.get(key) != value}:
+            raise ValueError(f"rope_type = 'llama3' with {wrong}: here with {LLAMA3}")
+        settings |= {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    elif kind == "linear":
+        settings["rotary_seq_len_interpolation_factor"] = float(rope["factor"])
+    return settings | (_yarn(rope) if kind == "yarn" else {})
+
+
+def _yarn(rope: dict) -> dict[str, Any]:
+    weights = ("mscale", "mscale_all_dim")  # one alone does not count
+    if not all(rope.get(key) for key in weights):
+        rope = {key: value for key, value in rope.items() if key not in weights}
+    defaults = {key: _SETTINGS[name].default for key, name in YARN.items()}
+    values = defaults | rope
+    up, down = (1 + 0.1 * values[key] * math.log(max(values["factor"], 1)) for key in weights)
+    if not math.isclose(given := rope.get("attention_factor", up / down), up / down, rel_tol=1e-6):
+        raise ValueError(f"attention_factor = {given}: here is {up / down} for factor {values['factor']}")
+    settings = {name: type(defaults[key])(values[key]) for key, name in YARN.items()}
+    return settings | {"position_embedding_type": "yarn"}
+
+
+def _windows(hf: dict, family: str) -> dict[str, Any]:
+    """Which layers see how far. Their width counts the query's own key, ours does not."""
+    layers, kinds, qwen = hf.get("num_hidden_layers", 0), hf.get("layer_types"), family.startswith("qwen")
+    always = family in ("mistral", "mixtral")
+    width = hf["sliding_window"] if always or (qwen and hf.get("use_sliding_window")) else None
+    first = 0 if family == "qwen3_moe" else hf.get("max_window_layers", 0)
+    windowed = [width is not None and i >= first for i in range(layers)]
+    if kinds is not None or (family == "qwen2_moe" and width is not None):
+        known = {"full_attention": False, "sliding_attention": True}
+        told = [known.get(kind) for kind in kinds or ()]
+        fixed = not qwen or family == "qwen3_moe"
+        if None in told or len(told) != layers or (fixed and told != windowed):
+            raise ValueError(f"layer_types = {kinds!r:.80}: here are {' and '.join(known)}, one a layer")
+        windowed = told
+    if not any(windowed):
+        return {}
+    if not _positive(width, int):
+        raise ValueError(f"sliding_window = {width!r}: must be a number above 0")
+    pattern = {} if all(windowed) else {"window_attn_skip_freq": _pattern(windowed)}
+    return {"window_size": (width - 1, 0)} | pattern
+
+
+def _experts(hf: dict, family: str) -> dict[str, Any]:
+    """Which layers have experts, and whether the weights of those chosen sum to 1, as Mixtral's do."""
+    if "num_experts_per_tok" not in FAMILIES[family][2]:
+        return {}
+    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step") or 1
+    on = [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
+    settings = {} if all(on) else {"moe_layer_freq": _pattern(on)}
+    return settings | {"moe_router_pre_softmax": not hf.get("norm_topk_prob", True)}
+
+
+def _pattern(layers: list[bool]) -> str:
+    """Megatron's list of layers that have something."""
+    return "+".join(f"[{int(on)}]*{len(list(group))}" for on, group in itertools.groupby(layers))
+
+
+def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
+    """The config.json of a resolved run's model; `eod`: the token that ends a document.
+
+    Raises ValueError, with what is in the way, where no family computes the same.
+    """
+    wanted, in_the_way = _effective(config.model), {}
+    for family in FAMILIES:
+        hf = _written(config, family) | {"bos_token_id": eod, "eos_token_id": eod}
+        if any(hf[key] is None for key, name in _keys(family) if name.startswith(("num_experts", "moe"))):
+            continue  # a family with experts, or shared ones
+        settings = settings_of(hf)
+        fields = {f.name for f in dataclasses.fields(TransformerConfig)} & settings.keys()
+        found = _effective(TransformerConfig(**{name: settings[name] for name in fields}))
+        in_the_way[family] = [f"{k} = {v!r:.80}" for k, v in wanted.items() if found.get(k) != v]
+        if not in_the_way[family]:
+            return hf
+    near, what = min(in_the_way.items(), key=lambda item: len(item[1]))
+    raise ValueError(f"no Hugging Face family here has this model; {near} is without {', '.join(what)}")
+
+
+def _written(config: Config, family: str) -> dict[str, Any]:
+    """This model's config.json as `family`, in the spelling of transformers 4, which 5 reads too."""
+    model, windows = config.model, config.model.windows
+    values = vars(model) | _effective(model) | {"vocab_size": config.data.vocab_size}
+    values["ffn_hidden_size"] = model.moe_ffn_size if family == "mixtral" else model.ffn_size
+    hf = {"architectures": [FAMILIES[family][0]], "model_type": family, "torch_dtype": config.dtype_name}
+    hf |= {key.rstrip("?"): values[name] for key, name in _keys(family)}
+    hf["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    if family == "gpt2":
+        gelu = "gelu_new" if model.tanh_gelu else "gelu"
+        return hf | {"activation_function": "relu2" if model.squared_relu else gelu}
+    hf |= {"hidden_act": "silu", "rope_theta": model.rotary_base, "rope_scaling": None}
+    if model.position_embedding_type == "yarn":
+        hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(model, name) for key, name in YARN.items()}
+    elif model.use_rope_scaling:
+        hf["rope_scaling"] = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
+    elif (factor := model.rotary_seq_len_interpolation_factor) != 1:
+        hf["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    if family == "llama":
+        return hf | dict.fromkeys(("attention_bias", "mlp_bias"), not model.disable_bias_linear)
+    width = next((window + 1 for window in windows if window is not None), None)
+    hf["sliding_window"] = width
+    if family in ("mistral", "mixtral"):
+        return hf
+    if model.num_experts:
+        dense = [i for i, experts in enumerate(model.moe_layers) if not experts]
+        hf |= {"norm_topk_prob": not model.moe_router_pre_softmax, "mlp_only_layers": dense}
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    first = kinds.index("sliding_attention") if width else model.num_layers
+    return hf | {"use_sliding_window": bool(width), "max_window_layers": first, "layer_types": kinds}
+
+
+def _effective(model: TransformerConfig) -> dict[str, Any]:
+    """The settings that shape what is computed, those that follow from others filled in."""
+    kind, unused = model.position_embedding_type, ("window_attn", *TRAINING)
+    unused += () if kind == "yarn" else ("yarn", "mscale", "rotary_scaling")
+    unused += () if kind == "rope" else ("use_rope",)
+    unused += () if kind == "rope" and model.use_rope_scaling else ("rope_scaling",)
+    unused += () if kind in ("rope", "yarn") else ("rotary",)
+    values = {k: v for k, v in dataclasses.asdict(model).items() if not k.startswith(unused)}
+    if model.num_experts:
+        values |= {
+            "moe_layer_freq": model.moe_layers,
+            "moe_ffn_hidden_size": model.moe_ffn_size,
+            "moe_router_load_balancing_type": "sinkhorn" in model.moe_router_load_balancing_type,
+            "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        }
+    else:
+        values = {k: v for k, v in values.items() if not k.startswith("moe")}
+    return values | {
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": None if all(model.moe_layers) else model.ffn_size,
+        "add_qkv_bias": model.add_qkv_bias or not model.disable_bias_linear,
+        "squared_relu": model.squared_relu and not model.swiglu,
+        "bias_gelu_fusion": model.tanh_gelu and not (model.swiglu or model.squared_relu),
+        "window_size": model.windows,
+    }

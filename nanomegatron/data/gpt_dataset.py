@@ -1,0 +1,336 @@
+"""From documents of any length to training samples of one length, in an order that seed and number decide.
+
+GPTDataset lays all documents of a part end to end, `epochs` times, and cuts the line into samples that share
+one token with their neighbour (the last label of one is the first input of the next):
+
+    document index   3 0 4 2 1 ...         documents in random order, every one once an epoch
+    line             |  doc 3  |doc 0|    doc 4    |   doc 2   |d 1| ...
+    sample index     ^0     ^1     ^2     ^3     ^4     ^5         (place in document index, offset) of a cut
+    shuffle index    4 1 5 0 2 ...         dataset[i] is the sample between cuts shuffle[i] and shuffle[i] + 1
+
+The last epoch is shuffled by itself when little of it (under 80 %) will be seen: else some documents would
+come once more than others from the start. The three indices are Megatron's to the bit, for the same seed; the
+sample index, there a loop in C++, is a search in the running sum of lengths here. They are cached
+(data/cache.py).
+
+How many samples are asked for is part of that order: one epoch is shuffled otherwise than two. So a run that
+resumes with more iterations keeps the line and appends another, with a seed of its own:
+
+    60 asked for     |  epochs 1, 2: 68 samples  |
+    then 100         |  epochs 1, 2              |  epoch 3: 34 more  |
+
+Several such datasets make a blend (blended_dataset.py), and batches of either are read ahead (loader.py).
+Whole documents as samples: data/packed_dataset.py.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanomegatron.config.settings import DataConfig
+from nanomegatron.data.blended_dataset import Blend, BlendedDataset, parse_blend
+from nanomegatron.data.cache import cached_arrays
+from nanomegatron.data.indexed_dataset import IndexedDataset, Samples
+from nanomegatron.data.packed_dataset import DocumentDataset
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
+
+_SPLITS = ("train", "valid", "test")
+
+
+class GPTDataset(Samples):
+    """Samples of `seq_length + 1` tokens from the sequences [start, stop) of an indexed dataset."""
+
+    def __init__(
+        self,
+        indexed: "IndexedDataset | MockGPTLowLevelDataset",
+        sequences: tuple[int, int],
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        cache_folder: str | Path | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        """At least `num_samples`, in whole epochs; None is one epoch. Without a folder nothing is cached.
+
+        before: the numbers of samples of the runs that this one resumes; their samples stay in their places.
+        Raises ValueError if there are no tokens; fewer than a sample has are repeated, as in Megatron.
+        """
+        self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
+        lengths = indexed.sequence_lengths
+        tokens = int(lengths[slice(*sequences)].sum(dtype=np.int64))
+        if not tokens:
+            raise ValueError(f"{indexed.prefix}: no tokens in sequences {sequences[0]}..{sequences[1]}")
+        plans, have = [], 0
+        for number in (*before, num_samples):
+            if not plans or number > have:
+                more, own = (number - have, (seed, len(plans))) if plans else (number, seed)
+                plans.append(_Plan.make(sequences, tokens, more, seq_length, own))
+                have += plans[-1].samples
+        self.document_index, self.sample_index, self.shuffle_index = cached_arrays(
+            cache_folder,
+            ("document_index", "sample_index", "shuffle_index"),
+            {"lengths": indexed.identity, "lines": [vars(p) for p in plans]} if cache_folder else {},
+            lambda: _joined([plan.build(lengths) for plan in plans]),
+        )
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """The i-th sample, int64 [seq_length + 1]."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)} in {self.indexed.prefix}")
+        cut = int(self.shuffle_index[i])
+        (first, begin), (last, end) = self.sample_index[cut : cut + 2].tolist()
+        documents = self.document_index[first : last + 1].tolist()
+        parts = []
+        for place, document in enumerate(documents, first):
+            offset = begin if place == first else 0
+            length = end + 1 - offset if place == last else None
+            parts.append(self.indexed.get(document, offset, length))
+        return self.checked(np.concatenate(parts, dtype=np.int64), i)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that the three indices depend on, besides the lengths of the sequences."""
+
+    sequences: tuple[int, int]
+    tokens: int  # an epoch
+    epochs: int
+    samples: int
+    together: int  # samples shuffled as one; those behind are the last epoch, by itself
+    seq_length: int
+    seed: int | tuple[int, int]
+
+    @classmethod
+    def make(cls, sequences, tokens: int, num_samples: int | None, seq_length: int, seed: Any) -> "_Plan":
+        epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
+        samples = together = (epochs * tokens - 1) // seq_length
+        if epochs > 1:
+            before = ((epochs - 1) * tokens - 1) // seq_length
+            if num_samples - before < int(0.8 * ((tokens - 1) // seq_length)):
+                together = before
+        return cls(tuple(sequences), tokens, epochs, samples, together, seq_length, seed)
+
+    def build(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Document index i32 [documents], sample index i32 [samples + 1, 2], shuffle index u32 [samples]."""
+        random = np.random.RandomState(self.seed)
+        once = np.arange(*self.sequences, dtype=np.int32)
+        apart = int(self.together < self.samples)
+        documents = np.concatenate(
+            [_shuffled(np.tile(once, self.epochs - apart), random)]
+            + [_shuffled(once, random) for _ in range(apart)]
+        )
+        index = build_sample_index(lengths, documents, self.seq_length, self.samples)
+        kind = np.uint32 if self.samples < np.iinfo(np.uint32).max - 1 else np.int64
+        shuffle = _shuffled(np.arange(self.together, dtype=kind), random)
+        if apart:
+            last = np.arange(self.together, self.samples, dtype=kind)
+            shuffle = np.concatenate([shuffle, _shuffled(last, random)])
+        return documents, index, shuffle
+
+
+def _joined(lines: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """The three indices of lines that follow each other; the last cut of one is not the first of the next."""
+    if len(lines) == 1:
+        return lines[0]
+    places = np.cumsum([0, *(len(documents) for documents, _, _ in lines)])
+    cuts = np.cumsum([0, *(len(index) for _, index, _ in lines)])
+    documents, indices, shuffles = zip(*lines)
+    index = [index + np.array([place, 0]) for index, place in zip(indices, places)]
+    shuffle = [shuffle + cut for shuffle, cut in zip(shuffles, cuts)]
+    return np.concatenate(documents), np.concatenate(index), np.concatenate(shuffle)
+
+
+def build_sample_index(
+    lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int
+) -> np.ndarray:
+    """Where the samples are cut: (place in `documents`, offset), i32 [samples + 1, 2].
+
+    The sum of lengths up to and with a document is where it ends on the line. Cut k is at token
+    k * seq_length, inside the first document that ends beyond it.
+    """
+    ends = np.cumsum(lengths[documents], dtype=np.int64)
+    cuts = np.arange(samples + 1, dtype=np.int64) * seq_length
+    places = np.searchsorted(ends, cuts, side="right")
+    kind = np.int32 if len(documents) <= np.iinfo(np.int32).max else np.int64
+    index = np.empty((samples + 1, 2), kind)
+    index[:, 0], index[:, 1] = places, cuts - ends[places] + lengths[documents[places]]
+    index[0] = 0  # even where the first document is empty
+    return index
+
+
+def _shuffled(x: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+    x = x.copy()
+    random.shuffle(x)
+    return x
+
+
+class MockGPTLowLevelDataset:
+    """Megatron's synthetic documents: 1 2 3 ... modulo the vocabulary, the end-of-document token last."""
+
+    prefix = "mock data"
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        self.sequence_lengths = np.random.default_rng(0).integers(1, 4096, 100_000, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens of document i from `offset` on, or all that follow."""
+        stop = int(self.sequence_lengths[i]) if length is None else offset + length
+        tokens = np.arange(offset + 1, stop + 1) % self.vocab_size
+        if stop == self.sequence_lengths[i] and stop > offset:
+            tokens[-1] = self.eod
+        return tokens
+
+    def sidecar(self) -> None:
+        """Nothing is known of a text behind the tokens."""
+
+
+def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
+    """'969,30,1' of `count` sequences -> [start, stop) of training, validation, test; None for a part of 0.
+
+    Raises ValueError for anything but one to three numbers >= 0, not all 0.
+    """
+    try:
+        weights = [float(part) for part in split.split(",")]
+        weights += [0.0] * (3 - len(weights))
+        if len(weights) != 3 or not all(0 <= w < math.inf for w in weights) or not any(weights):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--split {split}: one to three numbers >= 0, such as 969,30,1") from None
+    # Megatron's order of additions: other roundings would move a boundary.
+    parts = (np.array(weights) / np.sum(weights)).tolist()
+    bounds = [0.0]
+    for part in parts:
+        bounds.append(bounds[-1] + part)
+    ranges = [(round(low * count), round(high * count)) for low, high in zip(bounds, bounds[1:])]
+    return tuple(r if w else None for r, w in zip(ranges, weights))
+
+
+def build_datasets(
+    data: DataConfig,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    tokenizer: Tokenizer,
+    before: Sequence[int] = (),
+) -> tuple[GPTDataset | DocumentDataset | BlendedDataset | None, ...]:
+    """Training, validation and test data; None where no sample is asked for or the data has no such part.
+
+    before: the numbers of training samples of the runs that this one resumes.
+    Raises ValueError, before any index is built, for data that is missing or damaged, was made by another
+    tokenizer, holds ids outside the vocabulary or too few tokens.
+    """
+    if data.mock_data:
+        mock = MockGPTLowLevelDataset(tokenizer.vocab_size, tokenizer.eod)
+        sources = [([(mock, part, None)], None) for part in split_ranges("1,1,1", len(mock))]
+    else:
+        sources = _sources(data, tokenizer)
+    sources = [(parts if number else [], weights) for (parts, weights), number in zip(sources, num_samples)]
+    for split, (parts, _) in zip(_SPLITS, sources):
+        for indexed, (start, stop), _ in parts:
+            tokens = int(indexed.sequence_lengths[start:stop].sum(dtype=np.int64))
+            if tokens < data.seq_length + 1 and not data.variable_seq_lengths:
+                raise ValueError(
+                    f"{split} data: {tokens} tokens in sequences {start}..{stop} of {indexed.prefix}; a "
+                    f"sample takes --seq-length + 1 = {data.seq_length + 1}: use more data or another --split"
+                )
+    kind = DocumentDataset if data.variable_seq_lengths else GPTDataset
+
+    def make(indexed, sequences, cache, *numbers):
+        return kind(indexed, sequences, numbers[-1], data.seq_length, seed, cache, numbers[:-1])
+
+    datasets = []
+    for (parts, weights), number, earlier in zip(sources, num_samples, (before, (), ())):
+        build = [functools.partial(make, *part) for part in parts]
+        if len(parts) > 1 or (parts and weights):
+            datasets.append(BlendedDataset(build, weights, number, parts[0][2], earlier))
+        else:
+            datasets.append(build[0](*earlier, number) if parts else None)
+    return tuple(datasets)
+
+
+def _sources(data: DataConfig, tokenizer: Tokenizer) -> list[tuple[list[tuple], list[float] | None]]:
+    """For each split: (dataset, its sequences, cache folder) of every prefix, and the weights."""
+    blends, one_list = _blends(data), data.data_path or data.data_args_path
+    opened = {path: _open(path, data, tokenizer) for blend in blends for path in blend.prefixes}
+    sources = []
+    for i, (prefixes, weights) in enumerate(blends):
+        parts = []
+        for indexed, cache in (opened[path] for path in prefixes):
+            part = split_ranges(data.split, len(indexed))[i] if one_list else (0, len(indexed))
+            parts += [(indexed, part, cache)] if part else []
+        sources.append((parts, weights))
+    return sources
+
+
+def _blends(data: DataConfig) -> list[Blend]:
+    """What each split is made of; the same three times with --data-path.
+
+    Raises ValueError for no data, two answers, or a list that is no blend.
+    """
+    words, flag = data.data_path, "--data-path"
+    if data.data_args_path:
+        flag = f"--data-args-path {data.data_args_path}"
+        try:
+            words = Path(data.data_args_path).read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{flag}: cannot be read ({error})") from None
+        if data.data_path or not words:
+            raise ValueError(f"{flag}: the file holds what --data-path would say; give one of the two")
+    if words:
+        return [parse_blend(words, flag)] * 3
+    each = [parse_blend(getattr(data, f"{split}_data_path"), f"--{split}-data-path") for split in _SPLITS]
+    if not any(blend.prefixes for blend in each):
+        raise ValueError("no data: give --data-path, --train-data-path or --mock-data")
+    return [blend if len(blend.prefixes) > 1 else blend._replace(weights=None) for blend in each]
+
+
+def choose_tokenizer(data: DataConfig) -> Tokenizer:
+    """The tokenizer that the flags name, or else the one that the data was made with.
+
+    Raises ValueError where neither says which.
+    """
+    if data.tokenizer_type or data.mock_data:
+        kind = data.tokenizer_type or "NullTokenizer"
+        files = data.tokenizer_model, data.vocab_file, data.merge_file
+        return build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id)
+    prefix = next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
+    sidecar = IndexedDataset(prefix).sidecar()
+    if sidecar is None:
+        raise ValueError(f"{prefix}.json does not say which tokenizer made the data: give --tokenizer-type")
+    return tokenizer_from_spec(sidecar["tokenizer"], beside=Path(prefix).parent)
+
+
+def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDataset, Path]:
+    """A dataset that fits the tokenizer, and the folder of its index caches."""
+    indexed = IndexedDataset(path)
+    indexed.vocab_size = tokenizer.vocab_size
+    cache = Path(data.data_cache_path) if data.data_cache_path else Path(path).parent / "cache"
+    sidecar = indexed.sidecar()
+    if sidecar and sidecar["fingerprint"] != tokenizer.fingerprint:
+        raise ValueError(
+            f"{path}: made with {sidecar['tokenizer']}, which gives other ids than {tokenizer.spec}; "
+            "leave --tokenizer-type away to use the data's, or run preprocess.py again"
+        )
+    low, high = (0, sidecar["max_token"]) if sidecar else _scanned_range(indexed, cache)
+    if low < 0 or high >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{path}: holds token {low if low < 0 else high}; the vocabulary of {tokenizer.spec['type']} is "
+            f"0..{tokenizer.vocab_size - 1}: use the tokenizer that the data was made with"
+        )
+    return indexed, cache
+
+
+def _scanned_range(indexed: IndexedDataset, cache: Path) -> list[int]:
+    """Smallest and largest token of data without a sidecar; read once, then remembered in the cache."""
+    stat = Path(indexed.prefix + ".bin").stat()
+    version = {"lengths": indexed.identity, "size": stat.st_size, "changed": stat.st_mtime_ns}
+    scan = cached_arrays(cache, ("token_range",), version, lambda: (np.array(indexed.token_range()),))
+    return scan[0].tolist()

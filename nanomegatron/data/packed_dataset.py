@@ -1,0 +1,177 @@
+"""Whole documents as samples, and packs of them as microbatches: --variable-seq-lengths.
+
+    document   t0 t1 t2 t3 t4 t5 t6        seven tokens, --seq-length 4
+    sample     t0 t1 t2 t3                 labels t1 t2 t3 t4
+                           t4 t5           labels t5 t6
+
+A document that is longer than a sample may be is cut into several; its last token is a label only, and one of
+a single token is no sample. A global batch is so many samples in the order of the run, which depends on seed
+and consumed samples alone: every epoch has each sample once, in an order of its own.
+
+Which ranks have which documents is planned for each batch (`data/packing.py`) from their lengths, which stand
+in the index: all ranks know them all, and read the documents of their own packs. In a pack positions start
+over with each document, attention ends with it, and what is left at the end is one more, of padding, which
+has no loss. End-of-document tokens inside of a document end nothing.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanomegatron.config.settings import Config
+from nanomegatron.data.cache import cached_arrays
+from nanomegatron.data.indexed_dataset import Samples
+from nanomegatron.data.loader import Batch, numbers
+from nanomegatron.data.packing import Pack, Ranks, cost, plan
+from nanomegatron.mesh import Mesh
+
+
+class DocumentDataset(Samples):
+    """Sequences [start, stop) of an indexed dataset, each one or more samples of up to seq_length tokens."""
+
+    def __init__(
+        self,
+        indexed: Any,
+        sequences: tuple[int, int],
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        cache_folder: str | Path | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        """As `GPTDataset`; `before` changes nothing, for more epochs leave the order as it is.
+
+        Raises ValueError if no sequence has two tokens.
+        """
+        self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
+        self.lengths = indexed.sequence_lengths[slice(*sequences)]
+        pieces = -(-np.maximum(self.lengths.astype(np.int64) - 1, 0) // seq_length)
+        once = int(pieces.sum())
+        if not once:
+            where = f"sequences {sequences[0]}..{sequences[1]}"
+            raise ValueError(f"{indexed.prefix}: no document of two tokens or more in {where}")
+        epochs = max(1, -(-(num_samples or 1) // once))
+        facts = dict(whole_documents=True, seq_length=seq_length, seed=seed, epochs=epochs)
+        self.ends, self.shuffle_index = cached_arrays(
+            cache_folder,
+            ("sample_ends", "sample_order"),
+            {"lengths": indexed.identity, "sequences": sequences, **facts} if cache_folder else {},
+            lambda: (pieces.cumsum(), _epochs(once, epochs, seed)),
+        )
+
+    def _place(self, i: int) -> tuple[int, int, int]:
+        """Which sequence sample i is from, where it begins there, and its tokens without the last label."""
+        sample = int(self.shuffle_index[i])
+        place = int(np.searchsorted(self.ends, sample, side="right"))
+        offset = (sample - int(self.ends[place - 1]) * (place > 0)) * self.seq_length
+        return self.sequences[0] + place, offset, min(self.seq_length, int(self.lengths[place]) - 1 - offset)
+
+    def length(self, i: int) -> int:
+        """Tokens of sample i, as many as it has labels."""
+        return self._place(i)[2]
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """The i-th sample, int64 [length + 1]."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)} in {self.indexed.prefix}")
+        sequence, offset, length = self._place(i)
+        return self.checked(self.indexed.get(sequence, offset, length + 1).astype(np.int64), i)
+
+
+def _epochs(samples: int, epochs: int, seed: int) -> np.ndarray:
+    """The numbers below `samples`, so many times, each time in another order."""
+    random = np.random.RandomState(seed)
+    kind = np.uint32 if samples < 2**32 else np.int64
+    return np.concatenate([random.permutation(samples).astype(kind) for _ in range(epochs)])
+
+
+class PackLoader:
+    """One rank's packs of global batches, on its device; a thread reads the next batch meanwhile."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        config: Config,
+        eod: int,
+        mesh: Mesh,
+        padded_vocab_size: int,
+    ) -> None:
+        """config: resolved. dataset: a DocumentDataset, or a blend of such."""
+        self._dataset, self._data, self._eod, self._mesh = dataset, config.data, eod, mesh
+        self._cost = partial(cost, config.model, padded_vocab_size)
+        self._types = config.parallel.cp_types(config.model.num_layers)
+        self.ranks = Ranks.of(config)
+        self._pool = ThreadPoolExecutor(1, "batches") if config.data.num_workers else None
+        self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}
+
+    def batches(self, first_sample: int, count: int) -> list[Batch]:
+        """This rank's packs of `count` documents.
+
+        Raises what reading them raised, ValueError past the end of the data.
+        """
+        found = self._ahead.pop((first_sample, count), None)
+        self._drop()
+        batches = self._read(first_sample, count) if found is None else found.result()
+        if self._pool is not None:
+            follows = first_sample + count, count
+            self._ahead[follows] = self._pool.submit(self._read, *follows)
+        return [batch.to(self._mesh.device) for batch in batches]
+
+    def lengths(self, first_sample: int, count: int) -> list[int]:
+        """Tokens of these documents. Raises ValueError past the end of the data."""
+        ids = np.arange(first_sample, first_sample + count)
+        return [self._dataset.length(i) for i in numbers(self._dataset, ids, self._data)]
+
+    def plan(self, first_sample: int, count: int) -> list[Pack]:
+        """The packs of all ranks."""
+        lengths = self.lengths(first_sample, count)
+        return plan(lengths, [*map(self._cost, lengths)], self.ranks)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._drop()
+        if self._pool:
+            self._pool.shutdown()
+
+    def _read(self, first_sample: int, count: int) -> list[Batch]:
+        mine = [pack for pack in self.plan(first_sample, count) if pack.has(self._mesh.dp_cp.rank)]
+        batches = []
+        for pack in mine:
+            ids = first_sample + np.array(pack.documents, np.int64)
+            texts = [self._dataset[i] for i in numbers(self._dataset, ids, self._data)]
+            tokens = self.ranks.tokens(pack.size, sum(map(len, texts)) - len(texts))
+            batch = load_pack(texts, ids, tokens, self._data.seq_length)
+            if self._data.eod_mask_loss:
+                batch.loss_mask[batch.tokens == self._eod] = 0
+            batches.append(batch.cut(self._mesh.cp.neighbours(pack.size), self._types))
+        pin = self._mesh.device.type == "cuda"
+        return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pin else batches
+
+    def _drop(self) -> None:
+        while self._ahead:
+            self._ahead.popitem()[1].cancel()
+
+
+def load_pack(texts: Sequence[np.ndarray], ids: np.ndarray, tokens: int, seq_length: int) -> Batch:
+    """Samples in one row of so many `tokens`, padded. ids: their numbers in the order of the run.
+
+    `positions` of the batch are places in the whole run, `sample_ids` is 0: for dropout masks.
+    """
+    lengths = [len(text) - 1 for text in texts]
+    rest = tokens - sum(lengths)
+    bounds = np.cumsum([0, *lengths, rest][: len(lengths) + 1 + (rest > 0)])
+    row, labels = np.zeros((2, 1, tokens), np.int64)
+    loss_mask = np.zeros((1, tokens), np.float32)
+    place, sample = np.arange(tokens), np.full(tokens, -1)
+    for text, number, begin, end in zip(texts, ids, bounds, bounds[1:]):
+        row[0, begin:end], labels[0, begin:end] = text[:-1], text[1:]
+        loss_mask[0, begin:end], sample[begin:end] = 1, number
+    place = (place - np.repeat(bounds[:-1], np.diff(bounds))) % seq_length  # padding may be longer
+    positions = sample * seq_length + place
+    arrays = (row, labels, loss_mask, positions, np.zeros(1, np.int64), place[None], bounds.astype(np.int32))
+    return Batch(*map(torch.from_numpy, arrays), int(np.diff(bounds).max()))

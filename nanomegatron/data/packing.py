@@ -1,0 +1,152 @@
+"""Which ranks work on which documents of a global batch, where documents are of any length.
+
+Documents are laid end to end in *packs*, and a group of ranks works on a pack as on one row (`cp_shard.py`):
+
+    cp 4       rank 0   1   2   3
+    fixed      [a   a   a   a]  [b c   b c   b c   b c]  [d ...      every pack over all of cp
+    dynamic    [a   a   a   a]                                       a long document over all
+               [b   b] [c   c]                                       shorter ones over as few as they
+               [d e][f] [g] [h i j]                                  fit in: less to communicate
+
+A group has 1, 2, 4, ... ranks next to each other, all of one replica, and takes up to `limit` tokens a rank
+at a time. Every rank does its packs from those of large groups to those of small ones. So the ranks of a
+group have done the same packs of larger groups before and arrive together: nobody waits within a step, and
+no two packs wait for each other.
+
+Who does what: the longest document goes first, to the smallest group that can take it, there to the ranks
+that are least busy. If they would then have clearly more to do than their share of the batch, it goes to a
+group of the size that ends first, which may be larger. All of this is a function of the arguments alone, so
+that every rank comes to the same. (The idea is that of Megatron-LM's hybrid_cp_schedule)
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanomegatron.config.settings import Config, TransformerConfig
+from nanomegatron.flops import flops_per_iteration
+
+# How much longer a FLOP of attention takes than one of a matmul: on an H200 torch's flash attention reaches
+# 290 TFLOP/s of 650, and computes seven products where six are counted.
+ATTENTION = 2.5
+SLACK = 1.02  # times what every rank has to do at least: no document goes to more ranks for the sake of less
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who shares the work, numbered cp fastest, and how much of a pack each may have."""
+
+    dp: int
+    cp: int
+    limit: int  # tokens of a pack that one rank takes at most; counts as the next multiple of `align`
+    align: int = 1  # a rank has a multiple of so many tokens of each pack
+    dynamic: bool = False  # else all groups are those of cp
+
+    @classmethod
+    def of(cls, config: Config) -> "Ranks":
+        """Those of a resolved config."""
+        parallel, precision = config.parallel, config.precision
+        cp = parallel.context_parallel_size
+        unit = config.sequence_cut * (precision.fp8_multiple if precision.fp8_format else 1)
+        limit = parallel.max_seqlen_per_dp_cp_rank or math.ceil(config.data.seq_length / cp)
+        align = math.lcm(unit, 2 if cp > 1 else 1)  # a rank's two chunks are equal
+        return cls(parallel.data_parallel_size or 1, cp, limit, align, parallel.dynamic_context_parallel)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Ranks that a group can have, ascending."""
+        powers = (1 << i for i in range(self.cp.bit_length())) if self.dynamic else ()
+        return [n for n in powers if n < self.cp and self.cp % n == 0] + [self.cp]
+
+    def tokens(self, size: int, length: int) -> int:
+        """Of a pack, padded: so many of a document or several, or at least some padding."""
+        unit = size * self.align
+        return max(-(-length // unit), 1) * unit
+
+    def room(self, size: int) -> int:
+        """Tokens that a group of `size` ranks takes at most."""
+        return self.tokens(size, size * self.limit)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents by their number in the batch, and the ranks first, first + 1, ..., which work on them."""
+
+    documents: tuple[int, ...]
+    first: int
+    size: int
+
+    def has(self, rank: int) -> bool:
+        """Whether a rank works on it."""
+        return self.first <= rank < self.first + self.size
+
+
+def cost(model: TransformerConfig, padded_vocab_size: int, length: int) -> float:
+    """What a document takes, forward and backward, in FLOPs of matmuls."""
+    whole, token = (flops_per_iteration(model, padded_vocab_size, n, 1) for n in (length, 1))
+    return length * token + ATTENTION * (whole - length * token)
+
+
+def plan(lengths: Sequence[int], costs: Sequence[float], ranks: Ranks) -> list[Pack]:
+    """All packs of a batch of documents of `lengths` tokens, in the order in which ranks do theirs.
+
+    costs: what the documents take of one rank's time, in any unit; n ranks take an n-th each. Every rank has
+    a pack at least, if only of padding; without `dynamic` all have equally many.
+    Raises ValueError for a document that is too long for cp ranks.
+    """
+    packs = [
+        Pack(documents, group * size, size)
+        for size, group, members in shared_out(np.asarray(lengths), np.asarray(costs, np.float64), ranks)
+        for documents in _filled(members, lengths, ranks.room(size))
+    ]
+    unit = 1 if ranks.dynamic else ranks.cp
+    firsts = range(0, ranks.dp * ranks.cp, unit)
+    counts = [sum(pack.has(first) for pack in packs) for first in firsts]
+    least = 1 if ranks.dynamic else max(counts)
+    padding = [
+        Pack((), first, unit) for first, n in zip(firsts, counts, strict=True) for _ in range(n, least)
+    ]
+    return sorted(packs + padding, key=lambda pack: -pack.size)  # stable
+
+
+def shared_out(lengths: np.ndarray, costs: np.ndarray, ranks: Ranks) -> Iterator[tuple[int, int, list[int]]]:
+    """(size, number among the groups of that size, documents) of each group that has any."""
+    if lengths.max() > ranks.room(ranks.cp):
+        raise ValueError(
+            f"a document of {lengths.max()} tokens is too long for --context-parallel-size {ranks.cp} x "
+            f"--max-seqlen-per-dp-cp-rank {ranks.limit}; raise one of the two"
+        )
+    busy = np.zeros(ranks.dp * ranks.cp)
+    least = max(math.fsum(costs) / len(busy), costs.max() / ranks.cp)  # no plan ends earlier
+    most = SLACK * least
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        choices = []
+        for size in (n for n in ranks.sizes if lengths[i] <= ranks.room(n)):
+            ends = busy.reshape(-1, size).max(1)
+            group = int(ends.argmin())
+            choices.append((ends[group] + costs[i] / size, size, group))
+            if choices[-1][0] <= most:
+                break
+        end, size, group = min(choices)
+        busy[group * size : (group + 1) * size] += costs[i] / size
+        most = max(most, end)
+        groups.setdefault((size, group), []).append(i)
+    for (size, group), members in sorted(groups.items()):
+        yield size, group, members
+
+
+def _filled(documents: list[int], lengths: Sequence[int], room: int) -> list[tuple[int, ...]]:
+    """The documents, longest first, in few packs: each goes to the first that has room for it."""
+    packs: list[list[int]] = []
+    free: list[int] = []
+    for i in documents:
+        place = next((p for p, left in enumerate(free) if left >= lengths[i]), len(packs))
+        if place == len(packs):
+            packs.append([])
+            free.append(room)
+        packs[place].append(i)
+        free[place] -= int(lengths[i])
+    return [tuple(pack) for pack in packs]

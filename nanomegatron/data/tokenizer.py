@@ -1,0 +1,384 @@
+"""Text to token ids and back: seven tokenizers behind one small interface. No torch.
+
+    ByteTokenizer            the 256 bytes and <|endoftext|>: no file, nothing to download
+    NullTokenizer            "12 7 3" is [12, 7, 3]: data that was tokenized elsewhere
+    TikTokenizer             a rank file, such as --train-tokenizer writes, or a name such as cl100k_base
+    Llama3Tokenizer          Llama 3's tokenizer.model, which is a rank file too
+    GPT2BPETokenizer         GPT-2's encoder.json and vocab.bpe
+    HuggingFaceTokenizer     tokenizer.json, or the folder that holds it          (tokenizers library)
+    SentencePieceTokenizer   tokenizer.model of Llama 2, Mistral 7B               (sentencepiece library)
+
+Special tokens that stand in a text are ordinary text: a document cannot end itself. `spec` is JSON enough to
+build the tokenizer again, `fingerprint` tells whether two give the same ids; data and checkpoints carry both.
+
+Byte pair encoding (arXiv:1508.07909) as tiktoken has it: a pattern splits the text into words, then within a
+word the neighbours whose union has the lowest rank merge, again and again. The rank of a token is its id, so
+a list of byte strings in order is the whole model.
+"""
+
+import base64
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import tiktoken
+
+from nanomegatron.data.ascii_bpe import AsciiEncoder
+
+EOD = "<|endoftext|>"
+# GPT-2's: contractions, words, numbers, punctuation, space. `++` never gives back what it took, so that a
+# megabyte of one letter costs no megabyte of stack.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# Names of the end of a document in Hugging Face vocabularies, where no tokenizer_config.json says.
+_HF_EODS = (EOD, "<|end_of_text|>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer has."""
+
+    vocab_size: int  # ids are below
+    eod: int  # the id that ends a document
+    spec: dict  # what `tokenizer_from_spec` needs; file names are absolute
+    fingerprint: str  # SHA-256 of what defines the ids
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens in it are ordinary text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+
+
+class ByteTokenizer:
+    """One id a byte of UTF-8, and 256 for <|endoftext|>."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.eod = 257, 256
+        self.spec = {"type": "ByteTokenizer"}
+        self.fingerprint = _sha256("ByteTokenizer")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(bytes([i]) if i < 256 else EOD.encode() for i in ids).decode(errors="replace")
+
+
+class NullTokenizer:
+    """Ids written as decimal numbers, blanks between them; `eod`, the last id without, ends a document."""
+
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        last = vocab_size - 1
+        if vocab_size < 2:
+            raise ValueError(f"--vocab-size {vocab_size}: NullTokenizer needs 2 ids or more")
+        if not 0 <= (last if eod is None else eod) <= last:
+            raise ValueError(f"--null-tokenizer-eod-id {eod}: must be one of the ids 0..{last}")
+        other = {} if eod in (None, last) else {"eod": eod}
+        self.vocab_size, self.eod = vocab_size, other.get("eod", last)
+        self.spec = {"type": "NullTokenizer", "vocab_size": vocab_size, **other}
+        self.fingerprint = _sha256(f"NullTokenizer {vocab_size}", *other.values())
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers in a text. Raises ValueError for any other word and for ids outside the vocabulary."""
+        ids = [int(word) for word in text.split()]
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"id {i} is outside 0..{self.vocab_size - 1}; raise --vocab-size")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+
+class TikTokenizer:
+    """Byte pair encoding by tiktoken, from a rank file or by the name that tiktoken knows it under.
+
+    A rank file has a line `base64(token) rank` a token. Text is split as GPT-2 does and the one special token
+    is <|endoftext|>, behind the ranks, unless FILE.json says otherwise:
+    `{"pattern": "...", "special_tokens": {"<|end_of_text|>": 128001}, "eod": "<|end_of_text|>"}`.
+    """
+
+    def __init__(self, model: str) -> None:
+        path = Path(model)
+        if path.is_file():
+            ranks, settings = read_ranks(path), {}
+            sidecar = Path(f"{path}.json")
+            if sidecar.is_file():
+                settings = json.loads(sidecar.read_text(encoding="utf-8"))
+            self._use_ranks(ranks, path, **settings)
+        elif model in tiktoken.list_encoding_names():
+            try:
+                encoding = tiktoken.get_encoding(model)
+            except OSError as error:
+                raise ValueError(
+                    f"--tokenizer-model {model}: tiktoken has no copy of it and cannot fetch one ({error}); "
+                    "set TIKTOKEN_CACHE_DIR to a folder that holds it, or give a rank file"
+                ) from None
+            self._use(encoding, encoding.eot_token, {"type": "TikTokenizer", "model": model})
+        else:
+            names = ", ".join(tiktoken.list_encoding_names())
+            raise ValueError(f"--tokenizer-model {model}: no such file, and not one of {names}")
+
+    def _use_ranks(
+        self, ranks: dict[bytes, int], path: Path, pattern="", special_tokens=None, eod=EOD
+    ) -> None:
+        special_tokens = special_tokens or {EOD: max(ranks.values()) + 1}
+        if eod not in special_tokens:
+            raise ValueError(f"{path}.json: eod {eod!r} is not among its special_tokens")
+        encoding = tiktoken.Encoding(
+            path.name, pat_str=pattern or GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+        spec = {"type": "TikTokenizer", "model": str(path.absolute())}
+        self._use(encoding, special_tokens[eod], spec, pattern)
+
+    def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
+        """A named encoding's pattern is not in the fingerprint: tiktoken rewords it between releases."""
+        self._encoding, self.eod, self.spec = encoding, eod, spec
+        # All at once, where the words are GPT-2's.
+        end = encoding.decode_single_token_bytes(eod).decode()
+        self.encode_ascii = AsciiEncoder(encoding, end) if encoding._pat_str == GPT2_PATTERN else None
+        self.vocab_size = encoding.n_vocab
+        ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
+        known = {rank for rank, _ in ranks} | set(encoding._special_tokens.values())
+        self._gaps = set(range(self.vocab_size)) - known
+        special = sorted(encoding._special_tokens.items())
+        self.fingerprint = _sha256(
+            "BPE", *(b"%d %b" % (r, t.hex().encode()) for r, t in ranks), special, eod, pattern
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError where tiktoken's stack does not suffice."""
+        try:
+            return self._encoding.encode_ordinary(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, which no module exports
+                raise
+            raise ValueError("tiktoken cannot split it: hundreds of thousands of blanks in a row") from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode([i for i in ids if i not in self._gaps])
+
+
+class GPT2BPETokenizer(TikTokenizer):
+    """GPT-2's own two files, run by tiktoken."""
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        vocab, merges = _file(vocab_file, "--vocab-file"), _file(merge_file, "--merge-file")
+        alphabet = byte_alphabet()
+        try:
+            entries = json.loads(vocab.read_text(encoding="utf-8"))
+            eod = entries.pop(EOD)
+            ranks = {bytes(alphabet[c] for c in token): i for token, i in entries.items()}
+            lines = merges.read_text(encoding="utf-8").split("\n")[1:]
+            merged = [line.replace(" ", "", 1) for line in lines if line]
+        except (KeyError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{vocab}, {merges}: not GPT-2's encoder.json and vocab.bpe ({error!r})"
+            ) from None
+        if sorted(entries, key=entries.get)[256:] != merged:
+            raise ValueError(
+                f"{vocab} and {merges} do not belong together: ids are not in the order of the merges"
+            )
+        encoding = tiktoken.Encoding(
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={EOD: eod}
+        )
+        spec = {"vocab_file": str(vocab.absolute()), "merge_file": str(merges.absolute())}
+        self._use(encoding, eod, {"type": "GPT2BPETokenizer", **spec})
+
+
+class Llama3Tokenizer(TikTokenizer):
+    """Llama 3's tokenizer.model: ranks as tiktoken's, its own pattern, 256 special tokens behind them."""
+
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    named = (
+        "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
+        "step_id start_header_id end_header_id eom_id eot_id python_tag image"
+    ).split()
+
+    def __init__(self, model: str) -> None:
+        path = _file(model, "--tokenizer-model")
+        ranks = read_ranks(path)
+        names = self.named + [f"reserved_special_token_{i}" for i in range(2, 258 - len(self.named))]
+        special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+        encoding = tiktoken.Encoding(
+            path.name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+        spec = {"type": "Llama3Tokenizer", "model": str(path.absolute())}
+        self._use(encoding, special["<|end_of_text|>"], spec, self.pattern)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, run by the tokenizers library; no code of a model repository is ever run."""
+
+    def __init__(self, model: str) -> None:
+        library = import_extra("tokenizers", "HuggingFaceTokenizer")
+        path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
+        data = _file(str(path), "--tokenizer-model").read_bytes()
+        try:
+            self._tokenizer = library.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises no narrower class
+            raise ValueError(
+                f"{path}: not a tokenizer.json that the tokenizers library reads ({error})"
+            ) from None
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = self._find_eod(path, vocab)
+        self.spec = {"type": "HuggingFaceTokenizer", "model": str(path.absolute())}
+        self.fingerprint = _sha256("HuggingFace", data, self.eod)
+
+    @staticmethod
+    def _find_eod(path: Path, vocab: dict[str, int]) -> int:
+        config = path.with_name("tokenizer_config.json")
+        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        names = [token["content"] if isinstance(token, dict) else token] if token else _HF_EODS
+        for name in names:
+            if name in vocab:
+                return vocab[name]
+        raise ValueError(
+            f"{path}: no end-of-document token ({', '.join(names)}); "
+            'put a tokenizer_config.json with {"eos_token": "..."} beside it'
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece tokenizer.model; </s> ends a document."""
+
+    def __init__(self, model: str) -> None:
+        library = import_extra("sentencepiece", "SentencePieceTokenizer")
+        path = _file(model, "--tokenizer-model")
+        data = path.read_bytes()
+        try:
+            self._processor = library.SentencePieceProcessor(model_proto=data)
+        except RuntimeError as error:
+            raise ValueError(f"{path}: not a SentencePiece model ({error})") from None
+        self.vocab_size, self.eod = self._processor.vocab_size(), self._processor.eos_id()
+        if self.eod < 0:
+            raise ValueError(f"{path}: the model has no </s>; train it with an eos_id")
+        self.spec = {"type": "SentencePieceTokenizer", "model": str(path.absolute())}
+        self.fingerprint = _sha256("SentencePiece", data)
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._processor.decode(list(ids))
+
+
+def build_tokenizer(
+    kind: str,
+    model: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    vocab_size: int | None = None,
+    eod: int | None = None,
+) -> Tokenizer:
+    """The tokenizer of these flags; `kind` is a class name of this module, `eod` is NullTokenizer's.
+
+    Raises ValueError for an unknown kind, a flag that is missing, and a file or library that is not there.
+    """
+    arguments = {
+        "ByteTokenizer": (ByteTokenizer, {}),
+        "NullTokenizer": (partial(NullTokenizer, eod=eod), {"--vocab-size": vocab_size}),
+        "TikTokenizer": (TikTokenizer, {"--tokenizer-model": model}),
+        "Llama3Tokenizer": (Llama3Tokenizer, {"--tokenizer-model": model}),
+        "GPT2BPETokenizer": (GPT2BPETokenizer, {"--vocab-file": vocab_file, "--merge-file": merge_file}),
+        "HuggingFaceTokenizer": (HuggingFaceTokenizer, {"--tokenizer-model": model}),
+        "SentencePieceTokenizer": (SentencePieceTokenizer, {"--tokenizer-model": model}),
+        "Llama2Tokenizer": (SentencePieceTokenizer, {"--tokenizer-model": model}),  # Megatron's name
+    }
+    if kind not in arguments:
+        raise ValueError(f"--tokenizer-type {kind}: must be one of {', '.join(arguments)}")
+    cls, flags = arguments[kind]
+    for flag, value in flags.items():
+        if value is None:
+            raise ValueError(f"--tokenizer-type {kind} needs {flag}")
+    return cls(*flags.values())
+
+
+def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokenizer:
+    """The tokenizer that a dataset or checkpoint names; files that have moved are looked for in `beside`.
+
+    (And in its folder hf, where convert.py keeps what came with a model.)
+    """
+    unknown = set(spec) - {"type", "model", "vocab_file", "merge_file", "vocab_size", "eod"}
+    if "type" not in spec or unknown:
+        raise ValueError(f"{spec}: not the description of a tokenizer; give --tokenizer-type")
+    found = dict(spec)
+    for name, value in spec.items():
+        is_file = name.endswith("file") or (name == "model" and Path(value).is_absolute())
+        if is_file and beside and not Path(value).exists():
+            moved = (Path(beside) / folder / Path(value).name for folder in ("", "hf"))
+            found[name] = next((str(path) for path in moved if path.exists()), value)
+    return build_tokenizer(found.pop("type"), **found)
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """token -> rank of a tiktoken rank file. Raises ValueError with the line that is wrong."""
+    ranks = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError:
+                raise ValueError(f"{path}:{number}: {line[:40]!r} is not `base64(token) rank`") from None
+    missing = [b for b in range(256) if bytes([b]) not in ranks]
+    if missing or len(set(ranks.values())) != len(ranks):
+        raise ValueError(
+            f"{path}: not a rank file: it needs all 256 bytes (misses {len(missing)}), each rank once"
+        )
+    return ranks
+
+
+def write_ranks(path: Path, tokens: Iterable[bytes]) -> None:
+    """A tiktoken rank file; `tokens` in the order of their ids."""
+    path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens)))
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The 256 printable characters by which GPT-2's files write bytes -> the byte.
+
+    Printable Latin-1 stands for itself; the rest, in order, are the characters from U+0100 on.
+    """
+    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+def import_extra(name: str, user: str) -> ModuleType:
+    """An optional library. Raises ValueError with the command that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"{user} needs the {name} library: pip install {name}") from None
+
+
+def _file(name: str, flag: str) -> Path:
+    if not Path(name).is_file():
+        raise ValueError(f"{flag} {name}: no such file")
+    return Path(name)
+
+
+def _sha256(*parts: object) -> str:
+    """Of the parts, each with its length before it, so that no two lists of parts look the same."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(b"%d:" % len(data) + data)
+    return digest.hexdigest()

@@ -1,0 +1,208 @@
+"""The loss with a vocabulary that is cut over tp: no rank ever sees another's columns of the logits.
+
+    one token's logits       | rank 0: lse, target | rank 1: lse, target | ...      each over its own columns
+    one all-gather           2 numbers a token and rank
+    everywhere the same      loss = log sum exp(lse) - sum target                   (a foreign target is 0)
+
+Two ways to get there. Unfused, the output layer writes all logits, and the backward as large a gradient.
+Fused (`--cross-entropy-loss-fusion`), the projection, the loss and both gradients are made together for one
+chunk of tokens after the other; what is sent hides behind the matmuls of the next chunk:
+
+    time ->        chunk 1                                            chunk 2
+    matmuls        [ x W^T ]            [ dx = d W ][ dW += d^T x ]   [ x W^T ] ...
+    vocabulary              [loss][ d ]
+    collectives           [stats]                   [ reduce dx                ]
+
+    peak in bf16, bytes     unfused                                fused
+    logits, then gradient   2 s b V/tp                             2 chunk V/tp
+    a chunk in fp32         8 chunk V/tp                           8 chunk V/tp     (torch; kernels need none)
+    8,192 tokens, V 128,256, tp 1, chunk 2,048:  4.2 GB            2.6 GB
+
+Kernels that keep the fp32 in registers need the logits alone: 2.1 GB against 0.5 GB.
+(Vocab-parallel loss: Megatron-LM, arXiv 1909.08053; fused with the projection: Liger, 2410.10989)
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanomegatron.comm import Pending, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
+from nanomegatron.mesh import Axis
+from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.ops.kernels import once
+from nanomegatron.param import add_product, main_grad
+
+once_loss = partial(once, instead="torch.nn.functional.cross_entropy of whole logits")
+
+
+def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
+    """The first of this rank's `width` columns, and how many of them are vocabulary; the rest is padding."""
+    first = tp.rank * width
+    return first, min(max(vocab_size - first, 0), width)
+
+
+def over_shards(
+    maximum: torch.Tensor, total: torch.Tensor, target: torch.Tensor, tp: Axis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cross_entropy_stats` of the shards -> log-sum-exp and the label's logit of the whole rows `[t]`.
+
+    One all-gather over tp, so that every rank adds the same numbers in the same order.
+    """
+    shards = all_gather(torch.stack((maximum + total.log(), target))[None], tp)
+    return shards[:, 0].logsumexp(0), shards[:, 1].sum(0)
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """Loss of each token from logits that are cut over tp; see `vocab_parallel_cross_entropy`.
+
+    Keeps the logits and one log-sum-exp a token; fp32 logits of the whole sequence never exist. The backward
+    writes the gradient over the logits. Of the columns the first `real` are vocabulary, the others padding.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, tp: Axis, real: int) -> torch.Tensor:
+        lse, target = over_shards(*ops_loss.cross_entropy_stats(logits[:, :real], labels), tp)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.real = real
+        return lse - target
+
+    @staticmethod
+    @once_loss
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, labels, lse = ctx.saved_tensors
+        return ops_loss.cross_entropy_grad_(logits, labels, lse, grad, ctx.real), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, tp: Axis, vocab_size: int
+) -> torch.Tensor:
+    """-log softmax(logits)[label] of each token, fp32, the same on all ranks of tp.
+
+    logits: `[s, b, V/tp]`, labels: `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding and take no
+    part, so the loss does not depend on tp. One all-gather over tp: `2*s*b` numbers from each rank.
+    """
+    first, real = own_columns(logits.shape[-1], tp, vocab_size)
+    if logits.is_leaf and logits.requires_grad:  # whose values are not for the backward to write over
+        logits = logits.clone()
+    loss = CrossEntropyFunction.apply(logits.flatten(0, 1), labels.t().flatten() - first, tp, real)
+    return loss.view(labels.t().shape).t()
+
+
+class FusedLossFunction(torch.autograd.Function):
+    """Loss of each token and, in the same pass, its gradients; see `fused_linear_cross_entropy`.
+
+    x is `[s, b, h]` or, cut along the sequence, `[s/tp, b, h]`; the labels are `[1, s*b]` or
+    `[tp, s*b/tp]`, a row for each rank's tokens. A chunk has as many tokens of each rank, so that it is
+    gathered and its gradient scattered by itself. Without `loss_weights` (of the labels' shape) only losses.
+    """
+
+    chunk = 2048  # tokens
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        labels: torch.Tensor,
+        loss_weights: torch.Tensor | None,
+        tp: Axis,
+        real: int,
+    ) -> torch.Tensor:
+        ranks = labels.shape[0]
+        step = max(1, FusedLossFunction.chunk // ranks)
+        pieces = x.flatten(0, 1).split(step)
+        gathered = [start_all_gather(piece, tp) if ranks > 1 else Pending(piece) for piece in pieces]
+        reduce = start_reduce_scatter if ranks > 1 else start_all_reduce_
+        target = ctx.dw = None
+        if loss_weights is not None and (target := main_grad(weight)) is None:
+            target = ctx.dw = torch.zeros_like(weight, dtype=torch.float32)
+        columns = [t.split(step, 1) for t in (labels, loss_weights) if t is not None]
+        losses, ctx.dx, ctx.shape = [], [], x.shape
+        for rows, *numbers in zip(gathered, *columns, strict=True):
+            numbers = [column.flatten() for column in numbers]
+            loss, dx = chunk_loss(rows.wait(), weight, numbers, target, reduce, tp, real)
+            losses.append(loss.view(ranks, -1))
+            ctx.dx.append(dx)
+        ctx.weight = weight  # what hooks save comes back without its bucket
+        ctx.save_for_backward(loss_weights)
+        return torch.cat(losses, 1)
+
+    @staticmethod
+    @once_loss
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (loss_weights,), weight = ctx.saved_tensors, ctx.weight
+        torch._assert_async(
+            (grad == loss_weights).all(),
+            "the gradient of the loss is not loss_weights: put every factor (mask, 1/tokens, loss scale) "
+            "into loss_weights, and use (loss * loss_weights).sum().backward()",
+        )
+        if ctx.dx is None:
+            raise RuntimeError("second backward: the fused loss gives its gradients once; run it again")
+        dx, dw, ctx.dx, ctx.dw = ctx.dx, ctx.dw, None, None
+        if dw is None:
+            main_grad(weight)  # a bucket that has given its memory away since is reported open
+            weight.bucket.ready(weight)
+        dx = torch.cat([piece.wait() for piece in dx]).view(ctx.shape)
+        return dx, dw if dw is None else dw.to(weight.dtype), None, None, None, None
+
+
+def chunk_loss(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    numbers: list[torch.Tensor],
+    target: torch.Tensor | None,
+    reduce: Callable[[torch.Tensor, Axis], Pending],
+    tp: Axis,
+    real: int,
+) -> tuple[torch.Tensor, Pending | None]:
+    """Losses `[t]` of the rows `[t, h]`, and their gradient on its way through `reduce`; adds dW to `target`.
+
+    numbers: labels `[t]`, counted from this rank's first column, and loss weights `[t]` where gradients are
+    wanted. A function of its own, so that its logits are freed before the next chunk's are made.
+    """
+    labels, *loss_weights = numbers
+    logits = rows @ weight.t()
+    lse, picked = over_shards(*ops_loss.cross_entropy_stats(logits[:, :real], labels), tp)
+    if not loss_weights:
+        return lse - picked, None
+    grad = ops_loss.cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
+    dx = reduce(grad @ weight, tp)
+    add_product(target, grad, rows)
+    return lse - picked, dx
+
+
+def fused_linear_cross_entropy(
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    labels: torch.Tensor,
+    loss_weights: torch.Tensor | None,
+    tp: Axis,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
+    """-log softmax(x W^T)[label] of each token, fp32, the same on all ranks of tp; logits live a chunk long.
+
+    x: `[s, b, h]`, the same on all ranks, or with `sequence_parallel` this rank's `[s/tp, b, h]`; weight:
+    `[V/tp, h]`; labels, loss_weights: `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding.
+
+    Where autograd wants gradients they are made here, in the forward, so the factor of each token's loss must
+    be known: `loss_weights` is all of it (mask, 1/tokens, loss scale), and the loss is used as
+    `(loss * loss_weights).sum().backward()`, once. The weight's gradient is added to `main_grad` here and
+    reported once, in the backward: zero gradients before the forward, let a backward follow each forward that
+    autograd sees, and recompute nothing around this. Without a bucket it is summed in fp32 for autograd.
+    Communicates over tp, a chunk at a time: an all-gather of 2 numbers a token, an all-reduce of dx; with
+    `sequence_parallel` an all-gather of x and a reduce-scatter of dx.
+
+    Raises ValueError where gradients are wanted without `loss_weights`; in the backward RuntimeError (on a
+    GPU a device-side assertion, the host waits for nothing) where the gradient is another.
+    """
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if wanted and loss_weights is None:
+        raise ValueError("loss_weights None: --cross-entropy-loss-fusion needs them to train; see Tokens")
+    first, real = own_columns(weight.shape[0], tp, vocab_size)
+    ranks = tp.size if sequence_parallel else 1
+    labels, loss_weights = labels.t(), loss_weights.t().float() if wanted else None
+    given = [None if t is None else t.reshape(ranks, -1) for t in (labels - first, loss_weights)]
+    return FusedLossFunction.apply(x, weight, *given, tp, real).view(labels.shape).t()

@@ -1,0 +1,246 @@
+"""Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
+
+`PeerMemory` is for activations, which tp ranks send as they are made; in a `PeerRing` for keys and values,
+which cp ranks send each other. `PeerShards` further below is for the flat gradients and parameters of data
+parallelism, which stay where they are.
+
+    rank 0                  rank 1                  call       n           n + 1       n + 2
+    [ slot 0 | slot 1 ]     [ slot 0 | slot 1 ]     slot       0           1           0
+         ^                       |                  stream   --work--meet----work--meet----work--meet-->
+         +--- a copy engine -----+
+
+The copies run on a stream of their own and take no multiprocessor from the matmuls. NVLink multicast is not
+used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
+Which axes may do this the mesh has settled: `Axis.peer_access_error` (`fast/peer_access.py`).
+
+**Why one meeting a call is enough.** Every call works in one slot only, they take turns, and it meets once.
+`begin` puts a call of a rank behind all that the rank did in the call before, its copies included. So who has
+met in call n + 1 knows that nobody writes into a slot in the name of call n any more. With two slots call
+n + 2, which comes after that meeting, may write into the slot of call n, here and on the peers, before it
+meets, if what call n brought is not needed after the meeting of call n + 1: with more slots, so many calls
+later. This asks of the ranks what every collective asks: the same calls in the same order, of the same sizes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+from nanomegatron.comm import Legs, Pending, count, start_shift
+from nanomegatron.mesh import Axis
+
+
+class PeerMemory:
+    """Buffers of one kind of collective over an axis, as drawn above, and the stream of its copies.
+
+    `kind` is what `axis.traffic` calls it. A call is `begin`, work with `of`, `mark` and `copy`, one `meet`;
+    what is read after the meeting was written by everybody before it. A `line_up` before the copies is behind
+    the meeting of the call before, and in front of this one's, on all ranks. Views and events are made once
+    and used again, for the host's sake (0.14 ms a call instead of 0.2). An event recorded anew stands for
+    more work of the same stream, never for less.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, kind: str, slots: int = 2) -> None:
+        self.axis, self.device, self.kind, self.slots = axis, device, kind, slots
+        self.slot, self.size = 0, 0
+        self.memory: list[torch.Tensor] = []  # of each rank, [slots, size] bytes
+        self.views: dict[tuple, list[torch.Tensor]] = {}
+
+    def begin(self, size: int, *sent: torch.Tensor) -> None:
+        """Begin a call that needs `size` bytes on every rank; `sent` are the tensors that count as that."""
+        for x in sent:
+            count(self.axis, self.kind, x)
+        if size > self.size:
+            self.memory, self.size = self.allocate(size), size
+            self.views.clear()
+        self.join()
+        self.slot = (self.slot + 1) % self.slots
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """The beginning of this call's slot as a tensor, on each rank."""
+        key = self.slot, shape, dtype
+        if key not in self.views:
+            if len(self.views) > 100:  # of sequences of all lengths
+                self.views.clear()
+            size = math.prod(shape) * dtype.itemsize
+            self.views[key] = [m[self.slot, :size].view(dtype).view(shape) for m in self.memory]
+        return self.views[key]
+
+    def allocate(self, size: int) -> list[torch.Tensor]:
+        """New slots of `size` bytes; every rank takes part, and the device has finished all earlier calls.
+
+        The old ones are let go by the caller: none before all ranks have come here.
+        """
+        torch.cuda.synchronize(self.device)
+        self.stream = torch.cuda.Stream(self.device, priority=-1)
+        self.marks, self.done = ([torch.cuda.Event() for _ in range(self.axis.size)] for _ in range(2))
+        self.last = self.done[0]
+        own = symmetric.empty(self.slots * size, dtype=torch.uint8, device=self.device)
+        self.handle = symmetric.rendezvous(own, self.axis.group.group_name)
+        shape = self.slots, size
+        return [self.handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.axis.size)]
+
+    def mark(self, k: int) -> torch.cuda.Event:
+        """What the current stream has been given so far, for `copy` to wait for. k: 0 ... axis.size - 1"""
+        self.marks[k].record()
+        return self.marks[k]
+
+    def copy(self, *copies: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]) -> list[torch.cuda.Event]:
+        """Begin out.copy_(source) for each (mark, out, source), in order; an event for the end of each."""
+        self.done += [torch.cuda.Event() for _ in copies[len(self.done) :]]
+        with torch.cuda.stream(self.stream):
+            for (mark, out, source), done in zip(copies, self.done):
+                mark.wait(self.stream)
+                out.copy_(source)
+                done.record(self.stream)
+        self.last = self.done[len(copies) - 1]
+        return self.done[: len(copies)]
+
+    def join(self) -> None:
+        """Hold up the current stream until all copies begun are done."""
+        self.last.wait()
+
+    def line_up(self, mark: torch.cuda.Event) -> None:
+        """Hold up the copies to come until every rank has come to its mark."""
+        with torch.cuda.stream(self.stream):
+            mark.wait(self.stream)
+            self.handle.barrier(channel=0)
+
+    def meet(self) -> None:
+        """Hold up the current stream until that of every rank has come here."""
+        self.handle.barrier(channel=0)
+
+
+class PeerRing:
+    """`comm.start_shift` by copy engines: each rank pushes tensors into another's memory.
+
+    One shift at a time. What it brings lies in the memory of the ring, and is to be read before one waits for
+    the `kept`-th shift after it.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, kept: int) -> None:
+        self.axis, self.memory = axis, PeerMemory(axis, device, "send", 1 + kept)
+
+    def start_shift(
+        self, parts: Sequence[Sequence[torch.Tensor]], like: Sequence[torch.Tensor], legs: Legs, room: int
+    ) -> Pending:
+        """As `comm.start_shift`; room: bytes that on no rank come more than these."""
+        memory, axis, copies = self.memory, self.axis, []
+        sent = [x for part in parts for x in part]
+        memory.begin(room, *sent)
+        mark = memory.mark(0)
+
+        def all_rows(total: int, rank: int) -> torch.Tensor:
+            return memory.of((len(like), total, *like[0].shape[1:]), like[0].dtype)[rank % axis.size]
+
+        for part, leg in zip(parts, legs.going, strict=True):
+            begin, total = leg.there
+            there = all_rows(total, axis.rank + leg.by)[:, begin : begin + leg.rows]
+            copies += [(mark, *pair) for pair in zip(there, part, strict=True)]
+        memory.copy(*copies)
+        here = all_rows(sum(leg.rows for leg in legs.coming), axis.rank)
+        return Pending(here.unbind(0), self, *sent)
+
+    def wait(self) -> None:
+        """Hold up the current stream until every rank has pushed what it began to."""
+        self.memory.join()
+        self.memory.meet()
+
+
+def ring_shift(axis: Axis, device: torch.device, name: str, room: int, kept: int) -> Callable[..., Pending]:
+    """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
+
+    The function takes parts, like and legs, as `comm.start_shift`; room and kept: as a ring does. All ranks
+    call it together.
+    """
+    if axis.size == 1 or axis.peer_access_error:
+        return partial(start_shift, axis=axis)
+    if name not in axis.scratch:
+        axis.scratch[name] = PeerRing(axis, device, kept)
+    return partial(axis.scratch[name].start_shift, room=room)
+
+
+class PeerShards:
+    """Flat tensors of which each rank owns a shard, summed and gathered by copy engines alone.
+
+    reduce-scatter    meet; of every peer's tensor pull my shard, a piece at a time; add the pieces to mine
+    all-gather        meet; pull every peer's shard from its tensor into mine
+
+    NCCL takes multiprocessors from the matmuls that it is to hide behind (docs/log.md); here all but the sums
+    are left to these. Everything runs in one stream in the order of the calls, so a meeting tells
+    that the peers have done what they were asked for before. `settle` makes sure that nobody pulls any more
+    from what is about to be written anew; a shard that is written between a reduce-scatter and the gather
+    after it is safe by that order.
+    """
+
+    PIECE = 2**24  # elements
+
+    def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
+        """size: bytes on each rank for all tensors together. All ranks of the axis take part."""
+        self.axis, self.device, self.size, self.used = axis, device, size, 0
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self.handle = symmetric.rendezvous(own, axis.group.group_name)
+        self.arenas = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(axis.size)]
+        self.tensors: dict[int, list[torch.Tensor]] = {}  # by address: the ranks' own
+        self.others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+        self.room: dict[torch.dtype, torch.Tensor] = {}
+        self.met, self.pulled = torch.cuda.Event(), False
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that all ranks make together; later ones lie behind it."""
+        begin, self.used = self.used, self.used + -(-size * dtype.itemsize // 256) * 256
+        views = [arena[begin : begin + size * dtype.itemsize].view(dtype) for arena in self.arenas]
+        self.tensors[views[self.axis.rank].data_ptr()] = views
+        return views[self.axis.rank].zero_()
+
+    def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
+        """Begin to reduce one of these tensors; the result is this rank's shard of it."""
+        count(self.axis, "reduce_scatter", whole)
+        ranks, mine = self.tensors[whole.data_ptr()], self._shard(whole, self.axis.rank)
+        if whole.dtype not in self.room:
+            self.room[whole.dtype] = whole.new_empty(len(self.others), self.PIECE)
+        with self._side_by_side():
+            for begin in range(0, len(mine), self.PIECE):
+                piece = mine[begin : begin + self.PIECE]
+                room = self.room[whole.dtype][:, : len(piece)]
+                for out, rank in zip(room, self.others):
+                    out.copy_(self._shard(ranks[rank], self.axis.rank)[begin : begin + self.PIECE])
+                piece.add_(room.sum(0))
+            if op == "avg":
+                mine.div_(self.axis.size)
+            self.pulled = True
+            return Pending(mine, self.stream.record_event())
+
+    def start_all_gather(self, whole: torch.Tensor) -> Pending:
+        """Begin to fetch the other ranks' shards of one of these tensors."""
+        count(self.axis, "all_gather", whole)
+        ranks = self.tensors[whole.data_ptr()]
+        with self._side_by_side():
+            for rank in self.others:
+                self._shard(whole, rank).copy_(self._shard(ranks[rank], rank))
+            return Pending(whole, self.stream.record_event())
+
+    def settle(self) -> None:
+        """Hold up the current stream until no peer pulls what it is to reduce any more."""
+        if self.pulled:
+            with self._side_by_side():
+                pass
+        self.met.wait()
+
+    def _shard(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        return whole.view(self.axis.size, -1)[rank]
+
+    @contextmanager
+    def _side_by_side(self) -> Iterator[None]:
+        """Work in the stream of the copies, behind what the current stream has been given, on all ranks."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self.handle.barrier(channel=0)
+            if self.pulled:
+                self.met.record()
+                self.pulled = False
+            yield

@@ -1,0 +1,121 @@
+"""A gather or a reduce-scatter in blocks, one of each rank, for who works on them one after the other.
+
+    rank 0 of 4    gather_pieces                         scatter_pieces
+
+    work           [meet][ own ][ 1    ][ 2    ][ 3 ]    [ for 1 ][ for 2 ][ for 3 ][ own    ][meet][sum]
+    copies               [  1   ][  2   ][  3   ]                 [ to 1  ][ to 2  ][ to 3 ]
+
+Rank r begins with its own block, fetches those of r + 1, r + 2, ... one after the other, so that no two ranks
+fetch from the same one, and works on each as it arrives. Scattering goes the other way: the blocks for the
+others first, its own, which goes nowhere, last; then each rank adds the blocks that it was given, in fp32,
+and rounds once. That may be as late as the sum is wanted. The copies are made by copy engines between the
+GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each other's memory, and on CPUs, whole collectives run
+beside the work, and sum in the blocks' type. `overlap_path` says which it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanomegatron.comm import Pending, start_all_gather, start_reduce_scatter
+from nanomegatron.fast.peer_memory import PeerMemory
+from nanomegatron.mesh import Axis
+from nanomegatron.ops.merge import sum_parts
+
+Make = Callable[[int, torch.Tensor], Any]
+
+
+def overlap_path(axis: Axis, otherwise: str = "asynchronous collectives") -> str:
+    """How tensors travel over this axis beside the work on others, for a person to read."""
+    error = axis.peer_access_error
+    return f"{otherwise} ({error})" if error else "GPU copy engines"
+
+
+def peer_memory(axis: Axis, device: torch.device, kind: str) -> PeerMemory | None:
+    """Of "all_gather" or "reduce_scatter", if the ranks share any. All ranks of the axis call it together."""
+    if axis.size == 1 or axis.peer_access_error:
+        return None
+    if kind not in axis.scratch:
+        axis.scratch[kind] = PeerMemory(axis, device, kind)
+    return axis.scratch[kind]
+
+
+def in_any_order(axis: Axis) -> Axis:
+    """The same ranks, for pieces of several calls at once: those of copy engines must take turns."""
+    return replace(axis, peer_access_error="several calls at once")
+
+
+def gather_pieces(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[tuple[slice, Any]]]:
+    """Begin to gather x: the result, and (rows, what to wait for) as they arrive; all with the last."""
+    if axis.size == 1:
+        return x, []
+    memory, n = peer_memory(axis, x.device, "all_gather") if x.numel() else None, x.shape[0]
+    if memory is None:
+        pending = start_all_gather(x, axis)
+        before, behind = slice(0, axis.rank * n), slice((axis.rank + 1) * n, axis.size * n)
+        return pending.result, [(rows, pending) for rows in (before, behind) if rows.start < rows.stop]
+    gathered = x.new_empty(n * axis.size, *x.shape[1:])
+    memory.begin(x.nbytes, gathered)
+    theirs = memory.of(x.shape, x.dtype)
+    theirs[axis.rank].copy_(x)
+    memory.meet()
+    ranks, mark = [*others(axis), axis.rank], memory.mark(0)
+    blocks = [slice(rank * n, (rank + 1) * n) for rank in ranks]
+    pulls = [(mark, gathered[rows], theirs[rank]) for rows, rank in zip(blocks, ranks)]
+    return gathered, list(zip(blocks, memory.copy(*pulls)))
+
+
+def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis) -> Pending:
+    """Begin to sum the ranks' blocks: `make(rank, out)` makes the one for a rank; the result: this rank's.
+
+    whole: `[n * size, ...]`, room for all blocks. Of those that copy engines carry none may begin before one
+    has waited for the one before.
+    """
+    memory = peer_memory(axis, whole.device, "reduce_scatter") if whole.numel() else None
+    if memory is not None:
+        return push_pieces(make, whole, memory, in_step=True)
+    for rank, part in enumerate(whole.chunk(axis.size)):
+        make(rank, part)
+    return start_reduce_scatter(whole, axis)
+
+
+def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bool = False) -> Pending:
+    """`scatter_pieces` into every rank's memory, at the place that is ours there.
+
+    in_step: no rank pushes before all have their first block, so that none is pushed to by two at once, which
+    takes longer than in turn. Not beside matmuls, which may leave the kernel that meets no room.
+    """
+    axis, parts = memory.axis, whole.chunk(memory.axis.size)
+    memory.begin(whole.nbytes, whole)
+    theirs = memory.of((axis.size, *parts[0].shape), whole.dtype)
+    pushes = []
+    for k, rank in enumerate(others(axis)):
+        make(rank, parts[rank])
+        mark = memory.mark(k)
+        pushes.append((mark, theirs[rank][axis.rank], parts[rank]))
+        if in_step and k == 0 and axis.size > 2:
+            memory.line_up(mark)
+    mine = theirs[axis.rank]
+    make(axis.rank, mine[axis.rank])
+    memory.copy(*pushes)
+    result = torch.empty_like(parts[0])
+    return Pending(result, _Sum(memory, mine, result), whole)
+
+
+class _Sum:
+    """What the ranks push here, to be added when it is waited for; a Pending's work."""
+
+    def __init__(self, memory: PeerMemory, mine: torch.Tensor, result: torch.Tensor) -> None:
+        self.memory, self.mine, self.result = memory, mine, result
+
+    def wait(self) -> None:
+        self.memory.join()
+        self.memory.meet()
+        sum_parts(self.mine, self.result)  # bf16 too is added in fp32 and rounded once
+
+
+def others(axis: Axis) -> list[int]:
+    """The other ranks, so ordered that at each step all have another one."""
+    return [(axis.rank + step) % axis.size for step in range(1, axis.size)]

@@ -1,0 +1,80 @@
+"""How a run ends: exit codes, what a rank that fails leaves behind, and which rank failed first.
+
+A rank that dies takes its connections with it, so the others fail a moment later, with errors that say
+nothing of the cause. They are reported as that, and give way to the message of the rank that failed first, or
+to what the launcher of `--nproc` has seen of its end.
+"""
+
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
+from nanomegatron.config.cli import ConfigError
+from nanomegatron.faults.lock import lock
+from nanomegatron.faults.signals import PREEMPTED
+from nanomegatron.report.log import LOST_PEER, RunLog, read_status, write_status
+
+DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED = 0, 2, 3, 4
+SAID = (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED)  # with a message of the rank's own
+PEER_ERRORS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "ncclRemoteError",
+)
+
+
+def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
+    """Say on console, log and status.json why this rank fails; returns its exit code.
+
+    begun: it was set up. Before, a ValueError is one of settings or data; after, it is like any other.
+    """
+    kinds = {CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED, ConfigError: BAD_CONFIG}
+    kinds |= {} if begun else {ValueError: BAD_CONFIG}
+    code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
+    if code != 1:
+        first = log.status("failed", exit_code=code, message=str(error))
+        if log.is_main:
+            log.warn(str(error))
+        elif first:
+            log.line(f"! {error}")
+        return code
+    frames = traceback.extract_tb(error.__traceback__)
+    where = " > ".join(frame.name for frame in frames if "/torch/" not in frame.filename)
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_ERRORS):
+        cause = " ".join(str(error).partition(". ")[0].split())
+        text = (
+            f"{LOST_PEER} in {where}: another rank died or hangs, see its message or the launcher's ({cause})"
+        )
+        message = text
+    else:
+        message = f"{''.join(traceback.format_exception_only(error)).strip()} (in {where})"
+        text = "".join(traceback.format_exception(error))
+    log.status("failed", exit_code=1, message=message)
+    log.warn(text)
+    return code
+
+
+def name_culprit(folder: Path, began: str, rank: int, codes: list[int], what: str) -> None:
+    """The launcher's last word: which rank failed first, as it has said itself, or as the launcher saw it.
+
+    The latter goes to status.json of the run's folder, too. Where rank 0 has said what is wrong with settings
+    or data there is nothing to add. codes: of all ranks; began: the `timestamp` of the launch,
+    before which status.json is of another run.
+    """
+    code, path = codes[rank], folder / "status.json"
+    if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
+        return
+    facts = read_status(path, lambda text: print(text, file=sys.stderr))
+    said = facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER)
+    if said and str(facts.get("time")) >= began:
+        what = f"{facts['rank']} failed first: {facts['message']}"
+    elif facts and code not in SAID:
+        with suppress(ConfigError, OSError), lock(folder, patience=0):  # not while another run is in there
+            facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
+            write_status(path, facts)
+    print(f"train.py: {what}", file=sys.stderr)

@@ -1,0 +1,166 @@
+"""Whose folders these are: a run holds those it writes into, and all its machines must see the same ones.
+
+    runs/NAME/run.lock       pid 4711 on node7 since 2026-11-22T21:45:00+01:00, run 3735928559
+    runs/NAME/ckpt/run.lock
+
+Rank 0 locks the files (flock) before anything is written. The kernel unlocks them when the process ends,
+however it ends (on NFS a machine that is lost, when its lease is over), so the files themselves stay. Every
+rank then looks for the number of this run in them.
+"""
+
+import fcntl
+import os
+import secrets
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from nanomegatron.comm import all_gather, all_reduce
+from nanomegatron.config.cli import ConfigError, from_toml
+from nanomegatron.config.settings import Config
+from nanomegatron.mesh import Mesh
+from nanomegatron.report.log import timestamp
+from nanomegatron.run import run_folder
+
+LOCK = "run.lock"
+DYING = 5.0  # seconds in which a predecessor that was killed is gone
+STALE = 60.0  # seconds for which NFS may remember that a file was not there
+HOST_BYTES = 64
+
+
+def settings_in(folder: Path) -> Config | None:
+    """Those of the run in a folder; None where there is none. Raises ConfigError for a damaged file."""
+    path = folder / "config.toml"
+    try:
+        if not path.is_file():
+            return None
+        config = from_toml(path.read_text(encoding="utf-8"))
+        if None in (config.model.num_layers, config.run.train_iters):  # of the first and the last part
+            raise ValueError("it is cut short")
+    except (OSError, ValueError) as error:
+        fix = "if this command has the settings of the run in there, remove the file, it is written again"
+        raise ConfigError([f"{path}: damaged ({error}); {fix}; or choose another --run-name"]) from None
+    return config
+
+
+def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
+    """Lock the run folder and the --save folder until the result is closed; notes: for the first lines.
+
+    --eval-only saves nothing, and does not lock the second. A run folder that cannot be written costs
+    the logs, not the run. Communicates a number, and what each rank sees, over world. Raises ConfigError on
+    all ranks, with the messages on rank 0, where another run holds a folder, where --save cannot be written,
+    and where a rank does not see one of them.
+    """
+    folder, save = run_folder(config), Path(config.checkpoint.save)
+    saves = not config.run.eval_only
+    folders = [(f"--run-name {config.run.run_name}", folder), (f"--save {save}", save)]
+    wanted = not saves or save.resolve() != folder.resolve(), saves
+    locks, errors, number, held = ExitStack(), [], 0, [0, 0]
+    if mesh.rank == 0:
+        number = 1 + secrets.randbits(32)
+        for i, (name, path) in enumerate(folders):
+            if not wanted[i]:
+                continue
+            try:
+                locks.enter_context(lock(path, name, number, notes))
+                held[i] = 1
+            except ConfigError as error:
+                errors += error.messages
+                break
+            except OSError as error:
+                text = f"{name}: cannot write to {path} ({error})"
+                errors += [f"{text}; give another folder"] if path is save else []
+                notes.append(f"{text}: training continues without its logs there")
+    number, *held = all_reduce(torch.tensor([0 if errors else number, *held], device=mesh.device), mesh.world)
+    if not number:
+        locks.close()
+        raise ConfigError(errors)
+    if config.run.run_folder_per_host:
+        held[0] = 0
+    shared = {name: path for (name, path), locked in zip(folders, held, strict=True) if locked}
+    if errors := not_seen(shared, int(number), mesh):
+        locks.close()
+        raise ConfigError(errors)
+    return locks
+
+
+def lock(
+    folder: Path,
+    name: str = "",
+    number: int = 0,
+    notes: list[str] | None = None,
+    patience: float | None = None,
+) -> TextIO:
+    """The open lock file of a folder, which is made; closing it unlocks. `name`: the flag that names it.
+
+    Waits up to `patience` seconds (None: DYING). Raises ConfigError where another process holds the folder,
+    OSError where it cannot be written.
+    """
+    end = time.monotonic() + (DYING if patience is None else patience)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / LOCK, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+    while not _locked(file, notes):
+        if time.monotonic() > end:
+            file.seek(0)
+            owner = file.read().strip().partition(", run ")[0] or "another process"
+            file.close()
+            fix = f"wait for it, stop it, or give another {name.split()[0]}" if name else "wait for it"
+            raise ConfigError([f"{name}: {folder} is in use by {owner}; {fix}"])
+        time.sleep(0.1)
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {timestamp()}, run {number}\n")
+    file.flush()
+    os.fsync(file.fileno())
+    return file
+
+
+def _locked(file: TextIO, notes: list[str] | None) -> bool:
+    """Lock a file, if no other process holds it; where its file system has no locks, a note says so."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if notes is not None:
+            notes.append(f"{file.name}: no locks here ({error}); two runs in this folder would not notice it")
+    return True
+
+
+def not_seen(folders: dict[str, Path], number: int, mesh: Mesh) -> list[str]:
+    """A message for each folder, by flag, in which a rank does not find rank 0's number."""
+    end = time.monotonic() + STALE
+    seen = [_sees(folder / LOCK, f", run {number}\n", end) for folder in folders.values()]
+    host = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES)
+    row = torch.tensor([*host, *seen], dtype=torch.uint8, device=mesh.device)
+    rows = all_gather(row, mesh.world).view(mesh.world.size, -1).tolist()
+    hosts = [bytes(row[:HOST_BYTES]).decode().strip() for row in rows]
+    errors = []
+    for i, (name, folder) in enumerate(folders.items()):
+        blind: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            if not row[HOST_BYTES + i]:
+                blind.setdefault(hosts[rank], []).append(rank)
+        places = ", ".join(f"{host} (rank {' '.join(map(str, ranks))})" for host, ranks in blind.items())
+        fix = "give --save a folder that all machines share"
+        if name.startswith("--run-name"):
+            fix = "start in a folder that all machines share, or give --run-folder-per-host"
+        if blind:
+            errors.append(f"{name}: {folder} of rank 0 on {hosts[0]} is not the one on {places}; {fix}")
+    return errors
+
+
+def _sees(path: Path, text: str, end: float) -> bool:
+    """Whether the file holds the text, by then."""
+    while True:
+        try:
+            if text in path.read_text(encoding="utf-8", errors="replace"):
+                return True
+        except OSError:
+            pass  # not there, or not yet
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)

@@ -1,0 +1,157 @@
+"""How much work a training step is, and what share of the machine it uses.
+
+Model FLOP/s utilisation (MFU, PaLM, arXiv:2204.02311 appendix B) is one division,
+
+    MFU = FLOPs of the model for one step / (seconds * GPUs * peak FLOP/s of one GPU)
+
+but its numerator is a matter of convention. All agree on 6 FLOPs a token and matrix weight (2 forward, 4
+backward); they differ in which weights count and in how much of the S x S attention square does.
+Recomputation never counts; of experts those of a token do, of the router its weights with 6n; keys outside
+a sliding window do in the full square alone, those of other documents in a row always (with
+--variable-seq-lengths a document is a row). Llama-3-8B, GFLOPs a token:
+
+    convention        weights                    attention     S 4096   S 8192   used by
+    megatron          matmuls (LM head too)      causal half    48.25    51.47   Megatron; our headline
+    full-attention    matmuls (LM head too)      full square    51.47    57.91   torchtitan, nanotron
+    6n-causal         all, embedding, norms too  causal half    51.40    54.62   llm.c
+    6n                all, embedding, norms too  full square    54.62    61.07   picotron, nanoGPT
+
+The same run thus differs by up to 18.6 % between papers: never compare two MFUs without their conventions.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+
+from nanomegatron.config.settings import TransformerConfig
+
+CONVENTIONS = ("megatron", "full-attention", "6n-causal", "6n")  # the first is the headline
+
+
+def layer_matmul_parameters(model: TransformerConfig, tp: int = 1, ffn: int | None = None) -> int:
+    """Matrix weights of one layer that one of `tp` ranks holds: QKV, projection, both MLP matrices.
+
+    Fewer key/value heads than ranks are replicated: every rank then holds one. ffn: width of the MLP, if not
+    that of the dense layers.
+    """
+    h, ffn = model.hidden_size, (model.ffn_size if ffn is None else ffn) // tp
+    query = model.num_attention_heads * model.head_dim // tp
+    key_value = 2 * max(model.num_kv_heads // tp, 1) * model.head_dim
+    return h * (query + key_value) + query * h + h * ffn * (3 if model.swiglu else 2)
+
+
+def expert_parameters(model: TransformerConfig, experts: int, etp: int = 1) -> int:
+    """Parameters of so many experts of a layer that one of `etp` ranks holds."""
+    h, f, parts = model.hidden_size, model.moe_ffn_size // etp, 2 if model.swiglu else 1
+    return experts * (h * f * (parts + 1) + (parts * f + h) * (not model.disable_bias_linear))
+
+
+def parameter_count(
+    model: TransformerConfig,
+    vocab_size: int,
+    tp: int = 1,
+    layers: Iterable[int] | None = None,
+    first: bool = True,
+    last: bool = True,
+    experts: int | None = None,
+) -> int:
+    """Parameters that one of `tp` ranks holds; all of the model's with tp 1.
+
+    Matrices and the biases of column-parallel layers are sharded, norms, positions and the other biases
+    replicated. vocab_size is what is to be counted: the tokenizer's, or the padded one. Of a pipeline rank:
+    its layers (None: all), and whether it has the first stage (embedding) and the last one (norm, output
+    weight). experts: how many of each layer, whole, if not all; `moe_router_topk` for what a token takes.
+    """
+    h, d = model.hidden_size, model.head_dim
+    norm = h if model.normalization == "RMSNorm" else 2 * h  # weight, or weight and bias
+    biases, parts = not model.disable_bias_linear, 2 if model.swiglu else 1
+    layer = layer_matmul_parameters(model, tp, 0) + 2 * norm + h * biases
+    if model.qk_layernorm:
+        layer += 2 * norm * d // h
+    if model.add_qkv_bias or biases:
+        layer += (model.num_attention_heads // tp + 2 * max(model.num_kv_heads // tp, 1)) * d
+
+    def mlp(width: int) -> int:
+        return width // tp * (h * (parts + 1) + parts * biases) + h * biases
+
+    moe, shared = 0, model.moe_shared_expert_intermediate_size
+    if model.num_experts:
+        moe = expert_parameters(model, model.num_experts if experts is None else experts)
+        moe += h * model.num_experts + (mlp(shared) + h * model.moe_shared_expert_gate if shared else 0)
+    sparse, which = model.moe_layers, range(model.num_layers) if layers is None else layers
+    total = sum(layer + (moe if sparse[i] else mlp(model.ffn_size)) for i in which)
+    tables = first + last if model.untie_embeddings_and_output_weights else first or last
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    ends = norm * last + h * (tables * vocab_size // tp + positions * first)
+    return total + ends
+
+
+def flops_per_iteration(
+    model: TransformerConfig,
+    padded_vocab_size: int,
+    seq_length: int,
+    batch_size: int,
+    convention: str = "megatron",
+) -> int:
+    """FLOPs of the model for forward and backward of `batch_size` sequences, over all ranks together.
+
+    Raises ValueError for a convention that is not in CONVENTIONS (the module's docstring defines them).
+    """
+    if convention not in CONVENTIONS:
+        raise ValueError(f"FLOP convention {convention!r} is unknown; choose one of {', '.join(CONVENTIONS)}")
+    if convention.startswith("6n"):
+        weights = parameter_count(model, padded_vocab_size, experts=model.moe_router_topk)
+    else:
+        own = model.moe_router_topk * model.moe_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
+        layers = (layer_matmul_parameters(model, ffn=own if moe else None) for moe in model.moe_layers)
+        weights = sum(layers) + model.hidden_size * padded_vocab_size
+    # Scores and weighted sum are 2 * width multiply-adds for a query and each key that it sees.
+    causal = convention in ("megatron", "6n-causal")
+    keys = sum(_keys(seq_length, window if causal else None) for window in model.windows)
+    attention = keys * (1 if causal else 2) * model.num_attention_heads * model.head_dim
+    return 6 * batch_size * (seq_length * weights + attention)
+
+
+def _keys(s: int, window: int | None) -> int:
+    """Twice the keys that s queries see, s * s by the usual count; through a window fewer."""
+    last = s if window is None else min(s, window + 1)
+    return 2 * last * s - last * last
+
+
+# Dense tensor-core peaks in TFLOP/s: pattern of the device's name -> (bf16 or fp16, tf32). Data sheets mostly
+# quote twice as much, "with sparsity". The first pattern found in the name holds, so special ones come first.
+_PEAKS = (
+    ("GB200", 2500.0, 1250.0),  # NVIDIA GB200 NVL72 data sheet, per GPU: 5 and 2.5 PFLOP/s sparse
+    ("B200", 2250.0, 1125.0),  # NVIDIA HGX B200 data sheet, per GPU: 4.5 and 2.25 PFLOP/s sparse
+    ("GH200", 989.5, 494.5),  # NVIDIA GH200 data sheet: 1979 and 989 sparse
+    ("H200 NVL", 835.5, 417.5),  # NVIDIA H200 data sheet: 1671 and 835 sparse
+    ("H200", 989.5, 494.5),  # the same, SXM: 1979 and 989 sparse
+    ("H100 NVL", 835.5, 417.5),  # NVIDIA H100 data sheet: 1671 and 835 sparse
+    ("H100 PCIe", 756.5, 378.0),  # NVIDIA H100 PCIe product brief: 1513 and 756 sparse
+    ("H100", 989.5, 494.5),  # NVIDIA H100 data sheet, SXM5: 1979 and 989 sparse
+    ("A100", 312.0, 156.0),  # NVIDIA A100 data sheet, SXM and PCIe alike
+    ("L40S", 362.05, 183.0),  # NVIDIA L40S data sheet
+    ("RTX 4090$", 165.2, 82.6),  # NVIDIA Ada whitepaper, appendix A; not the D or the laptop
+)
+
+
+def device_peak(device_name: str, dtype_name: str) -> float | None:
+    """Dense peak of one device in FLOP/s for matmuls in `dtype_name` (torch's spelling; float32 means TF32).
+
+    device_name is what torch.cuda.get_device_name() says. None where no figure is known: CPUs, slices of a
+    GPU (MIG), other GPUs and types.
+    """
+    column = {"bfloat16": 0, "float16": 0, "float32": 1}.get(dtype_name)
+    if column is None or "MIG" in device_name:
+        return None
+    return next((row[column] * 1e12 for name, *row in _PEAKS if re.search(name, device_name)), None)
+
+
+def mfu(flops: float, seconds: float, world: int, peak: float | None) -> float | None:
+    """Share (0..1) of `world` devices' peak FLOP/s that a step reached; None where the peak is unknown."""
+    return None if peak is None else flops / (seconds * world * peak)
+
+
+def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
+    """A mean loss in nats a token as bits a byte of the text, comparable across tokenizers."""
+    return loss * tokens / (math.log(2) * num_bytes)

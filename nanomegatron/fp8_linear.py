@@ -1,0 +1,119 @@
+"""The linear function of tp.py with its three matmuls in FP8.
+
+    x ---- cast ----> x row [t, i] -------------------.                     y  = x W^T
+       \\                                               \\
+        `- turned --> x flip [i, t]  kept, in place of x \\
+                                                          W row [o, i], W flip [i, o]: cast once a step
+                                                         /
+    dy --- cast ----> g row [t, o] ---------------------'                     dx = dy W
+       `- turned --> g flip [o, t]  with x flip, fp32 into main_grad           dW = dy^T x
+
+Both operands of an FP8 matmul lie along what it sums over, hence a row-major and a transposed copy of each.
+Under sequence parallelism bytes of FP8 are gathered, half of bf16's, and the transposed copy is made of what
+has come; the backward gathers x again, as in bf16. One scale a tensor is one scale over tp, so that the
+result does not depend on the layout (`fp8.py` says which recipe agrees on it, and when).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from nanomegatron.comm import (
+    Pending,
+    all_gather,
+    all_reduce_,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
+from nanomegatron.fast.fp8_producers import casts_of
+from nanomegatron.fp8 import Cast, Fp8Linear, Quantized, matmul
+from nanomegatron.mesh import Axis
+from nanomegatron.ops.fp8_matmul import add_fp8_product_
+from nanomegatron.param import accumulate_weight_grad, contribute, main_grad, puts_off, when_due
+
+
+class Fp8LinearFunction(torch.autograd.Function):
+    """`tp.LinearFunction` in FP8, with the same `comm`; the result has the type of x."""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, fp8: Fp8Linear, trains: bool
+    ) -> torch.Tensor:
+        cast = casts_of(x)
+        if cast is None:
+            wanted, cut = fp8.outputs(comm, trains), None if comm == "copy" else axis
+            cast = fp8.cast(x.flatten(0, -2), "x", wanted, cut, trains)
+        row = start_gather(cast.row, axis)() if comm == "gather" else cast.row
+        y = matmul(row, fp8.weight(weight, axis).row, x.dtype, fast=True).view(
+            -1, *x.shape[1:-1], len(weight)
+        )
+        ctx.weight, ctx.axis, ctx.comm, ctx.fp8 = weight, axis, comm, fp8
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.save_for_backward(*(_kept(cast) if fp8.recipe.wgrad else (x,)))
+        if comm == "scatter":
+            return reduce_scatter(y, axis)
+        return all_reduce_(y, axis) if comm == "sum" else y
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, axis, comm, fp8 = ctx.weight, ctx.axis, ctx.comm, ctx.fp8
+        rows, kept = grad.flatten(0, -2), ctx.saved_tensors
+        if (cast := casts_of(grad)) is not None:
+            row, flip = cast
+        elif comm == "scatter":
+            row = start_gather(fp8.cast(rows, "g", "row", axis).row, axis)()
+            flip = fp8.turned(row, "g") if fp8.recipe.wgrad else None
+        else:
+            wanted, cut = "both" if fp8.recipe.wgrad else "row", None if comm == "sum" else axis
+            row, flip = fp8.cast(rows, "g", wanted, cut)
+        gathers, later = comm == "gather" and fp8.recipe.wgrad, puts_off(weight)
+        coming = start_gather(Cast(*kept), axis) if gathers and not later else None
+        dx = matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
+        dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
+        sent = start_sum(dx, axis, comm)
+
+        def weight_grad() -> torch.Tensor | None:
+            if not fp8.recipe.wgrad:
+                x = all_gather(kept[0], axis) if comm == "gather" else kept[0]
+                g = all_gather(grad, axis) if comm == "scatter" else grad
+                return accumulate_weight_grad(weight, x, g)
+            if not gathers:
+                return add_weight_grad(weight, flip, Cast(*kept))
+            x = (coming or start_gather(Cast(*kept), axis))()
+            return add_weight_grad(weight, flip, fp8.turned(x, "x"))
+
+        dw = when_due(weight, weight_grad)
+        return sent.wait(), dw, None, None, None, None
+
+
+def start_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
+    """Begin to sum the input gradient of a linear layer over the ranks that used its input."""
+    if comm == "copy":
+        return start_all_reduce_(dx, axis)
+    return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
+
+
+def add_weight_grad(weight: nn.Parameter, g: Cast, x: Cast) -> torch.Tensor | None:
+    """dW = g x^T into `main_grad`, by the matmul itself where it can. g `[o, t]`, x `[i, t]`"""
+    target = main_grad(weight)
+    if target is None or target.dtype != torch.float32 or g.inverse.dim():
+        dtype = weight.dtype if target is None else target.dtype
+        return contribute(weight, lambda: matmul(g, x, dtype))
+    add_fp8_product_(target, *g, *x)
+    weight.bucket.ready(weight)
+    return None
+
+
+def start_gather(cast: Cast, axis: Axis) -> Callable[[], Cast]:
+    """Begin to gather the rows of all ranks in FP8, with their scales if rows have such. Gives what waits."""
+    data = start_all_gather(cast.data.view(torch.uint8), axis)
+    inverse = start_all_gather(cast.inverse, axis) if cast.inverse.dim() else Pending(cast.inverse)
+    return lambda: Cast(data.wait().view(cast.data.dtype), inverse.wait())
+
+
+def _kept(cast: Quantized) -> Cast:
+    """What the weight gradient is made of: x transposed, or rows that are gathered first."""
+    return cast.row if cast.flip is None else cast.flip

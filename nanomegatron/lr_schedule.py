@@ -1,0 +1,131 @@
+"""What changes from step to step: learning rates, weight decay, and the loss scale of fp16.
+
+    samples before a step   0 ... warmup ... decay        learning rate: up from `warmup_init`, then down
+
+The schedules count samples, as Megatron's do: a step's learning rate is that of the samples before it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanomegatron.config.settings import Config, OptimizerConfig, PrecisionConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate against samples, with the lengths already in samples."""
+
+    style: str
+    lr: float
+    min_lr: float
+    warmup_init: float
+    warmup: float  # a fraction of the decay need not be whole samples
+    decay: int
+    wsd_style: str = "exponential"
+    wsd_decay: int = 0
+
+    @staticmethod
+    def of(config: OptimizerConfig, length: int, global_batch_size: int) -> "Schedule":
+        """The schedule of a run of `length` samples; an iteration counts for `global_batch_size` of them."""
+        decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * global_batch_size or length
+        if config.lr_warmup_fraction is not None:
+            warmup = config.lr_warmup_fraction * decay
+        else:
+            warmup = config.lr_warmup_samples or config.lr_warmup_iters * global_batch_size
+        wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * global_batch_size
+        shape = (config.lr_decay_style, config.lr, config.min_lr, config.lr_warmup_init)
+        return Schedule(*shape, warmup, decay, config.lr_wsd_decay_style, wsd)
+
+    def at(self, samples: int) -> float:
+        """Learning rate of the step that follows `samples` samples."""
+        if self.warmup and samples <= self.warmup:
+            return self.warmup_init + (self.lr - self.warmup_init) * samples / self.warmup
+        if self.style == "constant":
+            return self.lr
+        if samples > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        return self.min_lr + self._remaining(samples) * (self.lr - self.min_lr)
+
+    def _remaining(self, samples: int) -> float:
+        """The share of the way from min_lr up to lr, 1 at the end of the warm-up."""
+        ratio = (samples - self.warmup) / (self.decay - self.warmup)
+        if self.style == "linear":
+            return 1.0 - ratio
+        if self.style == "cosine":
+            return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        start = self.decay - self.wsd_decay  # WSD: flat until its last part
+        if samples <= start:
+            return 1.0
+        ratio = (samples - start) / self.wsd_decay
+        return {
+            "linear": 1.0 - ratio,
+            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+            "exponential": 2.0 * 0.5**ratio - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(ratio),
+        }[self.wsd_style]
+
+
+def weight_decay_at(config: OptimizerConfig, samples: int, length: int) -> float:
+    """Weight decay of the step that follows `samples` of the run's `length` samples."""
+    if config.weight_decay_incr_style == "constant":
+        return config.weight_decay
+    share = min(samples / length, 1.0)
+    if config.weight_decay_incr_style == "cosine":
+        share = 0.5 * (math.cos(math.pi * (1 - share)) + 1.0)
+    return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
+
+
+def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
+    """Learning rate, that of the vocabulary's weights, and weight decay of every step of a run, and one more.
+
+    samples_before: of each of these. Lengths in iterations become samples by the full batch size even where a
+    run grows into it, as in Megatron.
+    """
+    optimizer, batch, before = config.optimizer, config.data.global_batch_size, samples_before
+    length = config.run.train_samples or (len(before) - 1) * batch
+    schedule = Schedule.of(optimizer, length, batch)
+    rates = vocabulary = [schedule.at(n) for n in before]
+    if optimizer.decoupled_lr is not None:
+        low = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        decoupled = replace(schedule, lr=optimizer.decoupled_lr, min_lr=low)
+        vocabulary = [decoupled.at(n) for n in before]
+    return [rates, vocabulary, [weight_decay_at(optimizer, n, length) for n in before]]
+
+
+class LossScaler:
+    """Dynamic loss scale of fp16, all on the device; a constant 1 for bf16 and fp32.
+
+    A window of good steps doubles it; bad steps halve it once `hysteresis` have come. (arXiv 1710.03740)
+    """
+
+    def __init__(self, precision: PrecisionConfig, device: torch.device) -> None:
+        self.dynamic = precision.fp16 and precision.loss_scale is None
+        start = (precision.loss_scale or precision.initial_loss_scale) if precision.fp16 else 1.0
+        self.window, self.minimum = precision.loss_scale_window, precision.min_loss_scale
+        self.hysteresis = torch.tensor(float(precision.hysteresis), device=device)
+        self.scale = torch.tensor(start, device=device)
+        self.good_in_a_row = torch.zeros((), device=device)
+        self.forgiven = self.hysteresis  # bad steps that do not halve the scale yet
+
+    def update(self, finite: torch.Tensor) -> None:
+        """Take note of one step; finite: 0-d, 1 or 0."""
+        if not self.dynamic:
+            return
+        good, forgiven = (self.good_in_a_row + 1) * finite, self.forgiven - (1 - finite)
+        halve, double = (forgiven <= 0) & (finite == 0), good >= self.window
+        halved = (self.scale / 2).clamp(min=self.minimum)
+        self.scale = torch.where(double, self.scale * 2, torch.where(halve, halved, self.scale))
+        self.forgiven = torch.where(double, self.hysteresis, forgiven)
+        self.good_in_a_row = good * ~double
+
+    def state(self) -> list[float]:
+        """What a checkpoint holds. Waits for the device."""
+        return torch.stack((self.scale, self.good_in_a_row, self.forgiven)).tolist()
+
+    def load(self, state: list[float]) -> None:
+        """Take up `state()` again."""
+        self.scale, self.good_in_a_row, self.forgiven = torch.tensor(state, device=self.scale.device)

@@ -1,0 +1,284 @@
+"""AdamW over a flat shard in one pass: the kernels of cuda/adamw.cu, and what they compute.
+
+    shard      [ q . k . v | norm | fc1 .......... | (padding) | embedding ]
+    segments     kind 2      kind 0  kind 2                      kind 3          neighbours of a kind are one
+
+A table on the device, made once, says which elements have which learning rate and whether they decay; a
+block of the GPU works on `CHUNK` elements of one segment. All that changes between steps is read from the
+device.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanomegatron.ops.fp8_cast import fp8_amax, fp8_cast_ref
+from nanomegatron.ops.kernels import TYPES, launch, usable
+
+CHUNK, ALIGN = 8192, 8  # elements of a block; where packs begin, as adamw.cu has it
+FP8 = torch.float8_e4m3fn
+DECOUPLED, DECAY = 1, 2  # bits of a segment's kind: the second learning rate, weight decay
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Ranges (start, stop, kind) of a flat tensor.
+
+    table: the same for the device, rows (start, stop, first block, kind); blocks: how many there are in all.
+    """
+
+    ranges: tuple[tuple[int, int, int], ...]
+    table: torch.Tensor
+    blocks: int
+
+    @classmethod
+    def of(cls, ranges: Iterable[tuple[int, int, int]], device: torch.device) -> "Segments":
+        """Raises ValueError for a range that ends before it begins."""
+        ranges, rows, blocks = tuple(ranges), [], 0
+        for start, stop, kind in ranges:
+            if not 0 <= start <= stop:
+                raise ValueError(f"range {start}..{stop}: must not end before it begins")
+            rows.append((start, stop, blocks, kind))
+            blocks += -(-(stop - start // ALIGN * ALIGN) // CHUNK) if start < stop else 0
+        table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
+        return cls(ranges, table, blocks)
+
+    @classmethod
+    def merged(cls, ranges: Iterable[tuple[int, int, int]], device: torch.device) -> "Segments":
+        """The same with neighbours of one kind in one piece, sorted."""
+        whole: list[tuple[int, int, int]] = []
+        for start, stop, kind in sorted(ranges):
+            if whole and whole[-1][1:] == (start, kind):
+                whole[-1] = whole[-1][0], stop, kind
+            else:
+                whole.append((start, stop, kind))
+        return cls.of(whole, device)
+
+    def on(self, device: torch.device) -> "Segments":
+        """The same for tensors of another device."""
+        return self if self.table.device == device else replace(self, table=self.table.to(device))
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """Raises ValueError where tensors are not flat, contiguous, of one length and here, or too short."""
+        length, device = len(tensors[0]), self.table.device
+        for x in tensors:
+            if x.dim() != 1 or len(x) != length or not x.is_contiguous() or x.device != device:
+                raise ValueError(
+                    f"{list(x.shape)} on {x.device}: must be flat, contiguous, [{length}] on {device}"
+                )
+        if self.ranges and (end := max(stop for _, stop, _ in self.ranges)) > length:
+            raise ValueError(f"a segment ends at {end}, the tensors at {length}")
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """What one update reads and writes, all flat and of one length.
+
+    main: fp32, with `params` a copy in bf16, fp16 or E4M3 if not None; or int16, the lower halves of fp32
+    numbers whose upper halves, rounded to nearest, are `params` in bf16: 4 bytes a parameter instead of 6,
+    and the same values. Moments and gradients are fp32 or bf16.
+
+    scale, amax: for a copy in E4M3, fp32 `[segments]` (so neighbours must not be merged): the copy is
+    fp8(bf16(w) * scale), as if it were made of one in bf16, and amax is raised to the largest new |bf16(w)|,
+    for the scale of a later step.
+    """
+
+    main: torch.Tensor
+    params: torch.Tensor | None
+    grads: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    scale: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of the kernel."""
+        return self.main, self.params, self.grads, self.exp_avg, self.exp_avg_sq
+
+
+def join_halves(params: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
+    """The fp32 numbers that are kept as bf16 `params` and int16 `remainders`."""
+    return ((params.view(torch.int16).int() << 16) + remainders.int()).view(torch.float32)
+
+
+def split_halves(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 -> bf16, rounded to nearest (ties away from 0), and int16 that give it back to the bit."""
+    bits = main.where(~main.isnan(), main.new_full((), float("nan"))).view(torch.int32)
+    remainders = bits.to(torch.int16)  # keeps the lower half
+    return ((bits - remainders) >> 16).to(torch.int16).view(torch.bfloat16), remainders
+
+
+def adamw_flat_(
+    state: FlatState,
+    segments: Segments,
+    told: tuple[torch.Tensor, ...],
+    hyper: tuple[float, float, float],
+    seed: int = -1,
+) -> None:
+    """One AdamW step over the segments of a flat shard, in place, in one launch.
+
+    told: (step, values, grad_scale, skip) in fp32 on the device: the number of this update, from 1; the two
+    learning rates and the weight decay `[3]`; what gradients are divided by first; not 0 where nothing may
+    change but a copy in E4M3, whose scale may be a new one, and its amax. hyper: (beta1, beta2, eps). seed:
+    from 0 on, moments in bf16 are rounded at random, by a hash of (seed, step, index), up with the
+    probability that keeps their mean; else to nearest.
+    Raises ValueError for other shapes, types or devices. See `adamw_flat_ref_`.
+    """
+    main, params, *others = state.tensors
+    segments.check(*(x for x in state.tensors if x is not None))
+    kept = (torch.float32, torch.bfloat16)
+    pair = main.dtype, None if params is None else params.dtype
+    whole = main.dtype == torch.float32 and pair[1] in (None, torch.bfloat16, torch.float16, FP8)
+    if not (whole or pair == (torch.int16, torch.bfloat16)) or any(x.dtype not in kept for x in others):
+        raise ValueError(
+            f"main, params, gradients, moments {[*pair, *(x.dtype for x in others)]}: must be fp32 and "
+            "16 bits, E4M3 or nothing, or int16 and bf16; the others fp32 or bf16"
+        )
+    casts = (state.scale, state.amax) if pair[1] == FP8 else ()
+    shapes = (), (3,), (), (), *((len(segments.ranges),) for _ in casts)
+    for x, shape in zip((*told, *casts), shapes, strict=True):
+        kind = None if x is None else (x.shape, x.dtype, x.device, x.is_contiguous())
+        if kind != (shape, torch.float32, main.device, True):
+            raise ValueError(f"told, scale, amax {kind}: must be fp32 {list(shape)} on {main.device}")
+    if not usable(state.grads, "adamw"):
+        adamw_flat_ref_(state, segments, told, hyper, seed)
+        return
+    sizes = len(segments.ranges), segments.blocks, CHUNK
+    types = int(not whole), -1 if params is None else TYPES[params.dtype], *(TYPES[x.dtype] for x in others)
+    arguments = *sizes, *told, *hyper, seed, *types, state.scale, state.amax
+    launch("adamw", *state.tensors, segments.table, *arguments)
+
+
+def cast_flat_(
+    main: torch.Tensor, copy: torch.Tensor, segments: Segments, scale: torch.Tensor, amax: torch.Tensor
+) -> None:
+    """The copy in E4M3 that `adamw_flat_` would leave of `main` as it is, and its amax; alike flat."""
+    state, one = FlatState(main, copy, main, main, main, scale, amax), torch.ones(3, device=main.device)
+    adamw_flat_(state, segments, (one[0], one, one[0], one[0]), (0.9, 0.95, 1e-8))
+
+
+def adamw_flat_ref_(state: FlatState, segments: Segments, told, hyper, seed: int = -1) -> None:
+    """`adamw_flat_` in plain torch: specification and oracle (arXiv 1711.05101)."""
+    step, values, grad_scale, skip = told
+    beta1, beta2, eps = hyper
+    unbias1, unbias2 = (1 - beta ** step.double() for beta in (beta1, beta2))  # in fp32 off by up to 5e-5
+    for start, stop, kind in () if skip else segments.ranges:
+        main, params, grads, *moments = (x if x is None else x[start:stop] for x in state.tensors)
+        lr, decay = values[kind & DECOUPLED], values[2] if kind & DECAY else 0.0
+        halves = main.dtype == torch.int16
+        p, g = join_halves(params, main) if halves else main.float(), grads.float() / grad_scale
+        m = moments[0].float() * beta1 + g * (1 - beta1)
+        v = moments[1].float() * beta2 + g * g * (1 - beta2)
+        p = p * (1 - lr * decay) - lr * (m / unbias1) / ((v / unbias2).sqrt() + eps)
+        noise = _hashed(seed, step, start, stop) if seed >= 0 else None
+        for kept, new, shift in zip(moments, (m, v), (0, 16)):
+            kept.copy_(
+                new if noise is None or kept.dtype != torch.bfloat16 else _at_random(new, noise >> shift)
+            )
+        if halves:
+            p, remainders = split_halves(p)
+            main.copy_(remainders)
+        else:
+            main.copy_(p)
+        if params is not None and params.dtype != FP8:
+            params.copy_(p)
+    for i, (start, stop, _) in enumerate(segments.ranges if state.amax is not None else ()):
+        kept = state.main[start:stop].bfloat16()
+        state.params[start:stop].copy_(fp8_cast_ref(kept, state.scale[i], FP8))
+        fp8_amax(kept, state.amax[i])
+
+
+def _at_random(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """fp32 -> bf16, up or down by 16 random bits."""
+    bits = x.view(torch.int32)
+    moved = ((bits + (noise & 0xFFFF).int()) >> 16).to(torch.int16).view(torch.bfloat16)
+    return moved.where(x.isfinite(), x.bfloat16())
+
+
+def _hashed(seed: int, step: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """32 random bits for each index."""
+    index = torch.arange(start, stop, device=step.device)
+    key = _mixed(step.long())
+    for number in (index.new_tensor(seed), index):
+        key = _mixed((number & 0xFFFFFFFF) ^ _mixed((number >> 32) ^ key))
+    return key
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finalizer of 32 bits, on int64."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def sums_of_squares(
+    x: torch.Tensor, segments: Segments, count: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of each segment of a flat tensor its sum of squares and its number of zeros, both float64 `[segments]`.
+
+    The same bits whenever the same is asked. Without `count`, zeros may be None: only the kernel counts them
+    for nothing. Raises ValueError for other shapes or devices.
+    """
+    segments.check(x)
+    if usable(x, "sums_of_squares"):
+        out, partial = (
+            x.new_empty(2, n, dtype=torch.float64) for n in (len(segments.ranges), segments.blocks)
+        )
+        sizes = len(segments.ranges), segments.blocks, CHUNK
+        launch("sums_of_squares", out, partial, x, segments.table, *sizes, TYPES[x.dtype])
+        return out.unbind()
+    pieces = [x[start:stop] for start, stop, _ in segments.ranges]
+    norms = torch._foreach_norm(pieces, dtype=torch.float64) if pieces else []  # fp32 sums are off by 1e-5
+    zeros = [(len(piece) - piece.count_nonzero()).double() for piece in pieces] if count else []
+    none = x.new_zeros((), dtype=torch.float64)  # so that there is something to stack
+    squares, counts = (torch.stack([*numbers, none])[:-1] for numbers in (norms, zeros))
+    return squares.square(), counts if count else None
+
+
+def adamw_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    moments: tuple[list[torch.Tensor], list[torch.Tensor]],
+    step: torch.Tensor,
+    lr: torch.Tensor,
+    hyper: tuple[float, float, float, float],
+    grad_scale: torch.Tensor,
+    skip: torch.Tensor,
+) -> None:
+    """One AdamW step over fp32 tensors, in place, everything that changes read from the device.
+
+    hyper: (beta1, beta2, eps, weight_decay). step: number of this update, from 1. The gradient is divided by
+    `grad_scale` first (loss scale and clipping in one); where `skip` is 1 nothing changes. See `adamw_ref_`.
+    """
+    beta1, beta2, eps, weight_decay = hyper
+    torch._fused_adamw_(
+        params,
+        grads,
+        *moments,
+        [],
+        [step] * len(params),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=skip,
+    )
+
+
+def adamw_ref_(params, grads, moments, step, lr, hyper, grad_scale, skip) -> None:
+    """`adamw_` as the paper writes it (arXiv 1711.05101), a tensor at a time: specification and oracle."""
+    beta1, beta2, eps, weight_decay = hyper
+    if skip:
+        return
+    for p, g, m, v in zip(params, grads, *moments, strict=True):
+        g = g / grad_scale
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        p.mul_(1 - lr * weight_decay)
+        p.sub_(lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps))

@@ -1,0 +1,144 @@
+"""Cross entropy over a part of the vocabulary: the kernels of cuda/cross_entropy.cu, and what they compute.
+
+    statistics of this rank's columns   ->   log-sum-exp over all ranks   ->   gradient, over the logits
+
+Letters in shapes: t tokens, V columns here, `real` of them vocabulary and the others, behind, padding.
+"""
+
+import torch
+
+from nanomegatron.ops.compile import functional
+from nanomegatron.ops.kernels import TYPES, launch, usable
+
+CHUNK = 2048  # tokens whose logits the reference takes to fp32 at once
+
+
+def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`cross_entropy_stats` in plain torch: specification and oracle."""
+    if logits.shape[-1] == 0:
+        zeros = torch.zeros(labels.shape, device=labels.device)
+        return zeros - float("inf"), zeros, zeros
+    logits32 = logits.float()
+    maximum = logits32.amax(dim=-1)
+    total = (logits32 - maximum[:, None]).exp_().sum(dim=-1)
+    here = (labels >= 0) & (labels < logits.shape[-1])
+    target = logits32.gather(-1, labels.where(here, labels.new_zeros(()))[:, None])[:, 0]
+    return maximum, total, target.where(here, target.new_zeros(()))
+
+
+def cross_entropy_grad_ref(
+    logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, z_loss: float = 0.0
+) -> torch.Tensor:
+    """What `cross_entropy_grad_` writes, of vocabulary alone, in plain torch: specification and oracle."""
+    if logits.shape[-1] == 0:
+        return logits
+    result = (logits.float() - lse[:, None]).exp_()
+    if z_loss:
+        result.mul_((1.0 + 2.0 * z_loss * lse)[:, None])
+    here = (labels >= 0) & (labels < logits.shape[-1])
+    column = labels.where(here, labels.new_zeros(()))[:, None]
+    result.scatter_add_(-1, column, -here[:, None].to(result.dtype))
+    return result.mul_(grad[:, None]).to(logits.dtype)
+
+
+def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Maximum, sum of exp(logit - maximum) and the label's logit of each row, in fp32.
+
+    logits: `[t, V]`, rows may lie apart; labels: `[t]` int64; a label outside 0..V-1 (of another shard) gives
+    the logit 0, and no columns at all (a shard of padding) the statistics of an empty sum.
+    Raises ValueError for other shapes, types or devices.
+    """
+    _check(logits, labels)
+    if not usable(logits, "cross_entropy"):
+        chunks = [cross_entropy_stats_ref(*chunk) for chunk in zip(logits.split(CHUNK), labels.split(CHUNK))]
+        return tuple(torch.cat(column) for column in zip(*chunks))
+    return (stats_op if torch.compiler.is_compiling() else _stats)(logits, labels).unbind()
+
+
+def cross_entropy_grad_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    real: int | None = None,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """grad * (exp(logits - lse) - onehot(labels)) written over the logits, which it returns, detached.
+
+    Under torch.compile a new tensor is returned, and the logits stay.
+
+    logits: `[t, V]`, of which the first `real` columns count (all, if None) and the others become 0; labels:
+    `[t]` int64; lse, grad: `[t]`. With `z_loss` the gradient of lse - target + z_loss * lse^2. Whoever has
+    saved these logits for a backward is told by torch that they have changed.
+    Raises ValueError for other shapes, types or devices.
+    """
+    _check(logits, labels, lse, grad)
+    logits, real = logits.detach(), logits.shape[1] if real is None else real
+    if not 0 <= real <= logits.shape[1]:
+        raise ValueError(f"real {real}: of {logits.shape[1]} columns")
+    if not usable(logits, "cross_entropy"):
+        for x, *numbers in zip(*(t.split(CHUNK) for t in (logits, labels, lse, grad))):
+            x[:, :real] = cross_entropy_grad_ref(x[:, :real], *numbers, z_loss)
+        logits[:, real:] = 0
+        return logits
+    if not _in_rows(logits):
+        raise ValueError(
+            f"logits with strides {logits.stride()}: columns must be neighbours, rows must not overlap"
+        )
+    if torch.compiler.is_compiling():
+        return grad_op(logits, labels, lse, grad, real, z_loss)
+    _grad(logits, labels, lse, grad, real, z_loss, logits)
+    torch.autograd.graph.increment_version(logits)
+    return logits
+
+
+def _stats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    if not _in_rows(logits):
+        logits = logits.contiguous()
+    stats, sizes = torch.empty(3, logits.shape[0], device=logits.device), (*logits.shape, logits.stride(0))
+    launch("cross_entropy_stats", stats, logits, labels.contiguous(), *sizes, TYPES[logits.dtype])
+    return stats
+
+
+def _grad(logits, labels, lse, grad, real: int, z_loss: float, out=None) -> torch.Tensor:
+    if out is None:
+        logits = logits if _in_rows(logits) else logits.contiguous()
+        out = logits.new_empty(logits.shape)
+    numbers = labels.contiguous(), *(x.float().contiguous() for x in (lse, grad))
+    sizes = len(logits), real, logits.shape[1], out.stride(0), logits.stride(0), TYPES[logits.dtype]
+    launch("cross_entropy_grad", out, logits, *numbers, z_loss, *sizes)
+    return out
+
+
+stats_op = functional(
+    "cross_entropy_stats(Tensor logits, Tensor labels) -> Tensor",
+    _stats,
+    lambda logits, labels: logits.new_empty(3, logits.shape[0], dtype=torch.float32),
+)
+grad_op = functional(
+    "cross_entropy_grad(Tensor logits, Tensor labels, Tensor lse, Tensor grad, int real, float z_loss)"
+    " -> Tensor",
+    _grad,
+    lambda logits, *_: logits.new_empty(logits.shape),
+)
+
+
+def _in_rows(logits: torch.Tensor) -> bool:
+    """Whether columns are neighbours, and rows do not overlap."""
+    (rows, width), (stride, step) = logits.shape, logits.stride()
+    return (step == 1 or width <= 1) and (stride >= width or rows <= 1)
+
+
+def _check(logits: torch.Tensor, labels: torch.Tensor, *numbers: torch.Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] >= 2**30 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits {logits.dtype} {list(logits.shape)}: must be floating, [t, V], V below 2^30"
+        )
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels {labels.dtype}: must be int64")
+    for x in (labels, *numbers):
+        if x.shape != logits.shape[:1] or x.device != logits.device:
+            raise ValueError(
+                f"{list(x.shape)} on {x.device}: must be [{logits.shape[0]}] as the rows of the logits, "
+                f"on {logits.device}"
+            )

@@ -1,0 +1,279 @@
+"""Casts to FP8 with a scale a tensor, a row or a block: the kernels of cuda/fp8_*.cu, and what they compute.
+
+    q = fp8(x * scale), saturating        x is about q * inverse, inverse = 1 / scale
+    scale = limit / amax                  limit: the format's largest value / 2^margin
+
+    current scaling    fp8_amax, fp8_scale, fp8_cast                          the scale of this very tensor
+    delayed scaling    fp8_cast (notes the amax), fp8_update once a step      the scale of earlier steps
+    row scaling        fp8_cast_rows                                          each row's own scale
+    block scaling      fp8_cast_blocks                                        each block's own scale
+
+Nothing waits for the GPU: scales and amaxes stay on it. An amax holds the largest |x| so far, NaN above all
+others; whoever owns it zeroes it. Where there is no kernel, plain torch gives the same, to the bit.
+(arXiv 2209.05433; blocks: 2412.19437, section 3.3)
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from nanomegatron.ops.kernels import FLOATS, TYPES, launch, usable
+
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+BLOCK = 128
+Pair = tuple[torch.Tensor, torch.Tensor]  # a cast and its inverse
+SMALLEST, LARGEST = 2.0**-126, 2.0**126  # scales; both they and their inverses are normal numbers
+
+
+def fp8_limit(dtype: torch.dtype, margin: int = 0) -> float:
+    """The value that a tensor's largest one is scaled to."""
+    return torch.finfo(dtype).max / 2.0**margin
+
+
+def fp8_amax(x: torch.Tensor, amax: torch.Tensor) -> None:
+    """amax = max(amax, |x|), in place. x: any shape, amax: fp32, one element. Raises ValueError."""
+    _check(x, None, amax)
+    if usable(x, "fp8_amax"):
+        launch("fp8_amax", x.contiguous(), amax, x.numel(), TYPES[x.dtype])
+    elif x.numel():
+        amax.copy_(torch.maximum(amax, x.abs().amax().float().view(amax.shape)))
+
+
+def fp8_scale(
+    amax: torch.Tensor, limit: float, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and inverses of amaxes, fp32, of any shape; an amax of zero or not finite has scale 1.
+
+    Raises ValueError.
+    """
+    if amax.dtype != torch.float32:
+        raise ValueError(f"amaxes are fp32, not {amax.dtype}")
+    amax = amax.contiguous()
+    if usable(amax, "fp8_scale"):
+        scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
+        launch("fp8_scale", amax, scale, inverse, amax.numel(), limit, int(power_of_two))
+        return scale, inverse
+    scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two)
+    return scale, 1.0 / scale
+
+
+def fp8_update(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    inverse: torch.Tensor,
+    limits: torch.Tensor,
+    most_recent: bool = False,
+) -> None:
+    """The scales of n tensors for the next step, from amaxes; the history moves on, in place, all fp32.
+
+    history: `[length, n]`, row 0 of the step that ends, row j of j steps before; it moves down a row, row 0
+    becomes zero. The rest: `[n]`. amax: row 0 (`most_recent`), or the largest of a column. An amax of zero or
+    not finite keeps the scale; such an entry is not kept itself, it moves on as zero. Raises ValueError.
+    """
+    length, n = history.shape
+    for x, shape in (history, (length, n)), (scale, (n,)), (inverse, (n,)), (limits, (n,)):
+        kind = x.shape, x.dtype, x.device, x.is_contiguous()
+        if kind != (shape, torch.float32, history.device, True):
+            raise ValueError(f"scales, history {kind}: must be fp32 {list(shape)} on {history.device}")
+    if usable(history, "fp8_update"):
+        launch("fp8_update", history, scale, inverse, limits, n, length, int(most_recent))
+    elif history.numel():
+        fp8_update_ref(history, scale, inverse, limits, most_recent)
+
+
+def fp8_update_ref(history, scale, inverse, limits, most_recent=False) -> None:
+    """`fp8_update` in plain torch."""
+    newest, finite = history[0].clone(), history.where(history.isfinite(), 0.0)
+    amax = newest if most_recent else finite.amax(dim=0).where(newest.isfinite(), newest)
+    history[1:] = finite[:-1]
+    history[0] = 0.0
+    scale.copy_(_scale(amax, limits, scale))
+    inverse.copy_(1.0 / scale)
+
+
+def fp8_cast(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    amax: torch.Tensor | None = None,
+    outputs: str = "row",
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """fp8(x * scale) row-major `[m, k]`, transposed `[k, m]`, or both, None for what `outputs` does not name.
+
+    x: `[m, k]`, scale: fp32, one element; amax, one element, is raised to that of x, whatever the scale.
+    outputs: "row", "transposed" or "both". Raises ValueError.
+    """
+    _check(x, dtype, amax, scale)
+    x, (row, flip) = x.contiguous(), _outputs(x, dtype, outputs)
+    if usable(x, "fp8_cast"):
+        launch("fp8_cast", x, row, flip, scale, amax, *x.shape, TYPES[x.dtype], TYPES[dtype])
+        return row, flip
+    if amax is not None:
+        fp8_amax(x, amax)
+    q = fp8_cast_ref(x, scale, dtype)
+    return q if row is not None else None, q.t().contiguous() if flip is not None else None
+
+
+def fp8_cast_ref(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp8(x * scale), saturating, to nearest even; NaN stays NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def fp8_turn(q: torch.Tensor) -> torch.Tensor:
+    """The bytes of q^T: `[m, k] -> [k, m]`. Raises ValueError."""
+    if q.dtype not in FORMATS or q.dim() != 2:
+        raise ValueError(f"a matrix of FP8 is turned, not {q.dtype} {q.shape}")
+    if not usable(q, "fp8_turn", FORMATS):
+        return q.t().contiguous()
+    flip = q.new_empty(q.shape[::-1])
+    launch("fp8_turn", q.contiguous(), flip, *q.shape)
+    return flip
+
+
+def fp8_cast_rows(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    limit: float,
+    outputs: str = "row",
+    inverse: torch.Tensor | None = None,
+) -> tuple[Pair | None, Pair | None]:
+    """(q `[m, k]`, inverse `[m, 1]`) and (q of x^T `[k, m]`, inverse `[k, 1]`), each row with its own scale.
+
+    Scales are powers of two, limit / amax rounded down. x may be of `dtype` with an `inverse` of its rows or
+    blocks, and is what it stands for. Raises ValueError.
+    """
+    source, (row, flip) = _source(x, dtype, inverse), _outputs(x, dtype, outputs)
+    if not x.numel() or not usable(x, "fp8_cast_rows", FLOATS + FORMATS):
+        return _plainly(lambda y: fp8_cast_rows_ref(y, dtype, limit), x, inverse, outputs)
+    inverses = [None if q is None else x.new_empty(len(q), 1, dtype=torch.float32) for q in (row, flip)]
+    amax = None if flip is None else x.new_zeros(sum(x.shape), dtype=torch.float32)
+    kind = float(limit), TYPES[x.dtype], TYPES[dtype]
+    launch("fp8_cast_rows", *source, row, inverses[0], flip, inverses[1], amax, *x.shape, *kind)
+    return tuple(None if q is None else (q, i) for q, i in zip((row, flip), inverses))
+
+
+def fp8_cast_rows_ref(x: torch.Tensor, dtype: torch.dtype, limit: float) -> Pair:
+    """`fp8_cast_rows` of x row-major, in plain torch."""
+    amax = x.abs().amax(dim=1, keepdim=True).float() if x.shape[1] else x.new_zeros(len(x), 1).float()
+    scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two=True)
+    return fp8_cast_ref(x, scale, dtype).contiguous(), 1.0 / scale
+
+
+def fp8_cast_blocks(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    squares: bool,
+    outputs: str = "row",
+    power_of_two: bool = False,
+    inverse: torch.Tensor | None = None,
+) -> tuple[Pair | None, Pair | None]:
+    """(q `[m, k]`, inverse) and (q of x^T `[k, m]`, inverse), each block with the scale of its own amax.
+
+    Blocks are 128 x 128 (`squares`), or 1 x 128 along the last dim of each output, so that the two are not
+    each other's transpose. Inverses are fp32: `[m, k/128]` with the first dim contiguous, or `[m/128, k/128]`
+    with rows a multiple of 4 apart, as `torch._scaled_mm` takes them (block counts rounded up).
+    x, inverse: as of fp8_cast_rows. Raises ValueError.
+    """
+    source, (row, flip) = _source(x, dtype, inverse), _outputs(x, dtype, outputs)
+    if not usable(x, "fp8_cast_blocks", FLOATS + FORMATS):
+        return _plainly(lambda y: fp8_cast_blocks_ref(y, dtype, squares, power_of_two), x, inverse, outputs)
+    inverses = [None if q is None else _inverse(q, squares) for q in (row, flip)]
+    strides = [0 if i is None else i.stride(0) for i in inverses]
+    kind = int(squares), int(power_of_two), TYPES[x.dtype], TYPES[dtype]
+    launch("fp8_cast_blocks", *source, row, inverses[0], flip, inverses[1], *x.shape, *strides, *kind)
+    return tuple(None if q is None else (q, i) for q, i in zip((row, flip), inverses))
+
+
+def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fp8_cast_blocks` of x row-major, in plain torch."""
+    (m, k), high = x.shape, BLOCK if squares else 1
+    padded = F.pad(x.float(), (0, -k % BLOCK, 0, -m % high))
+    padded = padded.view(padded.shape[0] // high, high, padded.shape[1] // BLOCK, BLOCK)
+    amax = padded.abs().amax(dim=(1, 3), keepdim=True)
+    scale = _scale(amax, torch.full_like(amax, fp8_limit(dtype)), torch.ones_like(amax), power_of_two)
+    q = fp8_cast_ref(padded, scale, dtype).flatten(2, 3).flatten(0, 1)[:m, :k].contiguous()
+    return q, _inverse(q, squares).copy_(1.0 / scale[:, 0, :, 0])
+
+
+def scale_of_rows(inverse: torch.Tensor, rows: int) -> torch.Tensor:
+    """One scale as that of each row `[rows, 1]`: what torch's fast FP8 matmul of a CPU takes.
+
+    For the scale of a tensor most CPUs have its slow reference alone, which gives the same.
+    """
+    return inverse.reshape(1, 1).expand(rows, 1).contiguous()
+
+
+def fp8_decode(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """q * inverse in fp32, of one element, of rows or of blocks: what a GEMM of these computes with."""
+    if inverse.dim() == 2 and inverse.shape != (len(q), 1):
+        inverse = _of_rows(q, inverse).repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
+    return q.float() * inverse
+
+
+def _of_rows(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Inverses of blocks as of blocks 1 x 128. `[m, k/128]`"""
+    return inverse if len(inverse) == len(q) else inverse.repeat_interleave(BLOCK, 0)[: len(q)]
+
+
+def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -> tuple:
+    """What the kernels are told of x: x, the inverses of each row, and how far apart these are."""
+    if inverse is None:
+        _check(x, dtype)
+        return x.contiguous(), None, 0, 0
+    (m, k), kind = x.shape, (x.dtype, inverse.dtype, inverse.device)
+    down, across = -(-m // BLOCK), -(-k // BLOCK)
+    shapes = (m, 1), (m, across), (down, across)
+    if kind != (dtype, torch.float32, x.device) or dtype not in FORMATS or inverse.shape not in shapes:
+        raise ValueError(f"{x.dtype} {x.shape} with {inverse.dtype} {inverse.shape} is not cast to {dtype}")
+    rows = _of_rows(x, inverse).expand(m, across)
+    return x.contiguous(), rows, *rows.stride()
+
+
+def _plainly(cast: Callable, x: torch.Tensor, inverse: torch.Tensor | None, outputs: str) -> tuple:
+    """A cast of x and one of x^T, those that are wanted, in plain torch."""
+    x = x if inverse is None else fp8_decode(x, inverse)
+    return None if outputs == "transposed" else cast(x), None if outputs == "row" else cast(x.t())
+
+
+def _scale(amax, limits, otherwise, power_of_two=False) -> torch.Tensor:
+    """limits / amax in bounds, `otherwise` where that says nothing."""
+    scale = (limits / amax).clamp(SMALLEST, LARGEST)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale.where((amax > 0) & amax.isfinite(), otherwise)
+
+
+def _outputs(
+    x: torch.Tensor, dtype: torch.dtype, outputs: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if outputs not in ("row", "transposed", "both"):
+        raise ValueError(f'outputs: "row", "transposed" or "both", not {outputs!r}')
+    row = (
+        torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        if outputs != "transposed"
+        else None
+    )
+    return row, x.new_empty(x.shape[::-1], dtype=dtype) if outputs != "row" else None
+
+
+def _inverse(q: torch.Tensor, squares: bool) -> torch.Tensor:
+    """The fp32 memory for the inverses of a row-major q, in the layout of `torch._scaled_mm`."""
+    across, down = -(-q.shape[1] // BLOCK), -(-q.shape[0] // BLOCK)
+    if squares:
+        return q.new_empty(down, -(-across // 4) * 4, dtype=torch.float32)[:, :across]
+    return q.new_empty(across, q.shape[0], dtype=torch.float32).t()
+
+
+def _check(x, dtype=None, *singles: torch.Tensor | None) -> None:
+    """Raises ValueError for what the kernels do not take."""
+    if x.dtype not in FLOATS or (dtype is not None and (dtype not in FORMATS or x.dim() != 2)):
+        raise ValueError(
+            f"a matrix of fp32, bf16 or fp16 is cast to E4M3 or E5M2, not {x.dtype} {x.shape} to {dtype}"
+        )
+    for single in singles:
+        if single is not None and (
+            single.dtype != torch.float32 or single.numel() != 1 or single.device != x.device
+        ):
+            raise ValueError(f"scale and amax are one fp32 element on {x.device}, not {single}")

@@ -1,0 +1,144 @@
+"""FP8 out of the kernels that make it: norms and gated units, cast in the pass that computes them.
+
+    norm_fp8               cuda/norm_fp8.cu      what goes into the linear layers of a block
+    gated_fp8              cuda/swiglu_fp8.cu    what goes into an MLP's second layer
+    gated_backward_fp8     cuda/swiglu_fp8.cu    the gradient of what its first layer gives
+
+All are fp8_cast of the result in fp32: rounded once, where a norm or unit in 16 bits and a cast round twice.
+The transposed copy is for the weight gradient, whose GEMM contracts over rows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast
+from nanomegatron.ops.kernels import FLOATS, TYPES, launch, usable
+from nanomegatron.ops.norm import check, norm_ref
+from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """What is wanted of a result y `[m, k]`: fp8(y * scale) row-major, transposed `[k, m]`, or both.
+
+    scale, amax: fp32, one element; amax, if there is one, is raised to the largest |y|. outputs: as fp8_cast
+    has them, "row", "transposed" or "both". Raises ValueError.
+    """
+
+    dtype: torch.dtype
+    scale: torch.Tensor
+    amax: torch.Tensor | None = None
+    outputs: str = "row"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FORMATS or self.outputs not in ("row", "transposed", "both"):
+            raise ValueError(f"E4M3 or E5M2, row, transposed or both; not {self.dtype}, {self.outputs!r}")
+        for x in (self.scale, self.scale if self.amax is None else self.amax):
+            if x.dtype != torch.float32 or x.numel() != 1 or x.device != self.scale.device:
+                raise ValueError(f"scale and amax are one fp32 element on one device, not {x}")
+
+    def empty(self, x: torch.Tensor, m: int, k: int) -> Pair:
+        """Memory for both, None for what is not wanted. Raises ValueError for an x that no kernel takes."""
+        if x.dtype not in FLOATS or x.device != self.scale.device:
+            raise ValueError(f"{x.dtype} on {x.device}: must be fp32, bf16 or fp16 on {self.scale.device}")
+        row = None if self.outputs == "transposed" else x.new_empty(m, k, dtype=self.dtype)
+        return row, None if self.outputs == "row" else x.new_empty(k, m, dtype=self.dtype)
+
+    def of(self, y: torch.Tensor) -> Pair:
+        """The cast of a result in fp32."""
+        return fp8_cast(y, self.scale, self.dtype, self.amax, self.outputs)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm in FP8, `[rows, h]` and `[h, rows]`, and what comes with it.
+
+    out, total: the same and the sum before it, in the type and shape of x. rstd, mean: fp32 `[rows]`, for the
+    backward. None is what is not wanted or, as the mean of RMSNorm, not there.
+    """
+
+    row: torch.Tensor | None
+    flip: torch.Tensor | None
+    out: torch.Tensor | None
+    total: torch.Tensor | None
+    rstd: torch.Tensor
+    mean: torch.Tensor | None
+
+
+def norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    from_one: bool,
+    wanted: Fp8,
+    also: bool = False,
+) -> Normed:
+    """The norm of x, or of x + residual, in FP8, and with `also` in the type of x too. See `ops_norm.norm`.
+
+    Raises ValueError for tensors that do not fit.
+    """
+    check(x, residual, weight, bias)
+    h = weight.numel()
+    rows = x.numel() // max(h, 1)
+    pair = wanted.empty(x, rows, h)
+    if not usable(x, "norm_fp8"):
+        return norm_fp8_ref(x, residual, weight, bias, eps, from_one, wanted, also)
+    x, residual, weight, bias = (None if t is None else t.contiguous() for t in (x, residual, weight, bias))
+    out, total = torch.empty_like(x) if also else None, None if residual is None else torch.empty_like(x)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    mean = None if bias is None else torch.empty_like(rstd)
+    types = int(from_one), TYPES[x.dtype], TYPES[weight.dtype], TYPES[wanted.dtype]
+    tensors = x, residual, weight, bias, *pair, out, total, rstd, mean, wanted.scale, wanted.amax
+    launch("norm_fp8", *tensors, rows, h, eps, *types)
+    return Normed(*pair, out, total, rstd, mean)
+
+
+def norm_fp8_ref(x, residual, weight, bias, eps, from_one, wanted, also=False) -> Normed:
+    """`norm_fp8` in plain torch: specification and oracle."""
+    total = None if residual is None else x + residual
+    wide = (x if total is None else total).float().reshape(-1, weight.numel())
+    y = norm_ref(wide, weight, bias, eps, from_one)
+    mean = None if bias is None else wide.mean(dim=-1)
+    rstd = ((wide if mean is None else wide - mean[:, None]).square().mean(dim=-1) + eps).rsqrt()
+    return Normed(*wanted.of(y), y.to(x.dtype).view(x.shape) if also else None, total, rstd, mean)
+
+
+def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8) -> Pair:
+    """act(gate) * up of x = [gate; up] in FP8. `[..., 2f] -> [rows, f], [f, rows]` Raises ValueError."""
+    rows, f = _halved(x)
+    pair = wanted.empty(x, rows, f)
+    if not usable(x, "gated_fp8"):
+        return wanted.of(gated_ref(x.float().reshape(rows, 2 * f), act))
+    tensors = x.contiguous(), *pair, wanted.scale, wanted.amax
+    launch("swiglu_fp8_forward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
+    return pair
+
+
+def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp8) -> Pair:
+    """The gradient by x in FP8, of one by act(gate) * up. `[..., f], [..., 2f] -> [rows, 2f], [2f, rows]`
+
+    Raises ValueError for tensors that do not fit.
+    """
+    rows, f = _halved(x)
+    pair = wanted.empty(x, rows, 2 * f)
+    if grad.shape != (*x.shape[:-1], f) or grad.dtype != x.dtype or grad.device != x.device:
+        raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}, halved")
+    if not usable(x, "gated_backward_fp8"):
+        grad, x = grad.float().reshape(rows, f), x.float().reshape(rows, 2 * f)
+        return wanted.of(gated_backward_ref(grad, x, act))
+    tensors = grad.contiguous(), x.contiguous(), *pair, wanted.scale, wanted.amax
+    launch("swiglu_fp8_backward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
+    return pair
+
+
+def _halved(x: torch.Tensor) -> tuple[int, int]:
+    """Rows and f of `[..., 2f]`."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
+    return math.prod(x.shape[:-1]), x.shape[-1] // 2

@@ -1,0 +1,141 @@
+"""The compiled kernels: whether there are any, for which tensors, and how one is launched.
+
+    a tensor on a GPU, the extension is there, built for this GPU      the kernel of cuda/
+    anything else, and all `with without_kernels():`                   the reference, plain torch
+
+A kernel gets addresses, sizes and the current stream, and believes them: whoever calls `launch` has made all
+tensors contiguous, on one device, of the types and shapes that the .cu file tells. Launching takes some
+microseconds of the host and waits for nothing.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+try:
+    from nanomegatron import _kernels
+except ImportError as error:  # a file that is there and does not load says why
+    _kernels, MISSING = None, str(error)
+else:
+    MISSING = ""
+
+TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = "plain torch, for a forward inside nanomegatron.ops.kernels.without_kernels(),"
+
+
+class Switch:
+    """`with without_kernels():` runs the references, to compare; their second derivatives exist, too.
+
+    It holds for the whole process: what a backward computes again runs on a thread of autograd's own, where
+    neither a thread's nor a context's variables would be seen.
+    """
+
+    def __init__(self) -> None:
+        self.off = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, self.off = self.off, True
+        try:
+            yield
+        finally:
+            self.off = before
+
+
+without_kernels = Switch()
+
+
+def why_not(device: torch.device) -> str:
+    """Why kernels do not run on a device; "" where they do."""
+    return "they are switched off" if without_kernels.off else _unfit(device)
+
+
+def _unfit(device: torch.device) -> str:
+    return _unfit_once(device)
+
+
+@functools.cache
+def _unfit_once(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"there are none for {device.type}"
+    if _kernels is None:
+        return f"the extension is not built ({MISSING}); pip install . where nvcc is"
+    if not torch.cuda.is_available():
+        return "there is no GPU here"
+    major, minor = torch.cuda.get_device_capability(device)
+    archs = [arch.removeprefix("sm_") for arch in _kernels.archs.split()]
+    fits = [
+        a
+        for a in archs
+        if a == f"{major}{minor}a" or (a.isdigit() and a[:-1] == str(major) and int(a[-1]) <= minor)
+    ]
+    return "" if fits else f"the extension is built for {_kernels.archs}, this GPU is sm_{major}{minor}"
+
+
+def usable(x: torch.Tensor, op: str, types: tuple[torch.dtype, ...] = FLOATS) -> bool:
+    """Whether kernels can take x. Where they cannot, on a GPU, a warning says so, once an op and dtype."""
+    if not x.is_cuda:
+        return False
+    if x.dtype in types and not why_not(x.device):
+        return True
+    if not without_kernels.off:
+        _tell(op, x.dtype, x.device)
+    return False
+
+
+def _tell(op: str, dtype: torch.dtype, device: torch.device) -> str:
+    return _tell_once(op, dtype, device)
+
+
+@functools.cache
+def _tell_once(op: str, dtype: torch.dtype, device: torch.device) -> str:
+    why = _unfit(device) or "they are for fp32, bf16 and fp16"
+    warnings.warn(f"{op} of {dtype} on {device} runs in plain torch, without kernels: {why}", stacklevel=4)
+    return why
+
+
+# To be run, not read, by torch.compile: what assume_constant_result does, which would load the compiler.
+_unfit._dynamo_marked_constant = _tell._dynamo_marked_constant = True
+
+
+def once(backward: Callable, instead: str = PLAIN) -> Callable:
+    """A backward without one of its own: differentiating what it returns raises RuntimeError.
+
+    instead: what has a second derivative. (torch's once_differentiable does not see a gradient that is a
+    constant, as that of a sum, and lets what depends on it be differentiated wrongly.)
+    """
+    name = backward.__qualname__.partition(".")[0]
+    error = f"{name} is once_differentiable: it has no second derivative; {instead} has one"
+
+    @functools.wraps(backward)
+    def run(ctx, *grads: torch.Tensor | None) -> tuple | torch.Tensor | None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        leaves = [t if t is None else t.detach().requires_grad_() for t in found]
+        return torch._C._functions.DelayedError(error.encode(), len(leaves))(*leaves)
+
+    return run
+
+
+def launch(name: str, *args: torch.Tensor | float | None) -> None:
+    """Run a kernel on the current stream of the first argument's device. Raises RuntimeError."""
+    device = args[0].device
+    numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    if device.index == torch.cuda.current_device():
+        getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
+        return
+    with torch.cuda.device(device):
+        getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))

@@ -1,0 +1,97 @@
+"""Rows added to rows, where attention or a sum comes in parts: cuda/merge.cu, and what it computes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanomegatron.ops.kernels import TYPES, launch, usable
+
+MOST = 4  # parts at a time
+ALL = slice(None)
+
+
+class Part(NamedTuple):
+    """Rows `[count, b, n, d]` for some of s places, and the log-sum-exps of their scores `[b, n, count]`.
+
+    at: a slice of the places, or for each of them the number of its row, -1 for none, int64 `[s]`.
+    """
+
+    rows: torch.Tensor
+    at: slice | torch.Tensor = ALL
+    lse: torch.Tensor | None = None
+
+
+def merge_rows(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
+    """Write one to four parts, joined, to out `[s, b, n, d]`; log-sum-exps `[b, n, s]` where parts have them.
+
+    With these, rows are averages, weighted by their exponentials; without, they are added. The first part and
+    out are fp32 or of the type of the others. Out may be the first part, if that has all places.
+    """
+    if not usable(parts[-1].rows, "merge_rows"):
+        return merge_rows_ref(parts, out)
+    parts = [Part(p.rows.contiguous(), p.at, p.lse if p.lse is None else p.lse.contiguous()) for p in parts]
+    first, last, (s, b, n, d) = parts[0], parts[-1], out.shape
+    lse = None if first.lse is None else first.lse.new_empty(b, n, s)
+    table = torch.tensor([_entry(part) for part in parts])
+    types = (TYPES[x.dtype] for x in (out, first.rows, last.rows))
+    whole = out.contiguous()
+    launch("merge_rows", whole, lse, table, len(parts), s, b * n, d, *types)
+    if whole is not out:
+        out.copy_(whole)
+    return lse
+
+
+def _entry(part: Part) -> list[int]:
+    """Of the kernel's table."""
+    listed = not isinstance(part.at, slice)
+    addresses = part.rows, part.at if listed else None, part.lse
+    begin = 0 if listed else part.at.start or 0
+    return [*(0 if x is None else x.data_ptr() for x in addresses), begin, len(part.rows)]
+
+
+def add_(total: torch.Tensor, part: torch.Tensor) -> None:
+    """total += part, of the same shape; the kernel where the total is fp32 and the part is of 16 bits."""
+    if total.dtype == part.dtype or total.dtype != torch.float32 or not usable(part, "add_"):
+        total.add_(part)
+        return
+    rows = -1, 1, 1, 8 if part.numel() % 8 == 0 else 1
+    out = total.view(rows)
+    merge_rows([Part(out), Part(part.view(rows))], out)
+
+
+def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of parts `[k, ...]` to out `[...]`, of their type: added in fp32, rounded once."""
+    if len(parts) > MOST or out.numel() % 8 or not usable(out, "sum_parts"):
+        torch.sum(parts, 0, out=out)
+        return
+    rows = -1, 1, 1, 8
+    merge_rows([Part(part.view(rows)) for part in parts], out.view(rows))
+
+
+def merge_rows_ref(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
+    """`merge_rows` in plain torch: specification and oracle."""
+    wide = [_spread(part, len(out)) for part in parts]
+    if parts[0].lse is None:
+        out.copy_(sum(rows for rows, _ in wide))
+        return None
+    lses = torch.stack([lse for _, lse in wide])
+    total = lses.logsumexp(0)
+    weights = (lses - total).exp().nan_to_num(0).permute(0, 3, 1, 2)[..., None]
+    out.copy_(sum(weight * rows for weight, (rows, _) in zip(weights, wide, strict=True)))
+    return total
+
+
+def _spread(part: Part, s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A part's rows at their places among s zeros, in fp32, and its log-sum-exps among -inf."""
+    rows, at, lse = part
+    if not isinstance(at, slice):
+        places = (at >= 0).nonzero()[:, 0]
+        at = places[at[places].argsort()]
+    out = rows.new_zeros(s, *rows.shape[1:], dtype=torch.promote_types(rows.dtype, torch.float32))
+    out[at] = rows.to(out.dtype)
+    if lse is not None:
+        whole = lse.new_full((*lse.shape[:2], s), -torch.inf)
+        whole[..., at] = lse
+        lse = whole
+    return out, lse

@@ -1,0 +1,206 @@
+"""RMSNorm and LayerNorm, with or without a residual add before: cuda/norm*.cu, and what they compute.
+
+With a bias it is LayerNorm, without one RMSNorm. Kept for the backward: the tensor that is normalized (the
+sum, if there was an add) and one or two fp32 numbers a row.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from nanomegatron.ops.compile import differentiable, functional
+from nanomegatron.ops.kernels import TYPES, launch, once, usable
+
+PARTS = 8  # rows of sums over rows a multiprocessor may write: as many blocks as fit one
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, from_one: bool = False
+) -> torch.Tensor:
+    """The norm over the last dim: `[..., h] -> [..., h]`, weight and bias `[h]` of the type of x or fp32.
+
+    x / sqrt(mean(x^2) + eps) * weight; with a bias (x - mean) / sqrt(var + eps) * weight + bias. Statistics
+    are fp32. from_one: the weight counts from 1 (`--apply-layernorm-1p`).
+
+    Raises ValueError for tensors that do not fit.
+    """
+    check(x, None, weight, bias)
+    if usable(x, "norm"):
+        return by_kernel(x, None, weight, bias, eps, from_one)
+    return norm_ref(x, weight, bias, eps, from_one)
+
+
+def add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    from_one: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm` of x + residual, and this sum, rounded to their type: the new residual. 2 x `[..., h]`
+
+    Raises ValueError for tensors that do not fit.
+    """
+    check(x, residual, weight, bias)
+    if usable(x, "add_norm"):
+        return by_kernel(x, residual, weight, bias, eps, from_one)
+    total = x + residual
+    return norm_ref(total, weight, bias, eps, from_one), total
+
+
+def norm_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, from_one: bool = False
+) -> torch.Tensor:
+    """`norm` in plain torch, whose norms have fp32 statistics: specification and oracle."""
+    same = weight.dtype == x.dtype and not from_one
+    wide = x.dtype if same else torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(wide) + 1 if from_one else weight.to(wide)
+    if bias is None:
+        return F.rms_norm(x.to(wide), scale.shape, scale, eps).to(x.dtype)
+    return F.layer_norm(x.to(wide), scale.shape, scale, bias.to(wide), eps).to(x.dtype)
+
+
+def by_kernel(x, residual, weight, bias, eps: float, from_one: bool = False) -> torch.Tensor | tuple:
+    """`norm` or, with a residual, `add_norm` by the kernels, for tensors that `check` has seen."""
+    if not torch.compiler.is_compiling():
+        return NormFunction.apply(x, residual, weight, bias, eps, from_one)
+    out, total, _, _ = norm_op(x, residual, weight, bias, eps, from_one)
+    return out if residual is None else (out, total)
+
+
+class NormFunction(torch.autograd.Function):
+    """`by_kernel` for autograd."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, from_one):
+        out, total, rstd, mean = _forward(x, residual, weight, bias, eps, from_one)
+        ctx.save_for_backward(x if total is None else total, weight, rstd, mean)
+        ctx.from_one = from_one
+        ctx.set_materialize_grads(False)
+        return out if total is None else (out, total)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad, grad_total=None):
+        x, weight, rstd, mean = ctx.saved_tensors
+        if grad is None:  # only the sum was used
+            return grad_total, grad_total, None, None, None, None
+        dx, dweight, dbias = _backward(grad, grad_total, x, weight, rstd, mean, ctx.from_one)
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None
+
+
+def _forward(x, residual, weight, bias, eps: float, from_one: bool) -> tuple[torch.Tensor | None, ...]:
+    """out, total, rstd, mean: the second with a residual, the last with a bias."""
+    x, residual, weight, bias = (_whole(t) for t in (x, residual, weight, bias))
+    h = weight.numel()
+    rows = x.numel() // max(h, 1)
+    out = torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(x)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    mean = None if bias is None else torch.empty_like(rstd)
+    tensors = out, total, rstd, mean, x, residual, weight, bias
+    types = TYPES[x.dtype], TYPES[weight.dtype]
+    launch("norm_forward", *tensors, rows, h, eps, int(from_one), *types)
+    return out, total, rstd, mean
+
+
+def _backward(grad, grad_total, x, weight, rstd, mean, from_one: bool) -> tuple[torch.Tensor | None, ...]:
+    """dx, dweight, dbias; x: what was normalized."""
+    grad, grad_total, x, weight = (_whole(t) for t in (grad, grad_total, x, weight))
+    rows, h = rstd.numel(), weight.numel()
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dbias = None if mean is None else torch.empty_like(weight)
+    parts = min(rows, PARTS * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    sums = x.new_empty(2 - (mean is None), parts, h, dtype=torch.float32)
+    tensors = dx, dweight, dbias, sums, grad, grad_total, x, rstd, mean, weight
+    types = TYPES[x.dtype], TYPES[weight.dtype]
+    launch("norm_backward", *tensors, rows, h, parts, int(from_one), *types)
+    return dx, dweight, dbias
+
+
+def norm_backward(
+    grad: torch.Tensor | None,
+    grad_total: torch.Tensor | None,
+    kept: tuple[torch.Tensor | None, ...],
+    eps: float,
+    from_one: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients by x, to which `grad_total` is added, weight and bias of a norm of x: of `grad`.
+
+    kept: x, weight, bias, and of the forward rstd and mean, fp32 `[rows]`. For other forwards than above.
+    """
+    x, weight, bias, rstd, mean = kept
+    if grad is None:  # only the sum was used
+        return grad_total, None, None
+    if usable(x, "norm"):
+        return _backward(grad, grad_total, x, weight, rstd, mean, from_one)
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+        y = norm_ref(*leaves, *[None] * (bias is None), eps, from_one)
+    dx, *others = torch.autograd.grad(y, leaves, grad)
+    return dx if grad_total is None else dx + grad_total, *others, *[None] * (bias is None)
+
+
+def _fake(x, residual, weight, bias, eps, from_one) -> tuple[torch.Tensor | None, ...]:
+    rstd, total = x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32), x.new_empty(x.shape)
+    mean = None if bias is None else torch.empty_like(rstd)
+    return x.new_empty(x.shape), None if residual is None else total, rstd, mean
+
+
+def _op_backward(*given) -> tuple[torch.Tensor | None, ...]:
+    """From the gradients of `norm_op`'s four results, the last two without any, and what is kept."""
+    grad, grad_total, (x, weight, rstd, mean, from_one, added) = *given[:2], given[4:]
+    grads = (grad, grad_total if added else None)
+    dx, dweight, dbias = norm_grad_op(*grads, x, weight, rstd, mean, from_one)
+    return dx, dx if added else None, dweight, None if mean is None else dbias, None, None
+
+
+norm_op = functional(
+    "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool from_one)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _fake,
+)
+norm_grad_op = functional(
+    "norm_grad(Tensor grad, Tensor? grad_total, Tensor x, Tensor weight, Tensor rstd, Tensor? mean,"
+    " bool from_one) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda grad, grad_total, x, weight, rstd, mean, from_one: (
+        *(x.new_empty(x.shape), weight.new_empty(weight.shape)),
+        None if mean is None else weight.new_empty(weight.shape),
+    ),
+)
+differentiable(
+    norm_op,
+    lambda x, residual, weight, bias, eps, from_one, out: (
+        *(x if residual is None else out[1], weight, out[2], None if bias is None else out[3]),
+        *(from_one, residual is not None),
+    ),
+    _op_backward,
+)
+
+
+def check(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise ValueError where tensors do not fit together."""
+    if not x.is_floating_point() or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"a norm of {x.dtype} with a weight of {weight.dtype}: needs that type or fp32")
+    if weight.dim() != 1 or x.shape[-1:] != weight.shape:
+        raise ValueError(f"a norm of {list(x.shape)} with a weight of {list(weight.shape)}: not the last dim")
+    for what, other, like in ("bias", bias, weight), ("residual", residual, x), ("weight", weight, weight):
+        if other is not None and (other.shape, other.dtype) != (like.shape, like.dtype):
+            there, needed = f"{list(other.shape)} {other.dtype}", f"{list(like.shape)} {like.dtype}"
+            raise ValueError(f"a norm with a {what} of {there}, needs {needed}")
+        if other is not None and other.device != x.device:
+            raise ValueError(f"a norm of x on {x.device} with a {what} on {other.device}")
+
+
+def _whole(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Contiguous; one-dimensional ones begin at 16 bytes, else whole rows could not be read in packs."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t.clone() if t.dim() == 1 and t.data_ptr() % 16 else t

@@ -1,0 +1,193 @@
+"""Which path every op takes, and whether the kernels compute here what they should.
+
+`python -m nanomegatron.ops` prints both, the errors of results and gradients against float64:
+
+    largest error    fp32     bf16     fp16
+    rms_norm          1.5e-07  2.9e-03  2.8e-04  OK
+"""
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.ops import kernels as ops_kernels
+from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
+from nanomegatron.ops.fp8_matmul import missing
+from nanomegatron.ops.kernels import FLOATS, why_not
+from nanomegatron.ops.merge import Part, merge_rows, merge_rows_ref
+from nanomegatron.ops.norm import add_norm, norm, norm_ref
+from nanomegatron.ops.permute import permute, route, unpermute
+from nanomegatron.ops.rope import rope, rope_ref
+from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
+from nanomegatron.ops.swiglu import SILU, gated, gated_ref
+
+KERNELS = (
+    "rms_norm layer_norm add_norm rope swiglu scaled_softmax cross_entropy adamw_ fp8_cast permute merge_rows"
+).split()
+TORCHS = ("gelu", "squared_relu", "dropout")
+FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
+SWITCHES = {  # settings of a model that are without a kernel if False
+    "masked_softmax_fusion": ("scaled_softmax",),
+    "rope_fusion": ("rope",),
+    "bias_swiglu_fusion": ("swiglu",),
+    "persist_layer_norm": ("rms_norm", "layer_norm", "add_norm"),
+}
+TOLERANCE = dict(zip(FLOATS, (1e-5, 2e-2, 2e-3)))  # of the largest value
+T, H, V, EPS = 21, 130, 67, 1e-5  # odd sizes
+
+
+def paths(device: torch.device, off: Collection[str] = ()) -> dict[str, str]:
+    """For every op what runs on `device`: "kernel", "torch fused" or "torch reference", and why no kernel.
+
+    off: ops whose kernels are not wanted.
+    """
+    plain = {op: f"torch {'fused' if op in FUSED else 'reference'}" for op in (*KERNELS, *TORCHS)}
+    why = {op: why_not(device) or ("switched off" if op in off else "") for op in KERNELS}
+    ours = {op: f"{plain[op]} ({why[op]})" if why[op] else "kernel" for op in KERNELS}
+    return ours | {op: f"{plain[op]} (has no kernel)" for op in TORCHS}
+
+
+def summary(device: torch.device, model: TransformerConfig) -> str:
+    """`paths` of a model in one line."""
+    if why := why_not(device):
+        why = "none for cpu" if device.type == "cpu" else f"none, {why}"
+        return f"{why}: torch's fused {', '.join(FUSED)}; reference for the rest"
+    off = [op for switch, ops in SWITCHES.items() if not getattr(model, switch) for op in ops]
+    by_path: dict[str, list[str]] = {}
+    for op, path in paths(device, off).items():
+        by_path.setdefault(path, []).append(op)
+    by_path = {ops_kernels._kernels.archs: by_path.pop("kernel")} | by_path
+    return " | ".join(f"{path}: {', '.join(ops)}" for path, ops in by_path.items())
+
+
+def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
+    """Of every op with a kernel: itself, the same for float64, the shapes of what they take."""
+    x, w = (7, 3, H), (H,)
+    tables = [f(torch.arange(7.0 * 14, device=device).view(7, 1, 1, 14)) for f in (torch.cos, torch.sin)]
+    labels = torch.arange(T, device=device) * 5 % V
+    ids = (torch.arange(2 * T, device=device) * 3 % 5).int().view(T, 2)
+    probs = torch.linspace(0, 1, 2 * T, device=device).view(T, 2)
+    scale = torch.ones((), device=device)
+
+    def loss(x):
+        maximum, total, target = cross_entropy_stats(x.detach(), labels)
+        lse = maximum + total.log()
+        return lse - target, cross_entropy_grad_(x.detach().clone(), labels, lse, probs[:, 0])
+
+    def loss_ref(x):
+        losses = torch.nn.functional.cross_entropy(x, labels, reduction="none")
+        return losses.detach(), torch.autograd.grad(losses, x, probs[:, 0].double())[0]
+
+    def moe(x):
+        routing = route(ids, 5, 4)
+        return unpermute(permute(x, routing), routing, probs)
+
+    def casts(x):
+        row, flip = fp8_cast(x.detach(), scale, torch.float8_e4m3fn, outputs="both")
+        return row.float(), flip.float().t()
+
+    return {
+        "rms_norm": (lambda x, w: norm(x, w, None, EPS), lambda x, w: norm_ref(x, w, None, EPS), (x, w)),
+        "layer_norm": (lambda *a: norm(*a, EPS), lambda *a: norm_ref(*a, EPS), (x, w, w)),
+        "add_norm": (
+            lambda x, y, w, b: add_norm(x, y, w, b, EPS),
+            lambda x, y, w, b: (norm_ref(x + y, w, b, EPS), x + y),
+            (x, x, w, w),
+        ),
+        "rope": (lambda x: rope(x, *tables), lambda x: rope_ref(x, *tables), ((7, 3, 2, 30),)),
+        "swiglu": (lambda x: gated(x, SILU), lambda x: gated_ref(x, SILU), (x,)),
+        "scaled_softmax": (
+            lambda x: scaled_softmax(x, 0.3, None, True),
+            lambda x: scaled_softmax_ref(x, 0.3, None, True, None),
+            ((2, 3, 5, 67),),
+        ),
+        "cross_entropy": (loss, loss_ref, ((T, V),)),
+        "adamw_": (_adamw(adamw_flat_), _adamw(adamw_flat_ref_), (w, w)),
+        "fp8_cast": (
+            casts,
+            lambda x: (fp8_cast_ref(x.detach(), scale, torch.float8_e4m3fn).float(),) * 2,
+            ((T, H),),
+        ),
+        "permute": (moe, lambda x: x * probs.sum(1, keepdim=True), ((T, H),)),
+        "merge_rows": (_merged(merge_rows), _merged(merge_rows_ref), ((T, 2, 3, 16), (9, 2, 3, 16))),
+    }
+
+
+def _merged(merge: Callable) -> Callable:
+    def run(first, part):
+        lses = (x.detach()[..., 0].permute(1, 2, 0).float() for x in (first, part))
+        out, ends = torch.empty_like(first), (slice(None), slice(T - 9, T))
+        parts = (Part(x.detach(), at, lse) for x, at, lse in zip((first, part), ends, lses, strict=True))
+        return out, merge([*parts], out)
+
+    return run
+
+
+def _adamw(update: Callable) -> Callable:
+    def run(p, g):
+        one, segments = (
+            p.new_ones((), dtype=torch.float32),
+            Segments.of([(0, 50, DECAY), (50, H, 0)], p.device),
+        )
+        moments = torch.zeros(2, H, device=p.device)
+        state = FlatState(p.detach().float().clone(), None, g.detach().float(), *moments)
+        update(state, segments, (one, one.new_tensor([0.1, 0.1, 0.01]), one, 0 * one), (0.9, 0.95, 1e-8))
+        return state.main
+
+    return run
+
+
+def largest_error(run: Callable, exact: Callable, inputs: list[torch.Tensor]) -> float:
+    """Of results and gradients, each over its largest value; NaN where one is."""
+    found, expected = _results(run, inputs), _results(exact, [x.double() for x in inputs])
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
+    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
+
+
+def _results(function: Callable, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = function(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    wanted = [y for y in results if y.requires_grad]
+    weights = [(torch.arange(y.numel(), device=y.device) % 11 - 4).view(y.shape).to(y.dtype) for y in wanted]
+    return [*results, *(torch.autograd.grad(wanted, leaves, weights) if wanted else ())]
+
+
+def self_test(device: torch.device) -> bool:
+    """Run and print all of `cases`; whether none failed."""
+    generator, good = torch.Generator(device).manual_seed(1), True
+    for op, (run, exact, shapes) in cases(device).items():
+        errors = {}
+        for dtype in FLOATS:
+            given = [torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes]
+            try:
+                errors[dtype] = largest_error(run, exact, given)
+            except (RuntimeError, ValueError) as error:
+                errors[dtype] = float("nan")
+                print(f"{op}, {dtype}: {error}")
+        fine = all(error <= TOLERANCE[dtype] for dtype, error in errors.items())
+        good &= fine
+        print(f"{op:<16}", *(f"{error:8.1e}" for error in errors.values()), " OK" if fine else " FAILED")
+    return good
+
+
+def report() -> int:
+    """Print what is built, what runs, and with a GPU that it computes; the exit code, 1 where it does not."""
+    kernels = ops_kernels._kernels
+    print(f"built     {kernels.__file__}, for {kernels.archs}" if kernels else "built     nothing", end="")
+    print(f" | torch {torch.__version__}" + (f" | {ops_kernels.MISSING}" if ops_kernels.MISSING else ""))
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if device is None:
+        print("device    no GPU here: all ops run in plain torch on the CPU")
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        fits = why_not(device) or f"the kernels run; cuBLASLt: {missing() or 'there'}"
+        print(f"device    {torch.cuda.get_device_name(device)}, sm_{major}{minor}: {fits}")
+    print("\n" + "\n".join(f"{op:<16} {path}" for op, path in paths(device or torch.device("cpu")).items()))
+    if device is None or why_not(device):
+        return 0
+    print("\nlargest error    fp32     bf16     fp16")
+    return 0 if self_test(device) else 1

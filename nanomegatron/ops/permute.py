@@ -1,0 +1,221 @@
+"""Tokens to the order of experts and back: the kernels of cuda/permute.cu, and what they compute.
+
+    route       ids [t, k] -> position [t, k], source [rows], offsets [experts + 1], counts [experts], int32
+    permute     x [t, h] -> out [rows, h]:  out[position[t, j]] = x[t] * probs[t, j], rows of padding 0
+    unpermute   z [rows, h] -> y [t, h]:    y[t] = sum over j of z[position[t, j]] * probs[t, j]
+
+Copies of a token for its k experts are numbered t * k + j. Those of one expert stand together, in this order,
+in the rows offsets[e] ... offsets[e + 1]: counts[e] of them, then padding to a multiple. A position of -1 is
+a copy that is dropped, a source of -1 a row of padding. Each op is the other's backward, with the same probs.
+The number of rows is that of the worst case: nothing waits for the GPU. Both work token by token:
+`permute_block` and `unpermute_block` do so for a block of tokens, as `Routing.block` has it.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from nanomegatron.ops.kernels import FLOATS, TYPES, launch, once, usable
+
+MAX_EXPERTS, COPIES = 1024, 1024  # as permute.cu has them: experts at most, copies of a block
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where copies go; all int32."""
+
+    position: torch.Tensor
+    """`[t, k]`: the row of a copy, -1 where it is dropped."""
+    source: torch.Tensor
+    """`[rows]`: the copy of a row, -1 in padding."""
+    offsets: torch.Tensor
+    """`[experts + 1]`: first row of each expert, and the end of the last."""
+    counts: torch.Tensor
+    """`[experts]`: copies, without padding."""
+
+    def block(self, tokens: slice) -> "Routing":
+        """Of some tokens, without padding."""
+        return replace(self, position=self.position[tokens], source=self.source[:0])
+
+
+def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:
+    """The tables for expert ids int32 `[t, k]`, each expert's rows padded to a multiple.
+
+    Ids outside 0 ... experts - 1 are dropped. With a multiple above 1 each expert has rows, of padding if it
+    has no copy: FP8 matmuls cannot sum over none. rows: t k, or (t k // multiple + experts) multiple.
+    Raises ValueError.
+    """
+    if ids.dtype != torch.int32 or ids.dim() != 2 or not 0 < experts <= MAX_EXPERTS or multiple < 1:
+        raise ValueError(
+            f"route: int32 [t, k], 1 to {MAX_EXPERTS} experts, not {ids.dtype} {ids.shape}, {experts}"
+        )
+    copies = ids.numel()
+    rows = copies if multiple == 1 else (copies // multiple + experts) * multiple
+    if rows >= 2**31:
+        raise ValueError(f"route: {rows} rows do not fit int32")
+    if not usable(ids, "route", (torch.int32,)):
+        return route_ref(ids, experts, multiple, rows)
+    ids = ids.contiguous()
+    position, source, work = (ids.new_empty(s) for s in (ids.shape, rows, -(-copies // COPIES) * experts))
+    routing = Routing(position, source, ids.new_empty(experts + 1), ids.new_empty(experts))
+    tables = (position, source, routing.offsets, routing.counts, work)
+    launch("moe_route", ids, *tables, copies, experts, multiple, rows)
+    return routing
+
+
+def padded(counts: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Rows of experts that have so many copies."""
+    return (counts.clamp(min=multiple > 1) + multiple - 1) // multiple * multiple
+
+
+def route_ref(ids: torch.Tensor, experts: int, multiple: int, rows: int) -> Routing:
+    """`route` in plain torch: a stable sort."""
+    flat = ids.flatten().long().where((ids.flatten() >= 0) & (ids.flatten() < experts), experts)
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    ends = padded(counts, multiple).cumsum(0)
+    offsets = torch.cat((ends.new_zeros(1), ends))
+    order = flat.argsort(stable=True)[: int(counts.sum())]
+    expert = flat[order]
+    place = (
+        torch.arange(len(order), device=ids.device) - (counts.cumsum(0) - counts)[expert] + offsets[expert]
+    )
+    position, source = torch.full_like(flat, -1), torch.full((rows,), -1, device=ids.device)
+    position[order] = place
+    source[place] = order
+    return Routing(*(x.int() for x in (position.view(ids.shape), source, offsets, counts)))
+
+
+def permute(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
+    """x `[t, h]` -> `[rows, h]`, each copy times its probs fp32 `[t, k]`, if any. Raises ValueError."""
+    _check(x, routing, probs, routing.position.shape[0])
+    if not usable(x, "permute"):
+        return permute_ref(x, routing, probs)
+    return PermuteFunction.apply(x, routing, probs)
+
+
+def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
+    """`permute` in plain torch."""
+    source, k = routing.source.long(), routing.position.shape[1]
+    x = x if len(x) else F.pad(x, (0, 0, 0, 1))  # all rows are padding
+    rows = x.float()[source.clamp(min=0) // max(k, 1)]  # whose gradients are added in fp32
+    if probs is not None:
+        rows = rows * probs.flatten()[source.clamp(min=0)][:, None]
+    return rows.where((source >= 0)[:, None], 0.0).to(x.dtype)
+
+
+def unpermute(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
+    """z `[rows, h]` -> `[t, h]`, the sum of each token's copies times their probs fp32 `[t, k]`, if any.
+
+    Added in fp32, in the order of the copies. Raises ValueError.
+    """
+    _check(z, routing, probs, routing.source.shape[0])
+    if not usable(z, "unpermute"):
+        return unpermute_ref(z, routing, probs)
+    return UnpermuteFunction.apply(z, routing, probs)
+
+
+def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
+    """`unpermute` in plain torch."""
+    position = routing.position.long()
+    z = z if len(z) else F.pad(z, (0, 0, 0, 1))  # all are dropped
+    kept = position >= 0
+    copies = z[position.clamp(min=0)].float().where(kept[:, :, None], 0.0)
+    if probs is not None:
+        copies = copies * probs.where(kept, 0.0)[:, :, None]
+    return copies.sum(dim=1).to(z.dtype)
+
+
+def permute_block(out, x, routing, probs=None, z=None, fused: bool = True) -> torch.Tensor | None:
+    """Those rows of out that a block of tokens has, x `[n, h]` times probs `[n, k]`, and of padding.
+
+    Gives with z `[rows, h]` <x[t], z[position[t, j]]> `[n, k]`. Not for autograd. Raises ValueError.
+    """
+    _check(x, routing, probs, len(routing.position))
+    if fused and usable(x, "permute"):
+        return _permute(x, routing, probs, z, out)[1]
+    kept, at = routing.position >= 0, routing.position.long()
+    rows = x.float()[:, None].expand(*at.shape, -1)
+    out[: len(routing.source)].masked_fill_((routing.source < 0)[:, None], 0.0)
+    out[at[kept]] = (rows if probs is None else rows * probs[:, :, None])[kept].to(x.dtype)
+    return None if z is None else (rows * F.pad(z.float(), (0, 0, 0, 1))[at]).sum(2)  # the last: dropped
+
+
+def unpermute_block(out, z, routing, probs=None, fused: bool = True) -> None:
+    """`unpermute` of z `[rows, h]` to a block of tokens out `[n, h]`. Not for autograd. Raises ValueError."""
+    _check(out, routing, probs, len(routing.position))
+    if fused and usable(z, "unpermute"):
+        _unpermute(z, routing, probs, out=out)
+    else:
+        out.copy_(unpermute_ref(z, routing, probs))
+
+
+def _permute(x, routing, probs, z=None, out=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The kernel; with z `[rows, h]` also <x[t], z[position[t, j]]> `[t, k]`."""
+    position, source = routing.position, routing.source
+    out = x.new_empty(len(source), x.shape[1]) if out is None else out
+    dots = None if z is None else x.new_empty(position.shape, dtype=torch.float32)
+    sizes = (*position.shape, len(source), x.shape[1])
+    launch("moe_permute", x, out, probs, position, source, z, dots, *sizes, TYPES[x.dtype])
+    return out, dots
+
+
+def _unpermute(z, routing, probs, x=None, out=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The kernel; with x `[t, h]` also <x[t], z[position[t, j]]> `[t, k]`."""
+    position = routing.position
+    y = z.new_empty(len(position), z.shape[1]) if out is None else out
+    dots = None if x is None else z.new_empty(position.shape, dtype=torch.float32)
+    launch("moe_unpermute", z, y, probs, position, x, dots, *position.shape, z.shape[1], TYPES[z.dtype])
+    return y, dots
+
+
+class PermuteFunction(torch.autograd.Function):
+    """`permute` by the kernel."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, routing: Routing, probs: torch.Tensor | None) -> torch.Tensor:
+        x, probs = x.contiguous(), None if probs is None else probs.contiguous()
+        ctx.routing = routing
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, probs)
+        return _permute(x, routing, probs)[0]
+
+    @staticmethod
+    @once
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        x, probs = ctx.saved_tensors
+        dx, dprobs = _unpermute(grad.contiguous(), ctx.routing, probs, x)
+        return dx, None, dprobs
+
+
+class UnpermuteFunction(torch.autograd.Function):
+    """`unpermute` by the kernel."""
+
+    @staticmethod
+    def forward(ctx, z: torch.Tensor, routing: Routing, probs: torch.Tensor | None) -> torch.Tensor:
+        z, probs = z.contiguous(), None if probs is None else probs.contiguous()
+        ctx.routing = routing
+        ctx.save_for_backward(z if ctx.needs_input_grad[2] else None, probs)
+        return _unpermute(z, routing, probs)[0]
+
+    @staticmethod
+    @once
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        z, probs = ctx.saved_tensors
+        dz, dprobs = _permute(grad.contiguous(), ctx.routing, probs, z)
+        return dz, None, dprobs
+
+
+def _check(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None, rows: int) -> None:
+    """Raises ValueError for what the kernels do not take."""
+    for table in (routing.position, routing.source):
+        if table.dtype != torch.int32 or not table.is_contiguous() or table.device != x.device:
+            raise ValueError(
+                f"a table {table.dtype} on {table.device}: must be int32, contiguous, on {x.device}"
+            )
+    if x.dtype not in FLOATS or x.dim() != 2 or len(x) != rows:
+        raise ValueError(f"a matrix of {rows} rows is permuted, not {x.dtype} {list(x.shape)}")
+    shape = routing.position.shape
+    if probs is not None and (
+        probs.dtype != torch.float32 or probs.shape != shape or probs.device != x.device
+    ):
+        raise ValueError(f"probs are fp32 {tuple(shape)}, not {probs.dtype} {tuple(probs.shape)}")

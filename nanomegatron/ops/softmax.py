@@ -1,0 +1,135 @@
+"""Softmax of attention scores, scaled and masked: the kernel of cuda/softmax.cu, and what it computes.
+
+What the causal mask and a window hide follows from the place alone, so no mask of s x t need exist for them;
+`hidden` hides more. For the backward the probabilities are kept, and `hidden`.
+"""
+
+import torch
+
+from nanomegatron.ops.compile import differentiable, functional
+from nanomegatron.ops.kernels import TYPES, launch, once, usable
+
+
+def scaled_softmax(
+    scores: torch.Tensor,
+    scale: float,
+    hidden: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scores * scale) over the keys that a query sees, in fp32: `[b, n, s, t]`, and `[b, n, s]`.
+
+    Query i is at place i + t - s. It sees no key behind its place if `causal`, none more than `window` before
+    it, and none where `hidden` is True (bool, broadcast to the scores). A query that sees nothing gives NaN
+    and the log-sum-exp -inf; a hidden score has no gradient. The result has the dtype of the scores; the
+    log-sum-exp, which comes second, is fp32 and has no gradient. inplace: scores may be written over; they
+    are not where they are a view, or a leaf that wants a gradient.
+
+    Raises ValueError where the shapes or types do not fit.
+    """
+    if scores.dim() != 4:
+        raise ValueError(f"scores are [b, n, s, t], not {list(scores.shape)}")
+    if window is not None and window < 0:
+        raise ValueError(f"a window of {window} keys")
+    if hidden is not None:
+        sizes = zip(hidden.shape, scores.shape)
+        if (
+            hidden.dim() != 4
+            or hidden.dtype != torch.bool
+            or any(size not in (1, full) for size, full in sizes)
+        ):
+            raise ValueError(f"hidden {hidden.dtype} {list(hidden.shape)} for scores {list(scores.shape)}")
+        if hidden.device != scores.device:
+            raise ValueError(f"hidden on {hidden.device}, scores on {scores.device}")
+        hidden = hidden.expand(scores.shape)
+    if not usable(scores, "scaled_softmax"):
+        return scaled_softmax_ref(scores, scale, hidden, causal, window)
+    if torch.compiler.is_compiling():
+        out, lse = softmax_op(scores, scale, hidden, causal, window)
+        return out, lse.detach()
+    own = not (scores._is_view() or (scores.is_leaf and scores.requires_grad))  # else autograd forbids it
+    return SoftmaxFunction.apply(scores, scale, hidden, causal, window, inplace and own)
+
+
+def scaled_softmax_ref(
+    scores: torch.Tensor, scale: float, hidden: torch.Tensor | None, causal: bool, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scaled_softmax` in plain torch: specification and oracle."""
+    s, t = scores.shape[-2:]
+    place = torch.arange(t - s, t, device=scores.device)[:, None]
+    key = torch.arange(t, device=scores.device)
+    unseen = [hidden] if hidden is not None else []
+    unseen += [key > place] if causal else []
+    unseen += [key < place - window] if window is not None else []
+    scores32 = (scores if scores.dtype == torch.float64 else scores.float()) * scale
+    for where in unseen:
+        scores32 = scores32.masked_fill(where, float("-inf"))
+    return scores32.softmax(dim=-1).type_as(scores), scores32.detach().logsumexp(dim=-1)
+
+
+class SoftmaxFunction(torch.autograd.Function):
+    """`scaled_softmax` by the kernel."""
+
+    @staticmethod
+    def forward(
+        ctx, scores: torch.Tensor, scale: float, hidden, causal: bool, window, inplace: bool
+    ) -> tuple:
+        ctx.args = scale, causal, window
+        out, lse = _forward(scores, scale, hidden, causal, window, inplace)
+        if out is scores:
+            ctx.mark_dirty(scores)
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(out, hidden)
+        return out, lse
+
+    @staticmethod
+    @once
+    def backward(ctx, grad: torch.Tensor, _) -> tuple:
+        return _backward(grad, *ctx.saved_tensors, *ctx.args), None, None, None, None, None
+
+
+def _forward(scores, scale: float, hidden, causal: bool, window, inplace: bool = False) -> tuple:
+    x = scores.contiguous()
+    out = x if inplace else torch.empty_like(x)
+    lse = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    sees = _sees(x, scale, hidden, causal, window)
+    launch("softmax_forward", out, lse, x, *sees, TYPES[x.dtype])
+    if not x.shape[-1]:
+        lse.fill_(-torch.inf)  # an empty row has nothing to launch for
+    return out, lse
+
+
+def _backward(grad, out, hidden, scale: float, causal: bool, window) -> torch.Tensor:
+    out = out.contiguous()
+    dx = torch.empty_like(out)  # the gradient may be somebody else's too, so it is not written over
+    sees = _sees(out, scale, hidden, causal, window)
+    launch("softmax_backward", dx, grad.contiguous(), out, *sees, TYPES[out.dtype])
+    return dx
+
+
+def _sees(x: torch.Tensor, scale: float, hidden: torch.Tensor | None, causal: bool, window) -> tuple:
+    """Scale, shape and masks; of `hidden` address and strides, 0 where it is broadcast."""
+    if hidden is not None and hidden.stride(-1) != 1:
+        hidden = hidden.contiguous()
+    mask = (None, 0, 0, 0) if hidden is None else (hidden, *hidden.stride()[:3])
+    return (scale, *x.shape, int(causal), -1 if window is None else window, *mask)
+
+
+softmax_op = functional(
+    "scaled_softmax(Tensor scores, float scale, Tensor? hidden, bool causal, int? window)"
+    " -> (Tensor, Tensor)",
+    _forward,
+    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+)
+softmax_grad_op = functional(
+    "scaled_softmax_grad(Tensor grad, Tensor out, Tensor? hidden, float scale, bool causal, int? window)"
+    " -> Tensor",
+    _backward,
+    lambda grad, out, *_: out.new_empty(out.shape),
+)
+differentiable(
+    softmax_op,
+    lambda scores, scale, hidden, causal, window, out: (out[0], hidden, scale, causal, window),
+    lambda grad, _, *kept: (softmax_grad_op(grad, *kept), None, None, None, None),
+)

@@ -1,0 +1,105 @@
+"""The gated unit of an MLP, SwiGLU or with GELU: the kernel of cuda/swiglu.cu, and what it computes.
+
+Of x = [gate; up], `[..., 2f]`, only x itself is kept for the backward.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.ops.compile import differentiable, functional
+from nanomegatron.ops.kernels import TYPES, launch, once, usable
+
+SILU, GELU = 0, 1  # as swiglu.cu has them
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of x = [gate; up]. `[..., 2f] -> [..., f]` (arXiv 2002.05202)"""
+    return gated(x, SILU)
+
+
+def gelu(x: torch.Tensor, tanh: bool = True) -> torch.Tensor:
+    """GELU in its tanh form, as GPT-2 and Megatron's fused path have it, or exact. `[..., f] -> [..., f]`"""
+    return F.gelu(x, approximate="tanh" if tanh else "none")
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2. `[..., f] -> [..., f]` (arXiv 2109.08668)"""
+    return F.relu(x).square()
+
+
+def activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What stands between the two layers of an MLP."""
+    if not config.swiglu:
+        return squared_relu if config.squared_relu else partial(gelu, tanh=config.tanh_gelu)
+    return swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
+
+
+def gated(x: torch.Tensor, act: int) -> torch.Tensor:
+    """act(gate) * up of x = [gate; up]. `[..., 2f] -> [..., f]`  Raises ValueError for an odd size."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
+    if not usable(x, "gated"):
+        return gated_ref(x, act)
+    return gated_op(x, act) if torch.compiler.is_compiling() else GatedFunction.apply(x, act)
+
+
+def gated_ref(x: torch.Tensor, act: int) -> torch.Tensor:
+    """act(gate) * up in plain torch: specification and oracle."""
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate) if act == SILU else F.gelu(gate, approximate="tanh")) * up
+
+
+def gated_backward_ref(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
+    """The gradient by x of act(gate) * up, in plain torch. `[..., f], [..., 2f] -> [..., 2f]`"""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(gated_ref(x, act), x, grad)[0]
+
+
+class GatedFunction(torch.autograd.Function):
+    """act(gate) * up by the kernel. `[..., 2f] -> [..., f]`"""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, act: int) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.act = act
+        return _forward(x, act)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _backward(grad, *ctx.saved_tensors, ctx.act), None
+
+
+def _forward(x: torch.Tensor, act: int) -> torch.Tensor:
+    x, f = x.contiguous(), x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], f)
+    launch("swiglu_forward", out, x, x.numel() // max(2 * f, 1), f, act, TYPES[x.dtype])
+    return out
+
+
+def _backward(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
+    x, f = x.contiguous(), x.shape[-1] // 2
+    dx, rows = torch.empty_like(x), x.numel() // max(2 * f, 1)
+    launch("swiglu_backward", dx, grad.contiguous(), x, rows, f, act, TYPES[x.dtype])
+    return dx
+
+
+gated_op = functional(
+    "gated(Tensor x, int act) -> Tensor",
+    _forward,
+    lambda x, act: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+)
+gated_grad_op = functional(
+    "gated_grad(Tensor grad, Tensor x, int act) -> Tensor",
+    _backward,
+    lambda grad, x, act: x.new_empty(x.shape),
+)
+differentiable(
+    gated_op, lambda x, act, out: (x, act), lambda grad, x, act: (gated_grad_op(grad, x, act), None)
+)

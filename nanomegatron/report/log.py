@@ -1,0 +1,384 @@
+"""What a run writes down: a console for people, files for programs.
+
+    runs/NAME/log.txt        rank 0's console, with Megatron's log line instead of the table
+              log.R.txt      the words of rank R, once it has any
+              metrics.jsonl  one JSON object a step: KEYS, and whatever else the step knows
+              evals.jsonl    one an evaluation
+              fp8.jsonl      one a step of --log-fp8-stats: layer/tensor/kind, the kinds of fp8_stats.py
+              experts.jsonl  one a step of --moe-per-layer-logging: layer/kind, those of moe_load.py
+              status.json    running | done | preempted | failed, exit code, last checkpoint, the cause
+
+Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
+the first that fails says so in status.json. A resumed run drops the steps after its checkpoint from the
+.jsonl files before it adds to them, so that each is one clean series.
+
+Training goes on without any of them: where a file or the console takes nothing (a full disk, a reader that
+has left), or a picture cannot be drawn, `attempt` warns once and later writes are tried again. A line that
+was cut short stays by itself, and is no record.
+"""
+
+import datetime
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from nanomegatron.config.settings import Config
+from nanomegatron.report.writers import (
+    EXPERTS,
+    JsonLines,
+    Lines,
+    missing_extras,
+    plain,
+    progress_bar,
+    replace_file,
+    scalar_writers,
+    spare_exit,
+    step_scalars,
+)
+
+KEYS = (
+    "iteration",
+    "consumed_samples",
+    "global_batch_size",
+    "lm_loss",
+    "grad_norm",
+    "lr",
+    "next_lr",
+    "step_time_ms",
+    "tokens_per_s",
+    "tflops_per_gpu",
+    "mfu",
+)
+STATES = ("running", "done", "preempted", "failed")
+LOST_PEER = "lost a peer"  # how the message of a failure begins whose cause is another rank's
+_COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
+
+
+class RunLog:
+    """The records of one run. Every rank makes one; methods that are rank 0's do nothing elsewhere.
+
+    Order of use: line() and warn() at any time, begin() once the first iteration is known, step() and
+    evaluation() from then on, status() at each change, close() at the end.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: Config,
+        rank: int = 0,
+        label: str = "rank 0",
+        stream: TextIO | None = None,
+    ) -> None:
+        """`label` is what warnings of other ranks carry, such as "rank 3 tp1 dp0"; stream is sys.stdout.
+
+        Raises ValueError when an extra that the configuration asks for is not installed.
+        """
+        if missing := missing_extras(config):
+            raise ValueError("\n".join(missing))
+        self.folder, self.config, self.rank, self.label = Path(folder), config, rank, label
+        self.is_main = rank == 0
+        self.stream = stream or sys.stdout
+        self.train_iters = 0
+        self._text = Lines(self.folder / ("log.txt" if self.is_main else f"log.{rank}.txt"))
+        self._failed: set[str] = set()
+        self._series: list[JsonLines] = []
+        kinds = ("evals", "fp8", "experts")
+        self._beside = {kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in kinds}
+        self._writers: list[Any] = []
+        self._bar: Any = None
+        self._interval: list[dict] = []
+        self._lines = 0
+        self._facts: dict[str, Any] = dict(exit_code=None, iteration=None, message="", checkpoint=None)
+        with self.attempt(str(self.folder)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self.status("running")
+
+    def begin(self, iteration: int, train_iters: int) -> None:
+        """Open the series for the steps after `iteration` (0: new run); an earlier attempt's are dropped."""
+        self.train_iters = train_iters
+        if not self.is_main:
+            return
+        extra = self.config.run.metrics_jsonl
+        paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
+        self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
+        for series in [*self._series, *self._beside.values()]:
+            with self.attempt(str(series.path)):
+                series.drop_after(iteration, self.warn)
+        for name, make in scalar_writers(self.config, self.folder, iteration).items():
+            with self.attempt(name):
+                self._writers.append(make())
+        with self.attempt("progress bar"):
+            self._bar = progress_bar(iteration, train_iters, self.stream)
+
+    @contextmanager
+    def attempt(self, what: str, alike: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Do what a run can do without: where it fails this rank warns, once for each `what`, and goes on.
+
+        alike: of a failure amid collectives, whether all ranks have it; else it is raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not alike():
+                raise
+            if what not in self._failed:
+                self._failed.add(what)
+                why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                self.warn(f"{what}: {why}; the run goes on without it")
+
+    # Text
+
+    def line(self, text: str = "") -> None:
+        """One line on rank 0's console and in this rank's log file."""
+        if self.is_main:
+            self._console(text)
+        self._file(text)
+
+    def warn(self, text: str) -> None:
+        """A line that starts with "!", from any rank."""
+        text = f"! {text}" if self.is_main else f"! [{self.label}] {text}"
+        self._console(text)
+        self._file(text)
+
+    def _console(self, text: str) -> None:
+        with self.attempt("console"):
+            if self._bar is not None:
+                self._bar.write(text, file=self.stream)
+            else:
+                self.stream.write(text + "\n")
+                self.stream.flush()
+
+    def _file(self, text: str) -> None:
+        with self.attempt(str(self._text.path)):
+            self._text.write(text)
+
+    def replace(self, name: str, text: str) -> None:
+        """Write a file of the run's folder, whole, where that is possible."""
+        with self.attempt(str(self.folder / name)):
+            replace_file(self.folder / name, text)
+
+    # Numbers
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One iteration; a line on console and log at the first, the last and every --log-interval.
+
+        record: all of KEYS (mfu None where the peak is unknown). Known beside them: `skipped`, `loss_scale`,
+        `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, those of EXPERTS, and
+        `tflops_per_gpu_*` by other FLOP conventions.
+        """
+        if not self.is_main:
+            return
+        record = {key: record[key] for key in KEYS} | record
+        for series in self._series:
+            self._append(series, record)
+        self._scalars(step_scalars(record), record)
+        self._interval.append(record)
+        if self._bar is not None:
+            with self.attempt("console"):
+                self._bar.update(1)
+        iteration = record["iteration"]
+        if not self._lines or iteration == self.train_iters or iteration % self.config.run.log_interval == 0:
+            self._log_interval(_mean(self._interval))
+            self._interval = []
+
+    def _append(self, series: JsonLines, record: dict[str, Any]) -> None:
+        with self.attempt(str(series.path)):
+            series.append(record)
+
+    def _scalars(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
+        for writer in self._writers:
+            with self.attempt(type(writer).__name__.strip("_")):
+                writer.add(scalars, record)
+
+    def _log_interval(self, mean: dict[str, Any]) -> None:
+        if not self._lines:
+            self._console("".join(f"{name:>{width}}" for name, width in _columns(mean).items()))
+        self._lines += 1
+        self._console(table_row(mean, self.train_iters))
+        self._file(megatron_line(mean, self.train_iters, self.config))
+
+    def details(self, kind: str, iteration: int, samples: int, numbers: dict[str, Any]) -> None:
+        """What a step tells about "fp8" casts or "experts", layer by layer; samples: consumed so far.
+
+        Lists go to the file alone.
+        """
+        if not self.is_main:
+            return
+        record = {"iteration": iteration, "consumed_samples": samples}
+        self._append(self._beside[kind], record | numbers)
+        tags = {f"{kind}/{name}": x for name, x in numbers.items() if not isinstance(x, list)}
+        self._scalars(tags, record)
+
+    def evaluation(
+        self, iteration: int, split: str, loss: float, bpb: float | None = None, samples: int | None = None
+    ) -> None:
+        """An evaluation on "validation" or "test" data: Megatron's box in the log, one line on the console.
+
+        loss in nats a token, bpb in bits a byte of text where that is known; samples: consumed so far.
+        """
+        if not self.is_main:
+            return
+        ppl = math.exp(min(20, loss))
+        record = dict(iteration=iteration, split=split, lm_loss=loss, ppl=ppl, bits_per_byte=bpb)
+        record["consumed_samples"] = samples
+        evals = self._beside["evals"]
+        with self.attempt(str(evals.path)):
+            if plain(record) not in evals.read():  # a finished run that is started again evaluates again
+                evals.append(record)
+        tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
+        if bpb is not None:
+            tags[f"bits per byte {split}"] = bpb
+        self._scalars(tags, record)
+        box = f" validation loss at iteration {iteration} on {split} set | lm loss value: {loss:.6E} | "
+        box += f"lm loss PPL: {ppl:.6E} | " + (f"bits per byte: {bpb:.6E} | " if bpb is not None else "")
+        self._file("\n".join(["-" * len(box), box, "-" * len(box)]))
+        bits = f", {bpb:.3f} bits per byte" if bpb is not None else ""
+        self._console(f"{split} at step {iteration}: loss {loss:.4f}, perplexity {ppl:.4g}{bits}")
+
+    # State
+
+    def status(self, state: str, **facts: Any) -> bool:
+        """Replace status.json: the state, and facts (iteration, exit_code, message, checkpoint) as last told.
+
+        Rank 0's business, but any rank may report "failed". The first such report stays, unless it is that
+        of a rank that LOST_PEER. The result says whether this one counts.
+        """
+        if state not in STATES:
+            raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
+        path = self.folder / "status.json"
+        if state != "failed" and not self.is_main:
+            return False
+        if state == "failed":
+            before = read_status(path, self.warn)
+            if before.get("state") == "failed" and not str(before.get("message")).startswith(LOST_PEER):
+                return False
+            self._facts = before | {key: value for key, value in self._facts.items() if value}
+            facts = {"rank": self.label} | facts
+        self._facts |= facts
+        with self.attempt(str(path)):
+            write_status(path, self._facts | {"state": state})
+        return True
+
+    def close(self) -> None:
+        """Flush and close everything; a second call does nothing."""
+        for thing in [self._bar, self._text, *self._beside.values(), *self._series, *self._writers]:
+            if thing is not None:
+                with self.attempt(f"closing {type(thing).__name__}"):
+                    thing.close()
+        self._bar, self._series, self._writers = None, [], []
+        spare_exit(self.stream, sys.stderr)
+
+
+def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+    """What a status.json says; nothing without the file, nor, with a warning, where it is damaged."""
+    try:
+        if not path.is_file():
+            return {}
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        warn(f"{path}: damaged ({error}); read as if it were not there, and written again at the next change")
+        return {}
+    return facts
+
+
+def write_status(path: Path, facts: dict[str, Any]) -> None:
+    """Replace a status.json by these facts and the time."""
+    replace_file(path, json.dumps(plain(facts | {"time": timestamp()}), indent=1) + "\n")
+
+
+def timestamp() -> str:
+    """Now, to the second, with the offset from UTC."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+# Lines
+
+
+def _columns(mean: dict[str, Any]) -> dict[str, int]:
+    """Names and widths; with experts how many times its share the busiest one has."""
+    return _COLUMNS | ({"busiest": 9} if "moe_load_imbalance" in mean else {}) | {"eta": 9}
+
+
+def table_row(mean: dict[str, Any], train_iters: int) -> str:
+    """The console's row for one interval, under the header of RunLog; `-` where there is nothing to say."""
+    rate, share, memory = mean["tokens_per_s"], mean["mfu"], mean.get("peak_mem_gib")
+    cells = (
+        str(mean["iteration"]),
+        f"{mean['lm_loss']:.4f}",
+        f"{mean['lr']:.2e}",
+        f"{mean['grad_norm']:.3f}",
+        f"{rate / 1e6:.2f}M" if rate >= 1e6 else f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}",
+        f"{mean['tflops_per_gpu']:.3g}" if mean["tflops_per_gpu"] < 1 else f"{mean['tflops_per_gpu']:.1f}",
+        "-" if share is None else f"{100 * share:.1f}%",
+        "-" if memory is None else f"{memory:.2f}",
+        *([f"{mean['moe_load_imbalance']:.2f}x"] if "moe_load_imbalance" in mean else []),
+        duration((train_iters - mean["iteration"]) * mean["step_time_ms"] / 1e3),
+    )
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _columns(mean).values(), strict=True))
+
+
+def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:
+    """Megatron-LM's log line, for the tools that parse it, with the MFU; --log-throughput adds TFLOP/s.
+
+    Its learning rate is that of the next step, as in Megatron; console and metrics.jsonl have the step's own.
+    """
+    now = datetime.datetime.now()
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {mean['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {mean['consumed_samples']:12d}",
+        *([f"skipped samples: {skipped:12d}"] if (skipped := mean.get("skipped_samples")) else []),
+        f"elapsed time per iteration (ms): {mean['step_time_ms']:.1f}",
+    ]
+    if config.run.log_throughput:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {mean['tflops_per_gpu']:.1f}")
+        others = {key: value for key, value in mean.items() if key.startswith("tflops_per_gpu_")}
+        parts += [f"by {key.removeprefix('tflops_per_gpu_')}: {value:.1f}" for key, value in others.items()]
+    if mean["mfu"] is not None:
+        parts.append(f"MFU: {100 * mean['mfu']:.1f}%")
+    parts += [
+        f"learning rate: {mean['next_lr']:.6E}",
+        f"global batch size: {mean['global_batch_size']:5d}",
+        f"lm loss: {mean['lm_loss']:.6E}",
+        *(f"{tag.replace('-', ' ')}: {mean[key]:.6E}" for key, tag in EXPERTS.items() if key in mean),
+        f"loss scale: {mean.get('loss_scale', 1.0):.1f}",
+        f"grad norm: {mean['grad_norm']:.3f}",
+        *([f"num zeros: {mean['num_zeros']:.0f}"] if "num_zeros" in mean else []),
+        *([f"params norm: {mean['params_norm']:.3f}"] if "params_norm" in mean else []),
+        f"number of skipped iterations: {mean['skipped']:3d}",
+        f"number of nan iterations: {mean['nan']:3d}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record for an interval: loss over the steps that counted, rates over time, the rest the last.
+
+    What experts tell is the mean over all steps.
+    """
+    milliseconds = sum(record["step_time_ms"] for record in records)
+    losses = [record["lm_loss"] for record in records if not record.get("skipped")]
+    mean = dict(records[-1])
+    for key in [key for key in mean if key.startswith(("tokens_per_s", "tflops_per_gpu", "mfu"))]:
+        if mean[key] is not None:
+            mean[key] = sum(record[key] * record["step_time_ms"] for record in records) / milliseconds
+    mean["lm_loss"] = sum(losses) / len(losses) if losses else math.nan
+    mean |= {key: sum(r[key] for r in records) / len(records) for key in EXPERTS if key in mean}
+    mean["step_time_ms"] = milliseconds / len(records)
+    mean["skipped"] = sum(bool(record.get("skipped")) for record in records)
+    mean["nan"] = sum(not math.isfinite(record["lm_loss"]) for record in records)
+    return mean
+
+
+def duration(seconds: float) -> str:
+    """Seconds as m:ss, h:mm:ss or Nd HHh."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

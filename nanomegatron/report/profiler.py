@@ -1,0 +1,100 @@
+"""What torch's own tools record of a run: the profiler's trace of some steps, and who allocated what.
+
+    iteration   1  ...  start-1 | start  ...  end-1 | end  ...
+                                [===== recorded ====]            --profile-step-start, --profile-step-end
+
+On a GPU the same steps lie between cudaProfilerStart and Stop, so that this records them, and with them the
+NVTX ranges of the pipeline's ops (`report/trace.py`):
+
+    nsys profile -c cudaProfilerApi torchrun ... train.py --profile ...
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron.config.settings import RunConfig
+from nanomegatron.mesh import Mesh
+
+HISTORY = 100_000  # allocations that are remembered
+
+
+class Profile:
+    """--profile and --record-memory-history of one rank; nothing where neither was asked for."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        mesh: Mesh,
+        folder: Path,
+        say: Callable[[str], Any],
+        attempt: Callable[[str], AbstractContextManager] = nullcontext,
+    ) -> None:
+        """say: prints a line; attempt: as RunLog's. Begins to record memory."""
+        self.run, self.mesh, self.folder, self.say, self.attempt = run, mesh, folder, say, attempt
+        self.cuda = mesh.device.type == "cuda"
+        self.wanted = run.profile and mesh.rank in run.profile_ranks
+        self.profiler: torch.profiler.profile | None = None
+        self.remembers = run.record_memory_history and self.cuda
+        if self.remembers:
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+            torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump("-out-of-memory"))
+        if run.profile:
+            ranks, steps = (
+                " ".join(map(str, run.profile_ranks)),
+                (run.profile_step_start, run.profile_step_end),
+            )
+            say(f"profile steps {steps[0]} to {steps[1] - 1} of ranks {ranks}: {folder}/profile-rank*.json")
+
+    def step(self, iteration: int) -> None:
+        """At the start of every iteration."""
+        inside = self.run.profile_step_start <= iteration < self.run.profile_step_end
+        with self.attempt("profile"):
+            if self.wanted and inside and self.profiler is None:
+                self._start()
+            elif not inside:
+                self._stop()
+
+    def close(self) -> None:
+        """At the end of the run: write what has been recorded."""
+        with self.attempt("profile"):
+            self._stop()
+        with self.attempt("memory history"):
+            self._dump()
+        if self.remembers:
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self.remembers = False
+
+    def _start(self) -> None:
+        kinds = torch.profiler.ProfilerActivity
+        self.profiler = torch.profiler.profile(activities=[kinds.CPU] + [kinds.CUDA] * self.cuda)
+        if self.cuda:
+            torch.cuda.synchronize(self.mesh.device)
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+        self.profiler.start()
+
+    def _stop(self) -> None:
+        profiler, self.profiler = self.profiler, None
+        if profiler is None:
+            return
+        if self.cuda:
+            torch.cuda.synchronize(self.mesh.device)
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+        profiler.stop()
+        path = self.folder / f"profile-rank{self.mesh.rank}.json"
+        profiler.export_chrome_trace(str(path))
+        self.say(f"profile {path} is written; https://ui.perfetto.dev or chrome://tracing shows it")
+
+    def _dump(self, when: str = "") -> None:
+        if not self.remembers:
+            return
+        name = Path(self.run.memory_snapshot_path)
+        path = self.folder / f"{name.stem}-rank{self.mesh.rank}{when}{name.suffix}"
+        torch.cuda.memory._dump_snapshot(str(path))
+        self.say(
+            f"memory  {path}: a pickle, which can run code when loaded; for https://pytorch.org/memory_viz "
+            "alone, which reads it in the browser"
+        )

@@ -1,0 +1,163 @@
+"""What every rank really did in a training step, and when: stamps on ops and messages, gathered by rank 0.
+
+    begin          with op(F0.1): ...         receive, received         end
+      |            [============]                   |                    |
+    base event     mark       mark            mark: it has come     gather, align, write
+
+A mark is an event on a GPU's stream, or the time on a CPU (`trace_clock.py`); the host never waits for the
+device while the step runs. A message begins with the end of the op that sends it, on the sender's clock, and
+ends with its arrival: on a GPU when it came, on a CPU when the receiver had it, which is not before it asked.
+
+Chosen iterations are written as a picture, the planned timeline above the measured one, and as a trace for
+Perfetto (`trace_draw.py`). In others nothing is kept. On a GPU every op is an NVTX range, always, with the
+name that it has everywhere here: F1.4 is the forward through chunk 1 of microbatch 4.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron.comm import Pending, all_gather
+from nanomegatron.mesh import Mesh
+from nanomegatron.report.trace_clock import Clock, clock_offsets
+from nanomegatron.report.trace_draw import Arrival, Recording, op_name, write
+from nanomegatron.schedules import Event, Message, Op, messages
+
+TIMERS = {"F": "forward-compute", "B": "backward-compute", "BW": "backward-compute", "W": "weight-compute"}
+
+
+@dataclass
+class _Step:
+    """One rank's marks of a step that is being recorded."""
+
+    iteration: int
+    lists: list[list[Op]]
+    placed: list[list[int]]
+    clock: Clock
+    ops: dict[Op, tuple[Any, Any]] = field(default_factory=dict)
+    arrivals: dict[Message, Any] = field(default_factory=dict)
+
+
+class Tracer:
+    """Stamps what a rank does in the chosen iterations; without a mesh or a folder, in none.
+
+    timers: `timers(name, level=2)` is entered around every op, whatever is recorded (`run_timers.Timers`).
+    attempt: `attempt("trace")` is entered around the drawing (`metrics_log.RunLog`).
+    After `end`, `summary` on rank 0 has the lines for the log.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        folder: Path | None = None,
+        iterations: Collection[int] = (),
+        timers: Callable[..., AbstractContextManager] | None = None,
+        attempt: Callable[[str], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self.mesh, self.folder, self.iterations = mesh, folder, iterations
+        self.timers = timers or (lambda name, level: nullcontext())
+        self.cuda = mesh is not None and mesh.device.type == "cuda"
+        self.summary: list[str] = []
+        self.attempt = attempt
+        self._step: _Step | None = None
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by who sends
+
+    def begin(self, iteration: int, lists: list[list[Op]], placed: list[list[int]]) -> None:
+        """Before the first op of a step that does `lists` (see `schedules.py`); all ranks alike."""
+        self.summary, self._step = [], None
+        if self.mesh is not None and self.folder is not None and iteration in self.iterations:
+            self._step = _Step(iteration, lists, placed, Clock(self.mesh.device))
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        """Around the computation of an op whose message has come."""
+        with (
+            torch.cuda.nvtx.range(op_name(op)) if self.cuda else nullcontext(),
+            self.timers(TIMERS[op.kind], level=2),
+        ):
+            start = self._step and self._step.clock.now()
+            yield
+            if self._step:
+                self._step.ops[op] = start, self._step.clock.now()
+
+    def receive(self, message: Message, pending: Pending) -> None:
+        """Just before this rank waits for a message.
+
+        On a GPU a stream that does nothing else waits for it, too; one for each sender, since what came from
+        one rank must not seem to have come after what is still awaited from another.
+        """
+        if self._step and self.cuda:
+            if message.source not in self._streams:
+                self._streams[message.source] = torch.cuda.Stream(self.mesh.device)
+            with torch.cuda.stream(stream := self._streams[message.source]):
+                if pending.work is not None:
+                    pending.work.wait()
+                self._step.arrivals[message] = self._step.clock.now(stream)
+
+    def received(self, message: Message) -> None:
+        """Just after the wait."""
+        if self._step and not self.cuda:
+            self._step.arrivals[message] = self._step.clock.now()
+
+    def end(self) -> list[Path]:
+        """After the step, on all ranks: what rank 0 has written; empty elsewhere, or if nothing is recorded.
+
+        Communicates, if something was, the marks: a number or two for each op and message of a rank.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return []
+        takes = [
+            [message for exchange in of_rank for message in exchange.takes]
+            for of_rank in messages(step.lists, step.placed)
+        ]
+        table = self._gather(step, takes)
+        if self.mesh.rank > 0:
+            return []
+        paths: list[Path] = []
+        with self.attempt("trace"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            paths, self.summary = write(_recording(self.mesh, step, takes, table), self.folder)
+        return paths
+
+    def _gather(self, step: _Step, takes: list[list[Message]]) -> list[list[float]]:
+        """A row for each rank, in seconds by rank 0's clock: start and end of its ops, then the arrivals."""
+        mesh, read = self.mesh, step.clock.seconds
+        mine = [read(mark) for op in step.lists[mesh.pp.rank] for mark in step.ops[op]]
+        mine += [read(step.arrivals[message]) for message in takes[mesh.pp.rank]]
+        width = max(2 * len(ops) + len(taken) for ops, taken in zip(step.lists, takes))
+        row = torch.full((1, width), torch.nan, dtype=torch.float64)
+        row[0, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
+        world = replace(mesh.world, traffic=Counter())  # what is sent here is not the step's
+        table = all_gather(row.to(mesh.device), world).cpu()
+        ahead = torch.tensor(clock_offsets(world, mesh.device), dtype=torch.float64)
+        return (table - ahead[:, None]).tolist()
+
+
+def _recording(mesh: Mesh, step: _Step, takes: list[list[Message]], table: list[list[float]]) -> Recording:
+    """What the rows of the table say, in milliseconds since the first op began."""
+    apart = len(table) // mesh.pp.size  # ranks next to each other in a pipeline: pp varies slowest
+    zero = min(row[0] for row in table)
+    events, arrivals = [], []
+    for rank, row in enumerate(table):
+        times = [1e3 * (time - zero) for time in row]
+        ops, taken = step.lists[rank // apart], takes[rank // apart]
+        events.append([Event(rank, op, *times[2 * i : 2 * i + 2]) for i, op in enumerate(ops)])
+        arrivals.append([Arrival(m, time) for m, time in zip(taken, times[2 * len(ops) :])])
+    labels = [_label(mesh, rank) for rank in range(len(table))]
+    drawn = mesh.pp.ranks if mesh.pp.size > 1 else mesh.dp_cp.ranks[:8]
+    return Recording(step.iteration, step.lists, step.placed, labels, drawn, events, arrivals)
+
+
+def _label(mesh: Mesh, rank: int) -> str:
+    """The coordinates of any rank, tp fastest (`mesh.py`)."""
+    words = [f"rank {rank}"]
+    for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp):
+        rank, place = divmod(rank, axis.size)
+        words.append(f"{axis.name}{place}")
+    return " ".join(words)

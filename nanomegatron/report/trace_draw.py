@@ -1,0 +1,245 @@
+"""What was recorded of a step: as a picture, plan above measurement; as a trace for Perfetto; in words.
+
+    planned    rank 0  [F0][F1]      [BW0=][BW1=]     every op takes the measured median of kind and stage
+               rank 1      [F0][BW0=][F1][BW1=]
+    measured   rank 0  [F0][F1 ]        [BW0=][BW1==]
+                          \\__            /            thin lines: messages, from the end of the op that
+               rank 1        [F0][BW0==][F1] ...      sends to the arrival
+
+Both are `schedules.Timeline`s, so that their bubbles mean the same: idle over busy time of all ranks drawn.
+The trace is in Chrome's format, which https://ui.perfetto.dev opens: a process a rank, a thread for its ops
+and one for what it gets from each other rank, arrows from the op that sends to the op that uses.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanomegatron.report.schedule_draw import HEIGHT, bars, canvas, legend
+from nanomegatron.schedules import Event, Message, Op, Timeline, messages, simulate
+
+CONTENT = {"F": "activations", "B": "gradient"}
+
+
+class Arrival(NamedTuple):
+    """A message, and when it came."""
+
+    message: Message
+    time: float
+
+
+class Wait(NamedTuple):
+    """A rank that stood idle before an op; message: the one that it stood idle for, if any."""
+
+    length: float
+    planned: float
+    event: Event
+    message: Message | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step of all ranks; times in milliseconds since the first op began."""
+
+    iteration: int
+    lists: list[list[Op]]  # what was to be done, by pipeline rank: `schedules.schedule`
+    placed: list[list[int]]
+    labels: list[str]  # of every rank of the world
+    drawn: Sequence[int]  # the ranks that get a row in the picture: of a pipeline, or else of dp
+    events: list[list[Event]]  # by rank of the world, as what follows
+    arrivals: list[list[Arrival]]
+
+    @property
+    def apart(self) -> int:
+        """Ranks of the world from one pipeline rank to the next; pp varies slowest."""
+        return len(self.labels) // len(self.lists)
+
+    @property
+    def first(self) -> float:
+        """When the first op of the ranks drawn began; others of dp may have begun before."""
+        return min(self.events[rank][0].start for rank in self.drawn)
+
+    def sender(self, rank: int, message: Message) -> int:
+        """The rank of the world that sent what `rank` got."""
+        return rank % self.apart + self.apart * message.source
+
+    def timelines(self) -> tuple[Timeline, Timeline]:
+        """Planned and measured, of the ranks drawn; rows are numbered from 0."""
+        runs = [[e._replace(rank=row) for e in self.events[rank]] for row, rank in enumerate(self.drawn)]
+        took: dict[tuple[str, int], list[float]] = {}
+        for rank, events in zip(self.drawn, runs):
+            for event in events:
+                stage = self.placed[rank // self.apart][event.op.chunk]
+                took.setdefault((event.op.kind, stage), []).append(event.end - event.start)
+        costs = {key: statistics.median(times) for key, times in took.items()}
+        copies = len(self.drawn) // len(self.lists)  # of dp: all do the same, with no messages
+        planned = simulate(self.lists * copies, self.placed * copies, costs)
+        runs = [[e._replace(start=e.start - self.first, end=e.end - self.first) for e in run] for run in runs]
+        total = max(run[-1].end for run in runs)
+        busy = [sum(event.end - event.start for event in run) for run in runs]
+        measured = replace(
+            planned,  # the same ops in the same order, and so the same peaks
+            events=[event for run in runs for event in run],
+            total=total,
+            bubbles=[(total - time) / time for time in busy],
+            bubble=(len(runs) * total - sum(busy)) / sum(busy),
+        )
+        return planned, measured
+
+    def sent(self) -> Iterator[tuple[Event, Arrival, Event]]:
+        """Of every message the op that sent it, its arrival, and the op that uses it."""
+        exchanges = messages(self.lists, self.placed)
+        senders = {}
+        for rank, events in enumerate(self.events):
+            for event, exchange in zip(events, exchanges[rank // self.apart]):
+                senders[rank, exchange.sends] = event
+        for rank, (events, arrivals) in enumerate(zip(self.events, self.arrivals)):
+            users = {x.uses: event for event, x in zip(events, exchanges[rank // self.apart])}
+            for arrival in arrivals:
+                message = arrival.message
+                yield senders[self.sender(rank, message), message], arrival, users[message]
+
+
+def op_name(op: Op) -> str:
+    """Kind, chunk and microbatch: F1.4; in pictures, traces and NVTX ranges."""
+    return f"{op.kind}{op.chunk}.{op.microbatch}"
+
+
+def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
+    """Write iteration-N.json, .svg and .png (without matplotlib the first): the files; lines for the log."""
+    planned, measured = recording.timelines()
+    stem = folder / f"iteration-{recording.iteration}"
+    paths, lines = [stem.with_suffix(".json")], describe(recording, planned, measured)
+    paths[0].write_text(json.dumps({"traceEvents": chrome(recording), "displayTimeUnit": "ms"}))
+    pictures = [stem.with_suffix(suffix) for suffix in (".svg", ".png")]
+    try:
+        picture(recording, (planned, measured), lines[1:], pictures)
+        paths += pictures
+    except ImportError as error:
+        lines.append(str(error))
+    return paths, [*lines, f"wrote {', '.join(map(str, paths))}; https://ui.perfetto.dev shows the .json"]
+
+
+def describe(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
+    """Both bubbles and the cost of each kind of op; the longest waits, and the one furthest beyond plan."""
+    took: dict[str, list[float]] = {}
+    for event in measured.events:
+        took.setdefault(event.op.kind, []).append(event.end - event.start)
+    medians = {kind: statistics.median(times) for kind, times in took.items()}
+    costs = ", ".join(f"{kind} {median:.3g}" for kind, median in medians.items())
+    found = waits(recording, planned, measured)
+    worst, shown = max(found, key=lambda wait: wait.length - wait.planned), found[:3]
+    return [
+        f"iteration {recording.iteration}: {_total('planned', planned)} | {_total('measured', measured)}",
+        f"an op takes {costs} ms (median); the longest waits, and the one furthest beyond plan:",
+        *(_words(recording, wait) for wait in shown + [worst] * (worst not in shown)),
+    ]
+
+
+def _total(what: str, timeline: Timeline) -> str:
+    return f"{what} {timeline.total:.4g} ms, bubble {100 * timeline.bubble:.1f} % of ideal time"
+
+
+def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[Wait]:
+    """Idle times before an op of the ranks drawn, longest first."""
+    exchanges, apart = messages(recording.lists, recording.placed), recording.apart
+    uses = [x.uses for rank in recording.drawn for x in exchanges[rank // apart]]
+    came = [dict(recording.arrivals[rank]) for rank in recording.drawn]
+    found = []
+    for gap, plan, event, used in zip(_gaps(measured), _gaps(planned), measured.events, uses):
+        late = used is not None and came[event.rank][used] - recording.first > event.start - gap / 2
+        found.append(Wait(gap, plan, event, used if late else None))
+    return sorted(found, key=lambda wait: -wait.length)
+
+
+def _gaps(timeline: Timeline) -> list[float]:
+    """Idle time before each event."""
+    ends = [None, *timeline.events]
+    same = [before is not None and before.rank == e.rank for before, e in zip(ends, timeline.events)]
+    return [e.start - (b.end if s else 0.0) for b, e, s in zip(ends, timeline.events, same)]
+
+
+def _words(recording: Recording, wait: Wait) -> str:
+    rank, reason = recording.drawn[wait.event.rank], "though what it needs was there"
+    if wait.message:
+        content = {"F": "activations", "B": "the gradient"}[wait.message.kind]
+        reason = f"for {content} from rank {recording.sender(rank, wait.message)}"
+    return (
+        f"rank {rank} waited {wait.length:.3g} ms (planned {wait.planned:.3g}) before "
+        f"{op_name(wait.event.op)} {reason}"
+    )
+
+
+def picture(
+    recording: Recording, timelines: tuple[Timeline, Timeline], lines: list[str], paths: Sequence[Path]
+) -> None:
+    """Draw both timelines over the same time, the messages of the second, and the lines below.
+
+    Raises: ImportError without matplotlib.
+    """
+    rows, drawn = len(recording.drawn), recording.drawn
+    figure = canvas(2 * rows + 3, f"the picture of iteration {recording.iteration}")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for axes, timeline, what in zip((above, below), timelines, ("planned", "measured")):
+        bars(axes, timeline)
+        axes.set_yticks(range(rows), drawn)
+        axes.set_title(_total(what, timeline), fontsize=9, loc="left")
+    above.set(xlabel="", xlim=(0, max(timeline.total for timeline in timelines)))
+    below.set(xlabel="time (ms)")
+    legend(above, timelines[0], above=True)
+    row = {rank: i for i, rank in enumerate(drawn)}
+    for event, arrival, user in recording.sent():
+        if user.rank in row:
+            edge = HEIGHT / 2 if row[user.rank] > row[event.rank] else -HEIGHT / 2
+            times = event.end - recording.first, arrival.time - recording.first
+            ends = row[event.rank] + edge, row[user.rank] - edge
+            below.plot(times, ends, color="dimgrey", linewidth=0.8, zorder=0.5)  # behind the bars
+    kind = "pipeline of dp 0, tp 0, cp 0" if len(recording.lists) > 1 else "ranks of dp; no pipeline"
+    microbatches = 1 + max(op.microbatch for op in recording.lists[0])
+    figure.suptitle(f"iteration {recording.iteration}: {kind}, {microbatches} microbatches", fontsize=11)
+    figure.supxlabel("\n".join(lines), fontsize=8, x=0.04, ha="left")
+    for path in paths:
+        figure.savefig(path)
+
+
+def chrome(recording: Recording) -> list[dict[str, Any]]:
+    """The events of Chrome's trace format, in microseconds, of all ranks."""
+    told = []
+    for rank, events in enumerate(recording.events):
+        told.append(_called("process_name", rank, 0, recording.labels[rank]))
+        told.append(_called("thread_name", rank, 0, "compute"))
+        for event in events:
+            stage = recording.placed[rank // recording.apart][event.op.chunk]
+            args = event.op._asdict() | dict(stage=stage)
+            told.append(_slice(op_name(event.op), rank, 0, (event.start, event.end), args))
+    lanes: dict[tuple[int, int], list[float]] = {}  # by receiver and sender: when each of its threads is free
+    for number, (sender, arrival, user) in enumerate(recording.sent()):
+        ends = lanes.setdefault((user.rank, sender.rank), [])
+        lane = next((i for i, end in enumerate(ends) if end <= sender.end), len(ends))
+        thread = 1 + sender.rank + lane * len(recording.labels)
+        if lane == len(ends):
+            ends.append(0.0)
+            told.append(_called("thread_name", user.rank, thread, f"from rank {sender.rank}"))
+        ends[lane] = arrival.time
+        name = f"{CONTENT[arrival.message.kind]} of {op_name(sender.op)}"
+        span = sender.end, max(sender.end, arrival.time)
+        told.append(_slice(name, user.rank, thread, span, arrival.message._asdict()))
+        inside = sender.end - min(1e-3, (sender.end - sender.start) / 2)  # an arrow begins within a slice
+        arrow = dict(name="message", cat="message", id=number, tid=0)
+        told.append(arrow | dict(ph="s", pid=sender.rank, ts=1e3 * inside))
+        told.append(arrow | dict(ph="f", bp="e", pid=user.rank, ts=1e3 * user.start))
+    return told
+
+
+def _called(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return dict(ph="M", name=what, pid=process, tid=thread, args=dict(name=name))
+
+
+def _slice(name: str, process: int, thread: int, span: tuple[float, float], args: dict) -> dict[str, Any]:
+    start, end = span
+    return dict(
+        ph="X", name=name, pid=process, tid=thread, ts=1e3 * start, dur=1e3 * (end - start), args=args
+    )

@@ -1,0 +1,222 @@
+"""Where a run's numbers go: JSON lines, files replaced whole, TensorBoard, Weights & Biases, a progress bar.
+
+JSON knows no NaN: numbers that are not finite are written as the strings "nan", "inf" and "-inf", which
+float() reads like any number.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from nanomegatron.config.settings import Config
+
+
+class Lines:
+    """A text file that grows by whole lines. One that a full disk or a kill has cut short stays by itself."""
+
+    def __init__(self, path: Path):
+        self.path, self._file, self._cut = path, None, False
+
+    def write(self, text: str) -> None:
+        """Add a line, at once. Raises OSError where that fails; a later call may succeed."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            self._cut = self.path.is_file() and not (self.path.read_bytes() or b"\n").endswith(b"\n")
+        data = ("\n" * self._cut + text + "\n").encode(errors="replace")
+        while data:
+            written = self._file.write(data)
+            self._cut, data = written < len(data), data[written:]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class JsonLines(Lines):
+    """A file of one JSON object a line, in order of `iteration`."""
+
+    _behind: int | None = None  # records after this iteration are still to be dropped
+
+    def drop_after(self, iteration: int, warn: Callable[[str], None] = warnings.warn) -> None:
+        """Keep the records up to `iteration`, without lines that are damaged or were cut short.
+
+        Where that fails (OSError), nothing is appended before it has succeeded.
+        """
+        self._behind = iteration
+        if self.path.is_file():
+            kept = [record for record in read_jsonl(self.path, warn) if record["iteration"] <= iteration]
+            replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._behind = None
+
+    def read(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.path)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Raises OSError as `write`."""
+        if self._behind is not None:
+            self.drop_after(self._behind)
+        self.write(json.dumps(plain(record), allow_nan=False))
+
+
+def read_jsonl(path: str | Path, warn: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
+    """The records of a .jsonl file, none without the file.
+
+    Lines that are no records are left out with one warning; a last line that a kill has cut, in silence.
+    """
+    records: list[dict[str, Any]] = []
+    if not Path(path).is_file():
+        return records
+    damaged = 0
+    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("iteration"), int | float):
+            records.append(record)
+        else:
+            damaged += text.endswith("\n")
+    if damaged:
+        warn(f"{path}: {damaged} damaged line{'s' * (damaged > 1)} left out, {len(records)} steps are whole")
+    return records
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to `path` such that a reader, or a crash, sees the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def plain(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with everything that JSON lacks, NaN, infinities and paths, as strings."""
+
+    def strange(value: Any) -> bool:
+        return isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+
+    return {key: str(value) if strange(value) else value for key, value in record.items()}
+
+
+# Extras: TensorBoard, Weights & Biases, tqdm
+
+
+def missing_extras(config: Config) -> list[str]:
+    """One line for each package that the settings need and that is not installed; imports nothing."""
+    need = {
+        "tensorboard": (config.run.tensorboard_dir, "--tensorboard-dir", '-e ".[viz]"'),
+        "wandb": (config.run.wandb_project, "--wandb-project", '-e ".[log]"'),
+    }
+    return [
+        f"{flag} {value} needs the package {name}: pip install {target}, or leave the flag out"
+        for name, (value, flag, target) in need.items()
+        if value and importlib.util.find_spec(name) is None
+    ]
+
+
+# Tags that begin like this; the rest vs samples too.
+BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/", "experts/")
+# What a step of a model with experts tells, each the mean over layers (report/moe_load.py), and its tag.
+EXPERTS = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+    "moe_load_imbalance": "load-imbalance",
+    "moe_dropped_share": "dropped-share",
+}
+
+
+def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
+    """A step under Megatron's TensorBoard tags; times in seconds."""
+    tags = {
+        "lm loss": record["lm_loss"],
+        "learning-rate": record["next_lr"],  # as Megatron has it
+        "grad-norm": record["grad_norm"],
+        "iteration-time": record["step_time_ms"] / 1e3,
+        "throughput": record["tflops_per_gpu"],
+        "mfu": record["mfu"],
+        "loss-scale": record.get("loss_scale"),
+        "batch-size": record["global_batch_size"],
+        "skipped-train-samples": record.get("skipped_samples") or None,
+        "num-zeros": record.get("num_zeros"),
+        "params-norm": record.get("params_norm"),
+        **{tag: record.get(key) for key, tag in EXPERTS.items()},
+    }
+    return {tag: value for tag, value in tags.items() if value is not None}
+
+
+class _TensorBoard:
+    def __init__(self, folder: str, iteration: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what an earlier attempt wrote after the checkpoint.
+        self.writer = SummaryWriter(folder, purge_step=iteration + 1)
+
+    def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, record["iteration"])
+            if not tag.startswith(BY_ITERATION) and record["consumed_samples"] is not None:
+                self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, project: str, folder: Path, config: Config):
+        import wandb
+
+        self.run = wandb.init(project=project, name=folder.name, dir=str(folder), config=asdict(config))
+
+    def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
+        self.run.log(scalars, step=record["iteration"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def scalar_writers(config: Config, folder: Path, iteration: int) -> dict[str, Callable[[], Any]]:
+    """What makes the writers asked for: add(scalars by tag, record they are of) and close()."""
+    made: dict[str, Callable[[], Any]] = {}
+    if config.run.tensorboard_dir:
+        made["TensorBoard"] = lambda: _TensorBoard(config.run.tensorboard_dir, iteration)
+    if config.run.wandb_project:
+        made["Weights & Biases"] = lambda: _WeightsAndBiases(config.run.wandb_project, folder, config)
+    return made
+
+
+def spare_exit(*streams: TextIO | None) -> None:
+    """Flush streams; one that takes nothing goes nowhere, lest Python's last flush change the exit code."""
+    for stream in filter(None, streams):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:
+    """A tqdm bar on a terminal; None elsewhere, or without tqdm (the lines say it all)."""
+    if not stream.isatty() or importlib.util.find_spec("tqdm") is None:
+        return None
+    from tqdm import tqdm
+
+    return tqdm(
+        initial=iteration, total=train_iters, file=stream, unit="step", dynamic_ncols=True, leave=False
+    )

@@ -1,0 +1,378 @@
+"""Which experts a token goes to, with which weights, and what keeps the experts evenly busy.
+
+    x [t, h] -> logits [t, E] -> ids of the k best, probs [t, k] -> beyond an expert's capacity: id -1
+
+    scores                              the best by               probs of the chosen
+    softmax                             logits                    softmax of their k logits         Mixtral
+    softmax, moe_router_pre_softmax     softmax(logits)           as they are                       Qwen
+    sigmoid                             sigmoid(logits) + bias    sigmoid / sum of the k, if k > 1  DeepSeek
+    any, load balancing by sinkhorn     a table that gives each   softmax(logits) as they are,
+                                        expert as much            sigmoid for k = 1
+
+Sinkhorn's table is of a microbatch on one replica: the tokens of all its tp and cp ranks. Micro batches are
+the same for any dp, so no layout changes it. (Megatron's is of the tokens of one rank.)
+
+Losses, with weights of their own; a microbatch weighs as much as it has tokens. P_e: the mean of expert e's
+score over a microbatch's tokens on tp and cp, f_e: e's part of all their k choices (they sum to 1)
+
+    aux_loss           E sum f_e P_e                    f, P of a microbatch on one replica
+    seq_aux_loss       the mean of that over samples    f, P of a sample
+    global_aux_loss    E sum f_e P_e                    f of all replicas' microbatches so far in this step;
+                                                        Megatron's gradient of it is smaller, by dp
+    z_loss             mean of logsumexp(logits)^2
+
+Only P has a gradient. Each rank differentiates its own tokens' share of P, and has f from the ranks it shares
+the tokens with, so the ranks' gradients add up to the whole for any tp, cp and pp. Another cut into samples
+changes nothing for seq_aux_loss and z_loss; aux_loss is a product of two means, so it depends on the micro
+batch, or pack of documents, and global_aux_loss on the order and dp, too. As in Megatron, tokens that the
+main loss masks take part, and f counts the best scores as they are: with no bias, no groups and no drops.
+Padding of packs is counted nowhere.
+
+Losses and counts belong to a forward in training that autograd follows. One that is to be recomputed runs
+without it, and again with it: both forwards route alike, one counts.
+(Switch, arXiv 2101.03961; z-loss 2202.08906; global balance 2501.11873; bias 2408.15664; groups 2412.19437)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanomegatron.comm import all_reduce
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.ops import dropout
+from nanomegatron.param import (
+    Init,
+    ParamSpec,
+    accumulate_weight_grad,
+    contribute,
+    new_parameter,
+    replica,
+    when_due,
+)
+
+SINKHORN_ROUNDS = 1000
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def loss_weights(config: TransformerConfig) -> dict[str, float]:
+    """The losses that keep experts evenly busy, with their weights."""
+    kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
+    found = {kind: coeff for kind, coeff in kinds if coeff and kind in LOSSES}
+    return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
+
+
+@dataclass(frozen=True)
+class MoeAxes:
+    """Whom a layer with experts talks to; nobody by default."""
+
+    tp: Axis = field(default_factory=Axis.single)
+    tp_cp: Axis = field(default_factory=Axis.single)
+    ep: Axis = field(default_factory=Axis.single)
+    etp: Axis = field(default_factory=Axis.single)
+    edp: Axis = field(default_factory=Axis.single)
+    dp_cp: Axis = field(default_factory=Axis.single)
+    etp_ep: Axis = field(default_factory=Axis.single)
+
+    @staticmethod
+    def of(mesh: Mesh) -> "MoeAxes":
+        return MoeAxes(mesh.tp, mesh.tp_cp, mesh.ep, mesh.etp, mesh.edp, mesh.dp_cp, mesh.etp_ep)
+
+
+def choose(
+    logits: torch.Tensor,
+    config: TransformerConfig,
+    bias: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts and their weights: logits fp32 `[t, E]` -> probs `[t, k]`, ids int64 `[t, k]`.
+
+    bias `[E]` is added to sigmoid scores for the choice only. table: of `sinkhorn` `[t, E]`, in training,
+    which then chooses; of equally good experts the first.
+    """
+    k, sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"
+    if "sinkhorn" in config.moe_router_load_balancing_type:
+        scores = logits.sigmoid() if k == 1 else logits.softmax(-1)
+        ids = (scores if table is None else table).sort(descending=True, stable=True).indices[:, :k]
+        return scores.gather(1, ids), ids
+    before = config.moe_router_pre_softmax
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1) if before else logits
+    ids = best_experts(scores if bias is None else scores + bias, config)
+    probs = scores.gather(1, ids)
+    if sigmoid and k > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    elif not sigmoid and not before:
+        probs = probs.softmax(-1)
+    return probs * (config.moe_router_topk_scaling_factor or 1.0), ids
+
+
+@torch.no_grad()
+def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """ids int64 `[t, k]` of the best experts by scores `[t, E]`, which may have to be from few groups.
+
+    A group of neighbours is as good as the sum of its k / groups best experts, for so many groups.
+    """
+    k, groups, limit = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
+    if limit:
+        worth = scores.unflatten(1, (groups, -1)).topk(k // limit).values.sum(-1)
+        taken = torch.zeros_like(worth, dtype=torch.bool).scatter(1, worth.topk(limit).indices, True)
+        scores = scores.masked_fill(~taken.repeat_interleave(scores.shape[1] // groups, 1), -math.inf)
+    return scores.topk(k).indices
+
+
+@torch.no_grad()
+def sinkhorn(
+    logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None, tolerance: float = 1e-4
+) -> torch.Tensor:
+    """exp(logits) `[t, E]` with rows and columns scaled until all rows have one sum, and all columns.
+
+    The sums are over the tokens of all ranks of `axis`, or those that are `real` `[t, 1]`. In fp64, rounded
+    to fp32 at the end: equal entries stay equal in whatever order ranks add. Communicates the columns' sums,
+    E numbers a round, on which the host waits, for at most SINKHORN_ROUNDS: a few tokens with logits far
+    apart would take thousands. (Megatron adds 1e-8 to each sum. Where experts are far from even this moves
+    the scale of all columns every round, and 4,096 tokens take thousands in place of some dozens.)
+    """
+    table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
+    tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
+    total = all_reduce(tokens.sum(), axis).clamp(min=1)
+    columns = table.new_ones(table.shape[1])
+    for _ in range(SINKHORN_ROUNDS):
+        rows = 1 / (total * (table @ columns))
+        sums = all_reduce((tokens * rows) @ table, axis)
+        before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
+        moved = (before - columns).abs().mean()
+        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= tolerance:  # of large ones 1e-10
+            break
+    return (columns * table * rows[:, None]).float()
+
+
+def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
+    """How many of a rank's tokens an expert takes; None for all."""
+    factor = config.moe_expert_capacity_factor
+    return factor and math.ceil(tokens * config.moe_router_topk / config.num_experts * factor)
+
+
+@torch.no_grad()
+def drop(probs: torch.Tensor, ids: torch.Tensor, capacity: int, experts: int, policy: str) -> torch.Tensor:
+    """ids `[t, k]`, with -1 for the copies that an expert has no room for.
+
+    It keeps those of the largest probs `[t, k]`, or by policy "position" the first.
+    """
+    t, rank = len(ids), probs
+    if capacity >= t:
+        return ids
+    if policy == "position":
+        rank = torch.arange(t, 0, -1.0, device=ids.device)[:, None].expand_as(probs)
+    table = probs.new_full((t, experts), -math.inf).scatter(1, ids, rank)
+    kept = torch.zeros_like(table, dtype=torch.bool).scatter(0, table.topk(capacity, dim=0).indices, True)
+    return ids.where(kept.gather(1, ids), -1)
+
+
+def count(ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None) -> torch.Tensor:
+    """Copies for each expert, int64 `[columns, E]`, of tokens `[s, columns]` whose experts are ids `[t, k]`.
+
+    of: of the copies alone where this, `[t, k]` or `[t, 1]`, is true.
+    """
+    place = torch.arange(len(ids), device=ids.device)[:, None] % columns * experts + ids
+    ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
+    counts = ids.new_zeros(columns * experts).scatter_add_(0, place.flatten(), ones.flatten())
+    return counts.view(columns, experts)
+
+
+def _real(positions: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which tokens are not padding, bool `[t, 1]`; of so many tokens `[s, b]` at the positions `[s]`."""
+    return (positions >= 0).repeat_interleave(tokens // len(positions), output_size=tokens)[:, None]
+
+
+def all_scores(logits: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """What the losses have for P: scores `[t, E]` that sum to 1 for each token."""
+    if config.moe_router_score_function == "softmax":
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """This rank's summand of E sum f_e P_e, of each column of the batch, times the tokens of all ranks.
+
+    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]` of the copies on all ranks.
+    """
+    columns, experts = counts.shape
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return experts * (share * scores.view(-1, columns, experts).sum(0)).sum()
+
+
+def z_loss(logits: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of logsumexp(logits)^2 over the tokens, or those that are `real` `[t, 1]`. logits `[t, E]`"""
+    squares = logits.logsumexp(-1, keepdim=True).square()
+    return (squares if real is None else squares * real).sum()
+
+
+def wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b of 16-bit matrices in fp32: sums of exact products, on a GPU at the speed of 16 bits."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+class GateFunction(torch.autograd.Function):
+    """x W^T `[t, E]` of x `[t, h]`, W `[E, h]`, multiplied in a type of its own; keeps x as it came."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # what hooks save comes back without its bucket
+        if dtype == torch.float32 != x.dtype:
+            return wide(x, weight.t())
+        y = x.to(dtype) @ weight.to(dtype).t()
+        return y.float() if dtype == torch.float64 else y  # the backward works in the type of this
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:  # as three summands, at the speed of x
+            summands = []
+            for _ in range(3):
+                summands.append(grad.bfloat16())
+                grad = grad - summands[-1]
+            parts = torch.cat(summands, dim=1)
+
+            def product() -> torch.Tensor:
+                return wide(parts.t(), x).view(3, *weight.shape).sum(0)
+
+            dw = when_due(weight, lambda: contribute(weight, product))
+            return parts @ weight.repeat(3, 1), dw, None
+        dw = when_due(weight, lambda: accumulate_weight_grad(weight, x.to(grad.dtype), grad))
+        return (grad @ weight.to(grad.dtype)).to(x.dtype), dw, None
+
+
+class LossFunction(torch.autograd.Function):
+    """probs as they are, whose backward starts the one of `loss`, with the gradient `scale`; both 0-d."""
+
+    @staticmethod
+    def forward(ctx, probs: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.scale = scale.to(loss.dtype)
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grad, ctx.scale, None
+
+
+class Router(nn.Module):
+    """Chooses the experts of this rank's tokens: x `[t, h]` -> probs fp32 `[t, k]`, ids int32 `[t, k]`.
+
+    Since `begin_step`, on the device: `counts` and of these `dropped`, int64 `[E]`, of this rank's copies;
+    `values` `[len(losses)]`, its summands of the losses, by name in `losses` with their weights. Their sums
+    over microbatches and ranks are the mean times all tokens. `expert_bias` `[E]` changes between steps.
+    Communicates counts, E a row of the batch at most, for each loss over tp and cp, or all replicas; sinkhorn
+    E sums over tp and cp, several times, in each forward of training.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int, axes: MoeAxes, init: Init) -> None:
+        super().__init__()
+        experts, h = config.num_experts, config.hidden_size
+        self.config, self.layer, self.axes = config, layer, axes
+        # ranks of tp with tokens of their own; without sequence parallelism they have the same
+        self.spread = axes.tp if config.sequence_parallel else Axis.single("tp")
+        part = replica(f"{init.name}.weight", (experts, h), axes.tp, partial=config.sequence_parallel)
+        self.weight = new_parameter(ParamSpec((part,), (experts, h), writes_grad=True), init)
+        self.losses = loss_weights(config)
+        bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        for name in ("counts", "dropped", "seen"):  # the last: on all replicas, for global_aux_loss
+            zeros = torch.zeros(experts, dtype=torch.int64, device=init.device)
+            self.register_buffer(name, zeros, persistent=False)
+        values = torch.zeros(len(self.losses), device=init.device)
+        self.register_buffer("values", values, persistent=False)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps beside parameters, by global name: views."""
+        name = self.weight.spec.name.removesuffix(".weight")
+        return {} if self.expert_bias is None else {f"{name}.expert_bias": self.expert_bias}
+
+    def begin_step(self) -> None:
+        """Before the first microbatch of a step: nothing is counted yet."""
+        torch._foreach_zero_([self.counts, self.dropped, self.seen])
+        self.values.zero_()
+
+    def forward(
+        self, x: torch.Tensor, batch: Any, chosen: Callable[[torch.Tensor], None] = lambda ids: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """batch: `Tokens`, of which losses need `aux_scale` and sample_ids, and packs positions.
+
+        chosen: is given the ids, before counts and losses are made.
+        """
+        config, t = self.config, len(x)
+        counting = self.training and torch.is_grad_enabled()
+        real = None if batch.cu_seqlens is None else _real(batch.residual_positions, t)
+        logits = self._logits(x, batch)
+        table = None
+        if "sinkhorn" in config.moe_router_load_balancing_type and batch.dropout_seed is not None:
+            table = sinkhorn(logits, self.axes.tp_cp, real)
+        probs, ids = choose(logits, config, self.expert_bias, table)
+        kept, capacity = ids, expert_capacity(t, config)
+        if capacity is not None:
+            kept = drop(probs, ids, capacity, config.num_experts, config.moe_token_drop_policy)
+        sent = kept.int()
+        chosen(sent)
+        if counting:
+            self.counts += count(ids, config.num_experts, of=real)[0]
+            if kept is not ids:
+                lost = kept < 0 if real is None else (kept < 0) & real
+                self.dropped += count(ids, config.num_experts, of=lost)[0]
+            if self.losses and batch.aux_scale is not None:
+                probs = LossFunction.apply(probs, self._loss(logits, ids, batch, real), batch.aux_scale)
+        return probs, sent
+
+    def _logits(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
+        """fp32 `[t, E]`."""
+        config, site = self.config, -1 - self.config.num_layers - self.layer  # beyond those of attention
+
+        def jitter(x: torch.Tensor, eps: float) -> torch.Tensor:
+            place = batch.dropout_seed, site, batch.residual_positions, batch.sample_ids
+            rows = x.view(len(batch.residual_positions), -1, x.shape[1])
+            return dropout.jitter(rows, eps, *place).view_as(x)
+
+        if config.moe_input_jitter_eps and batch.dropout_seed is not None:
+            x = jitter(x, config.moe_input_jitter_eps)
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype, x.dtype)
+        logits = GateFunction.apply(x, self.weight, dtype).float()
+        if config.moe_router_force_load_balancing and batch.dropout_seed is not None:
+            logits = logits + (jitter(torch.ones_like(logits), 1.0) - logits).detach()
+        return logits
+
+    def _loss(
+        self, logits: torch.Tensor, ids: torch.Tensor, batch: Any, real: torch.Tensor | None
+    ) -> torch.Tensor:
+        """This rank's summand of the weighted sum of all losses, times the microbatch's tokens."""
+        config, axes = self.config, self.axes
+        columns = len(batch.sample_ids) if "seq_aux_loss" in self.losses else 1
+        scores = all_scores(logits, config)
+        if self.expert_bias is not None or config.moe_router_group_topk:
+            ids = scores.topk(config.moe_router_topk).indices
+        counts, found = count(ids, config.num_experts, columns, real), []
+        scores = scores if real is None else scores * real
+        for name in self.losses:
+            if name == "z_loss":
+                found.append(z_loss(logits, real))
+            elif name == "seq_aux_loss":
+                found.append(load_loss(scores, all_reduce(counts, axes.tp_cp)))
+            else:
+                found.append(load_loss(scores, self._all_counts(name, counts.sum(0))[None]))
+        self.values += torch.stack(found).detach()
+        return sum(coeff * value for coeff, value in zip(self.losses.values(), found, strict=True))
+
+    def _all_counts(self, name: str, counts: torch.Tensor) -> torch.Tensor:
+        """The counts `[E]` that a loss has f from, or a multiple where tp ranks have the same tokens."""
+        if name == "aux_loss":
+            return all_reduce(counts, self.axes.tp_cp)
+        self.seen += all_reduce(all_reduce(counts, self.spread), self.axes.dp_cp)
+        return self.seen
+
+
+def update_expert_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> None:
+    """Move the bias `[..., E]` up for experts below the mean count, down for those above, in place."""
+    bias.add_((counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign(), alpha=rate)

@@ -1,0 +1,106 @@
+"""What an iteration computes: this rank's microbatches, and the loss that the last pipeline stage makes.
+
+    global batch of an iteration, in the order of the data
+        microbatch 0            microbatch 1            ...
+        dp 0 | dp 1 | ...       dp 0 | dp 1 | ...               each rank reads its own part of each
+
+The loss is the mean over the unmasked tokens of the whole global batch, whatever their share in a microbatch:
+each token's loss is weighted by mask / tokens, where the tokens of all of dp x cp are counted beforehand.
+Microbatches that are packs of documents are other ones, and not as many on every rank (packed_dataset.py).
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from nanomegatron import comm
+from nanomegatron.config.settings import Config
+from nanomegatron.data.loader import Batch, BatchLoader
+from nanomegatron.data.packed_dataset import PackLoader
+from nanomegatron.layers import Tokens
+from nanomegatron.mesh import Mesh
+from nanomegatron.model import GPTModel
+from nanomegatron.pp import Stages, rehearse
+from nanomegatron.run import Run, lengths_of
+
+
+def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eod: int) -> tuple:
+    """What hands this rank its microbatches of each dataset, None where there is none. config: resolved."""
+    sharing = (mesh.device, model.reads_tokens, mesh.cp, config.parallel.cp_types(config.model.num_layers))
+    if config.data.variable_seq_lengths:
+        return tuple(d and PackLoader(d, config, eod, mesh, model[0].padded_vocab_size) for d in datasets)
+    return tuple(d and BatchLoader(d, config.data, eod, mesh.dp, *sharing) for d in datasets)
+
+
+def step_batches(
+    run: Run, loader: BatchLoader | PackLoader, first_sample: int, batch_size: int
+) -> Iterator[Batch]:
+    """This rank's microbatches of the global batch that begins at `first_sample`, on the device."""
+    if isinstance(loader, PackLoader):
+        yield from loader.batches(first_sample, batch_size)
+        return
+    for sample in range(0, batch_size, run.config.data.micro_batch_size * run.mesh.dp.size):
+        yield loader.get(first_sample + sample)
+
+
+def losses(
+    chunk: GPTModel,
+    batch: Batch,
+    weights: torch.Tensor | None = None,
+    dropout_seed: int | None = None,
+    aux_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The last stage's loss of each token of the batch, `[b, s]` fp32; of other stages the activations.
+
+    weights: what the losses will be multiplied by; aux_scale: the same for those of routers.
+    """
+    documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
+    places = (batch.tokens, batch.positions, batch.sample_ids)
+    tokens = Tokens(*places, dropout_seed, *documents, weights, batch.shard, aux_scale)
+    return chunk(tokens, batch.labels)
+
+
+def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
+    """Unmasked tokens of the global batch, at least 1, on the last stage, int64. Communicates over dp_cp."""
+    if not run.model.has_loss:
+        return None
+    mine = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
+    return comm.all_reduce_(mine, run.mesh.dp_cp).clamp(min=1)
+
+
+def all_tokens(run: Run) -> int:
+    """Tokens of the next iteration's global batch, masked ones too, but no padding."""
+    return sum(length * n for length, n in lengths_of(run, run.iteration + 1).items())
+
+
+def forward_step(
+    run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
+) -> Callable[[GPTModel, int], torch.Tensor]:
+    """What `pp.execute` runs for microbatch i of a chunk; the last stage adds its loss to `total`."""
+    scale = run.optimizer.scaler.scale * run.grads.grad_scale
+    each = None  # routers' losses: the mean over all tokens
+    if run.config.model.num_experts is not None:
+        each = scale / all_tokens(run)
+
+    def step(chunk: GPTModel, i: int) -> torch.Tensor:
+        batch, seed = batches[i], run.config.run.seed
+        if not chunk.post_process:
+            return losses(chunk, batch, None, seed, each)
+        weights = batch.loss_mask * (scale / tokens)
+        loss = losses(chunk, batch, weights, seed, each)
+        total.add_((loss.detach() * batch.loss_mask).sum() / tokens)
+        return (loss * weights).sum()
+
+    return step
+
+
+def rehearse_step(run: Run) -> None:
+    """A microbatch through this rank's chunks, each by itself; its gradients are forgotten. See pp.py."""
+    data = run.config.data
+    batches, total = [run.loaders[0].get(run.consumed_samples)], torch.zeros((), device=run.mesh.device)
+    run.grads.zero(1)
+    step = forward_step(run, batches, token_count(run, batches), total)
+    rehearse(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))
+    run.grads.grad_sync()
+    if run.model.scales is not None:
+        run.model.scales.forget_step()
