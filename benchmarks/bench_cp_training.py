@@ -37,7 +37,7 @@ from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config
 from nanomegatron.flops import flops_per_iteration
 from nanomegatron.mesh import Mesh
-from nanomegatron.plan import memory
+from nanomegatron.plan.memory import memory
 from nanomegatron.report.log import RunLog
 from nanomegatron.run import StepReport, lengths_of, rates, run_folder
 

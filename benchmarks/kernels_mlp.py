@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels_common import Case, Sizes, backward, case, compiled, exact, forward
-from nanomegatron.ops import swiglu
+from nanomegatron.ops.swiglu import swiglu
 from nanomegatron.ops.permute import Routing, permute, route_ref, unpermute
 
 

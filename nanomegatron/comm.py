@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Link
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -94,25 +94,24 @@ class _Works(list):
         return all(work.is_completed() for work in self)
 
 
-def start_send(x: torch.Tensor, wire: Axis) -> Pending:
-    """Begin to hand x to the receiver of a wire, which takes messages in the order in which they are sent."""
+def start_send(x: torch.Tensor, link: Link) -> Pending:
+    """Begin to send x over a link, whose receiver takes messages in the order in which they are sent."""
     x = x.contiguous()
-    count(wire, "send", x)
-    return Pending(x, dist.isend(x, wire.ranks[1], group=wire.group), x)
+    count(link.axis, "send", x)
+    return Pending(x, dist.isend(x, link.axis.ranks[1], group=link.axis.group), x)
 
 
-def start_receive(empty: Callable[[], torch.Tensor], wire: Axis) -> Pending:
-    """Begin to receive the next message of a wire into what `empty` makes, which has its shape and type.
+def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
+    """Begin to receive the next message of a link into a buffer from `empty`, of its shape and type.
 
-    On a GPU it comes beside all that the current stream has to do, into memory of a stream that the wire has
-    for itself. Until it has come nothing that synchronizes the GPU returns (to load a kernel does, too): what
-    the message depends on must have been launched.
+    On a GPU it runs on the link's stream, beside the current one. Until the message has arrived nothing that
+    synchronizes the GPU returns (loading a kernel does that too): what the message depends on must have been
+    launched before.
     """
-    stream = wire.scratch.get("stream")
-    with torch.cuda.stream(stream) if stream else nullcontext():
+    with torch.cuda.stream(link.stream) if link.stream else nullcontext():
         out = empty()
-        work = dist.irecv(out, wire.ranks[0], group=wire.group)
-    if stream:
+        work = dist.irecv(out, link.axis.ranks[0], group=link.axis.group)
+    if link.stream:
         out.record_stream(torch.cuda.current_stream())
     return Pending(out, work)
 

@@ -25,12 +25,13 @@ all-gather: Llama 3, 2407.21783, section 3.3.2; two levels: LoongTrain, 2406.184
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter
 from nanomegatron.cp_shard import ROUND, Round, Selection, Shard, Step
-from nanomegatron.fast.peer_memory import ring_shift
+from nanomegatron.comm import start_shift
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
 from nanomegatron.ops.attention_blocks import attend, attend_backward
@@ -196,7 +197,7 @@ def travelling(
 
 def ring_of(axis: Axis, k: torch.Tensor, name: str, kept: int) -> Callable[..., Pending]:
     """How keys or their gradients, and those of values, are sent in a round."""
-    return ring_shift(axis, k.device, name, 2 * k.nbytes * min(ROUND, axis.size - 1), kept)
+    return partial(start_shift, axis=axis)
 
 
 def pieces(turn: Round, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:

@@ -25,14 +25,23 @@ from nanomegatron.comm import (
     all_reduce_,
     reduce_scatter,
     start_all_gather,
-    start_all_reduce_,
-    start_reduce_scatter,
 )
-from nanomegatron.fast.fp8_producers import casts_of
 from nanomegatron.fp8 import Cast, Fp8Linear, Quantized, matmul
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_matmul import add_fp8_product_
 from nanomegatron.param import accumulate_weight_grad, contribute, main_grad, puts_off, when_due
+from nanomegatron.recompute import source_of
+from nanomegatron.tp import start_input_grad_sum
+
+
+class QuantizedLinear:
+    """A `linear` of tp.py that multiplies in FP8."""
+
+    def __init__(self, fp8: Fp8Linear) -> None:
+        self.fp8 = fp8
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+        return Fp8LinearFunction.apply(x, weight, axis, comm, self.fp8, torch.is_grad_enabled())
 
 
 class Fp8LinearFunction(torch.autograd.Function):
@@ -42,7 +51,7 @@ class Fp8LinearFunction(torch.autograd.Function):
     def forward(
         ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, fp8: Fp8Linear, trains: bool
     ) -> torch.Tensor:
-        cast = casts_of(x)
+        cast = source_of(x).casts
         if cast is None:
             wanted, cut = fp8.outputs(comm, trains), None if comm == "copy" else axis
             cast = fp8.cast(x.flatten(0, -2), "x", wanted, cut, trains)
@@ -61,7 +70,7 @@ class Fp8LinearFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, axis, comm, fp8 = ctx.weight, ctx.axis, ctx.comm, ctx.fp8
         rows, kept = grad.flatten(0, -2), ctx.saved_tensors
-        if (cast := casts_of(grad)) is not None:
+        if (cast := source_of(grad).casts) is not None:
             row, flip = cast
         elif comm == "scatter":
             row = start_gather(fp8.cast(rows, "g", "row", axis).row, axis)()
@@ -73,7 +82,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         coming = start_gather(Cast(*kept), axis) if gathers and not later else None
         dx = matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
-        sent = start_sum(dx, axis, comm)
+        reduced = start_input_grad_sum(dx, axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
             if not fp8.recipe.wgrad:
@@ -86,14 +95,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             return add_weight_grad(weight, flip, fp8.turned(x, "x"))
 
         dw = when_due(weight, weight_grad)
-        return sent.wait(), dw, None, None, None, None
-
-
-def start_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
-    """Begin to sum the input gradient of a linear layer over the ranks that used its input."""
-    if comm == "copy":
-        return start_all_reduce_(dx, axis)
-    return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
+        return reduced.wait(), dw, None, None, None, None
 
 
 def add_weight_grad(weight: nn.Parameter, g: Cast, x: Cast) -> torch.Tensor | None:

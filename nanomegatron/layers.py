@@ -1,87 +1,127 @@
-"""The two ends of the model and what goes in: what a first and a last pipeline stage have beside layers.
+"""The layers of a transformer besides attention: Norm, MLP, embedding, output layer.
 
-    tokens [b, s] -> Embedding -> x [s, b, h] -> layers -> Norm -> OutputLayer -> loss [b, s] or logits
+    tokens [b, s] -> Embedding -> x [s, b, h] -> ( Norm -> attention | Norm -> MLP ) x n -> Norm -> OutputLayer
 
-Which of it one GPTModel has, and which layers, is its `Stage`. The weight of a tied embedding is the output
-weight too: one parameter where both ends are on one rank, else two copies, drawn alike, whose gradients are
-summed over the two ranks.
+Where a layer has a fast form, one attribute holds the function that runs: `Norm.op`, `MLP.act`,
+`OutputLayer.linear`, `OutputLayer.loss`. Its default is the form of the core; `build.py` may set another one.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanomegatron.batch import Batch
 from nanomegatron.comm import own_slice
 from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.cp_shard import Shard
-from nanomegatron.fast.fused_loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import dropout
-from nanomegatron.param import Init, ParamSpec, new_parameter, replica
-from nanomegatron.router import MoeAxes
-from nanomegatron.tp import VocabParallelEmbedding, vocab_parallel_logits
+from nanomegatron.ops.norm import add_norm, norm, norm_ref
+from nanomegatron.ops.swiglu import activation
+from nanomegatron.param import Init, ParamSpec, new_parameter, replica, scaled_std
+from nanomegatron.recompute import keeping, recomputed, with_source
+from nanomegatron.tp import (
+    ColumnParallelLinear,
+    LinearFunction,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """What the model reads: the tokens and where they stand.
-
-    `tokens` `[b, s]`, `positions` `[s]` in the sample; `sample_ids` `[b]` number the samples in the global
-    data order, and with `dropout_seed` determine the dropout masks (None: no dropout). `position_ids`
-    `[b, s]` are given where they start over with each document; `cu_seqlens`, `max_seqlen` (ops/attention.py)
-    where attention ends with it, of all tokens: padding is a document, too, at positions below 0.
-    `loss_weights` `[b, s]` are the gradients that the losses will get, for --cross-entropy-loss-fusion;
-    `aux_scale`, 0-d, is the gradient of the losses that even the load of experts, sums over tokens (None:
-    there are none). The model itself fills in `residual_positions`, `[s/tp]`. With a `shard` all this but
-    cu_seqlens is of the s/cp tokens that this rank has of a row.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    sample_ids: torch.Tensor | None = None
-    dropout_seed: int | None = None
-    position_ids: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
-    max_seqlen: int | None = None
-    loss_weights: torch.Tensor | None = None
-    shard: Shard | None = None
-    aux_scale: torch.Tensor | None = None
-    residual_positions: torch.Tensor | None = None
-
-    @property
-    def embedded_positions(self) -> torch.Tensor:
-        """The positions that learned embeddings are of, `[s]` or `[b, s]`."""
-        return self.positions if self.position_ids is None else self.position_ids
-
-    @property
-    def rotary_positions(self) -> torch.Tensor:
-        """Those that queries and keys turn by: across documents it is the real distance that counts."""
-        return self.positions if self.cu_seqlens is None else self.embedded_positions
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Which part of a model a GPTModel is; all of it by default.
-
-    embed: the ranks that have the first and the last stage. word_embeddings: the weight of the embedding
-    where another GPTModel of this rank has it. experts: the axes that mixtures of experts use.
-    """
-
-    layers: range | None = None
-    pre_process: bool = True  # the embedding comes before the layers
-    post_process: bool = True  # norm, output layer and loss come behind them
-    embed: Axis | None = None
-    word_embeddings: nn.Parameter | None = None
-    experts: MoeAxes = MoeAxes()
-
-
-def hidden_dropout(x: torch.Tensor, p: float, batch: Tokens, site: int) -> torch.Tensor:
+def hidden_dropout(x: torch.Tensor, p: float, batch: Batch, site: int) -> torch.Tensor:
     """Dropout of the residual stream, the same under any layout; `site` numbers the places from 0."""
     if p == 0.0 or batch.dropout_seed is None:
         return x
     return dropout(x, p, batch.dropout_seed, site, batch.residual_positions, batch.sample_ids)
+
+
+def normalize(
+    layer: "Norm", x: torch.Tensor, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = norm(x + residual), and x + residual. All `[..., h]`"""
+    how = layer.weight, layer.bias, layer.eps, layer.from_one
+    if residual is not None and layer.fused:
+        return add_norm(x, residual, *how)
+    x = x if residual is None else x + residual
+    return (norm if layer.fused else norm_ref)(x, *how), x
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dim; the weight is the same on every rank of `axis`.
+
+    partial: its ranks normalize different parts of the data (heads, or pieces of the sequence).
+    """
+
+    op: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(normalize)
+
+    def __init__(
+        self, config: TransformerConfig, size: int, axis: Axis, init: Init, partial: bool = False
+    ) -> None:
+        super().__init__()
+        self.eps, self.from_one = config.norm_epsilon, config.apply_layernorm_1p
+        self.fused, self.recompute = config.persist_layer_norm, False
+
+        def parameter(kind: str, value: float) -> nn.Parameter:
+            part = replica(f"{init.name}.{kind}", (size,), axis, partial)
+            return new_parameter(ParamSpec((part,), (size,), decay=False), init, fill=value)
+
+        self.weight = parameter("weight", 0.0 if self.from_one else 1.0)
+        self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._recomputable(*self.op(self, x))[0]
+
+    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and this sum."""
+        return self._recomputable(*self.op(self, x, residual))
+
+    def _recomputable(self, y: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.recompute:
+            with_source(y, lambda x: self.op(self, x)[0], total)
+        return y, total
+
+
+def activate(mlp: "MLP", x: torch.Tensor) -> torch.Tensor:
+    """The activation between the two layers of an MLP. `[..., 2f]` for gated units, or `[..., f]` -> `[..., f]`"""
+    return mlp.activation(x)
+
+
+class MLP(nn.Module):
+    """The two-layer feed-forward network: `[s, b, h] -> [s, b, h]`, inner features cut over tp."""
+
+    act: Callable[["MLP", torch.Tensor], torch.Tensor] = staticmethod(activate)
+
+    def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
+        """size: of the inner features, for shared experts."""
+        super().__init__()
+        h, ffn = config.hidden_size, size or config.ffn_size
+        bias, cut = not config.disable_bias_linear, config.sequence_parallel
+        inner = {"gate": ffn, "up": ffn} if config.swiglu else ffn
+        self.activation = activation(config)
+        self.fused = config.swiglu and config.bias_swiglu_fusion
+        self.recompute_act = config.recomputes("mlp_act")
+        self.recompute = size is None and config.recomputes("mlp")
+        self.linear_fc1 = ColumnParallelLinear(
+            h, inner, tp, init.at("linear_fc1"), bias, sequence_parallel=cut
+        )
+        std = scaled_std(config.init_method_std, config.num_layers)
+        self.linear_fc2 = RowParallelLinear(
+            ffn, h, tp, init.at("linear_fc2", std), bias, sequence_parallel=cut
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return recomputed(self._forward, x) if self.recompute else self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        with keeping(x):
+            x = self.linear_fc1(x)
+        y = self.act(self, x)
+        if self.recompute_act:
+            with_source(y, lambda x: self.act(self, x), x)
+        with keeping(y):
+            return self.linear_fc2(y)
 
 
 class Embedding(nn.Module):
@@ -108,7 +148,7 @@ class Embedding(nn.Module):
             part = replica(f"{init.name}.position_embeddings.weight", (positions, h), tp, partial=cut)
             self.position_embeddings = new_parameter(ParamSpec((part,), (positions, h)), init)
 
-    def forward(self, batch: Tokens) -> torch.Tensor:
+    def forward(self, batch: Batch) -> torch.Tensor:
         x = self.word_embeddings(batch.tokens)
         if self.position_embeddings is not None:
             places = batch.embedded_positions
@@ -122,22 +162,24 @@ class Embedding(nn.Module):
 class OutputLayer(nn.Module):
     """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
 
+    linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
+    # (x, weight, labels, loss_weights, tp, vocab_size, sequence_parallel) -> loss [b, s], with no logits in between
+    loss: Callable[..., torch.Tensor] | None = None
+
     def __init__(self, config: TransformerConfig, vocab_size: int, weight: nn.Parameter, tp: Axis) -> None:
         """weight: `[V/tp, h]`, columns past `vocab_size` are padding."""
         super().__init__()
         self.vocab_size, self.weight, self.tp = vocab_size, weight, tp
-        self.fused, self.sequence_parallel = config.cross_entropy_loss_fusion, config.sequence_parallel
+        self.sequence_parallel = config.sequence_parallel
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, loss_weights: torch.Tensor | None
     ) -> torch.Tensor:
         """Loss `[b, s]` for labels, or logits `[s, b, V/tp]`."""
         cut = self.sequence_parallel and self.training
-        if labels is not None and self.fused:
-            return fused_linear_cross_entropy(
-                x, self.weight, labels, loss_weights, self.tp, self.vocab_size, cut
-            )
-        logits = vocab_parallel_logits(x, self.weight, self.tp, cut)
+        if labels is not None and self.loss is not None:
+            return self.loss(x, self.weight, labels, loss_weights, self.tp, self.vocab_size, cut)
+        logits = self.linear(x, self.weight, self.tp, "gather" if cut else "copy")
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.tp, self.vocab_size)

@@ -16,9 +16,9 @@ An `Axis` is this rank's group along one direction. A layer is given the axes it
 axis of size 1 has no communicator, and every collective on it is the identity, so that one process and a
 cluster run the same code. Two meshes can live in one process. (Rank order: arXiv 2104.04473, section 3.)
 
-Messages between pipeline stages go over wires, one for each ordered pair of ranks that the schedule lets
-talk, with a communicator, and so on a GPU a stream, of its own: what comes from one rank never waits for
-what goes to it, and the messages of a wire need no tags, since their order is known to both ends.
+Messages between pipeline stages use point-to-point links, one for each ordered pair of ranks between which
+the schedule sends. A link has a communicator of its own, and on a GPU a stream: receives from a rank never
+wait for sends to it, and messages need no tags, since both ends know their order.
 """
 
 import datetime
@@ -36,11 +36,10 @@ import torch
 import torch.distributed as dist
 
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.fast.peer_access import peer_access_errors
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
-# Of a wire: a message waits for its other end for as long as an op takes, and may take time to be sent, too.
-WIRE_CTAS = 2
+# NCCL's blocks of a link: a message waits for its other end for as long as an op takes, and may be slow.
+P2P_MAX_CTAS = 2
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,6 @@ class Axis:
     ranks: tuple[int, ...]
     group: Any = field(default=None, compare=False, repr=False)
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
-    overlap: bool = False  # matmuls and collectives over this axis work in pieces, side by side
-    scratch: dict = field(default_factory=dict, compare=False, repr=False)  # shared buffers, a wire's stream
-    peer_access_error: str = "no GPU"  # why its ranks share no memory, the same for all groups of this axis
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
@@ -74,6 +70,17 @@ class Axis:
     def single(name: str = "single") -> "Axis":
         """An axis of one rank, for a model that nobody shares."""
         return Axis(name, 1, 0, (0,))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A one-way connection between two pipeline ranks; messages arrive in the order in which they are sent.
+
+    axis: sender and receiver. stream: on a GPU, the one that receives run on.
+    """
+
+    axis: Axis
+    stream: Any = None
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,10 @@ def pick_device(asked: str, world: World) -> torch.device:
 class Mesh:
     """All axes of this rank. `world` is every rank, `etp_ep` all that share one copy of a stage's experts.
 
-    `embed` are the ranks of the first and the last stage; `wires` those of this rank by (sender, receiver),
-    numbers on the pp axis, each an axis of these two. `cp.levels`, with hierarchical_context_parallel_sizes:
-    some neighbours, and the ranks in the same place among theirs.
+    `embed` are the ranks of the first and the last stage; `p2p_links` this rank's by (sender, receiver),
+    numbers on the pp axis. `cp.levels`, with hierarchical_context_parallel_sizes: some neighbours, and the
+    ranks in the same place among theirs. `groups`: every group of world ranks, by axis; `communicators`: this
+    rank's process groups by their ranks.
     """
 
     rank: int
@@ -128,7 +136,9 @@ class Mesh:
     edp: Axis
     etp_ep: Axis
     embed: Axis
-    wires: dict[tuple[int, int], Axis] = field(default_factory=dict)
+    p2p_links: dict[tuple[int, int], Link] = field(default_factory=dict)
+    groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
+    communicators: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
 
     @staticmethod
@@ -159,29 +169,19 @@ class Mesh:
             name: _axis(name, rank_groups, world.rank, groups, traffic, device, timeout)
             for name, rank_groups in made.items()
         }
-        errors = peer_access_errors(made, groups, device) if parallel.peer_memory else {}
-        if parallel.dynamic_context_parallel:
-            changing = ["cp", *(f"cp{n}" for n in parts["cp"])]
-            errors |= dict.fromkeys(changing, "cp works in groups that change from batch to batch")
-        for name, axis in axes.items():
-            axes[name] = replace(axis, peer_access_error=errors.get(name, "--no-peer-memory"))
         for name, sizes in parts.items():
             axes[name] = replace(axes[name], parts={n: axes.pop(f"{name}{n}") for n in sizes})
-        axes["tp"] = replace(axes["tp"], overlap=parallel.tp_comm_overlap)
-        axes["ep"] = replace(axes["ep"], overlap=parallel.overlap_moe_expert_parallel_comm)
         if levels:
             outer = axes.pop("cp across")
             axes["cp"] = replace(axes["cp"], levels=(axes["cp"].neighbours(levels[0]), outer))
-        wires = {}
-        for ends in wire_ends(parallel):
+        links = {}
+        for ends in link_ends(parallel):
             pairs = [tuple(ranks[end] for end in ends) for ranks in made["pp"]]
-            wire = _axis("pp", pairs, world.rank, {}, traffic, device, timeout, WIRE_CTAS)  # none is shared
-            if wire.size > 1:
-                wires[ends] = wire
-                if device.type == "cuda":
-                    wire.scratch["stream"] = torch.cuda.Stream(device)
-                _first_message(wire, device)
-        return Mesh(world.rank, device, wires=wires, traffic=traffic, **axes)
+            axis = _axis("pp", pairs, world.rank, {}, traffic, device, timeout, P2P_MAX_CTAS)  # none is shared
+            if axis.size > 1:
+                links[ends] = Link(axis, torch.cuda.Stream(device) if device.type == "cuda" else None)
+                _first_message(axis, device)
+        return Mesh(world.rank, device, **axes, p2p_links=links, groups=made, communicators=groups, traffic=traffic)
 
     @property
     def label(self) -> str:
@@ -243,11 +243,11 @@ def cp_parts(parallel: ParallelConfig) -> list[int]:
     return [n for n in wanted if n < cp and cp % n == 0]
 
 
-def wire_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
+def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
     """The pipeline ranks (sender, receiver) between which the schedule sends, in the order to connect them.
 
-    Both ends of a wire wait for each other, so all ranks take their wires in this order: 0-1, 2-3, ... first,
-    which have no rank in common and connect at the same time, then 1-2, 3-4, ... By their numbers each wire
+    Both ends of a link wait for each other, so all ranks take their links in this order: 0-1, 2-3, ... first,
+    which have no rank in common and connect at the same time, then 1-2, 3-4, ... By their numbers each link
     would wait for the one before it.
     """
     placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
@@ -298,17 +298,17 @@ def _axis(
     return Axis(name, len(mine), mine.index(rank), mine, groups.get(mine), traffic)
 
 
-def _first_message(wire: Axis, device: torch.device) -> None:
+def _first_message(link: Axis, device: torch.device) -> None:
     """Send a number. NCCL connects two ranks at their first message, and the host waits for the other one.
 
-    In the middle of a schedule both might wait, each for the other's part in another wire; here, where every
-    rank takes its wires in the same order, that cannot happen.
+    In the middle of a schedule both might wait, each for the other's part in another link; here, where every
+    rank takes its links in the same order, that cannot happen.
     """
     x = torch.zeros(1, device=device)
-    if wire.rank == 0:
-        dist.send(x, wire.ranks[1], group=wire.group)
+    if link.rank == 0:
+        dist.send(x, link.ranks[1], group=link.group)
     else:
-        dist.recv(x, wire.ranks[0], group=wire.group)
+        dist.recv(x, link.ranks[0], group=link.group)
 
 
 def _nccl_options(ctas: int | None) -> Any:
@@ -337,7 +337,7 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
         store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    # A group of two ranks sends one message after the other, as torch warns: it is what a wire is to do.
+    # A group of two ranks sends one message after the other, as torch warns: it is what a link is to do.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 

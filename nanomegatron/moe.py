@@ -15,11 +15,12 @@ is cut over `etp`. Which token goes where is decided by its own rank, for sinkho
 import torch
 from torch import nn
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.fast.moe_dispatch import Journey
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
-from nanomegatron.recompute import recomputed
+from nanomegatron.recompute import keeping, recomputed
 from nanomegatron.router import MoeAxes, Router
 
 
@@ -44,10 +45,17 @@ class MoELayer(nn.Module):
             part = replica(name.name, shape, axes.tp, partial=config.sequence_parallel)
             self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
         self.axes, self.dispatcher = axes, config.moe_token_dispatcher_type
-        self.recompute = config.recomputes("shared_experts")
+        self.recompute_shared = config.recomputes("shared_experts")
+        self.recompute = config.recomputes("moe")
 
-    def forward(self, x: torch.Tensor, batch) -> torch.Tensor:
-        """batch: the model's `Tokens`."""
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with keeping(x):
+                return self._run(x, batch)
+
+        return recomputed(run, x) if self.recompute else run(x)
+
+    def _run(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         rows = x.flatten(0, 1)
         journey = Journey(rows, self.experts, self.axes, self.dispatcher)
         probs, _ = self.router(rows, batch, journey.route)
@@ -55,7 +63,7 @@ class MoELayer(nn.Module):
 
         def meanwhile() -> None:
             if self.shared_experts is not None:
-                shared.append(recomputed(self._shared, x) if self.recompute else self._shared(x))
+                shared.append(recomputed(self._shared, x) if self.recompute_shared else self._shared(x))
 
         y = journey.sums(probs, meanwhile).view_as(x)
         return y + shared[0] if shared else y

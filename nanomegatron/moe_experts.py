@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fast.fp8_producers import CastFp8Function, through
+from nanomegatron.fast.fp8_producers import CastFp8Function
 from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Scales
 from nanomegatron.moe_matmul import GroupedFp8LinearFunction, GroupedLinearFunction, Groups, whole
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, ParamSpec, Part, Soon, new_parameter, replica, scaled_std, shard
+from nanomegatron.recompute import keeping, with_source
 from nanomegatron.router import MoeAxes
 
 
@@ -66,6 +67,7 @@ class GroupedExperts(nn.Module):
             sizes = f"ep {ep.size}, etp {etp.size}"
             raise ValueError(f"{config.num_experts} experts of {f} features do not divide by {sizes}")
         self.config, self.activation = config, activation(config)
+        overlaps = axes.halves
         self.recompute, self.name = config.recomputes("moe_act"), init.name
         local = config.num_experts // ep.size
         names = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
@@ -77,7 +79,7 @@ class GroupedExperts(nn.Module):
                 parts.append(part(name, rows))
                 rows += parts[-1].stop - parts[-1].start or h
             writes = bool(rest)
-            uses = 1 + (writes and ep.overlap)  # each half of the tokens
+            uses = 1 + (writes and overlaps)  # each half of the tokens
             spec = ParamSpec(tuple(parts), (rows, *rest), writes, uses, decay=writes, expert=True)
             return new_parameter(spec, init, None if writes else 0.0)
 
@@ -130,10 +132,11 @@ class GroupedExperts(nn.Module):
                 return y
             return CastFp8Function.apply(y, second, second.outputs("", trains), trains, None)
 
-        def last(y: torch.Tensor) -> torch.Tensor:
-            return linear(y, self.weight2, groups, True, second)
-
-        y = through(activated(x), last, activated, x if self.recompute else None, early)
+        y = activated(x)
+        if self.recompute:
+            with_source(y, activated, x)
+        with keeping(y, early):
+            y = linear(y, self.weight2, groups, True, second)
         return y if self.bias2 is None else AddBiasFunction.apply(y, self.bias2 * self.first, groups.offsets)
 
 

@@ -32,9 +32,10 @@ from math import prod
 import torch
 from torch import nn
 
-from nanomegatron.fast.fp8_producers import casts_of
 from nanomegatron.fp8 import Cast, Fp8Linear, matmul
 from nanomegatron.param import Soon, add_product, contribute, main_grad, now_or, puts_off, when_due
+from nanomegatron.recompute import source_of
+
 
 LARGE = 2**36  # multiplications
 
@@ -198,7 +199,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         soon: Soon | None = None,
     ) -> torch.Tensor:
         """x: or a stand-in for it, with casts."""
-        cast = casts_of(x) or fp8.cast(x, "x", fp8.outputs("", trains), None, trains)
+        cast = source_of(x).casts or fp8.cast(x, "x", fp8.outputs("", trains), None, trains)
         ctx.weight, ctx.groups, ctx.transposed, ctx.fp8, ctx.dtype = weight, groups, transposed, fp8, x.dtype
         ctx.soon = soon
         ctx.save_for_backward(*((cast.flip or cast.row) if fp8.recipe.wgrad else (x,)))

@@ -1,20 +1,22 @@
-"""Activation recomputation: what the backward needs is thrown away in the forward and made again.
+"""Activation recomputation: drop what the backward needs in the forward, and compute it again.
 
-    granularity   what is kept                       what is made again, just before its own backward
+    granularity   what is kept                       what is recomputed, just before its own backward
     selective     all, but of the modules named      core_attn: attention from q, k, v; mlp: the whole MLP;
                                                      layernorm, mlp_act: their outputs, from their inputs
     full          the input of every N layers        these layers (uniform), or
                   the input of each of the first N   each of the first N, the others kept whole (block)
 
 Two mechanisms. `recomputed` runs a function without autograd, keeps its inputs, and in the backward runs it
-again with autograd. `made_again` is for outputs that only the next matmul keeps: while that runs, autograd
-gets a recipe in place of the tensor. The result is equal to the bit: hidden dropout depends on counters
-alone, and for kernels that draw for themselves the generator's state is put back.
+again with autograd. A `Source` is for outputs that only the next matmul keeps (of a norm, of an activation):
+the tensor carries what it was made from, and while its reader runs (`keeping`) autograd gets that recipe in
+place of the tensor. The result is equal to the bit: hidden dropout depends on counters alone, and for kernels
+that draw random numbers the generator's state is restored.
 (arXiv 1604.06174; selective 2205.05198)
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,81 +37,126 @@ def segments(config: TransformerConfig, num_layers: int) -> list[tuple[range, bo
     return [(range(i, i + 1), True) for i in range(n)] + [(range(n, num_layers), False)]
 
 
+@dataclass
+class Source:
+    """How a tensor was made, for its readers, who then need not keep the tensor: its attribute `source`.
+
+    make(x): makes it again, None where it is to be kept. casts: its FP8 copies (`fp8.Quantized`) where the
+    kernel that made it has quantized it; the tensor itself is then a placeholder (`fast/fp8_producers.py`).
+    """
+
+    casts: Any = None
+    make: Callable[[torch.Tensor], torch.Tensor] | None = None
+    x: torch.Tensor | None = None
+
+    @torch.enable_grad()  # with the copies that a backward reads
+    def again(self) -> torch.Tensor:
+        return self.make(self.x)
+
+
+def source_of(x: torch.Tensor) -> Source:
+    """The source of a tensor; an empty one if it has none."""
+    return getattr(x, "source", None) or Source()
+
+
+def with_source(y: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """Let readers of y = make(x) keep x in its place."""
+    if torch.is_grad_enabled():
+        y.source = Source(source_of(y).casts, make, x.detach())
+
+
+def saved_form(x: torch.Tensor) -> torch.Tensor:
+    """What a linear layer saves of its input for the backward: x, or the bytes of an FP8 copy."""
+    casts = source_of(x).casts
+    return x if casts is None else (casts.flip or casts.row).data
+
+
+@contextmanager
+def keeping(x: torch.Tensor, prefetch: list[Callable] | None = None) -> Iterator[None]:
+    """Run the reader of x inside: autograd keeps the source of x in place of x, or of a view of all of it.
+
+    prefetch: gets a function that recomputes x before the backward asks for it, to run beside communication.
+    """
+    source = source_of(x)
+    if source.make is None:
+        yield
+        return
+    kept = saved_form(x)
+    place = kept.data_ptr(), kept.numel()  # autograd keeps `pack`, which must not keep x
+    made: list[torch.Tensor] = []
+    if prefetch is not None:
+        prefetch.append(lambda: made.append(saved_form(source.again())))
+
+    def pack(x: torch.Tensor) -> Any:
+        return x.shape if (x.data_ptr(), x.numel()) == place and x.is_contiguous() else x
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        return (made.pop() if made else saved_form(source.again())).view(saved)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
 class RecomputeFunction(torch.autograd.Function):
-    """run(*tensors) whose inputs alone are kept; each is cut over `spread` until the backward."""
+    """run(*tensors) whose inputs alone are kept, or their sources; each is cut over `spread` until the backward."""
 
     @staticmethod
     def forward(ctx, run: Callable, spread: Axis, _: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.run, ctx.spread, ctx.shapes = run, spread, [x.shape for x in tensors]
-        cut = (own_slice(x.flatten(), spread).clone() if spread.size > 1 else x for x in tensors)
-        ctx.save_for_backward(*cut)
+        sources = [source_of(x) for x in tensors]
+        ctx.sources = [replace(source, casts=None) if source.make else source for source in sources]
+        kept = [None if source.make else x for x, source in zip(tensors, sources, strict=True)]
+        if spread.size > 1:
+            kept = [own_slice(x.flatten(), spread).clone() for x in tensors]
+        ctx.save_for_backward(*kept)
         ctx.random = torch.cuda.get_rng_state(tensors[0].device) if tensors[0].is_cuda else None
         return run(*tensors)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept = zip(ctx.saved_tensors, ctx.shapes, ctx.needs_input_grad[3:], strict=True)
         grads: list[list] = [[] for _ in ctx.shapes]
         anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad(), _generator(grad.device, ctx.random):
-            inputs = [
-                Inlet.apply(all_gather(x.detach(), ctx.spread).view(shape), anchor if wanted else None, found)
-                for (x, shape, wanted), found in zip(kept, grads, strict=True)
-            ]
+            inputs = []
+            for i, (x, source) in enumerate(zip(ctx.saved_tensors, ctx.sources, strict=True)):
+                if x is None:
+                    x = source.again()
+                    source = source_of(x)
+                x = all_gather(x.detach(), ctx.spread).view(ctx.shapes[i])
+                x = CaptureInputGrad.apply(x, anchor if ctx.needs_input_grad[3 + i] else None, grads[i])
+                x.source = source
+                inputs.append(x)
             output = ctx.run(*inputs)
         torch.autograd.backward(output, grad)
         return None, None, None, *(found[0] if found else None for found in grads)
 
 
-class Inlet(torch.autograd.Function):
-    """x itself; its gradient is left in `found` as it comes. (A leaf would lay it out like x: other bits.)"""
+class CaptureInputGrad(torch.autograd.Function):
+    """x itself; its gradient is stored in `grads` as it is. (A leaf would lay it out like x: other bits.)"""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, anchor: torch.Tensor | None, found: list) -> torch.Tensor:
-        ctx.found = found
+    def forward(ctx, x: torch.Tensor, anchor: torch.Tensor | None, grads: list) -> torch.Tensor:
+        ctx.grads = grads
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[None, None, None]:
-        ctx.found.append(grad)
+        ctx.grads.append(grad)
         return None, None, None
 
 
 def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None) -> torch.Tensor:
-    """run(*tensors), keeping the tensors alone for the backward, over the ranks of `spread` where given.
+    """run(*tensors), keeping only the tensors for the backward, over the ranks of `spread` where given.
 
     The parameters that `run` uses get their gradients as usual. With `spread` an all-gather of each tensor
     precedes the backward.
     """
     if not torch.is_grad_enabled():
         return run(*tensors)
-    anchor = torch.empty(
-        0, requires_grad=True
-    )  # `run` may have weights to train where no input has a gradient
+    anchor = torch.empty(0, requires_grad=True)  # `run` may train weights where no input has a gradient
     return RecomputeFunction.apply(run, spread or Axis.single(), anchor, *tensors)
-
-
-@contextmanager
-def made_again(
-    output: torch.Tensor, again: Callable[[], torch.Tensor], early: list[Callable] | None = None
-) -> Iterator[None]:
-    """While this lasts autograd does not keep `output`, or a view of all of it: `again` makes it anew.
-
-    early: takes what does so before it is asked for, for who has the time.
-    """
-    place = output.data_ptr(), output.numel()  # autograd keeps `pack`, which must not keep `output`
-    made: list[torch.Tensor] = []
-    if early is not None and torch.is_grad_enabled():
-        early.append(lambda: made.append(again()))
-
-    def pack(x: torch.Tensor) -> Any:
-        return x.shape if (x.data_ptr(), x.numel()) == place and x.is_contiguous() else x
-
-    def unpack(kept: Any) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else (made.pop() if made else again()).view(kept)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
 
 
 @contextmanager

@@ -10,8 +10,11 @@
 
 One all-reduce forward and one backward for such a pair; or, with the residual stream, norms and dropout cut
 along the sequence, a gather and a reduce-scatter, which send the same bytes. The vocabulary is cut the same
-way: the embedding looks up its own rows and sums, the output layer makes its own columns of the logits
-(`fast/fused_loss.py` goes on from there).
+way: the embedding looks up its own rows and sums, the output layer makes its own columns of the logits, and
+the loss needs one all-gather of two numbers a token and rank:
+
+    one token's logits       | rank 0: lse, target | rank 1: lse, target | ...      each over its own columns
+    everywhere the same      loss = log sum exp(lse) - sum target                   (a foreign target is 0)
 
 A linear layer does three matmuls, and its backward writes the weight gradient where the contract of
 `param.py` wants it. What is sent in the backward hides behind a matmul that does not wait for it:
@@ -25,7 +28,10 @@ In eval mode nothing is cut along the sequence: generating takes sequences of an
 (Megatron-LM, arXiv 1909.08053; sequence parallelism 2205.05198)
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,11 +46,12 @@ from nanomegatron.comm import (
     scatter_seq,
     scatter_to,
     start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
 )
-from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather
-from nanomegatron.fp8 import Fp8Linear
-from nanomegatron.fp8_linear import Fp8LinearFunction, start_sum
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.kernels import once
 from nanomegatron.param import (
     Init,
     ParamSpec,
@@ -58,8 +65,11 @@ from nanomegatron.param import (
 )
 
 
+WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # has a second backward
+
+
 class LinearFunction(torch.autograd.Function):
-    """y = x W^T for a local weight `[o, i]`, with what its place in a column-row pair sends over the axis.
+    """y = x W^T for a local weight `[o, i]`, with the communication of its place in a column-row pair.
 
     comm        x                 y                 forward                       backward
     "copy"      [s, b, i]         [s, b, o/tp]      -                             all-reduce dx
@@ -67,17 +77,13 @@ class LinearFunction(torch.autograd.Function):
     "sum"       [s, b, i/tp]      [s, b, o]         all-reduce y                  -
     "scatter"   [s, b, i/tp]      [s/tp, b, o]      reduce-scatter y              gather dy
 
-    The input is kept as it came; a gathered one is gathered again rather than kept.
+    The input is kept as it is; a gathered one is gathered again rather than kept.
     """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # what hooks save comes back without its bucket
-        if axis.overlap and axis.size > 1 and comm in ("gather", "scatter"):
-            rows, w = x.flatten(0, -2), weight.t()
-            y = gather_matmul(rows, w, axis)[0] if comm == "gather" else matmul_scatter(rows, w, axis)
-            return y.view(-1, *x.shape[1:-1], weight.shape[0])
+        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # a saved weight would lose its bucket
         y = (all_gather(x, axis) if comm == "gather" else x) @ weight.t()
         if comm == "scatter":
             return reduce_scatter(y, axis)
@@ -86,46 +92,26 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight, axis, comm = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.comm
-        if axis.overlap and axis.size > 1 and comm in ("gather", "scatter"):
-            return _overlapped_backward(x, weight, grad, axis, comm)
         later = puts_off(weight) and comm == "gather"
         gathered = start_all_gather(x, axis) if comm == "gather" and not later else Pending(x)
         if comm == "scatter":
             grad = all_gather(grad, axis)
         dx = grad @ weight
         x = gathered.wait()
-        sent = start_sum(dx, axis, comm)
+        reduced = start_input_grad_sum(dx, axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
             return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, grad)
 
         dw = when_due(weight, weight_grad)
-        return sent.wait(), dw, None, None
+        return reduced.wait(), dw, None, None
 
 
-def _overlapped_backward(
-    x: torch.Tensor, weight: nn.Parameter, grad: torch.Tensor, axis: Axis, comm: str
-) -> tuple[torch.Tensor | None, ...]:
-    """The backward with collectives in pieces (`tp_overlap.py`); the gather of x runs beside the matmuls."""
-    shape, rows, x = x.shape, grad.flatten(0, -2), x.flatten(0, -2)
-    later = puts_off(weight) and comm == "gather"
-    if comm == "gather":
-        gathered = Pending(x) if later else start_gather(x, axis)
-        dx = matmul_scatter(rows, weight, axis)
-        x = gathered.wait()
-    else:
-        dx, rows = gather_matmul(rows, weight, axis)
-
-    def weight_grad() -> torch.Tensor | None:
-        return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, rows)
-
-    return dx.view(shape), when_due(weight, weight_grad), None, None
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, fp8: Fp8Linear | None):
-    if fp8 is None:
-        return LinearFunction.apply(x, weight, axis, comm)
-    return Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
+def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
+    """Begin to sum the input gradient of a linear layer over the ranks that used its input."""
+    if comm == "copy":
+        return start_all_reduce_(dx, axis)
+    return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -133,13 +119,14 @@ class ColumnParallelLinear(nn.Module):
 
     `output_size` is a number, or the sizes of the parts of a fused layer by name ({"q": 64, "k": 16, "v":
     16}): each part is cut by itself, so a rank's output is its own [q; k; v]. A size that is a pair (16, 2)
-    is cut over groups of so many neighbouring ranks, which hold the same slice. With `sequence_parallel` x is
-    `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank. `skip_bias_add` gives
-    (y, bias) instead of their sum. Communicates over tp as `LinearFunction` says, or with an `fp8`, which
-    whoever has built the layer may give it, as `Fp8LinearFunction`.
+    is cut over groups of that many neighbouring ranks, which hold the same slice. With `sequence_parallel` x
+    is `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank. `skip_bias_add` gives
+    (y, bias) instead of their sum. linear: (x, weight, axis, comm) -> y, which communicates over tp as
+    `LinearFunction` says. fp8: where `linear` quantizes, its state (`fp8.Fp8Linear`).
     """
 
-    fp8: Fp8Linear | None = None
+    linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
+    fp8: Any = None
 
     def __init__(
         self,
@@ -181,7 +168,7 @@ class ColumnParallelLinear(nn.Module):
         return "gather" if self.sequence_parallel and self.training else "copy"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        y = _linear(x, self.weight, self.tp, self.comm, self.fp8)
+        y = self.linear(x, self.weight, self.tp, self.comm)
         if self.gather_output:
             bias = None if self.bias is None else gather_from(self.bias, self.tp)
             return _with_bias(gather_from(y, self.tp), bias, self.skip_bias_add)
@@ -193,10 +180,11 @@ class RowParallelLinear(nn.Module):
 
     With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on
     all ranks. The bias is replicated and added once the summands are together, or with `skip_bias_add` given
-    back as (y, bias). Communicates, and takes an `fp8`, as ColumnParallelLinear does.
+    back as (y, bias). linear, fp8: as in ColumnParallelLinear.
     """
 
-    fp8: Fp8Linear | None = None
+    linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
+    fp8: Any = None
 
     def __init__(
         self,
@@ -229,7 +217,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp)
-        y = _linear(x, self.weight, self.tp, self.comm, self.fp8)
+        y = self.linear(x, self.weight, self.tp, self.comm)
         return _with_bias(y, self.bias, self.skip_bias_add)
 
 
@@ -317,11 +305,54 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_seq(x, self.tp) if cut else reduce_from(x, self.tp)
 
 
-def vocab_parallel_logits(
-    x: torch.Tensor, weight: torch.Tensor, tp: Axis, sequence_parallel: bool = False
-) -> torch.Tensor:
-    """This rank's columns of the logits. x `[s, b, h]`, weight `[V/tp, h]` -> `[s, b, V/tp]`
+def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
+    """The first of this rank's `width` columns, and how many of them are vocabulary; the rest is padding."""
+    first = tp.rank * width
+    return first, min(max(vocab_size - first, 0), width)
 
-    With `sequence_parallel` x is `[s/tp, b, h]`. Communicates over tp as `LinearFunction` says.
+
+def over_shards(
+    maximum: torch.Tensor, total: torch.Tensor, target: torch.Tensor, tp: Axis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cross_entropy_stats` of the shards -> log-sum-exp and the label's logit of the whole rows `[t]`.
+
+    One all-gather over tp, so that every rank adds the same numbers in the same order.
     """
-    return LinearFunction.apply(x, weight, tp, "gather" if sequence_parallel else "copy")
+    shards = all_gather(torch.stack((maximum + total.log(), target))[None], tp)
+    return shards[:, 0].logsumexp(0), shards[:, 1].sum(0)
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """Loss of each token from logits that are cut over tp; see `vocab_parallel_cross_entropy`.
+
+    Keeps the logits and one log-sum-exp a token; fp32 logits of the whole sequence never exist. The backward
+    writes the gradient over the logits. Of the columns the first `real` are vocabulary, the others padding.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, tp: Axis, real: int) -> torch.Tensor:
+        lse, target = over_shards(*cross_entropy_stats(logits[:, :real], labels), tp)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.real = real
+        return lse - target
+
+    @staticmethod
+    @partial(once, instead=WHOLE_LOGITS)
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, labels, lse = ctx.saved_tensors
+        return cross_entropy_grad_(logits, labels, lse, grad, ctx.real), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, tp: Axis, vocab_size: int
+) -> torch.Tensor:
+    """-log softmax(logits)[label] of each token, fp32, the same on all ranks of tp.
+
+    logits: `[s, b, V/tp]`, labels: `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding and take no
+    part, so the loss does not depend on tp. One all-gather over tp: `2*s*b` numbers from each rank.
+    """
+    first, real = own_columns(logits.shape[-1], tp, vocab_size)
+    if logits.is_leaf and logits.requires_grad:  # whose values are not for the backward to write over
+        logits = logits.clone()
+    loss = CrossEntropyFunction.apply(logits.flatten(0, 1), labels.t().flatten() - first, tp, real)
+    return loss.view(labels.t().shape).t()

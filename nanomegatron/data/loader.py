@@ -15,55 +15,15 @@ so their count changes nothing.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.config.settings import DataConfig
-from nanomegatron.cp_shard import Shard
 from nanomegatron.mesh import Axis
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One microbatch. A document ends with its end-of-document token, and every row starts one.
-
-    A rank with neither the first nor the last pipeline stage has no use for the first three: None. Of rows
-    that several ranks share all but sample_ids and cu_seqlens is of this rank's s/cp tokens.
-    """
-
-    tokens: torch.Tensor | None  # [b, s] int64
-    labels: torch.Tensor | None  # [b, s] int64, the token that follows each
-    loss_mask: torch.Tensor | None  # [b, s] float32, 1 where a label counts
-    positions: torch.Tensor  # [s] int64, place in the sample
-    sample_ids: torch.Tensor  # [b] int64, place in the order of the whole run
-    position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
-    cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32, their bounds in the b * s tokens
-    max_seqlen: int | None = None  # tokens of the longest document
-    shard: Shard | None = None  # of rows that several ranks share
-
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with every tensor changed."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: change(t) for n, t in found.items() if isinstance(t, torch.Tensor)})
-
-    def cut(self, axis: Axis, types: Sequence[str]) -> "Batch":
-        """The tokens that this rank of `axis` has of each row. types: as for `Shard`."""
-        if axis.size == 1:
-            return self
-        bounds = None if self.cu_seqlens is None else self.cu_seqlens.numpy()
-        shard = Shard(axis, len(self.positions), types, bounds)
-        at = torch.from_numpy(shard.places)
-        names = ("tokens", "labels", "loss_mask", "position_ids")
-        rows = {name: x[:, at] for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, positions=self.positions[at], shard=shard, **rows)
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """On `device`; the copy of pinned memory to a GPU does not wait."""
-        return self.each(lambda t: t.to(device, non_blocking=True))
 
 
 def numbers(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig) -> list[int]:
@@ -86,7 +46,7 @@ def load_batch(
     by_document = data.reset_position_ids or data.reset_attention_mask
     if not tokens_too and not data.reset_attention_mask:  # nothing is read
         place = torch.arange(data.seq_length)
-        return Batch(None, None, None, place, torch.from_numpy(sample_ids))
+        return Batch(None, place, torch.from_numpy(sample_ids))
     text = np.stack([dataset[i] for i in inside])
     tokens, labels = (np.ascontiguousarray(t) for t in (text[:, :-1], text[:, 1:]))
     loss_mask, place = np.ones(tokens.shape, np.float32), np.arange(tokens.shape[1])
@@ -103,7 +63,8 @@ def load_batch(
         bounds = np.append(np.flatnonzero(begins), begins.size)
         documents["cu_seqlens"] = torch.from_numpy(bounds.astype(np.int32))
         documents["max_seqlen"] = int(np.diff(bounds).max())
-    return Batch(*map(torch.from_numpy, (tokens, labels, loss_mask, place, sample_ids)), **documents)
+    arrays = (tokens, place, sample_ids, labels, loss_mask)
+    return Batch(*map(torch.from_numpy, arrays), **documents)
 
 
 class BatchLoader:

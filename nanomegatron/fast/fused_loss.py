@@ -1,12 +1,8 @@
-"""The loss with a vocabulary that is cut over tp: no rank ever sees another's columns of the logits.
+"""Same result as the unfused loss of `layers.OutputLayer`: projection, loss and both gradients, chunk by chunk.
 
-    one token's logits       | rank 0: lse, target | rank 1: lse, target | ...      each over its own columns
-    one all-gather           2 numbers a token and rank
-    everywhere the same      loss = log sum exp(lse) - sum target                   (a foreign target is 0)
-
-Two ways to get there. Unfused, the output layer writes all logits, and the backward as large a gradient.
-Fused (`--cross-entropy-loss-fusion`), the projection, the loss and both gradients are made together for one
-chunk of tokens after the other; what is sent hides behind the matmuls of the next chunk:
+The plain form writes all logits, and the backward as large a gradient (`tp.vocab_parallel_cross_entropy`).
+Here (`--cross-entropy-loss-fusion`) they are made together for one chunk of tokens after the other, and
+communication hides behind the matmuls of the next chunk:
 
     time ->        chunk 1                                            chunk 2
     matmuls        [ x W^T ]            [ dx = d W ][ dW += d^T x ]   [ x W^T ] ...
@@ -19,7 +15,7 @@ chunk of tokens after the other; what is sent hides behind the matmuls of the ne
     8,192 tokens, V 128,256, tp 1, chunk 2,048:  4.2 GB            2.6 GB
 
 Kernels that keep the fp32 in registers need the logits alone: 2.1 GB against 0.5 GB.
-(Vocab-parallel loss: Megatron-LM, arXiv 1909.08053; fused with the projection: Liger, 2410.10989)
+(Fused with the projection: Liger, arXiv 2410.10989)
 """
 
 from collections.abc import Callable
@@ -30,64 +26,10 @@ from torch import nn
 
 from nanomegatron.comm import Pending, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
 from nanomegatron.mesh import Axis
-from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
 from nanomegatron.param import add_product, main_grad
-
-once_loss = partial(once, instead="torch.nn.functional.cross_entropy of whole logits")
-
-
-def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
-    """The first of this rank's `width` columns, and how many of them are vocabulary; the rest is padding."""
-    first = tp.rank * width
-    return first, min(max(vocab_size - first, 0), width)
-
-
-def over_shards(
-    maximum: torch.Tensor, total: torch.Tensor, target: torch.Tensor, tp: Axis
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cross_entropy_stats` of the shards -> log-sum-exp and the label's logit of the whole rows `[t]`.
-
-    One all-gather over tp, so that every rank adds the same numbers in the same order.
-    """
-    shards = all_gather(torch.stack((maximum + total.log(), target))[None], tp)
-    return shards[:, 0].logsumexp(0), shards[:, 1].sum(0)
-
-
-class CrossEntropyFunction(torch.autograd.Function):
-    """Loss of each token from logits that are cut over tp; see `vocab_parallel_cross_entropy`.
-
-    Keeps the logits and one log-sum-exp a token; fp32 logits of the whole sequence never exist. The backward
-    writes the gradient over the logits. Of the columns the first `real` are vocabulary, the others padding.
-    """
-
-    @staticmethod
-    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, tp: Axis, real: int) -> torch.Tensor:
-        lse, target = over_shards(*ops_loss.cross_entropy_stats(logits[:, :real], labels), tp)
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.real = real
-        return lse - target
-
-    @staticmethod
-    @once_loss
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, labels, lse = ctx.saved_tensors
-        return ops_loss.cross_entropy_grad_(logits, labels, lse, grad, ctx.real), None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, tp: Axis, vocab_size: int
-) -> torch.Tensor:
-    """-log softmax(logits)[label] of each token, fp32, the same on all ranks of tp.
-
-    logits: `[s, b, V/tp]`, labels: `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding and take no
-    part, so the loss does not depend on tp. One all-gather over tp: `2*s*b` numbers from each rank.
-    """
-    first, real = own_columns(logits.shape[-1], tp, vocab_size)
-    if logits.is_leaf and logits.requires_grad:  # whose values are not for the backward to write over
-        logits = logits.clone()
-    loss = CrossEntropyFunction.apply(logits.flatten(0, 1), labels.t().flatten() - first, tp, real)
-    return loss.view(labels.t().shape).t()
+from nanomegatron.tp import WHOLE_LOGITS, over_shards, own_columns
 
 
 class FusedLossFunction(torch.autograd.Function):
@@ -130,7 +72,7 @@ class FusedLossFunction(torch.autograd.Function):
         return torch.cat(losses, 1)
 
     @staticmethod
-    @once_loss
+    @partial(once, instead=WHOLE_LOGITS)
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (loss_weights,), weight = ctx.saved_tensors, ctx.weight
         torch._assert_async(
@@ -164,10 +106,10 @@ def chunk_loss(
     """
     labels, *loss_weights = numbers
     logits = rows @ weight.t()
-    lse, picked = over_shards(*ops_loss.cross_entropy_stats(logits[:, :real], labels), tp)
+    lse, picked = over_shards(*cross_entropy_stats(logits[:, :real], labels), tp)
     if not loss_weights:
         return lse - picked, None
-    grad = ops_loss.cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
+    grad = cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
     dx = reduce(grad @ weight, tp)
     add_product(target, grad, rows)
     return lse - picked, dx
@@ -200,7 +142,7 @@ def fused_linear_cross_entropy(
     """
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and loss_weights is None:
-        raise ValueError("loss_weights None: --cross-entropy-loss-fusion needs them to train; see Tokens")
+        raise ValueError("loss_weights None: --cross-entropy-loss-fusion needs them to train; see Batch")
     first, real = own_columns(weight.shape[0], tp, vocab_size)
     ranks = tp.size if sequence_parallel else 1
     labels, loss_weights = labels.t(), loss_weights.t().float() if wanted else None

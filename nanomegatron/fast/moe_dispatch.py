@@ -68,7 +68,6 @@ import torch
 
 from nanomegatron.comm import Pending, all_gather, start_all_gather, start_reduce_scatter, start_swap
 from nanomegatron.fast import moe_pieces
-from nanomegatron.fast.pieces import in_any_order, peer_memory
 from nanomegatron.mesh import Axis
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.ops.permute import Routing, padded, permute, permute_ref, route, unpermute, unpermute_ref
@@ -240,14 +239,14 @@ class AllGather(Dispatcher):
     @staticmethod
     def _ranks(axes: MoeAxes) -> Axis:
         """All that share the tokens; two halves are under way at once."""
-        return in_any_order(axes.etp_ep) if axes.ep.overlap else axes.etp_ep
+        return axes.etp_ep
 
     @classmethod
     def set_out(cls, x: torch.Tensor, axes: MoeAxes) -> Ahead:
         """Begin to gather x."""
         axis, works = cls._ranks(axes), None
         if x.requires_grad and axis.size > 1:
-            works = Soon(whole=peer_memory(axis, x.device, "reduce_scatter") is not None)
+            works = Soon()
         trip = moe_pieces.Trip(partial(moe_pieces.start_pieces, axis=axis), None, works)
         return moe_pieces.StartFunction.apply(x, trip), trip
 
@@ -347,7 +346,7 @@ class Journey:
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, axes: MoeAxes, kind: str) -> None:
         """What needs no ids sets out. kind: of dispatcher, which communicates as it says."""
         self.experts, self.axes, self.dispatcher = experts, axes, dispatcher(kind, axes)
-        self.parts = cut(x, 1 + axes.ep.overlap)
+        self.parts = cut(x, 1 + axes.halves)
         self.ahead = [self.dispatcher.set_out(part, axes) for part in self.parts]
 
     def route(self, ids: torch.Tensor) -> None:

@@ -90,7 +90,7 @@ class FinishFunction(torch.autograd.Function):
 def start_pieces(x: torch.Tensor, axis: Axis) -> Coming:
     """Begin to hand x to all ranks of the axis."""
     x = x.contiguous()
-    return x, *gather_pieces(x, axis)
+    return x, *gather_pieces(x, axis, None)
 
 
 class Blocks:
@@ -147,7 +147,7 @@ class Blocks:
             given = None if probs is None else probs[tokens]
             unpermute_block(out, z, self.table(tokens), given, self.fused)
 
-        return scatter_pieces(make, z.new_empty(len(self.routing.position), z.shape[1]), self.axis)
+        return scatter_pieces(make, z.new_empty(len(self.routing.position), z.shape[1]), self.axis, None)
 
 
 class PermuteFunction(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Which axes may share GPU memory: asked of the machines, then tried by a copy between each pair of GPUs.
+"""Which axes share GPU memory: asked of the machines, then tried by a copy between each pair of GPUs.
 
 An axis shares memory in all of its groups or in none, and every rank of the world comes to the same answer.
 torch counts for each process how often it has met others to share memory, in whichever group, and waits
@@ -15,12 +15,18 @@ import platform
 import time
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+
+from nanomegatron.comm import Pending, start_shift
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.fast.peer_memory import PeerMemory, PeerRing
+from nanomegatron.mesh import Axis, Mesh
 
 Groups = list[tuple[int, ...]]  # of one axis: world ranks
 
@@ -34,6 +40,55 @@ class Gpu(NamedTuple):
     machine: int  # hash of the host's name
     index: int
     reach: int  # bit i: the driver reports access to GPU i of this machine
+
+
+class PeerAccess:
+    """Which axes share GPU memory, and the buffers in it that the fast paths use, made at first use."""
+
+    def __init__(self, errors: dict[str, str]) -> None:
+        """errors: by the name of an axis why its ranks share no memory; "" where they do."""
+        self.errors = errors
+        self.buffers: dict[tuple[str, str], PeerMemory | PeerRing] = {}
+
+    @classmethod
+    def of(cls, mesh: Mesh, parallel: ParallelConfig) -> "PeerAccess":
+        """Of a run. All ranks call it together; communicates over world where there are GPUs."""
+        if not parallel.peer_memory:
+            return cls(dict.fromkeys(mesh.groups, "--no-peer-memory"))
+        errors = peer_access_errors(mesh.groups, mesh.communicators, mesh.device)
+        if parallel.dynamic_context_parallel:
+            changing = ["cp", *(axis.name for axis in mesh.cp.parts.values())]
+            errors |= dict.fromkeys(changing, "cp works in groups that change from batch to batch")
+        return cls(errors)
+
+    def error(self, axis: Axis) -> str:
+        """Why the ranks of an axis share no memory, the same for all of its groups; "" where they do."""
+        return self.errors.get(axis.name, "no GPU")
+
+    def describe(self, axis: Axis, otherwise: str = "asynchronous collectives") -> str:
+        """How tensors travel over this axis beside the work on others, for a person to read."""
+        error = self.error(axis)
+        return f"{otherwise} ({error})" if error else "GPU copy engines"
+
+    def memory(self, axis: Axis, device: torch.device, kind: str) -> PeerMemory | None:
+        """Of "all_gather" or "reduce_scatter", if the ranks share any. All ranks of the axis call it together."""
+        if axis.size == 1 or self.error(axis):
+            return None
+        if (axis.name, kind) not in self.buffers:
+            self.buffers[axis.name, kind] = PeerMemory(axis, device, kind)
+        return self.buffers[axis.name, kind]
+
+    def ring(self, axis: Axis, device: torch.device, name: str, room: int, kept: int) -> Callable[..., Pending]:
+        """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
+
+        The function takes parts, like and legs, as `comm.start_shift`; room and kept: as a ring does. All
+        ranks call it together.
+        """
+        if axis.size == 1 or self.error(axis):
+            return partial(start_shift, axis=axis)
+        if (axis.name, name) not in self.buffers:
+            self.buffers[axis.name, name] = PeerRing(axis, device, kept)
+        return partial(self.buffers[axis.name, name].start_shift, room=room)
 
 
 def peer_access_errors(

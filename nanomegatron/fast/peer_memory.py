@@ -11,7 +11,7 @@ parallelism, which stay where they are.
 
 The copies run on a stream of their own and take no multiprocessor from the matmuls. NVLink multicast is not
 used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
-Which axes may do this the mesh has settled: `Axis.peer_access_error` (`fast/peer_access.py`).
+`peer_access.py` says which axes may do this.
 
 **Why one meeting a call is enough.** Every call works in one slot only, they take turns, and it meets once.
 `begin` puts a call of a rank behind all that the rank did in the call before, its copies included. So who has
@@ -22,14 +22,13 @@ later. This asks of the ranks what every collective asks: the same calls in the 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
-from nanomegatron.comm import Legs, Pending, count, start_shift
+from nanomegatron.comm import Legs, Pending, count
 from nanomegatron.mesh import Axis
 
 
@@ -148,19 +147,6 @@ class PeerRing:
         """Hold up the current stream until every rank has pushed what it began to."""
         self.memory.join()
         self.memory.meet()
-
-
-def ring_shift(axis: Axis, device: torch.device, name: str, room: int, kept: int) -> Callable[..., Pending]:
-    """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
-
-    The function takes parts, like and legs, as `comm.start_shift`; room and kept: as a ring does. All ranks
-    call it together.
-    """
-    if axis.size == 1 or axis.peer_access_error:
-        return partial(start_shift, axis=axis)
-    if name not in axis.scratch:
-        axis.scratch[name] = PeerRing(axis, device, kept)
-    return partial(axis.scratch[name].start_shift, room=room)
 
 
 class PeerShards:

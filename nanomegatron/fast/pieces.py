@@ -10,16 +10,17 @@ fetch from the same one, and works on each as it arrives. Scattering goes the ot
 others first, its own, which goes nowhere, last; then each rank adds the blocks that it was given, in fp32,
 and rounds once. That may be as late as the sum is wanted. The copies are made by copy engines between the
 GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each other's memory, and on CPUs, whole collectives run
-beside the work, and sum in the blocks' type. `overlap_path` says which it is.
+beside the work, and sum in the blocks' type. So they do without `peers`: several calls at once would have to
+take turns in peer memory.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nanomegatron.comm import Pending, start_all_gather, start_reduce_scatter
+from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.peer_memory import PeerMemory
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.merge import sum_parts
@@ -27,31 +28,13 @@ from nanomegatron.ops.merge import sum_parts
 Make = Callable[[int, torch.Tensor], Any]
 
 
-def overlap_path(axis: Axis, otherwise: str = "asynchronous collectives") -> str:
-    """How tensors travel over this axis beside the work on others, for a person to read."""
-    error = axis.peer_access_error
-    return f"{otherwise} ({error})" if error else "GPU copy engines"
-
-
-def peer_memory(axis: Axis, device: torch.device, kind: str) -> PeerMemory | None:
-    """Of "all_gather" or "reduce_scatter", if the ranks share any. All ranks of the axis call it together."""
-    if axis.size == 1 or axis.peer_access_error:
-        return None
-    if kind not in axis.scratch:
-        axis.scratch[kind] = PeerMemory(axis, device, kind)
-    return axis.scratch[kind]
-
-
-def in_any_order(axis: Axis) -> Axis:
-    """The same ranks, for pieces of several calls at once: those of copy engines must take turns."""
-    return replace(axis, peer_access_error="several calls at once")
-
-
-def gather_pieces(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[tuple[slice, Any]]]:
+def gather_pieces(
+    x: torch.Tensor, axis: Axis, peers: PeerAccess | None
+) -> tuple[torch.Tensor, list[tuple[slice, Any]]]:
     """Begin to gather x: the result, and (rows, what to wait for) as they arrive; all with the last."""
     if axis.size == 1:
         return x, []
-    memory, n = peer_memory(axis, x.device, "all_gather") if x.numel() else None, x.shape[0]
+    memory, n = peers.memory(axis, x.device, "all_gather") if peers and x.numel() else None, x.shape[0]
     if memory is None:
         pending = start_all_gather(x, axis)
         before, behind = slice(0, axis.rank * n), slice((axis.rank + 1) * n, axis.size * n)
@@ -67,13 +50,13 @@ def gather_pieces(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[tuple
     return gathered, list(zip(blocks, memory.copy(*pulls)))
 
 
-def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis) -> Pending:
+def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis, peers: PeerAccess | None) -> Pending:
     """Begin to sum the ranks' blocks: `make(rank, out)` makes the one for a rank; the result: this rank's.
 
     whole: `[n * size, ...]`, room for all blocks. Of those that copy engines carry none may begin before one
     has waited for the one before.
     """
-    memory = peer_memory(axis, whole.device, "reduce_scatter") if whole.numel() else None
+    memory = peers.memory(axis, whole.device, "reduce_scatter") if peers and whole.numel() else None
     if memory is not None:
         return push_pieces(make, whole, memory, in_step=True)
     for rank, part in enumerate(whole.chunk(axis.size)):

@@ -1,11 +1,13 @@
-"""A gather before a matmul, or a reduce-scatter behind it, in pieces that run beside the matmul.
+"""Same result as `tp.LinearFunction` under sequence parallelism, with its collectives in pieces beside the matmuls.
+
+A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`):
 
     gather_matmul, rank 0 of 4                          matmul_scatter, rank 0 of 4
 
     matmuls  [meet][ own ][ x1 W ][ x2 W ][ x3 W ]      [ for 1 ][ for 2 ][ for 3 ][ own    ][meet][sum]
     copies         [  x1 ][  x2 ][  x3 ]                         [ to 1  ][ to 2  ][ to 3 ]
 
-Blocks are fetched and pushed as `fast/pieces.py` tells, by copy engines between the GPUs. Where GPUs cannot
+Blocks are fetched and pushed as `pieces.py` says, by copy engines between the GPUs. Where GPUs cannot
 reach each other's memory, and on CPUs, the pieces are sent by collectives: the matmul of a rank's own rows
 hides part of the gather, that of the second half of every block hides part of the reduce-scatter, whose sum
 is then made in x's type.
@@ -20,12 +22,64 @@ copies at once is worse. A call takes the host 0.14 ms, so with few rows this do
 
 import torch
 
-from nanomegatron.comm import Pending, start_reduce_scatter
-from nanomegatron.fast.pieces import gather_pieces, peer_memory, push_pieces
+from nanomegatron.comm import Pending, all_gather, start_reduce_scatter
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.pieces import gather_pieces, push_pieces
 from nanomegatron.mesh import Axis
+from nanomegatron.param import accumulate_weight_grad, puts_off, when_due
+from nanomegatron.tp import LinearFunction
 
 
-def gather_matmul(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+class OverlappedLinear:
+    """A `linear` of tp.py whose gathers and reduce-scatters overlap with its matmuls.
+
+    peers: how pieces travel; None: by collectives.
+    """
+
+    def __init__(self, peers: PeerAccess | None) -> None:
+        self.peers = peers
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+        if axis.size > 1 and comm in ("gather", "scatter"):
+            return OverlappedLinearFunction.apply(x, weight, axis, comm, self.peers)
+        return LinearFunction.apply(x, weight, axis, comm)
+
+
+class OverlappedLinearFunction(torch.autograd.Function):
+    """`tp.LinearFunction` for "gather" and "scatter"; the gather of x runs beside the matmuls of the backward."""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, peers: PeerAccess | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.axis, ctx.comm, ctx.peers = weight, axis, comm, peers
+        rows, w = x.flatten(0, -2), weight.t()
+        gathers = comm == "gather"
+        y = gather_matmul(rows, w, axis, peers)[0] if gathers else matmul_scatter(rows, w, axis, peers)
+        return y.view(-1, *x.shape[1:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), weight, axis, peers = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.peers
+        shape, rows, x = x.shape, grad.flatten(0, -2), x.flatten(0, -2)
+        later = puts_off(weight) and ctx.comm == "gather"
+        if ctx.comm == "gather":
+            gathered = Pending(x) if later else start_gather(x, axis, peers)
+            dx = matmul_scatter(rows, weight, axis, peers)
+            x = gathered.wait()
+        else:
+            dx, rows = gather_matmul(rows, weight, axis, peers)
+
+        def weight_grad() -> torch.Tensor | None:
+            return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, rows)
+
+        return dx.view(shape), when_due(weight, weight_grad), None, None, None
+
+
+def gather_matmul(
+    x: torch.Tensor, weight: torch.Tensor, axis: Axis, peers: PeerAccess | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """all_gather(x) @ weight, and the gathered x, which is the caller's for good. Not for autograd.
 
     x: [n, i] this rank's rows; weight: [i, o] of any strides -> [n * size, o], [n * size, i]
@@ -34,7 +88,7 @@ def gather_matmul(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> tuple[to
         return x @ weight, x
     n, own = x.shape[0], axis.rank * x.shape[0]
     y = x.new_empty(n * axis.size, weight.shape[1])
-    gathered, arrivals = gather_pieces(x, axis)
+    gathered, arrivals = gather_pieces(x, axis, peers)
     torch.mm(x, weight, out=y[own : own + n])
     for rows, arrival in arrivals:
         arrival.wait()
@@ -43,15 +97,17 @@ def gather_matmul(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> tuple[to
     return y, gathered
 
 
-def start_gather(x: torch.Tensor, axis: Axis) -> Pending:
+def start_gather(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -> Pending:
     """Begin all_gather(x), to run beside matmuls: [n, ...] -> [n * size, ...]. Must be waited for."""
     if axis.size == 1:
         return Pending(x)
-    gathered, arrivals = gather_pieces(x, axis)
+    gathered, arrivals = gather_pieces(x, axis, peers)
     return Pending(gathered, arrivals[-1][1] if arrivals else None)
 
 
-def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
+def matmul_scatter(
+    x: torch.Tensor, weight: torch.Tensor, axis: Axis, peers: PeerAccess | None = None
+) -> torch.Tensor:
     """This rank's rows of the sum over the ranks of x @ weight. Not for autograd.
 
     x: [n * size, i]; weight: [i, o] of any strides -> [n, o]
@@ -62,7 +118,7 @@ def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.T
         return x @ weight
     if x.shape[0] % axis.size:
         raise ValueError(f"{x.shape[0]} rows do not divide by the {axis.size} ranks of {axis.name}; pad them")
-    memory = peer_memory(axis, x.device, "reduce_scatter")
+    memory = peers.memory(axis, x.device, "reduce_scatter") if peers else None
     if memory is None:
         return _scatter_halves(x, weight, axis)
     blocks = x.chunk(axis.size)

@@ -1,0 +1,113 @@
+"""Self attention of a decoder layer, its heads cut over tp.
+
+    x [s, b, h] -> linear_qkv -> q [s, b, n/tp, d], k, v [s, b, g/tp, d]
+                   (q, k norm), rotary embedding
+                   context = softmax(q k^T / sqrt(d)) v     [s, b, h/tp]    ops/attention.py, or over cp: cp.py
+                -> linear_proj -> y [s, b, h]
+
+With fewer key/value heads than tp ranks (g < tp), neighbouring ranks share one.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from nanomegatron.batch import Batch
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.cp import context_attention
+from nanomegatron.layers import Norm
+from nanomegatron.mesh import Axis
+from nanomegatron.ops.attention import Mask, choose_backend, core_attention
+from nanomegatron.ops.dropout import attention_dropout
+from nanomegatron.ops.rope import rope, rope_packed, rope_ref
+from nanomegatron.param import Init, scaled_std
+from nanomegatron.recompute import keeping, recomputed
+from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+
+Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class SelfAttention(nn.Module):
+    """Causal self attention with grouped queries: `[s, b, h] -> [s, b, h]`; under sequence parallelism s/tp.
+
+    context: attention over the ranks of cp, as `cp.context_attention`.
+    """
+
+    context: Callable[..., torch.Tensor] = staticmethod(context_attention)
+
+    def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
+        super().__init__()
+        self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
+        self.window, self.interleaved = config.windows[layer], config.rotary_interleaved
+        self.fused_rope, self.fused_softmax = config.rope_fusion, config.masked_softmax_fusion
+        self.dropout = config.attention_dropout
+        self.recompute = config.recomputes("core_attn")
+        n, g, h = config.num_attention_heads, config.num_kv_heads, config.hidden_size
+        if n % tp.size or (g % tp.size and tp.size % g):
+            raise ValueError(
+                f"{n} query, {g} key/value heads: both must divide by tp {tp.size}, or it by these"
+            )
+        copies = max(tp.size // g, 1)
+        queries, keys = n * config.head_dim, g * config.head_dim
+        sizes = {"q": queries, "k": (keys, copies), "v": (keys, copies)}
+        bias, cut = not config.disable_bias_linear, config.sequence_parallel
+        qkv_bias = config.add_qkv_bias or bias
+        self.linear_qkv = ColumnParallelLinear(
+            h, sizes, tp, init.at("linear_qkv"), bias=qkv_bias, sequence_parallel=cut
+        )
+        std = scaled_std(config.init_method_std, config.num_layers)
+        self.linear_proj = RowParallelLinear(
+            queries, h, tp, init.at("linear_proj", std), bias=bias, sequence_parallel=cut
+        )
+        self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
+        self.q_norm = self.k_norm = None
+        if config.qk_layernorm:
+            self.q_norm = Norm(config, config.head_dim, tp, init.at("q_layernorm"), partial=True)
+            self.k_norm = Norm(config, config.head_dim, tp, init.at("k_layernorm"), partial=True)
+        self.backend = choose_backend(
+            config.attention_backend, init.device, init.dtype, config.attention_dropout
+        )
+
+    def forward(
+        self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
+    ) -> torch.Tensor:
+        """rotary: cos and sin of the positions of x; cache: keeps this layer's keys and values."""
+        q, k, v = self._queries_keys_values(x, rotary)
+        if cache is not None:
+            k, v = cache(self.layer, k, v)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen)
+            if batch.shard is not None:
+                how = batch.shard, self.layer, mask, self.backend, self.fused_softmax
+                return self.context(q, k, v, *how)
+            dropout = self._dropout(q, batch)
+            return core_attention(q, k, v, self.backend, mask, *dropout, self.fused_softmax)[0]
+
+        context = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
+        return self.linear_proj(context)
+
+    def _queries_keys_values(
+        self, x: torch.Tensor, rotary: tuple | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with keeping(x):
+            packed = self.linear_qkv(x)
+        if rotary is not None and self.q_norm is None and self.fused_rope:
+            return rope_packed(packed, self.widths, self.head_dim, *rotary, self.interleaved)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in packed.split(self.widths, -1))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            rotate = rope if self.fused_rope else rope_ref
+            q, k = rotate(q, *rotary, self.interleaved), rotate(k, *rotary, self.interleaved)
+        return q, k, v
+
+    def _dropout(self, q: torch.Tensor, batch: Batch) -> tuple[float, Callable | None]:
+        """The probability, and the dropout of the unfused path, the same under any layout."""
+        if not self.dropout or batch.dropout_seed is None:
+            return 0.0, None
+        heads = torch.arange(q.shape[2], device=q.device) + self.tp.rank * q.shape[2]
+        positions = (batch.positions, batch.positions)  # in training all that are keys are queries
+        place = (batch.dropout_seed, -1 - self.layer, positions, batch.sample_ids, heads)
+        return self.dropout, lambda probs: attention_dropout(probs, self.dropout, *place)

@@ -1,0 +1,64 @@
+"""One microbatch: what the loaders make, the model reads and the training step adds to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from nanomegatron.cp_shard import Shard
+from nanomegatron.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch on one rank. A document ends with its end-of-document token, and every row starts one.
+
+    A rank with neither the first nor the last pipeline stage has no tokens, labels and loss mask. With a
+    `shard` all but sample_ids and cu_seqlens is of the s/cp tokens that this rank has of a row.
+    """
+
+    tokens: torch.Tensor | None  # [b, s] int64
+    positions: torch.Tensor  # [s] int64, place in the sample; padding has positions below 0
+    sample_ids: torch.Tensor | None = None  # [b] int64, place in the order of the whole run
+    labels: torch.Tensor | None = None  # [b, s] int64, the token that follows each
+    loss_mask: torch.Tensor | None = None  # [b, s] float32, 1 where a label counts
+    position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
+    cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32: bounds in the b * s tokens (ops/attention.py)
+    max_seqlen: int | None = None  # tokens of the longest document
+    shard: Shard | None = None  # context parallelism: which tokens of the rows are here
+    # What a training step adds:
+    dropout_seed: int | None = None  # with sample_ids and positions decides every dropout mask; None: no dropout
+    loss_weights: torch.Tensor | None = None  # [b, s], factor of each token's loss, for the fused loss
+    aux_scale: torch.Tensor | None = None  # 0-d, factor of the routers' losses; None: there are none
+    # What the model adds:
+    residual_positions: torch.Tensor | None = None  # [s/tp], those of this rank's part of the residual stream
+
+    @property
+    def embedded_positions(self) -> torch.Tensor:
+        """The positions that learned embeddings are of, `[s]` or `[b, s]`."""
+        return self.positions if self.position_ids is None else self.position_ids
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        """Those that rotary embeddings use: across documents it is the real distance that counts."""
+        return self.positions if self.cu_seqlens is None else self.embedded_positions
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """The batch with every tensor changed."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: change(t) for n, t in values.items() if isinstance(t, torch.Tensor)})
+
+    def cut(self, axis: Axis, types: Sequence[str]) -> "Batch":
+        """The tokens that this rank of `axis` has of each row. types: as for `Shard`."""
+        if axis.size == 1:
+            return self
+        bounds = None if self.cu_seqlens is None else self.cu_seqlens.numpy()
+        shard = Shard(axis, len(self.positions), types, bounds)
+        at = torch.from_numpy(shard.places)
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        rows = {name: x[:, at] for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, positions=self.positions[at], shard=shard, **rows)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """On `device`; the copy of pinned memory to a GPU does not wait."""
+        return self.each(lambda t: t.to(device, non_blocking=True))
