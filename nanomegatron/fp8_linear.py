@@ -78,7 +78,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         else:
             wanted, cut = "both" if fp8.recipe.wgrad else "row", None if comm == "sum" else axis
             row, flip = fp8.cast(rows, "g", wanted, cut)
-        gathers, later = comm == "gather" and fp8.recipe.wgrad, puts_off(weight)
+        gathers, later = comm == "gather" and fp8.recipe.wgrad, is_deferred(weight)
         coming = start_gather(Cast(*kept), axis) if gathers and not later else None
         dx = matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
@@ -103,7 +103,7 @@ def add_weight_grad(weight: nn.Parameter, g: Cast, x: Cast) -> torch.Tensor | No
     target = main_grad(weight)
     if target is None or target.dtype != torch.float32 or g.inverse.dim():
         dtype = weight.dtype if target is None else target.dtype
-        return contribute(weight, lambda: matmul(g, x, dtype))
+        return accumulate_grad(weight, lambda: matmul(g, x, dtype))
     add_fp8_product_(target, *g, *x)
     weight.bucket.ready(weight)
     return None

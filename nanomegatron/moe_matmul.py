@@ -90,7 +90,9 @@ def weight_grads(
     sizes = a.shape[1], b.shape[1]
     if groups.grouped and not groups.large(*sizes) and fits(a, *sizes):
         offsets = groups.offsets[1:]
-        return contribute(weight, lambda: torch._grouped_mm(a.t(), b, offs=offsets).view_as(weight), soon)
+        return accumulate_grad(
+            weight, lambda: torch._grouped_mm(a.t(), b, offs=offsets).view_as(weight), soon
+        )
 
     def add(each: torch.Tensor, begin: int, end: int) -> None:
         add_product(each, a[begin:end], b[begin:end])
@@ -120,9 +122,9 @@ def one_by_one(
 def due(
     weight: nn.Parameter, work: Callable[[Soon | None], torch.Tensor | None], soon: Soon | None
 ) -> torch.Tensor | None:
-    """`when_due`, of work that may leave something in `soon`, where nobody puts it off as a whole."""
-    given = None if puts_off(weight) else soon
-    return when_due(weight, lambda: work(given))
+    """`run_or_defer`, of work that may leave something in `soon`, where nobody puts it off as a whole."""
+    given = None if is_deferred(weight) else soon
+    return run_or_defer(weight, lambda: work(given))
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -174,7 +176,7 @@ def fp8_weight_grads(
     if at_once(a.data, groups):
         scales = [c.inverse.flatten().repeat(groups.experts) for c in (a, b)]
         how = dict(offs=groups.offsets[1:], out_dtype=torch.bfloat16)
-        return contribute(
+        return accumulate_grad(
             weight, lambda: torch._scaled_grouped_mm(a.data, b.data.t(), *scales, **how).view_as(weight), soon
         )
 

@@ -15,10 +15,10 @@ heads, each gets a summand of its gradient: `partial`. Rows that only pad the lo
 
 The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_grad` is a view. Whoever writes
 a gradient asks for it and says so: the linear function and the embedding add into `main_grad(param)`, tell
-the bucket that the parameter is ready once a contribution, and return None to autograd (`contribute`); every
-other gradient is moved from `.grad` by a hook. No hook may sit on a weight whose layer writes by itself
+the bucket that the parameter is ready once a contribution, and return None to autograd (`accumulate_grad`);
+every other gradient is moved from `.grad` by a hook. No hook may sit on a weight whose layer writes by itself
 (`spec.writes_grad`): torch runs it even when the gradient is None. What such a layer does for its weight goes
-through `when_due`, so that a pipeline can put it off (`param.deferred`) and fill its bubbles with it.
+through `run_or_defer`, so that a pipeline can defer it (`param.wgrad_store`) and fill its bubbles with it.
 """
 
 import hashlib
@@ -175,61 +175,61 @@ def main_grad(param: nn.Parameter) -> torch.Tensor | None:
     return param.main_grad
 
 
-class Deferred:
-    """Work on weight gradients, put off by whoever runs the backward (zero bubble, arXiv 2401.10241).
+class WeightGradStore:
+    """Weight gradients deferred to a later point of the schedule (zero bubble, arXiv 2401.10241).
 
-    The object is handed to the parameters as `param.deferred`; only inside `collect` is anything put off.
+    Parameters refer to it as `param.wgrad_store`; it defers only what a backward inside `collect` produces.
     """
 
     def __init__(self) -> None:
-        self.list: list[tuple[nn.Parameter, Callable]] | None = None
+        self.queue: list[tuple[nn.Parameter, Callable]] | None = None
 
     @contextmanager
     def collect(self) -> Iterator[list]:
-        """A backward in here leaves its work on weights in the list, for `do`."""
-        self.list = found = []
-        yield found
-        self.list = None
+        """A backward in here puts its weight-gradient work into the list, for `run`."""
+        self.queue = works = []
+        yield works
+        self.queue = None
 
     @staticmethod
     @torch.no_grad()
-    def do(works: list[tuple[nn.Parameter, Callable]]) -> None:
-        """Make the weight gradients of one backward, in its order."""
+    def run(works: list[tuple[nn.Parameter, Callable]]) -> None:
+        """Compute the deferred weight gradients of one backward, in its order."""
         for param, work in works:
             if (grad := work()) is not None:  # there is no bucket
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
 class Soon(list):
-    """Work on weight gradients for `Deferred.do`, before this backward ends: `whole`, or the sum alone."""
+    """Weight-gradient work to run before this backward ends: all of it if `whole`, else only the sum."""
 
     def __init__(self, whole: bool = False) -> None:
         super().__init__()
         self.whole = whole
 
 
-def puts_off(param: nn.Parameter) -> bool:
-    """Whether the work on the gradient of the parameter is put off now."""
-    deferred = getattr(param, "deferred", None)
-    return deferred is not None and deferred.list is not None
+def is_deferred(param: nn.Parameter) -> bool:
+    """Whether weight-gradient work of this parameter is deferred now."""
+    store = getattr(param, "wgrad_store", None)
+    return store is not None and store.queue is not None
 
 
-def when_due(param: nn.Parameter, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Do `work` now, or when what is put off is done; it gives what autograd is to have, or None."""
-    return now_or(param.deferred.list if puts_off(param) else None, param, work)
+def run_or_defer(param: nn.Parameter, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    """Run `work` now, or leave it in the parameter's store; returns the gradient for autograd, or None."""
+    return now_or(param.wgrad_store.queue if is_deferred(param) else None, param, work)
 
 
 def now_or(
     works: list | None, param: nn.Parameter, work: Callable[[], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """Do `work`, or leave it in a list for `Deferred.do`."""
+    """Do `work`, or leave it in a list for `WeightGradStore.run`."""
     if works is None:
         return work()
     works.append((param, work))
     return None
 
 
-def contribute(
+def accumulate_grad(
     param: nn.Parameter, grad: Callable[[], torch.Tensor], soon: Soon | None = None
 ) -> torch.Tensor | None:
     """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd.

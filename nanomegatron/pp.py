@@ -43,7 +43,7 @@ from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.layers import Stage, Tokens
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import Cache, GPTModel
-from nanomegatron.param import Deferred, Init
+from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.recompute import Inlet
 from nanomegatron.report.trace import Tracer
 from nanomegatron.router import MoeAxes
@@ -85,9 +85,9 @@ class Stages(nn.ModuleList):
         self.first_rank, self.last_rank = embedding_ranks(self.placed)
         weight = next(self.parameters())
         self.dtype, self.device, self.on_gpu = weight.dtype, weight.device, weight.is_cuda
-        self.deferred = Deferred()
+        self.wgrad_store = WeightGradStore()
         for param in self.parameters():
-            param.deferred = self.deferred
+            param.wgrad_store = self.wgrad_store
 
     @property
     def reads_tokens(self) -> bool:
@@ -287,13 +287,13 @@ class Executor:
         if op.kind == "F":
             return self._forward(place, came)
         if op.kind == "W":
-            return self.stages.deferred.do(self.works.pop(place))
+            return self.stages.wgrad_store.run(self.works.pop(place))
         kept = self.kept.pop(place)
         kept.came.append(came)
         if op.kind == "BW":
             kept.end.backward()
         else:
-            with self.stages.deferred.collect() as works:
+            with self.stages.wgrad_store.collect() as works:
                 kept.end.backward()
             self.works[place] = works
         return kept.found[0] if kept.found else None

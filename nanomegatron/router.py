@@ -48,11 +48,11 @@ from nanomegatron.ops import dropout
 from nanomegatron.param import (
     Init,
     ParamSpec,
+    accumulate_grad,
     accumulate_weight_grad,
-    contribute,
     new_parameter,
     replica,
-    when_due,
+    run_or_defer,
 )
 
 SINKHORN_ROUNDS = 1000
@@ -242,9 +242,9 @@ class GateFunction(torch.autograd.Function):
             def product() -> torch.Tensor:
                 return wide(parts.t(), x).view(3, *weight.shape).sum(0)
 
-            dw = when_due(weight, lambda: contribute(weight, product))
+            dw = run_or_defer(weight, lambda: accumulate_grad(weight, product))
             return parts @ weight.repeat(3, 1), dw, None
-        dw = when_due(weight, lambda: accumulate_weight_grad(weight, x.to(grad.dtype), grad))
+        dw = run_or_defer(weight, lambda: accumulate_weight_grad(weight, x.to(grad.dtype), grad))
         return (grad @ weight.to(grad.dtype)).to(x.dtype), dw, None
 
 

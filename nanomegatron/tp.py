@@ -56,12 +56,12 @@ from nanomegatron.param import (
     Init,
     ParamSpec,
     accumulate_weight_grad,
+    is_deferred,
     main_grad,
     new_parameter,
-    puts_off,
     replica,
+    run_or_defer,
     shard,
-    when_due,
 )
 
 
@@ -275,7 +275,7 @@ class EmbeddingFunction(torch.autograd.Function):
             table.bucket.ready(table)
             return None
 
-        return None, when_due(table, table_grad), None
+        return None, run_or_defer(table, table_grad), None
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -14,7 +14,7 @@ from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.moe_matmul import Groups, fits
-from nanomegatron.param import Deferred, Init
+from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.moe_routers import dispatch
@@ -174,16 +174,16 @@ def test_weight_gradients_can_be_put_off(dtype):
     """A backward leaves two works, and the gradients are the same to the bit once these are done."""
     now, buckets = built(BASE, dtype=dtype)
     later, others = built(BASE, dtype=dtype)
-    x, offsets, deferred = torch.randn(17, H).to(dtype), offsets_of((5, 0, 3, 9)), Deferred()
+    x, offsets, deferred = torch.randn(17, H).to(dtype), offsets_of((5, 0, 3, 9)), WeightGradStore()
     for group in buckets, others:
         group.zero(1)
     for p in later.parameters():
-        p.deferred = deferred
+        p.wgrad_store = deferred
     now(x, offsets).sum().backward()
     with deferred.collect() as works:
         later(x, offsets).sum().backward()
     assert len(works) == 2 and all((p.main_grad == 0).all() for p in later.parameters())
-    deferred.do(works)
+    deferred.run(works)
     others.grad_sync()
     for p, q in zip(now.parameters(), later.parameters(), strict=True):
         assert torch.equal(p.main_grad, q.main_grad) and p.main_grad.any()

@@ -16,7 +16,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.moe_experts import GroupedExperts, linear
 from nanomegatron.moe_matmul import Groups, whole
 from nanomegatron.ops.fp8_cast import fp8_cast_rows
-from nanomegatron.param import Deferred, Init, ParamSpec, new_parameter, replica
+from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
 from nanomegatron.report.fp8_stats import Stats
 from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
@@ -122,9 +122,9 @@ def test_experts_stay_near_those_in_fp32(kind, sizes):
 
 def results(config, recipe=ROWWISE, known=False, later=False):
     """Everything that comes of a microbatch, and the shapes of what autograd kept."""
-    (experts, buckets, _), kept, deferred = built(config, torch.bfloat16, recipe), [], Deferred()
+    (experts, buckets, _), kept, deferred = built(config, torch.bfloat16, recipe), [], WeightGradStore()
     for p in experts.parameters():
-        p.deferred = deferred if later else None
+        p.wgrad_store = deferred if later else None
     buckets.zero(1)
     x = batch(ROWS[0]).bfloat16().requires_grad_()
     offsets = offsets_of(ROWS[0])
@@ -134,7 +134,7 @@ def results(config, recipe=ROWWISE, known=False, later=False):
     with deferred.collect() as works:
         y.sum().backward()
     assert len(works) == 2 * later
-    deferred.do(works)
+    deferred.run(works)
     return [y.detach(), x.grad, *(p.main_grad for p in experts.parameters())], kept
 
 

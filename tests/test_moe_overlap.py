@@ -14,7 +14,7 @@ from nanomegatron.fast.moe_dispatch import OnTheWay, cut
 from nanomegatron.mesh import Axis
 from nanomegatron.model import MLP, TransformerLayer
 from nanomegatron.moe import MoELayer
-from nanomegatron.param import Deferred, Init
+from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.recompute import recomputed
 from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
@@ -76,9 +76,9 @@ def trained(mesh, config, halves=False, s=6, again=False, late=False, parallel=N
     buckets = Buckets(layer, parallel or ParallelConfig(), mesh)
     buckets.zero(BATCH // mesh.dp_cp.size)
     layer.router.begin_step()
-    deferred, found = Deferred(), []
+    deferred, found = WeightGradStore(), []
     for p in layer.parameters():
-        p.deferred = deferred
+        p.wgrad_store = deferred
     for i in range(mesh.dp.rank, BATCH, mesh.dp.size):
         x, grad = torch.randn(2, s, 2, H, generator=torch.Generator().manual_seed(i))
         x, grad = (v.chunk(mesh.tp.size)[mesh.tp.rank].clone() for v in (x, grad))
@@ -91,7 +91,7 @@ def trained(mesh, config, halves=False, s=6, again=False, late=False, parallel=N
         y = recomputed(run, x) if again else run(x)
         with deferred.collect() if late else nullcontext(()) as works:
             y.backward(grad)
-        Deferred.do(works)
+        WeightGradStore.run(works)
         found += [y.detach(), x.grad]
     buckets.grad_sync()
     grads = {}

@@ -135,7 +135,7 @@ def ordered(mesh, folder):
     if folder:
         share_files(mesh.etp_ep, folder)
     log, kept = [], []
-    gather, scatter, do = moe_pieces.gather_pieces, moe_pieces.scatter_pieces, moe_pieces.Deferred.do
+    gather, scatter, do = moe_pieces.gather_pieces, moe_pieces.scatter_pieces, moe_pieces.WeightGradStore.run
     config = replace(GATHER, recompute_granularity="selective", recompute_modules=("moe_act",))
     of_gate, layer = moe_router.GateFunction.backward, layer_of(mesh, config)
 
@@ -162,7 +162,7 @@ def ordered(mesh, folder):
         return lambda *_: log.append(word)
 
     moe_pieces.gather_pieces, moe_pieces.scatter_pieces = gathering, scattering
-    moe_pieces.Deferred.do, moe_router.GateFunction.backward = staticmethod(doing), staticmethod(gate)
+    moe_pieces.WeightGradStore.run, moe_router.GateFunction.backward = staticmethod(doing), staticmethod(gate)
     Buckets(layer, ParallelConfig(), mesh).zero(1)
     layer.router.register_forward_pre_hook(tell("router"))
     route, loss = moe_dispatch.Journey.route, layer.router._loss

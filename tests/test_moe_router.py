@@ -10,7 +10,7 @@ from nanomegatron import router as moe_router
 from nanomegatron.comm import own_slice
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import dropout as ops
-from nanomegatron.param import Deferred
+from nanomegatron.param import WeightGradStore
 from nanomegatron.router import (
     GateFunction,
     MoeAxes,
@@ -269,14 +269,14 @@ def test_weight_gradient_goes_into_main_grad(later):
     router, x = router_of(settings(), dtype=torch.bfloat16), torch.randn(10, H).bfloat16()
     weight, told = router.weight, []
     weight.bucket = SimpleNamespace(open=lambda: None, ready=told.append)
-    weight.main_grad, weight.deferred = torch.ones(E, H), Deferred()
+    weight.main_grad, weight.wgrad_store = torch.ones(E, H), WeightGradStore()
     y, grad = GateFunction.apply(x, weight, torch.float32), torch.randn(10, E)
     expected = 1 + grad.t() @ x.float()
     if later:
-        with weight.deferred.collect() as works:
+        with weight.wgrad_store.collect() as works:
             y.backward(grad)
         assert torch.equal(weight.main_grad, torch.ones(E, H))
-        Deferred.do(works)
+        WeightGradStore.run(works)
     else:
         y.backward(grad)
     close(weight.main_grad, expected)

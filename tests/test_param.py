@@ -5,11 +5,11 @@ import torch
 
 from nanomegatron.mesh import Axis
 from nanomegatron.param import (
-    Deferred,
     Init,
     ParamSpec,
     Soon,
-    contribute,
+    WeightGradStore,
+    accumulate_grad,
     draw,
     new_parameter,
     replica,
@@ -151,7 +151,7 @@ def test_fill_and_scaled_std():
 def test_contribution_goes_to_main_grad_or_to_autograd():
     param = new_parameter(SPECS["rows"](Axis.single()), Init(dtype=torch.bfloat16, std=1.0))
     grad = torch.ones(8, 6, dtype=torch.bfloat16)
-    assert contribute(param, lambda: grad) is grad
+    assert accumulate_grad(param, lambda: grad) is grad
     calls = []
 
     class Bucket:
@@ -163,15 +163,15 @@ def test_contribution_goes_to_main_grad_or_to_autograd():
             calls.append(which)
 
     param.bucket = Bucket()
-    assert contribute(param, lambda: grad) is None
+    assert accumulate_grad(param, lambda: grad) is None
     assert calls[0] == "open" and calls[1] is param and len(calls) == 2
     assert (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
     for whole in (False, True):
         made, soon = [], Soon(whole)
         calls.clear()
-        assert contribute(param, lambda made=made: made.append(1) or grad, soon) is None
+        assert accumulate_grad(param, lambda made=made: made.append(1) or grad, soon) is None
         assert calls == ["open"] and made == [1] * (not whole), "the sum alone is left, or all"
-        Deferred.do(soon)
+        WeightGradStore.run(soon)
         assert made == [1] and calls[1] is param and (param.main_grad == 3).all()
 
 

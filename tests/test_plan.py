@@ -343,7 +343,7 @@ def put_off_of(mesh, model):
     sizes = dict(vocab_size=128, max_sequence_length=32, padded_vocab_size=128)
     stages = Stages([GPTModel(model, tp=mesh.tp, init=init, **sizes)])
     labels = torch.zeros(4, 32, dtype=torch.long)
-    with stages.deferred.collect() as works:
+    with stages.wgrad_store.collect() as works:
         stages[0](Tokens(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels).sum().backward()
     cells = [cell.cell_contents for _, work in works for cell in work.__closure__]
     tensors = [x for x in cells if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]

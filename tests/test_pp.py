@@ -179,11 +179,11 @@ def works_of_backward(mesh) -> list[str]:
     buckets = Buckets(stages, ParallelConfig(), mesh)
     buckets.zero()
     batch, labels = microbatch(0)
-    with stages.deferred.collect() as works:
+    with stages.wgrad_store.collect() as works:
         stages[0](batch, labels).mean().backward()
     before = [bool(p.main_grad.any()) for p, _ in works]
     assert not any(before)
-    stages.deferred.do(works)
+    stages.wgrad_store.run(works)
     assert all(bool(p.main_grad.any()) for p, _ in works)
     buckets.grad_sync()  # all have said that they are ready
     return [p.spec.name for p, _ in works]

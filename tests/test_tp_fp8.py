@@ -5,7 +5,7 @@ import torch
 
 from nanomegatron.fp8 import RECIPES, Recipe, Scales, decode
 from nanomegatron.mesh import Axis
-from nanomegatron.param import Deferred, Init
+from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 from tests.spmd import run_spmd
 
@@ -69,7 +69,7 @@ def run_layers(mesh, name, sequence_parallel, deferred=False):
     tp = mesh.tp
     scales, fc1, fc2 = layers(tp, sequence_parallel, Recipe(name, history=2, algo="max"))
     own = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size) if sequence_parallel else slice(None)
-    later = Deferred()
+    later = WeightGradStore()
     found = []
     for step in range(2):
         x, grad = whole(step)
@@ -77,12 +77,12 @@ def run_layers(mesh, name, sequence_parallel, deferred=False):
         fc1.weight.grad = fc2.weight.grad = None
         if deferred:
             for layer in (fc1, fc2):
-                layer.weight.deferred = later
+                layer.weight.wgrad_store = later
             y = fc2(fc1(leaf))
             with later.collect() as works:
                 y.backward(grad[own])
             assert fc1.weight.grad is None and len(works) == 2
-            later.do(works)
+            later.run(works)
         else:
             y = fc2(fc1(leaf))
             y.backward(grad[own])

@@ -14,7 +14,7 @@ from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, Precis
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.optim import Optimizer
-from nanomegatron.param import Init, ParamSpec, contribute, new_parameter, replica, shard
+from nanomegatron.param import Init, ParamSpec, accumulate_grad, new_parameter, replica, shard
 
 VOCAB, WIDTH, SAMPLES, LENGTH = 13, 10, 12, 5
 ONE = Axis.single()
@@ -31,7 +31,7 @@ class Times(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        return grad @ weight, contribute(weight, lambda: grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        return grad @ weight, accumulate_grad(weight, lambda: grad.flatten(0, -2).t() @ x.flatten(0, -2))
 
 
 class Lookup(torch.autograd.Function):
@@ -44,7 +44,7 @@ class Lookup(torch.autograd.Function):
     def backward(ctx, grad):
         ids, table = ctx.saved_tensors
         hot = F.one_hot(ids.flatten(), len(table)).to(grad.dtype)
-        return None, contribute(table, lambda: hot.t() @ grad.flatten(0, -2))
+        return None, accumulate_grad(table, lambda: hot.t() @ grad.flatten(0, -2))
 
 
 def parameter(name: str, shape: tuple, dtype=torch.float32, fill=None, **spec) -> nn.Parameter:

@@ -13,7 +13,7 @@ from torch import nn
 
 from nanomegatron.comm import gather_seq, scatter_seq
 from nanomegatron.mesh import Mesh
-from nanomegatron.param import Init, ParamSpec, contribute, new_parameter, replica, shard
+from nanomegatron.param import Init, ParamSpec, accumulate_grad, new_parameter, replica, shard
 from tests.checkpoints import ALONE
 from tests.toy import VOCAB, WIDTH, Lookup, Times
 
@@ -72,7 +72,7 @@ class TimesTransposed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        return grad @ weight.t(), contribute(weight, lambda: x.t() @ grad)
+        return grad @ weight.t(), accumulate_grad(weight, lambda: x.t() @ grad)
 
 
 class ExpertToy(nn.Module):

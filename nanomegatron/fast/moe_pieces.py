@@ -24,7 +24,7 @@ from nanomegatron.fast.pieces import gather_pieces, scatter_pieces
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.permute import Routing, permute_block, unpermute_block
-from nanomegatron.param import Deferred, Soon
+from nanomegatron.param import Soon, WeightGradStore
 
 Start = Callable[[torch.Tensor], Any]
 Coming = tuple[torch.Tensor, torch.Tensor, list[tuple[slice, Any]]]  # x, and what `gather_pieces` gives
@@ -52,7 +52,7 @@ class Trip:
 
     def do_works(self) -> None:
         if self.works:
-            Deferred.do(self.works)
+            WeightGradStore.run(self.works)
             self.works.clear()
 
 
