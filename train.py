@@ -26,13 +26,14 @@ from pathlib import Path
 import torch
 
 from nanomegatron import comm
+from nanomegatron.batch import Batch
+from nanomegatron.build import build, install, paths_for
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import default_run_name, must_match, remarks, resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
-from nanomegatron.data.loader import Batch
 from nanomegatron.dp import Buckets
 from nanomegatron.faults.exit import (
     BAD_CONFIG,
@@ -51,7 +52,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
-from nanomegatron.pp import build, execute
+from nanomegatron.pp import execute
 from nanomegatron.report.fp8_stats import Stats
 from nanomegatron.report.log import RunLog, timestamp
 from nanomegatron.report.moe_load import ExpertLoad
@@ -211,8 +212,9 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     signals.check(mesh)
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
-    model = build(config, mesh, vocab_size, padded, init)
-    grads = Buckets(model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
+    paths = paths_for(config, mesh)
+    model = install(build(config, mesh, vocab_size, padded, init), paths)
+    grads = Buckets(model, config.parallel, mesh, getattr(torch, config.grad_dtype_name), paths.peers)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     values = step_values(config, before)
     optimizer = Optimizer(grads, config.optimizer, config.precision, values)
@@ -222,7 +224,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     stats = Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
     load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
-    run = Run(*parts, padded, before, asked, timers, tracer, profile, stats, load, signals=signals)
+    run = Run(*parts, padded, before, asked, timers, tracer, profile, paths, stats, load, signals=signals)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
     signals.check(mesh)
     load_checkpoint(run)

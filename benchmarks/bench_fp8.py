@@ -32,9 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import milliseconds  # noqa: E402
+from nanomegatron.batch import Batch  # noqa: E402
+from nanomegatron.build import quantize_early  # noqa: E402
 from nanomegatron.config.cli import parse  # noqa: E402
 from nanomegatron.fp8 import RECIPES, Cast, Fp8Linear, Quantized, Recipe, Scales, matmul  # noqa: E402
-from nanomegatron.layers import Tokens  # noqa: E402
+from nanomegatron.fp8_linear import use_fp8  # noqa: E402
 from nanomegatron.mesh import Axis  # noqa: E402
 from nanomegatron.model import TransformerLayer  # noqa: E402
 from nanomegatron.ops.fp8_matmul import add_fp8_product_  # noqa: E402
@@ -210,7 +212,7 @@ def whole_layers(layer: Layer) -> Iterator[Line]:
         linear = layer.kind(layer.i, layer.o, ONE, init, bias=False)
         linear.weight.bucket, linear.weight.main_grad = Bucket(), main
         if name != "bf16":
-            linear.fp8 = layer.fp8(name)
+            use_fp8(linear, layer.fp8(name))
 
         def run(linear: torch.nn.Module = linear) -> tuple[torch.Tensor, ...]:
             return torch.autograd.grad(linear(x), x, g)
@@ -229,7 +231,7 @@ def kept(small: bool, device: torch.device) -> dict[str, float]:
     config, tokens, found = parse(flags.split()).config.model, 256 if small else 8192, {}
     x = torch.randn(tokens, 1, config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
     positions = torch.arange(tokens, device=device)
-    batch = Tokens(torch.zeros(1, tokens, dtype=torch.long, device=device), positions)
+    batch = Batch(torch.zeros(1, tokens, dtype=torch.long, device=device), positions)
     rotary = rope_angles(positions, config)
     for name in ("bf16", *RECIPES):
         init = Init(dtype=torch.bfloat16, device=device, name="layer")
@@ -238,7 +240,8 @@ def kept(small: bool, device: torch.device) -> dict[str, float]:
             scales = Scales(Recipe(name), device)
             for linear in layer.modules():
                 if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                    linear.fp8 = scales.layer(linear.weight.spec.name)
+                    use_fp8(linear, scales.layer(linear.weight.spec.name))
+            quantize_early(layer)
         layer(x, batch, rotary).sum().backward()
         scales.end_step()
         with torch.no_grad():

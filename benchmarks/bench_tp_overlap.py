@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from nanomegatron.comm import all_gather, all_reduce, barrier, reduce_scatter  # noqa: E402
 from nanomegatron.config.settings import ParallelConfig  # noqa: E402
-from nanomegatron.fast.pieces import overlap_path  # noqa: E402
-from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter  # noqa: E402
+from nanomegatron.fast.peer_access import PeerAccess  # noqa: E402
+from nanomegatron.fast.tp_overlap import OverlappedLinear, gather_matmul, matmul_scatter  # noqa: E402
 from nanomegatron.mesh import Axis, Mesh, World  # noqa: E402
 from nanomegatron.tp import LinearFunction  # noqa: E402
 
@@ -72,7 +71,7 @@ def fused(kind: str, x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch
     return ops.fused_matmul_reduce_scatter(x, weight, "sum", 0, name)
 
 
-def contestants(layer: str, rows: int, tp: Axis) -> dict[str, Callable]:
+def contestants(layer: str, rows: int, tp: Axis, peers: PeerAccess) -> dict[str, Callable]:
     """Forward, and forward with backward, by name."""
     hidden, features, kind = LAYERS[layer]
     width, gathers = features // tp.size, kind == "gather"
@@ -84,13 +83,11 @@ def contestants(layer: str, rows: int, tp: Axis) -> dict[str, Callable]:
     x, weight = draw(rows // tp.size if gathers else rows, i), draw(o, i).requires_grad_()
     whole, w, leaf = draw(rows, i), weight.detach().t(), x.clone().requires_grad_()
     grad = draw(rows if gathers else rows // tp.size, o)
-    plain = replace(tp, overlap=False)
-    forced = replace(tp, peer_access_error="to compare")
     ours = gather_matmul if gathers else matmul_scatter
 
-    def both(axis: Axis) -> None:
+    def both(linear: Callable) -> None:
         weight.grad = leaf.grad = None
-        LinearFunction.apply(leaf, weight, axis, kind).backward(grad)
+        linear(leaf, weight, tp, kind).backward(grad)
 
     def nccl() -> torch.Tensor:
         return all_gather(x, tp) @ w if gathers else reduce_scatter(x @ w, tp)
@@ -103,12 +100,12 @@ def contestants(layer: str, rows: int, tp: Axis) -> dict[str, Callable]:
         "forward alone": lambda: whole @ w,
         "forward NCCL": nccl,
         "forward fused": lambda: fused(kind, x, w, tp),
-        "forward collectives": lambda: ours(x, w, forced),
-        "forward ours": lambda: ours(x, w, tp),
+        "forward collectives": lambda: ours(x, w, tp),
+        "forward ours": lambda: ours(x, w, tp, peers),
         "both alone": alone,
-        "both NCCL": lambda: both(plain),
-        "both collectives": lambda: both(forced),
-        "both ours": lambda: both(tp),
+        "both NCCL": lambda: both(LinearFunction.apply),
+        "both collectives": lambda: both(OverlappedLinear(None)),
+        "both ours": lambda: both(OverlappedLinear(peers)),
     }
 
 
@@ -121,11 +118,12 @@ def main() -> None:
     place = World.from_environment()
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
-    config = ParallelConfig(tensor_model_parallel_size=place.size, tp_comm_overlap=True)
+    config = ParallelConfig(tensor_model_parallel_size=place.size)
     mesh = Mesh.build(config, place, device)
-    path, table = overlap_path(mesh.tp), {}
+    peers = PeerAccess.of(mesh, config)
+    path, table = peers.describe(mesh.tp), {}
     for layer in LAYERS:
-        for name, call in contestants(layer, args.rows, mesh.tp).items():
+        for name, call in contestants(layer, args.rows, mesh.tp, peers).items():
             ms, host = median(call, mesh.tp)
             table[f"{layer} {name}"] = dict(ms=round(ms, 4), host_ms=round(host, 4))
             if not place.rank:

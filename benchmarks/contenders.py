@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import peers_fp8
 from benchmarks.peers import fully_sharded, on_one_gpu, tensor_parallel
+from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, validate
@@ -30,7 +31,7 @@ from nanomegatron.flops import flops_per_iteration, mfu
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.ops.kernels import without_kernels
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
@@ -93,7 +94,7 @@ class Ours:
         for batch in batches:
             weights = mask * (self.buckets.grad_scale / tokens)
             samples = torch.arange(len(batch), device=device)
-            read = Tokens(batch[:, :-1], self.positions, samples, loss_weights=weights)
+            read = Batch(batch[:, :-1], self.positions, samples, loss_weights=weights)
             loss = self.model(read, batch[:, 1:])
             (loss * weights).sum().backward()
             total += (loss.detach() * mask).sum() / tokens
@@ -181,7 +182,14 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
 
     def alone(name: str = "one gpu", flags: str = "", runner: type[Ours] = Ours) -> Contender:
         config = config_of(flags, 1, 8)
-        names = {f.name for f in dataclasses.fields(Mesh)} - {"rank", "device", "wires", "traffic"}
+        names = {f.name for f in dataclasses.fields(Mesh)} - {
+            "rank",
+            "device",
+            "p2p_links",
+            "groups",
+            "communicators",
+            "traffic",
+        }
         mesh = Mesh(world.rank, device, **{name: Axis.single(name) for name in names})
         how = "ours" if runner is Ours else "plain"  # of which plan/memory.py knows nothing here
         return Contender(name, flags, config, 0, {how: lambda: runner(config, mesh)})

@@ -20,11 +20,11 @@ import torch
 
 from benchmarks import peers_moe
 from benchmarks.bench_cp_training import config_of
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast.moe_dispatch import Journey
 from nanomegatron.fp8 import E4M3, Recipe, Scales
-from nanomegatron.layers import Tokens
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.moe import MoELayer
 from nanomegatron.moe_experts import GroupedExperts
@@ -102,7 +102,7 @@ class Layer:
         places = torch.arange(s, device=device)
         scale = torch.full((), 1 / (b * s), device=device)
         tokens = torch.zeros(b, s, dtype=torch.int64, device=device)
-        self.batch = Tokens(tokens, places, places[:b], aux_scale=scale)
+        self.batch = Batch(tokens, places, places[:b], aux_scale=scale)
         generator = torch.Generator(device).manual_seed(1 + sitting.world.rank)
         shape, how = (s, b, model.hidden_size), dict(generator=generator, device=device, dtype=dtype)
         self.x, self.grad = (torch.randn(shape, **how) for _ in range(2))

@@ -12,19 +12,20 @@ import torch
 
 from benchmarks.contenders import COMMON, SMALL, Contender
 from benchmarks.peers_pipeline import PipelinePeer
+from nanomegatron.batch import Batch
+from nanomegatron.build import build
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.dp import Buckets
-from nanomegatron.layers import Tokens
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
-from nanomegatron.pp import build, execute, rehearse
+from nanomegatron.pp import execute, rehearse
 from nanomegatron.report.trace import Tracer
 
 FLOPS = "--pipeline-split flops"
@@ -68,7 +69,7 @@ class Ours:
         samples, total = torch.arange(size, device=device), torch.zeros((), device=device)
 
         def forward(chunk: GPTModel, i: int) -> torch.Tensor:
-            tokens = Tokens(batches[i][:, :-1], self.positions, samples, loss_weights=weights)
+            tokens = Batch(batches[i][:, :-1], self.positions, samples, loss_weights=weights)
             y = chunk(tokens, batches[i][:, 1:])
             if not chunk.post_process:
                 return y

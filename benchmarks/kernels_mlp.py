@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels_common import Case, Sizes, backward, case, compiled, exact, forward
-from nanomegatron.ops.swiglu import swiglu
 from nanomegatron.ops.permute import Routing, permute, route_ref, unpermute
+from nanomegatron.ops.swiglu import swiglu
 
 
 def gated(x):

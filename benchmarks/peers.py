@@ -34,7 +34,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nanomegatron.config.settings import Config, OptimizerConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, OptimizerConfig
 
 OURS = {  # what this project calls a block's weights
     "attention_norm": "input_layernorm",

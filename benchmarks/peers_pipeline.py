@@ -24,12 +24,13 @@ from torch.distributed.pipelining import (
 )
 
 from benchmarks.peers import OURS, Block, Peer, compiled, token_loss
+from nanomegatron.build import build
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, build
+from nanomegatron.pp import Stages
 
 SCHEDULES = {
     "1f1b": Schedule1F1B,

@@ -8,13 +8,15 @@ torchrun with 2 or with 4 processes print the same losses.
 
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World, pick_device
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
 
@@ -44,7 +46,7 @@ def main() -> None:
         mean = torch.zeros((), device=mesh.device)  # of the loss, over all samples of all ranks
         buckets.zero(MICROBATCHES)
         for batch in batches:
-            losses = model(Tokens(batch.tokens, batch.positions), batch.labels)  # [b, s]
+            losses = model(Batch(batch.tokens, batch.positions), batch.labels)  # [b, s]
             loss = (losses * batch.loss_mask).sum() / count
             loss.backward()
             mean += loss.detach()

@@ -2,7 +2,7 @@
 
     x [s, b, h] -> linear_qkv -> q [s, b, n/tp, d], k, v [s, b, g/tp, d]
                    (q, k norm), rotary embedding
-                   context = softmax(q k^T / sqrt(d)) v     [s, b, h/tp]    ops/attention.py, or over cp: cp.py
+                   context = softmax(q k^T / sqrt(d)) v     [s, b, h/tp]    ops/attention.py, over cp cp.py
                 -> linear_proj -> y [s, b, h]
 
 With fewer key/value heads than tp ranks (g < tp), neighbouring ranks share one.
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.cp import context_attention
 from nanomegatron.layers import Norm
 from nanomegatron.mesh import Axis

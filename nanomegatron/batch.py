@@ -23,11 +23,11 @@ class Batch:
     labels: torch.Tensor | None = None  # [b, s] int64, the token that follows each
     loss_mask: torch.Tensor | None = None  # [b, s] float32, 1 where a label counts
     position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
-    cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32: bounds in the b * s tokens (ops/attention.py)
+    cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32, bounds in the b * s tokens
     max_seqlen: int | None = None  # tokens of the longest document
     shard: Shard | None = None  # context parallelism: which tokens of the rows are here
     # What a training step adds:
-    dropout_seed: int | None = None  # with sample_ids and positions decides every dropout mask; None: no dropout
+    dropout_seed: int | None = None  # decides dropout masks, with sample_ids and positions; None: no dropout
     loss_weights: torch.Tensor | None = None  # [b, s], factor of each token's loss, for the fused loss
     aux_scale: torch.Tensor | None = None  # 0-d, factor of the routers' losses; None: there are none
     # What the model adds:

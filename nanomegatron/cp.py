@@ -29,9 +29,8 @@ from functools import partial
 
 import torch
 
-from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter
-from nanomegatron.cp_shard import ROUND, Round, Selection, Shard, Step
-from nanomegatron.comm import start_shift
+from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_shift
+from nanomegatron.cp_shard import Round, Selection, Shard, Step
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
 from nanomegatron.ops.attention_blocks import attend, attend_backward

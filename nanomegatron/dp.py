@@ -36,7 +36,6 @@ from nanomegatron.comm import Pending, all_reduce_
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp_bucket import SHARD_ALIGN, Bucket, Slice, fp8_layer, lay_out, written_in_fp8
 from nanomegatron.fast.peer_memory import PeerShards
-from nanomegatron.fast.pieces import overlap_path
 from nanomegatron.mesh import Axis, Mesh
 
 IN_FLIGHT = 2  # reductions of `optim_grads` under way, each with a bucket's gradients
@@ -88,7 +87,9 @@ class Buckets:
         parallel: ParallelConfig,
         mesh: Mesh,
         grad_dtype: torch.dtype = torch.float32,
+        peer_access=None,
     ) -> None:
+        self.peer_access = peer_access
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
         self.overlap_reduce, self.overlap_gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
@@ -124,7 +125,7 @@ class Buckets:
         """Memory that copy engines can move shards in, where that is asked to hide and the GPUs allow it."""
         device = self.params[0].device
         overlap = self.overlap_reduce or self.overlap_gather
-        if shards.size == 1 or not overlap or shards.peer_access_error:
+        if shards.size == 1 or not overlap or self.peer_access is None or self.peer_access.error(shards):
             return None
         size = 0
         for params in members:
@@ -220,7 +221,8 @@ class Buckets:
         said += ["parameters gathered during the forward"] * self.overlap_gather
         if self.overlap_reduce or self.overlap_gather:
             shards = next((bucket.shards for bucket in self.all if bucket.shards.size > 1), None)
-            said += [f"by {overlap_path(shards, 'collectives')}"] if shards else []
+            if shards and self.peer_access:
+                said += [f"by {self.peer_access.describe(shards, 'collectives')}"]
         how = "cast by the optimizer" if self.strategy == "no_shard" else "gathered as bytes"
         said += [f"FP8 weights {how}"] * any(bucket.fp8 is not None for bucket in self.all)
         return ", ".join(said + ["averaged by the collective"] * (self.op == "avg"))

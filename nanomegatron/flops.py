@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.settings import Config, TransformerConfig
 
 CONVENTIONS = ("megatron", "full-attention", "6n-causal", "6n")  # the first is the headline
 
@@ -155,3 +155,10 @@ def mfu(flops: float, seconds: float, world: int, peak: float | None) -> float |
 def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
     """A mean loss in nats a token as bits a byte of the text, comparable across tokenizers."""
     return loss * tokens / (math.log(2) * num_bytes)
+
+
+def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
+    """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
+    model, length = config.model, config.data.seq_length
+    layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
+    return config.parallel.stage_layers(model.num_layers, head=(whole / layers - 1) * model.num_layers)

@@ -29,19 +29,18 @@ from nanomegatron.comm import (
 from nanomegatron.fp8 import Cast, Fp8Linear, Quantized, matmul
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_matmul import add_fp8_product_
-from nanomegatron.param import accumulate_weight_grad, contribute, main_grad, puts_off, when_due
+from nanomegatron.param import accumulate_grad, accumulate_weight_grad, is_deferred, main_grad, run_or_defer
 from nanomegatron.recompute import source_of
 from nanomegatron.tp import start_input_grad_sum
 
 
-class QuantizedLinear:
-    """A `linear` of tp.py that multiplies in FP8."""
+def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
+    """Let a linear layer of tp.py multiply in FP8."""
 
-    def __init__(self, fp8: Fp8Linear) -> None:
-        self.fp8 = fp8
+    def linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+        return Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
-        return Fp8LinearFunction.apply(x, weight, axis, comm, self.fp8, torch.is_grad_enabled())
+    layer.linear, layer.fp8, layer.weight.fp8 = linear, fp8, fp8
 
 
 class Fp8LinearFunction(torch.autograd.Function):
@@ -94,7 +93,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             x = (coming or start_gather(Cast(*kept), axis))()
             return add_weight_grad(weight, flip, fp8.turned(x, "x"))
 
-        dw = when_due(weight, weight_grad)
+        dw = run_or_defer(weight, weight_grad)
         return reduced.wait(), dw, None, None, None, None
 
 

@@ -32,21 +32,18 @@ from pathlib import Path
 import torch
 
 from nanomegatron import comm
-from nanomegatron.checkpoint.checkpoint import (
-    CheckpointError,
-    load,
-    module_states,
-    state_pieces,
-    training_pieces,
-)
+from nanomegatron.batch import Batch
+from nanomegatron.build import build
+from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
+from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.config.cli import from_toml
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World, pick_device
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, build
+from nanomegatron.pp import Stages
 
 DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
 
@@ -193,7 +190,7 @@ def next_logits(model: GPTModel | Stages, columns: list[list[int]], cache: KVCac
     cache.extend(tokens.shape[1])
     training = model.training
     model.eval()  # nothing is cut along the sequence, which may have any length
-    logits = model(Tokens(tokens, positions), cache=cache)[-1]
+    logits = model(Batch(tokens, positions), cache=cache)[-1]
     model.train(training)
     return comm.all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 

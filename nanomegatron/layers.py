@@ -1,6 +1,6 @@
 """The layers of a transformer besides attention: Norm, MLP, embedding, output layer.
 
-    tokens [b, s] -> Embedding -> x [s, b, h] -> ( Norm -> attention | Norm -> MLP ) x n -> Norm -> OutputLayer
+    tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
 Where a layer has a fast form, one attribute holds the function that runs: `Norm.op`, `MLP.act`,
 `OutputLayer.linear`, `OutputLayer.loss`. Its default is the form of the core; `build.py` may set another one.
@@ -14,7 +14,7 @@ from torch import nn
 
 from nanomegatron.batch import Batch
 from nanomegatron.comm import own_slice
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import dropout
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
@@ -84,7 +84,7 @@ class Norm(nn.Module):
 
 
 def activate(mlp: "MLP", x: torch.Tensor) -> torch.Tensor:
-    """The activation between the two layers of an MLP. `[..., 2f]` for gated units, or `[..., f]` -> `[..., f]`"""
+    """The activation between the layers of an MLP. `[..., 2f]` of gated units, or `[..., f]` -> `[..., f]`"""
     return mlp.activation(x)
 
 
@@ -163,7 +163,7 @@ class OutputLayer(nn.Module):
     """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
-    # (x, weight, labels, loss_weights, tp, vocab_size, sequence_parallel) -> loss [b, s], with no logits in between
+    # (x, weight, labels, loss_weights, tp, vocab_size, sequence_parallel) -> loss [b, s]
     loss: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, vocab_size: int, weight: nn.Parameter, tp: Axis) -> None:

@@ -177,11 +177,12 @@ class Mesh:
         links = {}
         for ends in link_ends(parallel):
             pairs = [tuple(ranks[end] for end in ends) for ranks in made["pp"]]
-            axis = _axis("pp", pairs, world.rank, {}, traffic, device, timeout, P2P_MAX_CTAS)  # none is shared
+            axis = _axis("pp", pairs, world.rank, {}, traffic, device, timeout, P2P_MAX_CTAS)
             if axis.size > 1:
                 links[ends] = Link(axis, torch.cuda.Stream(device) if device.type == "cuda" else None)
                 _first_message(axis, device)
-        return Mesh(world.rank, device, **axes, p2p_links=links, groups=made, communicators=groups, traffic=traffic)
+        kept = dict(p2p_links=links, groups=made, communicators=groups, traffic=traffic)
+        return Mesh(world.rank, device, **axes, **kept)
 
     @property
     def label(self) -> str:

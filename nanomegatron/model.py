@@ -30,7 +30,7 @@ from nanomegatron.attention import Cache, SelfAttention
 from nanomegatron.batch import Batch
 from nanomegatron.comm import own_slice
 from nanomegatron.config.keywords import GPT_MODEL, answer
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size as default_padding
 from nanomegatron.layers import MLP, Embedding, Norm, OutputLayer, hidden_dropout
 from nanomegatron.mesh import Axis
@@ -108,7 +108,7 @@ class GPTModel(nn.Module):
         padded_vocab_size: int | None = None,
         tp: Axis | None = None,
         init: Init = Init(),  # noqa: B008 (frozen)
-        stage: Stage = Stage(),  # noqa: B008 (frozen)
+        stage: Stage = Stage(),
         **megatron: Any,
     ) -> None:
         """vocab_size: the tokens that exist; padded_vocab_size, a multiple of tp: the rows of the weights.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.moe_dispatch import Journey
 from nanomegatron.moe_experts import GroupedExperts
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica

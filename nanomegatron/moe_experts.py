@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.fp8_producers import CastFp8Function
 from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Scales
 from nanomegatron.moe_matmul import GroupedFp8LinearFunction, GroupedLinearFunction, Groups, whole

@@ -33,9 +33,16 @@ import torch
 from torch import nn
 
 from nanomegatron.fp8 import Cast, Fp8Linear, matmul
-from nanomegatron.param import Soon, add_product, contribute, main_grad, now_or, puts_off, when_due
+from nanomegatron.param import (
+    Soon,
+    accumulate_grad,
+    add_product,
+    is_deferred,
+    main_grad,
+    now_or,
+    run_or_defer,
+)
 from nanomegatron.recompute import source_of
-
 
 LARGE = 2**36  # multiplications
 

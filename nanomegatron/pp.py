@@ -5,22 +5,23 @@
 
     rank 0   [F0][F1][F2]          [B0]    ...      a row is the loop of a rank, an op at a time
                \\   \\   \\          /
-    rank 1        [F0][F1][B0][F2][B1]     ...      arrows are messages, over wires of their own (`mesh.py`)
+    rank 1        [F0][F1][B0][F2][B1]     ...      arrows are messages, over links of their own (`mesh.py`)
 
-Messages travel beside the computation: sends are not waited for, and at most one receive a wire is under way
+Messages travel beside the computation: sends are asynchronous, and at most one receive a link is in flight
 ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known beforehand. On a
-CPU, where the host computes, it asks for a wire's next message as soon as it has one. On a GPU the host runs
-ahead of the stream anyway, and asks when it comes to the op: then the message depends on launched ops alone.
+CPU, where the host computes, it posts a link's next receive as soon as the last message has arrived. On a GPU
+the host runs ahead of the stream anyway, and posts it when it comes to the op: then the message depends only
+on launched ops.
 
-(A message under way is a kernel that waits for the other rank. Whatever synchronizes the GPU waits with it,
-and two ranks that do so can wait for each other for ever. Loading a kernel for its first use does: hence
-`rehearse`. Freeing memory does, too: leave some unused.)
+(A message in flight is a kernel that waits for the other rank. Whatever synchronizes the GPU waits with it,
+and two ranks that do so can wait for each other for ever. Loading a kernel for its first use synchronizes:
+hence `rehearse`. Freeing memory does, too: leave some unused.)
 
-What a forward leaves for its backward is the autograd graph alone. Its output is sent and let go of: the
-graph ends in an `Outlet`, a tensor without elements to call backward on, that brings in the gradient that has
-come; and begins in an `Inlet`, where the gradient of the input is found. (Megatron-LM replaces the data of
+A forward leaves only the autograd graph for its backward. Its output is sent and freed: the graph ends in
+`InjectOutputGrad`, a tensor without elements to call backward on, which takes the gradient that was received;
+and begins in `CaptureInputGrad`, which stores the gradient of the input. (Megatron-LM replaces the data of
 outputs for the same end, deallocate_pipeline_outputs.) In a schedule with W ops, B leaves the work on weight
-gradients in a list, and W does it.
+gradients in a list, and W runs it.
 
 Each rank handles the microbatches of a chunk in their order, so gradients are those of one process to the
 bit; but for a tied embedding's on two ranks, which is one sum more.
@@ -36,17 +37,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nanomegatron.attention import Cache
+from nanomegatron.batch import Batch
 from nanomegatron.comm import Pending, broadcast_, start_receive, start_send
-from nanomegatron.config.settings import Config
-from nanomegatron.flops import flops_per_iteration
-from nanomegatron.fp8 import Recipe, Scales
-from nanomegatron.layers import Stage, Tokens
-from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import Cache, GPTModel
-from nanomegatron.param import Init, WeightGradStore
-from nanomegatron.recompute import Inlet
+from nanomegatron.fp8 import Scales
+from nanomegatron.mesh import Axis, Link, Mesh
+from nanomegatron.model import GPTModel
+from nanomegatron.param import WeightGradStore
+from nanomegatron.recompute import CaptureInputGrad
 from nanomegatron.report.trace import Tracer
-from nanomegatron.router import MoeAxes
 from nanomegatron.schedules import (
     Exchange,
     Message,
@@ -77,7 +76,7 @@ class Stages(nn.ModuleList):
     ) -> None:
         """name, group: the schedule, as `schedules.schedule` takes them."""
         super().__init__(chunks)
-        self.pp, self.wires = (mesh.pp, mesh.wires) if mesh else (Axis.single("pp"), {})
+        self.pp, self.links = (mesh.pp, mesh.p2p_links) if mesh else (Axis.single("pp"), {})
         self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
         self.name, self.group = name, group
         self.scales: Scales | None = None  # where linear layers are FP8
@@ -114,7 +113,7 @@ class Stages(nn.ModuleList):
         return seq_length // cut, micro_batch_size, self.config.hidden_size
 
     @torch.no_grad()
-    def forward(self, batch: Tokens, cache: Cache | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: Cache | None = None) -> torch.Tensor:
         """Logits of the last position, `[1, b, V/tp]`, the same on all ranks of pp: for generation.
 
         Every rank is given the whole batch. Communicates the activations, and a broadcast of the logits.
@@ -132,42 +131,6 @@ class Stages(nn.ModuleList):
         return broadcast_(logits, self.pp, self.last_rank)
 
 
-def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
-    """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
-    model, length = config.model, config.data.seq_length
-    layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
-    return config.parallel.stage_layers(model.num_layers, head=(whole / layers - 1) * model.num_layers)
-
-
-def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:
-    """This rank's chunks of the model of a resolved config, with new weights."""
-    parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
-    placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
-    chunks: list[GPTModel] = []
-    for stage in placed[mesh.pp.rank]:
-        first, last, words = stage == 0, stage == len(layers) - 1, None
-        if last and chunks and chunks[0].embedding is not None:
-            words = chunks[0].embedding.word_embeddings.weight
-        chunks.append(
-            GPTModel(
-                config.model,
-                vocab_size=vocab_size,
-                max_sequence_length=config.model.max_position_embeddings,
-                padded_vocab_size=padded_vocab_size,
-                tp=mesh.tp,
-                init=init,
-                stage=Stage(layers[stage], first, last, mesh.embed, words, MoeAxes.of(mesh)),
-            )
-        )
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    stages = Stages(chunks, mesh, parallel.schedule, group)
-    if fp8 := config.precision.fp8_layers(config.model.num_layers):
-        stages.scales = Scales(Recipe.of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
-        for chunk in chunks:
-            chunk.use_fp8(stages.scales, fp8)
-    return stages
-
-
 @functools.lru_cache
 def _plan(
     name: str, stages: int, microbatches: int, chunks: int, group: int | None, forward_only: bool
@@ -178,75 +141,75 @@ def _plan(
     return lists, messages(lists, placement(name, stages, chunks))
 
 
-class Outlet(torch.autograd.Function):
-    """The end of a stage's graph: a backward from here begins with the gradient that is in `came` by then."""
+class InjectOutputGrad(torch.autograd.Function):
+    """The end of a stage's graph: a backward from here begins with the gradient in `received`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, came: list) -> torch.Tensor:
-        ctx.came = came
+    def forward(ctx: Any, x: torch.Tensor, received: list) -> torch.Tensor:
+        ctx.received = received
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.came.pop(), None
+        return ctx.received.pop(), None
 
 
-class Kept(NamedTuple):
+class ForwardState(NamedTuple):
     """What a forward leaves: where to call backward, and lists for the gradients of output and input."""
 
-    end: torch.Tensor
-    came: list
-    found: list
+    anchor: torch.Tensor
+    output_grad: list
+    input_grad: list
 
 
 class Inbox:
-    """The messages of a wire, in the order of sending; `ahead`: the next one is always on its way."""
+    """The messages of a link, in the order of sending; `ahead`: the next receive is always posted."""
 
-    def __init__(self, wire: Axis, count: int, empty: Callable[[], torch.Tensor], ahead: bool) -> None:
-        self.wire, self.left, self.empty, self.ahead = wire, count, empty, ahead
-        self.coming: Pending | None = None
+    def __init__(self, link: Link, count: int, empty: Callable[[], torch.Tensor], ahead: bool) -> None:
+        self.link, self.left, self.empty, self.ahead = link, count, empty, ahead
+        self.pending: Pending | None = None
         if ahead:
-            self._ask()
+            self._post()
 
-    def _ask(self) -> None:
+    def _post(self) -> None:
         if self.left:
             self.left -= 1
-            self.coming = start_receive(self.empty, self.wire)
+            self.pending = start_receive(self.empty, self.link)
 
     def take(self, message: Message, tracer: Tracer) -> torch.Tensor:
         """Wait for the next message, which is this one."""
         if not self.ahead:
-            self._ask()
-        coming = self.coming
-        tracer.receive(message, coming)
-        x = coming.wait()
+            self._post()
+        pending = self.pending
+        tracer.receive(message, pending)
+        x = pending.wait()
         tracer.received(message)
         if self.ahead:
-            self._ask()
+            self._post()
         return x
 
 
 class Outbox:
-    """Messages on their way; each holds its tensor until it has left.
+    """Messages in flight; each holds its tensor until it has been sent.
 
-    Where nobody can tell without waiting (gloo), one waits for the oldest when there are more on a wire than
-    forwards can be without a backward: it has been used then.
+    Where only waiting tells (gloo), wait for the oldest when a link has more in flight than there can be
+    forwards without their backward: its receiver has used it then.
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.flying = most, {}
+        self.most, self.in_flight = most, {}
 
-    def send(self, x: torch.Tensor, wire: Axis) -> None:
-        """Send, and let go of what has arrived."""
-        flying = self.flying.setdefault(wire, deque())
-        flying.append(start_send(x, wire))
-        while flying and (flying[0].done or len(flying) > self.most):
-            flying.popleft().wait()
+    def send(self, x: torch.Tensor, link: Link) -> None:
+        """Send, and free what has arrived."""
+        in_flight = self.in_flight.setdefault(link.axis, deque())
+        in_flight.append(start_send(x, link))
+        while in_flight and (in_flight[0].done or len(in_flight) > self.most):
+            in_flight.popleft().wait()
 
     def close(self) -> None:
-        """Return when all has left; on a GPU, let the stream wait for it."""
-        for flying in self.flying.values():
-            for pending in flying:
+        """Return when everything has been sent; on a GPU, let the stream wait for it."""
+        for in_flight in self.in_flight.values():
+            for pending in in_flight:
                 pending.wait()
 
 
@@ -257,7 +220,7 @@ class Executor:
         self.stages, self.step, self.tracer = stages, step, tracer
         self.empty = functools.partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
         self.arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
-        self.kept: dict[tuple[int, int], Kept] = {}  # by chunk and microbatch
+        self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
         self.works: dict[tuple[int, int], list] = {}
 
     def run(self, ops: list[Op], exchanges: list[Exchange]) -> None:
@@ -265,7 +228,7 @@ class Executor:
         stages, rank = self.stages, self.stages.pp.rank
         counts = Counter(message.source for exchange in exchanges for message in exchange.takes)
         inboxes = {
-            source: Inbox(stages.wires[source, rank], count, self.empty, ahead=not stages.on_gpu)
+            source: Inbox(stages.links[source, rank], count, self.empty, ahead=not stages.on_gpu)
             for source, count in counts.items()
         }
         outbox = Outbox(most_open(ops))
@@ -276,38 +239,40 @@ class Executor:
             with self.tracer.op(op):
                 made = self.do(op, self.arrived.pop((op.kind[0], stage, op.microbatch), None))
             if exchange.sends is not None:
-                outbox.send(made, stages.wires[rank, exchange.sends.destination])
+                outbox.send(made, stages.links[rank, exchange.sends.destination])
             elif made is not None:  # the next stage is here, too
                 self.arrived[op.kind[0], stage + (1 if op.kind == "F" else -1), op.microbatch] = made
         outbox.close()
 
-    def do(self, op: Op, came: torch.Tensor | None) -> torch.Tensor | None:
-        """One op: came and made are activations for F, their gradients for B and BW."""
+    def do(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
+        """One op: received and returned are activations for F, their gradients for B and BW."""
         place = op.chunk, op.microbatch
         if op.kind == "F":
-            return self._forward(place, came)
+            return self._forward(place, received)
         if op.kind == "W":
             return self.stages.wgrad_store.run(self.works.pop(place))
-        kept = self.kept.pop(place)
-        kept.came.append(came)
+        state = self.states.pop(place)
+        state.output_grad.append(received)
         if op.kind == "BW":
-            kept.end.backward()
+            state.anchor.backward()
         else:
             with self.stages.wgrad_store.collect() as works:
-                kept.end.backward()
+                state.anchor.backward()
             self.works[place] = works
-        return kept.found[0] if kept.found else None
+        return state.input_grad[0] if state.input_grad else None
 
-    def _forward(self, place: tuple[int, int], came: torch.Tensor | None) -> torch.Tensor | None:
-        chunk, found, gradients = self.stages[place[0]], [], []
+    def _forward(self, place: tuple[int, int], received: torch.Tensor | None) -> torch.Tensor | None:
+        chunk = self.stages[place[0]]
+        output_grad: list[torch.Tensor] = []
+        input_grad: list[torch.Tensor] = []
         follow = torch.is_grad_enabled()
-        if came is not None:
+        if received is not None:
             anchor = torch.empty(0, requires_grad=True) if follow else None
-            chunk.set_input_tensor(Inlet.apply(came, anchor, found))
+            chunk.set_input_tensor(CaptureInputGrad.apply(received, anchor, input_grad))
         y = self.step(chunk, place[1])
         if follow:
-            end = y if chunk.post_process else Outlet.apply(y, gradients)
-            self.kept[place] = Kept(end, gradients, found)
+            anchor = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
+            self.states[place] = ForwardState(anchor, output_grad, input_grad)
         return None if chunk.post_process else y.detach()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from nanomegatron.comm import all_gather, own_slice
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 
 
@@ -100,7 +100,7 @@ def keeping(x: torch.Tensor, prefetch: list[Callable] | None = None) -> Iterator
 
 
 class RecomputeFunction(torch.autograd.Function):
-    """run(*tensors) whose inputs alone are kept, or their sources; each is cut over `spread` until the backward."""
+    """run(*tensors) keeping only its inputs or their sources, each cut over `spread` until the backward."""
 
     @staticmethod
     def forward(ctx, run: Callable, spread: Axis, _: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

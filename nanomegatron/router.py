@@ -42,7 +42,7 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import all_reduce
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout
 from nanomegatron.param import (
@@ -77,6 +77,7 @@ class MoeAxes:
     edp: Axis = field(default_factory=Axis.single)
     dp_cp: Axis = field(default_factory=Axis.single)
     etp_ep: Axis = field(default_factory=Axis.single)
+    halves: bool = False
 
     @staticmethod
     def of(mesh: Mesh) -> "MoeAxes":
@@ -301,7 +302,7 @@ class Router(nn.Module):
     def forward(
         self, x: torch.Tensor, batch: Any, chosen: Callable[[torch.Tensor], None] = lambda ids: None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """batch: `Tokens`, of which losses need `aux_scale` and sample_ids, and packs positions.
+        """batch: of which losses need `aux_scale` and sample_ids, and packs positions.
 
         chosen: is given the ids, before counts and losses are made.
         """

@@ -20,19 +20,27 @@ from typing import Any
 import torch
 
 from nanomegatron import comm
+from nanomegatron.build import Paths
 from nanomegatron.config.batch import stages
-from nanomegatron.config.settings import Config, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config
 from nanomegatron.data.packing import Ranks
 from nanomegatron.dp import Buckets
-from nanomegatron.fast.pieces import overlap_path
 from nanomegatron.faults.signals import UNHEARD, Signals
-from nanomegatron.flops import CONVENTIONS, device_peak, flops_per_iteration, mfu, parameter_count
+from nanomegatron.flops import (
+    CONVENTIONS,
+    device_peak,
+    flops_per_iteration,
+    mfu,
+    parameter_count,
+    stage_layers,
+)
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.paths import summary
 from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan.memory import chunks_kept, describe, memory_of_ranks
-from nanomegatron.pp import Stages, stage_layers
+from nanomegatron.pp import Stages
 from nanomegatron.report.fp8_stats import Stats
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.moe_load import ExpertLoad
@@ -60,6 +68,7 @@ class Run:
     timers: Timers
     tracer: Tracer
     profile: Profile
+    paths: Paths
     fp8_stats: Stats | None = None  # of --log-fp8-stats
     expert_load: ExpertLoad | None = None  # of a model with experts
     iteration: int = 0  # finished
@@ -140,13 +149,14 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         ranks = (" + ".join(str(len(layers[stage])) for stage in stages) for stages in run.model.placed)
         kept = " | ".join(map(str, chunks_kept(config)))
         say(f"pp      {run.model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}")
-    if mesh.tp.overlap and mesh.tp.size > 1:
-        say(f"tp      matmuls in pieces, sent by {overlap_path(mesh.tp)}")
-    gathers = model.num_experts and model.moe_token_dispatcher_type == "allgather" and not mesh.ep.overlap
+    peers = run.paths.peers
+    if run.paths.linear and mesh.tp.size > 1:
+        say(f"tp      matmuls in pieces, sent by {peers.describe(mesh.tp)}")
+    gathers = model.num_experts and model.moe_token_dispatcher_type == "allgather"
     if gathers and mesh.etp_ep.size > 1:
-        say(f"ep      tokens in blocks, sent by {overlap_path(mesh.etp_ep)}")
+        say(f"ep      tokens in blocks, sent by {peers.describe(mesh.etp_ep)}")
     if mesh.cp.size > 1:
-        path = f" | rings by {overlap_path(mesh.cp, 'messages')}" * (mesh.device.type == "cuda")
+        path = f" | rings by {peers.describe(mesh.cp, 'messages')}" * (mesh.device.type == "cuda")
         say(f"cp      {cp_text(config)}{path}")
     core = choose_backend(
         model.attention_backend, mesh.device, getattr(torch, config.dtype_name), model.attention_dropout

@@ -10,14 +10,15 @@ Microbatches that are packs of documents are other ones, and not as many on ever
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from nanomegatron import comm
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
-from nanomegatron.data.loader import Batch, BatchLoader
+from nanomegatron.data.loader import BatchLoader
 from nanomegatron.data.packed_dataset import PackLoader
-from nanomegatron.layers import Tokens
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.pp import Stages, rehearse
@@ -54,10 +55,8 @@ def losses(
 
     weights: what the losses will be multiplied by; aux_scale: the same for those of routers.
     """
-    documents = (batch.position_ids, batch.cu_seqlens, batch.max_seqlen)
-    places = (batch.tokens, batch.positions, batch.sample_ids)
-    tokens = Tokens(*places, dropout_seed, *documents, weights, batch.shard, aux_scale)
-    return chunk(tokens, batch.labels)
+    batch = replace(batch, dropout_seed=dropout_seed, loss_weights=weights, aux_scale=aux_scale)
+    return chunk(batch, batch.labels)
 
 
 def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:

@@ -64,7 +64,6 @@ from nanomegatron.param import (
     shard,
 )
 
-
 WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # has a second backward
 
 
@@ -92,7 +91,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight, axis, comm = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.comm
-        later = puts_off(weight) and comm == "gather"
+        later = is_deferred(weight) and comm == "gather"
         gathered = start_all_gather(x, axis) if comm == "gather" and not later else Pending(x)
         if comm == "scatter":
             grad = all_gather(grad, axis)
@@ -103,7 +102,7 @@ class LinearFunction(torch.autograd.Function):
         def weight_grad() -> torch.Tensor | None:
             return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, grad)
 
-        dw = when_due(weight, weight_grad)
+        dw = run_or_defer(weight, weight_grad)
         return reduced.wait(), dw, None, None
 
 

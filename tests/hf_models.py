@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build
 from nanomegatron.config.hf import read_folder
-from nanomegatron.layers import Stage
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
 from nanomegatron.router import MoeAxes
 
@@ -161,7 +161,7 @@ def their_logits(name: str, model) -> torch.Tensor:
 def logit_error(name: str, model: GPTModel, expected: torch.Tensor) -> float:
     """Largest difference of our logits from theirs, relative to the largest of theirs."""
     tokens, _, positions = data(name)
-    logits = model(Tokens(tokens, positions))[..., :VOCAB].transpose(0, 1)
+    logits = model(Batch(tokens, positions))[..., :VOCAB].transpose(0, 1)
     return float((logits - expected).abs().max() / expected.abs().max())
 
 

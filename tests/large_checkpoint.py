@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import training_pieces
 from nanomegatron.checkpoint.files import MANIFEST, Piece, read_manifest, write_manifest
 from nanomegatron.checkpoint.manifest import (
@@ -35,7 +36,6 @@ from nanomegatron.config.cli import parse
 from nanomegatron.dp import Buckets, reduction_axis
 from nanomegatron.mesh import Axis, Mesh, axis_groups
 from nanomegatron.param import Init
-from nanomegatron.pp import build
 
 LLAMA_405B = """--config llama3-70b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
     --num-attention-heads 128 --num-query-groups 8 --vocab-size 128256 --bf16 --use-distributed-optimizer

@@ -8,11 +8,6 @@ from nanomegatron.fast.peer_memory import PeerMemory
 CPU = torch.device("cpu")
 
 
-def share_memory(axis):
-    """Let the ranks of an axis do what GPUs do that reach each other's memory."""
-    object.__setattr__(axis, "peer_access_error", "")
-
-
 class LateCopy:
     """A copy that is made when it is waited for, after those begun before it."""
 

@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.keywords import GPT_MODEL, TAKEN, TRANSFORMER_CONFIG
-from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, RunConfig
+from nanomegatron.model import GPTModel
 
 SHAPE = dict(num_layers=2, hidden_size=12, num_attention_heads=4)
 
@@ -17,7 +19,7 @@ def test_megatrons_first_example_runs():
     config = TransformerConfig(**SHAPE, use_cpu_initialization=True, pipeline_dtype=torch.float32)
     assert config == TransformerConfig(**SHAPE)
     model = GPTModel(config=config, transformer_layer_spec=None, vocab_size=100, max_sequence_length=64)
-    loss = model(Tokens(torch.arange(64).view(1, 64), torch.arange(64)), torch.arange(64).view(1, 64))
+    loss = model(Batch(torch.arange(64).view(1, 64), torch.arange(64)), torch.arange(64).view(1, 64))
     assert loss.shape == (1, 64) and model.output_layer.weight.shape == (128, 12)
     assert TransformerConfig(**SHAPE, num_query_groups=0).num_kv_heads == 4
 

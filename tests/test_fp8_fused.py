@@ -1,16 +1,19 @@
-"""Stand-ins: what a norm and a gated unit give an FP8 layer, against the same casts by themselves."""
+"""Norms and gated units that quantize for the FP8 layer behind them, against layers that do it themselves."""
 
 import pytest
 import torch
 
-from nanomegatron import model
-from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fast.fp8_producers import casts_of, stand_in
+from nanomegatron.batch import Batch
+from nanomegatron.build import quantize_early
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.fast.fp8_producers import fp8_placeholder
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
-from nanomegatron.layers import Tokens
+from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.model import TransformerLayer
 from nanomegatron.param import Init
+from nanomegatron.recompute import source_of
+from nanomegatron.tp import LinearFunction
 
 CPU = torch.device("cpu")
 
@@ -20,13 +23,15 @@ def config_of(**more):
     return TransformerConfig(**known, swiglu=True, normalization="RMSNorm", disable_bias_linear=True, **more)
 
 
-def layer_of(recipe, dtype=torch.float32, **more):
-    """A layer in FP8 and its scales."""
+def layer_of(recipe, dtype=torch.float32, early=True, **more):
+    """A layer in FP8 and its scales; early: norms and units quantize."""
     layer = TransformerLayer(config_of(**more), 0, Axis.single("tp"), Init(3, dtype, CPU, "layer"))
     scales = Scales(Recipe(recipe), CPU)
     attention, mlp = layer.self_attention, layer.mlp
     for linear in attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2:
-        linear.fp8 = scales.layer(linear.weight.spec.name)
+        use_fp8(linear, scales.layer(linear.weight.spec.name))
+    if early:
+        quantize_early(layer)
     return layer, scales
 
 
@@ -34,7 +39,7 @@ def steps(layer, scales, count=3, saved=None):
     """Losses and gradients of some steps; saved: a list for the bytes that autograd keeps in the last one."""
     torch.manual_seed(0)
     found = []
-    batch = Tokens(torch.zeros(2, 32, dtype=torch.long), torch.arange(32), torch.arange(2))
+    batch = Batch(torch.zeros(2, 32, dtype=torch.long), torch.arange(32), torch.arange(2))
     for step in range(count):
         x = torch.randn(32, 2, 64).to(layer.input_layernorm.weight.dtype).requires_grad_()
         layer.zero_grad()
@@ -54,23 +59,16 @@ def steps(layer, scales, count=3, saved=None):
     return found
 
 
-def apart(monkeypatch):
-    """Norms and units without casts: linear layers cast what they read."""
-    monkeypatch.setattr(model, "fuses", lambda linear: False)
-    monkeypatch.setattr(model, "cast_for", lambda linear, x: x)
-
-
 def near(found, expected):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_same_as_casts_by_themselves(recipe, monkeypatch):
+def test_the_same_as_layers_that_quantize_themselves(recipe):
     """In fp32 a fused cast and one after it round alike: all is equal but for the order of some sums."""
     fused = steps(*layer_of(recipe))
-    apart(monkeypatch)
-    for got, expected in zip(fused, steps(*layer_of(recipe)), strict=True):
+    for got, expected in zip(fused, steps(*layer_of(recipe, early=False)), strict=True):
         near(got, expected)
 
 
@@ -92,9 +90,9 @@ def test_what_is_kept_for_the_backward_is_half(recipe):
     """Of what linear layers read, 64 rows: normed, context, normed again with 64 features, y with 96."""
     kept = []
     steps(*layer_of(recipe, torch.bfloat16), saved=kept)
-    layer, scales = layer_of(recipe, torch.bfloat16)
+    layer, scales = layer_of(recipe, torch.bfloat16, early=False)
     for linear in *layer.self_attention.children(), *layer.mlp.children():
-        linear.fp8 = None
+        linear.linear = LinearFunction.apply
     steps(layer, scales, saved=kept)
     attention_too = 64 * 64  # the context is kept by attention, too, whoever else reads it
     saved = 64 * (64 + 64 + 96) - attention_too
@@ -104,7 +102,7 @@ def test_what_is_kept_for_the_backward_is_half(recipe):
         assert kept[1] - kept[0] == pytest.approx(saved, abs=64 * 24)
 
 
-def test_reading_a_stand_in_gives_nan():
-    x = stand_in(torch.zeros(2, 3), (2, 3), None)
-    assert x.isnan().all() and x.untyped_storage().nbytes() == 4
-    assert casts_of(torch.zeros(1)) is None
+def test_reading_a_placeholder_gives_nan():
+    x = fp8_placeholder(torch.zeros(2, 3), (2, 3), "copies")
+    assert x.isnan().all() and x.untyped_storage().nbytes() == 4 and source_of(x).casts == "copies"
+    assert source_of(torch.zeros(1)).casts is None

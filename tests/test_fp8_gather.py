@@ -7,11 +7,13 @@ import torch
 
 import train
 from nanomegatron import optim_shard
-from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.batch import Batch
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.mesh import World
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
@@ -159,7 +161,7 @@ def built(recipe: str):
 
 def step_of(model, buckets, batch) -> None:
     buckets.zero()
-    model(Tokens(batch[:, :-1], torch.arange(16)), batch[:, 1:]).mean().backward()
+    model(Batch(batch[:, :-1], torch.arange(16)), batch[:, 1:]).mean().backward()
     buckets.grad_sync()
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
 from nanomegatron.config.cli import to_toml
-from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.generate import (
     KVCache,
@@ -27,7 +29,7 @@ from nanomegatron.generate import (
     truncated,
 )
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from tests.spmd import run_spmd
 
@@ -63,7 +65,7 @@ def full_logits(model: GPTModel, tokens: list[int]) -> torch.Tensor:
     """Logits `[s, V]` of all positions from one forward without a cache."""
     with torch.no_grad():
         ids = torch.tensor([tokens])
-        return model(Tokens(ids, torch.arange(len(tokens))))[:, 0, :VOCAB]
+        return model(Batch(ids, torch.arange(len(tokens))))[:, 0, :VOCAB]
 
 
 @pytest.fixture(params=[GPT, LLAMA], ids=["learned", "rope"])

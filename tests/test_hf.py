@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.router import MoeAxes
 from tests.hf_models import FAMILIES, VOCAB, Folders, by_files, data, logit_error, ours, rewrite, their_logits
@@ -28,7 +29,7 @@ def test_logits_and_gradients_are_those_of_transformers(folders, name):
     tokens, labels, positions = data(name)
     theirs.zero_grad()
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
-    model(Tokens(tokens, positions), labels).mean().backward()
+    model(Batch(tokens, positions), labels).mean().backward()
     family = read_folder(folder)[0]
     grads = by_files(family, {key: p.grad for key, p in theirs.named_parameters()})
     total = sum(grad.norm() ** 2 for grad in grads.values()) ** 0.5

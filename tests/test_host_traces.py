@@ -119,7 +119,7 @@ def record(world: World, name: str, folder: Path) -> list[str]:
         parsed, config = train.settings([*argv, "--global-batch-size", str(microbatches * dp)], world)
         mesh = Mesh.build(config.parallel, world, recorder.gpu, config.model.num_kv_heads)
         recorder.axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-        recorder.axes += mesh.wires.values()
+        recorder.axes += [link.axis for link in mesh.p2p_links.values()]
         run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
         run.optimizer.cast_weights()
         for step in range(2):

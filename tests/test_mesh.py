@@ -20,7 +20,7 @@ from nanomegatron import launch as mesh_launch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.launch import launch
-from nanomegatron.mesh import Axis, Mesh, World, axis_groups, pick_device, wire_ends
+from nanomegatron.mesh import Axis, Mesh, World, axis_groups, link_ends, pick_device
 from tests.spmd import run_spmd, spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,11 +94,11 @@ def test_grid_that_does_not_fill_the_world(sizes):
 
 
 @pytest.mark.parametrize("size, vpp, rounds", [(64, 1, 4), (64, 2, 8), (63, 2, 8), (2, 1, 2)])
-def test_wires_connect_side_by_side(size, vpp, rounds):
-    """However long the pipeline: a wire connects when both of its ranks have connected those before it."""
+def test_links_connect_side_by_side(size, vpp, rounds):
+    """However long the pipeline: a link connects when both of its ranks have connected those before it."""
     flags = dict(pipeline_model_parallel_size=size, num_virtual_stages_per_pipeline_rank=vpp)
     done = [0] * size
-    for a, b in wire_ends(ParallelConfig(**flags)):
+    for a, b in link_ends(ParallelConfig(**flags)):
         done[a] = done[b] = max(done[a], done[b]) + 1
     assert max(done) <= rounds
 

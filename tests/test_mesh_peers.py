@@ -7,7 +7,7 @@ import torch
 
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast import peer_access as mesh_peers
-from nanomegatron.fast.peer_access import Gpu, _first_obstacle
+from nanomegatron.fast.peer_access import Gpu, PeerAccess, _first_obstacle
 from nanomegatron.mesh import Mesh, axis_groups
 from tests.host_trace import Event, Handle, Recorder, faked
 from tests.spmd import run_spmd
@@ -52,9 +52,10 @@ def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), refuses="", **more)
             setattr(mesh_peers.symmetric, refuses, refused)
         parallel = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo", **more)
         mesh = Mesh.build(parallel, world, recorder.gpu)
+        peers = PeerAccess.of(mesh, parallel)
         names = ("tp", "dp", "dp_cp", "ep", "world")
         met = sum(n for key, n in recorder.counts.items() if key != "empty")
-        return {name: getattr(mesh, name).peer_access_error for name in names}, met
+        return {name: peers.error(getattr(mesh, name)) for name in names}, met
 
 
 REFUSED = "torch cannot share GPU memory here"

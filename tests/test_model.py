@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanomegatron import attention, layers
+from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce
-from nanomegatron.config.settings import TransformerConfig, padded_vocab_size
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import padded_vocab_size
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel, Tokens
-from nanomegatron.ops import dropout as ops
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from tests.spmd import run_spmd
 
@@ -83,7 +85,7 @@ def test_matrices_decay_and_nothing_else_does(config):
 def batch(b=3, dropout_seed=None, vocab=VOCAB):
     tokens = torch.randint(vocab, (b, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
     positions, samples = torch.arange(SEQUENCE), torch.arange(10, 10 + b)
-    return Tokens(tokens[:, :-1], positions, samples, dropout_seed), tokens[:, 1:]
+    return Batch(tokens[:, :-1], positions, samples, dropout_seed=dropout_seed), tokens[:, 1:]
 
 
 def parts_of(model, value=lambda p: p.detach()):
@@ -296,7 +298,7 @@ def test_a_token_sees_no_later_one():
     inputs, _ = batch()
     changed = inputs.tokens.clone()
     changed[:, 6:] = (changed[:, 6:] + 1) % VOCAB
-    found = model(Tokens(changed, inputs.positions))
+    found = model(Batch(changed, inputs.positions))
     expected = model(inputs)
     torch.testing.assert_close(found[:6], expected[:6], rtol=1e-5, atol=1e-5)
     assert (found[6:] - expected[6:]).abs().max() > 0.1
@@ -312,10 +314,10 @@ def test_packed_documents_are_as_each_alone(config, backend):
     starts = torch.tensor((0, 5, 12, 13, 15, 24))
     position_ids = torch.cat([torch.arange(n) for n in lengths]).view(2, SEQUENCE)
     packed = dict(position_ids=position_ids, cu_seqlens=starts.int(), max_seqlen=max(lengths))
-    found = model(Tokens(inputs.tokens, inputs.positions, **packed), labels).flatten()
+    found = model(Batch(inputs.tokens, inputs.positions, **packed), labels).flatten()
     for begin, end in itertools.pairwise(starts.tolist()):
         tokens, own = (x.flatten()[begin:end][None] for x in (inputs.tokens, labels))
-        alone = model(Tokens(tokens, torch.arange(end - begin)), own)[0]
+        alone = model(Batch(tokens, torch.arange(end - begin)), own)[0]
         torch.testing.assert_close(found[begin:end], alone, rtol=1e-5, atol=1e-5)
     across = model(inputs, labels)
     assert not torch.allclose(found, across.flatten(), atol=1e-2), "they see each other else"
@@ -326,8 +328,8 @@ def test_packed_documents_are_as_each_alone(config, backend):
 def test_every_dropout_has_its_own_mask(monkeypatch):
     """One on the embedding, two and the attention's a layer; numbered alike on every layout."""
     sites = []
-    for name in ("dropout", "attention_dropout"):
-        monkeypatch.setattr(ops, name, lambda x, p, seed, site, *_: sites.append((p, seed, site)) or x)
+    for module, name in ((layers, "dropout"), (attention, "attention_dropout")):
+        monkeypatch.setattr(module, name, lambda x, p, seed, site, *_: sites.append((p, seed, site)) or x)
     build(GPT2_TP)(batch(dropout_seed=7)[0])
     assert sites == [(0.1, 7, site) for site in (0, -1, 1, 2, -2, 3, 4)]
 

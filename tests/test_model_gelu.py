@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.layers import MLP
 from nanomegatron.mesh import Axis
-from nanomegatron.model import MLP
-from nanomegatron.moe_experts import GroupedExperts, activation
+from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
 from nanomegatron.router import MoeAxes
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.check import must_match
 from nanomegatron.config.cli import parse
-from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.model import GPTModel
 from nanomegatron.ops import cross_entropy as ops_loss
 from nanomegatron.ops import norm as ops_norm
 from nanomegatron.ops import rope as ops_rope
@@ -46,7 +47,7 @@ def step(config: TransformerConfig) -> list[torch.Tensor]:
     """Losses, and all gradients of their sum."""
     tokens = torch.arange(2 * 13).view(2, 13) * 5 % 61
     model = GPTModel(config, vocab_size=61, max_sequence_length=12)
-    losses = model(Tokens(tokens[:, :-1], torch.arange(12), torch.arange(2)), tokens[:, 1:])
+    losses = model(Batch(tokens[:, :-1], torch.arange(12), torch.arange(2)), tokens[:, 1:])
     losses.sum().backward()
     return [losses.detach(), *(p.grad for p in model.parameters())]
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.batch import Batch
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.recompute import made_again, recomputed, segments
+from nanomegatron.recompute import keeping, recomputed, segments, with_source
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 BASE = TransformerConfig(
@@ -40,7 +42,7 @@ def train_once(config, dtype):
     model = GPTModel(config, vocab_size=61, max_sequence_length=16, init=Init(seed=3, dtype=dtype, std=0.1))
     buckets = Buckets(model, ParallelConfig(), ALONE)
     data = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(1))
-    inputs = Tokens(data[:, :-1], torch.arange(16), torch.arange(2), dropout_seed=7)
+    inputs = Batch(data[:, :-1], torch.arange(16), torch.arange(2), dropout_seed=7)
     own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def count(x):
@@ -88,12 +90,13 @@ def test_outputs_made_again_are_not_kept(kept):
         calls.append(1)
         return torch.sin(x)
 
-    y, again = first(x), x.detach()
+    y = first(x)
     memory = StorageWeakRef(y.untyped_storage())
     if kept:
         z = y @ weight.t()
     else:
-        with made_again(y, lambda: first(again)):
+        with_source(y, first, x)
+        with keeping(y):
             z = y @ weight.t()
     del y
     assert memory.expired() != kept and len(calls) == 1
@@ -106,13 +109,15 @@ def test_outputs_made_early():
     """Whoever has the time makes them, instead of the backward that reads them; without autograd nobody."""
     weight, x, calls, early = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8), [], []
 
-    def again():
+    def first(x):
         calls.append(1)
         return torch.sin(x)
 
     for keeps in (False, True):
-        with torch.set_grad_enabled(keeps), made_again(y := torch.sin(x), again, early):
-            z = y @ weight.t()
+        with torch.set_grad_enabled(keeps):
+            with_source(y := torch.sin(x), first, x)
+            with keeping(y, early):
+                z = y @ weight.t()
         assert len(early) == keeps
     early.pop()()
     assert len(calls) == 1
@@ -140,7 +145,7 @@ def test_layers_train_behind_a_frozen_embedding(way):
         model = GPTModel(replace(BASE, **more), vocab_size=61, max_sequence_length=16, init=Init(seed=3))
         model.embedding.requires_grad_(False)
         tokens = torch.arange(32).view(2, 16)
-        model(Tokens(tokens, torch.arange(16)), tokens).mean().backward()
+        model(Batch(tokens, torch.arange(16)), tokens).mean().backward()
         grads.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and len(grads[0]) > 20
 

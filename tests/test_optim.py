@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.batch import Batch
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.lr_schedule import LossScaler, Schedule
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from tests.checkpoints import ALONE
@@ -353,7 +355,7 @@ def train(mesh, dtype=torch.float32):
     data, norms = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(2)), []
     for _ in range(3):
         grads.zero()
-        loss = model(Tokens(data[:, :-1], torch.arange(8)), data[:, 1:]).mean()
+        loss = model(Batch(data[:, :-1], torch.arange(8)), data[:, 1:]).mean()
         loss.backward()
         grads.grad_sync()
         norms.append(optimizer.step(loss.detach()).grad_norm.item())

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig, TransformerConfig
+from nanomegatron.batch import Batch
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.optim_shard import Ferry, HostShard
 from nanomegatron.param import Init
@@ -25,7 +27,7 @@ def run(optimizer_config, bucket_size=700, bad_step=None):
     norms = []
     for step, batch in enumerate(data):
         buckets.zero()
-        model(Tokens(batch[:, :-1], torch.arange(8)), batch[:, 1:]).mean().backward()
+        model(Batch(batch[:, :-1], torch.arange(8)), batch[:, 1:]).mean().backward()
         buckets.grad_sync()
         loss = torch.tensor(float("nan") if step == bad_step else 1.0)
         norms.append(optimizer.step(loss).grad_norm.item())

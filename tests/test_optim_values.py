@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.batch import samples_before
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import (
     Config,
     DataConfig,
@@ -14,12 +16,11 @@ from nanomegatron.config.settings import (
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
-    TransformerConfig,
 )
 from nanomegatron.dp import Buckets
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from tests.checkpoints import ALONE
@@ -144,7 +145,7 @@ def numbers(mesh: Mesh, strategy: str = "no_shard") -> tuple[float, int]:
     grads = Buckets(model, flags, mesh)
     optimizer = Optimizer(grads, OptimizerConfig(), PrecisionConfig(), [[0.1]] * 3)
     tokens = torch.arange(5)[None]
-    loss = model(Tokens(tokens, torch.arange(5)), tokens).sum()
+    loss = model(Batch(tokens, torch.arange(5)), tokens).sum()
     loss.backward()
     grads.grad_sync()
     zeros = optimizer.num_zeros().item()

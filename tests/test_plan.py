@@ -12,23 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.config.settings import (
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TransformerConfig,
-)
+from nanomegatron.batch import Batch
+from nanomegatron.build import build
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.flops import parameter_count
+from nanomegatron.flops import parameter_count, stage_layers
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.plan import layer as plan_layer
 from nanomegatron.plan import memory as plan
 from nanomegatron.plan.memory import Needs, Piece, chunks_kept, describe, memory, memory_of_ranks, needs, walk
-from nanomegatron.pp import Stages, build, execute, stage_layers
+from nanomegatron.pp import Stages, execute
 from nanomegatron.report.trace import Tracer
 from nanomegatron.schedules import Op, placement, schedule
 from tests.spmd import run_spmd
@@ -121,7 +117,7 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
         return x
 
     tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))
-    batch = Tokens(tokens, torch.arange(s), torch.arange(b), dropout_seed=1)
+    batch = Batch(tokens, torch.arange(s), torch.arange(b), dropout_seed=1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = built(batch, tokens)
     assert loss.shape == (b, s)
@@ -244,7 +240,7 @@ def allocated(mesh, config: Config) -> dict:
     s, b = config.data.seq_length, config.data.micro_batch_size
     labels = torch.randint(VOCAB, (b, s))
     weights = torch.full((b, s), 1 / (b * s))
-    batch = Tokens(labels, torch.arange(s), torch.arange(b), dropout_seed=1, loss_weights=weights)
+    batch = Batch(labels, torch.arange(s), torch.arange(b), dropout_seed=1, loss_weights=weights)
 
     def step(chunk: GPTModel, _: int) -> torch.Tensor:
         out = chunk(batch, labels)
@@ -344,7 +340,7 @@ def put_off_of(mesh, model):
     stages = Stages([GPTModel(model, tp=mesh.tp, init=init, **sizes)])
     labels = torch.zeros(4, 32, dtype=torch.long)
     with stages.wgrad_store.collect() as works:
-        stages[0](Tokens(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels).sum().backward()
+        stages[0](Batch(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels).sum().backward()
     cells = [cell.cell_contents for _, work in works for cell in work.__closure__]
     tensors = [x for x in cells if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}

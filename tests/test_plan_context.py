@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.cp_shard import Shard
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.plan.layer import Way, attention_in_flight, saved_by_layer, tokens_of, ways
 from nanomegatron.plan.memory import memory, memory_of_ranks
@@ -129,7 +130,7 @@ def kept_of_a_layer(mesh, model, dtype, types) -> float:
         shard = Shard(mesh.cp, s, types * layers)
         places = torch.from_numpy(shard.places)
         tokens = torch.randint(0, 128, (b, s), generator=torch.Generator().manual_seed(0))[:, places]
-        batch = Tokens(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)
+        batch = Batch(tokens, places, torch.arange(b), dropout_seed=1, shard=shard)
         parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
         kept: dict[int, torch.UntypedStorage] = {}
 

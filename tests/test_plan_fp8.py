@@ -8,8 +8,8 @@ import torch
 from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.plan import layer as plan_layer
-from nanomegatron.plan.memory import memory
 from nanomegatron.plan import memory as plan
+from nanomegatron.plan.memory import memory
 from tests.test_plan import CPU, LLAMA, TINY, bytes_kept, config
 
 

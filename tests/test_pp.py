@@ -12,22 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
+from nanomegatron.build import build
 from nanomegatron.comm import start_receive, start_send
-from nanomegatron.config.settings import (
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TransformerConfig,
-)
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import Buckets
+from nanomegatron.flops import stage_layers
 from nanomegatron.generate import generate
-from nanomegatron.layers import Stage
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel, Tokens
+from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, build, execute, forward_backward, stage_layers
+from nanomegatron.pp import Stages, execute, forward_backward
 from tests.spmd import run_spmd, spmd
 
 VOCAB, PADDED, LENGTH, MICRO, M = 61, 64, 16, 2, 6
@@ -65,10 +62,10 @@ def stages_of(mesh, family: dict, schedule: dict, **more) -> Stages:
     return build(config, mesh, VOCAB, PADDED, Init(seed=5, std=0.1))
 
 
-def microbatch(i: int) -> tuple[Tokens, torch.Tensor]:
+def microbatch(i: int) -> tuple[Batch, torch.Tensor]:
     text = torch.randint(VOCAB, (MICRO, LENGTH + 1), generator=torch.Generator().manual_seed(i))
     ids = torch.arange(MICRO) + MICRO * i
-    return Tokens(text[:, :-1], torch.arange(LENGTH), ids, dropout_seed=3), text[:, 1:]
+    return Batch(text[:, :-1], torch.arange(LENGTH), ids, dropout_seed=3), text[:, 1:]
 
 
 def gradients(mesh, family: dict, schedule: dict, bucketed: bool = True, microbatches=M, **more) -> dict:
@@ -200,8 +197,8 @@ def test_every_matrix_can_be_put_off():
 def test_messages_of_a_pair_come_in_order(mesh):
     """Both ways at once, with both neighbours the same rank: gloo would mix what shares a communicator."""
     me, peer = mesh.pp.rank, 1 - mesh.pp.rank
-    out, back = mesh.wires[me, peer], mesh.wires[peer, me]
-    assert set(mesh.wires) == {(0, 1), (1, 0)} and out.group is not back.group
+    out, back = mesh.p2p_links[me, peer], mesh.p2p_links[peer, me]
+    assert set(mesh.p2p_links) == {(0, 1), (1, 0)} and out.axis.group is not back.axis.group
     sent = [start_send(torch.full((50_000,), 100.0 * me + i), out) for i in range(20)]
     for i in range(20):
         x = start_receive(lambda: torch.empty(50_000), back).wait()
@@ -214,17 +211,17 @@ def test_messages_of_a_pair_come_in_order(mesh):
 @pytest.mark.parametrize(
     "size, loop", [(2, False), (4, True), pytest.param(4, False, marks=pytest.mark.full)]
 )
-def test_wires_are_those_that_the_schedule_uses(size, loop):
+def test_links_are_those_that_the_schedule_uses(size, loop):
     flags = dict(num_virtual_stages_per_pipeline_rank=2) if loop else {}
-    found = run_spmd(wires, size, pp=size, **flags)
+    found = run_spmd(links, size, pp=size, **flags)
     ring = {(r, (r + 1) % size) for r in range(size if loop else size - 1)}
     expected = ring | {(b, a) for a, b in ring}
     assert {tuple(pair) for pairs in found for pair in pairs} == expected
     assert all(rank in pair for rank, pairs in enumerate(found) for pair in pairs)
 
 
-def wires(mesh) -> list:
-    return [list(pair) for pair in mesh.wires]
+def links(mesh) -> list:
+    return [list(pair) for pair in mesh.p2p_links]
 
 
 def alive_outputs(mesh, schedule: dict) -> int:

@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.comm import all_gather, all_reduce, own_slice
+from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init, draw
 from nanomegatron.tp import (
     ColumnParallelLinear,
+    LinearFunction,
     RowParallelLinear,
     VocabParallelEmbedding,
-    vocab_parallel_logits,
 )
 from tests.spmd import run_spmd
 
@@ -63,9 +64,11 @@ def summed(param, grad):
 def mlp(mesh, how):
     """As Megatron's users call it: cut along the sequence or not, pipelined, bias apart."""
     cut, overlap = "sequence" in how, "overlap" in how
-    tp = replace(mesh.tp, overlap=overlap)
+    tp = mesh.tp
     fc1 = ColumnParallelLinear(6, 16, tp, INIT.at("fc1"), sequence_parallel=cut)
     fc2 = RowParallelLinear(16, 6, tp, INIT.at("fc2"), sequence_parallel=cut, skip_bias_add="apart" in how)
+    if overlap:
+        fc1.linear = fc2.linear = OverlappedLinear(None)
     whole = fill(fc1, fc2)
     assert fc1.weight.shape == (16 // mesh.tp.size, 6) and fc2.weight.shape == (6, 16 // mesh.tp.size)
     twin = torch.randn(8, 2, 6).requires_grad_()
@@ -172,7 +175,7 @@ def embedding_and_logits(mesh, cut):
     ids = torch.tensor([[0, 8, 3, 3], [5, 1, 8, 7]])
     x = layer(ids)
     close(x, own_slice(table[ids].transpose(0, 1), mesh.tp) if cut else table[ids].transpose(0, 1))
-    logits = vocab_parallel_logits(x, layer.weight, mesh.tp, cut)
+    logits = LinearFunction.apply(x, layer.weight, mesh.tp, "gather" if cut else "copy")
     assert logits.shape == (4, 2, 16 // mesh.tp.size)
     dense = table[ids].transpose(0, 1) @ table.t()
     close(all_gather(logits.detach(), mesh.tp, dim=-1)[..., :9], dense)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from nanomegatron.fp8 import RECIPES, Recipe, Scales, decode
+from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init, WeightGradStore
-from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+from nanomegatron.tp import ColumnParallelLinear, LinearFunction, RowParallelLinear
 from tests.spmd import run_spmd
 
 H, F, S, B = 64, 128, 16, 2
@@ -20,7 +21,7 @@ def layers(tp, sequence_parallel, recipe, dtype=torch.float32):
     fc1 = ColumnParallelLinear(H, F, tp, init.at("fc1"), bias=False, sequence_parallel=sequence_parallel)
     fc2 = RowParallelLinear(F, H, tp, init.at("fc2"), bias=False, sequence_parallel=sequence_parallel)
     for name, layer in (("fc1", fc1), ("fc2", fc2)):
-        layer.fp8 = scales.layer(name)
+        use_fp8(layer, scales.layer(name))
     return scales, fc1, fc2
 
 
@@ -126,7 +127,7 @@ def test_weight_gradients_may_be_put_off(name):
 def sent(mesh, fp8):
     _, fc1, fc2 = layers(mesh.tp, True, Recipe("delayed"), torch.bfloat16)
     if not fp8:
-        fc1.fp8 = fc2.fp8 = None
+        fc1.linear = fc2.linear = LinearFunction.apply
     x = whole()[0][: S // 2].bfloat16().requires_grad_()
     mesh.tp.traffic.clear()
     fc2(fc1(x)).sum().backward()

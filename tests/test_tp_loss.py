@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from nanomegatron.comm import all_gather, own_slice
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
-from nanomegatron.fast.fused_loss import vocab_parallel_cross_entropy as unfused
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import cross_entropy as ops_loss
-from nanomegatron.tp import vocab_parallel_logits
+from nanomegatron.tp import LinearFunction
+from nanomegatron.tp import vocab_parallel_cross_entropy as unfused
 from tests.spmd import run_spmd
 
 SIZES = [1, 2, 4]
@@ -291,7 +291,7 @@ def peak(loss, dtype, chunk, vocab=512, padded=512):
 
 
 def unfused_loss(x, weight, labels, weights, tp, vocab):
-    return unfused(vocab_parallel_logits(x, weight, tp), labels, tp, vocab)
+    return unfused(LinearFunction.apply(x, weight, tp, "copy"), labels, tp, vocab)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,26 +11,28 @@ import pytest
 import torch
 
 from nanomegatron.comm import all_gather, reduce_scatter
-from nanomegatron.fast.pieces import overlap_path
+from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather
 from nanomegatron.mesh import Axis
-from tests.peer_files import FileMemory, share_memory
+from tests.peer_files import FileMemory
 from tests.spmd import run_spmd, spmd
 
 CPU = torch.device("cpu")
 
 
 def share_files(axis, folder):
-    kinds = ("all_gather", "reduce_scatter")
-    axis.scratch.update({kind: FileMemory(axis, kind, folder) for kind in kinds})
-    share_memory(axis)
+    """Access of these ranks to each other's memory."""
+    peers = PeerAccess({axis.name: ""})
+    for kind in ("all_gather", "reduce_scatter"):
+        peers.buffers[axis.name, kind] = FileMemory(axis, kind, folder)
+    return peers
 
 
 def draw(seed, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def agrees(axis, seed, n, i=24, o=16, dtype=torch.float32):
+def agrees(axis, peers, seed, n, i=24, o=16, dtype=torch.float32):
     """All three on rows drawn from this seed, like the whole collectives, sending as much."""
     exact = {torch.float32: dict(rtol=1e-6, atol=1e-5), torch.bfloat16: dict(rtol=2e-2, atol=0.1)}[dtype]
     x, weight = draw(seed + axis.rank, n, i, dtype=dtype), draw(seed, o, i, dtype=dtype).t()
@@ -40,22 +42,22 @@ def agrees(axis, seed, n, i=24, o=16, dtype=torch.float32):
     expected = whole @ weight, reduce_scatter(rows @ weight.contiguous(), axis)
     sent = {key: size for key, size in axis.traffic.items() if key[2] == "bytes"}
     axis.traffic.clear()
-    y, gathered = gather_matmul(x, weight, axis)
+    y, gathered = gather_matmul(x, weight, axis, peers)
     assert torch.equal(gathered, whole)
     torch.testing.assert_close(y, expected[0], **exact)
-    torch.testing.assert_close(matmul_scatter(rows, weight, axis), expected[1], **exact)
+    torch.testing.assert_close(matmul_scatter(rows, weight, axis, peers), expected[1], **exact)
     assert {key: size for key, size in axis.traffic.items() if key[2] == "bytes"} == sent
-    assert torch.equal(start_gather(x.view(n, 2, -1), axis).wait(), whole.view(-1, 2, i // 2))
+    assert torch.equal(start_gather(x.view(n, 2, -1), axis, peers).wait(), whole.view(-1, 2, i // 2))
     assert torch.equal(gathered, whole), "the caller's for good"
 
 
 def all_shapes(mesh, folder):
-    if folder:
-        share_files(mesh.tp, folder)
+    peers = share_files(mesh.tp, folder) if folder else PeerAccess({})
     for seed, n in enumerate((4, 1, 5, 64, 4)):  # memory grows on the way
-        agrees(mesh.tp, 1000 * seed, n)
-    agrees(mesh.tp, 7000, 8, dtype=torch.bfloat16)
-    assert overlap_path(mesh.tp) == "GPU copy engines" if folder else "asynchronous collectives (no GPU)"
+        agrees(mesh.tp, peers, 1000 * seed, n)
+    agrees(mesh.tp, peers, 7000, 8, dtype=torch.bfloat16)
+    expected = "GPU copy engines" if folder else "asynchronous collectives (no GPU)"
+    assert peers.describe(mesh.tp) == expected
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -68,15 +70,15 @@ def test_pieces_make_the_whole(world, files, tmp_path):
 def test_one_meeting_a_call_is_enough(mesh, tmp_path):
     """Ranks that dawdle each at another place: nobody overwrites what another has still to read."""
     axis, n, i = mesh.tp, 4, 8
-    share_files(axis, tmp_path)
+    peers = share_files(axis, tmp_path)
     dawdle, weight = random.Random(axis.rank), draw(0, i, i)
     for turn in range(0, 600, 10):
         time.sleep(dawdle.choice((0, 0, 0.003)))
         xs = [draw(turn + rank, n, i) for rank in range(axis.size)]
         parts = [draw(5000 + turn + rank, n * axis.size, i) for rank in range(axis.size)]
-        pending = start_gather(xs[axis.rank], axis)
-        total = matmul_scatter(parts[axis.rank], weight, axis)
-        later = [gather_matmul(k * xs[axis.rank], weight, axis)[1] for k in (2, 3) if turn % 20]
+        pending = start_gather(xs[axis.rank], axis, peers)
+        total = matmul_scatter(parts[axis.rank], weight, axis, peers)
+        later = [gather_matmul(k * xs[axis.rank], weight, axis, peers)[1] for k in (2, 3) if turn % 20]
         time.sleep(dawdle.choice((0, 0, 0.003)))
         assert torch.equal(pending.wait(), torch.cat(xs))
         assert all(torch.equal(found, k * torch.cat(xs)) for k, found in zip((2, 3), later))

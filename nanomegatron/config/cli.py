@@ -204,7 +204,7 @@ class _Reader:
             self._megatron(word, name, arguments)
 
     def _is_switch(self, name: str) -> bool:
-        return name in self.settings and self.settings[name].type is bool
+        return name in self.settings and self.settings[name].type in (bool, bool | None)
 
     def _set(self, name: str, arguments: list[str]) -> None:
         setting = self.settings[name]

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
 from nanomegatron.data.cache import cached_arrays
 from nanomegatron.data.indexed_dataset import Samples
-from nanomegatron.data.loader import Batch, numbers
+from nanomegatron.data.loader import numbers
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.mesh import Mesh
 
@@ -173,5 +174,5 @@ def load_pack(texts: Sequence[np.ndarray], ids: np.ndarray, tokens: int, seq_len
         loss_mask[0, begin:end], sample[begin:end] = 1, number
     place = (place - np.repeat(bounds[:-1], np.diff(bounds))) % seq_length  # padding may be longer
     positions = sample * seq_length + place
-    arrays = (row, labels, loss_mask, positions, np.zeros(1, np.int64), place[None], bounds.astype(np.int32))
+    arrays = (row, positions, np.zeros(1, np.int64), labels, loss_mask, place[None], bounds.astype(np.int32))
     return Batch(*map(torch.from_numpy, arrays), int(np.diff(bounds).max()))

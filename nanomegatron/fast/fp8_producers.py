@@ -1,4 +1,4 @@
-"""Same result as `layers.normalize` and `layers.activate` before an FP8 linear layer, which quantizes there itself.
+"""Same result as `layers.normalize` and `layers.activate` before an FP8 layer, which then quantizes itself.
 
 Here the tensor that only such a layer reads is quantized where it is made, if it can be in the same kernel:
 
@@ -8,7 +8,7 @@ Here the tensor that only such a layer reads is quantized where it is made, if i
 
 normed, y and dh need to exist in FP8 only. Autograd is given a placeholder: a tensor of the shape and type
 that it expects without memory, whose `source` has the FP8 copies; all of it is one NaN, so that reading it
-does not go unnoticed. For the backward a linear layer keeps the transposed FP8 copy, half of what 16 bits take.
+does not go unnoticed. For the backward a linear layer keeps the transposed FP8 copy, half of what bf16 takes.
 
 Delayed scaling knows the scales before: its casts are fused into the norm, the unit and the unit's backward.
 Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With the other recipes the

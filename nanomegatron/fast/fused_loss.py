@@ -1,4 +1,4 @@
-"""Same result as the unfused loss of `layers.OutputLayer`: projection, loss and both gradients, chunk by chunk.
+"""Same result as the unfused loss of `layers.OutputLayer`: projection, loss and gradients by chunks.
 
 The plain form writes all logits, and the backward as large a gradient (`tp.vocab_parallel_cross_entropy`).
 Here (`--cross-entropy-loss-fusion`) they are made together for one chunk of tokens after the other, and
@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from nanomegatron.comm import Pending, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
+from nanomegatron.comm import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once

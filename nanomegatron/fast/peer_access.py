@@ -71,14 +71,16 @@ class PeerAccess:
         return f"{otherwise} ({error})" if error else "GPU copy engines"
 
     def memory(self, axis: Axis, device: torch.device, kind: str) -> PeerMemory | None:
-        """Of "all_gather" or "reduce_scatter", if the ranks share any. All ranks of the axis call it together."""
+        """Of "all_gather" or "reduce_scatter", if the ranks share any. All of them call it together."""
         if axis.size == 1 or self.error(axis):
             return None
         if (axis.name, kind) not in self.buffers:
             self.buffers[axis.name, kind] = PeerMemory(axis, device, kind)
         return self.buffers[axis.name, kind]
 
-    def ring(self, axis: Axis, device: torch.device, name: str, room: int, kept: int) -> Callable[..., Pending]:
+    def ring(
+        self, axis: Axis, device: torch.device, name: str, room: int, kept: int
+    ) -> Callable[..., Pending]:
         """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
 
         The function takes parts, like and legs, as `comm.start_shift`; room and kept: as a ring does. All

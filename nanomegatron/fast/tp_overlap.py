@@ -1,4 +1,4 @@
-"""Same result as `tp.LinearFunction` under sequence parallelism, with its collectives in pieces beside the matmuls.
+"""Same result as `tp.LinearFunction` with --sequence-parallel, its collectives in pieces beside the matmuls.
 
 A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`):
 
@@ -26,7 +26,7 @@ from nanomegatron.comm import Pending, all_gather, start_reduce_scatter
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.pieces import gather_pieces, push_pieces
 from nanomegatron.mesh import Axis
-from nanomegatron.param import accumulate_weight_grad, puts_off, when_due
+from nanomegatron.param import accumulate_weight_grad, is_deferred, run_or_defer
 from nanomegatron.tp import LinearFunction
 
 
@@ -46,7 +46,7 @@ class OverlappedLinear:
 
 
 class OverlappedLinearFunction(torch.autograd.Function):
-    """`tp.LinearFunction` for "gather" and "scatter"; the gather of x runs beside the matmuls of the backward."""
+    """`tp.LinearFunction` for "gather" and "scatter"; in the backward the gather of x runs beside matmuls."""
 
     @staticmethod
     def forward(
@@ -63,7 +63,7 @@ class OverlappedLinearFunction(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight, axis, peers = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.peers
         shape, rows, x = x.shape, grad.flatten(0, -2), x.flatten(0, -2)
-        later = puts_off(weight) and ctx.comm == "gather"
+        later = is_deferred(weight) and ctx.comm == "gather"
         if ctx.comm == "gather":
             gathered = Pending(x) if later else start_gather(x, axis, peers)
             dx = matmul_scatter(rows, weight, axis, peers)
@@ -74,7 +74,7 @@ class OverlappedLinearFunction(torch.autograd.Function):
         def weight_grad() -> torch.Tensor | None:
             return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, rows)
 
-        return dx.view(shape), when_due(weight, weight_grad), None, None, None
+        return dx.view(shape), run_or_defer(weight, weight_grad), None, None, None
 
 
 def gather_matmul(

@@ -47,7 +47,7 @@ from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.dp import IN_FLIGHT, bucket_size
 from nanomegatron.fast.fused_loss import FusedLossFunction
-from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count
+from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
 from nanomegatron.fp8 import Recipe
 from nanomegatron.ops.cross_entropy import CHUNK
 from nanomegatron.ops.kernels import why_not
@@ -65,7 +65,6 @@ from nanomegatron.plan.layer import (
     tokens_of,
     widths,
 )
-from nanomegatron.pp import stage_layers
 from nanomegatron.recompute import segments
 from nanomegatron.schedules import Op, most_open, owners, placement, schedule
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales, decode, matmul
+from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init
 from nanomegatron.tp import ColumnParallelLinear
@@ -24,7 +25,7 @@ def test_a_layer_is_near_float64(recipe, gradient, shape):
     scales = Scales(Recipe(recipe, gradient), GPU)
     init = Init(dtype=torch.bfloat16, device=GPU, name="linear")
     linear = ColumnParallelLinear(i, o, Axis.single("tp"), init, bias=False)
-    linear.fp8 = scales.layer("a")
+    use_fp8(linear, scales.layer("a"))
     for _ in range(2):  # delayed: the second time with the scales of the first
         x = torch.randn(t, 1, i, device=GPU).bfloat16().requires_grad_()
         g, linear.weight.grad = 1e-3 * torch.randn(t, 1, o, device=GPU).bfloat16(), None

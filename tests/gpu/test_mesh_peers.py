@@ -2,17 +2,20 @@
 
 import pytest
 
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast import peer_access as mesh_peers
+from nanomegatron.fast.peer_access import PeerAccess
 from tests.gpu.ranks import needs_two, run_on_gpus
 
 
 def shares(mesh, device):
-    assert mesh.tp.peer_access_error == mesh.world.peer_access_error == ""
+    peers = PeerAccess.of(mesh, ParallelConfig())
+    assert peers.error(mesh.tp) == peers.error(mesh.world) == ""
     assert mesh_peers._failed_copies(mesh_peers._shared_memory(2, device), mesh.tp.group, device) == 0
 
 
 def shares_nothing(mesh, device):
-    assert mesh.tp.peer_access_error == "--no-peer-memory"
+    assert PeerAccess.of(mesh, ParallelConfig(peer_memory=False)).error(mesh.tp) == "--no-peer-memory"
 
 
 def damages(mesh, device):
@@ -36,4 +39,4 @@ def damages(mesh, device):
 @needs_two
 @pytest.mark.parametrize("body", [shares, shares_nothing, damages])
 def test_memory_of_two_gpus(body):
-    run_on_gpus(2, body, tensor_model_parallel_size=2, peer_memory=body is not shares_nothing)
+    run_on_gpus(2, body, tensor_model_parallel_size=2)

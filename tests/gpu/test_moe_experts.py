@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron import moe_matmul
-from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast.moe_dispatch import OnTheWay, tables
 from nanomegatron.fp8 import Recipe, Scales, decode

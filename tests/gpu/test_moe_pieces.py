@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.moe_dispatch import Journey
 from nanomegatron.fast.pieces import in_any_order, overlap_path
 from nanomegatron.router import MoeAxes

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import train
-from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh, World

@@ -1,0 +1,125 @@
+"""The one place that builds a model and picks its fast paths.
+
+    config, mesh -> PeerAccess -> Paths, and why        paths_for
+    config, mesh -> Stages of GPTModels                 build
+    model, Paths -> model with these paths              install, before its parameters go into buckets
+
+A fast path gives the same result as a form of the core, sooner. It is set as an attribute of the module that
+uses it, whose default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
+Without either of them fast paths run on GPUs, and on CPUs where a flag of their own asks for one.
+"""
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+
+from nanomegatron.config.settings import Config
+from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate
+from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.tp_overlap import OverlappedLinear
+from nanomegatron.flops import stage_layers
+from nanomegatron.fp8 import Recipe, Scales
+from nanomegatron.fp8_linear import use_fp8
+from nanomegatron.layers import MLP, OutputLayer
+from nanomegatron.mesh import Mesh
+from nanomegatron.model import GPTModel, Stage, TransformerLayer
+from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.param import Init
+from nanomegatron.pp import Stages
+from nanomegatron.router import MoeAxes
+from nanomegatron.schedules import placement
+from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The fast path of each place that can have one; None is the core's form."""
+
+    linear: Callable | None = None  # (x, weight, axis, comm) -> y, of parallel linear and output layers
+    producers: bool = False  # Norm.op and MLP.act also quantize for the FP8 layer that reads their result
+    loss: Callable | None = None  # OutputLayer.loss
+    peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
+
+
+def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
+    """The fast paths of a run. fast: all that can run, or none; None: those of this machine and its flags.
+
+    Communicates over world where there are GPUs: every rank calls it alike.
+    """
+    parallel, model = config.parallel, config.model
+    if fast is None:
+        fast = parallel.fast_paths
+    peers = PeerAccess.of(mesh, parallel)
+    if fast is False:
+        return Paths(peers=peers)
+    everywhere = mesh.device.type == "cuda" if fast is None else fast
+    return Paths(
+        linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
+        producers=everywhere,
+        loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
+        peers=peers,
+    )
+
+
+def install(stages: Stages, paths: Paths) -> Stages:
+    """Give the modules of a model its fast paths, before its parameters are put into buckets."""
+    for module in stages.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and paths.linear and not module.fp8:
+            module.linear = paths.linear
+        elif isinstance(module, OutputLayer):
+            module.linear, module.loss = paths.linear or module.linear, paths.loss
+        elif isinstance(module, TransformerLayer) and paths.producers:
+            quantize_early(module)
+    return stages
+
+
+def quantize_early(layer: TransformerLayer) -> None:
+    """Let norms and activations of a layer quantize, where an FP8 layer reads nothing else of them."""
+    if accepts_fp8(layer.self_attention.linear_qkv):
+        layer.input_layernorm.op = QuantizingNorm(layer.self_attention.linear_qkv)
+    for mlp in layer.modules():
+        if isinstance(mlp, MLP) and accepts_fp8(mlp.linear_fc2):
+            mlp.act = quantizing_activate
+    if isinstance(layer.mlp, MLP) and accepts_fp8(layer.mlp.linear_fc1):
+        layer.pre_mlp_layernorm.op = QuantizingNorm(layer.mlp.linear_fc1)
+        layer.pre_mlp_layernorm.recompute |= layer.mlp.recompute  # from a placeholder nothing can be
+
+
+def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:
+    """This rank's chunks of the model of a resolved config, with new weights, in the forms of the core."""
+    parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
+    placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
+    experts = replace(MoeAxes.of(mesh), halves=parallel.overlap_moe_expert_parallel_comm)
+    chunks: list[GPTModel] = []
+    for stage in placed[mesh.pp.rank]:
+        first, last, words = stage == 0, stage == len(layers) - 1, None
+        if last and chunks and chunks[0].embedding is not None:
+            words = chunks[0].embedding.word_embeddings.weight
+        chunks.append(
+            GPTModel(
+                config.model,
+                vocab_size=vocab_size,
+                max_sequence_length=config.model.max_position_embeddings,
+                padded_vocab_size=padded_vocab_size,
+                tp=mesh.tp,
+                init=init,
+                stage=Stage(layers[stage], first, last, mesh.embed, words, experts),
+            )
+        )
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    stages = Stages(chunks, mesh, parallel.schedule, group)
+    if fp8 := config.precision.fp8_layers(config.model.num_layers):
+        stages.scales = Scales(Recipe.of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
+        for chunk in chunks:
+            quantize_layers(chunk, stages.scales, fp8)
+    return stages
+
+
+def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:
+    """Multiply in FP8 in the layers of these numbers."""
+    for layer in model.layers:
+        for linear in layer.modules() if layer.layer in layers else ():
+            if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+                use_fp8(linear, scales.layer(linear.weight.spec.name))
+            elif isinstance(linear, GroupedExperts):
+                linear.use_fp8(scales)
