@@ -77,9 +77,9 @@ from nanomegatron.step import (
     build_loaders,
     forward_step,
     losses,
-    rehearse_step,
     step_batches,
     token_count,
+    warm_up_step,
 )
 from preprocess import prepare_embedded
 
@@ -245,7 +245,7 @@ def train(run: Run) -> int:
     if run.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {run.iteration} is done; --train-iters goes further")
     elif run.model.on_gpu and run.mesh.pp.size > 1:
-        rehearse_step(run)
+        warm_up_step(run)
     run.optimizer.cast_weights()
     while run.iteration < config.train_iters and not run.stop:
         run.profile.step(run.iteration + 1)

@@ -37,6 +37,7 @@ from benchmarks.contenders_pipeline import Ours, Pipelined, contenders, pipeline
 from nanomegatron.comm import all_gather  # noqa: E402
 from nanomegatron.mesh import Axis, Mesh, World  # noqa: E402
 from nanomegatron.plan.memory import memory_of_ranks  # noqa: E402
+from nanomegatron.pp import NoTracer  # noqa: E402
 from nanomegatron.report.trace import Tracer  # noqa: E402
 from nanomegatron.report.trace_clock import Clock  # noqa: E402
 from nanomegatron.schedules import Event, Op, simulate  # noqa: E402
@@ -54,11 +55,10 @@ ORDER = [  # and whether at all counts of microbatches, or the last alone
 ]
 
 
-class Stamps(Tracer):
+class Stamps(NoTracer):
     """When every op of a step began and ended on this rank."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self.clock, self.device, self.marks = Clock(device), device, {}
 
     @contextmanager

@@ -25,8 +25,7 @@ from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
-from nanomegatron.pp import execute, rehearse
-from nanomegatron.report.trace import Tracer
+from nanomegatron.pp import NoTracer, execute, warm_up
 
 FLOPS = "--pipeline-split flops"
 OURS = {
@@ -58,8 +57,8 @@ class Ours:
         values = step_values(config, samples_before(config, mesh.dp.size))
         self.optimizer = Optimizer(self.buckets, config.optimizer, config.precision, values)
         self.positions = torch.arange(config.data.seq_length, device=mesh.device)
-        self.tracer: Tracer | None = None
-        self.rehearsed = False
+        self.tracer: NoTracer | None = None
+        self.warm = False
 
     def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """batches: tokens and one more, `[b, s + 1]` each. Returns the mean loss on every rank, 0-d."""
@@ -78,10 +77,10 @@ class Ours:
             return loss
 
         shape = self.model.shape(length, size)
-        if not self.rehearsed:
+        if not self.warm:
             self.buckets.zero()
-            rehearse(self.model, forward, shape)
-            self.rehearsed = True
+            warm_up(self.model, forward, shape)
+            self.warm = True
             total.zero_()
         self.buckets.zero(len(batches))
         execute(self.model, forward, len(batches), shape, tracer=self.tracer)

@@ -15,7 +15,7 @@ on launched ops.
 
 (A message in flight is a kernel that waits for the other rank. Whatever synchronizes the GPU waits with it,
 and two ranks that do so can wait for each other for ever. Loading a kernel for its first use synchronizes:
-hence `rehearse`. Freeing memory does, too: leave some unused.)
+hence `warm_up`. Freeing memory does, too: leave some unused.)
 
 A forward leaves only the autograd graph for its backward. Its output is sent and freed: the graph ends in
 `InjectOutputGrad`, a tensor without elements to call backward on, which takes the gradient that was received;
@@ -31,7 +31,7 @@ bit; but for a tied embedding's on two ranks, which is one sum more.
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,6 @@ from nanomegatron.mesh import Axis, Link, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
-from nanomegatron.report.trace import Tracer
 from nanomegatron.schedules import (
     Exchange,
     Message,
@@ -162,6 +161,20 @@ class ForwardState(NamedTuple):
     input_grad: list
 
 
+class NoTracer:
+    """Called at every op and message of a rank, and does nothing; report/trace.py has one that records."""
+
+    def op(self, op: Op) -> AbstractContextManager:
+        """Around the computation of an op whose message has arrived."""
+        return nullcontext()
+
+    def receive(self, message: Message, pending: Pending) -> None:
+        """Before this rank waits for a message."""
+
+    def received(self, message: Message) -> None:
+        """After the wait."""
+
+
 class Inbox:
     """The messages of a link, in the order of sending; `ahead`: the next receive is always posted."""
 
@@ -176,7 +189,7 @@ class Inbox:
             self.left -= 1
             self.pending = start_receive(self.empty, self.link)
 
-    def take(self, message: Message, tracer: Tracer) -> torch.Tensor:
+    def take(self, message: Message, tracer: NoTracer) -> torch.Tensor:
         """Wait for the next message, which is this one."""
         if not self.ahead:
             self._post()
@@ -216,7 +229,7 @@ class Outbox:
 class Executor:
     """Runs one rank's list of ops; see `execute`."""
 
-    def __init__(self, stages: Stages, step: Callable, shape: tuple[int, ...], tracer: Tracer) -> None:
+    def __init__(self, stages: Stages, step: Callable, shape: tuple[int, ...], tracer: NoTracer) -> None:
         self.stages, self.step, self.tracer = stages, step, tracer
         self.empty = functools.partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
         self.arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
@@ -282,7 +295,7 @@ def execute(
     microbatches: int,
     shape: tuple[int, int, int],
     forward_only: bool = False,
-    tracer: Tracer | None = None,
+    tracer: NoTracer | None = None,
 ) -> None:
     """Forward and backward of all microbatches, as the schedule of `stages` has it.
 
@@ -293,10 +306,10 @@ def execute(
     lists, exchanges = stages.plan(microbatches, forward_only)
     rank = stages.pp.rank
     with torch.no_grad() if forward_only else nullcontext():
-        Executor(stages, step, shape, tracer or Tracer()).run(lists[rank], exchanges[rank])
+        Executor(stages, step, shape, tracer or NoTracer()).run(lists[rank], exchanges[rank])
 
 
-def rehearse(
+def warm_up(
     stages: Stages, step: Callable[[GPTModel, int], torch.Tensor], shape: tuple[int, int, int]
 ) -> None:
     """Microbatch 0 through every chunk by itself, forward and backward, with zeros for what would come.
@@ -304,7 +317,7 @@ def rehearse(
     For a GPU, before the first `execute`: it loads the kernels and makes the handles, which would hold up the
     GPU in the middle of a schedule. Gradients are added and reported as by `execute`. No messages.
     """
-    executor = Executor(stages, step, shape, Tracer())
+    executor = Executor(stages, step, shape, NoTracer())
     kinds = {op.kind for op in stages.plan(1)[0][stages.pp.rank]}
     for chunk, model in enumerate(stages):
         for kind in sorted(kinds, key="F B BW W".split().index):

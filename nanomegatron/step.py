@@ -21,7 +21,7 @@ from nanomegatron.data.loader import BatchLoader
 from nanomegatron.data.packed_dataset import PackLoader
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
-from nanomegatron.pp import Stages, rehearse
+from nanomegatron.pp import Stages, warm_up
 from nanomegatron.run import Run, lengths_of
 
 
@@ -93,13 +93,13 @@ def forward_step(
     return step
 
 
-def rehearse_step(run: Run) -> None:
-    """A microbatch through this rank's chunks, each by itself; its gradients are forgotten. See pp.py."""
+def warm_up_step(run: Run) -> None:
+    """A microbatch through each chunk of this rank by itself; its gradients are discarded. See pp.py."""
     data = run.config.data
     batches, total = [run.loaders[0].get(run.consumed_samples)], torch.zeros((), device=run.mesh.device)
     run.grads.zero(1)
     step = forward_step(run, batches, token_count(run, batches), total)
-    rehearse(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))
+    warm_up(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))
     run.grads.grad_sync()
     if run.model.scales is not None:
         run.model.scales.forget_step()

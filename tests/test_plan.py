@@ -24,8 +24,7 @@ from nanomegatron.param import Init
 from nanomegatron.plan import layer as plan_layer
 from nanomegatron.plan import memory as plan
 from nanomegatron.plan.memory import Needs, Piece, chunks_kept, describe, memory, memory_of_ranks, needs, walk
-from nanomegatron.pp import Stages, execute
-from nanomegatron.report.trace import Tracer
+from nanomegatron.pp import NoTracer, Stages, execute
 from nanomegatron.schedules import Op, placement, schedule
 from tests.spmd import run_spmd
 
@@ -222,7 +221,7 @@ SCHEDULES = {
 VOCAB = 256
 
 
-class Marked(Tracer):
+class Marked(NoTracer):
     """Names the ops in the profiler's record."""
 
     @contextmanager

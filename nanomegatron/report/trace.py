@@ -24,6 +24,7 @@ import torch
 
 from nanomegatron.comm import Pending, all_gather
 from nanomegatron.mesh import Mesh
+from nanomegatron.pp import NoTracer
 from nanomegatron.report.trace_clock import Clock, clock_offsets
 from nanomegatron.report.trace_draw import Arrival, Recording, op_name, write
 from nanomegatron.schedules import Event, Message, Op, messages
@@ -43,25 +44,25 @@ class _Step:
     arrivals: dict[Message, Any] = field(default_factory=dict)
 
 
-class Tracer:
-    """Stamps what a rank does in the chosen iterations; without a mesh or a folder, in none.
+class Tracer(NoTracer):
+    """Stamps what a rank does in the chosen iterations; without a folder, in none.
 
-    timers: `timers(name, level=2)` is entered around every op, whatever is recorded (`run_timers.Timers`).
-    attempt: `attempt("trace")` is entered around the drawing (`metrics_log.RunLog`).
+    timers: `timers(name, level=2)` is entered around every op, whatever is recorded (`timers.Timers`).
+    attempt: `attempt("trace")` is entered around the drawing (`log.RunLog`).
     After `end`, `summary` on rank 0 has the lines for the log.
     """
 
     def __init__(
         self,
-        mesh: Mesh | None = None,
-        folder: Path | None = None,
-        iterations: Collection[int] = (),
+        mesh: Mesh,
+        folder: Path | None,
+        iterations: Collection[int],
         timers: Callable[..., AbstractContextManager] | None = None,
         attempt: Callable[[str], AbstractContextManager] = nullcontext,
     ) -> None:
         self.mesh, self.folder, self.iterations = mesh, folder, iterations
         self.timers = timers or (lambda name, level: nullcontext())
-        self.cuda = mesh is not None and mesh.device.type == "cuda"
+        self.cuda = mesh.device.type == "cuda"
         self.summary: list[str] = []
         self.attempt = attempt
         self._step: _Step | None = None
@@ -70,7 +71,7 @@ class Tracer:
     def begin(self, iteration: int, lists: list[list[Op]], placed: list[list[int]]) -> None:
         """Before the first op of a step that does `lists` (see `schedules.py`); all ranks alike."""
         self.summary, self._step = [], None
-        if self.mesh is not None and self.folder is not None and iteration in self.iterations:
+        if self.folder is not None and iteration in self.iterations:
             self._step = _Step(iteration, lists, placed, Clock(self.mesh.device))
 
     @contextmanager
