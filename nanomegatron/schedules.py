@@ -8,23 +8,18 @@
     zb-v         (p-1) / (6 m)            p                                                      2405.15362
 
 p stages, m microbatches, v chunks a rank; all of equal cost, F = B = W; m >= p, for zb-v m >= 2p - 1. Sources
-are arXiv numbers. Nothing here needs torch or a second process:
+are arXiv numbers. Nothing here needs torch or a second process; report/schedule_draw.py prints and draws:
 
-    python -m nanomegatron.schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
+    python -m nanomegatron schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
 
 In the pictures a row is a rank and a cell a unit of time; F0b is the forward of microbatch 0 through chunk b.
 """
 
-import argparse
-import sys
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
-
-from nanomegatron.report.schedule_draw import draw, text
 
 
 class Op(NamedTuple):
@@ -133,7 +128,7 @@ def _group_sizes(microbatches: int, stages: int, group: int) -> list[int]:
 
 
 def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
-    """1f1b with weight gradients put off, the more the later the rank, to fill the bubble at the end.
+    """1f1b with weight gradients deferred, the more the later the rank, to fill the bubble at the end.
 
     rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -277,7 +272,7 @@ def simulate(
     costs: Mapping[str | tuple[str, int], float] | None = None,
     message_time: float = 0.0,
 ) -> Timeline:
-    """Run the lists, each op as soon as its rank is free and what it needs has come.
+    """Run the lists, each op as soon as its rank is free and its inputs have arrived.
 
     costs: time of an op of each kind (None: F = B = W = 1; BW = B + W unless given), and of (kind, stage) for
     stages that differ. Messages travel beside the ops, for `message_time`; between chunks of one rank they
@@ -341,30 +336,3 @@ def _timeline(runs: list[list[Event]]) -> Timeline:
 def most_open(ops: list[Op], last: tuple[str, str] = ("B", "BW")) -> int:
     """The most forwards of a rank, of single chunks, that wait for their `last` op at a time."""
     return max(accumulate((op.kind == "F") - (op.kind in last) for op in ops), default=0)
-
-
-def main(argv: list[str]) -> int:
-    """Print a schedule as it runs, and draw it on request."""
-    parser = argparse.ArgumentParser("python -m nanomegatron.schedules", description="Show a schedule.")
-    parser.add_argument("--schedule", choices=NAMES, default="1f1b")
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=1, help="pieces of the model a rank holds")
-    parser.add_argument("--group", type=int, help="of interleaved: microbatches a chunk takes in turn")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there; .svg, .pdf work, too")
-    args = parser.parse_args(argv)
-    try:
-        lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
-        timeline = simulate(lists, placement(args.schedule, args.stages, args.chunks))
-        print(text(timeline, colour=sys.stdout.isatty()))
-        if args.png:
-            title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
-            draw(timeline, args.png, title)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"schedules: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanomegatron import schedules
+from nanomegatron.__main__ import main
 from nanomegatron.report.schedule_draw import draw, text
 from nanomegatron.schedules import (
     Event,
@@ -308,8 +309,21 @@ def test_text_of_times_between_cells():
 
 
 def run(capsys, *arguments):
-    code = schedules.main(list(arguments))
+    code = main(["schedules", *arguments])
     return code, capsys.readouterr()
+
+
+def test_commands(capsys):
+    """One screen lists them; a name that is none of them is an error."""
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(f"\n  {name} " in out for name in ("generate", "ops", "schedules"))
+    assert main(["scedules"]) == 2
+    assert "no command 'scedules'" in (err := capsys.readouterr().err) and "\n  schedules " in err
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "--help"])
+    assert end.value.code == 0 and "--max-new-tokens" in capsys.readouterr().out
 
 
 def test_command_line(capsys, monkeypatch):
@@ -343,5 +357,6 @@ def test_drawing(tmp_path, capsys, monkeypatch):
 
 
 def test_needs_no_torch():
-    code = "import sys, nanomegatron.schedules; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    heavy = "print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    code = f"import sys, nanomegatron.report.schedule_draw; {heavy}"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

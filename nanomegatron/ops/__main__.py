@@ -1,8 +1,18 @@
 """`python -m nanomegatron.ops`: the path of every op here, and whether kernels compute what they should."""
 
+import argparse
 import sys
 
 from nanomegatron.ops.paths import report
 
+
+def main(argv: list[str]) -> int:
+    """Print the report; returns the exit code."""
+    argparse.ArgumentParser(prog="python -m nanomegatron ops", description="Paths of all ops.").parse_args(
+        argv
+    )
+    return report()
+
+
 if __name__ == "__main__":
-    sys.exit(report())
+    sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,19 @@
 """Pictures of a schedule in time: coloured text for the terminal, PNG or SVG for a page.
 
 rank 0  F0 F1 F2 .. .. .. .. BW0=== BW1=== BW2===        time runs to the right, a row is a rank
+
+    python -m nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--png zb-v.png]
 """
 
+import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# After Okabe and Ito: told apart by colour-blind readers. Later chunks are paler.
+from nanomegatron.schedules import NAMES, Op, Timeline, placement, schedule, simulate
+
+# After Okabe and Ito: distinct for colour-blind readers. Later chunks are paler.
 COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115), "BW": (213, 94, 0)}
 HEIGHT = 0.84  # of a bar; rows are 1 apart
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
@@ -18,7 +25,7 @@ def shade(kind: str, chunk: int, chunks: int) -> tuple[int, ...]:
     return tuple(round(part + (255 - part) * share) for part in COLOURS[kind])
 
 
-def text(timeline: Any, colour: bool = False) -> str:
+def text(timeline: Timeline, colour: bool = False) -> str:
     """A row a rank, a cell a unit of time (the shortest op), and below it bubble and peak activations.
 
     Without colour a cell says kind, microbatch and, of several chunks, which (a, b ...).
@@ -43,7 +50,7 @@ def text(timeline: Any, colour: bool = False) -> str:
     return "\n".join([*lines, summary(timeline)])
 
 
-def summary(timeline: Any) -> str:
+def summary(timeline: Timeline) -> str:
     """Bubble and peak activations in words."""
     peaks = [" ".join(map(str, peak)) for peak in (timeline.peak_until_backward, timeline.peak_until_weight)]
     kept = f"{peaks[0]} until B, {peaks[1]} until W" if peaks[0] != peaks[1] else peaks[0]
@@ -53,11 +60,11 @@ def summary(timeline: Any) -> str:
     )
 
 
-def _labels(timeline: Any, short: bool) -> tuple[int, Any]:
+def _labels(timeline: Timeline, short: bool) -> tuple[int, Callable[[Op], str]]:
     """How many chunks there are, and the function that names an op."""
     chunks = 1 + max(event.op.chunk for event in timeline.events)
 
-    def label(op: Any) -> str:
+    def label(op: Op) -> str:
         piece = chr(ord("a") + op.chunk) if chunks > 1 else ""
         return str(op.microbatch) if short else f"{op.kind}{op.microbatch}{piece}"
 
@@ -76,7 +83,7 @@ def _ink(rgb: tuple[int, ...]) -> str:
 
 
 def canvas(rows: float, what: str | Path) -> Any:
-    """An empty figure of matplotlib, for so many rows of bars.
+    """An empty figure of matplotlib with room for `rows` bars.
 
     Raises: ImportError, that `what` needs it.
     """
@@ -90,7 +97,7 @@ def canvas(rows: float, what: str | Path) -> Any:
     return figure
 
 
-def draw(timeline: Any, path: str | Path, title: str = "") -> None:
+def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
     """Draw bars in time, a row a rank, to a file of the kind its name says (.png, .svg, .pdf).
 
     Raises: ImportError without matplotlib, ValueError for a kind of file that it cannot write.
@@ -103,7 +110,7 @@ def draw(timeline: Any, path: str | Path, title: str = "") -> None:
     figure.savefig(path)
 
 
-def bars(axes: Any, timeline: Any) -> None:
+def bars(axes: Any, timeline: Timeline) -> None:
     """The bars themselves, on axes of matplotlib; those of a rank and a colour are one object, for speed."""
     ranks, (chunks, label) = len(timeline.bubbles), _labels(timeline, short=True)
     spans: dict[tuple, list] = {}
@@ -125,7 +132,7 @@ def bars(axes: Any, timeline: Any) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def legend(axes: Any, timeline: Any, above: bool = False) -> None:
+def legend(axes: Any, timeline: Timeline, above: bool = False) -> None:
     """What the colours mean: to the right of the axes, or in a line above them."""
     from matplotlib.patches import Patch
 
@@ -141,3 +148,26 @@ def legend(axes: Any, timeline: Any, above: bool = False) -> None:
 
 def _face(rgb: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(part / 255 for part in rgb)
+
+
+def main(argv: list[str]) -> int:
+    """Print a schedule as it runs, and draw it on request; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m nanomegatron schedules", description="Show a schedule.")
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=1, help="pieces of the model a rank holds")
+    parser.add_argument("--group", type=int, help="of interleaved: microbatches a chunk takes in turn")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there; .svg, .pdf work, too")
+    args = parser.parse_args(argv)
+    try:
+        lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
+        timeline = simulate(lists, placement(args.schedule, args.stages, args.chunks))
+        print(text(timeline, colour=sys.stdout.isatty()))
+        if args.png:
+            title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
+            draw(timeline, args.png, title)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"schedules: {error}", file=sys.stderr)
+        return 2
+    return 0

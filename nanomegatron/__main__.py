@@ -1,0 +1,29 @@
+"""`python -m nanomegatron COMMAND ...`: what there is beside train.py, preprocess.py and convert.py."""
+
+import importlib
+import sys
+
+# Command: the module whose `main(argv)` it is, imported when asked for, and what it does.
+COMMANDS = {
+    "generate": ("nanomegatron.generate", "continue a text with a trained model"),
+    "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why; on a GPU a self-test"),
+    "schedules": ("nanomegatron.report.schedule_draw", "print or draw a pipeline schedule"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command that the first argument names; returns its exit code, 2 where there is none."""
+    name, *rest = argv or ["--help"]
+    if name in COMMANDS:
+        return importlib.import_module(COMMANDS[name][0]).main(rest)
+    lines = ["usage: python -m nanomegatron COMMAND ...   (COMMAND --help: its options)", ""]
+    lines += [f"  {command:<12}{what}" for command, (_, what) in COMMANDS.items()]
+    if name in ("-h", "--help"):
+        print("\n".join(lines))
+        return 0
+    print("\n".join([f"python -m nanomegatron: no command {name!r}", *lines]), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
