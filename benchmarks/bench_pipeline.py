@@ -38,8 +38,8 @@ from nanomegatron.comm import all_gather  # noqa: E402
 from nanomegatron.mesh import Axis, Mesh, World  # noqa: E402
 from nanomegatron.plan.memory import memory_of_ranks  # noqa: E402
 from nanomegatron.pp import NoTracer  # noqa: E402
+from nanomegatron.report.timers import Clock  # noqa: E402
 from nanomegatron.report.trace import Tracer  # noqa: E402
-from nanomegatron.report.trace_clock import Clock  # noqa: E402
 from nanomegatron.schedules import Event, Op, simulate  # noqa: E402
 
 ALIKE = 2e-3  # by how much first losses in bf16 may differ
@@ -59,7 +59,7 @@ class Stamps(NoTracer):
     """When every op of a step began and ended on this rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock, self.device, self.marks = Clock(device), device, {}
+        self.clock, self.device, self.marks = Clock(device).align(), device, {}
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:

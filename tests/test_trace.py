@@ -16,8 +16,8 @@ import torch
 from nanomegatron.comm import Pending, barrier
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.report import trace, trace_clock
-from nanomegatron.report.trace_clock import offsets
+from nanomegatron.report import timers, trace
+from nanomegatron.report.trace import machine, offsets
 from nanomegatron.report.trace_draw import Arrival, Recording, write
 from nanomegatron.schedules import Op, messages, placement, schedule, simulate
 from tests.spmd import run_spmd
@@ -72,9 +72,9 @@ def record(mesh: Mesh, folder: str, step: tuple[str, int, int], skew: float) -> 
         seen.append(now())
         return seen[-1] - skew * mesh.rank
 
-    trace_clock.time = types.SimpleNamespace(perf_counter=perf_counter)
+    timers.time = trace.time = types.SimpleNamespace(perf_counter=perf_counter)
     if skew:
-        trace_clock.machine = lambda: mesh.rank
+        trace.machine = lambda: mesh.rank
     tracer = trace.Tracer(mesh, Path(folder), (3,))
     stamps = pretend(mesh, tracer, seen, step)
     before = Counter(mesh.traffic)
@@ -200,7 +200,7 @@ def test_offsets():
 
 
 def test_machine_is_that_of_all_processes_here():
-    assert trace_clock.machine() == trace_clock.machine() < 2**56
+    assert machine() == machine() < 2**56
 
 
 class Asked:

@@ -17,29 +17,55 @@ from nanomegatron.mesh import Axis
 
 
 class Clock:
-    """Time between two points of the work, by the GPU's own clock where there is one."""
+    """A device's own clock: events on a GPU's streams, on a CPU the host's time.
+
+    Made at the beginning of a span and stopped at its end; `now` leaves further marks. None of these wait for
+    the device, reading a mark does.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.begin = self.end = self._now()
+        self.device, self.cuda = device, device.type == "cuda"
+        self.begin = self.end = self.now()
 
-    def _now(self) -> Any:
+    def now(self, stream: torch.cuda.Stream | None = None) -> Any:
+        """A mark: on a GPU when the stream (None: the current one) comes to this point."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(stream or torch.cuda.current_stream())
         return event
 
     def stop(self) -> "Clock":
-        self.end = self._now()
+        self.end = self.now()
         return self
 
     def milliseconds(self) -> float:
-        """The time between; waits until the device has come to the end."""
+        """The span; waits until the device has come to its end."""
         if not self.cuda:
             return 1e3 * (self.end - self.begin)
         self.end.synchronize()
         return self.begin.elapsed_time(self.end)
+
+    def align(self) -> "Clock":
+        """Relate the device's clock to the host's, for `seconds`; waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+            _, self.base, self.base_time = min((self._base() for _ in range(5)), key=lambda found: found[0])
+        return self
+
+    def _base(self) -> tuple[float, torch.cuda.Event, float]:
+        """How far apart two looks at the host's clock are, an event between them, and the time of that."""
+        before, event = time.perf_counter(), self.now()
+        event.synchronize()
+        after = time.perf_counter()
+        return after - before, event, (before + after) / 2
+
+    def seconds(self, mark: Any) -> float:
+        """The moment of a mark on the host's clock; waits until the device has come to it."""
+        if not self.cuda:
+            return mark
+        mark.synchronize()
+        return self.base_time + self.base.elapsed_time(mark) / 1e3
 
 
 class Timers:

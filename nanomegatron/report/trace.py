@@ -4,17 +4,24 @@
       |            [============]                   |                    |
     base event     mark       mark            mark: it has come     gather, align, write
 
-A mark is an event on a GPU's stream, or the time on a CPU (`trace_clock.py`); the host never waits for the
+A mark is an event on a GPU's stream, or the time on a CPU (`timers.Clock`); the host never waits for the
 device while the step runs. A message begins with the end of the op that sends it, on the sender's clock, and
 ends with its arrival: on a GPU when it came, on a CPU when the receiver had it, which is not before it asked.
 
 Chosen iterations are written as a picture, the planned timeline above the measured one, and as a trace for
 Perfetto (`trace_draw.py`). In others nothing is kept. On a GPU every op is an NVTX range, always, with the
 name that it has everywhere here: F1.4 is the forward through chunk 1 of microbatch 4.
+
+    event on a GPU  --- time since a base event, whose moment on the host's clock is known --->  host
+    host            --- none within a machine; else by how far apart a barrier lets go --->      rank 0's host
 """
 
+import hashlib
+import socket
+import statistics
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +29,10 @@ from typing import Any
 
 import torch
 
-from nanomegatron.comm import Pending, all_gather
-from nanomegatron.mesh import Mesh
+from nanomegatron.comm import Pending, all_gather, barrier
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.pp import NoTracer
-from nanomegatron.report.trace_clock import Clock, clock_offsets
+from nanomegatron.report.timers import Clock
 from nanomegatron.report.trace_draw import Arrival, Recording, op_name, write
 from nanomegatron.schedules import Event, Message, Op, messages
 
@@ -72,7 +79,7 @@ class Tracer(NoTracer):
         """Before the first op of a step that does `lists` (see `schedules.py`); all ranks alike."""
         self.summary, self._step = [], None
         if self.folder is not None and iteration in self.iterations:
-            self._step = _Step(iteration, lists, placed, Clock(self.mesh.device))
+            self._step = _Step(iteration, lists, placed, Clock(self.mesh.device).align())
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
@@ -162,3 +169,40 @@ def _label(mesh: Mesh, rank: int) -> str:
         rank, place = divmod(rank, axis.size)
         words.append(f"{axis.name}{place}")
     return " ".join(words)
+
+
+def machine() -> int:
+    """A number that the processes of one machine share, and with it `time.perf_counter` (CLOCK_MONOTONIC)."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+
+
+def clock_offsets(world: Axis, device: torch.device, rounds: int = 9) -> list[float]:
+    """By how many seconds each rank's clock is ahead of rank 0's. Communicates a few numbers a rank."""
+    machines = all_gather(torch.tensor([machine()], device=device), world).tolist()
+    if len(set(machines)) == 1:
+        return [0.0] * world.size
+    exits = []
+    for _ in range(rounds):
+        barrier(world)
+        exits.append(time.perf_counter())
+    table = torch.tensor([exits], dtype=torch.float64, device=device)
+    return offsets(all_gather(table, world).tolist(), machines)
+
+
+def offsets(exits: Sequence[Sequence[float]], machines: Sequence[int]) -> list[float]:
+    """`clock_offsets` from when each rank left some barriers, `exits[rank][round]`, by its own clock.
+
+    The first of a machine to leave stands for it: a process may get its turn late, never early. The median
+    leaves out the rounds in which all of a machine were late.
+    """
+    first = {
+        name: [min(times) for times in zip(*(e for e, of in zip(exits, machines) if of == name))]
+        for name in set(machines)
+    }
+    ahead = {
+        name: statistics.median(mine - zero for mine, zero in zip(times, first[machines[0]]))
+        for name, times in first.items()
+    }
+    return [ahead[name] for name in machines]
