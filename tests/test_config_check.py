@@ -71,6 +71,26 @@ def test_each_error_has_value_rule_and_fix(case):
     assert len(messages) <= 4  # what is wrong, and not a page of what follows from it
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp-comm-overlap --sequence-parallel --tp 2",
+        "--overlap-moe-expert-parallel-comm --num-experts 4 --moe-token-dispatcher-type alltoall",
+        "--moe-shared-expert-overlap --num-experts 4 --moe-token-dispatcher-type alltoall "
+        "--moe-shared-expert-intermediate-size 32",
+        "--cross-entropy-loss-fusion",
+        "--fp8-param-gather --fp8-format e4m3 --bf16 --use-distributed-optimizer",
+        "--optimizer-cpu-offload --bf16",
+    ],
+)
+def test_no_fast_paths_with_a_flag_that_asks_for_one(flags):
+    flags = f"--micro-batch-size 16 {flags}"
+    assert errors_of(f"{GOOD} {flags} --fast-paths", 2) == errors_of(f"{GOOD} {flags}", 2) == []
+    (message,) = errors_of(f"{GOOD} {flags} --no-fast-paths", 2)
+    asks = next(word for word in flags.split()[2:] if word.startswith("--"))
+    assert message == f"{asks}: asks for a fast path, not with --no-fast-paths; leave one out"
+
+
 RIGHT = """
 --position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved --use-rope-scaling
 --position-embedding-type rope --rotary-seq-len-interpolation-factor 4 --use-rope-scaling
@@ -84,6 +104,8 @@ RIGHT = """
 --global-batch-size 8 --rampup-batch-size 2 2 30
 --step-batch-size-schedule 0:4,1K:8
 --timing-log-level 2 --timing-log-option all --log-params-norm --log-num-zeros-in-grad
+--fast-paths
+--no-fast-paths
 """
 
 
@@ -133,6 +155,9 @@ def test_what_may_change_when_a_run_goes_on():
 
     free = "--num-workers 0 --eval-only --log-params-norm --timing-log-level 2 --log-num-zeros-in-grad"
     assert default_run_name(config(free), "x") == default_run_name(config(""), "x")
+    for flags in ("--fast-paths", "--no-fast-paths"):
+        assert default_run_name(config(flags), "x") == default_run_name(config(""), "x")
+        assert must_match(config(""), config(flags)) == []
     assert must_match(config(""), config(f"{free} --iterations-to-skip 3 --micro-batch-size 1")) == []
     for flags in ("--global-batch-size 4 --rampup-batch-size 1 1 9", "--step-batch-size-schedule 0:4,1K:8"):
         assert any("the run in this folder has" in m for m in must_match(config(""), config(flags)))

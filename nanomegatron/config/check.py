@@ -19,7 +19,7 @@ from nanomegatron.config.batch import samples_before, stages
 from nanomegatron.config.check_data import data_errors
 from nanomegatron.config.check_fp8 import fp8_errors, gpu_errors
 from nanomegatron.config.check_moe import RECOMPUTED, moe_errors
-from nanomegatron.config.check_parallel import context_errors, multiple, parallel_errors
+from nanomegatron.config.check_parallel import context_errors, fast_path_errors, multiple, parallel_errors
 from nanomegatron.config.check_pipeline import pipeline_errors, with_virtual_stages
 from nanomegatron.config.cli import SHAPE, flag, sections
 from nanomegatron.config.model import layer_pattern
@@ -33,7 +33,7 @@ log_throughput log_comm
 log_params_norm log_num_zeros_in_grad timing_log_level timing_log_option metrics_jsonl tensorboard_dir
 wandb_project data_cache_path num_workers distributed_backend distributed_timeout_minutes trace_dir
 trace_iterations profile profile_step_start profile_step_end profile_ranks record_memory_history
-memory_snapshot_path log_fp8_stats moe_per_layer_logging moe_use_upcycling
+memory_snapshot_path log_fp8_stats moe_per_layer_logging moe_use_upcycling fast_paths
 """.split()
 # Settings of model and data that may change when a run goes on.
 CHANGEABLE = """
@@ -71,7 +71,7 @@ SHARES = "hidden_dropout attention_dropout adam_beta1 adam_beta2 moe_input_jitte
 def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
     """All that is wrong with a run of `world_size` processes, a message each; `gpu`: compute capability."""
     errors = list(_ranges(config))
-    layout = (parallel_errors, context_errors, pipeline_errors, moe_errors)
+    layout = (parallel_errors, fast_path_errors, context_errors, pipeline_errors, moe_errors)
     checks = (_model, *layout, _recompute, _batch, _precision, _optimizer, _schedule, _length)
     for check in (*checks, data_errors, _checkpoint, _extras, _outputs, _profile, fp8_errors):
         try:

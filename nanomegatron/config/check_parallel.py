@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from nanomegatron.config.cli import did_you_mean, flag
+from nanomegatron.config.cli import did_you_mean, flag, sections
 from nanomegatron.config.settings import CP_TYPES, Config, ParallelConfig
 
 TP, CP, PP = (f"{name}_parallel_size" for name in ("tensor_model", "context", "pipeline_model"))
@@ -33,6 +33,14 @@ def parallel_errors(config: Config, world: int, device: str) -> Iterator[str]:
     yield from _processes(parallel, world)
     if parallel.distributed_backend == "nccl" and device != "cuda":
         yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
+
+
+def fast_path_errors(config: Config, *_: Any) -> Iterator[str]:
+    """Settings that ask for a fast path beside --no-fast-paths."""
+    for part, setting in sections():
+        asked = setting.metadata["fast_path"] and getattr(getattr(config, part), setting.name)
+        if asked and config.parallel.fast_paths is False:
+            yield f"{flag(setting.name)}: asks for a fast path, not with --no-fast-paths; leave one out"
 
 
 def _processes(parallel: ParallelConfig, world: int) -> Iterator[str]:

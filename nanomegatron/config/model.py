@@ -18,15 +18,21 @@ from nanomegatron.config.keywords import TRANSFORMER_CONFIG, answer
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
-def setting(
-    default: Any, text: str, *aliases: str, choices: tuple = (), nargs: str = "", refused: dict | None = None
-) -> Any:
-    """A dataclass field with its one-line help, short flag aliases and allowed values.
+@dataclass(frozen=True)
+class Rules:
+    """What is known of a setting beside its type and default."""
 
-    refused: values of Megatron that are not here, with what to say.
-    """
-    meta = {"help": text, "aliases": aliases, "choices": choices, "nargs": nargs, "refused": refused or {}}
-    return dataclasses.field(default=default, metadata=meta)
+    help: str
+    aliases: tuple[str, ...] = ()  # short names of the flag
+    choices: tuple = ()
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # Megatron's other values, with a fix
+    nargs: str = ""
+    fast_path: bool = False  # it asks for a fast path, which --no-fast-paths forbids
+
+
+def setting(default: Any, text: str, *aliases: str, **rules: Any) -> Any:
+    """A dataclass field with its one-line help, short flag aliases and other `Rules`."""
+    return dataclasses.field(default=default, metadata=vars(Rules(text, aliases, **rules)))
 
 
 def with_megatron_keywords(cls: type) -> type:
@@ -157,7 +163,9 @@ class TransformerConfig:
     )
     moe_shared_expert_gate: bool = setting(False, "each token weighs the shared experts by a sigmoid")
     moe_shared_expert_overlap: bool = setting(
-        False, "shared experts work while tokens travel; with --moe-token-dispatcher-type alltoall"
+        False,
+        "shared experts work while tokens travel; with --moe-token-dispatcher-type alltoall",
+        fast_path=True,
     )
     attention_backend: str = setting(
         "auto", "core attention implementation", choices=("auto", "fused", "flash", "unfused")
@@ -171,7 +179,9 @@ class TransformerConfig:
     persist_layer_norm: bool = setting(True, "norms, with the residual's sum before them, in one kernel")
     sequence_parallel: bool = setting(False, "shard norms and dropout over the tp ranks", "sp")
     cross_entropy_loss_fusion: bool = setting(
-        False, "output projection and loss in chunks, forward and backward at once: no logits in memory"
+        False,
+        "output projection and loss in chunks, forward and backward at once: no logits in memory",
+        fast_path=True,
     )
     recompute_granularity: str | None = setting(
         None,

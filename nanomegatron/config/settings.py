@@ -74,10 +74,17 @@ class ParallelConfig:
         None, "processes that share each expert; as --tp", "etp"
     )
     overlap_moe_expert_parallel_comm: bool = setting(
-        False, "tokens of one half of a microbatch travel while experts work on the other; with alltoall"
+        False,
+        "tokens of one half of a microbatch travel while experts work on the other; with alltoall",
+        fast_path=True,
     )
     data_parallel_size: int | None = setting(None, "checked against the world size when given", "dp")
-    tp_comm_overlap: bool = setting(False, "send pieces over tp while matmuls work on others; with --sp")
+    fast_paths: bool | None = setting(
+        None, "the fast paths that can run here, or only the core's plain forms; by default only GPUs do"
+    )
+    tp_comm_overlap: bool = setting(
+        False, "send pieces over tp while matmuls work on others; with --sp", fast_path=True
+    )
     use_distributed_optimizer: bool = setting(
         False, "cut optimizer states over the dp ranks; as --data-parallel-sharding-strategy optim"
     )
@@ -180,7 +187,9 @@ class PrecisionConfig:
         "most_recent", "delayed: the last step's counts, or the largest", choices=("max", "most_recent")
     )
     fp8_wgrad: bool = setting(True, "weight gradients in FP8 too; --no-fp8-wgrad for bf16")
-    fp8_param_gather: bool = setting(False, "gather parameters over dp as FP8; with a sharded optimizer")
+    fp8_param_gather: bool = setting(
+        False, "gather parameters over dp as FP8; with a sharded optimizer", fast_path=True
+    )
     first_last_layers_bf16: bool = setting(False, "the first and the last layers stay in bf16")
     num_layers_at_start_in_bf16: int = setting(1, "how many of the first with --first-last-layers-bf16")
     num_layers_at_end_in_bf16: int = setting(1, "how many of the last")
@@ -236,7 +245,9 @@ class OptimizerConfig:
     main_grads_dtype: str = setting("fp32", "type of accumulated gradients", choices=("fp32", "bf16"))
     exp_avg_dtype: str = setting("fp32", "type of Adam's first moment", choices=("fp32", "bf16"))
     exp_avg_sq_dtype: str = setting("fp32", "type of Adam's second moment", choices=("fp32", "bf16"))
-    optimizer_cpu_offload: bool = setting(False, "keep main weights and moments in host memory, update there")
+    optimizer_cpu_offload: bool = setting(
+        False, "keep main weights and moments in host memory, update there", fast_path=True
+    )
     optimizer_offload_fraction: float = setting(1.0, "share of them that --optimizer-cpu-offload moves")
     overlap_cpu_optimizer_d2h_h2d: bool = setting(False, "copy one bucket while the host updates another")
 
