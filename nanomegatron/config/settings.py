@@ -100,9 +100,6 @@ class ParallelConfig:
     )
     ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
     grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16 instead of fp32")
-    fast_paths: bool | None = setting(
-        None, "all fast paths that can run; --no-fast-paths: the plain forms; fast on GPUs, plain on CPUs"
-    )
     peer_memory: bool = setting(True, "GPUs of a machine copy into each other's memory; without: NCCL does")
     distributed_backend: str | None = setting(None, "nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer stops the run")
