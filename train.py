@@ -53,14 +53,14 @@ from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
 from nanomegatron.pp import execute
-from nanomegatron.report.fp8_stats import Stats
+from nanomegatron.report.counters import ExpertLoad, Fp8Stats
 from nanomegatron.report.log import RunLog, timestamp
-from nanomegatron.report.moe_load import ExpertLoad
 from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer
 from nanomegatron.resume import data_samples, load_checkpoint, save_checkpoint
+from nanomegatron.router import move_expert_biases
 from nanomegatron.run import (
     Run,
     StepReport,
@@ -222,7 +222,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     folder = Path(config.run.trace_dir) if config.run.trace_dir else None
     tracer = Tracer(mesh, folder, config.run.trace_iterations, timers, log.attempt)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
-    stats = Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
+    stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
     load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
     run = Run(*parts, padded, before, asked, timers, tracer, profile, paths, stats, load, signals=signals)
     banner(run, [*parsed.notes, *remarks(config)], vocab_size)
@@ -305,7 +305,8 @@ def train_step(run: Run) -> StepReport:
     shared = comm.all_reduce_(torch.cat((mine[None], wishes.to(mesh.device, non_blocking=True))), mesh.world)
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
     if run.expert_load:
-        extras["experts"] = run.expert_load.end(all_tokens(run))
+        table = extras["experts"] = run.expert_load.end(all_tokens(run))
+        move_expert_biases(run.expert_load.routers, run.expert_load.own_tokens(table))
     if counts:
         extras["fp8"] = run.fp8_stats.end()
     with timers("optimizer"):

@@ -199,7 +199,7 @@ class Scales:
         self.layers: dict[str, Fp8Linear] = {}
         self.fresh = True  # delayed: no step has ended yet
         self.note: Callable[[int, torch.Tensor, Cast], None] | None = (
-            None  # slot, x, its cast: report/fp8_stats.py
+            None  # slot, x, its cast: report/counters.py
         )
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 of this step
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
@@ -328,7 +328,7 @@ class Fp8Linear:
         return "both" if trains and self.recipe.wgrad and comm != "gather" else "row"
 
     def watch(self, role: str, x: Callable[[], torch.Tensor], casts: Quantized, notes: bool = True) -> None:
-        """Tell whoever counts what casts lose (report/fp8_stats.py) of these, of x `[m, k]`."""
+        """Tell whoever counts what casts lose (report/counters.py) of these, of x `[m, k]`."""
         if self.scales.note and notes and casts.row is not None:
             self.scales.note(self.slot(role), x(), casts.row)
 

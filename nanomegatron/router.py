@@ -377,3 +377,12 @@ class Router(nn.Module):
 def update_expert_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> None:
     """Move the bias `[..., E]` up for experts below the mean count, down for those above, in place."""
     bias.add_((counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign(), alpha=rate)
+
+
+def move_expert_biases(routers: list[Router], counts: torch.Tensor) -> None:
+    """After a step move each router's bias towards an even load; counts `[routers, E]` of all ranks."""
+    if routers and routers[0].expert_bias is not None:
+        biases = [router.expert_bias for router in routers]
+        moved = torch.stack(biases)
+        update_expert_bias(moved, counts, routers[0].config.moe_router_bias_update_rate)
+        torch._foreach_copy_(biases, list(moved))

@@ -41,9 +41,8 @@ from nanomegatron.ops.paths import summary
 from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan.memory import chunks_kept, describe, memory_of_ranks
 from nanomegatron.pp import Stages
-from nanomegatron.report.fp8_stats import Stats
+from nanomegatron.report.counters import ExpertLoad, Fp8Stats
 from nanomegatron.report.log import RunLog
-from nanomegatron.report.moe_load import ExpertLoad
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer
@@ -69,7 +68,7 @@ class Run:
     tracer: Tracer
     profile: Profile
     paths: Paths
-    fp8_stats: Stats | None = None  # of --log-fp8-stats
+    fp8_stats: Fp8Stats | None = None  # of --log-fp8-stats
     expert_load: ExpertLoad | None = None  # of a model with experts
     iteration: int = 0  # finished
     skipped_samples: int = 0  # passed over by --iterations-to-skip
@@ -239,7 +238,7 @@ class StepReport:
     ) -> None:
         """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks.
 
-        extras: further numbers for the log, 0-d, or tables of fp8_stats.py and moe_load.py. traffic: what
+        extras: further numbers for the log, 0-d, or tables of counters.py. traffic: what
         this rank has communicated in the step.
         """
         numbers = (
@@ -280,7 +279,7 @@ def report(run: Run, step: StepReport | None) -> None:
     if load is not None:
         numbers |= run.expert_load.means(load)
         if run.config.run.moe_per_layer_logging:
-            run.log.details("experts", *at, run.expert_load.by_layer(load))
+            run.log.details("experts", *at, run.expert_load.by_name(load))
     run.log.step(
         {
             "iteration": step.iteration,

@@ -11,7 +11,7 @@ import train
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales, decode
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.report.fp8_stats import KINDS, Stats, losses
+from nanomegatron.report.counters import KINDS, Fp8Stats, cast_losses
 from nanomegatron.report.writers import read_jsonl
 from tests.layouts import FIVE_STEPS, flags_of, fp8
 from tests.spmd import run_spmd
@@ -24,10 +24,10 @@ NAN, INF = float("nan"), float("inf")
 def new(recipe: Recipe, *names: str) -> tuple:
     scales = Scales(recipe, CPU)
     layers = [scales.layer(name) for name in names or ("fc1.weight",)]
-    return Stats(scales, ALONE, ALONE), scales, *layers
+    return Fp8Stats(scales, ALONE, ALONE), scales, *layers
 
 
-def told(stats: Stats) -> dict:
+def told(stats: Fp8Stats) -> dict:
     return stats.by_name(stats.end().tolist())
 
 
@@ -76,7 +76,7 @@ def test_losses_value_by_value(name, gradient):
         top, scaled = torch.finfo(cast.data.dtype).max, x.double() * scale
         saturated = (scaled.abs() > top * 1.00001).sum()
         underflow = sum(q == 0 != v for q, v in zip(*(m.flatten().tolist() for m in (decode(cast), x))))
-        assert [n.item() for n in losses(x, cast)] == [saturated, underflow]
+        assert [n.item() for n in cast_losses(x, cast)] == [saturated, underflow]
         assert saturated > 0 and underflow > 0
 
 
@@ -147,7 +147,7 @@ def _on_a_stage(world: World) -> dict:
     layers = [
         scales.layer(name) for name in (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]
     ]
-    stats = Stats(scales, mesh.world, mesh.pp)
+    stats = Fp8Stats(scales, mesh.world, mesh.pp)
     stats.begin()
     for layer in layers[:1]:
         layer.cast(torch.tensor([[1.0, 1000.0 * (mesh.rank + 1)]]), "x")

@@ -17,7 +17,7 @@ from nanomegatron.moe_experts import GroupedExperts, linear
 from nanomegatron.moe_matmul import Groups, whole
 from nanomegatron.ops.fp8_cast import fp8_cast_rows
 from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
-from nanomegatron.report.fp8_stats import Stats
+from nanomegatron.report.counters import Fp8Stats
 from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.layouts import FIVE_STEPS, flags_of
@@ -233,7 +233,7 @@ def test_statistics_know_the_format_of_gradients():
     """The scale that is told is the smallest of those that rows were cast with."""
     experts, buckets, scales = built(recipe=Recipe("rowwise", gradient=E5M2))
     linear = scales.layer("decoder.layers.1.self_attention.linear_qkv.weight")
-    stats, g = Stats(scales, Axis.single(), Axis.single()), batch(ROWS[0], seed=2)
+    stats, g = Fp8Stats(scales, Axis.single(), Axis.single()), batch(ROWS[0], seed=2)
     stats.begin()
     buckets.zero(1)
     experts(batch(ROWS[0]), offsets_of(ROWS[0])).backward(g)

@@ -4,8 +4,8 @@
               log.R.txt      the words of rank R, once it has any
               metrics.jsonl  one JSON object a step: KEYS, and whatever else the step knows
               evals.jsonl    one an evaluation
-              fp8.jsonl      one a step of --log-fp8-stats: layer/tensor/kind, the kinds of fp8_stats.py
-              experts.jsonl  one a step of --moe-per-layer-logging: layer/kind, those of moe_load.py
+              fp8.jsonl      one a step of --log-fp8-stats: layer/tensor/kind, KINDS of counters.py
+              experts.jsonl  one a step of --moe-per-layer-logging: layer/kind, those of ExpertLoad there
               status.json    running | done | preempted | failed, exit code, last checkpoint, the cause
 
 Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and

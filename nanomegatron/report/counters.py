@@ -1,0 +1,179 @@
+"""What a training step counts on the device, a table of the whole model: losses of FP8 casts, load of experts.
+
+    step t        begin    the counts are zero
+                  ...      forward and backward of all microbatches
+                  end      an all-reduce or two over all ranks, one table
+    step t + 1    the table comes to the host with the other numbers of step t
+
+Fp8Stats, in every N-th step (--log-fp8-stats N): a row for each tensor x, w, g of a layer
+
+    scale        what values were multiplied with; of the scales of rows, blocks, microbatches the smallest
+    amax         the largest |x|; infinite where there was a NaN
+    saturated    share of values that became the format's largest because they lay beyond it
+    underflow    share that became zero and was not
+
+What an evaluation casts does not count, nor does the first forward of a layer that is recomputed. Each tensor
+counts as cast row-major: with scales of rows or blocks the transposed copy loses other values, of the same
+order. A tensor that tp ranks have alike counts once a rank, which changes no share. All experts of a layer
+count as one, padding included. Such a step costs three passes over what is cast (with blocks two more in
+fp32), memory of one |x| and some bools, and weights that the optimizer casts are gathered in 16 bits and cast
+again. Other steps cost nothing.
+
+ExpertLoad, in every step: a row for each layer with experts; a token counts with each of its experts
+
+    tokens of each expert [E] | of these dropped [E] | losses of the router, each the batch's mean
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanomegatron.comm import all_gather, all_reduce_
+from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.fp8 import E4M3, OF_TENSORS, ROLES, Cast, Scales
+from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.ops.fp8_cast import fp8_amax, fp8_decode, fp8_limit, fp8_scale
+from nanomegatron.router import Router, loss_weights
+
+KINDS = ("scale", "amax", "saturated", "underflow")
+ROUNDING = 1.0 + 2.0**-20  # the largest value times its scale may lie a bit above the limit
+
+
+def cast_losses(x: torch.Tensor, row: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many values of x `[m, k]` saturated in its cast, and how many became zero; NaN does neither. 0-d"""
+    top, inverse = torch.finfo(row.data.dtype).max * ROUNDING, row.inverse
+    if inverse.shape in ((), (len(x), 1)):
+        bound = (inverse * top).view(-1, 1)
+    else:
+        bound = fp8_decode(inverse.new_full((1, 1), top).expand(x.shape), inverse)
+    zeros = (row.data.view(torch.uint8) & 0x7F) == 0
+    return (x.abs() > bound).sum(), (zeros & (x != 0)).sum()
+
+
+class Fp8Stats:
+    """Counts of the casts of one step, of all FP8 layers of all pipeline stages.
+
+    Made by every rank once its layers are; communicates their names over pp, and waits for that.
+    """
+
+    def __init__(self, scales: Scales, world: Axis, pp: Axis) -> None:
+        self.scales, self.world, self.device = scales, world, scales.history.device
+        names = _gather_names([*scales.layers], pp, self.device)
+        self.names = [name for stage in names for name in stage]
+        first = len(ROLES) * sum(map(len, names[: pp.rank]))
+        self.mine = slice(first, first + len(ROLES) * len(scales.layers))
+
+    def begin(self) -> None:
+        """Count from here on; forgets the casts of weights, so that theirs count too."""
+        tensors = len(ROLES) * len(self.names)
+        self.counts = torch.zeros(3, tensors, dtype=torch.float64, device=self.device)  # values, then losses
+        self.amax = torch.zeros(tensors, device=self.device)
+        self.scales.note = self._note
+        self.scales.forget_weights()
+
+    def _note(self, slot: int, x: torch.Tensor, row: Cast) -> None:
+        at = self.mine.start + slot
+        fp8_amax(x, self.amax[at])
+        for count, more in zip(self.counts[:, at], (x.numel(), *cast_losses(x, row)), strict=True):
+            count.add_(more)
+
+    def end(self) -> torch.Tensor:
+        """The table of the step `[layers * 3, 4]` fp64, a column for each of KINDS. Before Scales.end_step.
+
+        Communicates two small all-reduces over world.
+        """
+        scales, recipe = self.scales, self.scales.recipe
+        scales.note = None
+        most = torch.zeros(2, len(self.amax), device=self.device)
+        most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
+        if recipe.name == "delayed" and not scales.fresh:  # else, on all ranks that have any, those of now
+            most[1, self.mine] = scales.scale
+        amax, scale = all_reduce_(most, self.world, "max")
+        values, saturated, underflow = all_reduce_(self.counts, self.world)
+        blocks = recipe.name == "blockwise"
+        for i, role in enumerate(ROLES):
+            limit = fp8_limit(recipe.dtype(role), 0 if blocks else recipe.margin)
+            of = slice(i, None, len(ROLES))
+            now = fp8_scale(amax[of], limit, power_of_two=recipe.name not in OF_TENSORS)[0]
+            if role == "g":  # of experts in E4M3, whatever the others' format
+                ratio = fp8_limit(recipe.gradient) / fp8_limit(E4M3)
+                now /= now.new_tensor([ratio if ".experts." in name else 1.0 for name in self.names])
+            scale[of] = scale[of].where(scale[of] > 0, now)
+        values.clamp_(min=1.0)
+        return torch.stack((scale.double(), amax.double(), saturated / values, underflow / values), dim=1)
+
+    def by_name(self, table: list[list[float]]) -> dict[str, float]:
+        """The numbers of `end`, on the host, under layer/tensor/kind."""
+        tensors = [f"{name.removesuffix('.weight')}/{role}" for name in self.names for role in ROLES]
+        rows = zip(tensors, table, strict=True)
+        return {f"{t}/{kind}": x for t, row in rows for kind, x in zip(KINDS, row, strict=True)}
+
+
+def _gather_names(mine: list[str], pp: Axis, device: torch.device) -> list[list[str]]:
+    """The names of every rank of the pipeline, as bytes of equal length."""
+    text = torch.tensor([*"\n".join(mine).encode()], dtype=torch.uint8, device=device)
+    length = int(all_gather(torch.tensor([len(text)], device=device), pp).max())
+    padded = torch.nn.functional.pad(text, (0, length - len(text)))
+    rows = all_gather(padded[None], pp).tolist()
+    return [bytes(row).rstrip(b"\0").decode().splitlines() for row in rows]
+
+
+class ExpertLoad:
+    """The counts of all routers of all pipeline stages; `model` is what this rank has of it."""
+
+    def __init__(self, model: nn.Module, config: TransformerConfig, mesh: Mesh) -> None:
+        self.config, self.mesh, self.losses = config, mesh, tuple(loss_weights(config))
+        self.layers = [layer for layer, sparse in enumerate(config.moe_layers) if sparse]
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        rows = [self.layers.index(router.layer) for router in self.routers]
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
+
+    def begin(self) -> None:
+        """Before the first microbatch of a step."""
+        for router in self.routers:
+            router.begin_step()
+
+    def end(self, tokens: int) -> torch.Tensor:
+        """The table of the step `[layers, 2 E + losses]` fp64. tokens: of the global batch.
+
+        Communicates the table over world.
+        """
+        experts, mesh = self.config.num_experts, self.mesh
+        width = 2 * experts + len(self.losses)
+        table = torch.zeros(len(self.layers), width, dtype=torch.float64, device=mesh.device)
+        if self.routers and (self.config.sequence_parallel or mesh.tp.rank == 0):  # else each token tp times
+            kinds = [[getattr(r, name) for r in self.routers] for name in ("counts", "dropped", "values")]
+            mine = torch.cat([torch.stack(each).double() for each in kinds], dim=1)
+            mine[:, 2 * experts :] /= tokens
+            table.index_copy_(0, self.rows, mine)
+        return all_reduce_(table, mesh.world)
+
+    def own_tokens(self, table: torch.Tensor) -> torch.Tensor:
+        """Of this rank's routers the tokens of each expert, `[routers, E]`, from the table of `end`."""
+        return table[:, : self.config.num_experts].index_select(0, self.rows)
+
+    def numbers(self, row: list[float]) -> dict[str, float]:
+        """Of a layer: the busiest expert's tokens over the mean, the share of tokens dropped, the losses."""
+        experts = self.config.num_experts
+        tokens, dropped, losses = row[:experts], row[experts : 2 * experts], row[2 * experts :]
+        total = max(sum(tokens), 1.0)
+        found = {
+            "moe_load_imbalance": max(tokens) * experts / total,
+            "moe_dropped_share": sum(dropped) / total,
+        }
+        return found | dict(zip(self.losses, losses, strict=True))
+
+    def means(self, table: list[list[float]]) -> dict[str, float]:
+        """`numbers`, the mean over all layers with experts; `table` on the host."""
+        each = [self.numbers(row) for row in table]
+        return {kind: sum(found[kind] for found in each) / len(each) for kind in each[0]}
+
+    def by_name(self, table: list[list[float]]) -> dict[str, Any]:
+        """`numbers` under layer/kind, and under layer/tokens those of each expert; `table` on the host."""
+        found: dict[str, Any] = {}
+        for layer, row in zip(self.layers, table, strict=True):
+            name = f"decoder.layers.{layer}"
+            found[f"{name}/tokens"] = [round(count) for count in row[: self.config.num_experts]]
+            found |= {f"{name}/{kind}": x for kind, x in self.numbers(row).items()}
+        return found
