@@ -8,10 +8,15 @@ import pytest
 
 from nanomegatron.fp8 import RECIPES
 from tests import golden
-from tests.layouts import FIVE_STEPS, flags_of, fp8
+from tests.layouts import FIVE_STEPS, flags_of, fp8, other_form
 from tests.spmd import run_spmd
 from tests.test_layouts_resume import SHORT, resumed
 from tests.training import arguments, compare, train_on_a_rank
+
+
+def in_form_of(layout: str) -> list[str]:
+    """For one process: the fast paths, if the layout takes them, round elsewhere than the plain forms."""
+    return ["--fast-paths"] * layout.endswith("fp")
 
 
 def losses(run: dict, key: str = "lm_loss") -> list[float]:
@@ -34,8 +39,9 @@ def cases(fast: list[tuple], every: Iterable[tuple]) -> list:
     return fast + [pytest.param(*case, marks=pytest.mark.full) for case in every if case not in fast]
 
 
-FAST_BITS = [("delayed", "pp2zbv"), ("tensorwise", "pp2zb"), ("delayed", "rc"), ("tensorwise", "rs")]
-BITS = product(("delayed", "tensorwise"), ("pp2zb", "pp2zbv", "pp2v2", "rc", "rs"))
+FAST_BITS = [("delayed", "pp2zbvfp"), ("tensorwise", "pp2zbfp"), ("delayed", "rc"), ("tensorwise", "rsfp")]
+SCHEDULES = ("pp2zb", "pp2zbv", "pp2v2", "rc", "rs")
+BITS = product(("delayed", "tensorwise"), (*SCHEDULES, *map(other_form, SCHEDULES)))
 
 
 @pytest.mark.parametrize("recipe, layout", cases(FAST_BITS, BITS))
@@ -43,20 +49,21 @@ def test_schedules_and_recomputation_change_no_bit(recipe, layout, alone, source
     size, flags = flags_of(layout)
     argv = arguments(sources, "llama", flags, fp8(recipe))
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
-    assert losses(ranks[0]) == losses(alone("llama", fp8(recipe)))
+    assert losses(ranks[0]) == losses(alone("llama", fp8(recipe), *in_form_of(layout)))
     if not full:
         golden.check(layout, "llama", recipe, ranks)
 
 
 FAST_NEAR = [
-    ("delayed", "tp2sp"),
+    ("delayed", "tp2spfp"),
     ("delayed", "cp2"),
     ("tensorwise", "dp2z1"),
-    ("tensorwise", "tp2cp2mx"),
+    ("tensorwise", "tp2cp2mxfp"),
     ("rowwise", "tp2"),
-    ("rowwise", "tp2dp2z2spce"),
+    ("rowwise", "tp2dp2z2spcefp"),
 ]
-NEAR = product(RECIPES[:3], ("tp2", "tp2sp", "dp2z1", "tp2dp2z2spce", "cp2", "tp2cp2mx"))
+LAYOUTS = ("tp2", "tp2sp", "dp2z1", "tp2dp2z2spce", "cp2", "tp2cp2mx")
+NEAR = product(RECIPES[:3], (*LAYOUTS, *map(other_form, LAYOUTS)))
 
 
 @pytest.mark.parametrize("recipe, layout", cases(FAST_NEAR, NEAR))
@@ -65,7 +72,7 @@ def test_layouts_stay_near_one_process(recipe, layout, alone, sources, full, tmp
     size, flags = flags_of(layout)
     argv = arguments(sources, "llama", flags, fp8(recipe))
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
-    expected = alone("llama", fp8(recipe))
+    expected = alone("llama", fp8(recipe), *in_form_of(layout))
     np.testing.assert_allclose(losses(ranks[0]), losses(expected), rtol=1e-2)
     assert all(rank["alike"] for rank in ranks)
     compare([piece for rank in ranks for piece in rank["gradients"]], expected["gradients"], 0.15)
@@ -75,11 +82,11 @@ def test_layouts_stay_near_one_process(recipe, layout, alone, sources, full, tmp
 
 BF16_WGRAD = "--no-fp8-wgrad"
 EXACT = [  # biases, LayerNorm, dropout and tied embeddings; bf16 parts; stages without a layer in FP8
-    ("gpt", "delayed", "pp2zbvrs", ""),
+    ("gpt", "delayed", "pp2zbvrsfp", ""),
     ("gpt", "tensorwise", "pp2zbrs", BF16_WGRAD),
     ("gpt", "rowwise", "rs", BF16_WGRAD),
     ("qwen", "delayed", "pp2v2rc", BF16_WGRAD),
-    ("qwen", "blockwise", "pp2zbvrs", ""),
+    ("qwen", "blockwise", "pp2zbvrsfp", ""),
     ("qwen", "tensorwise", "pp4", "--first-last-layers-bf16"),
 ]
 
@@ -90,7 +97,7 @@ def test_other_models_to_the_bit(model, recipe, layout, more, alone, sources, tm
     settings = f"{fp8(recipe)} {more}"
     argv = arguments(sources, model, flags, settings)
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
-    assert losses(ranks[0]) == losses(alone(model, settings))
+    assert losses(ranks[0]) == losses(alone(model, settings, *in_form_of(layout)))
 
 
 @pytest.mark.parametrize(

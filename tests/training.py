@@ -6,7 +6,11 @@ eight, as do single tests that ask for it.
 """
 
 import os
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +18,7 @@ import pytest
 import torch
 
 import train
+from nanomegatron import fast
 from nanomegatron.comm import all_gather
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
@@ -83,8 +88,10 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
         return update(loss)
 
     run.optimizer.step = keep
+    entered: set[str] = set()
     for _ in range(run.config.run.train_iters):
-        told = train.train_step(run).read()[1]
+        with fast_files(entered):
+            told = train.train_step(run).read()[1]
         steps.append({name: told[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
         if len(gradients) == 1:
             run.grads.wait_params()
@@ -92,7 +99,24 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
         run.iteration += 1
     run.grads.wait_params()
     result = {"steps": steps, "gradients": gradients[0], "weights": weights, "last weights": weights_of(run)}
-    return result | {"alike": alike(run)}
+    return result | {"alike": alike(run), "entered": entered}
+
+
+@contextmanager
+def fast_files(entered: set[str]) -> Iterator[None]:
+    """Notes the modules of fast/ of which a function runs meanwhile."""
+    here = str(Path(fast.__file__).parent)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(here):
+            entered.add(Path(frame.f_code.co_filename).stem)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def piece_of(piece, data: torch.Tensor) -> tuple:
