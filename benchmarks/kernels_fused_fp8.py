@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels_common import Case, Sizes, case, compiled, forward
-from nanomegatron.ops.fp8_fused import Fp8, gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.fp8_cast import Fp8
+from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.swiglu import SILU, gated_ref
 
 E4M3, E5M2, EPS = torch.float8_e4m3fn, torch.float8_e5m2, 1e-5

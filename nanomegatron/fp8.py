@@ -64,6 +64,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import (
     BLOCK,
     FORMATS,
+    Fp8,
     fp8_amax,
     fp8_cast_blocks,
     fp8_cast_rows,
@@ -74,7 +75,6 @@ from nanomegatron.ops.fp8_cast import (
     fp8_update,
     scale_of_rows,
 )
-from nanomegatron.ops.fp8_fused import Fp8
 
 E4M3, E5M2 = FORMATS
 OF_TENSORS = ("delayed", "tensorwise")  # have a scale for each

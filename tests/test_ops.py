@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.ops import dropout as ops
 from nanomegatron.ops import kernels as ops_kernels

@@ -8,8 +8,8 @@ import torch
 from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.ops import fp8_fused as ops_fused_fp8
 from nanomegatron.ops.adamw import FlatState, Segments, adamw_flat_, cast_flat_
-from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast_ref
-from nanomegatron.ops.fp8_fused import Fp8, gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.fp8_cast import FORMATS, Fp8, fp8_cast_ref
+from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.norm import norm_ref
 from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
 from tests import cuda_on_cpu

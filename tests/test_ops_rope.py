@@ -6,7 +6,7 @@ What the kernel is handed is shown by a stand-in that computes from nothing else
 import pytest
 import torch
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops.rope import rope, rope_angles, rope_frequencies, rope_packed, rope_ref
 from tests.test_ops_softmax import named

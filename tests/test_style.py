@@ -397,3 +397,25 @@ def test_the_rules_themselves(rule, code, expected):
 
 def test_sources_are_found():
     assert {"config.settings", "mesh", "fast.pieces"} <= {s.module for s in PACKAGE}
+
+
+def test_little_must_be_opened_to_read_a_part():
+    """Core modules that one reaches by imports; config/ and ops/ apart, and these are at most 8 together."""
+    graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}
+    model = reached("model", graph) | {"model"}
+    for part, most in {"tp": 4, "dp": 4, "cp": 4, "fp8": 4, "pp": 6, "moe": 8}.items():
+        found = reached(part, graph) - (model if part == "pp" else set())
+        core = {m for m in found if "." not in m} - {"_kernels"}
+        aside = {m for m in found if entry(m) in ("config/", "ops/")}
+        assert len(core) <= most and len(aside) <= 8, f"{part}: {sorted(core)}, {sorted(aside)}"
+
+
+def reached(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """All modules that a module imports, and those that these import."""
+    found: set[str] = set()
+    todo = [module]
+    while todo:
+        more = graph.get(todo.pop(), set()) - found
+        found |= more
+        todo += more
+    return found

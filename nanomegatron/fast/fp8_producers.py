@@ -23,7 +23,8 @@ from torch import nn
 from nanomegatron.fp8 import Cast, Fp8Linear, Quantized
 from nanomegatron.layers import MLP, Norm, activate, normalize
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.fp8_fused import Pair, gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.fp8_cast import Pair
+from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
 from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref

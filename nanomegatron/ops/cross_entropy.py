@@ -7,8 +7,7 @@ Letters in shapes: t tokens, V columns here, `real` of them vocabulary and the o
 
 import torch
 
-from nanomegatron.ops.compile import functional
-from nanomegatron.ops.kernels import TYPES, launch, usable
+from nanomegatron.ops.kernels import TYPES, functional, launch, usable
 
 CHUNK = 2048  # tokens whose logits the reference takes to fp32 at once
 

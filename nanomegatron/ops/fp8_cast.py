@@ -14,6 +14,7 @@ others; whoever owns it zeroes it. Where there is no kernel, plain torch gives t
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -277,3 +278,38 @@ def _check(x, dtype=None, *singles: torch.Tensor | None) -> None:
             single.dtype != torch.float32 or single.numel() != 1 or single.device != x.device
         ):
             raise ValueError(f"scale and amax are one fp32 element on {x.device}, not {single}")
+
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """What is wanted of a result y `[m, k]`: fp8(y * scale) row-major, transposed `[k, m]`, or both.
+
+    scale, amax: fp32, one element; amax, if there is one, is raised to the largest |y|. outputs: as fp8_cast
+    has them, "row", "transposed" or "both". Raises ValueError.
+    """
+
+    dtype: torch.dtype
+    scale: torch.Tensor
+    amax: torch.Tensor | None = None
+    outputs: str = "row"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FORMATS or self.outputs not in ("row", "transposed", "both"):
+            raise ValueError(f"E4M3 or E5M2, row, transposed or both; not {self.dtype}, {self.outputs!r}")
+        for x in (self.scale, self.scale if self.amax is None else self.amax):
+            if x.dtype != torch.float32 or x.numel() != 1 or x.device != self.scale.device:
+                raise ValueError(f"scale and amax are one fp32 element on one device, not {x}")
+
+    def empty(self, x: torch.Tensor, m: int, k: int) -> Pair:
+        """Memory for both, None for what is not wanted. Raises ValueError for an x that no kernel takes."""
+        if x.dtype not in FLOATS or x.device != self.scale.device:
+            raise ValueError(f"{x.dtype} on {x.device}: must be fp32, bf16 or fp16 on {self.scale.device}")
+        row = None if self.outputs == "transposed" else x.new_empty(m, k, dtype=self.dtype)
+        return row, None if self.outputs == "row" else x.new_empty(k, m, dtype=self.dtype)
+
+    def of(self, y: torch.Tensor) -> Pair:
+        """The cast of a result in fp32."""
+        return fp8_cast(y, self.scale, self.dtype, self.amax, self.outputs)

@@ -6,6 +6,12 @@
 A kernel gets addresses, sizes and the current stream, and believes them: whoever calls `launch` has made all
 tensors contiguous, on one device, of the types and shapes that the .cu file tells. Launching takes some
 microseconds of the host and waits for nothing.
+
+    eager       an autograd.Function, which calls the kernel's binding directly: the least time on the host
+    compiled    a custom op of the same code, its backward another; functional, nothing is written in place
+
+An op that in eager mode writes over its input, and says so to torch, is out of place under torch.compile and
+torch.export: the compiler plans memory by itself.
 """
 
 import contextlib
@@ -139,3 +145,40 @@ def launch(name: str, *args: torch.Tensor | float | None) -> None:
         return
     with torch.cuda.device(device):
         getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def functional(schema: str, run: Callable, fake: Callable) -> Callable:
+    """The custom op `nanomegatron::...` of a schema. None among the results of `run` or `fake` becomes empty.
+
+    run: computes; fake: returns tensors of the shapes and types that `run` would, from the same arguments.
+    """
+
+    def full(function: Callable) -> Callable:
+        def call(*args):
+            found = function(*args)
+            if not isinstance(found, tuple):
+                return found
+            return tuple(args[0].new_empty(0) if t is None else t for t in found)
+
+        return call
+
+    name, bracket, rest = schema.partition("(")
+    op = torch.library.custom_op(f"nanomegatron::{name}", full(run), mutates_args=(), schema=bracket + rest)
+    op.register_fake(full(fake))
+    return op
+
+
+def differentiable(op: Callable, keep: Callable, backward: Callable) -> Callable:
+    """Give a custom op its backward: `backward(*grads, *keep(*inputs, output))` -> a gradient an input."""
+
+    def setup(ctx, inputs: tuple, output: tuple | torch.Tensor) -> None:
+        kept = keep(*inputs, output)
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in kept))
+        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in kept]
+
+    def run(ctx, *grads: torch.Tensor) -> tuple:
+        kept = (x if x is not None else other for x, other in zip(ctx.saved_tensors, ctx.others))
+        return backward(*grads, *kept)
+
+    op.register_autograd(run, setup_context=setup)
+    return op

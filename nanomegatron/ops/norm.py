@@ -9,8 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.compile import differentiable, functional
-from nanomegatron.ops.kernels import TYPES, launch, once, usable
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
 
 PARTS = 8  # rows of sums over rows a multiprocessor may write: as many blocks as fit one
 

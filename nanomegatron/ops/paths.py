@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats

@@ -18,9 +18,8 @@ import math
 
 import torch
 
-from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.ops.compile import differentiable, functional
-from nanomegatron.ops.kernels import TYPES, launch, once, usable
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
 
 LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's; positions and turns in them
 

@@ -6,8 +6,7 @@ What the causal mask and a window hide follows from the place alone, so no mask 
 
 import torch
 
-from nanomegatron.ops.compile import differentiable, functional
-from nanomegatron.ops.kernels import TYPES, launch, once, usable
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
 
 
 def scaled_softmax(

@@ -9,9 +9,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.ops.compile import differentiable, functional
-from nanomegatron.ops.kernels import TYPES, launch, once, usable
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
 
 SILU, GELU = 0, 1  # as swiglu.cu has them
 

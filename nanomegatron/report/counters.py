@@ -1,4 +1,4 @@
-"""What a training step counts on the device, a table of the whole model: losses of FP8 casts, load of experts.
+"""What a training step counts on the device, a table of the whole model: FP8 casts, and load of experts.
 
     step t        begin    the counts are zero
                   ...      forward and backward of all microbatches
