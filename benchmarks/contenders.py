@@ -21,6 +21,7 @@ import torch
 from benchmarks import peers_fp8
 from benchmarks.peers import fully_sharded, on_one_gpu, tensor_parallel
 from nanomegatron.batch import Batch
+from nanomegatron.build import install, paths_for, quantize_layers
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, validate
@@ -35,6 +36,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.ops.kernels import without_kernels
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
+from nanomegatron.pp import Stages
 
 COMMON = "--config llama3-8b --mock-data --tokenizer-type NullTokenizer --train-iters 1000"
 COMMON += " --lr 1e-4 --lr-decay-style constant --lr-warmup-iters 0"
@@ -72,8 +74,11 @@ class Ours:
         self.scales = None
         if fp8 := config.precision.fp8_layers(config.model.num_layers):
             self.scales = Scales(Recipe.of(config.precision), mesh.device, (mesh.tp, mesh.dp_cp))
-            self.model.use_fp8(self.scales, fp8)
-        self.buckets = Buckets(self.model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
+            quantize_layers(self.model, self.scales, fp8)
+        paths = paths_for(config, mesh)
+        install(Stages([self.model]), paths)
+        grad_dtype = getattr(torch, config.grad_dtype_name)
+        self.buckets = Buckets(self.model, config.parallel, mesh, grad_dtype, paths.peers)
         values = step_values(config, samples_before(config, mesh.dp.size))
         self.optimizer = Optimizer(self.buckets, config.optimizer, config.precision, values)
         self.optimizer.cast_weights()

@@ -6,7 +6,7 @@ import torch
 from nanomegatron import fp8
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode, matmul
 from nanomegatron.mesh import Axis
-from nanomegatron.ops import fp8_fused as ops_fused_fp8
+from nanomegatron.ops import fp8_cast as ops_fp8_cast
 from tests.spmd import run_spmd
 
 CPU = torch.device("cpu")
@@ -173,7 +173,7 @@ def test_gradients_have_their_own_limit():
 @pytest.mark.parametrize("name", RECIPES)
 def test_weights_are_cast_once_a_step(name, monkeypatch):
     kernel, casts = {"rowwise": "fp8_cast_rows", "blockwise": "fp8_cast_blocks"}.get(name, "fp8_cast"), []
-    place = fp8 if hasattr(fp8, kernel) else ops_fused_fp8
+    place = fp8 if hasattr(fp8, kernel) else ops_fp8_cast
     before = getattr(place, kernel)
     monkeypatch.setattr(place, kernel, lambda *a, **k: casts.append(1) or before(*a, **k))
     scales, layer = new(name)

@@ -154,7 +154,7 @@ RATES = [[0.01 / (n + 1) for n in range(9)]] * 3
 def built(recipe: str):
     model = GPTModel(MODEL, vocab_size=29, max_sequence_length=16, init=Init(dtype=torch.bfloat16))
     scales = Scales(Recipe(recipe), torch.device("cpu"))
-    model.use_fp8(scales, range(2))
+    quantize_layers(model, scales, range(2))
     buckets = Buckets(model, ParallelConfig(ddp_bucket_size=5000), ALONE)
     return model, scales, buckets, Optimizer(buckets, CONFIG, PrecisionConfig(bf16=True), RATES)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanomegatron.ops.fp8_cast import Fp8, Pair
 from nanomegatron.ops.kernels import TYPES, launch, usable
 from nanomegatron.ops.norm import check, norm_ref
 from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
