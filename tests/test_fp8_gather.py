@@ -8,6 +8,7 @@ import torch
 import train
 from nanomegatron import optim_shard
 from nanomegatron.batch import Batch
+from nanomegatron.build import quantize_layers
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
