@@ -125,6 +125,18 @@ PyMODINIT_FUNC PyInit__kernels() {
 """
 
 
+# Imports all of an installed package, from its folder alone, and prints the names.
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+sys.path.insert(0, sys.argv[1])
+import nanomegatron
+assert nanomegatron.__file__.startswith(sys.argv[1]), nanomegatron.__file__
+for module in pkgutil.walk_packages(nanomegatron.__path__, "nanomegatron."):
+    if not module.name.endswith(("__main__", "_kernels")):
+        print(importlib.import_module(module.name).__name__)
+"""
+
+
 @needs_nvcc
 def test_wheel_and_sdist(tmp_path):
     """pip builds a copy of the project that has one small kernel; the sdist holds all sources."""
@@ -144,8 +156,13 @@ def test_wheel_and_sdist(tmp_path):
     (wheel,) = tree.glob("dist/*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if "/_kernels." in name)
-        module = loaded(Path(archive.extract(name, tmp_path)))
+        archive.extractall(elsewhere := tmp_path / "elsewhere")
+    module = loaded(elsewhere / name)
     assert (module.archs, module.one) == ("sm_80 sm_90a", 1)
+    found = set(subprocess.check_output([sys.executable, "-c", EVERY_MODULE, elsewhere], text=True).split())
+    sources = (ROOT / "nanomegatron").rglob("*.py")
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources}
+    assert found >= {name for name in names if not name.endswith(("__init__", "__main__"))}
     shutil.copytree(ROOT / "cuda", tree / "cuda", dirs_exist_ok=True)
     run(tree, "setup.py", "-q", "sdist")
     (sdist,) = tree.glob("dist/*.tar.gz")
