@@ -112,6 +112,13 @@ def flops_per_iteration(
     return 6 * batch_size * (seq_length * weights + attention)
 
 
+def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
+    """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
+    model, length = config.model, config.data.seq_length
+    layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
+    return config.parallel.stage_layers(model.num_layers, head=(whole / layers - 1) * model.num_layers)
+
+
 def _keys(s: int, window: int | None) -> int:
     """Twice the keys that s queries see, s * s by the usual count; through a window fewer."""
     last = s if window is None else min(s, window + 1)
@@ -155,10 +162,3 @@ def mfu(flops: float, seconds: float, world: int, peak: float | None) -> float |
 def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
     """A mean loss in nats a token as bits a byte of the text, comparable across tokenizers."""
     return loss * tokens / (math.log(2) * num_bytes)
-
-
-def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
-    """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
-    model, length = config.model, config.data.seq_length
-    layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
-    return config.parallel.stage_layers(model.num_layers, head=(whole / layers - 1) * model.num_layers)

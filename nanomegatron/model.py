@@ -37,7 +37,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.moe import MoELayer
 from nanomegatron.ops.rope import rope_angles
 from nanomegatron.param import Init, new_parameter
-from nanomegatron.recompute import recomputed, segments
+from nanomegatron.recompute import recomputed
 from nanomegatron.router import MoeAxes
 from nanomegatron.tp import vocab_spec
 
@@ -178,7 +178,7 @@ class GPTModel(nn.Module):
         elif x is None:
             raise RuntimeError("this stage has no embedding: call set_input_tensor before each forward")
         spread = self.tp if config.distribute_saved_activations and not cut else None
-        for layers, again in segments(config, len(self.layers)):
+        for layers, again in config.segments(len(self.layers)):
 
             def run(x: torch.Tensor, layers: range = layers) -> torch.Tensor:
                 for i in layers:

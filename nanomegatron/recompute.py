@@ -22,19 +22,7 @@ from typing import Any
 import torch
 
 from nanomegatron.comm import all_gather, own_slice
-from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
-
-
-def segments(config: TransformerConfig, num_layers: int) -> list[tuple[range, bool]]:
-    """The layers of a stage in runs, and whether each run is recomputed as one."""
-    if config.recompute_granularity != "full":
-        return [(range(num_layers), False)]
-    n = config.recompute_num_layers or 1
-    if config.recompute_method == "uniform":
-        return [(range(i, min(i + n, num_layers)), True) for i in range(0, num_layers, n)]
-    n = min(n, num_layers)
-    return [(range(i, i + 1), True) for i in range(n)] + [(range(n, num_layers), False)]
 
 
 @dataclass

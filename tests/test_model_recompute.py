@@ -13,7 +13,7 @@ from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.recompute import keeping, recomputed, segments, with_source
+from nanomegatron.recompute import keeping, recomputed, with_source
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 BASE = TransformerConfig(
@@ -161,4 +161,4 @@ def test_layers_train_behind_a_frozen_embedding(way):
     ],
 )
 def test_segments(way, expected):
-    assert segments(replace(BASE, **way), 4) == expected
+    assert replace(BASE, **way).segments(4) == expected

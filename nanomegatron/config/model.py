@@ -236,6 +236,16 @@ class TransformerConfig:
         """Whether --recompute-granularity selective names the module."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
+    def segments(self, num_layers: int) -> list[tuple[range, bool]]:
+        """The layers of a stage in runs, and whether each run is recomputed as one."""
+        if self.recompute_granularity != "full":
+            return [(range(num_layers), False)]
+        n = self.recompute_num_layers or 1
+        if self.recompute_method == "uniform":
+            return [(range(i, min(i + n, num_layers)), True) for i in range(0, num_layers, n)]
+        n = min(n, num_layers)
+        return [(range(i, i + 1), True) for i in range(n)] + [(range(n, num_layers), False)]
+
     @property
     def windows(self) -> list[int | None]:
         """For each layer how many keys before itself a query sees; None for all."""
