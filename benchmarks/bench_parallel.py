@@ -45,6 +45,8 @@ from nanomegatron.comm import all_reduce_, barrier  # noqa: E402
 from nanomegatron.config.settings import ParallelConfig  # noqa: E402
 from nanomegatron.flops import device_peak  # noqa: E402
 from nanomegatron.mesh import Mesh, World, pick_device  # noqa: E402
+from nanomegatron.ops.kernels import why_not  # noqa: E402
+from nanomegatron.plan.layer import Machine  # noqa: E402
 from nanomegatron.plan.memory import memory  # noqa: E402
 from nanomegatron.report.timers import Clock  # noqa: E402
 
@@ -74,6 +76,7 @@ class Sitting:
     def __init__(self, args: argparse.Namespace, world: World) -> None:
         self.args, self.device, self.begin = args, pick_device("auto", world), time.monotonic()
         self.cuda = self.device.type == "cuda"
+        self.machine = Machine(gpu=self.cuda, kernels=not why_not(self.device))
         if self.cuda:
             torch.cuda.set_device(self.device)
         self.mesh = Mesh.build(ParallelConfig(distributed_timeout_minutes=4), world, self.device)
@@ -177,7 +180,7 @@ class Sitting:
             turns=[],
         )
         if "ours" in contender.builds:
-            parts = memory(config, config.data.vocab_size, self.device)
+            parts = memory(config, config.data.vocab_size, self.machine)
             told["predicted_gib"] = {"sum": gib(sum(parts.values())), **{k: gib(v) for k, v in parts.items()}}
         return self.result["contenders"].setdefault(contender.name, told)
 

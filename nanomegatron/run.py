@@ -37,8 +37,10 @@ from nanomegatron.flops import (
 )
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
+from nanomegatron.ops.kernels import why_not
 from nanomegatron.ops.paths import summary
 from nanomegatron.optim import Optimizer, StepStats
+from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import chunks_kept, describe, memory_of_ranks
 from nanomegatron.pp import Stages
 from nanomegatron.report.counters import ExpertLoad, Fp8Stats
@@ -140,7 +142,8 @@ def banner(run: Run, notes: list[str], vocab_size: int) -> None:
         f"expected first loss {expected_first_loss(model, vocab_size):.2f}, ln({vocab_size}) = "
         f"{math.log(vocab_size):.2f} for equal odds"
     )
-    say(f"memory  {describe(*memory_of_ranks(config, vocab_size))}")
+    machine = Machine(gpu=mesh.device.type == "cuda", kernels=not why_not(mesh.device))
+    say(f"memory  {describe(*memory_of_ranks(config, vocab_size, machine))}")
     if sharding := run.grads.describe():
         say(f"dp      {sharding}")
     if mesh.pp.size > 1:

@@ -18,6 +18,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
+from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory, memory_of_ranks
 from nanomegatron.resume import save_checkpoint
 from tests import cuda_on_cpu
@@ -251,13 +252,14 @@ def test_a_rehearsal_leaves_no_trace():
     ],
 )
 def test_fp8_weights_are_two_casts_and_perhaps_16_bits(sharding, gather, recipe, kept):
-    run, where = planned(LLAMA3_8B, 8192, 1), (128256, torch.device("cuda"))
+    run, where = planned(LLAMA3_8B, 8192, 1), (128256, Machine())
     bf16, matrices = memory(run, *where), 32 * (2 * 4096 * 5120 + 3 * 4096 * 14336)
     precision = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe, fp8_param_gather=gather)
     parallel = ParallelConfig(data_parallel_sharding_strategy=sharding, data_parallel_size=4)
     fp8 = memory(replace(run, precision=precision, parallel=parallel), *where)
     assert bf16["FP8 weights"] == 0 and fp8["FP8 weights"] == 2 * matrices
     assert bf16["weights"] - fp8["weights"] == (2 - kept) * matrices
+    assert Recipe.of(precision).cast_by_optimizer(sharding != "no_shard") == (kept == 0)
     part = replace(precision, fp8_recipe="rowwise", fp8_param_gather=False, first_last_layers_bf16=True)
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
     ranks = memory_of_ranks(replace(run, precision=part, parallel=parallel), *where)

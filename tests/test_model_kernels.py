@@ -16,8 +16,8 @@ from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops import softmax as ops_softmax
 from nanomegatron.ops import swiglu as ops_mlp
 from nanomegatron.ops.paths import SWITCHES
-from nanomegatron.plan import layer as plan_layer
-from nanomegatron.plan import memory as plan
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.memory import memory
 from tests import cuda_on_cpu, test_plan
 
 MODULES = ops_norm, ops_rope, ops_mlp, ops_softmax
@@ -84,14 +84,12 @@ def test_a_model_on_kernels_is_the_one_without(config, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_the_memory_of_llama3_8b_on_kernels(monkeypatch):
+def test_the_memory_of_llama3_8b_on_kernels():
     """No silu(gate), queries and keys in the packed projection, no logits in fp32."""
-    for module in (plan, plan_layer):
-        monkeypatch.setattr(module, "why_not", lambda device: "")
 
     def planned(**switches: bool) -> dict[str, float]:
         model = replace(test_plan.LLAMA3_8B, **switches)
-        return plan.memory(test_plan.config(model, 8192, 1), 128256, torch.device("cuda"))
+        return memory(test_plan.config(model, 8192, 1), 128256, Machine(gpu=True, kernels=True))
 
     token, parts = 2 * (4 * 4096 + 6144 + 4096 + 3 * 14336) + 4 * (2 + 32), planned()
     assert parts["activations"] == 8192 * (32 * token + 2 * 2 * 4096)

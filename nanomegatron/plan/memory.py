@@ -1,127 +1,88 @@
-"""What a run needs, before it starts: the memory of one rank, of each stage of a pipeline.
+"""The memory that a run needs, before it starts: of every pipeline rank, at the peak of a step.
 
 Bytes a parameter of this rank's share of the model (ZeRO, arXiv:1910.02054, section 3.1); d ranks share the
 optimizer states with `optim` and `optim_grads`, the gradients too with `optim_grads`, which then needs some
-buckets of gradients in use:
+buckets of gradients in use. Parameters of experts have the d of edp instead of dp x cp.
 
     type         weights   main weights   main_grad   Adam moments
     fp32            4           -             4           8/d
     bf16, fp16      2          4/d         4, 4/d         8/d        less with bf16 gradients and moments
-    FP8 layers    2 + 2        4/d         4, 4/d         8/d        2: both casts, in bf16 none where the
-                                                                     optimizer casts (`fp8.py`)
+    FP8 layers    2 + 2        4/d         4, 4/d         8/d        2: both casts
 
-and what the forward pass of one microbatch keeps for its backward: of a layer see `plan/layer.py`. Of a row
-that cp ranks share each has the cp-th part, of documents as they are the largest pack.
+To these a microbatch adds what its forward keeps for the backward: `plan/layer.py` has the table of a layer;
+recomputed layers keep their input, and one group of them is whole again in the backward. At the end come the
+last norm, the logits, then their gradient and without kernels a chunk of the loss in fp32: there the memory
+of a rank with a loss is at its peak. That of others is where the first gradients inside an MLP join what is
+kept or, with that MLP freed, the gradients of attention over cp. (The same count for a model of 2022:
+arXiv:2205.05198, section 4.)
 
-The parameters of experts count for the ranks that share them, d of edp instead of dp x cp.
+Pipeline ranks differ in layers, in what they have of the two ends of the model, and in how many microbatches
+are in flight. So the ops of each rank (`schedules.py`) are gone through: F adds what its chunk keeps, B or BW
+frees it; what a deferred weight gradient needs is held from B to W. Of messages there are five: one in flight
+from and one to each of two neighbours, and one in use. `plan/fast.py` has what the fast forms hold besides.
+Not counted is what torch takes for itself: some 0.3 GiB of a process on a CPU, more of a GPU.
 
-Layers that are recomputed as a whole keep their input alone, and one such group is whole again in the
-backward. At the end come the last norm, the logits, then their gradient, and without kernels the loss in
-fp32, a chunk of tokens at a time, or with fused loss a chunk of all of it; there the memory of a rank with a
-loss is at its peak, that of others where the first gradients inside an MLP join what is kept or, with that
-MLP gone, what shared attention has in flight. (The same count for a model of 2022: arXiv:2205.05198, section
-4.)
-
-Pipeline ranks differ in their layers, in what they have of the two ends of the model, and in how many
-microbatches are under way: each rank's ops (`schedules.py`) are gone through, F adding what its chunk keeps,
-B or BW taking it away. What is put off from B until W holds, in values a token, * as above and V of one rank,
-
-    inputs of the linear layers               2h * + n + f          made again, where they were not kept
-    gradients of their outputs                n + 2g + 2f or f + 2h
-    experts, of c copies                      c(2h + 3f) or c(2h + 2f)
-    embedding                                 h
-    output layer                              h * + V               none with fused loss: it has been done
-
-Of messages one is counted on its way in and one out for each neighbour, and one in use; with them the memory
-that GPUs share to send each other keys, and tokens in pieces. What torch itself takes is not in it: some 0.3
-GiB of a process on a CPU, more of a GPU.
+A prediction within 3 % of what is allocated is enough: finer details are left out.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
 from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
-from nanomegatron.dp import IN_FLIGHT, bucket_size
-from nanomegatron.fast.fused_loss import FusedLossFunction
 from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
-from nanomegatron.fp8 import Recipe
-from nanomegatron.ops.cross_entropy import CHUNK
-from nanomegatron.ops.kernels import why_not
-from nanomegatron.plan.layer import (
-    attention_in_flight,
-    copies_of,
-    expert_input,
-    experts_in_fp8,
-    linear_input,
-    mlp_widths,
-    norm_input,
-    ring_slots,
-    routed_width,
-    saved_by_layer,
-    tokens_of,
-    widths,
-)
-from nanomegatron.recompute import segments
-from nanomegatron.schedules import Op, most_open, owners, placement, schedule
+from nanomegatron.plan.fast import fused_loss, optimizer_casts, piece_buffers, ring_buffers
+from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer
+from nanomegatron.schedules import Op, most_open, placement, schedule
 
-PARTS = ("activations", "logits and loss", "backward of a layer", "weight gradients put off")
+# As the code that allocates has them; tests/test_plan.py compares.
+LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK
+REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
 
 
-class Piece(NamedTuple):
-    """A chunk: how many layers, and whether it is the first stage (embedding) and the last (norm, loss)."""
+class StageChunk(NamedTuple):
+    """A stage: how many layers, and whether it is the first (embedding) and the last (norm, loss)."""
 
     layers: int
     first: bool = True
     last: bool = True
 
 
-class Needs(NamedTuple):
+class ChunkMemory(NamedTuple):
     """Bytes by part that one microbatch takes in a chunk."""
 
     kept: Counter  # from F to B or BW
-    put_off: Counter  # from B to W
+    deferred: Counter  # from B to W
     forward: Counter  # beside these, at the end of F: a fused loss
     backward: Counter  # beside these, when B or BW begins: the loss, or the last layers
     ending: Counter  # beside these, when B is at the first layers
 
 
-def memory(config: Config, vocab_size: int, device: torch.device | None = None) -> dict[str, float]:
+def memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, float]:
     """Bytes by part at the peak of a step, of the pipeline rank that needs most.
 
-    Config resolved, vocab_size without padding. device: where the run is to be, else what --device means on
-    this machine.
+    Config resolved, vocab_size without padding.
     """
-    return max(memory_of_ranks(config, vocab_size, device), key=_total)
+    return max(memory_of_ranks(config, vocab_size, machine), key=_total)
 
 
-def memory_of_ranks(
-    config: Config, vocab_size: int, device: torch.device | None = None
-) -> list[dict[str, float]]:
+def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[dict[str, float]]:
     """The same of each pipeline rank."""
-    tp, dtype = config.parallel.tensor_model_parallel_size, getattr(torch, config.dtype_name)
-    device, (lists, placed) = device or _device(config), _pipeline(config)
-    vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, tp)
-    layers, found = stage_layers(config, vocab), []
+    sizes, ranks = Sizes(config, machine), []
+    vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, sizes.tp)
+    layers, (lists, placed) = stage_layers(config, vocab), _pipeline(config)
     for ops, stages in zip(lists, placed, strict=True):
-        pieces = [Piece(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
-        _, first, last = zip(*pieces, strict=True)
-        own = [n for s in stages for n in layers[s]]
-        params = parameter_count(config.model, vocab, tp, own, any(first), any(last), experts=0)
-        chunks = [needs(config, piece, vocab // tp, device) for piece in pieces]
-        peak = max((running for running, _ in walk(ops, chunks)), key=_total)
-        found.append(
-            {
-                **states(config, params, dtype, expert_weights(config, own), *fp8_weights(config, own)),
-                **{part: peak[part] for part in PARTS},
-                "messages": messages(config, stages, placed) + ring_buffers(config, device, dtype),
-                "room for pieces": piece_buffers(config, dtype) if device.type == "cuda" else 0,
-            }
-        )
-    return found
+        chunks = [StageChunk(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
+        peak = peak_over_schedule(ops, [chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in chunks])
+        parts = states(sizes, vocab, [layer for stage in stages for layer in layers[stage]], chunks)
+        for name in ("activations", "logits and loss", "backward of a layer", "weight gradients put off"):
+            parts[name] = peak[name]
+        messages = 5 if len(placed) > 1 else 0
+        parts["messages"] = messages * sizes.h * sizes.value + ring_buffers(sizes)
+        parts["room for pieces"] = piece_buffers(sizes)
+        ranks.append(parts)
+    return ranks
 
 
 def chunks_kept(config: Config) -> list[int]:
@@ -131,178 +92,147 @@ def chunks_kept(config: Config) -> list[int]:
 
 def describe(*ranks: dict[str, float]) -> str:
     """One line about the pipeline rank that needs most: the sum in GiB and the share of each part."""
-    totals = [_total(parts) for parts in ranks]
-    total, worst = max(totals), totals.index(max(totals))
-    shares = ", ".join(
-        f"{name} {100 * size / total:.0f} %" for name, size in ranks[worst].items() if size > total / 200
-    )
-    which = f"of pipeline rank {worst}" if len(ranks) > 1 else "per rank"
-    return f"predicted peak {which} {total / 2**30:.2f} GiB ({shares})"
+    worst = max(ranks, key=_total)
+    total = _total(worst)
+    shares = [f"{name} {100 * size / total:.0f} %" for name, size in worst.items() if size > total / 200]
+    which = f"of pipeline rank {ranks.index(worst)}" if len(ranks) > 1 else "per rank"
+    return f"predicted peak {which} {total / 2**30:.2f} GiB ({', '.join(shares)})"
 
 
-def fp8_weights(config: Config, layers: list[int]) -> tuple[int, int]:
-    """Parameters that a rank with the layers of these numbers multiplies in FP8, and those of experts."""
-    tp, model = config.parallel.tensor_model_parallel_size, config.model
+def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer of a rank with these layers, by number, in these chunks."""
+    config, model, parallel, tp = sizes.config, sizes.model, sizes.parallel, sizes.tp
+    ends = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
     fp8 = [layer for layer in layers if layer in config.precision.fp8_layers(model.num_layers)]
-    mlps = [tp * widths(config, model.moe_layers[layer])[2] for layer in fp8]
-    experts = expert_weights(config, fp8) if experts_in_fp8(config) else 0
-    return sum(layer_matmul_parameters(model, tp, ffn) for ffn in mlps), experts
+    widths = [tp * sizes.ffn(model.moe_layers[layer]) for layer in fp8]
+    matrices = sum(layer_matmul_parameters(model, tp, width) for width in widths)
+    replicas = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
+    params = parameter_count(model, vocab, tp, layers, *ends, experts=0)
+    dense = _states(config, params, matrices, replicas)
+    edp = max(1, replicas * tp // (parallel.expert_model_parallel_size * sizes.etp))
+    fp8_experts = expert_weights(sizes, fp8) if sizes.fp8_experts else 0
+    experts = _states(config, expert_weights(sizes, layers), fp8_experts, edp)
+    return {name: size + experts[name] for name, size in dense.items()}
 
 
-def expert_weights(config: Config, layers: list[int]) -> int:
+def expert_weights(sizes: Sizes, layers: list[int]) -> int:
     """Parameters of experts that a rank has, if it has the layers of these numbers."""
-    model, parallel, sparse = config.model, config.parallel, config.model.moe_layers
-    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    local = (model.num_experts or 0) // parallel.expert_model_parallel_size
-    return expert_parameters(model, local, etp) * sum(sparse[layer] for layer in layers)
+    model = sizes.model
+    sparse = sum(model.moe_layers[layer] for layer in layers)
+    return sparse * expert_parameters(model, sizes.local_experts, sizes.etp)
 
 
-def states(
-    config: Config, params: int, dtype: torch.dtype, experts: int = 0, fp8: int = 0, fp8_experts: int = 0
-) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer of a rank with so many parameters, `fp8` of them in FP8.
-
-    experts: so many more that it shares with other ranks, those of edp.
-    """
-    parallel = config.parallel
-    ranks = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
-    tp = parallel.tensor_model_parallel_size
-    found = _states(config, params, dtype, fp8, ranks)
-    if experts:
-        etp = parallel.expert_tensor_parallel_size or tp
-        edp = max(1, ranks * tp // (parallel.expert_model_parallel_size * etp))
-        more = _states(config, experts, dtype, fp8_experts, edp)
-        found = {name: size + more[name] for name, size in found.items()}
-    return found
-
-
-def _states(config: Config, params: int, dtype: torch.dtype, fp8: int, ranks: int) -> dict[str, float]:
-    """The same of parameters that so many ranks share."""
-    parallel, optimizer = config.parallel, config.optimizer
+def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, float]:
+    """The same of parameters that so many ranks share, `fp8` of them in FP8."""
+    parallel, optimizer, item = config.parallel, config.optimizer, ITEMSIZE[config.dtype_name]
     shared = ranks if parallel.sharding != "no_shard" else 1
-    here = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
-    grads = params * getattr(torch, config.grad_dtype_name).itemsize
+    on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
+    grads = params * ITEMSIZE[config.grad_dtype_name]
     if parallel.sharding == "optim_grads":
-        some = 2 + (IN_FLIGHT if parallel.overlap_grad_reduce else 0)
-        in_use = some * min(bucket_size(parallel, ranks), params)
-        grads = params * 4 / ranks + min(params, in_use) * getattr(torch, config.grad_dtype_name).itemsize
-    moments = sum(
-        4 if kind == "fp32" else 2 for kind in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    )
-    gone = fp8 * (fp8 > 0 and Recipe.of(config.precision).cast_by_optimizer(shared > 1))
+        bucket = parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)  # as dp.bucket_size
+        in_use = min(params, bucket * (2 + REDUCTIONS * parallel.overlap_grad_reduce))
+        grads = params * 4 / ranks + in_use * ITEMSIZE[config.grad_dtype_name]
+    moments = sum(4 if t == "fp32" else 2 for t in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     return {
-        "weights": (params - gone) * dtype.itemsize,
-        "main weights": params * 4 * here / shared if dtype.itemsize < 4 else 0,
+        "weights": (params - fp8 * optimizer_casts(config, shared > 1)) * item,
+        "main weights": params * 4 * on_device / shared if item < 4 else 0,
         "gradients": grads,
-        "Adam moments": params * moments * here / shared,
+        "Adam moments": params * moments * on_device / shared,
         "FP8 weights": 2 * fp8,
     }
 
 
-def walk(ops: list[Op], chunks: list[Needs]) -> Iterator[tuple[Counter, Counter]]:
+def peak_over_schedule(ops: list[Op], chunks: list[ChunkMemory]) -> Counter:
+    """What microbatches take at the peak of a rank's ops, by part."""
+    return max((during for during, _ in memory_of_ops(ops, chunks)), key=_total)
+
+
+def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Counter, Counter]]:
     """For each op of a rank what microbatches take, by part: at most while it runs, and afterwards."""
     held: Counter = Counter()
     for op in ops:
-        need, before = chunks[op.chunk], held
+        chunk, before = chunks[op.chunk], held
         if op.kind == "F":
-            held = before + need.kept
-            yield held + need.forward, held
+            held = before + chunk.kept
+            yield held + chunk.forward, held
         elif op.kind == "W":
-            held = before - need.put_off
+            held = before - chunk.deferred
             yield before, held
         else:
-            held = before - need.kept + (need.put_off if op.kind == "B" else Counter())
-            ends = held + need.ending if op.kind == "B" else held
-            yield max(before + need.backward, ends, key=_total), held
+            held = before - chunk.kept + (chunk.deferred if op.kind == "B" else Counter())
+            ends = held + chunk.ending if op.kind == "B" else held
+            yield max(before + chunk.backward, ends, key=_total), held
 
 
-def needs(config: Config, piece: Piece, columns: int, device: torch.device) -> Needs:
-    """What a microbatch takes in a chunk, with so many columns of the logits."""
-    model, dtype = config.model, getattr(torch, config.dtype_name)
-    value = dtype.itemsize * tokens_of(config)
-    stream = value * model.hidden_size / config.sequence_cut
-    fused = piece.last and model.cross_entropy_loss_fusion
-    loss = logits_and_loss(config, columns, dtype, device) if piece.last else 0
-    logits = stream if fused else value * columns * piece.last  # fused: the gradient of the stream
-    saved = saved_by_layer(config, dtype, device)
-    layer = tokens_of(config) * sum(saved.values())
-    again = max((len(run) for run, again in segments(model, piece.layers) if again), default=0)
-    group = min(again or 1, piece.layers)  # whose backward begins or ends that of the chunk
-    mlps = saved["MLP"] + saved["experts"]
-    attention = tokens_of(config) * (attention_in_flight(config, dtype, device) - mlps)
-    inside = max(value * (3 if model.swiglu else 2) * max(mlp_widths(config)), attention) * (group > 0)
-    part, later = (value * put_off(config, p, columns) for p in (Piece(group, False, False), piece))
-    at_loss = Counter({"activations": stream * fused, "logits and loss": loss - logits})  # fused: normed x
-    before = 0 if fused else loss  # what the backward of the layers finds to be free again
-    backward = Counter({"backward of a layer": max(0, again * layer + inside - before)})
-    return Needs(
-        kept=Counter({"activations": activations(config, piece, device), "logits and loss": logits}),
-        put_off=Counter({"weight gradients put off": later}),
-        forward=at_loss if fused else Counter(),
-        backward=backward if fused else at_loss + backward,
-        ending=Counter({"backward of a layer": max(0, group * layer + inside - part)}),
+def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
+    """What a microbatch takes in a chunk, with so many columns of the logits on a rank."""
+    model, value = sizes.model, sizes.value
+    layer, inside = _layer_backward(sizes)
+    inside *= chunk.layers > 0
+    recomputed = max((len(run) for run, again in model.segments(chunk.layers) if again), default=0)
+    group = min(recomputed or 1, chunk.layers)  # the layers whose backward begins or ends that of the chunk
+    deferred = value * deferred_wgrad_values(sizes, chunk, columns)
+    freed = value * deferred_wgrad_values(sizes, StageChunk(group, False, False), columns)
+    fp32 = 0 if sizes.machine.kernels else 8 if sizes.item < 4 else 4  # bytes of a logit's copies, in a chunk
+    forward, logits, loss, freed_loss = Counter(), 0.0, 0.0, 0.0
+    if chunk.last and model.cross_entropy_loss_fusion:  # the forward leaves the gradient of the stream
+        logits = value * sizes.h
+        at_loss = fused_loss(sizes, columns, fp32) - logits
+        forward = Counter({"activations": logits, "logits and loss": at_loss})
+    elif chunk.last:
+        logits = value * columns
+        loss = columns * fp32 * min(sizes.tokens, LOSS_CHUNK)
+        if sizes.config.sequence_cut > 1:  # the last norm's output, gathered; its gradient before the scatter
+            loss += 2 * value * model.hidden_size
+        freed_loss = logits + loss  # by the time of the last layers
+    last_layers = max(0, recomputed * layer + inside - freed_loss)
+    return ChunkMemory(
+        kept=Counter({"activations": activations(sizes, chunk), "logits and loss": logits}),
+        deferred=Counter({"weight gradients put off": deferred}),
+        forward=forward,
+        backward=Counter({"logits and loss": loss, "backward of a layer": last_layers}),
+        ending=Counter({"backward of a layer": max(0, group * layer + inside - freed)}),
     )
 
 
-def activations(config: Config, piece: Piece, device: torch.device) -> float:
+def _layer_backward(sizes: Sizes) -> tuple[float, float]:
+    """Bytes of what a layer keeps of a microbatch, and of the gradients inside it, at most.
+
+    These are those of an MLP, or those of attention by when what the MLP kept is free.
+    """
+    saved, routed = saved_by_layer(sizes), sizes.copies * sizes.expert_ffn
+    widest = max(sizes.ffn(moe) + moe * routed for moe in sizes.model.moe_layers)
+    mlp = sizes.item * widest * (3 if sizes.model.swiglu else 2)
+    attention = attention_in_flight(sizes) - saved["MLP"] - saved["experts"]
+    return sizes.tokens * _total(saved), sizes.tokens * max(mlp, attention)
+
+
+def activations(sizes: Sizes, chunk: StageChunk) -> float:
     """Bytes that a microbatch keeps of a chunk, from its embedding or input to its last norm."""
-    model, cut, dtype = config.model, config.sequence_cut, getattr(torch, config.dtype_name)
-    h, e, layer = model.hidden_size, dtype.itemsize, sum(saved_by_layer(config, dtype, device).values())
-    output = 0 if model.cross_entropy_loss_fusion else e  # of the last norm
-    kept = (norm_input(model, dtype, device) + output) * h / cut * piece.last
-    kept += e * h / cut * (model.hidden_dropout > 0) * piece.first
-    spread = config.parallel.tensor_model_parallel_size if model.distribute_saved_activations else cut
-    kept += sum(e * h / spread if again else layer * len(run) for run, again in segments(model, piece.layers))
-    return tokens_of(config) * kept
+    model, layer = sizes.model, _total(saved_by_layer(sizes))
+    stream = sizes.item * sizes.h
+    spread = model.hidden_size // sizes.tp if model.distribute_saved_activations else sizes.h
+    token = stream * (chunk.first and model.hidden_dropout > 0)
+    for run, recomputed in model.segments(chunk.layers):
+        token += sizes.item * spread if recomputed else layer * len(run)
+    if chunk.last:
+        token += sum(sizes.norm_input) * sizes.h + stream * (not model.cross_entropy_loss_fusion)
+    return sizes.tokens * token
 
 
-def put_off(config: Config, piece: Piece, columns: int) -> float:
-    """Values a token that weight gradients need which are put off: the second table of the docstring.
+def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> float:
+    """Values a token held from B to W: inputs of matmuls, and gradients of their outputs. FP8 counts by size.
 
-    Those of FP8 layers count by their size.
+    A fused loss has done the output layer's by then.
     """
-    model, h, own = config.model, config.model.hidden_size, config.model.hidden_size / config.sequence_cut
-    (n, g, _), inner = widths(config), mlp_widths(config)
-    sparse, both = sum(model.moe_layers) / len(inner), 3 if model.swiglu else 2  # features: input, gradients
-    routed = copies_of(config) * routed_width(config) * sparse
-    dense = 2 * own + 2 * n + 2 * g + 2 * h + both * (sum(inner) / len(inner) - routed)
-    experts = copies_of(config) * 2 * h * sparse + both * routed
-    loss = (own + columns) * (piece.last and not model.cross_entropy_loss_fusion)
-    kept = dense * linear_input(config) + experts * expert_input(config)
-    return piece.layers * kept / getattr(torch, config.dtype_name).itemsize + h * piece.first + loss
-
-
-def logits_and_loss(config: Config, columns: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes of `columns` logits a token, and the fp32 chunk from which their gradient comes, in their place.
-
-    With fused loss of a chunk alone, and the gradient of the residual stream. Under sequence parallelism the
-    last norm's output, gathered, and its gradient before it is scattered.
-    """
-    tokens, e = tokens_of(config), dtype.itemsize
-    whole = 2 * e * tokens * config.model.hidden_size if config.sequence_cut > 1 else 0
-    wide = 0 if not why_not(device) else 8 if e < 4 else 4
-    if config.model.cross_entropy_loss_fusion:
-        chunk = min(tokens, FusedLossFunction.chunk)
-        return columns * chunk * (e + wide) + (whole or e * tokens * config.model.hidden_size)
-    return columns * (e * tokens + wide * min(tokens, CHUNK)) + whole
-
-
-def piece_buffers(config: Config, dtype: torch.dtype) -> float:
-    """Bytes that tp ranks, and those that share experts, have for `comm_pieces`.
-
-    Two slots for a rank's tokens, and two for the sums of all ranks'.
-    """
-    model, parallel, tp = config.model, config.parallel, config.parallel.tensor_model_parallel_size
-    experts = (parallel.expert_tensor_parallel_size or tp) * parallel.expert_model_parallel_size
-    halves = parallel.overlap_moe_expert_parallel_comm
-    gathers = model.num_experts and model.moe_token_dispatcher_type == "allgather" and not halves
-    among = (tp, tp, parallel.tp_comm_overlap), (experts, config.sequence_cut, gathers)
-    slots = sum(2 * (1 + ranks) / cut for ranks, cut, used in among if used and ranks > 1)
-    return slots * dtype.itemsize * model.hidden_size * tokens_of(config)
-
-
-def _device(config: Config) -> torch.device:
-    return torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+    model, h = sizes.model, sizes.model.hidden_size
+    f = 3 if model.swiglu else 2  # of fc2's input, and of the gradient of fc1's output
+    ffn = f * sum(sizes.ffn(moe) for moe in model.moe_layers) / model.num_layers
+    layer = sizes.input * (2 * (sizes.h + sizes.n + sizes.g + h) + ffn)
+    experts = sizes.expert_input * sizes.copies * (2 * h + f * sizes.expert_ffn)
+    layer += experts * sum(model.moe_layers) / model.num_layers
+    loss = (sizes.h + columns) * (chunk.last and not model.cross_entropy_loss_fusion)
+    return chunk.layers * layer / sizes.item + h * chunk.first + loss
 
 
 def _pipeline(config: Config) -> tuple[list[list[Op]], list[list[int]]]:
@@ -314,20 +244,6 @@ def _pipeline(config: Config) -> tuple[list[list[Op]], list[list[int]]]:
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     microbatches = max(1, batch // (data.micro_batch_size * replicas))
     return schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
-
-
-def messages(config: Config, stages: list[int], placed: list[list[int]]) -> float:
-    """Bytes of the messages that the rank of these stages has at a time: see the module's docstring."""
-    rank_of = owners(placed)
-    here = rank_of[stages[0]]
-    beside = {rank_of.get(stage + step, here) for stage in stages for step in (-1, 1)} - {here}
-    size = getattr(torch, config.dtype_name).itemsize * config.model.hidden_size / config.sequence_cut
-    return tokens_of(config) * size * (2 * len(beside) + bool(beside))
-
-
-def ring_buffers(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes in which cp ranks send each other keys and values, and their gradients."""
-    return ring_slots(config, device) * 2 * widths(config)[1] * dtype.itemsize * tokens_of(config)
 
 
 def _total(parts: dict[str, float]) -> float:

@@ -1,0 +1,52 @@
+"""The memory of the forms in `fast/`: what ranks hold for them beside the layers, and what they save.
+
+    keys in a ring over cp     slots that other ranks write into, the same for all layers
+    matmuls in pieces          slots for tokens, over tp and over the ranks that share experts
+    fused loss                 logits of one chunk of tokens at a time, forward and backward at once
+    FP8 casts                  the optimizer makes them, so that no weights are kept in 16 bits
+
+What is predicted are these forms, the default on GPUs.
+"""
+
+from nanomegatron.config.settings import Config
+from nanomegatron.plan.layer import Sizes
+
+# As the code that allocates has them; tests/test_plan.py compares.
+RING_ROUND = 2  # ranks whose keys arrive at a time: cp_shard.ROUND
+FUSED_LOSS_CHUNK = 2048  # tokens: FusedLossFunction.chunk
+
+
+def ring_buffers(sizes: Sizes) -> float:
+    """Bytes of the slots for a round of keys and values, two, and for gradients, one a round and one more."""
+    ranks = max((mode.keys for mode in sizes.cp_modes if not mode.gathered), default=1)
+    if ranks == 1 or not sizes.machine.gpu or sizes.parallel.dynamic_context_parallel:
+        return 0
+    slots = min(RING_ROUND, ranks - 1) * (3 + -(-(ranks - 1) // RING_ROUND))
+    return slots * 2 * sizes.g * sizes.value
+
+
+def piece_buffers(sizes: Sizes) -> float:
+    """Bytes of the slots for tokens in pieces: two for a rank's tokens, two for the sums of all ranks'."""
+    model, parallel, tp, slots = sizes.model, sizes.parallel, sizes.tp, 0
+    if parallel.tp_comm_overlap and tp > 1:
+        slots += 2 * (1 + tp)
+    ranks = sizes.etp * parallel.expert_model_parallel_size
+    gathers = model.num_experts and model.moe_token_dispatcher_type == "allgather"
+    if gathers and ranks > 1 and not parallel.overlap_moe_expert_parallel_comm:
+        slots += 2 * (1 + ranks)
+    return slots * sizes.h * sizes.value * sizes.machine.gpu
+
+
+def fused_loss(sizes: Sizes, columns: int, fp32: int) -> float:
+    """Bytes of one chunk of logits, with so many of fp32 copies for each, and of the stream's gradient.
+
+    Under sequence parallelism the last norm's output, gathered, and its gradient before the scatter.
+    """
+    stream = sizes.model.hidden_size * (2 if sizes.h < sizes.model.hidden_size else 1)
+    return columns * min(sizes.tokens, FUSED_LOSS_CHUNK) * (sizes.item + fp32) + stream * sizes.value
+
+
+def optimizer_casts(config: Config, sharded: bool) -> bool:
+    """Whether the optimizer, of shards or of all, casts FP8 weights: Recipe.cast_by_optimizer."""
+    precision = config.precision
+    return precision.fp8_param_gather if sharded else precision.fp8_recipe == "delayed"
