@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.build import build
+from nanomegatron.build import build, install, paths_for
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.flops import stage_layers
@@ -55,7 +55,7 @@ def allocated(mesh, config: Config) -> dict:
     """Of this rank the parameters, and bytes allocated: the most during, and those behind each op."""
     torch.manual_seed(0)
     kind = getattr(torch, config.dtype_name)
-    stages = build(config, mesh, VOCAB, VOCAB, Init(dtype=kind))
+    stages = install(build(config, mesh, VOCAB, VOCAB, Init(dtype=kind)), paths_for(config, mesh))
     buckets = Buckets(stages, config.parallel, mesh)
     s, b = config.data.seq_length, config.data.micro_batch_size
     labels = torch.randint(VOCAB, (b, s))
@@ -159,7 +159,7 @@ def deferred_of(mesh, model):
     sizes = dict(vocab_size=128, max_sequence_length=32, padded_vocab_size=128)
     stages = Stages([GPTModel(model, tp=mesh.tp, init=init, **sizes)])
     labels = torch.zeros(4, 32, dtype=torch.long)
-    with stages.deferred.collect() as works:
+    with stages.wgrad_store.collect() as works:
         stages[0](Batch(labels, torch.arange(32), torch.arange(4), dropout_seed=1), labels).sum().backward()
     cells = [cell.cell_contents for _, work in works for cell in work.__closure__]
     tensors = [x for x in cells if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
