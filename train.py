@@ -41,9 +41,10 @@ from nanomegatron.faults.exit import (
     NO_CHECKPOINT,
     SAVE_FAILED,
     name_culprit,
+    print_errors,
     report_failure,
 )
-from nanomegatron.faults.lock import claim, settings_in
+from nanomegatron.faults.lock import claim, run_folder, settings_in
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.flops import bits_per_byte
 from nanomegatron.launch import launch
@@ -53,30 +54,20 @@ from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
 from nanomegatron.pp import execute
-from nanomegatron.report.counters import ExpertLoad, Fp8Stats
+from nanomegatron.report.banner import banner, data_lines
 from nanomegatron.report.log import RunLog, timestamp
 from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
-from nanomegatron.report.timers import Clock, Timers
-from nanomegatron.report.trace import Tracer
+from nanomegatron.report.steps import Reporter, StepReport
+from nanomegatron.report.timers import Clock
 from nanomegatron.resume import data_samples, load_checkpoint, save_checkpoint
 from nanomegatron.router import move_expert_biases
-from nanomegatron.run import (
-    Run,
-    StepReport,
-    banner,
-    due,
-    print_errors,
-    report,
-    run_folder,
-    settle,
-)
+from nanomegatron.run import Run, due
 from nanomegatron.sample import prompts_of, show_sample
 from nanomegatron.step import (
-    all_tokens,
     build_loaders,
+    forward_microbatch,
     forward_step,
-    losses,
     step_batches,
     token_count,
     warm_up_step,
@@ -218,14 +209,14 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     values = step_values(config, before)
     optimizer = Optimizer(grads, config.optimizer, config.precision, values)
-    timers = Timers(config.run.timing_log_level, config.run.timing_log_option, mesh.device)
-    folder = Path(config.run.trace_dir) if config.run.trace_dir else None
-    tracer = Tracer(mesh, folder, config.run.trace_iterations, timers, log.attempt)
+    reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
-    stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if config.run.log_fp8_stats else None
-    load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
-    run = Run(*parts, padded, before, asked, timers, tracer, profile, paths, stats, load, signals=signals)
-    banner(run, [*parsed.notes, *remarks(config)], vocab_size)
+    run = Run(*parts, before, asked, profile, reporter, signals)
+    notes, overlaps_tp = [*parsed.notes, *remarks(config)], paths.linear is not None
+    for line in banner(config, mesh, model, grads, paths.peers, overlaps_tp, notes):
+        log.line(line)
+    for line in data_lines(config, datasets, before[-1], log.folder):
+        log.line(line)
     signals.check(mesh)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
@@ -238,7 +229,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
 
 
 def train(run: Run) -> int:
-    """All iterations; returns the exit code. Each step's numbers are read when the next one is under way."""
+    """All iterations; returns the exit code. Each step's numbers are read when the next one is in flight."""
     config = run.config.run
     run.log.begin(run.iteration, config.train_iters)
     saved = run.iteration
@@ -251,11 +242,13 @@ def train(run: Run) -> int:
         run.profile.step(run.iteration + 1)
         skip = run.iteration + 1 in config.iterations_to_skip
         previous, run.pending = run.pending, None if skip else train_step(run)
+        consumed = run.consumed_samples
         run.iteration += 1
-        report(run, previous)
+        run.report(previous)
         if skip:
-            run.skipped_samples += run.batch_size(run.iteration)
-            run.log.line(f"skipped step {run.iteration}, {run.batch_size(run.iteration)} samples unread")
+            unread = run.consumed_samples - consumed
+            run.skipped_samples += unread
+            run.log.line(f"skipped step {run.iteration}, {unread} samples unread")
         if due(config.exit_interval, run.iteration):
             run.stop = f"--exit-interval {config.exit_interval}"
         if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
@@ -263,7 +256,7 @@ def train(run: Run) -> int:
         if due(run.config.checkpoint.save_interval, run.iteration):
             save_checkpoint(run)
             saved = run.iteration
-    settle(run)
+    run.flush_report()
     run.profile.close()
     if saved < run.iteration:
         save_checkpoint(run)
@@ -273,53 +266,54 @@ def train(run: Run) -> int:
 def train_step(run: Run) -> StepReport:
     """One iteration: gradient of the mean loss over the unmasked tokens of the global batch, and the update.
 
-    Communicates the token count and the gradients over dp_cp, the loss and the wish to stop over world, the
+    Communicates the token count and the gradients over dp_cp, the loss and the stop flags over world, the
     gradient norm and the load of experts too, parameters where they are cut over ranks, what the model does,
     and what the pipeline sends; counts of FP8 casts over world where they are logged. The host waits for
     nothing.
     """
-    mesh, config, data, timers = run.mesh, run.config.run, run.config.data, run.timers
-    clock = Clock(mesh.device)
+    mesh, config, data = run.mesh, run.config.run, run.config.data
+    timers, tracer = run.reporter.timers, run.reporter.tracer
+    fp8_stats, expert_load = run.reporter.fp8_stats, run.reporter.expert_load
+    clock, batch = Clock(mesh.device), run.next_batch()
     mesh.traffic.clear()
     torch.manual_seed(config.seed + 1_000_003 * run.iteration + mesh.rank)  # dropout of the fused kernels
     with timers("batch-generator", level=2):
-        size = run.batch_size(run.iteration + 1)
-        batches = list(step_batches(run, run.loaders[0], run.consumed_samples, size))
-    if run.expert_load:
-        run.expert_load.begin()
-    if counts := due(config.log_fp8_stats, run.iteration + 1):
-        run.grads.wait_params()  # to be cast anew
-        run.fp8_stats.begin()
-    run.grads.zero(len(batches))
-    total = torch.zeros((), device=mesh.device)
-    tokens = token_count(run, batches)
-    step = forward_step(run, batches, tokens, total)
-    run.tracer.begin(run.iteration + 1, run.model.plan(len(batches))[0], run.model.placed)
+        microbatches = list(step_batches(run, run.loaders[0], batch.first, batch.size))
+    if expert_load:
+        expert_load.begin()
+    if counts_casts := due(config.log_fp8_stats, batch.iteration):
+        run.grads.wait_params()  # to be cast again
+        fp8_stats.begin()
+    run.grads.zero(len(microbatches))
+    loss = torch.zeros((), device=mesh.device)
+    step = forward_step(run, microbatches, token_count(run, microbatches), loss)
+    tracer.begin(batch.iteration, run.model.plan(len(microbatches))[0], run.model.placed)
     with timers("forward-backward"):
         shape = run.model.shape(data.seq_length // mesh.cp.size, data.micro_batch_size)
-        execute(run.model, step, len(batches), shape, tracer=run.tracer)
+        execute(run.model, step, len(microbatches), shape, tracer=tracer)
     with timers("all-grads-sync"):
         run.grads.grad_sync()
-    mine = total if run.model.tells_loss else torch.zeros_like(total)  # of all dp ranks, each once
-    wishes = torch.tensor(run.wants_to_stop, dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
-    shared = comm.all_reduce_(torch.cat((mine[None], wishes.to(mesh.device, non_blocking=True))), mesh.world)
+    local_loss = loss if run.model.is_loss_rank else torch.zeros_like(loss)  # of all dp ranks, each once
+    stop_flags = torch.tensor(run.stop_flags(), dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
+    shared = torch.cat((local_loss[None], stop_flags.to(mesh.device, non_blocking=True)))
+    comm.all_reduce_(shared, mesh.world)
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
-    if run.expert_load:
-        table = extras["experts"] = run.expert_load.end(all_tokens(run))
-        move_expert_biases(run.expert_load.routers, run.expert_load.own_tokens(table))
-    if counts:
-        extras["fp8"] = run.fp8_stats.end()
+    if expert_load:
+        table = extras["experts"] = expert_load.end(batch.tokens)
+        move_expert_biases(expert_load.routers, expert_load.own_tokens(table))
+    if counts_casts:
+        extras["fp8"] = fp8_stats.end()
     with timers("optimizer"):
         if run.model.scales is not None:
             run.model.scales.end_step()
         stats = run.optimizer.step(shared[0])
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()
-    step_report = StepReport(run.iteration + 1, shared, stats, extras, clock, timers.take(), mesh.traffic)
-    run.tracer.end()  # behind the step's clock: to draw takes a second
-    for line in run.tracer.summary:
+    report = StepReport(batch, shared, stats, extras, clock, timers.take(), mesh.traffic)
+    tracer.end()  # after the step's clock has stopped: to draw takes a second
+    for line in tracer.summary:
         run.log.line(f"trace   {line}")
-    return step_report
+    return report
 
 
 @torch.no_grad()
@@ -328,7 +322,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
 
     A signal on any rank ends it before the next batch: it is not logged, and the run is to end.
     """
-    settle(run)
+    run.flush_report()
     config, which = run.config, ("train", "validation", "test").index(split)
     if (loader := run.loaders[which]) is None or run.preempted:
         return
@@ -342,14 +336,14 @@ def evaluate(run: Run, split: str = "validation") -> None:
             return
 
         def step(chunk: GPTModel, i: int, batches: list[Batch] = batches) -> torch.Tensor:
-            found, mask = losses(chunk, batches[i]), batches[i].loss_mask
+            output, mask = forward_microbatch(chunk, batches[i]), batches[i].loss_mask
             if chunk.post_process:
-                total.add_(torch.stack(((found * mask).sum(), mask.sum())))
-            return found
+                total.add_(torch.stack(((output * mask).sum(), mask.sum())))
+            return output
 
         execute(run.model, step, len(batches), shape, forward_only=True)
-    mine = total if run.model.tells_loss else torch.zeros_like(total)
-    loss, tokens = comm.all_reduce_(mine, run.mesh.world).tolist()
+    local_total = total if run.model.is_loss_rank else torch.zeros_like(total)
+    loss, tokens = comm.all_reduce_(local_total, run.mesh.world).tolist()
     loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)
     run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)

@@ -35,11 +35,12 @@ from benchmarks.kernel_times import profiled
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config
+from nanomegatron.faults.lock import run_folder
 from nanomegatron.flops import flops_per_iteration
 from nanomegatron.mesh import Mesh
 from nanomegatron.plan.memory import memory
 from nanomegatron.report.log import RunLog
-from nanomegatron.run import StepReport, lengths_of, rates, run_folder
+from nanomegatron.report.steps import StepReport, rates
 
 ALL = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion"
 SOME = "--recompute-granularity selective --recompute-modules mlp_act layernorm"
@@ -229,7 +230,7 @@ def measure(sitting: bench_parallel.Sitting, rows: list[dict], argvs: list[list[
     try:
         sitting.together(build)
         for row in rows:
-            row["step_ms"], row["loss"], row["step"] = [], [], []
+            row["step_ms"], row["loss"], row["step"], row["lengths"] = [], [], [], []
         sitting.together(lambda: in_turn(rows, runs, count))
         for i, row in enumerate(rows):
             record(sitting, row, runs[i].run)
@@ -262,7 +263,8 @@ def note(pending: list[tuple[dict, StepReport]]) -> None:
     """Read the numbers of steps; waits for these."""
     for row, told in pending:
         milliseconds, numbers = told.read()
-        for key, value in (("step_ms", milliseconds), ("loss", numbers["lm_loss"]), ("step", told.iteration)):
+        found = dict(step_ms=milliseconds, loss=numbers["lm_loss"])
+        for key, value in (found | dict(step=told.batch.iteration, lengths=told.batch.lengths)).items():
             row.setdefault(key, []).append(value)
         row["experts"] = numbers.get("experts")
 
@@ -271,12 +273,13 @@ def record(sitting: bench_parallel.Sitting, row: dict, training: train.Run) -> N
     """The speed of the timed steps, of the slowest rank, and the memory. Communicates over all ranks."""
     row["step_ms"] = sitting.of_ranks(row["step_ms"]).amax(0).tolist()
     if load := row.pop("experts"):
-        row["imbalance"] = training.expert_load.means(load)["moe_load_imbalance"]
-    lengths = [lengths_of(training, step) for step in row["step"]]
+        row["imbalance"] = training.reporter.expert_load.means(load)["moe_load_imbalance"]
+    lengths = row.pop("lengths")
     row["tokens"] = [sum(length * n for length, n in step.items()) for step in lengths]
     alike = all(step == lengths[0] for step in lengths)
     seconds = (statistics.median(row["step_ms"]) * len(lengths) if alike else sum(row["step_ms"])) / 1e3
-    told = rates(training, sum(lengths, Counter()), seconds)
+    padded_vocab_size = training.model[0].padded_vocab_size
+    told = rates(training.config, training.mesh, padded_vocab_size, sum(lengths, Counter()), seconds)
     row |= {key: told[key] for key in ("tokens_per_s", "tflops_per_gpu", "mfu")}
     row["tokens_per_s_per_gpu"] = told["tokens_per_s"] / sitting.world.size
     most, outside = training.grads.shared_bytes, 0

@@ -98,7 +98,7 @@ class Stages(nn.ModuleList):
         return self.pp.rank == self.last_rank
 
     @property
-    def tells_loss(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """Whether this is the one rank, of those that share a copy of the model, whose loss counts."""
         return self.has_loss and self.tp.rank == 0
 

@@ -41,7 +41,7 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
 from nanomegatron.report.log import RunLog
-from nanomegatron.run import Run, settle
+from nanomegatron.run import Run
 
 # What the order of the data depends on, besides the numbers of samples.
 ORDER = """
@@ -69,7 +69,7 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
 
 def save_checkpoint(run: Run) -> None:
     """Write everything that the next run needs to go on to the bit."""
-    settle(run)
+    run.flush_report()
     state = {
         "iteration": run.iteration,
         "consumed_samples": run.consumed_samples,

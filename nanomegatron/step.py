@@ -22,7 +22,7 @@ from nanomegatron.data.packed_dataset import PackLoader
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.pp import Stages, warm_up
-from nanomegatron.run import Run, lengths_of
+from nanomegatron.run import Run
 
 
 def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eod: int) -> tuple:
@@ -44,7 +44,7 @@ def step_batches(
         yield loader.get(first_sample + sample)
 
 
-def losses(
+def forward_microbatch(
     chunk: GPTModel,
     batch: Batch,
     weights: torch.Tensor | None = None,
@@ -67,26 +67,21 @@ def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
     return comm.all_reduce_(mine, run.mesh.dp_cp).clamp(min=1)
 
 
-def all_tokens(run: Run) -> int:
-    """Tokens of the next iteration's global batch, masked ones too, but no padding."""
-    return sum(length * n for length, n in lengths_of(run, run.iteration + 1).items())
-
-
 def forward_step(
     run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
 ) -> Callable[[GPTModel, int], torch.Tensor]:
     """What `pp.execute` runs for microbatch i of a chunk; the last stage adds its loss to `total`."""
     scale = run.optimizer.scaler.scale * run.grads.grad_scale
-    each = None  # routers' losses: the mean over all tokens
+    aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:
-        each = scale / all_tokens(run)
+        aux_scale = scale / run.next_batch().tokens
 
     def step(chunk: GPTModel, i: int) -> torch.Tensor:
         batch, seed = batches[i], run.config.run.seed
         if not chunk.post_process:
-            return losses(chunk, batch, None, seed, each)
+            return forward_microbatch(chunk, batch, None, seed, aux_scale)
         weights = batch.loss_mask * (scale / tokens)
-        loss = losses(chunk, batch, weights, seed, each)
+        loss = forward_microbatch(chunk, batch, weights, seed, aux_scale)
         total.add_((loss.detach() * batch.loss_mask).sum() / tokens)
         return (loss * weights).sum()
 

@@ -36,7 +36,8 @@ layers moe fp8_linear optim data/
 attention
 model
 pp fast/
-checkpoint/ report/ faults/
+checkpoint/ report/
+faults/
 build
 run
 generate step resume

@@ -22,9 +22,9 @@ from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
+from nanomegatron.report.banner import expected_first_loss
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
-from nanomegatron.run import expected_first_loss
 from tests.spmd import run_spmd
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -365,7 +365,7 @@ def bad_steps(world: World, argv: list[str], folder: str) -> tuple[str, list[boo
         run.grads.grad_sync = grad_sync
         moments = [shard.exp_avg for shard in run.optimizer.shards]
         before = [x.clone() for x in (*run.grads.params, *moments, run.optimizer.good_steps)]
-        train.report(run, train.train_step(run))
+        run.report(train.train_step(run))
         after = [*run.grads.params, *moments, run.optimizer.good_steps]
         changed.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
         run.iteration += 1

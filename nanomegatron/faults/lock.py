@@ -24,12 +24,16 @@ from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import timestamp
-from nanomegatron.run import run_folder
 
 LOCK = "run.lock"
 DYING = 5.0  # seconds in which a predecessor that was killed is gone
 STALE = 60.0  # seconds for which NFS may remember that a file was not there
 HOST_BYTES = 64
+
+
+def run_folder(config: Config) -> Path:
+    """runs/NAME, where everything that a run writes is found."""
+    return Path("runs") / config.run.run_name
 
 
 def settings_in(folder: Path) -> Config | None:

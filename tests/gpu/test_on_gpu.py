@@ -16,7 +16,7 @@ from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.report.log import RunLog
-from nanomegatron.run import peak_memory, report
+from nanomegatron.report.steps import peak_memory
 from nanomegatron.tp import ColumnParallelLinear
 
 CUDA = torch.device("cuda", 0)
@@ -156,7 +156,7 @@ def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for step in steps:
-        report(run, step)
+        run.report(step)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 

@@ -1,0 +1,151 @@
+"""The first lines of a run: what runs, on what, and why."""
+
+import math
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nanomegatron.config.batch import stages
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config
+from nanomegatron.data.packing import Ranks
+from nanomegatron.dp import Buckets
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.flops import parameter_count, stage_layers
+from nanomegatron.mesh import Mesh
+from nanomegatron.ops.attention import choose_backend
+from nanomegatron.ops.kernels import why_not
+from nanomegatron.ops.paths import summary
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.memory import chunks_kept, describe, memory_of_ranks
+from nanomegatron.pp import Stages
+
+
+def banner(
+    config: Config,
+    mesh: Mesh,
+    model: Stages,
+    grads: Buckets,
+    peers: PeerAccess,
+    overlaps_tp: bool,
+    notes: list[str],
+) -> Iterator[str]:
+    """What runs on what. overlaps_tp: linear layers overlap their messages with matmuls. config: resolved."""
+    yield f"nanomegatron 0.1 | commit {commit()} | {machine_text(config, mesh)}"
+    yield from (f"note    {note}" for note in notes)
+    yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
+    machine = Machine(gpu=mesh.device.type == "cuda", kernels=not why_not(mesh.device))
+    yield f"memory  {describe(*memory_of_ranks(config, model.vocab_size, machine))}"
+    if sharding := grads.describe():
+        yield f"dp      {sharding}"
+    if mesh.pp.size > 1:
+        layers = stage_layers(config, model[0].padded_vocab_size)
+        ranks = (" + ".join(str(len(layers[stage])) for stage in stages) for stages in model.placed)
+        kept = " | ".join(map(str, chunks_kept(config)))
+        yield f"pp      {model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}"
+    if overlaps_tp and mesh.tp.size > 1:
+        yield f"tp      matmuls in pieces, sent by {peers.describe(mesh.tp)}"
+    gathers = config.model.num_experts and config.model.moe_token_dispatcher_type == "allgather"
+    if gathers and mesh.etp_ep.size > 1:
+        yield f"ep      tokens in blocks, sent by {peers.describe(mesh.etp_ep)}"
+    if mesh.cp.size > 1:
+        path = f" | rings by {peers.describe(mesh.cp, 'messages')}" * (mesh.device.type == "cuda")
+        yield f"cp      {cp_text(config)}{path}"
+    yield from kernel_lines(config, mesh.device)
+
+
+def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> Iterator[str]:
+    """Data and batches of a run that consumes so many samples, and the folder of its files."""
+    run, dp = config.run, config.parallel.data_parallel_size
+    sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), datasets, strict=True) if d]
+    yield f"data    {', '.join(sizes)} {batch_text(config)} | {run.train_iters} iterations | seed {run.seed}"
+    grows = [f"{size} from sample {start}" for start, size in stages(config.data, dp)]
+    if len(grows) > 1:
+        shown = [*grows[:3], "...", *grows[-2:]] if len(grows) > 6 else grows
+        yield f"batch   {', '.join(shown)} | {samples} samples in all"
+    yield f"files   {folder}/ | Ctrl-C saves and stops, the same command goes on from there"
+
+
+def commit() -> str:
+    """The checkout's commit, marked when there are changes; "unknown" outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def machine_text(config: Config, mesh: Mesh) -> str:
+    """Torch, device, ranks and layout."""
+    cuda, size = mesh.device.type == "cuda", mesh.world.size
+    device = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
+    backend = "no communication"
+    if size > 1:
+        backend = config.parallel.distributed_backend or ("nccl" if cuda else "gloo")
+    layout = " ".join(f"{axis.name}{axis.size}" for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.cp, mesh.ep))
+    ranks = f"{size} rank{'s' * (size > 1)}, {torch.get_num_threads()} threads"
+    return f"torch {torch.__version__} | {device} ({backend}) | {ranks} | {layout}"
+
+
+def model_text(config: Config, vocab_size: int, padded_vocab_size: int) -> str:
+    """Shape, parameters and type of the model, and the loss it begins with."""
+    model, precision = config.model, config.precision
+    fp8 = f", FP8 {precision.fp8_format} {precision.fp8_recipe}" if precision.fp8_format else ""
+    return (
+        f"{model.num_layers} layers, hidden {model.hidden_size}, vocab {vocab_size} -> {padded_vocab_size} | "
+        f"{parameter_count(model, vocab_size) / 1e6:.2f} M params, {config.dtype_name}{fp8} | "
+        f"expected first loss {expected_first_loss(model, vocab_size):.2f}, ln({vocab_size}) = "
+        f"{math.log(vocab_size):.2f} for equal odds"
+    )
+
+
+def expected_first_loss(model: TransformerConfig, vocab_size: int) -> float:
+    """Loss of fresh weights on any text: logits of a unit-variance state are normal with variance h * std^2.
+
+    log E[exp(normal)] adds half of that variance to the ln(vocab_size) of equal odds. Tied weights begin by
+    betting on the token just read: text that often repeats one (bytes: runs of spaces) starts lower.
+    """
+    return math.log(vocab_size) + model.hidden_size * model.init_method_std**2 / 2
+
+
+def cp_text(config: Config) -> str:
+    """How the cp ranks share rows, and how attention communicates in how many layers."""
+    model, parallel, total = config.model, config.parallel, config.model.num_layers
+    types = parallel.cp_types(total)
+    sizes = " x ".join(map(str, parallel.hierarchical_context_parallel_sizes))
+    how = {"p2p": "ring", "a2a": "heads", "allgather": "all keys", "a2a+p2p": f"heads, ring: {sizes}"}
+    counts = Counter(types).items()
+    parts = [f"{name} ({how[name]})" + f" in {n} of {total} layers" * (n < total) for name, n in counts]
+    gathered = sum("p2p" in name and w is not None for name, w in zip(types, model.windows, strict=True))
+    rest = f" | {gathered} of {total} layers with a window: keys gathered, no ring" * (gathered > 0)
+    return f"zigzag over {parallel.context_parallel_size} ranks by {', '.join(parts)}{rest}"
+
+
+def kernel_lines(config: Config, device: torch.device) -> Iterator[str]:
+    """Which ops have kernels here, and which attention is used."""
+    model, data = config.model, config.data
+    dtype = getattr(torch, config.dtype_name)
+    core = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
+    documents = data.reset_attention_mask or data.variable_seq_lengths
+    if core == "fused" and (documents or any(w is not None for w in model.windows)):
+        core += ", flash for windows and documents"
+    yield f"kernels {summary(device, model)} | attention {core}"
+    if model.attention_dropout and core != "unfused":
+        yield "note    the fused kernel's attention dropout depends on the layout; unfused does not"
+
+
+def batch_text(config: Config) -> str:
+    """What a global batch is made of."""
+    data, dp = config.data, config.parallel.data_parallel_size
+    micro, batch = data.micro_batch_size, data.global_batch_size
+    if not data.variable_seq_lengths:
+        each = f"{micro} x {batch // micro // dp} microbatches x dp {dp}"
+        return f"samples of {data.seq_length} tokens | batch {batch} = {each}"
+    ranks = Ranks.of(config)
+    groups = " or ".join(map(str, ranks.sizes))
+    packs = f"in packs of up to {ranks.room(1)} tokens a rank, each on {groups} of dp {dp} x cp {ranks.cp}"
+    return f"documents of up to {data.seq_length} tokens | batch {batch} {packs}"

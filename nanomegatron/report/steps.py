@@ -1,0 +1,173 @@
+"""The numbers of a step, from the device to the log, without the host ever waiting for the step it launches.
+
+train_step t      device tensors -> one copy to pinned memory, in flight          StepReport
+train_step t+1    launched
+report t          the copy has arrived: log line, stop flags, bad steps           on every rank alike
+"""
+
+import math
+import resource
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron import comm
+from nanomegatron.config.settings import Config
+from nanomegatron.dp import Buckets
+from nanomegatron.flops import CONVENTIONS, device_peak, flops_per_iteration, mfu
+from nanomegatron.mesh import Mesh
+from nanomegatron.optim import Optimizer, StepStats
+from nanomegatron.pp import Stages
+from nanomegatron.report.counters import ExpertLoad, Fp8Stats
+from nanomegatron.report.log import RunLog
+from nanomegatron.report.timers import Clock, Timers
+from nanomegatron.report.trace import Tracer
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of an iteration, `first` to `end` (exclusive), and how many have which length in tokens."""
+
+    iteration: int
+    first: int
+    end: int
+    lengths: Counter[int]  # whole documents count without padding
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+    @property
+    def tokens(self) -> int:
+        """Masked ones too, but no padding."""
+        return sum(length * n for length, n in self.lengths.items())
+
+
+class StepReport:
+    """The numbers of one step, on their way to the host."""
+
+    def __init__(
+        self,
+        batch: GlobalBatch,
+        shared: torch.Tensor,
+        stats: StepStats,
+        extras: dict[str, torch.Tensor],
+        clock: Clock,
+        timed: list[tuple[str, Clock]],
+        traffic: Counter,
+    ) -> None:
+        """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks.
+
+        extras: further numbers for the log, 0-d, or tables of counters.py. traffic: what this rank has
+        communicated in the step.
+        """
+        numbers = dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True))
+        numbers |= vars(stats) | extras
+        self.batch, self.part_norms, self.names = batch, numbers.pop("part_norms"), list(numbers)
+        self.shapes = [number.shape for number in numbers.values()]
+        values = torch.cat([number.double().flatten() for number in numbers.values()])
+        self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
+        self.values.copy_(values, non_blocking=True)
+        self.clock, self.timed, self.traffic = clock.stop(), timed, dict(traffic)
+
+    def read(self) -> tuple[float, dict[str, Any]]:
+        """Milliseconds, and the numbers by name; waits for the end of the step."""
+        milliseconds = self.clock.milliseconds()  # waits
+        values = self.values.split([shape.numel() for shape in self.shapes])
+        lists = [x.view(shape).tolist() for x, shape in zip(values, self.shapes, strict=True)]
+        return milliseconds, dict(zip(self.names, lists, strict=True))
+
+
+class Reporter:
+    """What observes the steps of a run, and the log of what they report."""
+
+    def __init__(
+        self, config: Config, mesh: Mesh, log: RunLog, model: Stages, grads: Buckets, optimizer: Optimizer
+    ) -> None:
+        run = config.run
+        self.config, self.mesh, self.log, self.grads = config, mesh, log, grads
+        self.part_names, self.padded_vocab_size = optimizer.part_names, model[0].padded_vocab_size
+        self.timers = Timers(run.timing_log_level, run.timing_log_option, mesh.device)
+        folder = Path(run.trace_dir) if run.trace_dir else None
+        self.tracer = Tracer(mesh, folder, run.trace_iterations, self.timers, log.attempt)
+        self.fp8_stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if run.log_fp8_stats else None
+        self.expert_load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
+
+    def report(self, step: StepReport, skipped_samples: int) -> tuple[bool, bool]:
+        """Read and log one step's numbers; returns whether ranks were signalled, and are out of time."""
+        run, log, batch = self.config.run, self.log, step.batch
+        milliseconds, numbers = step.read()
+        signalled, out_of_time, finite = (numbers.pop(x) for x in ("signalled", "out_of_time", "finite"))
+        if not finite:
+            self.name_bad_step(step, numbers["lm_loss"], numbers["grad_norm"])
+            numbers["next_lr"] = numbers["lr"]  # a bad step holds the schedule
+        if (table := numbers.pop("fp8", None)) is not None:
+            log.details("fp8", batch.iteration, batch.end, self.fp8_stats.by_name(table))
+        if (table := numbers.pop("experts", None)) is not None:
+            numbers |= self.expert_load.means(table)
+            if run.moe_per_layer_logging:
+                log.details("experts", batch.iteration, batch.end, self.expert_load.by_name(table))
+        log.step(
+            {
+                "iteration": batch.iteration,
+                "consumed_samples": batch.end,
+                "global_batch_size": batch.size,
+                **numbers,
+                **rates(self.config, self.mesh, self.padded_vocab_size, batch.lengths, milliseconds / 1e3),
+                "skipped": int(not finite),
+                "skipped_samples": skipped_samples,
+                "peak_mem_gib": (peak_memory(self.mesh.device) + self.grads.shared_bytes) / 2**30,
+            }
+        )
+        self.timers.add(step.timed)
+        if batch.iteration % run.log_interval == 0:
+            with log.attempt("timers"):
+                if self.timers.level:
+                    log.line(self.timers.text(self.mesh.world))
+            with log.attempt("traffic"):
+                for line in comm.ledger(step.traffic) if run.log_comm else ():
+                    log.line(f"comm    {line}")
+        return bool(signalled), bool(out_of_time)
+
+    def name_bad_step(self, step: StepReport, loss: float, norm: float) -> None:
+        """Warn of a step that was not finite: each rank names the first of its own bad gradients."""
+        batch, names = step.batch, zip(self.part_names, step.part_norms.tolist(), strict=True)
+        bad = next((name for name, value in names if not math.isfinite(value)), None)
+        if self.log.is_main or bad:
+            self.log.warn(
+                f"step {batch.iteration} (samples {batch.first} to {batch.end - 1}): loss {loss}, gradient "
+                f"norm {norm}, first bad gradient {bad or 'on another rank'}; the step changed nothing"
+            )
+
+
+def rates(
+    config: Config, mesh: Mesh, padded_vocab_size: int, lengths: Counter[int], seconds: float
+) -> dict[str, float | None]:
+    """The speed of steps of such sequences in `seconds`, in every unit that is logged."""
+    model, world, peak = config.model, mesh.world.size, None
+    if mesh.device.type == "cuda":
+        peak = device_peak(torch.cuda.get_device_name(mesh.device), config.dtype_name)
+    flops = {
+        c: sum(flops_per_iteration(model, padded_vocab_size, length, n, c) for length, n in lengths.items())
+        for c in CONVENTIONS
+    }
+    headline, *others = (flop / seconds / world / 1e12 for flop in flops.values())
+    result = {
+        "step_time_ms": 1e3 * seconds,
+        "tokens_per_s": sum(length * n for length, n in lengths.items()) / seconds,
+        "tflops_per_gpu": headline,
+        "mfu": mfu(flops[CONVENTIONS[0]], seconds, world, peak),
+    }
+    if config.run.log_throughput:
+        result |= {f"tflops_per_gpu_{c}": x for c, x in zip(CONVENTIONS[1:], others, strict=True)}
+    return result
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest memory so far in bytes: of the allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
