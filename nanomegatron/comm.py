@@ -269,6 +269,17 @@ def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
     return bool(all_reduce_(torch.tensor(float(flag), device=device), axis).item())
 
 
+def all_gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
+    """Every rank's text, in the order of the axis, as bytes of a length that is gathered first. Waits."""
+    data = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=device)
+    sizes = all_gather(torch.tensor([len(data)], device=device), axis).tolist()
+    if not any(sizes):
+        return [""] * len(sizes)
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+    rows = all_gather(padded[None], axis).tolist()
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 def barrier(axis: Axis) -> None:
     """Return when every rank of the axis has come here."""
     if axis.size > 1:

@@ -53,7 +53,7 @@ from nanomegatron.checkpoint.manifest import (
     shard_name,
     to_json,
 )
-from nanomegatron.comm import all_gather, all_reduce
+from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
@@ -265,7 +265,8 @@ def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[d
     Only its manifest is looked at: `load` may find other files damaged and go back further.
     """
     found, _ = _on_all_ranks(mesh, _first_manifest if mesh.world.rank == 0 else None, Path(root), step)
-    text = _texts(json.dumps([found.state, found.config]) if found else "", mesh)[0]
+    text = json.dumps([found.state, found.config]) if found else ""
+    text = all_gather_text(text, mesh.world, mesh.device)[0]
     return tuple(json.loads(text)) if text else None
 
 
@@ -284,7 +285,8 @@ def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Mani
     if errors:
         raise CheckpointError(f"{root}: {errors[0]}")
     names = json.dumps({i: path.name for i, path in (folders or {}).items()})
-    found = {int(i): name for i, name in json.loads(_texts(names, mesh)[0]).items()}
+    names = all_gather_text(names, mesh.world, mesh.device)[0]
+    found = {int(i): name for i, name in json.loads(names).items()}
     if step is not None and step not in found:
         raise CheckpointError(f"{root} has no iteration {step}; it has {sorted(found) or 'none'}")
     bad: list[str] = []
@@ -361,17 +363,5 @@ def _on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, l
         result = work(*args) if work else None
     except Exception as caught:  # whatever it is, the other ranks wait to hear of it
         error = describe(caught)
-    lines = [line for text in _texts(error, mesh) for line in text.splitlines()]
+    lines = [line for text in all_gather_text(error, mesh.world, mesh.device) for line in text.splitlines()]
     return result, list(dict.fromkeys(lines))
-
-
-def _texts(text: str, mesh: Mesh) -> list[str]:
-    """Every rank's text, in rank order."""
-    data = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=mesh.device)
-    sizes = all_gather(torch.tensor([len(data)], device=mesh.device), mesh.world).tolist()
-    if not any(sizes):
-        return [""] * len(sizes)
-    padded = data.new_zeros(max(sizes))
-    padded[: len(data)] = data
-    rows = all_gather(padded, mesh.world).cpu().chunk(len(sizes))
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]

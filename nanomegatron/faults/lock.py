@@ -19,7 +19,7 @@ from typing import TextIO
 
 import torch
 
-from nanomegatron.comm import all_gather, all_reduce
+from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh
@@ -28,7 +28,6 @@ from nanomegatron.report.log import timestamp
 LOCK = "run.lock"
 DYING = 5.0  # seconds in which a predecessor that was killed is gone
 STALE = 60.0  # seconds for which NFS may remember that a file was not there
-HOST_BYTES = 64
 
 
 def run_folder(config: Config) -> Path:
@@ -138,22 +137,20 @@ def not_seen(folders: dict[str, Path], number: int, mesh: Mesh) -> list[str]:
     """A message for each folder, by flag, in which a rank does not find rank 0's number."""
     end = time.monotonic() + STALE
     seen = [_sees(folder / LOCK, f", run {number}\n", end) for folder in folders.values()]
-    host = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES)
-    row = torch.tensor([*host, *seen], dtype=torch.uint8, device=mesh.device)
-    rows = all_gather(row, mesh.world).view(mesh.world.size, -1).tolist()
-    hosts = [bytes(row[:HOST_BYTES]).decode().strip() for row in rows]
+    text = f"{socket.gethostname()} {''.join(str(int(found)) for found in seen)}"
+    rows = [text.split(" ") for text in all_gather_text(text, mesh.world, mesh.device)]
     errors = []
     for i, (name, folder) in enumerate(folders.items()):
         blind: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
-            if not row[HOST_BYTES + i]:
-                blind.setdefault(hosts[rank], []).append(rank)
+        for rank, (host, found) in enumerate(rows):
+            if found[i] == "0":
+                blind.setdefault(host, []).append(rank)
         places = ", ".join(f"{host} (rank {' '.join(map(str, ranks))})" for host, ranks in blind.items())
         fix = "give --save a folder that all machines share"
         if name.startswith("--run-name"):
             fix = "start in a folder that all machines share, or give --run-folder-per-host"
         if blind:
-            errors.append(f"{name}: {folder} of rank 0 on {hosts[0]} is not the one on {places}; {fix}")
+            errors.append(f"{name}: {folder} of rank 0 on {rows[0][0]} is not the one on {places}; {fix}")
     return errors
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanomegatron.comm import all_gather, all_reduce_
+from nanomegatron.comm import all_gather_text, all_reduce_
 from nanomegatron.config.settings import TransformerConfig
 from nanomegatron.fp8 import E4M3, OF_TENSORS, ROLES, Cast, Scales
 from nanomegatron.mesh import Axis, Mesh
@@ -59,7 +59,8 @@ class Fp8Stats:
 
     def __init__(self, scales: Scales, world: Axis, pp: Axis) -> None:
         self.scales, self.world, self.device = scales, world, scales.history.device
-        names = _gather_names([*scales.layers], pp, self.device)
+        texts = all_gather_text("\n".join(scales.layers), pp, self.device)
+        names = [text.splitlines() for text in texts]
         self.names = [name for stage in names for name in stage]
         first = len(ROLES) * sum(map(len, names[: pp.rank]))
         self.mine = slice(first, first + len(ROLES) * len(scales.layers))
@@ -108,15 +109,6 @@ class Fp8Stats:
         tensors = [f"{name.removesuffix('.weight')}/{role}" for name in self.names for role in ROLES]
         rows = zip(tensors, table, strict=True)
         return {f"{t}/{kind}": x for t, row in rows for kind, x in zip(KINDS, row, strict=True)}
-
-
-def _gather_names(mine: list[str], pp: Axis, device: torch.device) -> list[list[str]]:
-    """The names of every rank of the pipeline, as bytes of equal length."""
-    text = torch.tensor([*"\n".join(mine).encode()], dtype=torch.uint8, device=device)
-    length = int(all_gather(torch.tensor([len(text)], device=device), pp).max())
-    padded = torch.nn.functional.pad(text, (0, length - len(text)))
-    rows = all_gather(padded[None], pp).tolist()
-    return [bytes(row).rstrip(b"\0").decode().splitlines() for row in rows]
 
 
 class ExpertLoad:
