@@ -180,7 +180,7 @@ def new_row(
 
 def beforehand(config: Config, sitting: bench_parallel.Sitting) -> dict:
     """Memory by plan/memory.py, and how long a step of one row may take."""
-    parts = memory(config, config.data.vocab_size, sitting.machine)
+    parts = memory(config, config.data.vocab_size, sitting.planned_on)
     flops = flops_per_iteration(config.model, config.data.vocab_size, config.data.seq_length, 1)
     again = 4 / 3 if config.model.recompute_granularity == "full" else 1
     speed = sitting.world.size * GUESS * (sitting.peak or math.inf)

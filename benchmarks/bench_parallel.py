@@ -76,7 +76,6 @@ class Sitting:
     def __init__(self, args: argparse.Namespace, world: World) -> None:
         self.args, self.device, self.begin = args, pick_device("auto", world), time.monotonic()
         self.cuda = self.device.type == "cuda"
-        self.machine = Machine(gpu=self.cuda, kernels=not why_not(self.device))
         if self.cuda:
             torch.cuda.set_device(self.device)
         self.mesh = Mesh.build(ParallelConfig(distributed_timeout_minutes=4), world, self.device)
@@ -100,6 +99,11 @@ class Sitting:
             "contenders": {},
             "phases": [],
         }
+
+    @property
+    def planned_on(self) -> Machine:
+        """What the planner has to know of this machine."""
+        return Machine(gpu=self.cuda, kernels=not why_not(self.device))
 
     def run(self, phase: Phase) -> None:
         """Build, warm up, time, profile and free the contenders of a phase."""
@@ -180,7 +184,7 @@ class Sitting:
             turns=[],
         )
         if "ours" in contender.builds:
-            parts = memory(config, config.data.vocab_size, self.machine)
+            parts = memory(config, config.data.vocab_size, self.planned_on)
             told["predicted_gib"] = {"sum": gib(sum(parts.values())), **{k: gib(v) for k, v in parts.items()}}
         return self.result["contenders"].setdefault(contender.name, told)
 

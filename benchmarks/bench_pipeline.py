@@ -104,7 +104,7 @@ class Sitting(bench_parallel.Sitting):
         """As there, with the memory predicted for every rank."""
         told = super().entry(contender)
         if "predicted_gib" in told and isinstance(contender, Pipelined):
-            parts = memory_of_ranks(contender.config, contender.config.data.vocab_size, self.machine)
+            parts = memory_of_ranks(contender.config, contender.config.data.vocab_size, self.planned_on)
             told["predicted_gib_of_ranks"] = [gib(sum(part.values())) for part in parts]
         return told
 
