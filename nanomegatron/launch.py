@@ -5,13 +5,13 @@
 Ranks come from a fork server, so one starts in milliseconds, and no thread pool is ever forked: a rank forked
 from a process that has computed with threads hangs. They meet through a file in a temporary folder and talk
 over the loopback interface. If one fails the others are stopped, and none outlives the launcher, which has
-seen who failed first.
+seen who failed first. Where the system has no fork, each rank is a new interpreter, which takes seconds.
 """
 
+import importlib
 import math
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -44,10 +44,8 @@ def launch(
     with `threads` threads (the cores, shared out). `blame(rank, codes, what)` hears at the end which failed
     first, and in words how; a rank that ends with one of the codes `fine` has not.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "torch", "nanomegatron.launch"])
+    context = _context()
     threads = threads or max(1, (os.cpu_count() or 1) // nproc)
-    _start_server()
     with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder:
         places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
         ranks = [
@@ -69,18 +67,25 @@ def launch(
     return codes
 
 
-def _start_server() -> None:
-    """Start the fork server deaf to SIGTERM, which a scheduler sends to a whole process group.
+def _context() -> multiprocessing.context.BaseContext:
+    """What starts processes: a fork server, where there is fork.
 
-    The launcher learns from the server how ranks end, and would take all of them for dead without it.
+    The server ignores SIGTERM, which a scheduler sends to a whole process group: the launcher learns from it
+    how ranks end, and would take all of them for dead without it.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGTERM, old)
+        context = multiprocessing.get_context("forkserver")
+        server = importlib.import_module("multiprocessing.forkserver")
+    except (ValueError, ImportError):
+        return multiprocessing.get_context("spawn")
+    context.set_forkserver_preload(["__main__", "torch", "nanomegatron.launch"])
+    if threading.current_thread() is threading.main_thread():
+        old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            server.ensure_running()
+        finally:
+            signal.signal(signal.SIGTERM, old)
+    return context
 
 
 def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:

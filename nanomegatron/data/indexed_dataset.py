@@ -16,7 +16,6 @@ sizes of the files when a pair is opened.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -25,9 +24,14 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # it is Unix's
+    fcntl = None
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -56,11 +60,9 @@ class IndexedDatasetBuilder:
         self._lengths, self._documents = array("i"), array("q", [0])
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(self.prefix + ".bin.tmp", "ab")  # noqa: SIM115
-        try:
-            fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock_file(self._bin, wait=False):
             self._bin.close()
-            raise ValueError(f"{self.prefix}: another process is writing it") from None
+            raise ValueError(f"{self.prefix}: another process is writing it")
         self._bin.truncate(0)
 
     def __enter__(self) -> "IndexedDatasetBuilder":
@@ -315,10 +317,24 @@ def file_hash(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def file_lock(path: str | Path) -> Iterator[None]:
-    """Hold `path` alone among the processes that ask; the system lets go of it when a process dies."""
+    """Hold `path` among the processes that ask; the system releases it when a process dies."""
     with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file)
         yield
+
+
+def lock_file(file: IO, wait: bool = True) -> bool:
+    """Lock a file until it is closed; False where another process holds it and one is not to wait.
+
+    A system without such locks lets everybody pass; a file system without raises OSError.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric
 
 from nanomegatron.comm import Pending, start_shift
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.fast.peer_memory import PeerMemory, PeerRing
+from nanomegatron.fast.peer_memory import PeerMemory, PeerRing, symmetric
 from nanomegatron.mesh import Axis, Mesh
 
 Groups = list[tuple[int, ...]]  # of one axis: world ranks
@@ -105,6 +104,8 @@ def peer_access_errors(
     (everyone,) = axes["world"]
     if device.type != "cuda" or len(everyone) == 1:
         return dict.fromkeys(axes, "no GPU")
+    if symmetric is None:
+        return dict.fromkeys(axes, "torch has no symmetric memory")
     world = communicators[everyone]
     gpus = [Gpu(*row) for row in _gather(_here(device), world, device)]
     errors = {name: _first_obstacle(name, groups, gpus) for name, groups in axes.items()}

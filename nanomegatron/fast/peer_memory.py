@@ -26,7 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed._symmetric_memory as symmetric
+
+try:
+    import torch.distributed._symmetric_memory as symmetric
+except ImportError:  # it is torch's own business, and may go
+    symmetric = None
 
 from nanomegatron.comm import Legs, Pending, count
 from nanomegatron.mesh import Axis

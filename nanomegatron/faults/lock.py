@@ -8,7 +8,6 @@ however it ends (on NFS a machine that is lost, when its lease is over), so the 
 rank then looks for the number of this run in them.
 """
 
-import fcntl
 import os
 import secrets
 import socket
@@ -22,6 +21,7 @@ import torch
 from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.config.settings import Config
+from nanomegatron.data.indexed_dataset import lock_file
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import timestamp
 
@@ -124,9 +124,7 @@ def lock(
 def _locked(file: TextIO, notes: list[str] | None) -> bool:
     """Lock a file, if no other process holds it; where its file system has no locks, a note says so."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return lock_file(file, wait=False)
     except OSError as error:
         if notes is not None:
             notes.append(f"{file.name}: no locks here ({error}); two runs in this folder would not notice it")

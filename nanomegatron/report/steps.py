@@ -6,13 +6,17 @@ report t          the copy has arrived: log line, stop flags, bad steps         
 """
 
 import math
-import resource
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+try:
+    import resource
+except ImportError:  # it is Unix's
+    resource = None
 
 from nanomegatron import comm
 from nanomegatron.config.settings import Config
@@ -170,4 +174,4 @@ def peak_memory(device: torch.device) -> int:
     """Largest memory so far in bytes: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if resource else 0
