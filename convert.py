@@ -30,15 +30,13 @@ import torch
 
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
 from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, read_manifest, sync
-from nanomegatron.checkpoint.hf import Folder, places
+from nanomegatron.checkpoint.hf import Folder, model_parts, places
 from nanomegatron.checkpoint.manifest import DTYPES, Manifest
 from nanomegatron.config.cli import build, from_toml, to_toml
 from nanomegatron.config.hf import to_hf
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.model import GPTModel
-from nanomegatron.param import Init
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 HEADER = ".header"  # hf/NAME.header: the bytes of the weight file NAME before its first tensor
@@ -86,10 +84,9 @@ def main(argv: list[str] | None = None) -> int:
 def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> Iterator[str]:
     """Write the checkpoint of a Hugging Face folder into `temporary`, to be called `target`; yields notes."""
     there = Folder(source)
-    config, init = build(there.settings), Init(device=torch.device("meta"))
-    vocab_size, positions = config.data.vocab_size, config.model.max_position_embeddings
-    model = GPTModel(config.model, vocab_size=vocab_size, max_sequence_length=positions, init=init)
-    parts = [part for param in model.parameters() for part in param.spec.parts]
+    config = build(there.settings)
+    vocab_size = config.data.vocab_size
+    parts = model_parts(config.model, vocab_size)
     found = there.match(parts)
     ours = {f"model/{p.name}": found[p.name].ours(there.tensors[found[p.name].name]) for p in parts}
     rest = there.tensors.keys() - {place.name for place in found.values()}

@@ -137,10 +137,7 @@ def ours(folder, tp: Axis | None = None, dtype=torch.float32, experts=None, **ch
     sizes = dict(vocab_size=config.data.vocab_size, max_sequence_length=config.model.max_position_embeddings)
     stage = Stage(experts=experts or MoeAxes())
     model = GPTModel(config.model, **sizes, tp=tp, init=Init(dtype=dtype), stage=stage)
-    whole = GPTModel(config.model, **sizes, init=Init(device=torch.device("meta")))
-    hf.load_weights(
-        folder, list(model.parameters()), (part for p in whole.parameters() for part in p.spec.parts)
-    )
+    hf.load_weights(folder, model.parameters(), config.model, config.data.vocab_size)
     return model
 
 

@@ -189,7 +189,7 @@ def test_weights_are_cast_and_it_is_said(folders, tmp_path):
     _, folder = folders("llama")
     config = build(read_folder(folder)[1])
     model = GPTModel(config.model, vocab_size=VOCAB, max_sequence_length=64, init=Init(dtype=torch.bfloat16))
-    assert hf.load_weights(folder, list(model.parameters())) == ["weights cast from float32"]
+    assert hf.load_weights(folder, model.parameters(), config.model, VOCAB) == ["weights cast from float32"]
     full = ours(folder)
     for half, whole in zip(model.parameters(), full.parameters(), strict=True):
         assert torch.equal(half, whole.bfloat16())

@@ -13,15 +13,19 @@ head by head. Files are mapped into memory: a rank that copies its slice of a te
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanomegatron.checkpoint.upcycle import dense_source
+from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import read_folder
-from nanomegatron.param import Part
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.model import GPTModel
+from nanomegatron.param import Init, Part
 
 LLAMA = """
 embedding.word_embeddings                       model.embed_tokens
@@ -201,29 +205,52 @@ def weight_files(folder: Path) -> list[str]:
     )
 
 
+def model_parts(config: TransformerConfig, vocab_size: int) -> list[Part]:
+    """The parts of all parameters of a whole model, without memory for its weights."""
+    model = GPTModel(
+        replace(config, attention_backend="auto"),  # the run's may want a device
+        vocab_size=vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        init=Init(device=torch.device("meta")),
+    )
+    return [part for param in model.parameters() for part in param.spec.parts]
+
+
 def load_weights(
     folder: str | Path,
-    params: Sequence[torch.nn.Parameter],
-    whole: Iterable[Part] | None = None,
-    source: Callable[[str], tuple[str, bool] | None] = lambda name: (name, False),
+    params: Iterable[torch.nn.Parameter],
+    config: TransformerConfig,
+    vocab_size: int,
+    upcycling: bool = False,
 ) -> list[str]:
     """Fill the parameters from a Hugging Face folder, each rank its slices; returns notes for the user.
 
-    whole: the parts of the whole model, where the parameters are those of a stage or of some of the experts.
-    source(name): the tensor of `whole` that a part is made of, and whether it is transposed; None: it stays.
-    Nothing is communicated.
+    config, vocab_size: of the whole model, of which the parameters may be a stage or some experts. upcycling:
+    the folder's model is the same without experts. Nothing is communicated.
     Raises ValueError, before anything is filled, with all that does not fit.
     """
     there, types = Folder(folder), set()
-    parts = (part for param in params for part in param.spec.parts)
-    found = there.match(parts if whole is None else whole)
+    if upcycling and there.settings.get("num_experts"):
+        raise ValueError(f"--moe-use-upcycling: {folder} has experts; leave it out")
+    whole = model_parts(replace(config, num_experts=None) if upcycling else config, vocab_size)
+    found = there.match(whole)
     for param in params:
         for part in param.spec.parts:
-            if (made_of := source(part.name)) is None:
+            if (source := dense_source(part.name) if upcycling else (part.name, False)) is None:
                 continue
-            place, transposed = found[made_of[0]], made_of[1]
-            theirs = there.tensors[place.name]
-            ours = place.ours(theirs)
+            name, transposed = source
+            theirs = there.tensors[found[name].name]
+            ours = found[name].ours(theirs)
             part.view(param.detach()).copy_(part.of(ours.t() if transposed else ours))
             types |= {str(theirs.dtype).removeprefix("torch.")} if theirs.dtype != param.dtype else set()
-    return [f"weights cast from {dtype}" for dtype in sorted(types)]
+    return [f"weights cast from {dtype}" for dtype in sorted(types)] + config_mismatches(there, config)
+
+
+def config_mismatches(there: Folder, config: TransformerConfig) -> list[str]:
+    """Settings that the weights of a folder fit, but were not trained with."""
+    free = {"init_method_std", "max_position_embeddings"}
+    return [
+        f"{flag(name)} {getattr(config, name)}: {there.path} was trained with {value}"
+        for name, value in there.settings.items()
+        if name in vars(config) and name not in free and getattr(config, name) != value
+    ]

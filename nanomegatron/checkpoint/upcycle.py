@@ -14,10 +14,12 @@ of the roots of this number for both layers), and the model begins near the dens
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from nanomegatron.checkpoint.files import Piece
 from nanomegatron.config.settings import TransformerConfig
 
 
@@ -27,6 +29,21 @@ def dense_source(name: str) -> tuple[str, bool] | None:
         return None
     found = re.sub(r"\.mlp\.experts\.\d+\.", ".mlp.", name)
     return found.removesuffix("_t"), found.endswith("_t")
+
+
+def dense_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same memory, as pieces of the dense model that it is to be filled from."""
+    found = []
+    for piece in pieces:
+        source = dense_source(piece.key) if piece.key.startswith("model/") else (piece.key, False)
+        if source is None:
+            continue
+        piece = replace(piece, key=source[0])
+        if source[1]:
+            shape, offset = piece.shape[::-1], piece.offset[::-1]
+            piece = replace(piece, shape=shape, offset=offset, data=piece.data.t())
+        found.append(piece)
+    return found
 
 
 def sum_of_weights(config: TransformerConfig) -> tuple[float, bool]:
