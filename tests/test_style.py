@@ -401,6 +401,25 @@ def test_sources_are_found():
     assert {"config.settings", "mesh", "fast.pieces"} <= {s.module for s in PACKAGE}
 
 
+def test_fast_files_name_what_they_equal_and_what_they_gain():
+    """The first line names the form of the core, which exists; further down stands a file of results."""
+    fast = [s for s in PACKAGE if entry(s.module) == "fast/" and s.stem != "__init__"]
+    none(f"{s.name}:1 {why}" for s in fast if (why := lacks(ast.get_docstring(s.tree) or "")))
+
+
+def lacks(docstring: str) -> str:
+    """What the docstring of a file of fast/ does not say; "" if all is there."""
+    first = re.match(r"Same result as `(\w+)\.(\w+)", docstring)
+    if not first:
+        return "does not open with Same result as `<core function>`"
+    core = next((s for s in PACKAGE if s.module == first[1]), None)
+    names = [n.name for n in core.functions + core.classes] if core else []
+    if first[2] not in names:
+        return f"{first[1]}.{first[2]} is nothing in the core"
+    files = re.findall(r"benchmarks/results/[\w.-]+\.jsonl?", docstring)
+    return "" if files and all((ROOT / f).is_file() for f in files) else "names no file of results"
+
+
 def test_little_must_be_opened_to_read_a_part():
     """Core modules that one reaches by imports; config/ and ops/ apart, and these are at most 8 together."""
     graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}

@@ -1,4 +1,6 @@
-"""Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
+"""Same result as `comm.start_all_gather` and its like, by copy engines that write into each other's GPUs.
+
+Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
 
 `PeerMemory` is for activations, which tp ranks send as they are made; in a `PeerRing` for keys and values,
 which cp ranks send each other. `PeerShards` further below is for the flat gradients and parameters of data
@@ -19,6 +21,9 @@ met in call n + 1 knows that nobody writes into a slot in the name of call n any
 n + 2, which comes after that meeting, may write into the slot of call n, here and on the peers, before it
 meets, if what call n brought is not needed after the meeting of call n + 1: with more slots, so many calls
 later. This asks of the ranks what every collective asks: the same calls in the same order, of the same sizes.
+
+Gain: on 4 H200 a tp layer's gather and matmul in 1.53 ms where NCCL before it takes 2.06
+(benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A gather or a reduce-scatter in blocks, one of each rank, for who works on them one after the other.
+"""Same result as `comm.all_gather` and `comm.reduce_scatter`, in blocks of the ranks, for work block by block.
 
     rank 0 of 4    gather_pieces                         scatter_pieces
 
@@ -12,6 +12,8 @@ and rounds once. That may be as late as the sum is wanted. The copies are made b
 GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each other's memory, and on CPUs, whole collectives run
 beside the work, and sum in the blocks' type. So they do without `peers`: several calls at once would have to
 take turns in peer memory.
+
+Gain: what `tp_overlap.py` and `moe_pieces.py` measure with it (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """
 
 from collections.abc import Callable
