@@ -14,8 +14,8 @@ Delayed scaling knows the scales before: its casts are fused into the norm, the 
 Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With the other recipes the
 results are equal to the bit.
 
-Gain: of the tensors that linear layers read, half the memory for the backward, and no pass for the cast: on an
-H200 sum, norm and cast take 124 us in one kernel, SwiGLU and cast 173 us at 96 % of a copy's bandwidth
+Gain: of the tensors that linear layers read, half the memory for the backward, and no pass for the cast: on
+an H200 sum, norm and cast take 124 us in one kernel, SwiGLU and cast 173 us at 96 % of a copy's bandwidth
 (benchmarks/results/2026-11-21-kernels-fused-fp8.json).
 """
 

@@ -1,4 +1,4 @@
-"""Same result as `comm.all_gather` and `comm.reduce_scatter`, in blocks of the ranks, for work block by block.
+"""Same result as `comm.all_gather` and `comm.reduce_scatter`, in blocks of the ranks, to work on one by one.
 
     rank 0 of 4    gather_pieces                         scatter_pieces
 
@@ -13,7 +13,7 @@ GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each other's memory, and o
 beside the work, and sum in the blocks' type. So they do without `peers`: several calls at once would have to
 take turns in peer memory.
 
-Gain: what `tp_overlap.py` and `moe_pieces.py` measure with it (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
+Gain: that of `tp_overlap.py` and `moe_pieces.py` (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ reach each other's memory, and on CPUs, the pieces are sent by collectives: the 
 hides part of the gather, that of the second half of every block hides part of the reduce-scatter, whose sum
 is then made in x's type.
 
-Gain: the four linear layers of a Llama-3-8B block on 4 H200, 8192 rows, bf16: forward 1.21 ms for the matmuls,
+Gain: four linear layers of a Llama-3-8B block on 4 H200, 8192 rows, bf16: forward 1.21 ms for the matmuls,
 2.06 with NCCL before or behind them, 1.53 in pieces; with backward 3.86, 6.30 and 4.80 ms
 (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 Left over are smaller matmuls that fit the GPU less well, the sum, and for qkv and o copies that take longer
