@@ -47,6 +47,7 @@ from nanomegatron.faults.exit import (
 from nanomegatron.faults.lock import claim, run_folder, settings_in
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.flops import bits_per_byte
+from nanomegatron.generate import prompts_of, show_sample
 from nanomegatron.launch import launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
@@ -63,7 +64,6 @@ from nanomegatron.report.timers import Clock
 from nanomegatron.resume import data_samples, load_checkpoint, save_checkpoint
 from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run, due
-from nanomegatron.sample import prompts_of, show_sample
 from nanomegatron.step import (
     build_loaders,
     forward_microbatch,
@@ -374,7 +374,8 @@ def finish(run: Run) -> int:
     if run.preempted:
         text = f"stopped by {run.stop} after step {run.iteration}; the same command goes on from there"
         return preempted(log, text, iteration=run.iteration)
-    show_sample(run)
+    if not config.data.mock_data:
+        show_sample(run.model, run.tokenizer, config.run.seed, run.mesh, log)
     pictures = {"loss.png": plot_loss}
     if config.run.moe_per_layer_logging:
         pictures["experts.png"] = plot_experts
@@ -382,7 +383,7 @@ def finish(run: Run) -> int:
         with log.attempt(name):
             if picture := draw(log.folder, log.line):
                 log.line(f"picture {picture}")
-    prompt = prompts_of(run)[0]
+    prompt = prompts_of(run.tokenizer)[0]
     log.line(f"next    python -m nanomegatron.generate --load {config.checkpoint.save} --prompt {prompt}")
     log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE

@@ -37,9 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanomegatron.attention import Cache
-from nanomegatron.batch import Batch
-from nanomegatron.comm import Pending, broadcast_, start_receive, start_send
+from nanomegatron.comm import Pending, start_receive, start_send
 from nanomegatron.fp8 import Scales
 from nanomegatron.mesh import Axis, Link, Mesh
 from nanomegatron.model import GPTModel
@@ -62,8 +60,7 @@ Lists = list[list[Op]]
 class Stages(nn.ModuleList):
     """The chunks of the model that this rank holds, in the order of the model, and how they are run.
 
-    Without the other arguments the whole model on one rank. `logits` etc. communicate with the other ranks of
-    the pipeline, which must call them alike.
+    Without the other arguments the whole model on one rank.
     """
 
     def __init__(
@@ -110,24 +107,6 @@ class Stages(nn.ModuleList):
         """Of every message."""
         cut = self.tp.size if self.config.sequence_parallel and self.training else 1
         return seq_length // cut, micro_batch_size, self.config.hidden_size
-
-    @torch.no_grad()
-    def forward(self, batch: Batch, cache: Cache | None = None) -> torch.Tensor:
-        """Logits of the last position, `[1, b, V/tp]`, the same on all ranks of pp: for generation.
-
-        Every rank is given the whole batch. Communicates the activations, and a broadcast of the logits.
-        """
-        (b, s), columns = batch.tokens.shape, self[0].padded_vocab_size // self.tp.size
-        logits = torch.empty(1, b, columns, dtype=self.dtype, device=self.device)
-
-        def step(chunk: GPTModel, _: int) -> torch.Tensor:
-            x = chunk(batch, cache=cache)
-            if chunk.post_process:
-                logits.copy_(x[-1:])
-            return x
-
-        execute(self, step, 1, self.shape(s, b), forward_only=True)
-        return broadcast_(logits, self.pp, self.last_rank)
 
 
 @functools.lru_cache

@@ -17,7 +17,7 @@ from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.dp import Buckets
-from nanomegatron.generate import generate, load_model
+from nanomegatron.generate import Sampling, generate, load_model
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
@@ -110,7 +110,7 @@ def test_generate_takes_what_was_converted(tmp_path, name):
     more = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    assert generate(model, [prompt], 8, temperature=0) == more.tolist()
+    assert generate(model, [prompt], 8, Sampling(temperature=0)) == more.tolist()
 
 
 def test_settings_of_the_kept_folder(tmp_path):

@@ -184,7 +184,7 @@ def arguments(documents: Task, *flags: str) -> list[str]:
 def train_on_a_rank(world: World, argv: list[str], folder: str, sample: bool = False) -> dict:
     """All steps: loss, norm and speed of each, held-out loss, and the sizes of the groups; no picture."""
     train.plot_loss = lambda *_: None
-    train.show_sample = train.show_sample if sample else lambda _: None
+    train.show_sample = train.show_sample if sample else lambda *_: None
     run = set_up(world, argv, folder)
     batch, steps = run.config.data.global_batch_size, run.config.run.train_iters
     sizes = {pack.size for i in range(steps) for pack in run.loaders[0].plan(batch * i, batch)}

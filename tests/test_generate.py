@@ -19,6 +19,7 @@ from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.generate import (
     KVCache,
+    Sampling,
     generate,
     load_model,
     main,
@@ -31,6 +32,7 @@ from nanomegatron.generate import (
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
+from nanomegatron.pp import Stages
 from tests.spmd import run_spmd
 
 VOCAB, PADDED, LONGEST = 61, 64, 32
@@ -46,7 +48,7 @@ LLAMA = {
 PROMPTS = [[5, 9, 2, 40, 7, 7, 1], [3], [12, 50, 8], [60, 0, 17, 4, 33]]
 
 
-def build(family: dict, tp=None) -> GPTModel:
+def build(family: dict, tp=None) -> Stages:
     """Large weights, so that the likeliest token is likelier than rounding; dropout, which must stay off."""
     config = TransformerConfig(
         num_layers=2,
@@ -58,18 +60,19 @@ def build(family: dict, tp=None) -> GPTModel:
         attention_dropout=0.1,
         **family,
     )
-    return GPTModel(config, vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=PADDED, tp=tp)
+    sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=PADDED)
+    return Stages([GPTModel(config, **sizes, tp=tp)])
 
 
-def full_logits(model: GPTModel, tokens: list[int]) -> torch.Tensor:
+def full_logits(model: Stages, tokens: list[int]) -> torch.Tensor:
     """Logits `[s, V]` of all positions from one forward without a cache."""
     with torch.no_grad():
         ids = torch.tensor([tokens])
-        return model(Batch(ids, torch.arange(len(tokens))))[:, 0, :VOCAB]
+        return model[0](Batch(ids, torch.arange(len(tokens))))[:, 0, :VOCAB]
 
 
 @pytest.fixture(params=[GPT, LLAMA], ids=["learned", "rope"])
-def model(request) -> GPTModel:
+def model(request) -> Stages:
     return build(request.param)
 
 
@@ -92,54 +95,55 @@ def test_greedy_equals_naive_loop(model):
         naive = list(prompt)
         for _ in range(12):
             naive.append(full_logits(model, naive)[-1].argmax().item())
-        assert generate(model, [prompt], 12, temperature=0) == [naive]
+        assert generate(model, [prompt], 12, Sampling(temperature=0)) == [naive]
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_batch_equals_singles(model, temperature):
-    together = generate(model, PROMPTS, 15, temperature=temperature, top_k=20, seed=3)
+    together = generate(model, PROMPTS, 15, Sampling(temperature=temperature, top_k=20, seed=3))
     alone = [
-        generate(model, [p], 15, temperature=temperature, top_k=20, seed=3 + i) for i, p in enumerate(PROMPTS)
+        generate(model, [p], 15, Sampling(temperature=temperature, top_k=20, seed=3 + i))
+        for i, p in enumerate(PROMPTS)
     ]
     assert together == [text for [text] in alone]
     assert [len(text) - len(p) for text, p in zip(together, PROMPTS)] == [15] * 4
 
 
 def test_seed_decides(model):
-    first, again = (generate(model, [[1, 2]] * 3, 20, seed=5) for _ in range(2))
+    first, again = (generate(model, [[1, 2]] * 3, 20, Sampling(seed=5)) for _ in range(2))
     assert first == again
     assert len(set(map(tuple, first))) == 3, "samples of one prompt differ"
-    assert generate(model, [[1, 2]], 20, seed=6) == first[1:2]
+    assert generate(model, [[1, 2]], 20, Sampling(seed=6)) == first[1:2]
 
 
 def test_random_numbers_are_left_alone(model):
     state = torch.get_rng_state()
-    generate(model, PROMPTS, 3)
+    generate(model, PROMPTS, 3, Sampling())
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_eod_stops_one_text_only(model):
-    free = generate(model, PROMPTS, 20, temperature=0)
+    free = generate(model, PROMPTS, 20, Sampling(temperature=0))
     eod = free[0][len(PROMPTS[0]) + 4]
 
     def cut(text: list[int], prompt: list[int]) -> list[int]:
         new = text[len(prompt) :]
         return prompt + (new[: new.index(eod)] if eod in new else new)
 
-    stopped = generate(model, PROMPTS, 20, temperature=0, eod=eod)
+    stopped = generate(model, PROMPTS, 20, Sampling(temperature=0, eod=eod))
     assert stopped == [cut(text, prompt) for text, prompt in zip(free, PROMPTS)]
     assert len(stopped[0]) < len(free[0])
-    assert generate(model, [[eod, 1]], 1, temperature=0, eod=eod)[0][:2] == [eod, 1], (
+    assert generate(model, [[eod, 1]], 1, Sampling(temperature=0, eod=eod))[0][:2] == [eod, 1], (
         "in a prompt it is a token"
     )
 
 
 def test_stops_at_longest_sequence(model):
     prompts = [[1] * LONGEST, [2] * (LONGEST - 2), [3]]
-    texts = generate(model, prompts, 100)
+    texts = generate(model, prompts, 100, Sampling())
     assert [len(text) for text in texts] == [LONGEST] * 3
-    assert generate(model, prompts, 0) == prompts
-    assert generate(model, [], 5) == []
+    assert generate(model, prompts, 0, Sampling()) == prompts
+    assert generate(model, [], 5, Sampling()) == []
 
 
 @pytest.mark.parametrize(
@@ -156,25 +160,25 @@ def test_stops_at_longest_sequence(model):
 )
 def test_bad_requests(prompts, settings, message):
     with pytest.raises(ValueError, match=message):
-        generate(build(GPT), prompts, 5, **settings)
+        generate(build(GPT), prompts, 5, Sampling(**settings))
 
 
 def test_stream_steps_make_the_text(model):
     texts = [list(p) for p in PROMPTS]
-    steps = list(stream(model, PROMPTS, 10, (0.7, 0, 0.9), seed=2))
+    steps = list(stream(model, PROMPTS, 10, Sampling(0.7, 0, 0.9, seed=2)))
     for step in steps:
         for row, token in step.items():
             texts[row].append(token)
-    assert texts == generate(model, PROMPTS, 10, temperature=0.7, top_p=0.9, seed=2)
+    assert texts == generate(model, PROMPTS, 10, Sampling(temperature=0.7, top_p=0.9, seed=2))
     assert [sorted(step) for step in steps[:5]] == [[1], [1], [1, 2], [1, 2], [1, 2, 3]], (
         "shortest prompt first"
     )
 
 
-def texts(model: GPTModel) -> list[list[list[int]]]:
+def texts(model: Stages) -> list[list[list[int]]]:
     """The likeliest, and drawn ones."""
     how = dict(top_k=30, top_p=0.95, seed=1)
-    return [generate(model, PROMPTS, 8, temperature=temperature, **how) for temperature in (0, 0.9)]
+    return [generate(model, PROMPTS, 8, Sampling(temperature=temperature, **how)) for temperature in (0, 0.9)]
 
 
 def rank_text(mesh, family: dict) -> list[list[list[int]]]:
@@ -209,7 +213,7 @@ CASES = list(itertools.product([0.3, 1.0, 2.0], [0, 1, 5, 100], [0.1, 0.6, 0.95,
 @pytest.mark.parametrize("temperature, top_k, top_p", CASES)
 def test_truncated_equals_brute_force(temperature, top_k, top_p):
     logits = torch.randn(4, 23) * 2
-    weights, ids = truncated(logits, temperature, top_k, top_p)
+    weights, ids = truncated(logits, Sampling(temperature, top_k, top_p))
     probabilities = torch.zeros(4, 23).double().scatter(1, ids, weights / weights.sum(1, keepdim=True))
     expected = [brute_force(row, temperature, top_k, top_p) for row in logits.tolist()]
     torch.testing.assert_close(probabilities, torch.tensor(expected).double(), atol=1e-12, rtol=1e-6)
@@ -219,7 +223,7 @@ def test_truncated_equals_brute_force(temperature, top_k, top_p):
 def test_samples_have_the_distribution(top_k, top_p):
     n, logits = 20_000, torch.randn(11) * 1.5
     generator = torch.Generator().manual_seed(0)
-    ids = sample(logits.expand(n, -1), 0.8, top_k, top_p, [generator] * n)
+    ids = sample(logits.expand(n, -1), Sampling(0.8, top_k, top_p), [generator] * n)
     found = torch.bincount(ids, minlength=11).double() / n
     expected = torch.tensor(brute_force(logits.tolist(), 0.8, top_k, top_p)).double()
     assert torch.equal(found > 0, expected > 0)
@@ -230,17 +234,19 @@ def test_samples_have_the_distribution(top_k, top_p):
 def test_temperature_zero_and_near_zero():
     logits = torch.randn(8, 40)
     generators = [torch.Generator().manual_seed(i) for i in range(8)]
-    assert torch.equal(sample(logits, 0, 0, 1.0, generators), logits.argmax(-1))
-    assert torch.equal(sample(logits, 1e-4, 0, 1.0, generators), logits.argmax(-1))
+    assert torch.equal(sample(logits, Sampling(0), generators), logits.argmax(-1))
+    assert torch.equal(sample(logits, Sampling(1e-4), generators), logits.argmax(-1))
 
 
 def test_padding_is_never_sampled():
     """Made likely on purpose: the rows of the padding are not zero here."""
     model = build(LLAMA)
     with torch.no_grad():
-        weight = model.output_layer.weight
+        weight = model[0].output_layer.weight
         weight[VOCAB:] = 100 * weight[: PADDED - VOCAB]
-    texts = generate(model, [[random.Random(i).randrange(VOCAB)] for i in range(20)], 31, temperature=5.0)
+    texts = generate(
+        model, [[random.Random(i).randrange(VOCAB)] for i in range(20)], 31, Sampling(temperature=5.0)
+    )
     assert max(map(max, texts)) < VOCAB
 
 
@@ -252,19 +258,18 @@ CONFIG = Config(
 )
 
 
-def save_model(root: Path, iteration: int, seed: int, **state) -> GPTModel:
+def save_model(root: Path, iteration: int, seed: int, **state) -> Stages:
     """A checkpoint as training writes it, of a model that has learned nothing; returns the model."""
     mesh = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
-    model = GPTModel(
-        CONFIG.model, vocab_size=257, max_sequence_length=64, padded_vocab_size=264, init=Init(seed)
-    )
+    sizes = dict(vocab_size=257, max_sequence_length=64, padded_vocab_size=264)
+    model = Stages([GPTModel(CONFIG.model, **sizes, init=Init(seed))])
     pieces = training_pieces(model.parameters(), {}, mesh)
     save(root, iteration, pieces, {"tokenizer": ByteTokenizer().spec, **state}, to_toml(CONFIG), mesh)
     return model
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, dict[int, GPTModel]]:
+def trained(tmp_path_factory) -> tuple[Path, dict[int, Stages]]:
     root = tmp_path_factory.mktemp("run") / "ckpt"
     return root, {iteration: save_model(root, iteration, seed=iteration) for iteration in (10, 20)}
 
@@ -272,14 +277,14 @@ def trained(tmp_path_factory) -> tuple[Path, dict[int, GPTModel]]:
 def rank_loaded(mesh, root: str, step: int | None) -> list:
     model, tokenizer, config = load_model(root, mesh, step)
     assert config == CONFIG
-    return generate(model, [tokenizer.encode("def ")], 20, temperature=0)
+    return generate(model, [tokenizer.encode("def ")], 20, Sampling(temperature=0))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_load_model_at_any_tp(trained, tp):
     root, models = trained
     for step, iteration in ((None, 20), (10, 10)):
-        expected = generate(models[iteration], [list(b"def ")], 20, temperature=0)
+        expected = generate(models[iteration], [list(b"def ")], 20, Sampling(temperature=0))
         assert run_spmd(rank_loaded, tp, str(root), step, tp=tp) == [expected] * tp
 
 
@@ -290,11 +295,13 @@ def test_load_model_refuses_another_tokenizer(tmp_path):
         load_model(tmp_path, mesh)
 
 
-def continued(model: GPTModel, prompts: list[str], tokens: int = 20, **settings) -> list[str]:
+def continued(model: Stages, prompts: list[str], tokens: int = 20, **settings) -> list[str]:
     """What the program must print for the prompts."""
     tokenizer = ByteTokenizer()
     settings = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "eod": tokenizer.eod} | settings
-    texts = generate(model, [tokenizer.encode(p) or [tokenizer.eod] for p in prompts], tokens, **settings)
+    texts = generate(
+        model, [tokenizer.encode(p) or [tokenizer.eod] for p in prompts], tokens, Sampling(**settings)
+    )
     return [tokenizer.decode(t[not p :]) for t, p in zip(texts, prompts)]
 
 

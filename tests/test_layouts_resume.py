@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron.generate import generate
+from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import World
 from nanomegatron.resume import save_checkpoint
 from tests.layouts import flags_of
@@ -31,7 +31,7 @@ def resumed(world: World, argv: list[str], folder: str, save: str, iterations: i
 def written(world: World, argv: list[str], folder: str, save: str) -> list[list[int]]:
     """What the model that `save` holds makes of two prompts, the likeliest tokens; on any rank."""
     run = set_up(world, [*argv, "--save", save], folder)
-    return generate(run.model, [[100, 101, 102], [32]], 12, temperature=0.0)
+    return generate(run.model, [[100, 101, 102], [32]], 12, Sampling(temperature=0.0))
 
 
 def test_ranks_that_share_rows_write_as_one_process_does(sources, tmp_path):

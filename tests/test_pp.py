@@ -20,7 +20,7 @@ from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, Pa
 from nanomegatron.data.loader import BatchLoader
 from nanomegatron.dp import Buckets
 from nanomegatron.flops import stage_layers
-from nanomegatron.generate import generate
+from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
@@ -318,8 +318,8 @@ def test_forward_backward_wants_an_iterator_for_each_chunk():
 def text_of(mesh, family: dict, schedule: dict, more: dict) -> list[list[int]]:
     stages = stages_of(mesh, family, schedule, **more)
     prompts = [[5, 9, 2, 40], [3], [12, 50, 8]]
-    greedy = generate(stages, prompts, 5, temperature=0)
-    return greedy + generate(stages, prompts, 5, temperature=0.9, top_k=30, seed=1)
+    greedy = generate(stages, prompts, 5, Sampling(temperature=0))
+    return greedy + generate(stages, prompts, 5, Sampling(temperature=0.9, top_k=30, seed=1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -343,7 +343,7 @@ def text_of_empty_stages(mesh, schedule: dict) -> list[list[int]]:
     config = replace(config, model=replace(config.model, num_layers=2, init_method_std=0.3))
     stages = build(config, mesh, 3000, 3072, Init(seed=5))
     assert mesh.pp.size == 1 or mesh.pp.rank or not any(len(chunk.layers) for chunk in stages)
-    return generate(stages, [[1, 2, 3], [7]], 8, temperature=0)
+    return generate(stages, [[1, 2, 3], [7]], 8, Sampling(temperature=0))
 
 
 def test_generated_text_of_a_rank_without_layers():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train
-from nanomegatron import sample as run_sample
+from nanomegatron import generate as run_sample
 from nanomegatron.faults import signals as run_signals
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
