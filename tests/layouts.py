@@ -318,3 +318,30 @@ DRAWN += [case for case in sweep(40, 8) if case not in NAMED + DRAWN]
 DRAWN += [
     (other_form(layout), model) for layout, model in NAMED + DRAWN if (other_form(layout), model) not in NAMED
 ]
+
+# What enters each file of fast/ in the fast tier: a layout, its model, and an FP8 recipe or "bf16".
+OVERLAP = [("tp2spovfp", "llama", ""), ("tp2dp2z1spovbkfp", "llama", ""), ("tp2cp2a2aspovfp", "llama", "")]
+DISPATCH = [("dp2ep2fp", "moe", ""), ("tp2spep2etfp", "deep", ""), ("cp2ep2fp", "moe-documents", "")]
+ENTERED = {
+    "tp_overlap": OVERLAP,
+    "pieces": OVERLAP,
+    "peer_access": OVERLAP,
+    "fused_loss": [("tp4spcefp", "gpt", ""), ("tp2cersfp", "llama", ""), ("tp2dp2z2spovcercfp", "qwen", "")],
+    "ring": [("cp2fp", "llama", ""), ("cp2fp", "documents", ""), ("cp4fp", "qwen", "")],
+    "moe_dispatch": DISPATCH,
+    "moe_pieces": DISPATCH,
+    "fp8_producers": [
+        ("pp2zbvfp", "llama", "delayed"),
+        ("tp2spfp", "llama", "delayed"),
+        ("tp2dp2z2spcefp", "llama", "rowwise"),
+    ],
+    "fp8_gather": [
+        ("pp2zbvfp", "llama", "delayed"),
+        ("tp2spfp", "llama", "delayed"),
+        ("pp2zbvrsfp", "gpt", "delayed"),
+    ],
+    "offload": [],
+    "fp8_experts": [],
+}
+# GPUs' memory is files here: of these traces every one copies to or from a peer.
+TRACED = {"peer_memory": ["tp-overlap-2", "cp-ring-2", "moe-blocks-2"], "dp_peer": ["zero1-2", "zero2-2", "zero1-4"]}
