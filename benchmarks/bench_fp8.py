@@ -195,7 +195,7 @@ def cast_ways(layer: Layer, role: str, x: torch.Tensor) -> dict[str, tuple[int, 
 class Bucket:
     """As much of one as a layer needs to add to `main_grad`."""
 
-    def open(self) -> None:
+    def alloc_grads(self) -> None:
         """The memory is there."""
 
     def ready(self, param: torch.Tensor) -> None:

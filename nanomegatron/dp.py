@@ -1,4 +1,4 @@
-"""Data parallelism: every replica sees other samples, their gradients are summed before the update.
+"""Data parallelism: each replica sees other samples, and their gradients are summed before the update.
 
     parameters in reverse order of use, laid into flat buckets
 
@@ -7,67 +7,251 @@
     bucket 2   [ embedding | . ]                    read first in the forward: updated and gathered first
 
 A bucket has one flat tensor of parameters and one of gradients; every `param.data` and `param.main_grad` is a
-view. Each of d ranks is given a shard of every bucket, which it alone updates (ZeRO, arXiv 1910.02054):
+view. Each of d ranks owns a shard of every bucket, which it alone updates (ZeRO, arXiv 1910.02054):
 
     strategy       shard   gradients                                      bytes a parameter in bf16
     no_shard       all     all-reduced                                    2 + 4 + 12
     optim          1/d     reduce-scattered after the last microbatch     2 + 4 + 12/d
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
-`optim_grads` takes memory for a bucket's gradients when the first of them is written, adds what the reduction
-gives to the shard's fp32 sum, and gives the memory back. Both all-gather the parameters after the update.
-The weights of FP8 layers have buckets of their own, of whose casts `dp_bucket.py` tells, and so have those of
-experts: an expert is on fewer ranks than a dense weight, and those that hold it share all of its work (edp).
+`optim_grads` allocates a bucket's gradients when the first of them is written, adds the reduced shard to an
+fp32 sum and frees them. Both all-gather the parameters after the update. Experts have buckets of their own:
+an expert is on fewer ranks than a dense weight, and those that hold it share all of its work (edp).
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
 all its contributions (`spec.uses` a microbatch). (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
 """
 
-import functools
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from nanomegatron.comm import Pending, all_reduce_
+from nanomegatron.comm import Pending, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp_bucket import SHARD_ALIGN, Bucket, Slice, fp8_layer, lay_out, written_in_fp8
-from nanomegatron.fast.peer_memory import PeerShards
 from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.param import Part, main_grad
 
-IN_FLIGHT = 2  # reductions of `optim_grads` under way, each with a bucket's gradients
+PARAM_ALIGN, SHARD_ALIGN = 64, 128  # where a parameter begins; what a shard's length is a multiple of
+IN_FLIGHT = 2  # reductions of `optim_grads`, each with a bucket's gradients
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a rank's shard of a bucket holds of one part of a parameter: a range of its flattened elements."""
+
+    param: nn.Parameter
+    part: Part
+    at: int  # where the range begins in the flattened local slice of the part
+    start: int  # and where it is in the shard
+    stop: int
+    saver: bool  # of the ranks that hold this range, the one that saves it and counts it in a norm
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """The range, flat: a view."""
+        return shard[self.start : self.stop]
+
+
+class ShardComm:
+    """Moves shards by asynchronous collectives; the default of `Buckets(shard_comm=...)`.
+
+    size: bytes of all tensors of `zeros` together. reason: why shards move no other way, for the banner.
+    """
+
+    shared_bytes = 0  # memory that torch's allocator does not count
+
+    def __init__(self, axis: Axis, device: torch.device, size: int, reason: str = "") -> None:
+        self.axis, self.device, self.reason = axis, device, reason
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of which each rank owns a shard; all ranks make the same ones in the same order."""
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
+        """Begin to reduce over the axis; the result is this rank's shard of `whole`."""
+        return start_reduce_scatter(whole, self.axis, whole.chunk(self.axis.size)[self.axis.rank], op)
+
+    def start_all_gather(self, whole: torch.Tensor) -> Pending:
+        """Begin to fetch the other ranks' shards of `whole`."""
+        return start_all_gather(whole.chunk(self.axis.size)[self.axis.rank], self.axis, whole)
+
+    def wait_for_readers(self) -> None:
+        """Hold up the current stream while other ranks read what this one is about to write."""
+
+    def describe(self) -> str:
+        """How shards move, for the banner."""
+        return f"collectives ({self.reason})" if self.reason else "collectives"
+
+
+class GatheredParams:
+    """What of a bucket is gathered after an update, its parameters; the default of `Buckets(gathered=...)`.
+
+    whole: the flat tensor that is gathered; shard: this rank's. Sets `bucket.data`.
+    """
+
+    itemsize: int | None = None  # bytes of a gathered element; None: as many as a parameter has
+    note = ""  # for the banner
+
+    def __init__(self, bucket: "Bucket") -> None:
+        self.whole = bucket.data = bucket.comm.zeros(bucket.size, bucket.dtype)
+        self.shard = self.whole[bucket.shard]
+
+    def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
+        """Convert fp32 main parameters `[size / ranks]` into `out`, a tensor like `shard`."""
+        out.copy_(main)
+
+    def free_params(self) -> None:
+        """Free the parameters if what is gathered stands for them: it does not here."""
+
+    def rebuild_params(self) -> None:
+        """Make them again. All ranks call it alike."""
+
+
+class Bucket:
+    """Some parameters and their gradients, flat; every parameter knows its own as `param.bucket`.
+
+    axis: the ranks that sum gradients; `shards`, those of `comm`, share the update: an axis of one for no
+    sharding. With `optim_grads` gradients have memory between `alloc_grads` and `free_grads` only.
+    """
+
+    data: torch.Tensor | None  # the parameters `[size]`, None while they are freed
+
+    def __init__(
+        self, params: list[nn.Parameter], axis: Axis, comm: ShardComm, gathered: type, buckets: "Buckets"
+    ) -> None:
+        self.params, self.axis, self.shards, self.comm, self.buckets = params, axis, comm.axis, comm, buckets
+        self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
+        self.device, self.dtype = params[0].device, params[0].dtype
+        length = self.size // self.shards.size
+        self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
+        self.gathered = gathered(self)
+        for param, view in zip(params, self.views(self.data), strict=True):
+            view.copy_(param.detach())
+            param.data, param.bucket = view, self
+            if not param.spec.writes_grad:
+                param.register_post_accumulate_grad_hook(_move_grad)
+        self.slices = list(self._slices())
+        self.uses = sum(param.spec.uses for param in params)
+        self.grads: torch.Tensor | None = None
+        self.gather: Pending | None = None
+        if buckets.pooled:
+            self.free_grads()
+            self.grad_shard = torch.zeros(length, device=self.device)
+        else:
+            self.alloc_grads()
+            self.grad_shard = self.grads[self.shard]
+        self.start_step(1)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' places in a flat tensor `[size]`, in their shapes."""
+        return [flat[b : b + p.numel()].view(p.shape) for b, p in zip(self.begins, self.params, strict=True)]
+
+    def _slices(self) -> Iterator[Slice]:
+        saver = self.shards.size > 1 or self.axis.rank == 0
+        for first, param in zip(self.begins, self.params, strict=True):
+            for part in param.spec.parts:
+                begin, end = (first + n for n in part.span(param.spec.local_shape))
+                start, stop = max(begin, self.shard.start), min(end, self.shard.stop)
+                if start < stop:
+                    place = (start - begin, start - self.shard.start, stop - self.shard.start)
+                    yield Slice(param, part, *place, part.owner and saver)
+
+    def alloc_grads(self) -> None:
+        """Allocate zeroed gradients if none are allocated."""
+        if self.grads is None:
+            if self.buckets.pooled:
+                self.grads = torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device)
+            else:
+                self.grads = self.comm.zeros(self.size, self.buckets.grad_dtype)
+            for param, view in zip(self.params, self.views(self.grads), strict=True):
+                param.main_grad = view
+
+    def free_grads(self) -> None:
+        """Free the gradients."""
+        self.grads = None
+        for param in self.params:
+            param.main_grad = None
+
+    def start_step(self, microbatches: int) -> None:
+        """Count contributions from zero."""
+        self.counts, self.seen, self.microbatches = Counter(), 0, microbatches
+
+    def ready(self, param: nn.Parameter) -> None:
+        """A contribution to the gradient of `param` has been added. Raises RuntimeError for one too many."""
+        self.counts[param] += 1
+        if self.counts[param] > self.microbatches * param.spec.uses:
+            raise RuntimeError(
+                f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
+                f"microbatches has {param.spec.uses}; tell zero() how many microbatches follow"
+            )
+        self.seen += 1
+        if self.seen % self.uses == 0:
+            self.buckets.on_full(self, self.seen == self.microbatches * self.uses)
+
+    def missing(self, param: nn.Parameter) -> bool:
+        """Whether the parameter has not had all its contributions."""
+        return self.counts[param] < self.microbatches * param.spec.uses
+
+    def start_reduce(self, op: str) -> Pending:
+        """Begin to sum the gradients over the axis; the result holds this rank's shard."""
+        if self.shards.size < self.axis.size:
+            return start_all_reduce_(self.grads, self.axis, op)
+        return self.comm.start_reduce_scatter(self.grads, op)
+
+    def start_gather(self) -> None:
+        """Begin to fetch what other ranks have updated."""
+        self.gather = self.comm.start_all_gather(self.gathered.whole)
+
+    def wait_params(self, *_: object) -> None:
+        """Wait for the gather that is in flight, if there is one: a hook in front of a module's forward."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
+
+
+def _move_grad(param: nn.Parameter) -> None:
+    """Add what autograd left in `.grad` to `main_grad`: for norms, biases and position embeddings."""
+    main_grad(param).add_(param.grad)
+    param.grad = None
+    param.bucket.ready(param)
+
+
+def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
+    """Where each parameter begins in a flat tensor, and the tensor's length, a multiple of `multiple`."""
+    begins, end = [], 0
+    for param in params:
+        begins.append(math.ceil(end / PARAM_ALIGN) * PARAM_ALIGN)
+        end = begins[-1] + param.numel()
+    return begins, math.ceil(end / multiple) * multiple
 
 
 def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
-    """Whose ranks hold a parameter, each with a summand of its gradient: of dense ones all of dp x cp."""
+    """The ranks that hold a parameter, each with a summand of its gradient: of dense ones all of dp x cp."""
     return mesh.edp if param.spec.expert else mesh.dp_cp
 
 
-def split(params: Iterable[nn.Parameter], size: float) -> Iterator[list[nn.Parameter]]:
+def split(params: Iterable[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
     """The parameters in lists of at least `size` elements, the last perhaps of fewer.
 
-    A tied embedding, full at the very end, holds up nobody else; and where two pipeline stages have one, both
-    cut it up alike, since they sum their shards' gradients.
+    A tied embedding, full at the very end, is in a list of its own and delays no other; where two pipeline
+    stages have one, both cut it up alike, since they sum their shards' gradients.
     """
-    current: list[nn.Parameter] = []
+    lists, full = [], True
     for param in params:
-        alone = param.spec.tied and (size < math.inf or param.spec.parts[0].partial is not None)
-        if alone and current:
-            yield current
-            current = []
-        current.append(param)
-        if alone or sum(p.numel() for p in current) >= size:
-            yield current
-            current = []
-    if current:
-        yield current
+        single = param.spec.tied and (size < math.inf or param.spec.parts[0].partial is not None)
+        if full or single:
+            lists.append([])
+        lists[-1].append(param)
+        full = single or sum(p.numel() for p in lists[-1]) >= size
+    return lists
 
 
 def bucket_size(parallel: ParallelConfig, ranks: int) -> float:
-    """Elements of a bucket; without a wish large enough to keep a network busy, or everything in one."""
+    """Elements of a bucket: where none is set, large enough to keep a network busy, or everything in one."""
     many = parallel.overlap_grad_reduce or parallel.overlap_param_gather or parallel.sharding == "optim_grads"
     return parallel.ddp_bucket_size or (max(40_000_000, 1_000_000 * ranks) if many else math.inf)
 
@@ -78,7 +262,8 @@ class Buckets:
     buckets.zero(microbatches=8)   forward and backward, 8 times   buckets.grad_sync()   optimizer.step(loss)
 
     Re-points the parameters into flat tensors, so nothing else may hold views of them. `grad_scale` is to be
-    multiplied into the loss. The order of `all` is that in which gradients become ready.
+    multiplied into the loss. The order of `all` is that in which gradients become ready. shard_comm: makes
+    what moves the shards of an axis; gathered: what is gathered of a parameter, by whose kind buckets differ.
     """
 
     def __init__(
@@ -87,53 +272,43 @@ class Buckets:
         parallel: ParallelConfig,
         mesh: Mesh,
         grad_dtype: torch.dtype = torch.float32,
-        peer_access=None,
+        shard_comm: Callable[[Axis, torch.device, int], ShardComm] = ShardComm,
+        gathered: Callable[[nn.Parameter, Axis], type[GatheredParams]] = lambda param, shards: GatheredParams,
     ) -> None:
-        self.peer_access = peer_access
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
         self.overlap_reduce, self.overlap_gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
         self.pooled = self.strategy == "optim_grads"
-        sharded = self.strategy != "no_shard"
         self.world = mesh.world
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
-        self.flying: deque[tuple[Bucket, Pending]] = deque()
+        self.in_flight: deque[tuple[Bucket, Pending]] = deque()
         self.all: list[Bucket] = []
-        self.peers: list[PeerShards] = []
+        self.comms: list[ShardComm] = []
         groups: dict[tuple, list[nn.Parameter]] = {}
+        unsharded = Axis.single()
         for param in reversed(self.params):
-            kind = reduction_axis(param, mesh), param.dtype, fp8_layer(param) is not None
-            groups.setdefault(kind, []).append(param)
-        for (axis, *_), params in groups.items():
-            shards = axis if sharded else Axis.single()
-            members = list(split(params, bucket_size(parallel, axis.size)))
-            peers = self._peers(members, shards)
-            self.all += [Bucket(m, axis, shards, grad_dtype, self.pooled, self._full, peers) for m in members]
+            axis = reduction_axis(param, mesh)
+            shards = unsharded if self.strategy == "no_shard" else axis
+            groups.setdefault((axis, shards, param.dtype, gathered(param, shards)), []).append(param)
+        for (axis, shards, dtype, kind), params in groups.items():
+            members = split(params, bucket_size(parallel, axis.size))
+            each = (kind.itemsize or dtype.itemsize) + (0 if self.pooled else grad_dtype.itemsize)
+            size = each * sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
+            self.comms.append(comm := shard_comm(shards, params[0].device, size))
+            self.all += [Bucket(m, axis, comm, kind, self) for m in members]
         place = {param: i for i, param in enumerate(reversed(self.params))}
         self.all.sort(key=lambda bucket: max(place[param] for param in bucket.params))
+        self.shared_bytes = sum(comm.shared_bytes for comm in self.comms)
         self.partial: dict[Axis, list[torch.Tensor]] = {}
         for bucket, piece in self.slices():
             if piece.part.partial is not None:
                 self.partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
         for module in model.modules() if self.overlap_gather else ():
-            needed = dict.fromkeys(p.bucket for p in module.parameters(recurse=False) if p.requires_grad)
-            if needed:
-                module.register_forward_pre_hook(functools.partial(_wait, tuple(needed)))
-
-    def _peers(self, members: list[list[nn.Parameter]], shards: Axis) -> PeerShards | None:
-        """Memory that copy engines can move shards in, where that is asked to hide and the GPUs allow it."""
-        device = self.params[0].device
-        overlap = self.overlap_reduce or self.overlap_gather
-        if shards.size == 1 or not overlap or self.peer_access is None or self.peer_access.error(shards):
-            return None
-        size = 0
-        for params in members:
-            elements = lay_out(params, SHARD_ALIGN * shards.size)[1]
-            each = 1 if written_in_fp8(params, shards) else params[0].dtype.itemsize
-            size += elements * (each + self.grad_dtype.itemsize * (not self.pooled))
-        self.peers.append(PeerShards(shards, device, size))
-        return self.peers[-1]
+            for bucket in dict.fromkeys(
+                p.bucket for p in module.parameters(recurse=False) if p.requires_grad
+            ):
+                module.register_forward_pre_hook(bucket.wait_params)
 
     def slices(self) -> Iterator[tuple[Bucket, Slice]]:
         """What this rank's shards hold, in the order of the forward."""
@@ -142,26 +317,27 @@ class Buckets:
                 yield bucket, piece
 
     def zero(self, microbatches: int = 1) -> None:
-        """Forget all gradients: before the first of `microbatches` of an iteration."""
-        self._land()
-        for peers in self.peers:
-            peers.settle()
+        """Zero all gradients: before the first of `microbatches` of an iteration."""
+        self._finish_reductions()
+        for comm in self.comms:
+            comm.wait_for_readers()
         for bucket in self.all:
-            bucket.release()
+            bucket.gathered.free_params()
             bucket.grad_shard.zero_() if self.pooled else bucket.grads.zero_()
-            bucket.expect(microbatches)
+            bucket.start_step(microbatches)
 
-    def _full(self, bucket: Bucket, last: bool) -> None:
+    def on_full(self, bucket: Bucket, last: bool) -> None:
+        """All parameters of a bucket have a further microbatch's gradient, or that of the last one."""
         if self.pooled or (last and self.overlap_reduce):
-            self.flying.append((bucket, bucket.reduce(self.op)))
+            self.in_flight.append((bucket, bucket.start_reduce(self.op)))
         if self.pooled:
-            bucket.close()
-            self._land(IN_FLIGHT if self.overlap_reduce else 0)
+            bucket.free_grads()
+            self._finish_reductions(IN_FLIGHT if self.overlap_reduce else 0)
 
-    def _land(self, left: int = 0) -> None:
-        """Take in the results of reductions, the oldest first, until `left` are under way."""
-        while len(self.flying) > left:
-            bucket, pending = self.flying.popleft()
+    def _finish_reductions(self, left: int = 0) -> None:
+        """Wait for reductions, the oldest first, until `left` are in flight."""
+        while len(self.in_flight) > left:
+            bucket, pending = self.in_flight.popleft()
             summed = pending.wait()
             share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # for experts less than 1
             if self.pooled:
@@ -170,48 +346,38 @@ class Buckets:
                 bucket.grad_shard.mul_(share)
 
     def grad_sync(self) -> None:
-        """Finish the sums over replicas of what has not been summed yet; then those of partial gradients.
+        """Finish the sums over replicas, then those of partial gradients: each `grad_shard` is final.
 
-        Afterwards each bucket's `grad_shard` is final. Communicates, a rank, the gradients once (a
-        microbatch, with optim_grads) over dp x cp, or edp, and the shard's norms and the like in one piece
-        over tp.
-        Raises RuntimeError where gradients are missing: of a layer that is not used, or one that did not say
-        that they are ready. And where parameters were used that may not have been there: those of a module
-        whose own forward has not run.
+        Communicates, a rank, the gradients once (a microbatch, with optim_grads) over dp x cp, or edp, and
+        the shard's norms and the like in one piece over tp. Raises RuntimeError for gradients that are
+        missing (of a layer that is not used, or did not report them), and for parameters that were read
+        before they were there: of a module whose own forward has not run.
         """
-        if missing := [name for bucket in self.all for name in bucket.missing()]:
+        if missing := [p.spec.name for b in self.all for p in b.params if b.missing(p)]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
         if early := [p.spec.name for bucket in self.all if bucket.gather for p in bucket.params]:
             raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")
         if not (self.overlap_reduce or self.pooled):
-            self.flying.extend([(bucket, bucket.reduce(self.op)) for bucket in self.all])
-        self._land()
+            self.in_flight.extend([(bucket, bucket.start_reduce(self.op)) for bucket in self.all])
+        self._finish_reductions()
         for axis, pieces in self.partial.items():
             summed = all_reduce_(torch.cat(pieces), axis)
             torch._foreach_copy_(pieces, list(summed.split([len(piece) for piece in pieces])))
 
     def wait_params(self) -> None:
-        """Make sure that all parameters are there, until `zero`: for whoever reads them without a forward.
-
-        Communicates those of which FP8 casts were gathered: all ranks call it alike.
-        """
+        """Wait for all parameters, rebuild those that were freed; they are there until `zero`. All ranks."""
         for bucket in self.all:
             bucket.wait_params()
-            bucket.restore()
-
-    @property
-    def shared_bytes(self) -> int:
-        """Memory that peers read and write, which torch's allocator does not count."""
-        return sum(peers.size for peers in self.peers)
+            bucket.gathered.rebuild_params()
 
     def describe(self) -> str:
-        """What is cut, summed and gathered how, in a line; "" where nothing is out of the ordinary."""
-        what = {"optim": "optimizer states", "optim_grads": "optimizer states and gradients"}
+        """What is sharded, summed and gathered how, in a line; "" where nothing is out of the ordinary."""
         said = []
-        if self.strategy in what:
+        if self.strategy != "no_shard":
             sizes = {bucket.params[0].spec.expert: bucket.shards.size for bucket in self.all}
             experts = f" (of experts {sizes[True]})" if True in sizes else ""
-            said.append(f"{what[self.strategy]} cut over {sizes[False]} ranks{experts}")
+            what = "optimizer states" + " and gradients" * self.pooled
+            said.append(f"{what} cut over {sizes[False]} ranks{experts}")
         if len(self.all) > 1:
             largest = max(bucket.size for bucket in self.all)
             said.append(f"{len(self.all)} buckets of up to {largest:,} elements")
@@ -220,14 +386,6 @@ class Buckets:
         said += ["gradients reduced during the backward"] * self.overlap_reduce
         said += ["parameters gathered during the forward"] * self.overlap_gather
         if self.overlap_reduce or self.overlap_gather:
-            shards = next((bucket.shards for bucket in self.all if bucket.shards.size > 1), None)
-            if shards and self.peer_access:
-                said += [f"by {self.peer_access.describe(shards, 'collectives')}"]
-        how = "cast by the optimizer" if self.strategy == "no_shard" else "gathered as bytes"
-        said += [f"FP8 weights {how}"] * any(bucket.fp8 is not None for bucket in self.all)
+            said += [f"by {comm.describe()}" for comm in self.comms if comm.axis.size > 1][:1]
+        said += dict.fromkeys(bucket.gathered.note for bucket in self.all if bucket.gathered.note)
         return ", ".join(said + ["averaged by the collective"] * (self.op == "avg"))
-
-
-def _wait(buckets: tuple[Bucket, ...], *_: object) -> None:
-    for bucket in buckets:
-        bucket.wait_params()

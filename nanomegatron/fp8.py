@@ -368,7 +368,7 @@ class Fp8Linear:
         """
         if self.cached is None and self.taken is not None:
             self.cached = Quantized(self.taken, self.turned(self.taken, "w"))
-        elif self.cached is None and not any(param.stride()):  # dp_bucket.py has let go of it
+        elif self.cached is None and not any(param.stride()):  # it was freed: fast/fp8_gather.py
             raise RuntimeError(f"{self.name}: the optimizer's cast was forgotten; call end_step before it")
         elif self.cached is None:
             self.cached = self.cast(param, "w", "both", axis)

@@ -6,25 +6,130 @@
     params (bf16/fp16)   <-  copied from the main params; in fp32 they are the same tensors
 
 All of it happens on this rank's shards (`dp.py`), bucket by bucket in the order of the forward: as soon as
-one is updated, its parameters set out to the other ranks. `optim_shard.py` has the update of one, on the
-device or in host memory, `fast/fp8_gather.py` what it does for the weights of FP8 layers.
+one is updated, the gather of its parameters starts.
 
 Everything that a step decides stays on the device as 0-d tensors: the finite flag, the number of good steps,
 learning rates and weight decay (looked up in a table by that number, so a skipped step holds the schedules)
-and the loss scale. The host reads them when it writes its log, one step late; only where it updates shards
-itself (--optimizer-cpu-offload) it must wait for them.
+and the loss scale. The host reads them when it writes its log, one step late.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import OptimizerConfig, PrecisionConfig
-from nanomegatron.dp import Buckets, Slice
+from nanomegatron.dp import Bucket, Buckets, Slice
 from nanomegatron.lr_schedule import LossScaler
-from nanomegatron.ops.adamw import Segments, sums_of_squares
-from nanomegatron.optim_shard import Ferry, HostShard, ShardState
+from nanomegatron.ops.adamw import (
+    DECAY,
+    DECOUPLED,
+    FlatState,
+    Segments,
+    adamw_,
+    adamw_flat_,
+    sums_of_squares,
+)
+from nanomegatron.ops.kernels import usable
+from nanomegatron.param import ParamSpec
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def segment_kind(spec: ParamSpec) -> int:
+    """Which learning rate a parameter has, and whether it decays: for `Segments`."""
+    return DECAY * spec.decay | DECOUPLED * (spec.name in VOCABULARY)
+
+
+class ShardState:
+    """Main parameters and moments of this rank's shard of one bucket, flat, and their update by AdamW.
+
+    On a GPU one kernel does it all. Torch's own update works in fp32 on what is kept in bf16, so that a step
+    takes memory for the copy of one shard. Another update rule, or another place for the states (`device`),
+    is another class, which `ShardUpdates` is given.
+    """
+
+    def __init__(self, bucket: Bucket, config: OptimizerConfig, device: torch.device | None = None) -> None:
+        self.bucket, self.config = bucket, config
+        self.mixed = bucket.dtype != torch.float32
+        self.main = bucket.data[bucket.shard].float().to(device or bucket.device)  # in fp32 the parameters
+        self.exp_avg = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_dtype])
+        self.exp_avg_sq = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_sq_dtype])
+        ranges = [(piece.start, piece.stop, segment_kind(piece.param.spec)) for piece in bucket.slices]
+        self.segments = Segments.merged(ranges, self.main.device)
+        self.betas_eps = config.adam_beta1, config.adam_beta2, config.adam_eps
+
+    def update(
+        self, step: torch.Tensor, values: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        """One step from the bucket's `grad_shard` to the shard of what is gathered. All on the device.
+
+        step: its number, 0-d; values: its `step_values` `[3]`. The gradients are divided by `grad_scale`
+        first; where `skip` is 1 nothing changes.
+        """
+        numbers = step, values, grad_scale, skip
+        if usable(self.bucket.grad_shard, "adamw"):
+            self.update_by_kernel(numbers)
+        else:
+            self.adamw(self.bucket.grad_shard.float(), *numbers)
+            self.publish()
+
+    def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
+        """The same in one launch; numbers: the arguments of `update`."""
+        copy = self.bucket.gathered.shard if self.mixed else None
+        state = FlatState(self.main, copy, self.bucket.grad_shard, self.exp_avg, self.exp_avg_sq)
+        adamw_flat_(state, self.segments, numbers, self.betas_eps)
+
+    def adamw(
+        self,
+        grads: torch.Tensor,
+        step: torch.Tensor,
+        values: torch.Tensor,
+        grad_scale: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        """Update main parameters and moments from fp32 `grads`, all on one device."""
+        config = self.config
+        moments = self.exp_avg.float(), self.exp_avg_sq.float()
+        for kind in sorted({kind for *_, kind in self.segments.ranges}):
+            parts = [slice(start, stop) for start, stop, k in self.segments.ranges if k == kind]
+            main, g, m, v = ([x[part] for part in parts] for x in (self.main, grads, *moments))
+            lr, decay = values[kind & DECOUPLED], config.weight_decay if kind & DECAY else 0.0
+            if kind & DECAY and config.weight_decay_incr_style != "constant":
+                decay = 0.0  # torch's update takes a number of the host only
+                torch._foreach_mul_(main, 1.0 - lr * values[2] * (1.0 - skip))
+            adamw_(main, g, (m, v), step, lr, (*self.betas_eps, decay), grad_scale, skip)
+        for kept, new in zip((self.exp_avg, self.exp_avg_sq), moments, strict=True):
+            if kept.dtype != torch.float32:
+                kept.copy_(new)
+
+    def publish(self) -> None:
+        """Write this rank's shard of what is gathered from the main parameters."""
+        if self.mixed:
+            self.bucket.gathered.write(self.main, self.bucket.gathered.shard)
+
+    def reset_main(self) -> None:
+        """Copy the main parameters from the parameters."""
+        if self.mixed:
+            self.main.copy_(self.bucket.data[self.bucket.shard])
+
+
+class ShardUpdates:
+    """The order in which shards are updated and gathered. state: makes the state of a bucket's shard."""
+
+    def __init__(self, state: Callable[[Bucket, OptimizerConfig], ShardState] = ShardState) -> None:
+        self.state = state
+
+    def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
+        """Update all shards and start their gathers; numbers: the arguments of `ShardState.update`."""
+        for shard in shards:
+            shard.update(*numbers)
+            shard.bucket.start_gather()
+
+    def cast_weights(self, shards: Iterable[ShardState]) -> None:
+        """Nothing here: FP8 layers quantize their weights at first use."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +145,12 @@ class StepStats:
 
 
 class Optimizer:
-    """AdamW over this rank's shards of all buckets.
+    """Clips by the global norm, scales and schedules, and updates this rank's shards of all buckets.
 
     values: `step_values`, three numbers for each step of the run, and one more. Norms count each part of each
     parameter once: the rank that would save it does, whichever axes share it, so that one all-reduce of a
     number over all ranks is right for dense parameters and experts alike. A step gathers the parameters where
-    they are cut over ranks.
+    they are sharded.
     """
 
     def __init__(
@@ -54,17 +159,12 @@ class Optimizer:
         config: OptimizerConfig,
         precision: PrecisionConfig,
         values: list[list[float]],
+        updates: ShardUpdates | None = None,
     ) -> None:
         self.buckets, self.params, self.config = buckets, buckets.params, config
+        self.updates = updates or ShardUpdates()
+        self.shards = [self.updates.state(bucket, config) for bucket in reversed(buckets.all)]
         device = self.params[0].device
-        self.ferry = Ferry(device, config.overlap_cpu_optimizer_d2h_h2d)
-        self.shards, away = [], 0
-        total = sum(len(bucket.param_shard) for bucket in buckets.all)
-        for bucket in reversed(buckets.all):
-            on_host = config.optimizer_cpu_offload and away < config.optimizer_offload_fraction * total
-            away += len(bucket.param_shard) * on_host
-            self.shards.append((HostShard if on_host else ShardState)(bucket, config, self.ferry))
-        self.ferry.largest = max((len(shard.main) for shard in self.shards if shard.on_host), default=0)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         following = [*values[0][1:], values[0][-1]]
         self.values = torch.tensor([*values, following], dtype=torch.float64, device=device)
@@ -77,7 +177,7 @@ class Optimizer:
         """Update the parameters from the summed gradients, unless the loss or the norm is not finite.
 
         loss: 0-d, the global one, so that every rank decides alike. FP8 weights are cast with the scales of
-        `Scales.end_step`, which is called before.
+        `Scales.end_step`, which is called before. Communicates the norm over all ranks, and the parameters.
         """
         squares = self._over_parts(self._grads())
         norm = (self._norm(squares) / self.scaler.scale).float()
@@ -87,39 +187,22 @@ class Optimizer:
         now = self.good_steps.clamp(max=self.values.shape[1] - 1)  # [...] would wait for the GPU
         values, next_lr = self.values.index_select(1, now[None])[:, 0].split((3, 1))
         self.good_steps += finite.long()
-        told = self.good_steps.float(), values.float(), self.scaler.scale / factor, 1.0 - finite
-        if away := [shard.bucket.grad_shard for shard in self.shards if shard.on_host]:
-            self.ferry.begin(away)
-            told_host = [number.cpu() for number in told]
-        for shard in self.shards:
-            shard.update(*(told_host if shard.on_host else told))
-            if not shard.waits:
-                shard.bucket.start_gather()
-        self._cast_again()
+        numbers = self.good_steps.float(), values.float(), self.scaler.scale / factor, 1.0 - finite
+        self.updates.step(self.shards, *numbers)
+        self._finish_gathers()
         stats = StepStats(norm, finite, values[0], next_lr[0], self.scaler.scale, squares.sqrt())
         self.scaler.update(finite)
         return stats
 
     def cast_weights(self) -> None:
-        """The casts of FP8 weights that `step` would make, before the first one: so that no step needs both.
+        """Before the first step: make the FP8 weights that `step` would make, so that no step needs both.
 
         Communicates them where they are gathered, and their amaxes. All ranks call it alike.
         """
-        if shards := [shard for shard in self.shards if shard.casts]:
-            shards[0].casts.scales.forget_step()
-        for shard in shards:
-            shard.publish()
-            if not shard.waits:
-                shard.bucket.start_gather()
-        self._cast_again()
+        self.updates.cast_weights(self.shards)
+        self._finish_gathers()
 
-    def _cast_again(self) -> None:
-        """Cast the weights whose amaxes had to be agreed upon; then nothing is left to be sent."""
-        if waiting := [shard for shard in self.shards if shard.waits]:
-            waiting[0].casts.scales.scale_weights()
-        for shard in waiting:
-            shard.publish()
-            shard.bucket.start_gather()
+    def _finish_gathers(self) -> None:
         for bucket in () if self.buckets.overlap_gather else self.buckets.all:
             bucket.wait_params()
 
@@ -129,8 +212,8 @@ class Optimizer:
     def _over_parts(self, flat: list[torch.Tensor], zeros: bool = False) -> torch.Tensor:
         """Sums of squares, or numbers of zeros, of the parts that count here, fp64 `[parts]`."""
         pairs = zip(flat, self.segments, strict=True)
-        found = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
-        return torch.cat([sums.to(self.values.device) for sums in found])
+        each = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
+        return torch.cat([sums.to(self.values.device) for sums in each])
 
     def _norm(self, squares: torch.Tensor) -> torch.Tensor:
         return all_reduce_(squares.sum(), self.buckets.world).sqrt()
@@ -145,7 +228,7 @@ class Optimizer:
         return all_reduce_(zeros, self.buckets.world)
 
     def reset_main(self) -> None:
-        """Take the main parameters from the parameters again: after weights were loaded without them."""
+        """Copy the main parameters from the parameters: after weights were loaded without them."""
         for shard in self.shards:
             shard.reset_main()
 
@@ -166,6 +249,6 @@ class Optimizer:
         return {"good_steps": int(self.good_steps), "loss_scaler": self.scaler.state()}
 
     def load_scalars(self, saved: dict) -> None:
-        """Take up `scalars()` again."""
+        """Restore `scalars()`."""
         self.good_steps.fill_(saved["good_steps"])
         self.scaler.load(saved["loss_scaler"])

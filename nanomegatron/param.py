@@ -166,12 +166,12 @@ def draw(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
 def main_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Where gradients of the parameter are to be added now; None where no bucket wants them.
 
-    A bucket that gives its memory away between microbatches takes some anew.
+    A bucket that frees its gradients between microbatches allocates them.
     """
     bucket = getattr(param, "bucket", None)
     if bucket is None:
         return None
-    bucket.open()
+    bucket.alloc_grads()
     return param.main_grad
 
 

@@ -111,7 +111,7 @@ def test_shards_are_equal_parts_of_each_bucket(mesh):
             mesh.dp.rank * size,
             mesh.dp.rank * size + size,
         )
-        assert bucket.param_shard.data_ptr() == bucket.data[bucket.shard].data_ptr()
+        assert bucket.gathered.shard.data_ptr() == bucket.data[bucket.shard].data_ptr()
 
 
 def test_gradients_are_autograds():
@@ -196,16 +196,15 @@ def memory(mesh, flags, config, grad_dtype):
     """Bytes a (padded) parameter of everything that stays after a step; the most gradients there were."""
     model, buckets, optimizer = built(mesh, flags, torch.bfloat16, config, grad_dtype)
     most = 0
-    for bucket in buckets.all:
 
-        def full(bucket, last, inner=bucket.full):
-            nonlocal most
-            most = max(most, sum(b.grads is not None for b in buckets.all) + len(buckets.flying))
-            inner(bucket, last)
+    def on_full(bucket, last, inner=buckets.on_full):
+        nonlocal most
+        most = max(most, sum(b.grads is not None for b in buckets.all) + len(buckets.in_flight))
+        inner(bucket, last)
 
-        bucket.full = full
+    buckets.on_full = on_full
     train_step(model, buckets, optimizer, mesh)
-    assert not buckets.flying
+    assert not buckets.in_flight
     if buckets.pooled:
         assert all(b.grads is None for b in buckets.all)
         assert all(p.main_grad is None for p in buckets.params)
