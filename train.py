@@ -27,14 +27,13 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.batch import Batch
-from nanomegatron.build import build, install, paths_for
+from nanomegatron.build import build, build_optimizer, install, paths_for
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import default_run_name, must_match, remarks, resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
-from nanomegatron.dp import Buckets
 from nanomegatron.faults.exit import (
     BAD_CONFIG,
     DONE,
@@ -52,7 +51,6 @@ from nanomegatron.launch import launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
-from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
 from nanomegatron.pp import execute
 from nanomegatron.report.banner import banner, data_lines
@@ -205,10 +203,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     paths = paths_for(config, mesh)
     model = install(build(config, mesh, vocab_size, padded, init), paths)
-    grads = Buckets(model, config.parallel, mesh, getattr(torch, config.grad_dtype_name), paths.peers)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
-    values = step_values(config, before)
-    optimizer = Optimizer(grads, config.optimizer, config.precision, values)
+    grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
     reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     run = Run(*parts, before, asked, profile, reporter, signals)

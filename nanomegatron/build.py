@@ -3,6 +3,7 @@
     config, mesh -> PeerAccess -> Paths, and why        paths_for
     config, mesh -> Stages of GPTModels                 build
     model, Paths -> model with these paths              install, before its parameters go into buckets
+    Buckets, Paths -> how their shards are updated      shard_updates
 
 A fast path gives the same result as a form of the core, sooner. It is set as an attribute of the module that
 uses it, whose default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
@@ -12,9 +13,13 @@ Without either of them fast paths run on GPUs, and on CPUs where a flag of their
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
-from nanomegatron.config.settings import Config
+from nanomegatron.config.settings import Config, OptimizerConfig
+from nanomegatron.dp import Buckets, ShardComm, gathered_params
+from nanomegatron.fast.dp_peer import PeerShardComm
+from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
+from nanomegatron.fast.offload import host_state
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.flops import stage_layers
@@ -24,6 +29,7 @@ from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel, Stage, TransformerLayer
 from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.optim import ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
 from nanomegatron.router import MoeAxes
@@ -38,6 +44,8 @@ class Paths:
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, of parallel linear and output layers
     producers: bool = False  # Norm.op and MLP.act also quantize for the FP8 layer that reads their result
     loss: Callable | None = None  # OutputLayer.loss
+    shard_comm: Callable = ShardComm  # (axis, device, size) -> what moves shards of Buckets
+    gathered: Callable = gathered_params  # (param, shards) -> what of a parameter Buckets gather
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
 
@@ -53,10 +61,14 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if fast is False:
         return Paths(peers=peers)
     everywhere = mesh.device.type == "cuda" if fast is None else fast
+    overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
+    casts = everywhere or config.precision.fp8_param_gather
     return Paths(
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
         producers=everywhere,
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
+        shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
+        gathered=gathered_casts if casts else gathered_params,
         peers=peers,
     )
 
@@ -71,6 +83,15 @@ def install(stages: Stages, paths: Paths) -> Stages:
         elif isinstance(module, TransformerLayer) and paths.producers:
             quantize_early(module)
     return stages
+
+
+def shard_updates(buckets: Buckets, config: OptimizerConfig, paths: Paths) -> ShardUpdates:
+    """How an optimizer updates its shards: with FP8 casts or without, on the device or on the host."""
+    casts = paths.gathered is gathered_casts
+    state = cast_state if casts else ShardState
+    if config.optimizer_cpu_offload:
+        state = host_state(buckets, config, state)
+    return CastUpdates(state) if casts else ShardUpdates(state)
 
 
 def quantize_early(layer: TransformerLayer) -> None:

@@ -57,12 +57,12 @@ class Slice:
 
 
 class ShardComm:
-    """Moves shards by asynchronous collectives; the default of `Buckets(shard_comm=...)`.
+    """Moves the shards of an axis by asynchronous collectives; the default of `Buckets(shard_comm=...)`.
 
     size: bytes of all tensors of `zeros` together. reason: why shards move no other way, for the banner.
     """
 
-    shared_bytes = 0  # memory that torch's allocator does not count
+    shared_bytes = 0  # of memory that torch's allocator does not count
 
     def __init__(self, axis: Axis, device: torch.device, size: int, reason: str = "") -> None:
         self.axis, self.device, self.reason = axis, device, reason
@@ -73,11 +73,13 @@ class ShardComm:
 
     def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
         """Begin to reduce over the axis; the result is this rank's shard of `whole`."""
-        return start_reduce_scatter(whole, self.axis, whole.chunk(self.axis.size)[self.axis.rank], op)
+        own = whole.chunk(self.axis.size)[self.axis.rank]
+        return start_reduce_scatter(whole, self.axis, own, op)
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
         """Begin to fetch the other ranks' shards of `whole`."""
-        return start_all_gather(whole.chunk(self.axis.size)[self.axis.rank], self.axis, whole)
+        own = whole.chunk(self.axis.size)[self.axis.rank]
+        return start_all_gather(own, self.axis, whole)
 
     def wait_for_readers(self) -> None:
         """Hold up the current stream while other ranks read what this one is about to write."""
@@ -109,6 +111,11 @@ class GatheredParams:
 
     def rebuild_params(self) -> None:
         """Make them again. All ranks call it alike."""
+
+
+def gathered_params(param: nn.Parameter, shards: Axis) -> type[GatheredParams]:
+    """What is gathered of a parameter whose update these ranks share; buckets have one kind each."""
+    return GatheredParams
 
 
 class Bucket:
@@ -192,9 +199,9 @@ class Bucket:
         if self.seen % self.uses == 0:
             self.buckets.on_full(self, self.seen == self.microbatches * self.uses)
 
-    def missing(self, param: nn.Parameter) -> bool:
-        """Whether the parameter has not had all its contributions."""
-        return self.counts[param] < self.microbatches * param.spec.uses
+    def missing(self) -> list[str]:
+        """Parameters that have not had all their contributions."""
+        return [p.spec.name for p in self.params if self.counts[p] < self.microbatches * p.spec.uses]
 
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
@@ -273,7 +280,7 @@ class Buckets:
         mesh: Mesh,
         grad_dtype: torch.dtype = torch.float32,
         shard_comm: Callable[[Axis, torch.device, int], ShardComm] = ShardComm,
-        gathered: Callable[[nn.Parameter, Axis], type[GatheredParams]] = lambda param, shards: GatheredParams,
+        gathered: Callable[[nn.Parameter, Axis], type[GatheredParams]] = gathered_params,
     ) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
@@ -305,9 +312,8 @@ class Buckets:
             if piece.part.partial is not None:
                 self.partial.setdefault(piece.part.partial, []).append(piece.of(bucket.grad_shard))
         for module in model.modules() if self.overlap_gather else ():
-            for bucket in dict.fromkeys(
-                p.bucket for p in module.parameters(recurse=False) if p.requires_grad
-            ):
+            own = [param for param in module.parameters(recurse=False) if param.requires_grad]
+            for bucket in dict.fromkeys(param.bucket for param in own):
                 module.register_forward_pre_hook(bucket.wait_params)
 
     def slices(self) -> Iterator[tuple[Bucket, Slice]]:
@@ -353,7 +359,7 @@ class Buckets:
         missing (of a layer that is not used, or did not report them), and for parameters that were read
         before they were there: of a module whose own forward has not run.
         """
-        if missing := [p.spec.name for b in self.all for p in b.params if b.missing(p)]:
+        if missing := [name for bucket in self.all for name in bucket.missing()]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
         if early := [p.spec.name for bucket in self.all if bucket.gather for p in bucket.params]:
             raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")
@@ -379,8 +385,7 @@ class Buckets:
             what = "optimizer states" + " and gradients" * self.pooled
             said.append(f"{what} cut over {sizes[False]} ranks{experts}")
         if len(self.all) > 1:
-            largest = max(bucket.size for bucket in self.all)
-            said.append(f"{len(self.all)} buckets of up to {largest:,} elements")
+            said.append(f"{len(self.all)} buckets of up to {max(b.size for b in self.all):,} elements")
         if self.grad_dtype != torch.float32:
             said.append(f"gradients in {str(self.grad_dtype).removeprefix('torch.')}")
         said += ["gradients reduced during the backward"] * self.overlap_reduce

@@ -108,7 +108,7 @@ class WeightCasts:
                 param.data = view
 
 
-def gathered(param: nn.Parameter, shards: Axis) -> type:
+def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
     """The FP8 copies of weights that the optimizer casts, else the parameters: for `dp.Buckets`."""
     layer = getattr(param, "fp8", None)
     mixed = layer is not None and param.dtype == torch.bfloat16
@@ -127,7 +127,7 @@ class CastShard(ShardState):
         casts.end(amax)
 
 
-def shard_state(bucket: Bucket, config: OptimizerConfig) -> ShardState:
+def cast_state(bucket: Bucket, config: OptimizerConfig) -> ShardState:
     """The state of a shard on the device: for `CastUpdates`."""
     return (CastShard if isinstance(bucket.gathered, WeightCasts) else ShardState)(bucket, config)
 
