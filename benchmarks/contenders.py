@@ -77,10 +77,8 @@ class Ours:
             quantize_layers(self.model, self.scales, fp8)
         paths = paths_for(config, mesh)
         install(Stages([self.model]), paths)
-        grad_dtype = getattr(torch, config.grad_dtype_name)
-        self.buckets = Buckets(self.model, config.parallel, mesh, grad_dtype, paths.peers)
         values = step_values(config, samples_before(config, mesh.dp.size))
-        self.optimizer = Optimizer(self.buckets, config.optimizer, config.precision, values)
+        self.buckets, self.optimizer = build_optimizer(self.model, config, mesh, values, paths)
         self.optimizer.cast_weights()
         self.positions = torch.arange(config.data.seq_length, device=mesh.device)
 

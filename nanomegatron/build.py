@@ -3,7 +3,7 @@
     config, mesh -> PeerAccess -> Paths, and why        paths_for
     config, mesh -> Stages of GPTModels                 build
     model, Paths -> model with these paths              install, before its parameters go into buckets
-    Buckets, Paths -> how their shards are updated      shard_updates
+    model, Paths -> Buckets, Optimizer                  build_optimizer
 
 A fast path gives the same result as a form of the core, sooner. It is set as an attribute of the module that
 uses it, whose default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
@@ -13,7 +13,10 @@ Without either of them fast paths run on GPUs, and on CPUs where a flag of their
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
-from nanomegatron.config.settings import Config, OptimizerConfig
+import torch
+from torch import nn
+
+from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm, gathered_params
 from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
@@ -29,7 +32,7 @@ from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel, Stage, TransformerLayer
 from nanomegatron.moe_experts import GroupedExperts
-from nanomegatron.optim import ShardState, ShardUpdates
+from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
 from nanomegatron.router import MoeAxes
@@ -85,15 +88,6 @@ def install(stages: Stages, paths: Paths) -> Stages:
     return stages
 
 
-def shard_updates(buckets: Buckets, config: OptimizerConfig, paths: Paths) -> ShardUpdates:
-    """How an optimizer updates its shards: with FP8 casts or without, on the device or on the host."""
-    casts = paths.gathered is gathered_casts
-    state = cast_state if casts else ShardState
-    if config.optimizer_cpu_offload:
-        state = host_state(buckets, config, state)
-    return CastUpdates(state) if casts else ShardUpdates(state)
-
-
 def quantize_early(layer: TransformerLayer) -> None:
     """Let norms and activations of a layer quantize, where an FP8 layer reads nothing else of them."""
     if accepts_fp8(layer.self_attention.linear_qkv):
@@ -134,6 +128,20 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
         for chunk in chunks:
             quantize_layers(chunk, stages.scales, fp8)
     return stages
+
+
+def build_optimizer(
+    model: nn.Module, config: Config, mesh: Mesh, values: list[list[float]], paths: Paths
+) -> tuple[Buckets, Optimizer]:
+    """The gradients of a model in buckets, and what updates them; values: `lr_schedule.step_values`."""
+    dtype = getattr(torch, config.grad_dtype_name)
+    buckets = Buckets(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
+    casts = paths.gathered is gathered_casts
+    state = cast_state if casts else ShardState
+    if config.optimizer.optimizer_cpu_offload:
+        state = host_state(buckets, config.optimizer, state)
+    updates = CastUpdates(state) if casts else ShardUpdates(state)
+    return buckets, Optimizer(buckets, config.optimizer, config.precision, values, updates)
 
 
 def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:

@@ -6,17 +6,19 @@ import pytest
 import torch
 
 import train
-from nanomegatron import optim_shard
+from nanomegatron import optim
 from nanomegatron.batch import Batch
-from nanomegatron.build import quantize_layers
+from nanomegatron.build import paths_for, quantize_layers
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import Buckets, GatheredParams, gathered_params
+from nanomegatron.fast import fp8_gather
+from nanomegatron.fast.fp8_gather import CastUpdates, WeightCasts
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.mesh import World
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import adamw as ops_adamw
-from nanomegatron.optim import Optimizer
+from nanomegatron.optim import Optimizer, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory, memory_of_ranks
@@ -30,7 +32,7 @@ from tests.test_plan import config as planned
 from tests.toy import CONFIG
 from tests.training import alike, arguments, set_up, weights_of
 
-GATHER, SHORT = "--fp8-param-gather", "--global-batch-size 4"
+GATHER, SHORT = "--fp8-param-gather", "--fast-paths --global-batch-size 4"
 
 
 def steps(run, until: int, bad: int = 0) -> list[dict]:
@@ -45,23 +47,24 @@ def steps(run, until: int, bad: int = 0) -> list[dict]:
     return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "finite", "fp8")} for step in told]
 
 
-def cast_by_optimizer(run) -> list:
-    return [bucket for bucket in run.grads.all if bucket.fp8 is not None]
+def cast_by_optimizer(buckets: Buckets) -> list:
+    return [bucket for bucket in buckets.all if isinstance(bucket.gathered, WeightCasts)]
 
 
 def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool = False) -> dict:
     """Four steps, the second skipped. ours: casts by the optimizer; first: before the first step too."""
     if not ours:
-        Recipe.cast_by_optimizer = lambda self, sharded: False
+        train.paths_for = lambda config, mesh: replace(paths_for(config, mesh), gathered=gathered_params)
     run = set_up(world, argv, folder)
     if first:
         run.optimizer.cast_weights()
     found = steps(run, 4, bad=2)
     sent = run.mesh.traffic["dp_cp", "all_gather", "bytes"]
     sharded = run.grads.all[0].shards.size > 1
-    assert bool(cast_by_optimizer(run)) == ours
-    assert sent == sharded * sum(b.size * (2 if b.fp8 is None else 1) for b in run.grads.all)
-    for bucket in cast_by_optimizer(run):  # nothing is there to be read unnoticed
+    casting = cast_by_optimizer(run.grads)
+    assert bool(casting) == ours
+    assert sent == sharded * sum(b.size * (1 if b in casting else 2) for b in run.grads.all)
+    for bucket in casting:  # nothing is there to be read unnoticed
         assert bucket.data is None and all(param.isnan().all() for param in bucket.params)
     assert [step["finite"] for step in found] == [1, 0, 1, 1]
     run.grads.wait_params()
@@ -153,12 +156,16 @@ MODEL = TransformerConfig(2, 32, 2, swiglu=True, normalization="RMSNorm", disabl
 RATES = [[0.01 / (n + 1) for n in range(9)]] * 3
 
 
-def built(recipe: str):
+def built(recipe: str, ours: bool = True):
+    """ours: casts by the optimizer, which are not sharded here, but tensorwise ones too are made as if."""
     model = GPTModel(MODEL, vocab_size=29, max_sequence_length=16, init=Init(dtype=torch.bfloat16))
     scales = Scales(Recipe(recipe), torch.device("cpu"))
     quantize_layers(model, scales, range(2))
-    buckets = Buckets(model, ParallelConfig(ddp_bucket_size=5000), ALONE)
-    return model, scales, buckets, Optimizer(buckets, CONFIG, PrecisionConfig(bf16=True), RATES)
+    kinds = {True: WeightCasts if ours else GatheredParams, False: GatheredParams}
+    gathered = lambda param, shards: kinds[hasattr(param, "fp8")]  # noqa: E731
+    buckets = Buckets(model, ParallelConfig(ddp_bucket_size=5000), ALONE, gathered=gathered)
+    updates = CastUpdates(fp8_gather.cast_state) if ours else ShardUpdates()
+    return model, scales, buckets, Optimizer(buckets, CONFIG, PrecisionConfig(bf16=True), RATES, updates)
 
 
 def step_of(model, buckets, batch) -> None:
@@ -167,9 +174,9 @@ def step_of(model, buckets, batch) -> None:
     buckets.grad_sync()
 
 
-def alone(recipe: str) -> list[torch.Tensor]:
+def alone(recipe: str, ours: bool) -> list[torch.Tensor]:
     """Weights and norms of four steps, the third of which is skipped."""
-    model, scales, buckets, optimizer = built(recipe)
+    model, scales, buckets, optimizer = built(recipe, ours)
     norms = []
     for i, batch in enumerate(torch.randint(29, (4, 4, 17), generator=torch.Generator().manual_seed(1))):
         step_of(model, buckets, batch)
@@ -182,15 +189,11 @@ def alone(recipe: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_the_kernel_casts_as_torch_does(recipe, kernel, monkeypatch):
-    """Also of tensors of one scale that are not sharded, as if they were."""
     if kernel and cuda_on_cpu.cuda_home() is None:
         pytest.skip("no CUDA headers here")
     if kernel:
-        cuda_on_cpu.run_here(monkeypatch, ("adamw",), ops_adamw, optim_shard)
-    runs = []
-    for ours in (True, False):
-        monkeypatch.setattr(Recipe, "cast_by_optimizer", lambda self, sharded, ours=ours: ours)
-        runs.append(alone(recipe))
+        cuda_on_cpu.run_here(monkeypatch, ("adamw",), ops_adamw, optim)
+    runs = alone(recipe, True), alone(recipe, False)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -207,9 +210,10 @@ def test_whoever_comes_too_early_or_too_late_is_told():
     with pytest.raises(RuntimeError):
         weight.detach().copy_(torch.ones(128, 32))
     buckets.wait_params()
-    main = torch.cat([shard.main for shard in optimizer.shards if shard.casts]).bfloat16()
-    casts = [bucket.data for bucket in reversed(buckets.all) if bucket.fp8 is not None]
-    assert torch.equal(torch.cat(casts), main) and weight.isfinite().all()
+    casting = cast_by_optimizer(buckets)
+    main = torch.cat([shard.main for shard in optimizer.shards if shard.bucket in casting]).bfloat16()
+    weights = [bucket.data for bucket in reversed(casting)]
+    assert torch.equal(torch.cat(weights), main) and weight.isfinite().all()
     step_of(model, buckets, batch)
     assert weight.isnan().all()
     optimizer.step(torch.tensor(1.0))
@@ -221,7 +225,7 @@ def test_whoever_comes_too_early_or_too_late_is_told():
 def test_buckets_become_full_and_are_gathered_in_order():
     """What is read first, the embeddings and with them the norms, is full last and gathered first."""
     _, _, buckets, _ = built("delayed")
-    assert [bucket.fp8 is not None for bucket in buckets.all] == [True] * 4 + [False] * 3
+    assert [b in cast_by_optimizer(buckets) for b in buckets.all] == [True] * 4 + [False] * 3
     names = [param.spec.name for bucket in reversed(buckets.all) for param in reversed(bucket.params)]
     first = names.index("decoder.layers.0.self_attention.linear_qkv.weight")
     assert all(name.startswith("embedding") for name in names[:2]) and len(names) - first == 8

@@ -7,10 +7,10 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast.offload import HostShard, HostStaging, host_state
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
-from nanomegatron.optim import Optimizer
-from nanomegatron.optim_shard import Ferry, HostShard
+from nanomegatron.optim import Optimizer, ShardUpdates
 from nanomegatron.param import Init
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
@@ -22,7 +22,9 @@ def run(optimizer_config, bucket_size=700, bad_step=None):
     """Five steps in bf16: weights, states and norms."""
     model = GPTModel(MODEL, vocab_size=29, max_sequence_length=8, init=Init(dtype=torch.bfloat16))
     buckets = Buckets(model, ParallelConfig(ddp_bucket_size=bucket_size), ALONE)
-    optimizer = Optimizer(buckets, optimizer_config, PrecisionConfig(bf16=True), RATES)
+    offload = optimizer_config.optimizer_cpu_offload
+    updates = ShardUpdates(host_state(buckets, optimizer_config)) if offload else None
+    optimizer = Optimizer(buckets, optimizer_config, PrecisionConfig(bf16=True), RATES, updates)
     data = torch.randint(29, (5, 4, 9), generator=torch.Generator().manual_seed(1))
     norms = []
     for step, batch in enumerate(data):
@@ -36,15 +38,15 @@ def run(optimizer_config, bucket_size=700, bad_step=None):
 
 
 @pytest.mark.parametrize("bad_step", [None, 2])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("fraction, bucket_size", [(1.0, 700), (0.5, 700), (1.0, 10**9)])
-def test_updates_on_the_host_are_the_same(fraction, bucket_size, ahead, bad_step):
+def test_updates_on_the_host_are_the_same(fraction, bucket_size, prefetch, bad_step):
     weights, states, norms, plain = run(OptimizerConfig(weight_decay=0.1), bucket_size, bad_step)
     moved = OptimizerConfig(
         weight_decay=0.1,
         optimizer_cpu_offload=True,
         optimizer_offload_fraction=fraction,
-        overlap_cpu_optimizer_d2h_h2d=ahead,
+        overlap_cpu_optimizer_d2h_h2d=prefetch,
     )
     found, found_states, found_norms, optimizer = run(moved, bucket_size, bad_step)
     assert norms == found_norms and states.keys() == found_states.keys()
@@ -58,17 +60,17 @@ def test_updates_on_the_host_are_the_same(fraction, bucket_size, ahead, bad_step
     assert not any(isinstance(shard, HostShard) for shard in plain.shards)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_ferry_keeps_order_and_reuses_its_buffers(ahead):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_staging_keeps_order_and_reuses_its_buffers(prefetch):
     """Each shard comes as it was; two buffers each way carry any number of them."""
-    ferry = Ferry(torch.device("cpu"), ahead)
     shards = [torch.full((n,), float(n), dtype=torch.bfloat16) for n in (3, 5, 2, 4)]
-    for _ in range(2):
-        ferry.begin(shards)
+    staging = HostStaging(shards, torch.device("cpu"), prefetch)
+    for step in range(2):
+        numbers = (torch.tensor(step),)
         for shard in shards:
-            fetched = ferry.fetch()
-            assert torch.equal(fetched, shard)
-            params = torch.zeros_like(shard)
-            ferry.send(fetched.float() + 1, params)
+            fetched, (at,) = staging.fetch(numbers)
+            assert torch.equal(fetched, shard) and at == step
+            params, main = torch.zeros_like(shard), fetched.float() + 1
+            staging.send(lambda out, main=main: out.copy_(main), params)
             assert torch.equal(params, shard + 1)
-    assert len(ferry.buffers) == 4 and {len(buffer) for buffer in ferry.buffers.values()} == {5}
+    assert len(staging.buffers) == 4 and {len(buffer) for buffer in staging.buffers.values()} == {5}

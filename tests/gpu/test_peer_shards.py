@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.fast.peer_memory import PeerShards
+from nanomegatron.fast.dp_peer import PeerShards
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
 SIZES = [(128 * 4, torch.float32), (3 * 2**20, torch.float32), (5 * 2**20, torch.bfloat16)]
@@ -23,7 +23,7 @@ def storm(mesh, device):
 
     for step in range(100):
         op = "avg" if step % 3 == 0 else "sum"
-        peers.settle()
+        peers.wait_for_readers()
         pending = []
         for k, grad in enumerate(grads):
             dawdle()
