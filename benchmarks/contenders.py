@@ -21,20 +21,18 @@ import torch
 from benchmarks import peers_fp8
 from benchmarks.peers import fully_sharded, on_one_gpu, tensor_parallel
 from nanomegatron.batch import Batch
-from nanomegatron.build import install, paths_for, quantize_layers
+from nanomegatron.build import build_optimizer, install, paths_for, quantize_layers
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config, padded_vocab_size
-from nanomegatron.dp import Buckets
 from nanomegatron.flops import flops_per_iteration, mfu
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.ops.kernels import without_kernels
-from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
 

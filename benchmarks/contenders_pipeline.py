@@ -13,17 +13,15 @@ import torch
 from benchmarks.contenders import COMMON, SMALL, Contender
 from benchmarks.peers_pipeline import PipelinePeer
 from nanomegatron.batch import Batch
-from nanomegatron.build import build
+from nanomegatron.build import build, build_optimizer, install, paths_for
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
-from nanomegatron.dp import Buckets
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
-from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init
 from nanomegatron.pp import NoTracer, execute, warm_up
 
@@ -52,10 +50,10 @@ class Ours:
         vocab, self.data, self.mesh = config.data.vocab_size, config.data, mesh
         padded = padded_vocab_size(vocab, config.data.make_vocab_size_divisible_by, mesh.tp.size)
         init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
-        self.model = build(config, mesh, vocab, padded, init)
-        self.buckets = Buckets(self.model, config.parallel, mesh, getattr(torch, config.grad_dtype_name))
+        paths = paths_for(config, mesh)
+        self.model = install(build(config, mesh, vocab, padded, init), paths)
         values = step_values(config, samples_before(config, mesh.dp.size))
-        self.optimizer = Optimizer(self.buckets, config.optimizer, config.precision, values)
+        self.buckets, self.optimizer = build_optimizer(self.model, config, mesh, values, paths)
         self.positions = torch.arange(config.data.seq_length, device=mesh.device)
         self.tracer: NoTracer | None = None
         self.warm = False
