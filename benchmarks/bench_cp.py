@@ -121,11 +121,12 @@ class AttentionSitting(Sitting):
     def __init__(self, args: argparse.Namespace, world: World) -> None:
         super().__init__(args, world)
         self.torchs, self.flag = contenders_cp.TorchRing(self.mesh), torch.zeros(1, device=self.device)
+        self.ring = contenders_cp.fast_ring(self.mesh)
 
     def run(self) -> None:
         """All cases; the results of those of the shortest row are compared. Raises SystemExit for a name."""
         cases = contenders_cp.cases(self.args.small, self.args.lengths, self.args.documents)
-        known = [*contenders_cp.contenders(contenders_cp.Case("", 0), self.mesh, self.torchs)]
+        known = [*contenders_cp.contenders(contenders_cp.Case("", 0), self.mesh, self.torchs, self.ring)]
         if unknown := {*self.args.only, *self.args.profile} - {*known}:
             raise SystemExit(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         try:
@@ -144,7 +145,7 @@ class AttentionSitting(Sitting):
         if compare:
             way = contenders_cp.one_gpu(case, case.s, self.device)
             expected = self.turn(self.lane(way, whole))
-        for name, builds in contenders_cp.contenders(case, self.mesh, self.torchs).items():
+        for name, builds in contenders_cp.contenders(case, self.mesh, self.torchs, self.ring).items():
             if not self.args.only or name in self.args.only:
                 row = {"case": case.name, "s": case.s, "name": name}
                 self.result["rows"].append(row)

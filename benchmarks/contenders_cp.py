@@ -1,8 +1,9 @@
 """Who computes attention over N ranks in bench_cp.py, and on which tokens of the row.
 
-    p2p, a2a, allgather,           ours (nanomegatron/cp.py); the last, from 4 ranks on, with neighbours in
-    a2a+p2p                        pairs, which swap heads
-    plain ring                     our ring, but rank r has the r-th of N equal slices: the last one has the
+    p2p, a2a, allgather,           ours (nanomegatron/cp.py) with the ring of fast/ring.py; the last, from 4
+    a2a+p2p                        ranks on, with neighbours in pairs, which exchange heads
+    plain ring                     p2p by the ring of cp.py
+    equal slices                   the same, but rank r has the r-th of N equal slices: the last one has the
                                    most to do, and the others wait for it
     torch allgather, alltoall      torch.distributed.tensor.experimental's context_parallel, its two rotations
     one gpu                        one GPU by itself, without communication: with as many FLOPs as each of the
@@ -24,10 +25,10 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanomegatron.comm import Leg, Legs
 from nanomegatron.config.settings import CP_TYPES, ParallelConfig
-from nanomegatron.cp import RingFunction, context_attention
-from nanomegatron.cp_shard import ALL, Round, Shard, Step
+from nanomegatron.cp import ALL, RingFunction, Shard, Step, context_attention
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.ring import Ring
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.ops.attention_blocks import Block
@@ -104,7 +105,14 @@ def attention_mesh(world: World, device: torch.device) -> Mesh:
     )
 
 
-def contenders(case: Case, mesh: Mesh, torchs: "TorchRing") -> dict[str, dict[str, Callable[[], Way]]]:
+def fast_ring(mesh: Mesh) -> Ring:
+    """The fast ring of all contenders. Every rank calls it."""
+    return Ring(PeerAccess.of(mesh, ParallelConfig()))
+
+
+def contenders(
+    case: Case, mesh: Mesh, torchs: "TorchRing", ring: Ring
+) -> dict[str, dict[str, Callable[[], Way]]]:
     """By name the ways to build each; the first whose first run works is taken."""
     device, axis = mesh.device, mesh.cp
     backend = choose_backend("auto", device, dtype_of(device))
@@ -112,10 +120,11 @@ def contenders(case: Case, mesh: Mesh, torchs: "TorchRing") -> dict[str, dict[st
     found: dict[str, dict] = {"one gpu": {"ours": lambda: one_gpu(case, alone, device)}}
     for kind in CP_TYPES:
         if kind != "a2a+p2p" or axis.levels:
-            found[kind] = {"ours": lambda kind=kind: ours(case, kind, axis, device, backend)}
+            found[kind] = {"ours": lambda kind=kind: ours(case, kind, mesh, backend, ring)}
+    found["plain ring"] = {"ours": lambda: ours(case, "p2p", mesh, backend, context_attention)}
     if case.bounds:
         return found
-    found["plain ring"] = {"ours": lambda: plain_ring(case, axis, backend)}
+    found["equal slices"] = {"ours": lambda: equal_slices(case, axis, backend)}
     for rotate in ("allgather", "alltoall"):
         found[f"torch {rotate}"] = {
             how: lambda rotate=rotate, attend=attend: torchs.way(case, rotate, attend)
@@ -135,32 +144,18 @@ def one_gpu(case: Case, s: int, device: torch.device) -> Way:
     return Way(np.arange(s), lambda q, k, v: core_attention(q, k, v, backend, mask)[0], alone=True)
 
 
-def ours(case: Case, kind: str, axis: Axis, device: torch.device, backend: str) -> Way:
-    """As a layer of the model calls it."""
-    shard = Shard(axis, case.s, (kind,), np.array(case.bounds) if case.bounds else None)
-    mask = case.mask(device)
-    return Way(shard.places, lambda q, k, v: context_attention(q, k, v, shard, 0, mask, backend))
+def ours(case: Case, kind: str, mesh: Mesh, backend: str, attention: Callable) -> Way:
+    """As a layer of the model calls it; attention: its `context`."""
+    shard = Shard(mesh.cp, case.s, (kind,), np.array(case.bounds) if case.bounds else None)
+    mask = case.mask(mesh.device)
+    return Way(shard.places, lambda q, k, v: attention(q, k, v, shard, 0, mask, backend))
 
 
-def plain_ring(case: Case, axis: Axis, backend: str) -> Way:
+def equal_slices(case: Case, axis: Axis, backend: str) -> Way:
     """Ring attention as it was first described (arXiv 2310.01889), with our blocks and our overlap."""
     slices = np.arange(case.s).reshape(axis.size, -1)
-    s, rounds = slices.shape[1], []
-    for i in range(axis.size):  # the keys of the i-th rank before this one, those alone
-        sees, seen = axis.rank - i >= 0, 0 < i < axis.size - axis.rank
-        there, back = ([Leg(by, s, (0, s))] for by in (i, -i))
-        steps = [Step(ALL, slice(0, s), Block(i == 0), ALL)] * sees
-        come = sees and i > 0
-        rounds.append(
-            Round(
-                steps,
-                [ALL] * seen,
-                [ALL] * seen,
-                Legs(there * seen, there * come),
-                Legs(back * come, back * seen),
-            )
-        )
-    return Way(slices[axis.rank], lambda q, k, v: RingFunction.apply(q, k, v, axis, rounds, backend))
+    steps = [None if i > axis.rank else Step(ALL, ALL, Block(i == 0)) for i in range(axis.size)]
+    return Way(slices[axis.rank], lambda q, k, v: RingFunction.apply(q, k, v, axis, steps, backend))
 
 
 class TorchRing:

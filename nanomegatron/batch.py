@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from nanomegatron.cp_shard import Shard
+from nanomegatron.cp import Shard
 from nanomegatron.mesh import Axis
 
 

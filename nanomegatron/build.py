@@ -13,9 +13,7 @@ Without either of them fast paths run on GPUs, and on CPUs where a flag of their
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-
+from nanomegatron.attention import SelfAttention
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm, gathered_params
 from nanomegatron.fast.dp_peer import PeerShardComm
@@ -24,6 +22,7 @@ from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantiz
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.fast.offload import host_state
 from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.ring import Ring
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Recipe, Scales
@@ -45,6 +44,7 @@ class Paths:
     """The fast path of each place that can have one; None is the core's form."""
 
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, of parallel linear and output layers
+    context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
     producers: bool = False  # Norm.op and MLP.act also quantize for the FP8 layer that reads their result
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> what moves shards of Buckets
@@ -68,6 +68,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     casts = everywhere or config.precision.fp8_param_gather
     return Paths(
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
+        context=Ring(peers) if everywhere else None,
         producers=everywhere,
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
@@ -83,6 +84,8 @@ def install(stages: Stages, paths: Paths) -> Stages:
             module.linear = paths.linear
         elif isinstance(module, OutputLayer):
             module.linear, module.loss = paths.linear or module.linear, paths.loss
+        elif isinstance(module, SelfAttention) and paths.context:
+            module.context = paths.context
         elif isinstance(module, TransformerLayer) and paths.producers:
             quantize_early(module)
     return stages

@@ -29,7 +29,7 @@ all-gather. This module alone calls torch's collectives, so a renamed one is men
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,41 +116,30 @@ def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
     return Pending(out, work)
 
 
-class Leg(NamedTuple):
-    """Rows that go round an axis: `by` ranks further, so many, to a place there among so many in all."""
-
-    by: int
-    rows: int
-    there: tuple[int, int]
-
-
-class Legs(NamedTuple):
-    """The legs that begin at this rank, and those that end here, in the order of the result."""
-
-    going: list[Leg]
-    coming: list[Leg]
-
-
-def start_shift(
-    parts: Sequence[Sequence[torch.Tensor]], like: Sequence[torch.Tensor], legs: Legs, axis: Axis
+def start_messages(
+    sends: Sequence[tuple[torch.Tensor, int]],
+    receives: Sequence[tuple[torch.Tensor, int]],
+    result: Any,
+    axis: Axis,
 ) -> Pending:
-    """Begin to send the tensors of each part on their leg. The result: for each of `like` all that has come.
+    """Begin to send and receive tensors: (contiguous tensor, the other rank on the axis, modulo its size).
 
-    like: what is sent and comes, but for the number of rows. Messages between two ranks arrive in the order
-    in which they are begun.
+    Messages between two ranks arrive in the order in which they are begun.
     """
-    parts = [[x.contiguous() for x in part] for part in parts]
-    outs = [x.new_empty(sum(leg.rows for leg in legs.coming), *x.shape[1:]) for x in like]
-    ends = [(dist.isend, x, leg.by) for part, leg in zip(parts, legs.going, strict=True) for x in part]
-    for out in outs:
-        pieces = out.split([leg.rows for leg in legs.coming]) if legs.coming else ()
-        ends += [(dist.irecv, piece, -leg.by) for piece, leg in zip(pieces, legs.coming, strict=True)]
-    sent = [x for part in parts for x in part]
-    for x in sent:
+    for x, _ in sends:
         count(axis, "send", x)
-    ranks, here, n = axis.ranks, axis.rank, axis.size
-    messages = [dist.P2POp(do, x, ranks[(here + by) % n], axis.group) for do, x, by in ends]
-    return Pending(outs, _Works(dist.batch_isend_irecv(messages)) if messages else None, *sent)
+    both = [(dist.isend, *message) for message in sends] + [(dist.irecv, *message) for message in receives]
+    messages = [dist.P2POp(do, x, axis.ranks[peer % axis.size], axis.group) for do, x, peer in both]
+    works = _Works(dist.batch_isend_irecv(messages)) if messages else None
+    return Pending(result, works, *(x for x, _ in sends))
+
+
+def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
+    """Begin to send x to the next rank of the axis; the result is that of the rank before, of equal shape."""
+    if axis.size == 1:
+        return Pending(x)
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    return start_messages([(x, axis.rank + 1)], [(out, axis.rank - 1)], out, axis)
 
 
 def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:

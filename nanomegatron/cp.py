@@ -1,40 +1,181 @@
-"""Context parallelism: attention over a row whose tokens are spread over the ranks of an axis.
+"""Context parallelism: attention over rows whose tokens are sharded over the ranks of an axis.
 
-Everything but attention works on each token by itself. There each rank has queries, keys and values of its
-own tokens (`cp_shard.py`), `[s/cp, b, heads, d]`, and there are four ways to let all queries see all keys:
+Everything but attention works on each token by itself. A causal query sees what comes before it, so equal
+slices of a row would be unequal work. A row is cut into 2 * cp chunks, and rank r has chunks r and 2cp-1-r:
 
-    p2p         the keys and values of two ranks at a time, while attention to those that are here is
-                computed; results are merged                             sends g heads, to cp - 1 ranks
-    allgather   keys and values of all ranks first, then attention                the same, at once
-    a2a         all tokens of some of the heads in place of some tokens of all    n + 2g heads, and n back
-    a2a+p2p     a2a among neighbours, the ring between groups of them             of a hierarchy of networks
+    cp 4     chunk   0  1  2  3 | 4  5  6  7           zigzag: every rank's queries see as many keys
+             rank    0  1  2  3 | 3  2  1  0           a rank's tokens are in the order of the row
 
-    p2p, cp 4, rank 1     compute    q1 k1 | q1 k0  q1 k3 | q1 k2 |          the next keys come in meanwhile,
-                          receive   k0  k3 |           k2 |       |          those of nearer ranks first
-    backward              find         dk1 |   dk0    dk3 |   dk2 |          and send them to ranks 0, 3 and 2
-                          receive          |              | dk1 dk1 | dk1     what ranks 2, 3 and 0 have found
+A rank has n heads of queries, g of keys and of values, `[s/cp, b, heads, d]`. All queries see all keys by
 
-Attention to a part of the keys is o_i with log-sum-exp l_i of its scores; over all keys it is
+    p2p         a ring: attention to one rank's keys while the next arrive        sends 2g heads, cp - 1 times
+    allgather   all-gather keys and values, then attention                        the same, at once
+    a2a         all-to-all: s tokens of n/cp heads for s/cp tokens of n heads     n + 2g heads, and n back
+    a2a+p2p     a2a among neighbours, the ring between groups of them             for two levels of networks
 
-    l = log sum_i exp(l_i)        o = sum_i exp(l_i - l) o_i                   in fp32
+    the ring, cp 4, rank 1    compute    q1 k1 | q1 k0 | q1 k3 | q1 k2 |        each rank's k goes round,
+                              send       k1    | k0    | k3    |       |        always to the next rank
+                              receive    k0    | k3    | k2    |       |
+    backward: the same, and   add to     dk1   | dk0   | dk3   | dk2   |        the sums of gradients follow
+                              send             | dk1   | dk0   | dk3   | dk2    their keys a step behind, and
+                              receive          | dk0   | dk3   | dk2   | dk1    come home after a full turn
 
-and the backward of a part needs o and l of all keys alone: the probabilities are exp(scores - l). So every
-part is the kernel's own forward or backward, called directly. Windows see few keys and not of every rank;
-under p2p these are gathered. (Ring: arXiv 2310.01889; all-to-all: DeepSpeed-Ulysses, 2309.14509;
-all-gather: Llama 3, 2407.21783, section 3.3.2; two levels: LoongTrain, 2406.18485)
+In a step the queries of chunks p, 2cp-1-p meet the keys of chunks j, 2cp-1-j; no score is computed in vain:
+
+    j = p      the same two chunks                          causal, as if they were one sequence
+    j < p      only chunk j comes before the queries        all queries x the first half of the keys
+    j > p      chunk p is before all of these keys          the second half of the queries x all keys
+
+Attention to a part of the keys is o_i with the log-sum-exp l_i of its scores; over all keys it is, in fp32,
+
+    l = log sum_i exp(l_i)        o = sum_i exp(l_i - l) o_i
+
+In the backward the probabilities of a part are exp(scores - l): it needs o and l of all keys, nothing else of
+other parts. So every part is the kernel's own forward or backward, called directly.
+
+Each document is cut zigzag by itself. What is left of its tokens, divided by 2 * cp, is dealt out one by one,
+each document continuing where the one before it stopped: ranks have equally many tokens, none is padding.
+Windows see keys of few ranks; under p2p these are gathered. A group of neighbouring ranks, taken as one rank,
+has neighbouring chunks: groups are cut zigzag, too. (Ring: arXiv 2310.01889; zigzag: Megatron-LM; all-to-all:
+DeepSpeed-Ulysses, 2309.14509; all-gather: Llama 3, 2407.21783; two levels: LoongTrain, 2406.18485)
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_shift
-from nanomegatron.cp_shard import Round, Selection, Shard, Step
+from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
-from nanomegatron.ops.attention_blocks import attend, attend_backward
-from nanomegatron.ops.merge import ALL, MOST, Part, merge_rows
+from nanomegatron.ops.attention_blocks import Block, Grads, attend, attend_backward, ranges, to_device
+from nanomegatron.ops.merge import Part, merge_rows
+
+ALL = slice(None)
+Rows = slice | torch.Tensor  # of dim 0: a slice, or indices
+
+
+class Step(NamedTuple):
+    """Attention of some of a rank's queries to some of the keys at hand."""
+
+    queries: Rows
+    keys: Rows
+    block: Block
+
+
+def once(plan: Callable) -> Callable:
+    """A method of Shard whose result is kept, for each tuple of arguments."""
+
+    def planned(self: "Shard", *args: Any) -> Any:
+        if (plan, args) not in self._plans:
+            self._plans[plan, args] = plan(self, *args)
+        return self._plans[plan, args]
+
+    return planned
+
+
+class Shard:
+    """This rank's tokens of a row that the ranks of an axis share; `types`: how each layer communicates.
+
+    `places`: int64 `[s/size]`, where in the row they are, ascending. Where methods take a `group`, that many
+    neighbouring ranks are one, and a rank is the number of a group.
+    """
+
+    def __init__(
+        self, axis: Axis, s: int, types: Sequence[str], cu_seqlens: np.ndarray | None = None
+    ) -> None:
+        """cu_seqlens: where documents begin; tokens behind the last bound are one more (padding).
+
+        Raises ValueError for a row that does not divide.
+        """
+        if s % (2 * axis.size):
+            raise ValueError(f"{s} tokens do not divide into twice {axis.size} context-parallel chunks")
+        self.axis, self.types, self.documents = axis, types, cu_seqlens is not None
+        bounds = np.array([0, s]) if cu_seqlens is None else np.append(np.asarray(cu_seqlens, np.int64), s)
+        self.starts = bounds[:-1]
+        self.bounds = self.starts[:, None] + chunk_bounds(np.diff(bounds), axis.size)
+        self.places = self.token_indices(axis.rank)
+        self._plans: dict[tuple, Any] = {}
+
+    def chunks(self, rank: int, group: int = 1) -> np.ndarray:
+        """Where in the row a rank's two chunks of each document begin and end: `[docs, 2, 2]`."""
+        bounds = self.bounds[:, ::group]
+        return np.stack((bounds[:, rank : rank + 2], bounds[:, -2 - rank :][:, :2]), axis=1)
+
+    def token_indices(self, rank: int, group: int = 1) -> np.ndarray:
+        """The places in the row of a rank's tokens, ascending."""
+        return ranges(*self.chunks(rank, group).reshape(-1, 2).T)
+
+    def query_key_rows(self, own: int, other: int, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """A rank's queries that see keys of another, and these keys, among the tokens of each.
+
+        (begin, end) for each document that has both, `[2, docs]`.
+        """
+        q_sizes, k_sizes = (np.diff(self.chunks(rank, group))[..., 0] for rank in (own, other))
+        q_ends, k_ends = (sizes.cumsum().reshape(sizes.shape) for sizes in (q_sizes, k_sizes))
+        queries = np.stack(((q_ends - q_sizes)[:, int(other > own)], q_ends[:, 1]))
+        keys = np.stack(((k_ends - k_sizes)[:, 0], k_ends[:, int(other >= own)]))
+        both = (queries[0] < queries[1]) & (keys[0] < keys[1])
+        return queries[:, both], keys[:, both]
+
+    @once
+    def ring(self, group: int, device: torch.device) -> list[Step | None]:
+        """The steps with the keys of this rank, the one before it, and so on; None: no query sees any."""
+        size, own = self.axis.size // group, self.axis.rank // group
+        steps: list[Step | None] = []
+        for other in ((own - i) % size for i in range(size)):
+            queries, keys = self.query_key_rows(own, other, group)
+            if not self.documents:
+                steps.append(Step(slice(*queries[:, 0]), slice(*keys[:, 0]), Block(own == other)))
+            elif queries.size:
+                rows = (to_device(ranges(*x), device) for x in (queries, keys))
+                steps.append(Step(*rows, Block.packed(queries, keys, device, own == other)))
+            else:
+                steps.append(None)
+        return steps
+
+    @once
+    def gathered(self, group: int, window: int | None, device: torch.device) -> list[Step]:
+        """The steps with all keys, in the order of the row: four at most."""
+        begin, end = self.chunks(self.axis.rank // group, group).reshape(-1, 2).T
+        first = np.repeat(self.starts, 2)
+        if window is not None:
+            first = np.maximum(first, begin - window)
+        if self.documents:
+            begin, first, end = (x[begin < end] for x in (begin, first, end))
+            block = Block.packed((begin, end), (first, end), device, True, window)
+            return [Step(ALL, to_device(ranges(first, end), device), block)]
+        steps, half = [], len(self.places) * group // 2
+        for i, queries in enumerate((slice(0, half), slice(half, 2 * half))):
+            nearest = begin[i] if window is None else first[i]
+            steps.append(Step(queries, slice(nearest, end[i]), Block(True, window)))
+            if window is None and begin[i]:
+                steps.append(Step(queries, slice(0, begin[i]), Block()))
+        return steps
+
+    @once
+    def order(self, group: int, among: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Permutations of the tokens of `among` ranks, this one among them, laid one after the other.
+
+        The first puts them in the order of the row, the second undoes it.
+        """
+        first = self.axis.rank // (group * among) * among
+        order = np.argsort(np.concatenate([self.token_indices(first + i, group) for i in range(among)]))
+        return to_device(order, device), to_device(np.argsort(order), device)
+
+
+def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:
+    """Where the chunks of documents begin and end, in each document: `[docs]` -> `[docs, 2 * size + 1]`.
+
+    Sizes differ by one at most; where all lengths together divide by `size`, its ranks have equally much.
+    """
+    each, extra = np.divmod(np.asarray(lengths, np.int64)[:, None], 2 * size)
+    turn = (np.arange(size) - (extra.cumsum(0) - extra)) % size  # the rank's in the dealing out
+    first, second = each + (turn < extra), each + (turn < extra - size)
+    sizes = np.concatenate((0 * each, first, second[:, ::-1]), axis=1)
+    return sizes.cumsum(1)
 
 
 def context_attention(
@@ -50,74 +191,93 @@ def context_attention(
     """Causal attention of this rank's queries `[s/cp, b, n, d]` to all keys; k, v `[s/cp, b, g, d]`.
 
     mask: of the whole row; fused_softmax: as for `core_attention`, which a2a calls. Returns `[s/cp, b, n*d]`.
-    Communicates over the axis of the shard, in the way that it names for the layer. Raises ValueError where
-    heads do not divide.
+    Communicates over the axis of the shard, as its type of the layer says. Raises ValueError where heads do
+    not divide.
     """
-    axis, device, kind = shard.axis, q.device, shard.types[layer]
-    inner, outer = {"a2a": (axis, None), "a2a+p2p": axis.levels}.get(kind, (None, axis))
-    group = inner.size if inner else 1
+    kind, axis, device = shard.types[layer], shard.axis, q.device
 
-    def across(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if outer is None:
-            return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
+    def whole_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        return core_attention(q, k, v, backend, mask, fused_softmax=fused_softmax)[0]
+
+    def shared_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis, group: int):
         if kind == "allgather" or mask.window is not None:
-            order = shard.order(group, outer.size, device)
-            steps = shard.gathered(group, mask.window, device)
-            return GatherFunction.apply(q, k, v, outer, steps, order, backend).flatten(2)
-        return RingFunction.apply(q, k, v, outer, shard.ring(group, device), backend).flatten(2)
+            steps, order = shard.gathered(group, mask.window, device), shard.order(group, axis.size, device)
+            return GatherFunction.apply(q, k, v, axis, steps, order, backend).flatten(2)
+        return RingFunction.apply(q, k, v, axis, shard.ring(group, device), backend).flatten(2)
 
-    if inner is None:
-        return across(q, k, v)
-    return by_heads(q, k, v, inner, shard.order(1, group, device), across)
+    if kind == "a2a":
+        return ulysses_attention(q, k, v, axis, shard, whole_rows)
+    if kind == "a2a+p2p":
+        inner, outer = axis.levels
+        return ulysses_attention(q, k, v, inner, shard, partial(shared_rows, axis=outer, group=inner.size))
+    return shared_rows(q, k, v, axis, 1)
 
 
 class RingFunction(torch.autograd.Function):
-    """p2p: context `[s/cp, b, n, d]`. Keys and values for the next round are sent while one is computed.
+    """p2p, as drawn above: context `[s/cp, b, n, d]`. steps: `Shard.ring`."""
 
-    In the backward they are sent again, and after each round the gradients that it has found, to whose keys
-    they are of. Behind the last round only the sum for the queries hides that.
+    @staticmethod
+    def forward(ctx, q, k, v, axis: Axis, steps: list[Step | None], backend: str) -> torch.Tensor:
+        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        lse = out.new_full((*q.shape[1:3], len(q)), -torch.inf)  # [b, n, s/cp]
+        for step, kv in zip(steps, ring_kv(k, v, axis), strict=True):
+            if step is not None:
+                part = attend(q[step.queries], *kv[:, step.keys], step.block, backend)
+                merge_(out, lse, step.queries, *part)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = axis, steps, backend
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: torch.Tensor) -> tuple:
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, steps, backend = ctx.how
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dkv = torch.zeros((2, *k.shape), dtype=torch.float32, device=k.device)
+        arriving = Pending(dkv)
+        for step, kv in zip(steps, ring_kv(k, v, axis), strict=True):
+            grads = step and step_gradients(step, kv, (dout, q, out, lse), backend)
+            dkv = arriving.wait()  # the sums for these keys, from the rank before
+            if grads:
+                for total, rows, grad in zip((dq, *dkv), (step.queries, step.keys, step.keys), grads):
+                    total[rows] += grad
+            arriving = start_ring_exchange(dkv, axis)
+        dk, dv = arriving.wait().to(k.dtype)  # those for this rank's own keys
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def ring_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis) -> Iterator[torch.Tensor]:
+    """Keys and values `[2, s/cp, b, g, d]` of this rank, of the one before it, and so on.
+
+    Those of the next step are in flight while one computes with the present ones.
     """
+    kv = torch.stack((k, v))
+    for _ in range(axis.size - 1):
+        arriving = start_ring_exchange(kv, axis)
+        yield kv
+        kv = arriving.wait()
+    yield kv
 
-    @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, rounds: list[Round], backend: str) -> torch.Tensor:
-        found = Sum(q, sum(len(turn.steps) for turn in rounds))
-        for turn, keys in travelling(k, v, axis, rounds):
-            for step in turn.steps:
-                seen = (x[step.keys] for x in keys)
-                found.add(step.rows, *attend(q[step.queries], *seen, step.block, backend))
-        ctx.save_for_backward(q, k, v, found.rows, found.lse)
-        ctx.how = axis, rounds, backend
-        return found.rows
 
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple:
-        q, k, v, *known = ctx.saved_tensors
-        axis, rounds, backend = ctx.how
-        dq = Sum(q, sum(len(turn.steps) for turn in rounds))
-        sums = [Sum(x, 1 + sum(len(turn.rows) for turn in rounds)) for x in (k, v)]
-        shift = ring_of(axis, k, "gradients of keys", kept=len(rounds) - 1)
-        under_way: list[tuple[Round, Pending]] = []
+def merge_(
+    out: torch.Tensor, lse: torch.Tensor, rows: Rows, part: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Merge attention of some rows to more keys into out `[s, b, n, d]` and lse `[b, n, s]`, both fp32."""
+    total = torch.logaddexp(lse[..., rows], part_lse)
+    weights = ((x - total).exp().permute(2, 0, 1)[..., None] for x in (lse[..., rows], part_lse))
+    out[rows] = next(weights) * out[rows] + next(weights) * part
+    lse[..., rows] = total
 
-        def receive() -> None:
-            turn, coming = under_way.pop()
-            for total, come in zip(sums, coming.wait(), strict=True):
-                for rows, (_, size, (begin, _)) in zip(turn.rows, turn.back.coming, strict=True):
-                    total.add(rows, come[begin : begin + size])
 
-        for turn, keys in travelling(k, v, axis, rounds):
-            found = [gradients(step, keys, (grad, q, *known), backend) for step in turn.steps]
-            if turn is rounds[0]:
-                for total, own in zip(sums, found[0][1:], strict=True):
-                    total.add(ALL, own)
-            else:
-                if under_way:
-                    receive()
-                under_way.append((turn, shift([*pieces(turn, found)], (k, v), turn.back)))
-            for step, (more, *_) in zip(turn.steps, found, strict=True):
-                dq.add(step.rows, more)
-        if under_way:
-            receive()
-        return dq.rows, *(total.rows for total in sums), None, None, None
+def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend: str) -> Grads:
+    """Gradients of a step's queries, keys and values.
+
+    known: the gradient of the output; all queries, and their output and log-sum-exp over all keys.
+    """
+    dout, q, out = (x[step.queries] for x in known[:3])
+    k, v = (x[step.keys] for x in kv)
+    return attend_backward(dout, q, k, v, out, known[3][..., step.queries], step.block, backend)
 
 
 class GatherFunction(torch.autograd.Function):
@@ -125,110 +285,47 @@ class GatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, axis: Axis, steps: list[Step], order: tuple, backend: str) -> torch.Tensor:
-        found, kv = Sum(q, len(steps)), gathered(k, v, axis, order[0])
+        kv = gather_kv(k, v, axis, order[0])
+        parts, out = [], q.new_empty(q.shape)
         for step in steps:
-            found.add(step.rows, *attend(q[step.queries], *kv[:, step.keys], step.block, backend))
-        ctx.save_for_backward(q, k, v, found.rows, found.lse)
+            part, lse = attend(q[step.queries], *kv[:, step.keys], step.block, backend)
+            parts.append(Part(part, step.queries, lse))
+        lse = merge_rows(parts, out)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = axis, steps, order, backend
-        return found.rows
+        return out
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx, dout: torch.Tensor) -> tuple:
+        q, k, v, *known = ctx.saved_tensors
         axis, steps, order, backend = ctx.how
-        dq, kv = Sum(q, len(steps)), gathered(k, v, axis, order[0])
+        kv, parts, dq = gather_kv(k, v, axis, order[0]), [], q.new_empty(q.shape)
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for step in steps:
-            more, *found = gradients(step, kv, (grad, q, out, lse), backend)
-            dq.add(step.rows, more)
-            for total, part in zip(dkv, found):
+            part, *grads = step_gradients(step, kv, (dout, q, *known), backend)
+            parts.append(Part(part, step.queries))
+            for total, grad in zip(dkv, grads, strict=True):
                 if isinstance(step.keys, slice):
-                    merge_rows([Part(total), Part(part, step.keys)], total)
-                else:
-                    total.index_add_(0, step.keys, part.float())
+                    total[step.keys] += grad
+                else:  # some keys are in two windows
+                    total.index_add_(0, step.keys, grad.float())
         by_rank = dkv.transpose(0, 1).index_select(0, order[1])
         dk, dv = start_reduce_scatter(by_rank, axis).wait().to(k.dtype).unbind(1)
-        return dq.rows, dk, dv, None, None, None, None
+        merge_rows(parts, dq)
+        return dq, dk, dv, None, None, None, None
 
 
-class Sum:
-    """What several parts give for the tokens of `like`, joined: `rows` like it, fp32 in between.
-
-    With log-sum-exps of scores, `lse` `[b, n, s]`, averages over all keys so far. Parts wait until there are
-    as many as can be joined at once: what lies in a ring's memory does so no longer than it may.
-    """
-
-    def __init__(self, like: torch.Tensor, parts: int) -> None:
-        """parts: how many will come."""
-        self.like, self.left, self.rows, self.lse = like, parts, None, None
-        self.waiting: list[Part] = []
-
-    def add(self, at: Selection, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        """Rows `[count, b, n, d]` for some of the tokens, and the log-sum-exps `[b, n, count]`."""
-        self.left -= 1
-        self.waiting.append(Part(part, at, lse))
-        if self.left and len(self.waiting) < MOST:
-            return
-        if len(self.waiting) == 1 and isinstance(at, slice) and len(part) == len(self.like):
-            self.rows, self.lse = part, lse
-            return
-        if self.rows is None or not self.left:
-            dtype = torch.float32 if self.left else self.like.dtype
-            self.rows = self.like.new_empty(self.like.shape, dtype=dtype)
-        self.lse = merge_rows(self.waiting, self.rows)
-        self.waiting = [Part(self.rows, ALL, self.lse)]
-
-
-def travelling(
-    k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[Round]
-) -> Iterator[tuple[Round, Sequence[torch.Tensor]]]:
-    """Each round, its keys and values `[tokens, b, g, d]`; those of the next are on their way meanwhile."""
-    own = keys = k.contiguous(), v.contiguous()
-    shift = ring_of(axis, k, "keys", kept=1)
-    for turn, following in zip(rounds, [*rounds[1:], None], strict=True):
-        if following is not None:
-            parts = [[x[chosen] for x in own] for chosen in following.keys]
-            coming = shift(parts, own, following.there)
-        yield turn, keys
-        if following is not None:
-            keys = coming.wait()
-
-
-def ring_of(axis: Axis, k: torch.Tensor, name: str, kept: int) -> Callable[..., Pending]:
-    """How keys or their gradients, and those of values, are sent in a round."""
-    return partial(start_shift, axis=axis)
-
-
-def pieces(turn: Round, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """What goes back of the gradients that the steps of a round have found, to each whose keys had come."""
-    for _, size, (begin, _) in turn.there.coming:
-        for step, (_, *grads) in zip(turn.steps, found, strict=True):
-            if step.keys.start <= begin < step.keys.stop:
-                yield [x[begin - step.keys.start :][:size] for x in grads]
-
-
-def gathered(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
+def gather_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
     """Keys and values of all ranks in the order of the row, `[2, s, b, g, d]`."""
     return start_all_gather(torch.stack((k, v), 1), axis).wait()[order].transpose(0, 1)
 
 
-def gradients(
-    step: Step, keys: Sequence[torch.Tensor], known: tuple[torch.Tensor, ...], backend: str
-) -> tuple[torch.Tensor, ...]:
-    """What a step adds to the gradients of its queries, keys and values.
-
-    known: the gradient of the output, and q, the output and the log-sum-exp of all keys.
-    """
-    (grad, q, out), lse = (x[step.queries] for x in known[:3]), known[3][..., step.queries]
-    return attend_backward(grad, q, *(x[step.keys] for x in keys), out, lse, step.block, backend)
-
-
-def by_heads(
+def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     axis: Axis,
-    order: tuple[torch.Tensor, torch.Tensor],
+    shard: Shard,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """a2a: attend(q, k, v) with all tokens of the axis, in the row's order, and this rank's share of heads.
@@ -238,6 +335,7 @@ def by_heads(
     (s, b, n, d), g, ranks = q.shape, k.shape[2], axis.size
     if n % ranks or (g % ranks and ranks % g):
         raise ValueError(f"{n} query, {g} key/value heads cannot be shared out to {ranks} ranks (a2a)")
+    order = shard.order(1, ranks, q.device)
     k, v = (x.repeat_interleave(max(ranks // g, 1), dim=2) for x in (k, v))
     blocks = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], dim=3)  # [s, b, ranks, heads, d]
     mine = all_to_all(blocks.permute(2, 0, 1, 3, 4).flatten(0, 1), axis)

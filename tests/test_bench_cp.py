@@ -10,7 +10,7 @@ import torch
 
 import train
 from benchmarks import bench_cp, bench_cp_report, bench_cp_training, contenders_cp, long_tail
-from nanomegatron.cp_shard import Shard
+from nanomegatron.cp import Shard
 from nanomegatron.mesh import Axis, World
 from tests.spmd import run_spmd
 
@@ -46,9 +46,9 @@ def test_attention_part(ranks, tmp_path):
     result = measured(ranks, tmp_path / "attention.json", *argv)
     rows = {(row["case"], row["name"]): row for row in result["rows"]}
     ours = ["p2p", "a2a", "allgather", "a2a+p2p"][: 3 + (ranks == 4)]
-    everybody = ["one gpu", *ours, "plain ring", "torch allgather", "torch alltoall"]
+    everybody = ["one gpu", *ours, "plain ring", "equal slices", "torch allgather", "torch alltoall"]
     assert [name for case, name in rows if case == "16k"] == everybody
-    assert [name for case, name in rows if case == "16k, documents"] == ["one gpu", *ours]
+    assert [name for case, name in rows if case == "16k, documents"] == ["one gpu", *ours, "plain ring"]
     assert not any("errors" in row for row in result["rows"]) and not result["skipped"]
     for (_, name), row in rows.items():
         assert name == "one gpu" or row["error"] < 5e-6, name
@@ -64,9 +64,10 @@ def test_attention_part(ranks, tmp_path):
             assert sent["p2p"] == {"send": rows_sent(bounds, ranks) * 2 * g * d * size}
         else:  # of rank 0: half of its keys, twice, and gradients of all of the others
             assert sent["p2p"] == {"send": 2 * (ranks - 1) * keys}
+        assert rows[case, "plain ring"]["sent_bytes"] == {"send": (3 * ranks - 2) * keys}  # always all
         assert sent["allgather"] == {"all_gather": 2 * ranks * keys, "reduce_scatter": ranks * keys}
         assert sent["a2a"] == {"all_to_all": 2 * (both + n) * heads}
-    assert rows["16k", "plain ring"]["sent_bytes"] == rows["16k", "p2p"]["sent_bytes"]
+    assert rows["16k", "equal slices"]["sent_bytes"] == rows["16k", "plain ring"]["sent_bytes"]
 
 
 def test_rates_are_of_the_same_flops():

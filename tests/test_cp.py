@@ -1,5 +1,6 @@
-"""Context-parallel attention on 2, 4 and 8 ranks against the attention of one process, and torch's own."""
+"""Attention over rows shared by 2, 3, 4 and 8 ranks, plain and fast, against one process and torch's own."""
 
+import itertools
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -9,16 +10,16 @@ import torch
 
 from nanomegatron import cp
 from nanomegatron.config.settings import DataConfig
-from nanomegatron.cp import context_attention
-from nanomegatron.cp_shard import Shard
+from nanomegatron.cp import Shard, context_attention
 from nanomegatron.data.loader import BatchLoader, load_batch
-from nanomegatron.fast import peer_memory as comm_symmetric
-from nanomegatron.fast.peer_memory import ring_shift
+from nanomegatron.fast import ring
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.ring import Ring
 from nanomegatron.ops.attention import Mask, core_attention
-from tests.peer_files import CPU, FileMemory, share_memory
 from tests.spmd import run_spmd, spmd
 
 KINDS = ["p2p", "allgather", "a2a", "a2a+p2p"]
+FORMS = {"plain": context_attention, "fast": Ring(PeerAccess({}))}
 S = 48
 CASES = {
     "heads": dict(),
@@ -35,6 +36,8 @@ CASES = {
     "unfused documents": dict(backend="unfused", lengths=[20, 3, 1, 17, 7], b=1),
     "bf16": dict(dtype=torch.bfloat16, b=2, g=2),
 }
+
+FEW = ["grouped", "documents", "padding", "documents and a window", "unfused", "bf16"]
 
 
 def whole(case):
@@ -60,14 +63,14 @@ def attention_alone(case):
     return context.detach(), *torch.autograd.grad(context, inputs, grad.float())
 
 
-def on_a_rank(mesh, kind, case):
+def on_a_rank(mesh, kind, case, form="plain"):
     """This rank's share of both, and where it is in the row; then the bytes sent."""
     inputs, grad, mask, bounds, backend = whole(case)
     shard = Shard(mesh.cp, S, (kind,), bounds)
     at = torch.from_numpy(shard.places)
     inputs = [x[at].requires_grad_() for x in inputs]
     mesh.traffic.clear()
-    context = context_attention(*inputs, shard, 0, mask, backend)
+    context = FORMS[form](*inputs, shard, 0, mask, backend)
     grads = torch.autograd.grad(context, inputs, grad[at])
     return at, [context.detach(), *grads], {k: v for k, v in mesh.traffic.items() if k[2] == "bytes"}
 
@@ -76,97 +79,90 @@ def levels(size, kind):
     return {"hierarchical_context_parallel_sizes": (2, size // 2)} if kind == "a2a+p2p" else {}
 
 
-def all_on_a_rank(mesh, kind, names):
-    return [on_a_rank(mesh, kind, CASES[name]) for name in names]
+def in_both_forms(mesh, kind, names):
+    """By case and form."""
+    return [{form: on_a_rank(mesh, kind, CASES[name], form) for form in FORMS} for name in names]
 
 
-@pytest.mark.parametrize("size, kind", [(4, kind) for kind in KINDS] + [(2, "p2p"), (2, "a2a"), (8, "p2p")])
+@pytest.mark.parametrize(
+    "size, kind", [(4, kind) for kind in KINDS] + [(2, "p2p"), (2, "a2a"), (3, "p2p"), (8, "p2p")]
+)
 def test_attention_over_ranks_is_that_of_one(size, kind, full):
-    names = list(CASES) if size < 8 or full else ["grouped", "padding", "documents and a window", "unfused"]
-    each = run_spmd(all_on_a_rank, size, kind, names, cp=size, **levels(size, kind))
+    """The forms of the ring add in another order, and round gradients of keys at other places."""
+    names = list(CASES) if size == 4 or full else FEW
+    each = run_spmd(in_both_forms, size, kind, names, cp=size, **levels(size, kind))
     for name, *ranks in zip(names, *each, strict=True):
-        low = CASES[name].get("dtype") == torch.bfloat16
-        for i, exact in enumerate(attention_alone(CASES[name])):
-            found = torch.full_like(exact, torch.nan)
-            for at, parts, _ in ranks:
-                found[at] = parts[i].float()
-            error = (found - exact).norm() / exact.norm()
-            assert error <= (1e-2 if low else 1e-6), f"{name}, {('context', 'dq', 'dk', 'dv')[i]}: {error}"
+        exact = attention_alone(CASES[name])
+        plain, fast = (gathered([rank[form] for rank in ranks], exact) for form in FORMS)
+        limit = 1e-2 if CASES[name].get("dtype") == torch.bfloat16 else 1e-6
+        for what, *values in zip(("context", "dq", "dk", "dv"), exact, plain, fast, strict=True):
+            for found, expected in itertools.combinations(values, 2):
+                error = (found - expected).norm() / expected.norm()
+                assert error <= limit, f"{name}, {what}: {error}"
+        if "p2p" not in kind or CASES[name].get("window"):
+            assert all(torch.equal(*pair) for pair in zip(plain, fast, strict=True)), name
+
+
+def gathered(ranks, like):
+    """The context and the gradients of whole rows, in float32."""
+    found = [torch.full_like(x, torch.nan) for x in like]
+    for at, parts, _ in ranks:
+        for whole, part in zip(found, parts, strict=True):
+            whole[at] = part.float()
+    return found
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), pytest.param((4, 2), marks=pytest.mark.full)])
 def test_two_levels_of_eight(sizes):
-    expected = attention_alone(CASES["documents"])
-    ranks = run_spmd(
-        on_a_rank, 8, "a2a+p2p", CASES["documents"], cp=8, hierarchical_context_parallel_sizes=sizes
-    )
-    for i, exact in enumerate(expected):
-        found = torch.zeros_like(exact)
-        for at, parts, _ in ranks:
-            found[at] = parts[i]
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    exact = attention_alone(CASES["documents"])
+    mesh = dict(cp=8, hierarchical_context_parallel_sizes=sizes)
+    ranks = run_spmd(in_both_forms, 8, "a2a+p2p", ["documents"], **mesh)
+    for form in FORMS:
+        for found, expected in zip(gathered([rank[0][form] for rank in ranks], exact), exact, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_sent():
-    """Key and value heads go as they are, not one a query head; gradients that are gathered in fp32."""
+    """Key and value heads go as they are, not one a query head; gradients are added up in fp32."""
     case = dict(n=8, g=2, d=8, dtype=torch.bfloat16)
     kv = 2 * 12 * 2 * 8  # of a rank: two tensors, 12 tokens, 2 heads
-    for kind, expected in {
-        "p2p": {"send": 2 * 3 * kv / 2 * 2 + 3 * kv * 2},  # of rank 0: halves of k, v twice; gradients of all
-        "allgather": {"all_gather": 2 * 4 * kv * 2, "reduce_scatter": 4 * kv * 4},
-        "a2a": {"all_to_all": 2 * (12 * 8 * (8 + 2 * 4) + 12 * 8 * 8) * 2},  # a copy for each rank
-    }.items():
-        _, _, sent = run_spmd(on_a_rank, 4, kind, case, cp=4)[0]
+    for kind, form, expected in [
+        ("p2p", "plain", {"send": 2 * 3 * kv * 2 + 4 * kv * 4}),
+        ("p2p", "fast", {"send": 2 * 3 * kv / 2 * 2 + 3 * kv * 2}),  # of rank 0: halves of k, v; gradients
+        ("allgather", "plain", {"all_gather": 2 * 4 * kv * 2, "reduce_scatter": 4 * kv * 4}),
+        ("a2a", "plain", {"all_to_all": 2 * (12 * 8 * (8 + 2 * 4) + 12 * 8 * 8) * 2}),  # a copy for each rank
+    ]:
+        _, _, sent = run_spmd(on_a_rank, 4, kind, case, form, cp=4)[0]
         assert {name: size for (_, name, _), size in sent.items()} == expected, kind
 
 
 @spmd(world=2, cp=2)
 def test_the_next_keys_are_under_way_while_these_are_used(mesh):
-    """Every shift begins before the attention to what has come."""
-    events, attend, ring = [], cp.attend, cp.ring_shift
-    cp.attend = lambda *a: (events.append("attend"), attend(*a))[1]
+    """Every message begins before the attention to keys that are here."""
+    events = []
 
-    def noting(*which, **how):
-        shift = ring(*which, **how)
-        return lambda *a: (events.append("shift"), shift(*a))[1]
+    def noting(event, function):
+        return lambda *a, **how: (events.append(event), function(*a, **how))[1]
 
-    cp.ring_shift = noting
-    try:
+    with (
+        patch.object(cp, "attend", noting("attend", cp.attend)),
+        patch.object(cp, "attend_backward", noting("backward", cp.attend_backward)),
+        patch.object(cp, "start_ring_exchange", noting("send", cp.start_ring_exchange)),
+    ):
         on_a_rank(mesh, "p2p", CASES["heads"])
-    finally:
-        cp.attend, cp.ring_shift = attend, ring
-    assert events == ["shift", "attend", "attend", "shift", "shift"]
+    assert events == ["send", "attend", "attend", "send", "backward", "send", "backward", "send"]
+    events.clear()
 
+    def noting_ring(*which, real=PeerAccess.ring, **how):
+        return noting("send", real(*which, **how))
 
-def by_memory(mesh, names, folder):
-    """Cases one after the other, by messages and then in memory that the ranks share."""
-    expected = [on_a_rank(mesh, "p2p", CASES[name]) for name in names]
-    assert not mesh.cp.scratch, "no rings yet"
-    share_memory(mesh.cp)
-    folders = iter((folder / "keys", folder / "gradients"))
-
-    def files(axis, device, kind, slots):
-        (place := next(folders)).mkdir(exist_ok=True)
-        return FileMemory(axis, kind, place, slots)
-
-    with patch.object(comm_symmetric, "PeerMemory", files):  # all, before one is looked at
-        found = [on_a_rank(mesh, "p2p", CASES[name]) for name in names]
-    for name, (_, ours, bytes_), (_, theirs, sent) in zip(names, found, expected, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), name
-        assert bytes_ == sent
-
-
-RINGS = ["grouped", "heads of 256", "bf16", "documents", "grouped", "unfused"]
-
-
-@pytest.mark.parametrize(
-    "size, names",
-    [(2, RINGS), (4, RINGS), (8, RINGS[:1]), pytest.param(8, RINGS, marks=pytest.mark.full)],
-    ids=["2", "4", "8", "8 all"],
-)
-def test_a_ring_in_shared_memory_is_that_of_messages(size, names, tmp_path):
-    """To the bit, as memory is used again for what is larger, smaller and of other types."""
-    run_spmd(by_memory, size, names, tmp_path, cp=size)
+    with (
+        patch.object(ring, "attend", noting("attend", ring.attend)),
+        patch.object(cp, "attend_backward", noting("backward", cp.attend_backward)),
+        patch.object(PeerAccess, "ring", noting_ring),
+    ):
+        on_a_rank(mesh, "p2p", CASES["heads"], "fast")
+    assert events == ["send", "attend", "attend", "send", "backward", "backward", "send"]
 
 
 def softmax_by_heads(mesh):
@@ -192,18 +188,10 @@ def test_a_ring_of_one_group():
     """Both ranks swap heads, and there is nobody to send keys to."""
     expected = attention_alone(CASES["grouped"])
     sizes = dict(hierarchical_context_parallel_sizes=(2, 1))
-    ranks = run_spmd(on_a_rank, 2, "a2a+p2p", CASES["grouped"], cp=2, **sizes)
+    ranks = run_spmd(in_both_forms, 2, "a2a+p2p", ["grouped"], cp=2, **sizes)
     for i, exact in enumerate(expected):
-        for at, parts, _ in ranks:
+        for at, parts, _ in (found for rank in ranks for found in rank[0].values()):
             torch.testing.assert_close(parts[i], exact[at], rtol=1e-5, atol=1e-5)
-
-
-@spmd(world=2, cp=2, dynamic_context_parallel=True)
-def test_groups_that_come_and_go_share_no_memory(mesh):
-    """torch would wait for a rank that has met fewer others."""
-    assert "change from batch to batch" in mesh.cp.peer_access_error
-    assert mesh.tp.peer_access_error == "no GPU"
-    assert ring_shift(mesh.cp, CPU, "keys", 0, 1).func is comm_symmetric.start_shift
 
 
 @spmd(world=4, cp=4)

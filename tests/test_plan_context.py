@@ -8,7 +8,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, PrecisionConfig
-from nanomegatron.cp_shard import Shard
+from nanomegatron.cp import Shard
 from nanomegatron.data.packing import Ranks
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init

@@ -1,6 +1,6 @@
 """Which ranks work on which documents of a global batch, where documents are of any length.
 
-Documents are laid end to end in *packs*, and a group of ranks works on a pack as on one row (`cp_shard.py`):
+Documents are laid end to end in *packs*, and a group of ranks works on a pack as on one row (`cp.py`):
 
     cp 4       rank 0   1   2   3
     fixed      [a   a   a   a]  [b c   b c   b c   b c]  [d ...      every pack over all of cp
@@ -10,13 +10,13 @@ Documents are laid end to end in *packs*, and a group of ranks works on a pack a
 
 A group has 1, 2, 4, ... ranks next to each other, all of one replica, and takes up to `limit` tokens a rank
 at a time. Every rank does its packs from those of large groups to those of small ones. So the ranks of a
-group have done the same packs of larger groups before and arrive together: nobody waits within a step, and
+group have done the same packs of larger groups before and arrive together: no rank waits within a step, and
 no two packs wait for each other.
 
 Who does what: the longest document goes first, to the smallest group that can take it, there to the ranks
 that are least busy. If they would then have clearly more to do than their share of the batch, it goes to a
-group of the size that ends first, which may be larger. All of this is a function of the arguments alone, so
-that every rank comes to the same. (The idea is that of Megatron-LM's hybrid_cp_schedule)
+group of the size that ends first, which may be larger. All of this is a function of the arguments, so that
+every rank comes to the same plan. (The idea is that of Megatron-LM's hybrid_cp_schedule)
 """
 
 import math
@@ -41,7 +41,7 @@ class Ranks:
     dp: int
     cp: int
     limit: int  # tokens of a pack that one rank takes at most; counts as the next multiple of `align`
-    align: int = 1  # a rank has a multiple of so many tokens of each pack
+    align: int = 1  # a rank's tokens of each pack are a multiple of it
     dynamic: bool = False  # else all groups are those of cp
 
     @classmethod
@@ -61,7 +61,7 @@ class Ranks:
         return [n for n in powers if n < self.cp and self.cp % n == 0] + [self.cp]
 
     def tokens(self, size: int, length: int) -> int:
-        """Of a pack, padded: so many of a document or several, or at least some padding."""
+        """Of a pack of `length` tokens, padded; a pack without any is padding."""
         unit = size * self.align
         return max(-(-length // unit), 1) * unit
 
@@ -98,7 +98,9 @@ def plan(lengths: Sequence[int], costs: Sequence[float], ranks: Ranks) -> list[P
     """
     packs = [
         Pack(documents, group * size, size)
-        for size, group, members in shared_out(np.asarray(lengths), np.asarray(costs, np.float64), ranks)
+        for size, group, members in assign_documents(
+            np.asarray(lengths), np.asarray(costs, np.float64), ranks
+        )
         for documents in _filled(members, lengths, ranks.room(size))
     ]
     unit = 1 if ranks.dynamic else ranks.cp
@@ -111,7 +113,9 @@ def plan(lengths: Sequence[int], costs: Sequence[float], ranks: Ranks) -> list[P
     return sorted(packs + padding, key=lambda pack: -pack.size)  # stable
 
 
-def shared_out(lengths: np.ndarray, costs: np.ndarray, ranks: Ranks) -> Iterator[tuple[int, int, list[int]]]:
+def assign_documents(
+    lengths: np.ndarray, costs: np.ndarray, ranks: Ranks
+) -> Iterator[tuple[int, int, list[int]]]:
     """(size, number among the groups of that size, documents) of each group that has any."""
     if lengths.max() > ranks.room(ranks.cp):
         raise ValueError(

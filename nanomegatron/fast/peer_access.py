@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanomegatron.comm import Pending, start_shift
+from nanomegatron.comm import Pending
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.fast.peer_memory import PeerMemory, PeerRing, symmetric
+from nanomegatron.fast.peer_memory import PeerMemory, symmetric
+from nanomegatron.fast.transfers import PeerRing, start_transfers
 from nanomegatron.mesh import Axis, Mesh
 
 Groups = list[tuple[int, ...]]  # of one axis: world ranks
@@ -87,14 +88,14 @@ class PeerAccess:
     ) -> Callable[..., Pending]:
         """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
 
-        The function takes parts, like and legs, as `comm.start_shift`; room and kept: as a ring does. All
+        The function takes parts, like and plan, as `start_transfers`; room and kept: as a ring does. All
         ranks call it together.
         """
         if axis.size == 1 or self.error(axis):
-            return partial(start_shift, axis=axis)
+            return partial(start_transfers, axis=axis)
         if (axis.name, name) not in self.buffers:
             self.buffers[axis.name, name] = PeerRing(axis, device, kept)
-        return partial(self.buffers[axis.name, name].start_shift, room=room)
+        return partial(self.buffers[axis.name, name].start_transfers, room=room)
 
 
 def peer_access_errors(

@@ -20,9 +20,10 @@ Flash aligns a causal mask to the last key; cuDNN and the CPU kernel align it to
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 aten = torch.ops.aten
@@ -44,6 +45,19 @@ class Block:
     max_q: int = 0  # of the longest segments
     max_k: int = 0
 
+    @staticmethod
+    def packed(
+        queries: Sequence[np.ndarray],
+        keys: Sequence[np.ndarray],
+        device: torch.device,
+        causal: bool,
+        window: int | None = None,
+    ) -> "Block":
+        """Between segments that are packed one after the other; queries, keys: (begin, end) of each."""
+        lengths = [end - begin for begin, end in (queries, keys)]
+        bounds = (to_device(np.append(0, x.cumsum()).astype(np.int32), device) for x in lengths)
+        return Block(causal, window, *bounds, *(int(x.max()) for x in lengths))
+
     def hidden(self, s: int, t: int, device: torch.device) -> torch.Tensor:
         """True where a query does not see a key, `[s, t]`."""
         query, key = torch.arange(s, device=device)[:, None], torch.arange(t, device=device)
@@ -57,6 +71,18 @@ class Block:
         if self.window is not None:
             hidden = hidden | (key < own - self.window)
         return hidden
+
+
+def ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The indices of rows of segments: begin[0], begin[0] + 1, ..., end[0] - 1, begin[1], ..."""
+    sizes = end - begin
+    return np.repeat(end - sizes.cumsum(), sizes) + np.arange(sizes.sum())
+
+
+def to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """x on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(x)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def attend(

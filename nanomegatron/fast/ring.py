@@ -1,0 +1,294 @@
+"""Same result as `cp.context_attention`, whose ring (p2p, and between the groups of a2a+p2p) is another here.
+
+    cp 4, rank 1      compute    q1 k1 | q1 k0  q1 k3 | q1 k2 |
+                      receive   k0  k3 |           k2 |       |
+    backward          find         dk1 |   dk0    dk3 |   dk2 |          and send them to ranks 0, 3 and 2
+                      receive          |              | dk1 dk1 | dk1    what ranks 2, 3 and 0 have found
+
+The plain ring passes all keys of a rank on from neighbour to neighbour, and the sums of their gradients in
+fp32 behind them. Here
+
+- each rank sends its keys to those that need them, nearer ranks first, and only keys that are seen there;
+- the keys of two ranks arrive in a round; where both meet the queries in the same way, they are one call;
+- gradients go straight to the rank whose keys they are of, in the type of the keys, and are added in fp32;
+- up to four parts are merged at once (`ops/merge.py`), not each part into the sum so far;
+- between GPUs that reach each other's memory copy engines push keys and gradients, and leave the
+  multiprocessors to attention (`transfers.py`); others send messages.
+
+What it gains: causal rows of 32k, 64k and 128k tokens on four H200, forward and backward, at 0.939, 0.982
+and 0.984 of the rate of a GPU without communication; by a ring of messages from neighbour to neighbour with
+sums in fp32 it was 0.875, 0.961 and 0.919 (benchmarks/results: 2026-11-22-cp-attention-four.json,
+-four-128k.json and -four-messages.json).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from nanomegatron.comm import Pending
+from nanomegatron.cp import (
+    ALL,
+    Rows,
+    Shard,
+    context_attention,
+    step_gradients,
+    ulysses_attention,
+)
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.transfers import Transfer, TransferPlan
+from nanomegatron.mesh import Axis
+from nanomegatron.ops.attention import Mask
+from nanomegatron.ops.attention_blocks import Block, attend, ranges, to_device
+from nanomegatron.ops.merge import MOST, Part, merge_rows
+
+ROUND = 2  # other ranks whose keys arrive at a time
+
+
+class RoundStep(NamedTuple):
+    """A step as `cp.Step`; places: where `merge_rows` puts what its queries get."""
+
+    queries: Rows
+    keys: slice
+    block: Block
+    places: Rows
+
+
+class Round(NamedTuple):
+    """What a rank does with the keys of a few others, in its first round with its own; ranks may be groups.
+
+    Keys are those of one rank behind those of the other: for a step they are a slice.
+    """
+
+    steps: list[RoundStep]
+    keys: list[Rows]
+    """Own ones that go to others, for each transfer of theirs."""
+    key_places: list[Rows]
+    """Where `merge_rows` adds the gradients of these."""
+    there: TransferPlan
+    """Of keys."""
+    back: TransferPlan
+    """Of their gradients."""
+
+
+class Ring:
+    """`SelfAttention.context`: this ring for p2p and a2a+p2p; other kinds and windows are as in the core.
+
+    The rounds of a shard are planned once, and kept while the shard is.
+    """
+
+    def __init__(self, peers: PeerAccess) -> None:
+        self.peers = peers
+        self.plans: WeakKeyDictionary[Shard, list[Round]] = WeakKeyDictionary()
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        shard: Shard,
+        layer: int,
+        mask: Mask,
+        backend: str,
+        fused_softmax: bool = True,
+    ) -> torch.Tensor:
+        """As `cp.context_attention`."""
+        kind = shard.types[layer]
+        if mask.window is not None or kind in ("allgather", "a2a"):
+            return context_attention(q, k, v, shard, layer, mask, backend, fused_softmax)
+        inner, outer = shard.axis.levels if kind == "a2a+p2p" else (None, shard.axis)
+        rounds = self.rounds(shard, inner.size if inner else 1, q.device)
+
+        def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return RoundsFunction.apply(q, k, v, outer, rounds, self.peers, backend).flatten(2)
+
+        return ulysses_attention(q, k, v, inner, shard, ring) if inner else ring(q, k, v)
+
+    def rounds(self, shard: Shard, group: int, device: torch.device) -> list[Round]:
+        """What this rank does, or the group of so many neighbours that it is in."""
+        plans = self.plans.setdefault(shard, {})
+        if (group, device) not in plans:
+            plans[group, device] = plan_rounds(shard, group, device)
+        return plans[group, device]
+
+
+class RoundsFunction(torch.autograd.Function):
+    """Context `[s/cp, b, n, d]`. Keys and values for the next round are sent while one is computed.
+
+    In the backward they are sent again, and after each round the gradients that it has found, to the ranks
+    whose keys they are of. After the last round only the sum for the queries hides that.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, axis: Axis, rounds: list[Round], peers: PeerAccess, backend: str):
+        total = LseAccumulator(q, sum(len(this.steps) for this in rounds))
+        for this, kv in ring_kv(k, v, axis, rounds, peers):
+            for step in this.steps:
+                seen = (x[step.keys] for x in kv)
+                total.add(step.places, *attend(q[step.queries], *seen, step.block, backend))
+        ctx.save_for_backward(q, k, v, total.rows, total.lse)
+        ctx.how = axis, rounds, peers, backend
+        return total.rows
+
+    @staticmethod
+    def backward(ctx, dout: torch.Tensor) -> tuple:
+        q, k, v, *known = ctx.saved_tensors
+        axis, rounds, peers, backend = ctx.how
+        dq = LseAccumulator(q, sum(len(this.steps) for this in rounds))
+        dkv = [LseAccumulator(x, 1 + sum(len(this.keys) for this in rounds)) for x in (k, v)]
+        send = exchange(peers, axis, k, "gradients of keys", kept=len(rounds) - 1)
+        in_flight: list[tuple[Round, Pending]] = []
+
+        def receive() -> None:
+            this, arriving = in_flight.pop()
+            for total, grads in zip(dkv, arriving.wait(), strict=True):
+                for places, (_, size, (begin, _)) in zip(this.key_places, this.back.recvs, strict=True):
+                    total.add(places, grads[begin : begin + size])
+
+        for this, kv in ring_kv(k, v, axis, rounds, peers):
+            found = [step_gradients(step, kv, (dout, q, *known), backend) for step in this.steps]
+            if this is rounds[0]:
+                for total, own in zip(dkv, found[0][1:], strict=True):
+                    total.add(ALL, own)
+            else:
+                if in_flight:
+                    receive()
+                in_flight.append((this, send([*grads_to_return(this, found)], (k, v), this.back)))
+            for step, (more, *_) in zip(this.steps, found, strict=True):
+                dq.add(step.places, more)
+        if in_flight:
+            receive()
+        return dq.rows, *(total.rows for total in dkv), None, None, None, None
+
+
+class LseAccumulator:
+    """Parts that are for some of the tokens of `like`, merged: `rows` like it, fp32 in between.
+
+    With log-sum-exps of scores, `lse` `[b, n, s]`, averages over all keys so far; without, sums. Parts wait
+    until there are as many as can be merged at once: what lies in a ring's memory does so no longer than it
+    may.
+    """
+
+    def __init__(self, like: torch.Tensor, parts: int) -> None:
+        """parts: how many will be added."""
+        self.like, self.left, self.rows, self.lse = like, parts, None, None
+        self.waiting: list[Part] = []
+
+    def add(self, places: Rows, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        """Rows `[count, b, n, d]` for some of the tokens, and the log-sum-exps `[b, n, count]`."""
+        self.left -= 1
+        self.waiting.append(Part(part, places, lse))
+        if self.left and len(self.waiting) < MOST:
+            return
+        if len(self.waiting) == 1 and isinstance(places, slice) and len(part) == len(self.like):
+            self.rows, self.lse = part, lse
+            return
+        if self.rows is None or not self.left:
+            dtype = torch.float32 if self.left else self.like.dtype
+            self.rows = self.like.new_empty(self.like.shape, dtype=dtype)
+        self.lse = merge_rows(self.waiting, self.rows)
+        self.waiting = [Part(self.rows, ALL, self.lse)]
+
+
+def ring_kv(
+    k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[Round], peers: PeerAccess
+) -> Iterator[tuple[Round, Sequence[torch.Tensor]]]:
+    """Each round, its keys and values `[tokens, b, g, d]`; those of the next are in flight meanwhile."""
+    own = kv = k.contiguous(), v.contiguous()
+    send = exchange(peers, axis, k, "keys", kept=1)
+    for this, following in zip(rounds, [*rounds[1:], None], strict=True):
+        if following is not None:
+            parts = [[x[rows] for x in own] for rows in following.keys]
+            arriving = send(parts, own, following.there)
+        yield this, kv
+        if following is not None:
+            kv = arriving.wait()
+
+
+def exchange(peers: PeerAccess, axis: Axis, k: torch.Tensor, name: str, kept: int) -> Callable[..., Pending]:
+    """How keys or their gradients, and those of values, are sent in a round."""
+    return peers.ring(axis, k.device, name, 2 * k.nbytes * min(ROUND, axis.size - 1), kept)
+
+
+def grads_to_return(this: Round, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """The gradients of keys and values that the steps of a round have found, for each rank that sent some."""
+    for _, size, (begin, _) in this.there.recvs:
+        for step, (_, *grads) in zip(this.steps, found, strict=True):
+            if step.keys.start <= begin < step.keys.stop:
+                yield [x[begin - step.keys.start :][:size] for x in grads]
+
+
+def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[Round]:
+    """What this group of ranks does: the keys of `ROUND` others arrive at a time, of nearer ones first."""
+    size = shard.axis.size // group
+    distances = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
+    planner = Planner(shard, group, device)
+    return [planner.round(by) for by in distances]
+
+
+class Planner:
+    """Plans the rounds of a group of ranks; what it calls ranks are groups."""
+
+    def __init__(self, shard: Shard, group: int, device: torch.device) -> None:
+        self.documents, self.device = shard.documents, device
+        self.size, self.own = shard.axis.size // group, shard.axis.rank // group
+        self.tokens = len(shard.places) * group
+        self.rows = functools.cache(functools.partial(shard.query_key_rows, group=group))
+
+    def round(self, by: Sequence[int]) -> Round:
+        """With the keys of the ranks that are so far before this one."""
+        steps = [
+            self.step((self.own - d) % self.size, slice(begin, begin + rows))
+            for d, (_, rows, (begin, _)) in zip(by, self.arriving(self.own, by, 1), strict=True)
+            if rows
+        ]
+        if not self.documents and all(step.queries == steps[0].queries for step in steps):
+            steps = [steps[0]._replace(keys=slice(0, steps[-1].keys.stop))]  # the keys of both at once
+        sent = [self.keys_seen(self.own + d, self.own) for d in by if d]
+        sent = [bounds for bounds in sent if bounds.size]
+        keys = [self.selection(bounds) for bounds in sent]
+        key_places = [self.places(bounds) for bounds in sent]
+        return Round(steps, keys, key_places, self.transfers(by, 1), self.transfers(by, -1))
+
+    def step(self, other: int, keys: slice) -> RoundStep:
+        """Attention to the keys of another rank, which are these among all at hand."""
+        causal = other == self.own
+        queries, seen = self.rows(self.own, other)
+        if not self.documents:
+            return RoundStep(self.selection(queries), keys, Block(causal), self.places(queries))
+        block = Block.packed(queries, seen, self.device, causal)
+        whole = np.diff(queries, axis=0).sum() == self.tokens
+        return RoundStep(ALL if whole else self.selection(queries), keys, block, self.places(queries))
+
+    def keys_seen(self, queries: int, keys: int) -> np.ndarray:
+        """The keys of one rank that queries of another see, (begin, end) by document, `[2, docs]`."""
+        return self.rows(queries % self.size, keys % self.size)[1]
+
+    def transfers(self, by: Sequence[int], sign: int) -> TransferPlan:
+        """Of keys (1) or of their gradients (-1), in the round with the ranks that are so far before."""
+        sends = [self.arriving(self.own + sign * d, by, sign)[i] for i, d in enumerate(by)]
+        both = sends, self.arriving(self.own, by, sign)
+        return TransferPlan(*([x for x in found if x.by and x.rows] for found in both))
+
+    def arriving(self, rank: int, by: Sequence[int], sign: int) -> list[Transfer]:
+        """What arrives at a rank: keys that its queries see (1), or gradients of its own keys (-1)."""
+        pairs = [(rank, rank - d) if sign > 0 else (rank + d, rank) for d in by]
+        rows = [int(np.diff(self.keys_seen(*pair), axis=0).sum()) for pair in pairs]
+        return [Transfer(sign * d, rows[i], (sum(rows[:i]), sum(rows))) for i, d in enumerate(by)]
+
+    def selection(self, bounds: np.ndarray) -> Rows:
+        """The rows from begin to end of each pair `[2, docs]`."""
+        if not self.documents:
+            return slice(*bounds[:, 0].tolist())
+        return to_device(ranges(*bounds), self.device)
+
+    def places(self, bounds: np.ndarray) -> Rows:
+        """The same as `merge_rows` takes it: for each token its number among these rows, or -1."""
+        if not self.documents:
+            return self.selection(bounds)
+        rows, numbers = ranges(*bounds), np.full(self.tokens, -1)
+        numbers[rows] = np.arange(len(rows))
+        return to_device(numbers, self.device)

@@ -1,0 +1,91 @@
+"""Rows that ranks of an axis send each other, by a plan that both ends know: by messages or by copy engines.
+
+plan of rank 1     sends    3 rows to rank 2, as rows 0 ... 2 of the 5 that arrive there
+                   recvs    4 rows of rank 0, as rows 0 ... 3 of 6; 2 rows of rank 3, as rows 4, 5
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanomegatron.comm import Pending, start_messages
+from nanomegatron.fast.peer_memory import PeerMemory
+from nanomegatron.mesh import Axis
+
+
+class Transfer(NamedTuple):
+    """Rows for the rank `by` further on the axis; place: where the first goes, and how many arrive there."""
+
+    by: int
+    rows: int
+    place: tuple[int, int]
+
+
+class TransferPlan(NamedTuple):
+    """What this rank sends, and what it receives, in the order of the result."""
+
+    sends: list[Transfer]
+    recvs: list[Transfer]
+
+
+def start_transfers(
+    parts: Sequence[Sequence[torch.Tensor]], like: Sequence[torch.Tensor], plan: TransferPlan, axis: Axis
+) -> Pending:
+    """Begin to send the tensors of each part, by messages. The result: for each of `like` all that arrives.
+
+    like: tensors as they are sent and arrive, but for the number of rows.
+    """
+    rows = [transfer.rows for transfer in plan.recvs]
+    outs = [x.new_empty(sum(rows), *x.shape[1:]) for x in like]
+    sends = [
+        (x.contiguous(), axis.rank + transfer.by)
+        for part, transfer in zip(parts, plan.sends, strict=True)
+        for x in part
+    ]
+    receives = [
+        (piece, axis.rank - transfer.by)
+        for out in outs
+        for piece, transfer in zip(out.split(rows) if rows else (), plan.recvs, strict=True)
+    ]
+    return start_messages(sends, receives, outs, axis)
+
+
+class PeerRing:
+    """`start_transfers` by copy engines: each rank pushes tensors into another's memory.
+
+    One call at a time. What arrives lies in the memory of the ring, and is to be read before one waits for
+    the `kept`-th call after it.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, kept: int) -> None:
+        self.axis, self.memory = axis, PeerMemory(axis, device, "send", 1 + kept)
+
+    def start_transfers(
+        self,
+        parts: Sequence[Sequence[torch.Tensor]],
+        like: Sequence[torch.Tensor],
+        plan: TransferPlan,
+        room: int,
+    ) -> Pending:
+        """As the function; room: bytes that on no rank arrive more than these."""
+        memory, axis, copies = self.memory, self.axis, []
+        sent = [x for part in parts for x in part]
+        memory.begin(room, *sent)
+        mark = memory.mark(0)
+
+        def all_rows(total: int, rank: int) -> torch.Tensor:
+            return memory.of((len(like), total, *like[0].shape[1:]), like[0].dtype)[rank % axis.size]
+
+        for part, transfer in zip(parts, plan.sends, strict=True):
+            begin, total = transfer.place
+            there = all_rows(total, axis.rank + transfer.by)[:, begin : begin + transfer.rows]
+            copies += [(mark, *pair) for pair in zip(there, part, strict=True)]
+        memory.copy(*copies)
+        here = all_rows(sum(transfer.rows for transfer in plan.recvs), axis.rank)
+        return Pending(here.unbind(0), self, *sent)
+
+    def wait(self) -> None:
+        """Hold up the current stream until every rank has pushed what it began to."""
+        self.memory.join()
+        self.memory.meet()
