@@ -13,6 +13,9 @@ Without either of them fast paths run on GPUs, and on CPUs where a flag of their
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
+
 from nanomegatron.attention import SelfAttention
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm, gathered_params

@@ -3,8 +3,7 @@
 Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
 
 `PeerMemory` is for activations, which tp ranks send as they are made, and for keys and values, which cp ranks
-send each other (`transfers.py`). `PeerShards` further below is for the flat gradients and parameters of data
-parallelism, which stay where they are.
+send each other (`transfers.py`).
 
     rank 0                  rank 1                  call       n           n + 1       n + 2
     [ slot 0 | slot 1 ]     [ slot 0 | slot 1 ]     slot       0           1           0
@@ -27,8 +26,7 @@ Gain: on 4 H200 a tp layer's gather and matmul in 1.53 ms where NCCL before it t
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -37,7 +35,7 @@ try:
 except ImportError:  # it is torch's own business, and may go
     symmetric = None
 
-from nanomegatron.comm import Pending, count
+from nanomegatron.comm import count
 from nanomegatron.mesh import Axis
 
 
@@ -128,86 +126,3 @@ class PeerMemory:
     def meet(self) -> None:
         """Hold up the current stream until that of every rank has come here."""
         self.handle.barrier(channel=0)
-
-
-class PeerShards:
-    """Flat tensors of which each rank owns a shard, summed and gathered by copy engines alone.
-
-    reduce-scatter    meet; of every peer's tensor pull my shard, a piece at a time; add the pieces to mine
-    all-gather        meet; pull every peer's shard from its tensor into mine
-
-    NCCL takes multiprocessors from the matmuls that it is to hide behind (docs/log.md); here all but the sums
-    are left to these. Everything runs in one stream in the order of the calls, so a meeting tells
-    that the peers have done what they were asked for before. `settle` makes sure that nobody pulls any more
-    from what is about to be written anew; a shard that is written between a reduce-scatter and the gather
-    after it is safe by that order.
-    """
-
-    PIECE = 2**24  # elements
-
-    def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
-        """size: bytes on each rank for all tensors together. All ranks of the axis take part."""
-        self.axis, self.device, self.size, self.used = axis, device, size, 0
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        own = symmetric.empty(size, dtype=torch.uint8, device=device)
-        self.handle = symmetric.rendezvous(own, axis.group.group_name)
-        self.arenas = [self.handle.get_buffer(rank, (size,), torch.uint8) for rank in range(axis.size)]
-        self.tensors: dict[int, list[torch.Tensor]] = {}  # by address: the ranks' own
-        self.others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
-        self.room: dict[torch.dtype, torch.Tensor] = {}
-        self.met, self.pulled = torch.cuda.Event(), False
-
-    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that all ranks make together; later ones lie behind it."""
-        begin, self.used = self.used, self.used + -(-size * dtype.itemsize // 256) * 256
-        views = [arena[begin : begin + size * dtype.itemsize].view(dtype) for arena in self.arenas]
-        self.tensors[views[self.axis.rank].data_ptr()] = views
-        return views[self.axis.rank].zero_()
-
-    def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
-        """Begin to reduce one of these tensors; the result is this rank's shard of it."""
-        count(self.axis, "reduce_scatter", whole)
-        ranks, mine = self.tensors[whole.data_ptr()], self._shard(whole, self.axis.rank)
-        if whole.dtype not in self.room:
-            self.room[whole.dtype] = whole.new_empty(len(self.others), self.PIECE)
-        with self._side_by_side():
-            for begin in range(0, len(mine), self.PIECE):
-                piece = mine[begin : begin + self.PIECE]
-                room = self.room[whole.dtype][:, : len(piece)]
-                for out, rank in zip(room, self.others):
-                    out.copy_(self._shard(ranks[rank], self.axis.rank)[begin : begin + self.PIECE])
-                piece.add_(room.sum(0))
-            if op == "avg":
-                mine.div_(self.axis.size)
-            self.pulled = True
-            return Pending(mine, self.stream.record_event())
-
-    def start_all_gather(self, whole: torch.Tensor) -> Pending:
-        """Begin to fetch the other ranks' shards of one of these tensors."""
-        count(self.axis, "all_gather", whole)
-        ranks = self.tensors[whole.data_ptr()]
-        with self._side_by_side():
-            for rank in self.others:
-                self._shard(whole, rank).copy_(self._shard(ranks[rank], rank))
-            return Pending(whole, self.stream.record_event())
-
-    def settle(self) -> None:
-        """Hold up the current stream until no peer pulls what it is to reduce any more."""
-        if self.pulled:
-            with self._side_by_side():
-                pass
-        self.met.wait()
-
-    def _shard(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        return whole.view(self.axis.size, -1)[rank]
-
-    @contextmanager
-    def _side_by_side(self) -> Iterator[None]:
-        """Work in the stream of the copies, behind what the current stream has been given, on all ranks."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            self.handle.barrier(channel=0)
-            if self.pulled:
-                self.met.record()
-                self.pulled = False
-            yield
