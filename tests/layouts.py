@@ -340,7 +340,12 @@ ENTERED = {
         ("tp2spfp", "llama", "delayed"),
         ("pp2zbvrsfp", "gpt", "delayed"),
     ],
-    "offload": [],
+    "offload": [
+        ("tp2dp2z1ovbkcofp", "llama", "bf16"),
+        ("dp2z1cofp", "gpt", "bf16"),
+        ("pp2cofp", "llama", "bf16"),
+    ],
+    "transfers": [("cp2fp", "llama", ""), ("cp2fp", "documents", ""), ("cp4fp", "qwen", "")],
     "fp8_experts": [],
 }
 # GPUs' memory is files here: of these traces every one copies to or from a peer.

@@ -11,7 +11,7 @@ from tests import golden
 from tests.layouts import FIVE_STEPS, flags_of, fp8, other_form
 from tests.spmd import run_spmd
 from tests.test_layouts_resume import SHORT, resumed
-from tests.training import arguments, compare, train_on_a_rank
+from tests.training import arguments, check_entered, compare, train_on_a_rank
 
 
 def in_form_of(layout: str) -> list[str]:
@@ -52,6 +52,7 @@ def test_schedules_and_recomputation_change_no_bit(recipe, layout, alone, source
     assert losses(ranks[0]) == losses(alone("llama", fp8(recipe), *in_form_of(layout)))
     if not full:
         golden.check(layout, "llama", recipe, ranks)
+        check_entered(layout, "llama", recipe, ranks)
 
 
 FAST_NEAR = [
@@ -78,6 +79,7 @@ def test_layouts_stay_near_one_process(recipe, layout, alone, sources, full, tmp
     compare([piece for rank in ranks for piece in rank["gradients"]], expected["gradients"], 0.15)
     if not full:
         golden.check(layout, "llama", recipe, ranks)
+        check_entered(layout, "llama", recipe, ranks)
 
 
 BF16_WGRAD = "--no-fp8-wgrad"
@@ -98,6 +100,7 @@ def test_other_models_to_the_bit(model, recipe, layout, more, alone, sources, tm
     argv = arguments(sources, model, flags, settings)
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
     assert losses(ranks[0]) == losses(alone(model, settings, *in_form_of(layout)))
+    check_entered(layout, model, recipe, ranks)
 
 
 @pytest.mark.parametrize(

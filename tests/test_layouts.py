@@ -4,14 +4,26 @@ A layout is a word, `tp2dp2z1sp`: `layouts.py` tells how to read it. One process
 AdamW steps from the same seed (`training.py`); some results are also those of before (`golden.py`).
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from nanomegatron import fast
 from nanomegatron.mesh import World
 from tests import golden
-from tests.layouts import DRAWN, FIVE, FIVE_STEPS, NAMED, UNCUT, flags_of
+from tests.layouts import DRAWN, ENTERED, FIVE, FIVE_STEPS, NAMED, TRACED, UNCUT, flags_of
 from tests.spmd import run_spmd
-from tests.training import arguments, compare, set_up, train_on_a_rank, weights_of, without_gradient
+from tests.test_host_traces import GOLDENS
+from tests.training import (
+    arguments,
+    check_entered,
+    compare,
+    set_up,
+    train_on_a_rank,
+    weights_of,
+    without_gradient,
+)
 
 KINDS = ("gradients", "weights", "last weights")
 LAYOUTS = [(*case, False) for case in NAMED] + [(*case, True) for case in FIVE]
@@ -42,12 +54,15 @@ def test_layout_trains_like_one_process(layout, model, five, alone, sources, ful
         assert ranks[0]["steps"][0]["num_zeros"] == expected["steps"][0]["num_zeros"]
     if not five and not full:
         golden.check(layout, model, "", ranks)
+        check_entered(layout, model, "", ranks)
 
 
 BF16 = [
     ("tp2spov", "llama"),
     ("pp2zbvdp2z1ovbk", "llama"),
-    ("tp2dp2z1ovbkco", "llama"),
+    ("tp2dp2z1ovbkcofp", "llama"),
+    ("dp2z1cofp", "gpt"),
+    ("pp2cofp", "llama"),
     ("cp2dp2z1mx", "window"),
     *(
         pytest.param(layout, model, marks=pytest.mark.full)
@@ -74,6 +89,7 @@ def test_bf16_stays_near_one_process(layout, model, alone, sources, tmp_path):
         ours, theirs = ([step[key] for step in run["steps"]] for run in (ranks[0], expected))
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, err_msg=key)
     assert all(rank["alike"] for rank in ranks)
+    check_entered(layout, model, "bf16", ranks)
     gradients = [piece for rank in ranks for piece in rank["gradients"]]
     keys = {name for name, *_ in gradients if name.endswith("linear_qkv.k.bias")}
     compare(gradients, expected["gradients"], 5e-2, keys)
@@ -117,6 +133,18 @@ def test_initial_weights_of_any_layout_are_one_processs(layout, model, sources, 
             same_place = drawn.setdefault(values.sum().item(), (name, offset))
             assert same_place == (name, offset), f"{name} {offset} has the values of {same_place}"
     assert len({name for name, _ in drawn.values()}) == sum(v.std() > 0 for *_, v in whole)
+
+
+def test_fast_files_are_entered_by_several():
+    """Three layouts each in the fast tier; those that need GPUs' memory three host traces."""
+    files = {path.stem for path in Path(fast.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == ENTERED.keys() | TRACED.keys()
+    assert min(len(set(cases)) for cases in (*ENTERED.values(), *TRACED.values())) >= 3
+    for name in (name for names in TRACED.values() for name in names):
+        assert " peer" in (GOLDENS / f"{name}.txt").read_text()
+    assert sum(layout.endswith("fp") for layout, _ in NAMED) >= 40
+    named = {(layout, model) for cases in ENTERED.values() for layout, model, kind in cases if not kind}
+    assert named <= set(NAMED)
 
 
 def test_goldens_are_of_layouts_that_are_run():

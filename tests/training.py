@@ -23,7 +23,7 @@ from nanomegatron.comm import all_gather
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
-from tests.layouts import COMMON, FIVE_STEPS, MODELS, TWO_STEPS
+from tests.layouts import COMMON, ENTERED, FIVE_STEPS, MODELS, TWO_STEPS
 from tests.spmd import run_spmd
 
 
@@ -117,6 +117,13 @@ def fast_files(entered: set[str]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
+
+
+def check_entered(layout: str, model: str, kind: str, ranks: list[dict]) -> None:
+    """The files of fast/ that layouts.py says this run enters."""
+    entered = set().union(*(rank["entered"] for rank in ranks))
+    expected = {name for name, cases in ENTERED.items() if (layout, model, kind) in cases}
+    assert expected <= entered, f"not entered: {sorted(expected - entered)}"
 
 
 def piece_of(piece, data: torch.Tensor) -> tuple:
