@@ -296,7 +296,8 @@ def train_step(run: Run) -> StepReport:
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
     if expert_load:
         table = extras["experts"] = expert_load.end(batch.tokens)
-        move_expert_biases(expert_load.routers, expert_load.own_tokens(table))
+        if run.config.model.moe_router_enable_expert_bias:
+            move_expert_biases(expert_load.routers, expert_load.own_tokens(table))
     if counts_casts:
         extras["fp8"] = fp8_stats.end()
     with timers("optimizer"):

@@ -1,9 +1,9 @@
 """What bench_moe.py measures beside training: a layer with experts and its pieces, their matmuls, the peer's.
 
     part      a case for           who takes turns
-    layer     each model           alltoall, halves, allgather: the layer by itself; router: alone; dispatch:
-                                   alone, with experts that hand back what they get; experts: alone, each
-                                   with as many rows
+    layer     each model           alltoall, halves, allgather, and the core's forms, plain: the layer by
+                                   itself; router: alone; dispatch: alone, with experts that return their
+                                   rows; experts: alone, each with the same number of rows
     experts   each model, for ep   forward, input and weight gradient of both linear layers of a rank's
               1, 2 and 4           experts: in a loop, grouped, and grouped in FP8 without the casts
     peers     each model           ours, with all experts on the GPU; transformers', grouped and in a loop
@@ -15,6 +15,7 @@ buckets, transformers' are bf16. FLOPs are those of the experts' matmuls.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import torch
 
@@ -23,21 +24,15 @@ from benchmarks.bench_cp_training import config_of
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.fast.moe_dispatch import Journey
+from nanomegatron.fast.fp8_experts import fp8_parts, fp8_weight_grad, grouped_fp8_mm
+from nanomegatron.fast.moe_dispatch import OverlappedMoe
+from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fp8 import E4M3, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.moe import MoELayer
-from nanomegatron.moe_experts import GroupedExperts
-from nanomegatron.moe_matmul import (
-    Groups,
-    fp8_parts,
-    fp8_products,
-    fp8_weight_grads,
-    products,
-    weight_grads,
-)
+from nanomegatron.moe import GroupedExperts, MoELayer, weight_grad
+from nanomegatron.ops.grouped_mm import Groups, grouped_mm
 from nanomegatron.param import Init
-from nanomegatron.router import MoeAxes
+from nanomegatron.router import Choice, MoeAxes
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,16 @@ def cases(sitting) -> dict[str, dict[str, Callable[[], Turn]]]:
 class Layer:
     """One of our layers with experts on its own buckets, and the tokens of a microbatch."""
 
-    def __init__(self, sitting, config: Config, halves: bool = False, **changes) -> None:
-        """halves: of the tokens take turns. changes: of the model's settings."""
+    def __init__(self, sitting, config: Config, form: str = "overlapped", **changes) -> None:
+        """form: or "plain", or "halves" of the tokens, which take turns. changes: of the model's settings."""
         self.config, data, device = config, config.data, sitting.device
         mesh = Mesh.build(config.parallel, sitting.world, device, config.model.num_kv_heads)
         self.axes, model = MoeAxes.of(mesh), replace(config.model, **changes)
-        self.axes = replace(self.axes, ep=replace(self.axes.ep, overlap=halves))
         dtype = getattr(torch, config.dtype_name)
         self.layer = MoELayer(model, 0, self.axes, Init(7, dtype, device, name="mlp"))
+        if form != "plain":
+            peers = PeerAccess.of(mesh, config.parallel)
+            OverlappedMoe(peers, halves=form == "halves").install(self.layer)
         self.buckets = Buckets(self.layer, config.parallel, mesh)
         b, s = data.micro_batch_size, data.seq_length
         places = torch.arange(s, device=device)
@@ -130,18 +127,35 @@ class Layer:
         probs.backward(probs.detach())
 
     def exchange(self, probs: torch.Tensor, ids: torch.Tensor) -> None:
-        experts = self.layer.experts
-        same = Same(experts.config, experts.multiple)
-        journey = Journey(self.x.flatten(0, 1), same, self.axes, self.layer.dispatcher)
-        journey.route(ids)
-        journey.sums(probs).backward(self.grad.flatten(0, 1))
+        layer, experts = self.layer, Same(self.layer.experts)
+        parts = dict(router=Chosen(probs, ids), experts=experts, shared_experts=None)
+        layer.run(SimpleNamespace(dispatcher=layer.dispatcher, **parts), self.x, self.batch).backward(
+            self.grad
+        )
+
+
+class Chosen:
+    """A router whose choice is given."""
+
+    def __init__(self, probs: torch.Tensor, ids: torch.Tensor) -> None:
+        self.probs, self.ids = probs, ids
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.probs, self.ids
+
+    def choose(self, x: torch.Tensor, batch: Batch) -> Choice:
+        return Choice(self.probs, self.ids, self.ids, self.probs, None)
+
+    def balance(self, choice: Choice, batch: Batch) -> torch.Tensor:
+        return self.probs
 
 
 class Same:
-    """Experts that hand back what they get."""
+    """Experts that return their rows."""
 
-    def __init__(self, config, multiple: int) -> None:
-        self.config, self.multiple = config, multiple
+    def __init__(self, experts: GroupedExperts) -> None:
+        self.config, self.axes, self.multiple = experts.config, experts.axes, experts.multiple
+        self.weight1 = experts.weight1
 
     def __call__(self, rows: torch.Tensor, *where) -> torch.Tensor:
         return rows
@@ -184,8 +198,10 @@ def layer_case(sitting, name: str, config: Config) -> dict[str, dict[str, Callab
     return {
         name: {
             "alltoall": whole,
-            "halves": partial(whole, halves=True),
+            "alltoall, plain": partial(whole, form="plain"),
+            "halves": partial(whole, form="halves"),
             "allgather": partial(whole, **gather),
+            "allgather, plain": partial(whole, form="plain", **gather),
             "router": router,
             "dispatch": exchange,
             "dispatch, allgather": partial(exchange, **gather),
@@ -261,9 +277,9 @@ class Linear:
     def turn(self, kind: str, grouped: bool) -> Turn:
         groups, w = self.groups(grouped), self.w if self.transposed else self.w.mT
         runs = {
-            "y": lambda: products(self.x, w, groups),
-            "dx": lambda: products(self.grad, w.mT, groups),
-            "dW": lambda: weight_grads(
+            "y": lambda: grouped_mm(self.x, w, groups),
+            "dx": lambda: grouped_mm(self.grad, w.mT, groups),
+            "dW": lambda: weight_grad(
                 self.weight, *((self.x, self.grad) if self.transposed else (self.grad, self.x)), groups
             ),
         }
@@ -276,9 +292,9 @@ class Linear:
         w = [fp8_parts(layer, self.weight, groups, flip) for flip in (self.transposed, not self.transposed)]
         pair = (x.flip, grad.flip) if self.transposed else (grad.flip, x.flip)
         runs = {
-            "y": lambda: fp8_products(x.row, w[0], groups, self.dtype, fast=True),
-            "dx": lambda: fp8_products(grad.row, w[1], groups, self.dtype),
-            "dW": lambda: fp8_weight_grads(self.weight, *pair, groups),
+            "y": lambda: grouped_fp8_mm(x.row, w[0], groups, self.dtype, fast=True),
+            "dx": lambda: grouped_fp8_mm(grad.row, w[1], groups, self.dtype),
+            "dW": lambda: fp8_weight_grad(self.weight, *pair, groups),
         }
         return Turn(runs[kind], partial(self.buckets.zero, 1), self.flops)
 

@@ -11,7 +11,7 @@ Without either of them fast paths run on GPUs, and on CPUs where a flag of their
 """
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,9 +20,11 @@ from nanomegatron.attention import SelfAttention
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm, gathered_params
 from nanomegatron.fast.dp_peer import PeerShardComm
+from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
+from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.offload import host_state
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
@@ -33,7 +35,7 @@ from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel, Stage, TransformerLayer
-from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
@@ -49,6 +51,7 @@ class Paths:
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, of parallel linear and output layers
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
     producers: bool = False  # Norm.op and MLP.act also quantize for the FP8 layer that reads their result
+    moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> what moves shards of Buckets
     gathered: Callable = gathered_params  # (param, shards) -> what of a parameter Buckets gather
@@ -67,11 +70,14 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     if fast is False:
         return Paths(peers=peers)
     everywhere = mesh.device.type == "cuda" if fast is None else fast
+    halves = parallel.overlap_moe_expert_parallel_comm
+    exchanges = model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap)
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     casts = everywhere or config.precision.fp8_param_gather
     return Paths(
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
         context=Ring(peers) if everywhere else None,
+        moe=OverlappedMoe(peers, halves) if exchanges else None,
         producers=everywhere,
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
@@ -89,6 +95,8 @@ def install(stages: Stages, paths: Paths) -> Stages:
             module.linear, module.loss = paths.linear or module.linear, paths.loss
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = paths.context
+        elif isinstance(module, MoELayer) and paths.moe:
+            paths.moe.install(module)
         elif isinstance(module, TransformerLayer) and paths.producers:
             quantize_early(module)
     return stages
@@ -110,7 +118,6 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
     """This rank's chunks of the model of a resolved config, with new weights, in the forms of the core."""
     parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
     placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
-    experts = replace(MoeAxes.of(mesh), halves=parallel.overlap_moe_expert_parallel_comm)
     chunks: list[GPTModel] = []
     for stage in placed[mesh.pp.rank]:
         first, last, words = stage == 0, stage == len(layers) - 1, None
@@ -124,7 +131,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
                 padded_vocab_size=padded_vocab_size,
                 tp=mesh.tp,
                 init=init,
-                stage=Stage(layers[stage], first, last, mesh.embed, words, experts),
+                stage=Stage(layers[stage], first, last, mesh.embed, words, MoeAxes.of(mesh)),
             )
         )
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
@@ -157,4 +164,4 @@ def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> 
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 use_fp8(linear, scales.layer(linear.weight.spec.name))
             elif isinstance(linear, GroupedExperts):
-                linear.use_fp8(scales)
+                quantize_experts(linear, scales)

@@ -17,7 +17,7 @@ one of four states, and each differentiable function changes the state in its na
     gather_from       all-gather, last dim       own slice                  V -> I
     scatter_to        own slice, last dim        all-gather                 I -> V
     split_to          own slice, dim 0           all-gather, dim 0          I -> V
-    all_to_all        blocks of dim 0 swapped    blocks swapped back        V -> V
+    all_to_all        blocks of dim 0 swapped    blocks swapped back        V -> V    of any sizes
 
 Each backward is the adjoint of its forward, `sum <f(x), y> = sum <x, f'(y)>` over the ranks; a tensor that
 is the same everywhere counts once. (Megatron's f and g, arXiv 1909.08053; sequence parallelism 2205.05198.)
@@ -179,17 +179,17 @@ def start_reduce_scatter(
     return Pending(out, _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True), x)
 
 
-def start_swap(
+def start_all_to_all(
     x: torch.Tensor,
     axis: Axis,
     send: list[int] | None = None,
     receive: list[int] | None = None,
     rows: int = 0,
 ) -> Pending:
-    """Begin an all-to-all along dim 0: rank r gets everybody's r-th block, in rank order.
+    """Begin an all-to-all along dim 0: rank r gets every rank's r-th block, in rank order.
 
     Blocks are equal, or `send[r]` rows go to rank r and `receive[r]` rows come from it. The result has
-    so many `rows` at least, the last of which are anything.
+    at least `rows` rows, undefined beyond those that come.
     """
     if axis.size == 1:
         return Pending(x)
@@ -228,13 +228,6 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's slice along dim 0 of the sum over the axis: `[n, ...] -> [n / size, ...]`."""
     return start_reduce_scatter(x, axis).wait()
-
-
-def swap(
-    x: torch.Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
-) -> torch.Tensor:
-    """All-to-all along dim 0, as `start_swap` says."""
-    return start_swap(x, axis, send, receive).wait()
 
 
 def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
@@ -325,4 +318,25 @@ scatter_seq = _pair("scatter_seq", reduce_scatter, all_gather)
 gather_from = _pair("gather_from", _gather_last, _own_last)
 scatter_to = _pair("scatter_to", _own_last, _gather_last)
 split_to = _pair("split_to", own_slice, all_gather)
-all_to_all = _pair("all_to_all", swap, swap)
+
+
+class AllToAllFunction(torch.autograd.Function):
+    """Blocks to the ranks of the axis; gradients return the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None
+    ) -> torch.Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return start_all_to_all(x, axis, send, receive).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return start_all_to_all(grad, ctx.axis, ctx.receive, ctx.send).wait(), None, None, None
+
+
+def all_to_all(
+    x: torch.Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
+) -> torch.Tensor:
+    """Blocks of dim 0 to the ranks: equal ones, or `send[r]` rows to rank r and `receive[r]` from it."""
+    return x if axis.size == 1 else AllToAllFunction.apply(x, axis, send, receive)

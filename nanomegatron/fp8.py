@@ -24,7 +24,7 @@ difference to the bit:
     optimizer: tensorwise       where shards are gathered in FP8 (`Recipe.gather`): AdamW notes amaxes, all
                                 are agreed upon at once, a second pass over the main weights casts
 
-Experts (`moe_matmul.py`) are in FP8 under rowwise alone, with gradients in E4M3; under the others in bf16.
+Experts (`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
 
 The optimizer makes the row-major copy, first use the transposed one. A flat shard cuts rows and blocks, so
 there these cannot be cast. Where nobody agrees a row or block cut over tp has a scale for each part: layouts

@@ -1,31 +1,327 @@
-"""Mixture of experts: in place of a layer's MLP, few of many for each token.
+"""Mixture of experts: in place of a layer's MLP many smaller ones, of which a router picks k for each token.
 
-    x [t, h] --+-- Router           probs, ids [t, k] --+
-               |                                         |
-               +-- dispatch: tokens to the ranks of their experts, GroupedExperts, back, sum --+-- y
-               |                                                                               |
-               +-- shared experts: an MLP that every token takes -----------------------------+
+    x [t, h] --+-- route       Router: probs, ids [t, k]
+               |-- dispatch    tokens to the ranks of their experts, copies in order of experts    rows [r, h]
+               |   experts     GroupedExperts: an MLP for each group of rows                       rows [r, h]
+               |   combine     back, each token's sum weighted by probs                            [t, h]
+               +-- shared      an MLP that every token takes, added                                [t, h]
 
-The tokens of a rank are its own under sequence and context parallelism; experts are spread over the `ep` axis
-of the grid of their own (`mesh.py`), which may run along data-, context- and tensor-parallel ranks, and each
-is cut over `etp`. Which token goes where is decided by its own rank, for sinkhorn with sums over tp and cp.
-(Switch, arXiv 2101.03961; grids folded into each other: MoE Parallel Folding, 2504.14960)
+The tokens of a rank are its own under sequence and context parallelism. Experts have a grid of ranks of their
+own (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There are two dispatchers:
+
+    allgather     x, probs and ids of all etp x ep ranks to all of them. Each rank takes the copies of its own
+                  experts; the ranks' parts of the sums are reduce-scattered.
+    alltoall      a token, with its probs and ids, once to each ep rank that has an expert of its choice, and
+                  there to all etp ranks; the parts of its sum return the same way.
+
+    alltoall over ep 2, E 4, k 2    rank 0                          rank 1
+    ids of tokens 0 1 2 3 | 4 5     1 0   3 2   2 0   1 3           1 2   0 1
+    tokens in order of ranks        0 2 3 | 1 2 3                   4 5 | 4           sizes 3 | 3 and 2 | 1
+    after the exchange              0 2 3 | 4 5                     1 2 3 | 4
+    copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
+
+    allgather
+    tokens after the gather         0 1 2 3 4 5                     0 1 2 3 4 5
+    copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
+
+Only the GPU knows how many rows come, and the host needs it for messages and memory, so it waits, but where
+one rank has all experts. Probs are applied on the way back: a rank's part of a token's sum is added in fp32,
+in the order of its copies, and rounded to the type of x; so are the sums of these parts. Gradients take the
+same ways in reverse. `fast/moe_dispatch.py` has the same with communication beside other work.
+(Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token once to a rank: DeepSeek-V3
+2412.19437; grids folded into each other: MoE Parallel Folding 2504.14960)
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from nanomegatron.batch import Batch
+from nanomegatron.comm import all_gather, all_to_all, gather_seq, scatter_seq
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fast.moe_dispatch import Journey
-from nanomegatron.moe_experts import GroupedExperts
-from nanomegatron.param import Init, ParamSpec, new_parameter, replica
-from nanomegatron.recompute import keeping, recomputed
-from nanomegatron.router import MoeAxes, Router
+from nanomegatron.ops.grouped_mm import Groups, grouped_mm, grouped_outer
+from nanomegatron.ops.permute import Routing, permute, permute_ref, route, unpermute, unpermute_ref
+from nanomegatron.ops.swiglu import activation
+from nanomegatron.param import (
+    Init,
+    ParamSpec,
+    Part,
+    accumulate_grad,
+    add_product,
+    main_grad,
+    new_parameter,
+    replica,
+    run_or_defer,
+    scaled_std,
+    shard,
+)
+from nanomegatron.recompute import keeping, recomputed, with_source
+from nanomegatron.router import MoeAxes, Router, expert_capacity
+
+Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None]
+
+
+class TokenDispatch:
+    """The way of this rank's tokens to their experts and back.
+
+    dispatch    x `[t, h]`, probs fp32 `[t, k]`, ids int32 `[t, k]`, -1 for a dropped copy -> rows `[r, h]`
+                for this rank's experts, offsets int32 `[e + 1]` of each, and the same on the host, or None
+                where only the device knows them
+    combine     rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`
+    """
+
+    def __init__(self, experts: "GroupedExperts") -> None:
+        self.config, self.axes, self.multiple = experts.config, experts.axes, experts.multiple
+        self.local = self.config.num_experts // self.axes.ep.size
+        fused = self.config.moe_permute_fusion
+        self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
+
+    def capacity(self, tokens: int) -> int | None:
+        """Rows that every expert gets from each rank of `tokens` tokens; None for as many as come."""
+        return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
+
+    def route(self, ids: torch.Tensor, capacity: int | None, first: int = 0) -> Routing:
+        """Where the copies of all tokens that are here go among the rows of this rank's experts.
+
+        ids: count from `first`; capacity: of each rank.
+        """
+        rows = None if capacity is None else capacity * self.axes.etp_ep.size
+        return route(ids - (first + self.axes.ep.rank * self.local), self.local, self.multiple, rows)
+
+    def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
+        """Where this rank's tokens go among the ep ranks: one copy for a rank with any of its experts."""
+        owner = ids.div(self.local, rounding_mode="floor")
+        again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
+        most = None if capacity is None else min(capacity * self.local, len(ids))
+        return route(owner.masked_fill(again, -1), self.axes.ep.size, 1, most)
+
+
+class AllGatherDispatch(TokenDispatch):
+    """All-gather and reduce-scatter over etp x ep; all ranks have the same number of tokens."""
+
+    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
+        axis, capacity = self.axes.etp_ep, self.capacity(len(ids))
+        x, self.probs, ids = gather_seq(x, axis), gather_seq(probs, axis), all_gather(ids, axis)
+        self.routing, ends = self.route(ids, capacity), None
+        if axis.size > 1:
+            self.routing, ends = cut_to_size(self.routing)
+        return self.permute(x, self.routing), self.routing.offsets, ends
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        return scatter_seq(self.unpermute(rows, self.routing, self.probs), self.axes.etp_ep)
+
+
+class AllToAllDispatch(TokenDispatch):
+    """All-to-all over ep, then over etp; ranks may have any numbers of tokens, but with a capacity."""
+
+    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
+        ep, etp, capacity = self.axes.ep, self.axes.etp, self.capacity(len(ids))
+        self.to_ranks, _ = cut_to_size(self.route_to_ranks(ids, capacity))
+        sizes = self.to_ranks.offsets.diff()
+        received = all_to_all(sizes, ep)
+        each = all_gather(received.sum()[None], etp).tolist()  # tokens that each etp rank has received
+        self.over_ep = sizes.tolist(), received.tolist()
+        self.over_etp = [each[etp.rank]] * etp.size, each
+
+        choices = torch.cat((probs, ids + 1.0), dim=1)  # rows of padding are 0: no expert
+        x, choices = (self.permute(v, self.to_ranks) for v in (x, choices))
+        x, choices = (all_to_all(v, ep, *self.over_ep) for v in (x, choices))
+        if etp.size > 1:
+            x, choices = (all_to_all(v.repeat(etp.size, 1), etp, *self.over_etp) for v in (x, choices))
+        probs, ids = choices.chunk(2, dim=1)
+        self.probs = probs.contiguous()
+        self.routing, ends = cut_to_size(self.route(ids.detach().int(), capacity, first=1))
+        return self.permute(x, self.routing), self.routing.offsets, ends
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.axes.etp
+        y = self.unpermute(rows, self.routing, self.probs)
+        if etp.size > 1:
+            y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
+        return self.unpermute(all_to_all(y, self.axes.ep, received, sent), self.to_ranks)
+
+
+def cut_to_size(routing: Routing) -> tuple[Routing, list[int]]:
+    """The tables without rows that no expert has, and its offsets. The host waits for them."""
+    ends = routing.offsets.tolist()
+    return replace(routing, source=routing.source[: ends[-1]]), ends
+
+
+def accumulate_by_expert(
+    weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None]
+) -> torch.Tensor | None:
+    """The gradient of the stacked weights: `add(out [o, i], begin, end)` adds that of one expert's rows."""
+    target = main_grad(weight)
+    total = torch.zeros_like(weight) if target is None else target
+    each = total.view(groups.experts, -1, weight.shape[1])
+
+    def add_all() -> torch.Tensor | None:
+        for i, begin, end in groups.spans:
+            add(each[i], begin, end)
+        if target is None:
+            return total
+        weight.bucket.ready(weight)
+        return None
+
+    return run_or_defer(weight, add_all, beside_nccl=True)
+
+
+def weight_grad(
+    weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
+) -> torch.Tensor | None:
+    """a^T b of each expert's rows, where `param.py` wants the gradient. a `[r, o]`, b `[r, i]`"""
+    if groups.one_kernel(a, a.shape[1], b.shape[1]):
+        return accumulate_grad(weight, lambda: grouped_outer(a, b, groups).view_as(weight))
+
+    def add(out: torch.Tensor, begin: int, end: int) -> None:
+        add_product(out, a[begin:end], b[begin:end])
+
+    return accumulate_by_expert(weight, groups, add)
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """Every expert's linear layer on its rows: x `[r, i]` -> `[r, o]`
+
+    weight `[e * o, i]`, or `transposed` `[e * i, o]`.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: nn.Parameter, groups: Groups, transposed: bool) -> torch.Tensor:
+        x, w = x.contiguous(), weight.view(groups.experts, -1, weight.shape[1])
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.groups, ctx.transposed = weight, groups, transposed
+        return grouped_mm(x, w if transposed else w.mT, groups)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), weight, groups, grad = ctx.saved_tensors, ctx.weight, ctx.groups, grad.contiguous()
+        w = weight.view(groups.experts, -1, weight.shape[1])
+        dx = grouped_mm(grad, w.mT if ctx.transposed else w, groups)
+        a, b = (x, grad) if ctx.transposed else (grad, x)
+        return dx, run_or_defer(weight, partial(weight_grad, weight, a, b, groups)), None, None
+
+
+class AddBiasFunction(torch.autograd.Function):
+    """x `[r, o]` plus to each row the bias of its expert, of `[e * o]`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.dtype, experts = bias.dtype, len(offsets) - 1
+        rows = torch.arange(len(x), device=x.device, dtype=offsets.dtype)
+        expert = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=experts - 1)
+        return x + bias.view(experts, -1)[expert]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets.long(), axis=0, unsafe=True)
+        return grad, sums.flatten().to(ctx.dtype), None
+
+
+def activate(experts: "GroupedExperts", x: torch.Tensor) -> torch.Tensor:
+    """The activation between the two layers. `[r, 2f]` for gated units, or `[r, f]` -> `[r, f]`"""
+    return experts.activation(x)
+
+
+class GroupedExperts(nn.Module):
+    """This rank's experts on rows in their order: `[r, h] -> [r, h]`; over etp a summand.
+
+    rows [r, h]          offsets [e + 1]: expert i has the rows offsets[i] ... offsets[i + 1]
+
+    0  +----------+
+       | expert 0 |   y = x W1[0]^T,  z = silu(gate) * up of y = [gate, up],  z W2[0]^T
+    3  +----------+
+       | expert 1 |   y = x W1[1]^T,  ...
+    7  +----------+
+
+    Each rank of etp has its share of every expert's f inner features. Weights are stacked along dim 0:
+
+    weight1  [e * 2f/etp, h]    gate of expert 0, up of expert 0, gate of expert 1, ...
+    weight2  [e * f/etp, h]     of expert 0, of expert 1, ...: transposed
+    """
+
+    multiple = 1  # to which each expert's rows are padded with zeros; above 1, to at least one such block
+    linear: Callable[..., torch.Tensor] = staticmethod(GroupedLinearFunction.apply)
+    act: Callable[["GroupedExperts", torch.Tensor], torch.Tensor] = staticmethod(activate)
+
+    def __init__(self, config: TransformerConfig, axes: MoeAxes, init: Init) -> None:
+        super().__init__()
+        ep, etp, h, f = axes.ep, axes.etp, config.hidden_size, config.moe_ffn_size
+        if config.num_experts % ep.size or f % etp.size:
+            sizes = f"ep {ep.size}, etp {etp.size}"
+            raise ValueError(f"{config.num_experts} experts of {f} features do not divide by {sizes}")
+        self.config, self.axes, self.name = config, axes, init.name
+        self.activation, self.recompute = activation(config), config.recomputes("moe_act")
+        local = config.num_experts // ep.size
+        experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
+        inner = ("linear_fc1.gate", "linear_fc1.up") if config.swiglu else ("linear_fc1",)
+
+        def stacked(layers: tuple[str, ...], rows: int, part: Callable, init: Init, *rest: int):
+            """A parameter with a part of `rows` rows for each of these layers of each expert."""
+            names = [f"{expert}.{layer}" for expert in experts for layer in layers]
+            parts = tuple(part(name, i * rows) for i, name in enumerate(names))
+            spec = ParamSpec(parts, (len(names) * rows, *rest), bool(rest), decay=bool(rest), expert=True)
+            return new_parameter(spec, init, None if rest else 0.0)
+
+        def cut(*rest: int) -> Callable[[str, int], Part]:
+            return lambda name, row: shard(name, (f, *rest), 0, etp, row)
+
+        def whole(name: str, row: int) -> Part:  # only the first etp rank adds it
+            return replace(replica(name, (h,), etp, partial=True), local_start=row)
+
+        last = replace(init, std=scaled_std(config.init_method_std, config.num_layers))
+        weights, biases = (tuple(f"{layer}.{kind}" for layer in inner) for kind in ("weight", "bias"))
+        self.weight1 = stacked(weights, f // etp.size, cut(h), init, h)
+        self.weight2 = stacked(("linear_fc2.weight_t",), f // etp.size, cut(h), last, h)
+        self.bias1 = self.bias2 = None
+        if not config.disable_bias_linear:
+            self.bias1 = stacked(biases, f // etp.size, cut(), init)
+            self.bias2 = stacked(("linear_fc2.bias",), h, whole, init)
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        ends: list[int] | None = None,
+        prefetch: list[Callable] | None = None,
+    ) -> torch.Tensor:
+        """offsets: int32 `[e + 1]`, ascending from 0; rows beyond the last belong to no expert.
+
+        ends: the offsets on the host, where it knows them; else only a loop asks for them. prefetch: as
+        `recompute.keeping` takes it.
+        """
+        groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
+        x = self.linear(rows, self.weight1, groups, False)
+        if self.bias1 is not None:
+            x = AddBiasFunction.apply(x, self.bias1, offsets)
+        y = self.act(self, x)
+        if self.recompute:
+            with_source(y, lambda x: self.act(self, x), x)
+        with keeping(y, prefetch):
+            y = self.linear(y, self.weight2, groups, True)
+        if self.bias2 is None:
+            return y
+        return AddBiasFunction.apply(y, self.bias2 * (self.axes.etp.rank == 0), offsets)
+
+
+def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """What a mixture of experts adds to the residual stream: `[s, b, h] -> [s, b, h]`"""
+    tokens = x.flatten(0, 1)
+    probs, ids = layer.router(tokens, batch)
+    way = layer.dispatcher(layer.experts)
+    rows = layer.experts(*way.dispatch(tokens, probs, ids))
+    y = way.combine(rows).view_as(x)
+    return y if layer.shared_experts is None else y + layer.shared(x)
 
 
 class MoELayer(nn.Module):
     """Router, experts and shared experts: `[s, b, h] -> [s, b, h]`, under sequence parallelism of s/tp."""
+
+    run: Callable[["MoELayer", torch.Tensor, Batch], torch.Tensor] = staticmethod(route_and_combine)
 
     def __init__(
         self,
@@ -44,31 +340,23 @@ class MoELayer(nn.Module):
             name, shape = init.at("shared_experts.gate_weight"), (1, config.hidden_size)
             part = replica(name.name, shape, axes.tp, partial=config.sequence_parallel)
             self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
-        self.axes, self.dispatcher = axes, config.moe_token_dispatcher_type
-        self.recompute_shared = config.recomputes("shared_experts")
-        self.recompute = config.recomputes("moe")
+        alltoall = config.moe_token_dispatcher_type == "alltoall" and axes.etp_ep.size > 1
+        self.dispatcher = AllToAllDispatch if alltoall else AllGatherDispatch
+        self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            with keeping(x):
-                return self._run(x, batch)
+        return (
+            recomputed(partial(self._forward, batch=batch), x) if self.recompute else self._forward(x, batch)
+        )
 
-        return recomputed(run, x) if self.recompute else run(x)
+    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        with keeping(x):
+            return self.run(self, x, batch)
 
-    def _run(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        rows = x.flatten(0, 1)
-        journey = Journey(rows, self.experts, self.axes, self.dispatcher)
-        probs, _ = self.router(rows, batch, journey.route)
-        shared: list[torch.Tensor] = []
-
-        def meanwhile() -> None:
-            if self.shared_experts is not None:
-                shared.append(recomputed(self._shared, x) if self.recompute_shared else self._shared(x))
-
-        y = journey.sums(probs, meanwhile).view_as(x)
-        return y + shared[0] if shared else y
+    def shared(self, x: torch.Tensor) -> torch.Tensor:
+        """The shared experts of every token."""
+        return recomputed(self._shared, x) if self.recompute_shared else self._shared(x)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        """What the shared experts make of every token."""
         y, gate = self.shared_experts(x), self.gate_weight
         return y if gate is None else y * torch.sigmoid(x @ gate.t())

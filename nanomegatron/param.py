@@ -176,13 +176,17 @@ def main_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 class WeightGradStore:
-    """Weight gradients deferred to a later point of the schedule (zero bubble, arXiv 2401.10241).
+    """Weight gradients that are computed later than the backward which reaches them.
 
-    Parameters refer to it as `param.wgrad_store`; it defers only what a backward inside `collect` produces.
+    A pipeline defers all of a backward and fills its bubbles with them (zero bubble, arXiv 2401.10241); a
+    mixture of experts those of one layer, to compute them while other gradients are in flight. A parameter
+    refers to its store as `param.wgrad_store`, which defers whatever work comes while it has a queue.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside_nccl: bool = False) -> None:
+        """beside_nccl: defer only work that shares the GPU with NCCL's kernels."""
         self.queue: list[tuple[nn.Parameter, Callable]] | None = None
+        self.beside_nccl = beside_nccl
 
     @contextmanager
     def collect(self) -> Iterator[list]:
@@ -194,58 +198,45 @@ class WeightGradStore:
     @staticmethod
     @torch.no_grad()
     def run(works: list[tuple[nn.Parameter, Callable]]) -> None:
-        """Compute the deferred weight gradients of one backward, in its order."""
+        """Compute deferred weight gradients, in the order of the backward."""
         for param, work in works:
             if (grad := work()) is not None:  # there is no bucket
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-class Soon(list):
-    """Weight-gradient work to run before this backward ends: all of it if `whole`, else only the sum."""
-
-    def __init__(self, whole: bool = False) -> None:
-        super().__init__()
-        self.whole = whole
-
-
 def is_deferred(param: nn.Parameter) -> bool:
-    """Whether weight-gradient work of this parameter is deferred now."""
+    """Whether all weight-gradient work of this parameter is deferred now."""
     store = getattr(param, "wgrad_store", None)
-    return store is not None and store.queue is not None
+    return store is not None and store.queue is not None and not store.beside_nccl
 
 
-def run_or_defer(param: nn.Parameter, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Run `work` now, or leave it in the parameter's store; returns the gradient for autograd, or None."""
-    return now_or(param.wgrad_store.queue if is_deferred(param) else None, param, work)
-
-
-def now_or(
-    works: list | None, param: nn.Parameter, work: Callable[[], torch.Tensor | None]
+def run_or_defer(
+    param: nn.Parameter, work: Callable[[], torch.Tensor | None], beside_nccl: bool = False
 ) -> torch.Tensor | None:
-    """Do `work`, or leave it in a list for `WeightGradStore.run`."""
-    if works is None:
+    """Run `work` now, or leave it in the parameter's store; returns the gradient for autograd, or None.
+
+    beside_nccl: the work shares the GPU with NCCL's kernels (a grouped matmul does not: its thread blocks
+    expect all multiprocessors from the start, and end later by as much as they wait).
+    """
+    store = getattr(param, "wgrad_store", None)
+    if store is None or store.queue is None or (store.beside_nccl and not beside_nccl):
         return work()
-    works.append((param, work))
+    store.queue.append((param, work))
     return None
 
 
-def accumulate_grad(
-    param: nn.Parameter, grad: Callable[[], torch.Tensor], soon: Soon | None = None
-) -> torch.Tensor | None:
-    """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd.
-
-    soon: takes that, or the sum alone.
-    """
+def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd."""
     target = main_grad(param)
     if target is None:
         return grad()
-    made = None if soon is not None and soon.whole else grad()
+    made = grad()
 
     def add() -> None:
-        add_(target, grad() if made is None else made)
+        add_(target, made)
         param.bucket.ready(param)
 
-    return now_or(soon, param, add)
+    return run_or_defer(param, add, beside_nccl=True)
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:

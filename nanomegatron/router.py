@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weights, and what keeps the experts evenly busy.
+"""Which experts a token goes to, with which weights, and what keeps the load of experts balanced.
 
     x [t, h] -> logits [t, E] -> ids of the k best, probs [t, k] -> beyond an expert's capacity: id -1
 
@@ -7,7 +7,7 @@
     softmax, moe_router_pre_softmax     softmax(logits)           as they are                       Qwen
     sigmoid                             sigmoid(logits) + bias    sigmoid / sum of the k, if k > 1  DeepSeek
     any, load balancing by sinkhorn     a table that gives each   softmax(logits) as they are,
-                                        expert as much            sigmoid for k = 1
+                                        expert the same load      sigmoid for k = 1
 
 Sinkhorn's table is of a microbatch on one replica: the tokens of all its tp and cp ranks. Micro batches are
 the same for any dp, so no layout changes it. (Megatron's is of the tokens of one rank.)
@@ -26,17 +26,14 @@ the tokens with, so the ranks' gradients add up to the whole for any tp, cp and 
 changes nothing for seq_aux_loss and z_loss; aux_loss is a product of two means, so it depends on the micro
 batch, or pack of documents, and global_aux_loss on the order and dp, too. As in Megatron, tokens that the
 main loss masks take part, and f counts the best scores as they are: with no bias, no groups and no drops.
-Padding of packs is counted nowhere.
-
-Losses and counts belong to a forward in training that autograd follows. One that is to be recomputed runs
-without it, and again with it: both forwards route alike, one counts.
+Padding of packs is counted nowhere. A forward without autograd, to be recomputed, counts nothing.
 (Switch, arXiv 2101.03961; z-loss 2202.08906; global balance 2501.11873; bias 2408.15664; groups 2412.19437)
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +42,7 @@ from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout
+from nanomegatron.ops.sinkhorn import sinkhorn
 from nanomegatron.param import (
     Init,
     ParamSpec,
@@ -55,12 +53,11 @@ from nanomegatron.param import (
     run_or_defer,
 )
 
-SINKHORN_ROUNDS = 1000
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
-    """The losses that keep experts evenly busy, with their weights."""
+    """The router's losses, with their weights."""
     kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
     found = {kind: coeff for kind, coeff in kinds if coeff and kind in LOSSES}
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
@@ -68,7 +65,7 @@ def loss_weights(config: TransformerConfig) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MoeAxes:
-    """Whom a layer with experts talks to; nobody by default."""
+    """The axes that a layer with experts communicates over; of size 1 by default."""
 
     tp: Axis = field(default_factory=Axis.single)
     tp_cp: Axis = field(default_factory=Axis.single)
@@ -77,7 +74,6 @@ class MoeAxes:
     edp: Axis = field(default_factory=Axis.single)
     dp_cp: Axis = field(default_factory=Axis.single)
     etp_ep: Axis = field(default_factory=Axis.single)
-    halves: bool = False
 
     @staticmethod
     def of(mesh: Mesh) -> "MoeAxes":
@@ -113,9 +109,9 @@ def choose(
 
 @torch.no_grad()
 def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """ids int64 `[t, k]` of the best experts by scores `[t, E]`, which may have to be from few groups.
+    """ids int64 `[t, k]` of the best experts by scores `[t, E]`, with a limit only of the best groups.
 
-    A group of neighbours is as good as the sum of its k / groups best experts, for so many groups.
+    A group of neighbours is as good as the sum of its k / limit best experts.
     """
     k, groups, limit = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
     if limit:
@@ -123,32 +119,6 @@ def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tenso
         taken = torch.zeros_like(worth, dtype=torch.bool).scatter(1, worth.topk(limit).indices, True)
         scores = scores.masked_fill(~taken.repeat_interleave(scores.shape[1] // groups, 1), -math.inf)
     return scores.topk(k).indices
-
-
-@torch.no_grad()
-def sinkhorn(
-    logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None, tolerance: float = 1e-4
-) -> torch.Tensor:
-    """exp(logits) `[t, E]` with rows and columns scaled until all rows have one sum, and all columns.
-
-    The sums are over the tokens of all ranks of `axis`, or those that are `real` `[t, 1]`. In fp64, rounded
-    to fp32 at the end: equal entries stay equal in whatever order ranks add. Communicates the columns' sums,
-    E numbers a round, on which the host waits, for at most SINKHORN_ROUNDS: a few tokens with logits far
-    apart would take thousands. (Megatron adds 1e-8 to each sum. Where experts are far from even this moves
-    the scale of all columns every round, and 4,096 tokens take thousands in place of some dozens.)
-    """
-    table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
-    tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
-    total = all_reduce(tokens.sum(), axis).clamp(min=1)
-    columns = table.new_ones(table.shape[1])
-    for _ in range(SINKHORN_ROUNDS):
-        rows = 1 / (total * (table @ columns))
-        sums = all_reduce((tokens * rows) @ table, axis)
-        before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
-        moved = (before - columns).abs().mean()
-        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= tolerance:  # of large ones 1e-10
-            break
-    return (columns * table * rows[:, None]).float()
 
 
 def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
@@ -159,7 +129,7 @@ def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
 
 @torch.no_grad()
 def drop(probs: torch.Tensor, ids: torch.Tensor, capacity: int, experts: int, policy: str) -> torch.Tensor:
-    """ids `[t, k]`, with -1 for the copies that an expert has no room for.
+    """ids `[t, k]`, with -1 for the copies beyond an expert's capacity.
 
     It keeps those of the largest probs `[t, k]`, or by policy "position" the first.
     """
@@ -176,7 +146,7 @@ def drop(probs: torch.Tensor, ids: torch.Tensor, capacity: int, experts: int, po
 def count(ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None) -> torch.Tensor:
     """Copies for each expert, int64 `[columns, E]`, of tokens `[s, columns]` whose experts are ids `[t, k]`.
 
-    of: of the copies alone where this, `[t, k]` or `[t, 1]`, is true.
+    of: only of the copies where this, `[t, k]` or `[t, 1]`, is true.
     """
     place = torch.arange(len(ids), device=ids.device)[:, None] % columns * experts + ids
     ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
@@ -184,13 +154,8 @@ def count(ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | 
     return counts.view(columns, experts)
 
 
-def _real(positions: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Which tokens are not padding, bool `[t, 1]`; of so many tokens `[s, b]` at the positions `[s]`."""
-    return (positions >= 0).repeat_interleave(tokens // len(positions), output_size=tokens)[:, None]
-
-
 def all_scores(logits: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """What the losses have for P: scores `[t, E]` that sum to 1 for each token."""
+    """The scores that P is the mean of: `[t, E]`, each token's sum to 1."""
     if config.moe_router_score_function == "softmax":
         return logits.softmax(-1)
     scores = logits.sigmoid()
@@ -219,7 +184,7 @@ def wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class GateFunction(torch.autograd.Function):
-    """x W^T `[t, E]` of x `[t, h]`, W `[E, h]`, multiplied in a type of its own; keeps x as it came."""
+    """x W^T `[t, E]` of x `[t, h]`, W `[E, h]`, multiplied in a type of its own; saves x in its own type."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -250,7 +215,7 @@ class GateFunction(torch.autograd.Function):
 
 
 class LossFunction(torch.autograd.Function):
-    """probs as they are, whose backward starts the one of `loss`, with the gradient `scale`; both 0-d."""
+    """probs as they are; the backward also starts that of `loss`, with the gradient `scale`; both 0-d."""
 
     @staticmethod
     def forward(ctx, probs: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -260,6 +225,16 @@ class LossFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         return grad, ctx.scale, None
+
+
+class Choice(NamedTuple):
+    """The experts of this rank's tokens; `E`: of all experts."""
+
+    probs: torch.Tensor  # fp32 [t, k]
+    ids: torch.Tensor  # int32 [t, k], -1 for a dropped copy
+    best: torch.Tensor  # int64 [t, k], with the dropped ones
+    logits: torch.Tensor  # fp32 [t, E]
+    real: torch.Tensor | None  # bool [t, 1]: no padding of a pack
 
 
 class Router(nn.Module):
@@ -290,43 +265,47 @@ class Router(nn.Module):
         self.register_buffer("values", values, persistent=False)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps beside parameters, by global name: views."""
+        """Views of what a checkpoint keeps beside parameters, by global name."""
         name = self.weight.spec.name.removesuffix(".weight")
         return {} if self.expert_bias is None else {f"{name}.expert_bias": self.expert_bias}
 
     def begin_step(self) -> None:
-        """Before the first microbatch of a step: nothing is counted yet."""
+        """Zero the counts, before the first microbatch of a step."""
         torch._foreach_zero_([self.counts, self.dropped, self.seen])
         self.values.zero_()
 
-    def forward(
-        self, x: torch.Tensor, batch: Any, chosen: Callable[[torch.Tensor], None] = lambda ids: None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """batch: of which losses need `aux_scale` and sample_ids, and packs positions.
+    def forward(self, x: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """batch: a `Batch`; losses need its aux_scale and sample_ids, packs its positions."""
+        choice = self.choose(x, batch)
+        return self.balance(choice, batch), choice.ids
 
-        chosen: is given the ids, before counts and losses are made.
-        """
-        config, t = self.config, len(x)
-        counting = self.training and torch.is_grad_enabled()
-        real = None if batch.cu_seqlens is None else _real(batch.residual_positions, t)
+    def choose(self, x: torch.Tensor, batch: Any) -> Choice:
+        """The first step: the experts of each token, as far as their capacity allows."""
+        config, t, real, table = self.config, len(x), None, None
+        if batch.cu_seqlens is not None:
+            positions = batch.residual_positions
+            real = (positions >= 0).repeat_interleave(t // len(positions), output_size=t)[:, None]
         logits = self._logits(x, batch)
-        table = None
         if "sinkhorn" in config.moe_router_load_balancing_type and batch.dropout_seed is not None:
-            table = sinkhorn(logits, self.axes.tp_cp, real)
-        probs, ids = choose(logits, config, self.expert_bias, table)
-        kept, capacity = ids, expert_capacity(t, config)
+            table = sinkhorn(logits, partial(all_reduce, axis=self.axes.tp_cp), real)
+        probs, best = choose(logits, config, self.expert_bias, table)
+        kept, capacity = best, expert_capacity(t, config)
         if capacity is not None:
-            kept = drop(probs, ids, capacity, config.num_experts, config.moe_token_drop_policy)
-        sent = kept.int()
-        chosen(sent)
-        if counting:
-            self.counts += count(ids, config.num_experts, of=real)[0]
-            if kept is not ids:
-                lost = kept < 0 if real is None else (kept < 0) & real
-                self.dropped += count(ids, config.num_experts, of=lost)[0]
-            if self.losses and batch.aux_scale is not None:
-                probs = LossFunction.apply(probs, self._loss(logits, ids, batch, real), batch.aux_scale)
-        return probs, sent
+            kept = drop(probs, best, capacity, config.num_experts, config.moe_token_drop_policy)
+        return Choice(probs, kept.int(), best, logits, real)
+
+    def balance(self, choice: Choice, batch: Any) -> torch.Tensor:
+        """The second: in training count the copies and attach the losses to probs, which it returns."""
+        probs, ids, best, logits, real = choice
+        if not (self.training and torch.is_grad_enabled()):
+            return probs
+        self.counts += count(best, self.config.num_experts, of=real)[0]
+        if self.config.moe_expert_capacity_factor:
+            lost = ids < 0 if real is None else (ids < 0) & real
+            self.dropped += count(best, self.config.num_experts, of=lost)[0]
+        if not self.losses or batch.aux_scale is None:
+            return probs
+        return LossFunction.apply(probs, self._loss(logits, best, batch, real), batch.aux_scale)
 
     def _logits(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
         """fp32 `[t, E]`."""
@@ -349,40 +328,35 @@ class Router(nn.Module):
         self, logits: torch.Tensor, ids: torch.Tensor, batch: Any, real: torch.Tensor | None
     ) -> torch.Tensor:
         """This rank's summand of the weighted sum of all losses, times the microbatch's tokens."""
-        config, axes = self.config, self.axes
+        config = self.config
         columns = len(batch.sample_ids) if "seq_aux_loss" in self.losses else 1
         scores = all_scores(logits, config)
         if self.expert_bias is not None or config.moe_router_group_topk:
             ids = scores.topk(config.moe_router_topk).indices
-        counts, found = count(ids, config.num_experts, columns, real), []
         scores = scores if real is None else scores * real
+        counts, values = count(ids, config.num_experts, columns, real), []
         for name in self.losses:
             if name == "z_loss":
-                found.append(z_loss(logits, real))
-            elif name == "seq_aux_loss":
-                found.append(load_loss(scores, all_reduce(counts, axes.tp_cp)))
-            else:
-                found.append(load_loss(scores, self._all_counts(name, counts.sum(0))[None]))
-        self.values += torch.stack(found).detach()
-        return sum(coeff * value for coeff, value in zip(self.losses.values(), found, strict=True))
-
-    def _all_counts(self, name: str, counts: torch.Tensor) -> torch.Tensor:
-        """The counts `[E]` that a loss has f from, or a multiple where tp ranks have the same tokens."""
-        if name == "aux_loss":
-            return all_reduce(counts, self.axes.tp_cp)
-        self.seen += all_reduce(all_reduce(counts, self.spread), self.axes.dp_cp)
-        return self.seen
-
-
-def update_expert_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> None:
-    """Move the bias `[..., E]` up for experts below the mean count, down for those above, in place."""
-    bias.add_((counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign(), alpha=rate)
+                values.append(z_loss(logits, real))
+                continue
+            each = counts if name == "seq_aux_loss" else counts.sum(0, keepdim=True)
+            if name == "global_aux_loss":
+                self.seen += all_reduce(all_reduce(each[0], self.spread), self.axes.dp_cp)
+                each = self.seen[None]
+            else:  # without sequence parallelism a multiple: tp ranks have the same tokens
+                each = all_reduce(each, self.axes.tp_cp)
+            values.append(load_loss(scores, each))
+        self.values += torch.stack(values).detach()
+        return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))
 
 
 def move_expert_biases(routers: list[Router], counts: torch.Tensor) -> None:
-    """After a step move each router's bias towards an even load; counts `[routers, E]` of all ranks."""
-    if routers and routers[0].expert_bias is not None:
+    """After a step move each router's bias up for experts below the mean count, down for those above.
+
+    counts: `[routers, E]` of the copies on all ranks.
+    """
+    if routers:
         biases = [router.expert_bias for router in routers]
-        moved = torch.stack(biases)
-        update_expert_bias(moved, counts, routers[0].config.moe_router_bias_update_rate)
-        torch._foreach_copy_(biases, list(moved))
+        rate = routers[0].config.moe_router_bias_update_rate
+        below = (counts.sum(-1, keepdim=True) - counts * counts.shape[-1]).sign()
+        torch._foreach_copy_(biases, list(torch.stack(biases).add_(below, alpha=rate)))

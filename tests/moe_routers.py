@@ -1,4 +1,4 @@
-"""Routers and journeys for tests, and Megatron's functions."""
+"""Routers for tests, dispatch with a router's choice given, and Megatron's functions."""
 
 import functools
 from types import SimpleNamespace
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from nanomegatron.comm import all_reduce
-from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fast.moe_dispatch import Journey
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.moe import AllGatherDispatch, AllToAllDispatch, route_and_combine
 from nanomegatron.param import Init
-from nanomegatron.router import MoeAxes, Router
+from nanomegatron.router import Choice, MoeAxes, Router
 
 S, H, E = 8, 6, 8
 GROUPS = dict(router_num_groups=4, router_group_topk=2)
@@ -36,11 +36,31 @@ def router_of(config, axes=None, weight=None, **init):
     return router
 
 
-def dispatch(x, probs, ids, experts, axes, kind, *meanwhile):
-    """A journey of which all is known at once."""
-    journey = Journey(x, experts, axes, kind)
-    journey.route(ids)
-    return journey.sums(probs, *meanwhile)
+class FixedRouter:
+    """A router whose choice is given; each step of it pauses."""
+
+    def __init__(self, probs, ids, pause):
+        self.probs, self.ids, self.pause = probs, ids, pause
+
+    def __call__(self, x, batch):
+        return self.probs, self.ids
+
+    def choose(self, x, batch):
+        self.pause()
+        return Choice(self.probs, self.ids, self.ids.long(), None, None)
+
+    def balance(self, choice, batch):
+        self.pause()
+        return self.probs
+
+
+def dispatch(x, probs, ids, experts, kind, run=route_and_combine, shared=None, pause=lambda: None):
+    """Tokens x `[t, h]` to their experts and back, by the core's form or by another `run` of a MoELayer."""
+    alltoall = kind == "alltoall" and experts.axes.etp_ep.size > 1
+    layer = SimpleNamespace(router=FixedRouter(probs, ids, pause), experts=experts, shared_experts=shared)
+    layer.dispatcher = AllToAllDispatch if alltoall else AllGatherDispatch
+    layer.shared = shared
+    return run(layer, x[:, None], None)[:, 0]
 
 
 def batch_of(samples=1, s=S, aux_scale=None, seed=None, first=0):

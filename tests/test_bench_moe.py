@@ -47,7 +47,8 @@ def test_train_part(tmp_path, capsys):
 def test_layer_part(tmp_path):
     result = measured(2, tmp_path / "layer.json", "--part", "layer", "--only", "qwen", "--profile", "router")
     pieces = ["router", "dispatch", "dispatch, allgather", "experts"]
-    assert names(result, "qwen") == ["alltoall", "halves", "allgather", *pieces]
+    whole = ["alltoall", "alltoall, plain", "halves", "allgather", "allgather, plain"]
+    assert names(result, "qwen") == [*whole, *pieces]
     rows = {row["name"]: row for row in result["rows"]}
     assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in rows.values())
     tokens, h, f, k = 4 * 32, 64, 32, 8  # Qwen's choice of 8

@@ -41,7 +41,7 @@ def plain_collectives(mesh):
     check(comm.all_gather(mine, axis, dim=-1), torch.cat(xs, -1))
     check(comm.all_gather(mine.transpose(0, 1), axis, dim=1), torch.cat([x.transpose(0, 1) for x in xs], 1))
     check(comm.reduce_scatter(mine, axis), stack.sum(0).chunk(n)[axis.rank])
-    check(comm.swap(mine, axis), torch.cat([x.chunk(n)[axis.rank] for x in xs]))
+    check(comm.all_to_all(mine, axis), torch.cat([x.chunk(n)[axis.rank] for x in xs]))
     check(comm.own_slice(mine, axis, dim=2), mine.chunk(n, 2)[axis.rank])
     check(comm.broadcast_(mine.clone(), axis, source=1), xs[1])
     check(comm.all_reduce_(mine.clone(), axis), stack.sum(0))
@@ -62,9 +62,9 @@ def test_uneven_swap(mesh):
     rows = [[(r + 2 * q) % 4 for q in range(4)] for r in range(4)]
     blocks = [of_rank(r, (sum(rows[r]), 3)).split(rows[r]) for r in range(4)]
     received = [rows[r][axis.rank] for r in range(4)]
-    found = comm.swap(torch.cat(blocks[axis.rank]), axis, rows[axis.rank], received)
+    found = comm.all_to_all(torch.cat(blocks[axis.rank]), axis, rows[axis.rank], received)
     assert torch.equal(found, torch.cat([blocks[r][axis.rank] for r in range(4)]))
-    assert torch.equal(comm.swap(found, axis, received, rows[axis.rank]), torch.cat(blocks[axis.rank]))
+    assert torch.equal(comm.all_to_all(found, axis, received, rows[axis.rank]), torch.cat(blocks[axis.rank]))
 
 
 @spmd(world=4, tp=2)
@@ -114,7 +114,7 @@ def test_pairs_are_adjoint(size):
 def test_axis_of_one_rank_is_the_identity():
     """The very same object comes back, and nothing is counted."""
     axis, x = Axis.single(), of_rank(0).requires_grad_()
-    plain = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "swap", "own_slice", "broadcast_")
+    plain = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "own_slice", "broadcast_")
     for name in (*plain, *PAIRS):
         assert getattr(comm, name)(x, axis) is x, name
     comm.barrier(axis)
@@ -129,7 +129,7 @@ def test_ledger_counts_calls_and_bytes(mesh):
     comm.gather_seq(x, mesh.tp).sum().backward()
     comm.all_gather(torch.ones(5, dtype=torch.float64), mesh.dp)
     comm.all_reduce(x.detach(), mesh.dp, "max")
-    comm.swap(x.detach().bfloat16(), mesh.tp)
+    comm.all_to_all(x.detach().bfloat16(), mesh.tp)
     comm.all_reduce(x.detach(), mesh.pp)  # size 1
     assert dict(mesh.traffic) == {
         ("tp", "all_reduce", "calls"): 1,

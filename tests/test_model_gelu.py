@@ -11,7 +11,7 @@ from torch import nn
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.layers import MLP
 from nanomegatron.mesh import Axis
-from nanomegatron.moe_experts import GroupedExperts
+from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
 from nanomegatron.router import MoeAxes

@@ -1,6 +1,5 @@
 """Tokens to the ranks of their experts and back: any layout against every token's sum in one process."""
 
-import functools
 import itertools
 import time
 import weakref
@@ -8,14 +7,19 @@ import weakref
 import pytest
 import torch
 
-from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fast import moe_dispatch, moe_pieces
-from nanomegatron.fast.moe_dispatch import DISPATCHERS, Journey, OnTheWay, cut, dispatcher, exchange, tables
+from nanomegatron import moe
+from nanomegatron.comm import all_to_all
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.fast import moe_pieces
+from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, start_exchange
+from nanomegatron.moe import route_and_combine
 from nanomegatron.ops.permute import Routing, route
 from nanomegatron.router import MoeAxes
 from tests.moe_routers import dispatch
 from tests.spmd import run_spmd, spmd
 
+KINDS = "allgather", "alltoall"
+FORMS = {"plain": route_and_combine, "overlapped": OverlappedMoe(None), "halves": OverlappedMoe(None, True)}
 E, K, H, F = 4, 3, 5, 4
 LAYOUTS = {
     "one": (1, {}),
@@ -105,19 +109,64 @@ def oracle(each, w1, w2):
     return found, [none if w.grad is None else w.grad for w in (w1, w2)]
 
 
+class Experts:
+    """What a dispatch asks of GroupedExperts: rows times a number of their expert, 0.3, 1.3, ...
+
+    These are the same to the bit whatever rows stand beside.
+    """
+
+    multiple = 1
+
+    def __init__(self, axes, **settings):
+        shape = dict(hidden_size=H, num_experts=E, moe_router_topk=K)
+        self.config, self.axes = TransformerConfig(**shape | settings), axes
+        self.weight1 = torch.nn.Parameter(torch.zeros(1))
+
+    def __call__(self, rows, offsets, ends=None, prefetch=None):
+        assert ends is None or ends == offsets.tolist()
+        return self.run(rows, offsets)
+
+    def run(self, rows, offsets):
+        first = self.axes.ep.rank * (E // self.axes.ep.size)
+        factors = torch.arange(first, first + len(offsets) - 1) + 0.3
+        factors = factors.repeat_interleave(offsets.diff(), output_size=int(offsets[-1]))
+        y = (rows[: offsets[-1]] * factors[:, None]).type_as(rows)
+        return torch.cat((y, rows[offsets[-1] :]))
+
+
+class TwoLayers(Experts):
+    """MLPs in a loop over this rank's experts; NaN in rows that belong to none."""
+
+    def __init__(self, axes, multiple, capacity):
+        factors = {6: 1.3, 3: 0.6}  # of 6 tokens
+        more = {} if capacity is None else dict(moe_expert_capacity_factor=factors[capacity])
+        super().__init__(axes, moe_pad_expert_input_to_capacity=capacity is not None, **more)
+        self.multiple, self.padded = multiple, capacity is not None
+        self.weights = [mine(axes, w) for w in weights()]
+
+    def __call__(self, rows, offsets, ends=None, prefetch=None):
+        assert offsets.dtype == torch.int32 and all(n % self.multiple == 0 for n in offsets.tolist())
+        assert (
+            ends is None
+            if self.axes.etp_ep.size == 1 and not self.padded
+            else ends in (None, offsets.tolist())
+        )
+        if self.padded:
+            assert len(set(offsets.diff().tolist())) == 1
+        elif self.multiple == 1 and self.axes.etp_ep.size > 1:
+            assert offsets[-1] == len(rows), "no row too many"
+        (w1, w2), bounds = self.weights, offsets.tolist()
+        assert len(bounds) == len(w1) + 1 and bounds[0] == 0 and bounds[-1] <= len(rows)
+        pairs = enumerate(itertools.pairwise(bounds))
+        parts = [torch.tanh(rows[a:b] @ w1[i].t()) @ w2[i] for i, (a, b) in pairs]
+        return torch.cat([*parts, rows[bounds[-1] :] * torch.nan])
+
+
 def mine(axes, w):
     """This rank's slice of the weights of all experts."""
     local = E // axes.ep.size
     w = w[axes.ep.rank * local :][:local]
     return w.chunk(axes.etp.size, 1)[axes.etp.rank].clone().requires_grad_()
-
-
-def experts_of(w1, w2, rows, offsets):
-    """A loop over this rank's experts; NaN in rows that are nobody's."""
-    ends = offsets.tolist()
-    assert len(ends) == len(w1) + 1 and ends[0] == 0 and ends[-1] <= len(rows)
-    parts = [torch.tanh(rows[a:b] @ w1[i].t()) @ w2[i] for i, (a, b) in enumerate(itertools.pairwise(ends))]
-    return torch.cat([*parts, rows[ends[-1] :] * torch.nan])
 
 
 def near(found, expected, rel=2e-6):
@@ -126,38 +175,25 @@ def near(found, expected, rel=2e-6):
     assert (found - expected).norm() <= rel * expected.norm() + 1e-12, (found - expected).abs().max()
 
 
-WAYS = [(1, 1), (4, 2)], [(4, 1), (1, 2)]  # multiple and parts of cases in turn
-
-
-def every_case(mesh, kinds=tuple(DISPATCHERS), full=False):
+def every_case(mesh, kinds=KINDS, forms=FORMS, full=False):
+    """Each case in every form, with multiples 1 and 4 in turn, or both."""
     axes = MoeAxes.of(mesh)
     ranks, rank = axes.etp_ep.size, axes.etp_ep.rank
     oracles = [(each, oracle(each, *weights())) for each in (list(batches(case, ranks)) for case in CASES)]
-    for (i, case), kind, turn in itertools.product(enumerate(CASES), kinds, range(4 if full else 2)):
-        if case == "uneven" and kind == "allgather":
+    settings = itertools.product(enumerate(CASES), kinds, enumerate(forms.items()), range(1 + full))
+    for (i, case), kind, (j, (form, run)), turn in settings:
+        capacity, multiple = CAPACITY.get(case), (1, 4)[(i + j + turn) % 2]
+        if (case == "uneven" and kind == "allgather") or (form == "halves" and capacity):
             continue
-        capacity, (multiple, parts) = CAPACITY.get(case), (WAYS[i % 2] + WAYS[1 - i % 2])[turn]
         each, (results, grads) = oracles[i]
         x, probs, ids, grad = each[rank]
         x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
-        w1, w2 = (mine(axes, w) for w in weights())
-        how, y = (capacity, multiple, parts == 1), []
-        for way, *part in zip(
-            dispatcher(kind, axes).of(cut(ids, parts), E, axes, *how), cut(x, parts), cut(probs, parts)
-        ):
-            rows, offsets, ends, _ = way.start_send(*part, way.set_out(part[0], axes))()
-            assert offsets.dtype == torch.int32 and all(n % multiple == 0 for n in offsets.tolist())
-            assert ends == (None if ranks == 1 and not capacity else offsets.tolist())
-            if capacity:
-                assert len(set(offsets.diff().tolist())) == 1, "padded"
-            elif multiple == 1 and ranks > 1:
-                assert offsets[-1] == len(rows), "no row too many"
-            y.append(way.start_back(experts_of(w1, w2, rows, offsets))())
-        y = torch.cat(y)
+        experts = TwoLayers(axes, multiple, capacity)
+        y = dispatch(x, probs, ids, experts, kind, run)
         y.backward(grad)
         for ours, theirs in zip((y.detach(), x.grad, probs.grad), results[rank], strict=True):
             near(ours, theirs)
-        for ours, theirs in zip((w1, w2), grads, strict=True):
+        for ours, theirs in zip(experts.weights, grads, strict=True):
             near(ours.grad, mine(axes, theirs).detach(), 1e-5)
 
 
@@ -166,30 +202,20 @@ def every_case(mesh, kinds=tuple(DISPATCHERS), full=False):
 )
 def test_every_way_is_the_sum_over_each_tokens_experts(layout, full):
     world, sizes = LAYOUTS[layout]
-    run_spmd(every_case, world, tuple(DISPATCHERS), full, **sizes, timeout=120)
+    run_spmd(every_form, world, full, **sizes, timeout=120)
 
 
-def scale(rows, offsets, first=0):
-    """Experts whose results are the same to the bit whatever rows stand beside: 0.3, 1.3, ... times each."""
-    factors = torch.arange(first, first + len(offsets) - 1) + 0.3
-    factors = factors.repeat_interleave(offsets.diff(), output_size=int(offsets[-1]))
-    return (rows * factors[:, None]).type_as(rows)
+def every_form(mesh, full):
+    every_case(mesh, full=full)
 
 
-def send(kind, x, probs, ids, axes):
-    """The way of x, and what has come."""
-    (way,) = dispatcher(kind, axes).of([ids], E, axes)
-    return way, way.start_send(x, probs, way.set_out(x, axes))()
-
-
-def bits(mesh, tokens):
+def bits(mesh, tokens, form):
     """16 bits: the result and gradient of the rank's share of the tokens."""
     axes, found = MoeAxes.of(mesh), []
     for seed in range(8):
         x, probs, ids = (v.chunk(axes.ep.size)[axes.ep.rank] for v in sixteen_bits(seed, tokens))
         x = x.clone().requires_grad_()
-        way, (rows, offsets, *_) = send("alltoall", x, probs, ids, axes)
-        y = way.start_back(scale(rows[: offsets[-1]], offsets, axes.ep.rank * (E // axes.ep.size)))()
+        y = dispatch(x, probs, ids, Experts(axes), "alltoall", FORMS[form])
         y.sum().backward()
         found.append((y.detach(), x.grad))
     return found
@@ -202,19 +228,17 @@ def sixteen_bits(seed, tokens):
 
 
 @pytest.mark.parametrize("ep", [pytest.param(2, marks=pytest.mark.full), 4])
-def test_each_ranks_part_of_a_sum_is_rounded_once(ep):
+@pytest.mark.parametrize("form", ["plain", "overlapped"])
+def test_each_ranks_part_of_a_sum_is_rounded_once(ep, form):
     """To the bit what one process has that adds the parts of each rank's experts."""
-    ranks = run_spmd(bits, ep, 24, ep=ep)
+    ranks = run_spmd(bits, ep, 24, form, ep=ep)
     for seed, parts in enumerate(zip(*ranks, strict=True)):
         x, probs, ids = sixteen_bits(seed, 24)
         each = []
         for rank in range(ep):
             theirs = ids.where(ids // (E // ep) == rank, -1)
             leaf = x.clone().requires_grad_()
-            way, (rows, offsets, *_) = send("alltoall", leaf, probs, theirs, MoeAxes())
-            end = int(offsets[-1])
-            assert end < len(rows) and (rows[end:] == 0).all(), "dropped copies leave rows that nobody reads"
-            y = way.start_back(torch.cat((scale(rows[:end], offsets), rows[end:])))()
+            y = dispatch(leaf, probs, theirs, Experts(MoeAxes()), "alltoall")
             y.sum().backward()
             each.append((y.detach(), leaf.grad))
         for expected, pieces in zip(zip(*each, strict=True), zip(*parts, strict=True), strict=True):
@@ -222,12 +246,12 @@ def test_each_ranks_part_of_a_sum_is_rounded_once(ep):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tables_with_a_capacity(seed):
+def test_routing_to_a_capacity(seed):
     """Each expert has its first copies, in their order, and padding; what is dropped is nowhere."""
     generator = torch.Generator().manual_seed(seed)
     t, capacity, multiple = (int(torch.randint(1, n, (), generator=generator)) for n in (40, 12, 5))
     ids = torch.randint(-2, E + 2, (t, K), dtype=torch.int32, generator=generator)
-    found, plain = tables(ids, E, multiple, capacity), route(ids, E)
+    found, plain = route(ids, E, multiple, capacity), route(ids, E)
     rows = -(-capacity // multiple) * multiple
     assert found.offsets.tolist() == [rows * i for i in range(E + 1)]
     assert found.counts.tolist() == plain.counts.clamp(max=rows).tolist()
@@ -247,83 +271,67 @@ def test_exchange_of_uneven_blocks(mesh):
     size = [[max(2 * i + j - 2, 0) for j in range(3)] for i in range(3)]
     rank, axis = mesh.world.rank, mesh.world
     send, receive = size[rank], [row[rank] for row in size]
-    x = torch.cat([torch.full((n, 2), 10.0 * rank + j) for j, n in enumerate(send)]).requires_grad_()
-    y = exchange(x, axis, send, receive)
-    assert torch.equal(y, torch.cat([torch.full((n, 2), 10.0 * i + rank) for i, n in enumerate(receive)]))
-    (y * y).sum().backward()
-    assert torch.equal(x.grad, 2 * x)
-    assert torch.equal(exchange(x, mesh.tp, [len(x)], [len(x)]), x)
-
-
-def of_config(first, rows, offsets):
-    return scale(rows, offsets, first)
-
-
-class Experts:
-    """What a Journey asks of GroupedExperts."""
-
-    multiple = 1
-
-    def __init__(self, axes, **settings):
-        self.config = TransformerConfig(hidden_size=H, num_experts=E, moe_router_topk=K, **settings)
-        self.run = functools.partial(of_config, axes.ep.rank * (E // axes.ep.size))
-
-    def __call__(self, rows, offsets, ends, soon=None, early=None):
-        assert (ends is None or ends == offsets.tolist()) and soon is None, "x has no gradient"
-        return self.run(rows, offsets)
+    for exchange in all_to_all, lambda *args: start_exchange(*args)():
+        x = torch.cat([torch.full((n, 2), 10.0 * rank + j) for j, n in enumerate(send)]).requires_grad_()
+        y = exchange(x, axis, send, receive)
+        assert torch.equal(y, torch.cat([torch.full((n, 2), 10.0 * i + rank) for i, n in enumerate(receive)]))
+        (y * y).sum().backward()
+        assert torch.equal(x.grad, 2 * x)
+        assert torch.equal(exchange(x, mesh.tp, [len(x)], [len(x)]), x)
 
 
 @spmd(world=2, ep=2)
 def test_sizes_are_read_after_other_work_is_launched(mesh):
     axes, said = MoeAxes.of(mesh), []
-    experts = Experts(axes)
     ids, x, probs = torch.arange(3, dtype=torch.int32).repeat(4, 1), torch.randn(4, H), torch.ones(4, K)
-    read = OnTheWay.read
+    read = AsyncHostCopy.read
 
     def reading(self):
         said.append("read")
         return read(self)
 
-    OnTheWay.read, block = reading, Routing.block
+    def shared(x):
+        said.append("shared")
+        return 0 * x
+
+    AsyncHostCopy.read, block = reading, Routing.block
     Routing.block = lambda *args: said.append("block") or block(*args)
-    for kind in DISPATCHERS:
-        y = dispatch(x, probs, ids, experts, axes, kind, lambda: said.append("meanwhile"))
+    for kind in KINDS:
+        y = dispatch(x, probs, ids, Experts(axes), kind, FORMS["overlapped"], lambda x: shared(x))
         torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
-    assert said == ["meanwhile", "block", "block", "read", "meanwhile", "read"]
+        said.append("|")
+    assert " ".join(said) == "shared block block read block | shared read |"
     Routing.block = block
+    said.clear()
     padded = Experts(axes, moe_expert_capacity_factor=1.4, moe_pad_expert_input_to_capacity=True)
-    for kind in DISPATCHERS:
+    for kind in KINDS:
         traffic = mesh.traffic.copy()
-        journey = Journey(x, padded, axes, kind)
-        journey.route(ids)
-        (way,), (ahead,) = journey.ways, journey.ahead
-        rows, offsets, ends, _ = way.start_send(x, probs, ahead)()
-        assert offsets.tolist() == [0, 10, 20] and len(rows) == 20, "ceil(4 * 3 / 4 * 1.4) of each rank"
-        sent = mesh.traffic - traffic
-        asked = [(name, n) for (_, name, what), n in sent.items() if what == "calls"]
-        assert asked == ([("all_to_all", 2)] if kind == "alltoall" else [("all_gather", 3)])
-        torch.testing.assert_close(way.start_back(padded(rows, offsets, ends))(), x * (0.3 + 1.3 + 2.3))
-    assert len(said) == 6, "nothing is asked where sizes are known"
+        y = dispatch(x, probs, ids, padded, kind, FORMS["overlapped"])
+        torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
+        asked = [(name, n) for (_, name, what), n in (mesh.traffic - traffic).items() if what == "calls"]
+        back = {"allgather": [("all_gather", 3), ("reduce_scatter", 1)], "alltoall": [("all_to_all", 3)]}
+        assert asked == back[kind]
+    assert not said, "nothing is asked where sizes are known"
 
 
 def test_one_rank_asks_for_nothing(monkeypatch):
-    monkeypatch.setattr(OnTheWay, "__init__", None)
-    axes = MoeAxes()
+    monkeypatch.setattr(AsyncHostCopy, "__init__", None)
+    monkeypatch.setattr(moe, "cut_to_size", None)
     ids, x = torch.arange(3, dtype=torch.int32).repeat(4, 1), torch.randn(4, H)
-    for kind in DISPATCHERS:
-        y = dispatch(x, torch.ones(4, K), ids, Experts(axes), axes, kind)
+    for kind, run in itertools.product(KINDS, FORMS.values()):
+        y = dispatch(x, torch.ones(4, K), ids, Experts(MoeAxes()), kind, run)
         torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
 
 
 @spmd(world=2, ep=2)
-def test_what_has_come_is_let_go_of(mesh):
-    """While experts work there is none of the tokens as they have come, nor as they went."""
-    axes, there = MoeAxes.of(mesh), []
-    kept, experts = moe_dispatch.permute_ref, Experts(axes, moe_permute_fusion=False)
-    gather = moe_pieces.gather_pieces
+def test_what_has_come_is_released(mesh):
+    """While experts work there is none of the tokens as they have come, nor as they were sent."""
+    there = []
+    permute, gather = moe.permute_ref, moe_pieces.gather_pieces
+    experts = Experts(MoeAxes.of(mesh), moe_permute_fusion=False)
 
     def noting(x, routing):
-        y = kept(x, routing)
+        y = permute(x, routing)
         there.extend(map(weakref.ref, (x, y)))
         return y
 
@@ -335,19 +343,20 @@ def test_what_has_come_is_let_go_of(mesh):
     def working(rows, offsets):
         def others():
             found = [ref() for ref in there]
-            return [v.shape for v in found if v is not None and v is not rows and v is not x]
+            mine = x.data_ptr(), rows.data_ptr()
+            return [v.shape for v in found if v is not None and v.data_ptr() not in mine]
 
-        patience = time.monotonic() + 5  # gloo's own threads let go of what has come a little later
+        patience = time.monotonic() + 5  # gloo's own threads release what has come a little later
         while others() and time.monotonic() < patience:
             time.sleep(0.01)
         assert not others()
         return run(rows, offsets)
 
     run, experts.run = experts.run, working
-    moe_dispatch.permute_ref, moe_pieces.gather_pieces = noting, gathering
+    moe.permute_ref, moe_pieces.gather_pieces = noting, gathering
     ids, x, probs = random_ids(torch.Generator(), 6, 0.0), torch.randn(6, H), torch.ones(6, K)
-    for kind in DISPATCHERS:
-        dispatch(x, probs, ids, experts, axes, kind)
+    for kind, form in itertools.product(KINDS, ("plain", "overlapped")):
+        dispatch(x, probs, ids, experts, kind, FORMS[form])
         assert there
         there.clear()
 
@@ -355,30 +364,31 @@ def test_what_has_come_is_let_go_of(mesh):
 @spmd(world=4, ep=2, etp=2)
 def test_what_is_sent(mesh):
     """alltoall: each token once to a rank of ep, and over etp; allgather: all tokens, both ways."""
-    axes, t = MoeAxes.of(mesh), 8
+    axes, t, sent = MoeAxes.of(mesh), 8, {}
     ids = random_ids(torch.Generator().manual_seed(mesh.rank), t, 0.5)
-    sent = {}
-    for kind in DISPATCHERS:
+    for kind, form in itertools.product(KINDS, ("plain", "overlapped")):
         mesh.traffic.clear()
         x, probs = (torch.randn(t, n, requires_grad=True) for n in (H, K))
-        way, (rows, *_) = send(kind, x, probs, ids, axes)
-        way.start_back(rows)().sum().backward()
-        sent[kind] = {key: n for key, n in mesh.traffic.items() if key[2] == "calls"}
-        sent[kind, "bytes"] = mesh.traffic["ep", "all_to_all", "bytes"]
-    assert sent["alltoall"] == {
-        ("etp_ep", "all_gather", "calls"): 1,
-        ("ep", "all_to_all", "calls"): 6,  # probs and ids, x, the sums; gradients of these three
-        ("etp", "all_to_all", "calls"): 6,
-    }
+        dispatch(x, probs, ids, Experts(axes), kind, FORMS[form]).sum().backward()
+        sent[kind, form] = {key[:2]: n for key, n in mesh.traffic.items() if key[2] == "calls"}
+        sent[kind, form, "bytes"] = mesh.traffic["ep", "all_to_all", "bytes"]
+    exchanges = 6  # probs and ids, x, the sums; gradients of these three
+    both = {("ep", "all_to_all"): exchanges, ("etp", "all_to_all"): exchanges}
+    assert sent["alltoall", "overlapped"] == {("etp_ep", "all_gather"): 1} | both
+    sizes = {("ep", "all_to_all"): exchanges + 1, ("etp", "all_gather"): 1}
+    assert sent["alltoall", "plain"] == both | sizes
     go, come = (
         sum(tokens(mesh, *pair)) for pair in ((mesh.ep.ranks[mesh.ep.rank], None), (None, mesh.ep.rank))
     )
     assert 0 < go < 2 * t, "some to one rank, others to both"
-    assert sent["alltoall", "bytes"] == 4 * (go * (2 * K + 2 * H) + come * (2 * K + 2 * H))
-    assert sent["allgather"] == {
-        ("etp_ep", "all_gather", "calls"): 4,  # ids, x, probs; in the backward dy
-        ("etp_ep", "reduce_scatter", "calls"): 3,  # the sums; gradients of x, probs
-    }
+    size = 4 * (go * (2 * K + 2 * H) + come * (2 * K + 2 * H))
+    assert sent["alltoall", "overlapped", "bytes"] == size
+    assert sent["alltoall", "plain", "bytes"] == size + 4 * mesh.ep.size
+    for form in ("plain", "overlapped"):
+        assert sent["allgather", form] == {
+            ("etp_ep", "all_gather"): 4,  # ids, x, probs; in the backward dy
+            ("etp_ep", "reduce_scatter"): 3,  # the sums; gradients of x, probs
+        }
 
 
 def tokens(mesh, source, target):

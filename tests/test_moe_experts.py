@@ -1,4 +1,4 @@
-"""Experts of a rank against a loop in float64; cut, deferred and made again; behind both dispatchers."""
+"""Experts of a rank against a loop in float64; cut, deferred and recomputed; behind both dispatchers."""
 
 import itertools
 from dataclasses import replace
@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron import moe_matmul
 from nanomegatron.config.settings import ParallelConfig, TransformerConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis
-from nanomegatron.moe_experts import GroupedExperts
-from nanomegatron.moe_matmul import Groups, fits
+from nanomegatron.moe import GroupedExperts
+from nanomegatron.ops import grouped_mm
+from nanomegatron.ops.grouped_mm import Groups, fits
 from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
@@ -137,7 +137,7 @@ def test_it_is_torchs_grouped_matmul_where_that_fits(monkeypatch):
         return calls
 
     assert run(BASE) == run(BASE, known=True) == [3, 3, 3, 2, 3, 2]
-    monkeypatch.setattr(moe_matmul, "LARGE", 8 * H * FFN)
+    monkeypatch.setattr(grouped_mm, "LARGE", 8 * H * FFN)
     assert run(BASE, (16, 0, 8, 8)) == run(BASE)
     assert run(BASE, (16, 0, 8, 8), known=True) == []
     assert run(BASE, (16, 0, 8, 7), known=True) == [3, 3, 2], "the second layer is half as large"
@@ -170,7 +170,7 @@ def test_gradients_go_to_autograd_without_buckets():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_weight_gradients_can_be_put_off(dtype):
+def test_weight_gradients_can_be_deferred(dtype):
     """A backward leaves two works, and the gradients are the same to the bit once these are done."""
     now, buckets = built(BASE, dtype=dtype)
     later, others = built(BASE, dtype=dtype)
@@ -191,7 +191,7 @@ def test_weight_gradients_can_be_put_off(dtype):
 
 @pytest.mark.parametrize("sizes", ROWS, ids=str)
 @pytest.mark.parametrize("kind", ["swiglu", "gelu, biases"])
-def test_activations_made_again(kind, sizes):
+def test_activations_recomputed(kind, sizes):
     """The same bits, and what the second layer reads is not kept."""
     config, results = replace(BASE, **KINDS[kind]), []
     again = replace(config, recompute_granularity="selective", recompute_modules=("moe_act",))
@@ -285,7 +285,7 @@ def layer(mesh, way, kind, capacity):
     x, probs, ids, grad = (v.chunk(mesh.world.size)[mesh.rank].clone() for v in (x, probs, ids, grad))
     x.requires_grad_(), probs.requires_grad_()
     buckets.zero(1)
-    y = dispatch(x, probs, ids, experts, axes, way)
+    y = dispatch(x, probs, ids, experts, way)
     y.backward(grad)
     buckets.grad_sync()
     grads = {

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron import moe_matmul
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
+from nanomegatron.fast import fp8_experts
+from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode
 from nanomegatron.mesh import Axis
-from nanomegatron.moe_experts import GroupedExperts, linear
-from nanomegatron.moe_matmul import Groups, whole
+from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops.fp8_cast import fp8_cast_rows
+from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
 from nanomegatron.report.counters import Fp8Stats
 from nanomegatron.router import MoeAxes
@@ -35,7 +36,7 @@ def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
     """Experts in FP8, their buckets, their scales."""
     experts = GroupedExperts(config, MoeAxes(), replace(INIT, dtype=dtype))
     scales = Scales(recipe, CPU)
-    experts.use_fp8(scales)
+    quantize_experts(experts, scales)
     return experts, Buckets(experts, ParallelConfig(), ALONE), scales
 
 
@@ -86,7 +87,7 @@ def test_a_layer_is_what_its_casts_give(sizes, transposed, known, wgrad):
     for seed in range(2):
         x, g = batch(sizes, extra, i, seed), batch(sizes, extra, o, 9 + seed)
         groups, leaf = Groups(offsets, offsets.tolist() if known else None), x.clone().requires_grad_()
-        y = linear(leaf, weight, whole(groups, len(x)), transposed, fp8)
+        y = GroupedFp8LinearFunction.apply(leaf, weight, groups.covering(len(x)), transposed, fp8, True)
         y.backward(g)
         kept_x, kept_g = (columns_of(x), columns_of(g)) if wgrad else (x.double(), g.double())
         for e, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
@@ -186,7 +187,7 @@ def test_one_matmul_is_the_loop(kind, sizes, monkeypatch):
     found = []
     for once in False, True:
         experts, buckets, _ = built(config, torch.bfloat16)
-        monkeypatch.setattr(moe_matmul, "at_once", lambda x, groups, once=once: once)
+        monkeypatch.setattr(fp8_experts, "one_kernel", lambda x, groups, once=once: once)
         monkeypatch.setattr(torch, "_scaled_grouped_mm", on_the_gpu) if once else None
         x, g = (batch(sizes, 16, seed=seed).bfloat16() for seed in (1, 2))
         buckets.zero(1)
@@ -213,7 +214,7 @@ def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
         types.update((a.dtype, b.dtype))
         return multiply(a, b, *args, **how)
 
-    for fp8 in experts.fp8:
+    for fp8 in scales.layers.values():
         monkeypatch.setattr(fp8, "_cast", partial(casting, fp8._cast))
     monkeypatch.setattr(torch, "_scaled_mm", multiplying)
     buckets.zero(2)
@@ -226,7 +227,7 @@ def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
     assert roles[-4:] == ["x", "w", "x", "w"]
     for name in {*RECIPES} - {"rowwise"}:
         experts, _, scales = built(recipe=Recipe(name))
-        assert experts.fp8 == (None, None) and experts.multiple == 1 and not scales.layers
+        assert experts.linear is GroupedExperts.linear and experts.multiple == 1 and not scales.layers
 
 
 def test_statistics_know_the_format_of_gradients():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.param import Init
 from nanomegatron.report.counters import ExpertLoad
 from nanomegatron.router import MoeAxes, Router, move_expert_biases

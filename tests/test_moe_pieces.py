@@ -14,16 +14,17 @@ import torch
 from nanomegatron import router as moe_router
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.fast import moe_dispatch, moe_pieces
-from nanomegatron.fast.moe_dispatch import Journey
-from nanomegatron.fast.pieces import overlap_path, scatter_pieces
+from nanomegatron.fast import moe_pieces
+from nanomegatron.fast.moe_dispatch import OverlappedMoe
+from nanomegatron.fast.pieces import scatter_pieces
 from nanomegatron.ops.permute import permute, permute_block, route, unpermute, unpermute_block
+from nanomegatron.param import WeightGradStore
 from nanomegatron.router import MoeAxes
 from tests.gpu.ranks import Dawdled
 from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd
 from tests.test_moe_dispatch import E, Experts, H, every_case, near, random_ids
-from tests.test_moe_overlap import CONFIG, DROPS, LATE, check, layer_of, trained
+from tests.test_moe_overlap import CONFIG, DROPS, HALVES, LATE, OVERLAPPED, PLAIN, check, layer_of, trained
 from tests.test_tp_overlap import share_files
 
 GATHER = replace(CONFIG, moe_token_dispatcher_type="allgather")
@@ -32,9 +33,9 @@ LAYOUTS["ep2 etp2"] = 4, {"tp": 2, "ep": 2, "etp": 2}
 
 
 def in_memory(mesh, folder):
-    share_files(mesh.etp_ep, folder)
-    every_case(mesh, ("allgather",))
-    assert mesh.etp_ep.scratch["all_gather"].size and mesh.etp_ep.scratch["reduce_scatter"].size
+    peers = share_files(mesh.etp_ep, folder)
+    every_case(mesh, ("allgather",), {"overlapped": OverlappedMoe(peers)})
+    assert all(peers.memory(mesh.etp_ep, mesh.device, kind).size for kind in ("all_gather", "reduce_scatter"))
 
 
 @pytest.mark.parametrize("layout", ["ep2", "etp2", "ep2 etp2", pytest.param("ep4", marks=pytest.mark.full)])
@@ -45,45 +46,38 @@ def test_memory_in_common_does_as_well(layout, tmp_path):
 
 def layers(mesh, folder):
     """Halves go by collectives all the same."""
-    s = 6 * mesh.tp.size
+    s, peers = 6 * mesh.tp.size, share_files(mesh.etp_ep, folder)
+    memory = peers.memory(mesh.etp_ep, mesh.device, "reduce_scatter")
     for more in ({}, DROPS):
-        plain = trained(mesh, replace(CONFIG, **more), s=s)
         config = replace(GATHER, **more)
-        by_collectives = trained(mesh, config, s=s)
-        check(by_collectives, plain, rel=5e-6)
-        check(trained(mesh, config, True, s=s), by_collectives, rel=5e-6)
-    share_files(mesh.etp_ep, folder)
-    found = trained(mesh, config, s=s)
-    check(found, by_collectives, rel=5e-6)
-    begun = mesh.etp_ep.scratch["reduce_scatter"].slot
-    check(trained(mesh, config, True, s=s), by_collectives, rel=5e-6)
-    assert mesh.etp_ep.scratch["reduce_scatter"].slot == begun, "not used"
+        plain = trained(mesh, config, PLAIN, s=s)
+        check(plain, trained(mesh, replace(CONFIG, **more), PLAIN, s=s), rel=5e-6)
+        check(trained(mesh, config, OVERLAPPED, s=s), plain, rel=0)
+        check(trained(mesh, config, HALVES, s=s), plain, rel=5e-6)
+    sixteen = [trained(mesh, config, form, s=s, dtype=torch.bfloat16) for form in (PLAIN, OVERLAPPED)]
+    check(*sixteen, rel=0)
+    copied = OverlappedMoe(peers)
+    found = trained(mesh, config, copied, s=s)
+    check(found, plain, rel=5e-6)
+    begun = memory.slot
+    check(trained(mesh, config, OverlappedMoe(peers, halves=True), s=s), plain, rel=5e-6)
+    assert memory.size and memory.slot == begun, "not used"
     for how in (dict(late=True), dict(again=True), dict(again=True, late=True)):
-        check(trained(mesh, config, s=s, **how), found, rel=0)
-    check(trained(mesh, replace(config, **LATE), s=s), found, rel=0)
+        check(trained(mesh, config, copied, s=s, **how), found, rel=0)
+    check(trained(mesh, replace(config, **LATE), copied, s=s), found, rel=0)
 
 
 @pytest.mark.parametrize("layout", ["ep2", "ep2 etp2", pytest.param("ep4", marks=pytest.mark.full)])
-def test_layers_by_all_three_ways(layout, tmp_path):
+def test_layers_by_all_ways(layout, tmp_path):
     world, sizes = LAYOUTS[layout]
     run_spmd(layers, world, str(tmp_path), timeout=120, **sizes)
-
-
-class Training(Experts):
-    """Experts whose rows have gradients."""
-
-    def __call__(self, rows, offsets, ends, soon, early):
-        assert ends == offsets.tolist() and not soon
-        return self.run(rows, offsets)
 
 
 @spmd(world=4, ep=4)
 def test_late_ranks(mesh, tmp_path, full):
     """Calls of all sizes, with or without a backward; each rank is late at another place."""
     axes, dice, same = MoeAxes.of(mesh), random.Random(mesh.rank), random.Random(0)
-    apart = replace(axes, etp_ep=replace(axes.etp_ep, scratch={}))
-    share_files(axes.etp_ep, tmp_path)
-    experts = Training(axes)
+    peers, experts = share_files(mesh.etp_ep, tmp_path), Experts(axes)
     run = experts.run
 
     def dawdle():
@@ -96,20 +90,17 @@ def test_late_ranks(mesh, tmp_path, full):
         x, grad = (torch.randn(t, H, generator=generator) for _ in range(2))
         ids = random_ids(generator, t, 0.3)
         probs, found = torch.rand(ids.shape, generator=generator), []
-        for among in (axes, apart):
+        for form in (OverlappedMoe(peers), OVERLAPPED):
             leaf, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
             dawdle()
-            journey = Journey(Dawdled.apply(leaf, dawdle), experts, among, "allgather")
-            dawdle()
-            journey.route(ids)
-            dawdle()
-            y = journey.sums(weights)
+            rows = Dawdled.apply(leaf, dawdle)
+            y = dispatch(rows, weights, ids, experts, "allgather", form, pause=dawdle)
             if turn % 4:
                 y.backward(grad)
             found.append([v for v in (y.detach(), leaf.grad, weights.grad) if v is not None])
         for ours, theirs in zip(*found, strict=True):
             near(ours, theirs)
-    assert overlap_path(axes.etp_ep) == "GPU copy engines"
+    assert peers.describe(axes.etp_ep) == "GPU copy engines"
 
 
 class Noting:
@@ -123,21 +114,20 @@ class Noting:
         return self.waited.wait()
 
 
-FORWARD = "gather router ids losses come come experts scatter sum"
+FORWARD = "gather router losses come come experts scatter sum"
 BACKWARD = "gather again come come experts scatter weights router sum"
 
 
 def ordered(mesh, folder):
-    """x sets out before the router, ids before its losses; gradients are summed behind weights' and its.
+    """x is sent before the router, ids before its losses; gradients are summed behind weights' and its.
 
-    What is not kept is made again while the gradients of the result travel.
+    Activations are recomputed while the gradients of the result travel.
     """
-    if folder:
-        share_files(mesh.etp_ep, folder)
-    log, kept = [], []
-    gather, scatter, do = moe_pieces.gather_pieces, moe_pieces.scatter_pieces, moe_pieces.WeightGradStore.run
+    log, queues = [], []
+    peers = share_files(mesh.etp_ep, folder) if folder else None
+    gather, scatter, run = moe_pieces.gather_pieces, moe_pieces.scatter_pieces, WeightGradStore.run
     config = replace(GATHER, recompute_granularity="selective", recompute_modules=("moe_act",))
-    of_gate, layer = moe_router.GateFunction.backward, layer_of(mesh, config)
+    of_gate, layer = moe_router.GateFunction.backward, layer_of(mesh, config, OverlappedMoe(peers))
 
     def gathering(*args):
         log.append("gather")
@@ -149,10 +139,10 @@ def ordered(mesh, folder):
         log.append("scatter")
         return Noting(scatter(*args), "sum", log)
 
-    def doing(works):
-        assert len(works) == 1 and works.whole == bool(folder)
+    def running(works):
+        assert len(works) == 1
         log.append("weights")
-        do(works)
+        run(works)
 
     def gate(ctx, grad):
         log.append("router")
@@ -161,26 +151,28 @@ def ordered(mesh, folder):
     def tell(word):
         return lambda *_: log.append(word)
 
+    def before(owner, name, word):
+        """Note each call of a method."""
+        method = getattr(owner, name)
+        setattr(owner, name, lambda *args: log.append(word) or method(*args))
+
     moe_pieces.gather_pieces, moe_pieces.scatter_pieces = gathering, scattering
-    moe_pieces.WeightGradStore.run, moe_router.GateFunction.backward = staticmethod(doing), staticmethod(gate)
+    WeightGradStore.run, moe_router.GateFunction.backward = staticmethod(running), staticmethod(gate)
     Buckets(layer, ParallelConfig(), mesh).zero(1)
-    layer.router.register_forward_pre_hook(tell("router"))
-    route, loss = moe_dispatch.Journey.route, layer.router._loss
-    moe_dispatch.Journey.route = lambda *args: log.append("ids") or route(*args)
-    layer.router._loss = lambda *args: log.append("losses") or loss(*args)
+    before(layer.router, "choose", "router")
+    before(layer.router, "balance", "losses")
     layer.experts.register_forward_hook(tell("experts"))
-    layer.experts.register_forward_hook(lambda _, given, y: kept.append(given[-1]))
+    layer.experts.register_forward_hook(lambda _, given, y: queues.append(given[-1]))
     layer.experts.register_full_backward_pre_hook(tell("experts"))
     x = torch.randn(4, 2, layer.experts.config.hidden_size, requires_grad=True)
     y = layer(x, batch_of(2, 4, aux_scale=1.0))
     assert " ".join(log) == FORWARD
     log.clear()
-    assert len(kept[0]) == 1
-    activation = layer.experts.activation
-    layer.experts.activation = lambda x: log.append("again") or activation(x)
+    assert len(queues[0]) == 1
+    before(layer.experts, "activation", "again")
     y.sum().backward()
     assert " ".join(log) == BACKWARD and x.grad is not None
-    assert kept == [[]], "let go of"
+    assert queues == [[]], "released"
 
 
 @pytest.mark.parametrize("files", [False, True], ids=["collectives", "memory"])
@@ -191,8 +183,8 @@ def test_the_order_in_which_all_is_launched(files, tmp_path):
 def in_step(mesh, folder):
     """Of three and more ranks none pushes before all have a block to push; the own one is made last."""
     axis, log, rank, size = mesh.etp_ep, [], mesh.etp_ep.rank, mesh.etp_ep.size
-    share_files(axis, folder)
-    memory = axis.scratch["reduce_scatter"]
+    peers = share_files(axis, folder)
+    memory = peers.memory(axis, mesh.device, "reduce_scatter")
     line_up, copy = memory.line_up, memory.copy
     memory.line_up = lambda mark: log.append("line up") or line_up(mark)
     memory.copy = lambda *copies: log.append("copy") or copy(*copies)
@@ -201,7 +193,7 @@ def in_step(mesh, folder):
         log.append(to)
         out.fill_(10 * rank + to)
 
-    found = scatter_pieces(make, torch.empty(2 * size, 3), axis).wait()
+    found = scatter_pieces(make, torch.empty(2 * size, 3), axis, peers).wait()
     assert (found == 10 * sum(range(size)) + size * rank).all()
     first, *others = [(rank + step) % size for step in range(1, size)]
     assert log == [first, *["line up"] * (size > 2), *others, rank, "copy"]
@@ -252,11 +244,12 @@ def test_what_does_not_fit_is_refused():
         unpermute_block(torch.zeros(3, 3), torch.zeros(4, 3), routing.block(slice(0, 2)))
 
 
-def test_one_rank_alone():
-    axes = MoeAxes()
+@pytest.mark.parametrize("form", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])
+def test_one_rank_alone(form):
     x = torch.randn(5, H, requires_grad=True)
     ids = torch.arange(3, dtype=torch.int32).repeat(5, 1)
-    y = dispatch(x, torch.ones(5, 3), ids, Experts(axes), axes, "allgather")
+    how = () if form is PLAIN else (form,)
+    y = dispatch(x, torch.ones(5, 3), ids, Experts(MoeAxes()), "allgather", *how)
     torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.9))

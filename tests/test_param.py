@@ -7,12 +7,13 @@ from nanomegatron.mesh import Axis
 from nanomegatron.param import (
     Init,
     ParamSpec,
-    Soon,
     WeightGradStore,
     accumulate_grad,
     draw,
+    is_deferred,
     new_parameter,
     replica,
+    run_or_defer,
     scaled_std,
     shard,
 )
@@ -166,13 +167,21 @@ def test_contribution_goes_to_main_grad_or_to_autograd():
     assert accumulate_grad(param, lambda: grad) is None
     assert calls[0] == "open" and calls[1] is param and len(calls) == 2
     assert (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
-    for whole in (False, True):
-        made, soon = [], Soon(whole)
+    for beside_nccl in (False, True):
+        made, store = [], WeightGradStore(beside_nccl)
+        param.wgrad_store = store
         calls.clear()
-        assert accumulate_grad(param, lambda made=made: made.append(1) or grad, soon) is None
-        assert calls == ["open"] and made == [1] * (not whole), "the sum alone is left, or all"
-        WeightGradStore.run(soon)
-        assert made == [1] and calls[1] is param and (param.main_grad == 3).all()
+
+        def work(made=made):
+            return accumulate_grad(param, lambda: made.append(1) or grad)
+
+        with store.collect() as works:
+            assert run_or_defer(param, work) is None and is_deferred(param) != beside_nccl
+        assert made == [1] * beside_nccl and calls == ["open"] * beside_nccl, (
+            "only the sum is deferred, or all"
+        )
+        store.run(works)
+        assert made == [1] and calls == ["open", param] and (param.main_grad == 3).all()
 
 
 @pytest.mark.parametrize("kind", SPECS)

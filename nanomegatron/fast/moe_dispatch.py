@@ -1,32 +1,12 @@
-"""Tokens to the ranks of their experts, and what these have made of them back.
+"""Same result as `moe.MoELayer.run`, with its communication beside other work.
 
-Expert i of E is on the ep rank i // (E / ep), and there cut over etp. Two ways, each the other's equal:
+**Sizes.** How many rows come is known on the GPU, and messages and memory need it on the host. The numbers
+start on their way before the router's losses are computed, and are read after all else is launched, for
+both halves at once if there are halves: the one time that the host waits, and not for the GPU's whole queue.
+Where every expert's rows are padded to one capacity, or one rank has all experts, it does not wait.
 
-    allgather     x, probs, ids of all etp x ep ranks to all
-    alltoall      a token, with its probs and ids, to each ep rank that has an expert of its choice, once; and
-                  there to all the etp ranks. So x goes to ep - 1 ranks at most, and to k at most
-
-Where tokens have come, they are copied for the experts there, in order of these; on the way back a token has
-a part of its weighted sum on each rank: these are summed over etp, sent back, and summed.
-
-    alltoall over ep 2, E 4, k 2    rank 0                          rank 1
-    experts of its tokens           1 0   3 2   2 0   1 3           1 2   0 1
-    tokens, in order of ranks       0 2 3 | 1 2 3                   4 5 | 4           sizes 3 | 3 and 2 | 1
-    having gone                     0 2 3 | 4 5                     1 2 3 | 4
-    copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
-
-How many rows come is known on the GPU alone, and messages and memory need it on the host. That is the one
-time that the host waits, but not for the GPU's whole queue: the numbers start on their way before the
-router's losses are made, and are read after what else there is to launch, for both halves at once if there
-are halves. Where every expert's rows of every rank are padded to the same capacity nothing is asked, nor
-where one rank has all experts.
-
-The weights come in once, on the way back: a rank's part of a token's sum is added in fp32, in the order of
-its copies, and rounded to the type of x; so are the sums of these parts. Gradients flow the same ways in
-reverse, with no size to be asked for.
-
-What travels by the all-gather does so in the blocks of the ranks (`moe_pieces.py`), beside the work on them,
-and x before the router knows where to. Of 4 ranks, where GPUs have each other's memory:
+**All-gather** in the blocks of the ranks (`moe_pieces.py`), beside the work on them, and of x before the
+router knows its ids. Of 4 ranks, where GPUs access each other's memory:
 
     forward
         network         x1 ----> x2 ----> x3 ---->                      to 1 --> to 2 --> to 3 -->
@@ -35,28 +15,30 @@ and x before the router knows where to. Of 4 ranks, where GPUs have each other's
         network         dy1 ---> dy2 ---> dy3 --->                to 1 --> to 2 --> to 3 -->
         GPU       copy  again  own  dy1  dy2  dy3  experts  for 1 for 2 for 3 own  first dW  router  sum
 
-Over the network are copies by copy engines, which take nothing from the GPU; `own`, `x1`: that rank's tokens
-permuted, `for 1`, `own`: their sums; `again`: what experts have not kept. So what they make again stands
-between the gradients of y and their order, and weight gradients of their first layers, all of it, and the
-router's backward between the gradients of x and their sum. Elsewhere collectives take the place of the
+Over the network are copies by copy engines, which take no multiprocessors from the GPU; `own`, `x1`: that
+rank's tokens permuted, `for 1`, `own`: their sums; `again`: activations that experts recompute. So
+recomputation runs between the gradients of y and their permutation; weight gradients of the experts' first
+layers and the router's backward between the gradients of x and their sum. Elsewhere collectives replace the
 copies: own tokens are permuted beside them, the others' when all have come, and beside the way back in the
-backward is the sum of the weight gradients. Probs and ids always go by collectives: probs beside the experts.
+backward is the sum of the weight gradients. Probs and ids always travel by collectives: probs beside the
+experts.
 
-An all-to-all lets nothing but that sum and what experts make again be done beside it, or also other work
-where one of two settings is made, of which the second goes with the all-gather too, by collectives:
+**All-to-all** hides only that sum and the recomputation, or also other work with one of two settings, of
+which the second works with the all-gather too, by collectives:
 
     --moe-shared-expert-overlap
-        network            send ----------------->                         back --->
+        network            dispatch ------------->                         combine ->
         GPU       permute       shared experts      experts of all tokens            sum
 
     --overlap-moe-expert-parallel-comm, halves 1 and 2 of a rank's tokens
-        network              send 1 ---> send 2 -------->  back 1 -------->  back 2 --->
-        GPU       permute 1  permute 2   experts of 1      experts of 2      sum 1        sum 2
+        network              dispatch 1 -> dispatch 2 ---->  combine 1 ----->  combine 2 -->
+        GPU       permute 1  permute 2     experts of 1      experts of 2      sum 1         sum 2
 
-A backward reads them from right to left: autograd takes what was made last first, so that what stands between
-begin and end of an exchange stands between those of its gradients' way back. The two go together.
-(GShard, arXiv 2006.16668; MegaBlocks 2211.15841; a token once to a rank: DeepSeek-V3 2412.19437; overlap in
-finer pieces: Comet, 2502.19811)
+A backward reads them from right to left: autograd runs first what was made last, so what stands between start
+and end of an exchange stands between those of its gradients' way back.
+
+What it gains, on four H200 (docs/moe.md): one layer of Qwen3-30B-A3B by all-gather 9.18 ms in place of 10.64.
+(Overlap in finer pieces: Comet, 2502.19811)
 """
 
 from collections.abc import Callable, Sequence
@@ -66,17 +48,232 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from nanomegatron.comm import Pending, all_gather, start_all_gather, start_reduce_scatter, start_swap
-from nanomegatron.fast import moe_pieces
+from nanomegatron.batch import Batch
+from nanomegatron.comm import (
+    Pending,
+    all_gather,
+    all_to_all,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from nanomegatron.fast.moe_pieces import (
+    AsyncExchange,
+    FinishExchange,
+    GatherPermute,
+    InBackward,
+    OverlappedWgrads,
+    RankBlocks,
+    StartExchange,
+    UnpermuteScatter,
+    start_pieces,
+)
+from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.mesh import Axis
-from nanomegatron.moe_experts import GroupedExperts
-from nanomegatron.ops.permute import Routing, padded, permute, permute_ref, route, unpermute, unpermute_ref
-from nanomegatron.param import Soon
-from nanomegatron.router import MoeAxes, expert_capacity
+from nanomegatron.moe import AllToAllDispatch, GroupedExperts, MoELayer, Rows, TokenDispatch
+from nanomegatron.ops.permute import Routing, padded, route
+
+Finish = Callable[[], torch.Tensor]
 
 
-class OnTheWay:
-    """Numbers of the GPU on their way to the host, since this was made."""
+class OverlappedMoe:
+    """A `MoELayer.run` that overlaps communication with other work.
+
+    Each dispatch is made of its tokens, then goes in steps, of which those that start something return what
+    finishes it: set_routing (of all parts of a batch at once), start_dispatch, start_combine.
+    """
+
+    def __init__(self, peers: PeerAccess | None, halves: bool = False) -> None:
+        """halves: of a rank's tokens take turns (--overlap-moe-expert-parallel-comm), by collectives."""
+        self.peers, self.halves = None if halves else peers, halves  # peer memory serves one call at a time
+
+    def install(self, layer: MoELayer) -> None:
+        """Let the layer use this; before its parameters are put into buckets."""
+        layer.run = self
+        for weight in (layer.experts.weight1, layer.experts.weight2) if self.halves else ():
+            weight.spec = replace(weight.spec, uses=2)
+
+    def __call__(self, layer: MoELayer, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        tokens, parts, y_shared = x.flatten(0, 1), 1 + self.halves, None
+        late = layer.experts.config.moe_shared_expert_overlap
+        kind = AsyncAllToAll if layer.dispatcher is AllToAllDispatch else AllGatherInPieces
+        ways = [kind(part, layer.experts, self.peers) for part in split(tokens, parts)]
+
+        choice = layer.router.choose(tokens, batch)
+        kind.set_routing(ways, split(choice.ids, parts))
+        probs = layer.router.balance(choice, batch)
+
+        if layer.shared_experts is not None and not late:
+            y_shared = layer.shared(x)
+        arriving = [way.start_dispatch(part) for way, part in zip(ways, split(probs, parts), strict=True)]
+        if layer.shared_experts is not None and late:
+            y_shared = layer.shared(x)
+
+        leaving = []
+        for way in ways:
+            recompute: list[Callable] | None = None if self.halves else []  # else both halves at once
+            rows = run_experts(layer.experts, way.wgrads, *arriving.pop(0)(), recompute)
+            leaving.append(way.start_combine(rows, recompute))
+        found = [finish() for finish in leaving]
+        y = (torch.cat(found) if self.halves else found[0]).view_as(x)
+        return y if y_shared is None else y + y_shared
+
+
+def run_experts(
+    experts: GroupedExperts,
+    wgrads: OverlappedWgrads | None,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    ends: list[int] | None,
+    recompute: list[Callable] | None,
+) -> torch.Tensor:
+    """The experts on their rows `[r, h]`; their backward leaves `wgrads` deferred."""
+    if wgrads is None:
+        return experts(rows, offsets, ends, recompute)
+    rows = InBackward.apply(rows, wgrads.stop)
+    return InBackward.apply(experts(rows, offsets, ends, recompute), wgrads.collect)
+
+
+class AllGatherInPieces(TokenDispatch):
+    """All-gather and reduce-scatter over etp x ep. x leaves before the router knows its ids."""
+
+    def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
+        super().__init__(experts)
+        axis, self.peers, self.wgrads = self.axes.etp_ep, peers, None
+        if x.requires_grad and axis.size > 1:
+            memory = peers.memory(axis, x.device, "reduce_scatter") if peers else None
+            self.wgrads = OverlappedWgrads(experts.weight1, beside_nccl=memory is None)
+        self.exchange = AsyncExchange(
+            partial(start_pieces, axis=axis, peers=peers), None, beside(self.wgrads)
+        )
+        self.started = StartExchange.apply(x, self.exchange)
+
+    @staticmethod
+    def set_routing(ways: list["AllGatherInPieces"], ids: Sequence[torch.Tensor]) -> None:
+        """Gathers ids int32 `[t, k]`, -1 for a dropped copy."""
+        for way, part in zip(ways, ids, strict=True):
+            axis, capacity = way.axes.etp_ep, way.capacity(len(part))
+            way.routing = way.route(all_gather(part, axis), capacity)
+            if capacity is not None:
+                way.ends = partial(padded_ends, way.routing, way.local)
+            else:
+                way.ends = AsyncHostCopy(way.routing.offsets).read if axis.size > 1 else lambda: None
+
+    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Rows]:
+        """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
+        self.probs = start_gather(probs, self.axes.etp_ep)
+        fused = self.config.moe_permute_fusion
+        self.blocks = RankBlocks(self.routing, self.axes.etp_ep, fused, self.peers)
+        ends = self.ends()
+        self.blocks.routing = routing = cut_to(self.routing, ends)
+        return lambda: (GatherPermute.apply(self.started, self.exchange, self.blocks), routing.offsets, ends)
+
+    def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
+        """Sends each rank its sums while those of the next are added. Finishes as `TokenDispatch.combine`.
+
+        recompute: functions for the backward to call while the gradient of the result travels.
+        """
+        forward = partial(start_pieces, axis=self.axes.etp_ep, peers=self.peers)
+        exchange = AsyncExchange(None, forward, recompute)
+        started = UnpermuteScatter.apply(rows, self.probs(), exchange, self.blocks)
+        return partial(FinishExchange.apply, started, exchange)
+
+
+class AsyncAllToAll(TokenDispatch):
+    """All-to-all over ep, then over etp."""
+
+    def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
+        super().__init__(experts)
+        travels = x.requires_grad and self.axes.ep.size > 1
+        self.x, self.wgrads = x, OverlappedWgrads(experts.weight1, beside_nccl=True) if travels else None
+
+    @staticmethod
+    def set_routing(ways: list["AsyncAllToAll"], ids: Sequence[torch.Tensor]) -> None:
+        """Sends ep + E counts of each part to all of etp x ep, by one message, and to the host."""
+        first = ways[0]
+        for way, part in zip(ways, ids, strict=True):
+            way.ids, way.rows_each = part, way.capacity(len(part))
+            way.to_ranks = way.route_to_ranks(part, way.rows_each)
+            if way.rows_each is None:
+                most = len(part) * min(part.shape[1], way.axes.ep.size)
+                way.to_ranks = replace(way.to_ranks, source=way.to_ranks.source[:most])
+        if first.rows_each is not None:
+            return
+        ep, ranks, experts = first.axes.ep, first.axes.etp_ep, first.config.num_experts
+        sent = torch.stack([way.to_ranks.offsets.diff() for way in ways])  # rows for each ep rank
+        copies = torch.stack([route(part, experts).counts for part in ids])
+        every = all_gather(torch.cat((sent, copies), 1)[None], ranks)
+        received, counts = every[:, :, ep.rank].t(), every[:, :, ep.size :].sum(0)
+        mine = padded(counts.view(len(ways), ep.size, -1)[:, ep.rank], first.multiple)
+        numbers = AsyncHostCopy(torch.cat((sent, received, mine), 1))
+        for i, way in enumerate(ways):
+            way.numbers = lambda i=i: numbers.read()[i]
+
+    def sizes(self) -> tuple[list[int], list[int], list[int] | None]:
+        """Rows sent to each ep rank, received from each rank of etp x ep, and the offsets of experts."""
+        ep, ranks = self.axes.ep.size, self.axes.etp_ep.size
+        if self.rows_each is not None:
+            each = len(self.to_ranks.source) // ep
+            return [each] * ep, [each] * ranks, None
+        row = self.numbers()
+        return row[:ep], row[ep:][:ranks], list(accumulate(row[ep + ranks :], initial=0))
+
+    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Rows]:
+        """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
+        choices = torch.cat((probs, self.ids + 1.0), dim=1)  # rows of padding are 0: no expert
+        x, choices = (self.permute(v, self.to_ranks) for v in (self.x, choices))
+        ep, etp = self.axes.ep, self.axes.etp
+        sent, received, ends = self.sizes()
+        here = received[etp.rank :: etp.size]
+        self.over_ep = sent, here
+        self.over_etp = [sum(here)] * etp.size, [sum(received[i :: etp.size]) for i in range(etp.size)]
+        self.to_ranks = replace(self.to_ranks, source=self.to_ranks.source[: sum(sent)])
+        come = (
+            start_exchange(x, ep, *self.over_ep, beside(self.wgrads)),
+            start_exchange(choices, ep, *self.over_ep),
+        )
+        return partial(self.finish_dispatch, come, ends)
+
+    def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Rows:
+        """On to the etp ranks that share an expert, and to the order of experts."""
+        rows, choices = (finish() for finish in come)
+        size, etp = self.axes.etp.size, self.axes.etp
+        if size > 1:
+            rows, choices = (all_to_all(v.repeat(size, 1), etp, *self.over_etp) for v in (rows, choices))
+        probs, ids = choices.chunk(2, dim=1)
+        self.probs = probs.contiguous()
+        routing = self.route(ids.detach().int(), self.rows_each, first=1)
+        ends = padded_ends(routing, self.local) if ends is None else ends
+        self.routing = cut_to(routing, ends)
+        return self.permute(rows, self.routing), routing.offsets, ends
+
+    def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
+        """Finishes as `TokenDispatch.combine`. recompute: as AllGatherInPieces takes it."""
+        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.axes.etp
+        y = self.unpermute(rows, self.routing, self.probs)
+        if etp.size > 1:
+            y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
+        arrive = start_exchange(y, self.axes.ep, received, sent, recompute)
+        return lambda: self.unpermute(arrive(), self.to_ranks)
+
+
+def beside(wgrads: OverlappedWgrads | None) -> list[Callable]:
+    """What the backward runs while the gradients of tokens travel."""
+    return [] if wgrads is None else [wgrads.run]
+
+
+def padded_ends(routing: Routing, experts: int) -> list[int]:
+    """The offsets of a routing to a capacity, which the host knows."""
+    return [i * (len(routing.source) // experts) for i in range(experts + 1)]
+
+
+def cut_to(routing: Routing, ends: list[int] | None) -> Routing:
+    """The tables without rows that no expert has, where the host knows its offsets."""
+    return routing if ends is None else replace(routing, source=routing.source[: ends[-1]])
+
+
+class AsyncHostCopy:
+    """Numbers of the GPU in flight to the host, since this was made."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.event = numbers.to("cpu", non_blocking=True), None
@@ -91,295 +288,35 @@ class OnTheWay:
         return self.numbers.tolist()
 
 
-def start(x: torch.Tensor, *trip) -> Callable[[], torch.Tensor]:
-    """Begin a trip; at the end what has come. Differentiable: what is done between begin and end is undone
-    between those of the gradients' way back.
-    """
-    under_way = moe_pieces.Trip(*trip)
-    return partial(moe_pieces.FinishFunction.apply, moe_pieces.StartFunction.apply(x, under_way), under_way)
+def start(x: torch.Tensor, exchange: AsyncExchange) -> Finish:
+    """Start an exchange of x; the call that ends it returns what has come. Differentiable."""
+    return partial(FinishExchange.apply, StartExchange.apply(x, exchange), exchange)
 
 
-def start_gather(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
-    """Begin to hand x to all; at the end the ranks' x, one after the other."""
+def start_gather(x: torch.Tensor, axis: Axis) -> Finish:
+    """`comm.gather_seq` in flight between two calls."""
     if axis.size == 1:
         return lambda: x
-    return start(x, partial(start_all_gather, axis=axis), partial(start_reduce_scatter, axis=axis))
+    return start(
+        x, AsyncExchange(partial(start_all_gather, axis=axis), partial(start_reduce_scatter, axis=axis))
+    )
 
 
 def start_exchange(
-    x: torch.Tensor,
-    axis: Axis,
-    send: list[int],
-    receive: list[int],
-    works: Soon | None = None,
-    early: list | None = None,
-) -> Callable[[], torch.Tensor]:
-    """Begin to hand `send[r]` rows of x to the axis's rank r; at the end `receive[r]` from it, in rank order.
-
-    Rows of x beyond these stay, and may get any gradient. works, early: as a `moe_pieces.Trip` has them.
-    """
+    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int], meanwhile: list[Callable] | None = None
+) -> Finish:
+    """`comm.all_to_all` in flight between two calls. Rows of x beyond those sent may get any gradient."""
     if axis.size == 1:
         return lambda: x[: sum(send)]
 
-    def there(x: torch.Tensor) -> Pending:
-        return start_swap(x[: sum(send)], axis, send, receive)
+    def forward(x: torch.Tensor) -> Pending:
+        return start_all_to_all(x[: sum(send)], axis, send, receive)
 
-    back = partial(start_swap, axis=axis, send=receive, receive=send, rows=len(x))
-    return start(x, there, back, works, early)
-
-
-def exchange(x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]) -> torch.Tensor:
-    """`start_exchange` and its end."""
-    return start_exchange(x, axis, send, receive)()
+    backward = partial(start_all_to_all, axis=axis, send=receive, receive=send, rows=len(x))
+    return start(x, AsyncExchange(forward, backward, meanwhile))
 
 
-def tables(ids: torch.Tensor, experts: int, multiple: int = 1, capacity: int | None = None) -> Routing:
-    """`route`, or with a capacity so many rows for each expert, which should have no more copies.
-
-    Of more it would take the first ones.
-    """
-    if capacity is None:
-        return route(ids, experts, multiple)
-    capacity = -(-max(capacity, multiple > 1) // multiple) * multiple
-    found, rows = route(ids, experts), experts * capacity
-    expert = ids.clamp(0, experts - 1).long()
-    place = found.position - found.offsets[expert]
-    kept = (found.position >= 0) & (place < capacity)
-    position = (place + expert * capacity).where(kept, rows)  # the row after the last is for the others
-    source = ids.new_full((rows + 1,), -1)
-    source[position.flatten()] = torch.arange(ids.numel(), dtype=ids.dtype, device=ids.device)
-    offsets = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device) * capacity
-    return Routing(position.where(kept, -1).int(), source[:rows], offsets, found.counts.clamp(max=capacity))
-
-
-Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None, Soon | None]
-Ahead = tuple[torch.Tensor, moe_pieces.Trip] | None  # what has set out
-
-
-class Dispatcher:
-    """The way of some tokens to their experts, and back. Both are begun, and give what ends them:
-
-    start_send    x `[t, h]`, probs fp32 `[t, k]` -> rows `[r, h]` for this rank's experts, offsets int32
-                  `[e + 1]` of each, the same on the host, or None where only the device knows them, and a
-                  list of what is to be done while gradients travel back, or None where nothing waits;
-                  ahead: what `set_out` has begun of these x
-    start_back    rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`; early: what is to
-                  be done while its gradient travels
-
-    ids int32 `[t, k]` of `experts`, -1 for a copy to be dropped. capacity: rows that each expert has for each
-    rank, padded, of which ids must have no more; else all that come, to a `multiple`. fused: by the kernels.
-    """
-
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        experts: int,
-        axes: MoeAxes,
-        capacity: int | None = None,
-        multiple: int = 1,
-        fused: bool = True,
-    ) -> None:
-        self.axes, self.local, self.multiple = axes, experts // axes.ep.size, multiple
-        self.fused = fused
-        self.capacity = None if capacity is None else capacity * axes.etp_ep.size
-        self._begin(ids)
-
-    @classmethod
-    def set_out(cls, x: torch.Tensor, axes: MoeAxes) -> Ahead:
-        """Begin what needs no ids."""
-        return None
-
-    @classmethod
-    def of(cls, parts: Sequence[torch.Tensor], *how) -> list["Dispatcher"]:
-        """One for the ids of each part of a batch."""
-        return [cls(ids, *how) for ids in parts]
-
-    def _route(self, ids: torch.Tensor) -> None:
-        """The order of copies for the experts that are here; ids count from the first of these."""
-        self.routing = tables(ids, self.local, self.multiple, self.capacity)
-
-    def _trim(self, ends: list[int] | None) -> list[int] | None:
-        """The tables without what no expert has, and the ends of these, if they are known."""
-        if self.capacity is not None:
-            ends = [i * (len(self.routing.source) // self.local) for i in range(self.local + 1)]
-        elif ends is not None:
-            self.routing = replace(self.routing, source=self.routing.source[: ends[-1]])
-        return ends
-
-
-class AllGather(Dispatcher):
-    """By all-gather and reduce-scatter over etp x ep; all ranks have as many tokens. Sends ids at once."""
-
-    def _begin(self, ids: torch.Tensor) -> None:
-        axis = self.axes.etp_ep
-        self._route(all_gather(ids, axis) - self.axes.ep.rank * self.local)
-        asked = axis.size > 1 and self.capacity is None
-        self.ends = OnTheWay(self.routing.offsets).read if asked else lambda: None
-
-    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: Ahead) -> Callable[[], Rows]:
-        """Goes on with what has set out."""
-        begun, trip = ahead
-        self.probs = start_gather(probs, self.axes.etp_ep)
-        self.blocks = moe_pieces.Blocks(self.routing, self._ranks(self.axes), self.fused)
-        ends = self._trim(self.ends())
-        self.blocks.routing = self.routing
-
-        def finish() -> Rows:
-            rows = moe_pieces.PermuteFunction.apply(begun, trip, self.blocks)
-            return rows, self.routing.offsets, ends, trip.works
-
-        return finish
-
-    def start_back(self, rows: torch.Tensor, early: list | None = None) -> Callable[[], torch.Tensor]:
-        """Adds up each rank's sums one after the other, and sends them meanwhile."""
-        trip = moe_pieces.Trip(None, partial(moe_pieces.start_pieces, axis=self.blocks.axis), None, early)
-        begun = moe_pieces.UnpermuteFunction.apply(rows, self.probs(), trip, self.blocks)
-        return partial(moe_pieces.FinishFunction.apply, begun, trip)
-
-    @staticmethod
-    def _ranks(axes: MoeAxes) -> Axis:
-        """All that share the tokens; two halves are under way at once."""
-        return axes.etp_ep
-
-    @classmethod
-    def set_out(cls, x: torch.Tensor, axes: MoeAxes) -> Ahead:
-        """Begin to gather x."""
-        axis, works = cls._ranks(axes), None
-        if x.requires_grad and axis.size > 1:
-            works = Soon()
-        trip = moe_pieces.Trip(partial(moe_pieces.start_pieces, axis=axis), None, works)
-        return moe_pieces.StartFunction.apply(x, trip), trip
-
-
-class AllToAll(Dispatcher):
-    """By all-to-all over ep and over etp; ranks may have any numbers of tokens, unless there is a capacity.
-
-    Made by `of` alone.
-    """
-
-    def _begin(self, ids: torch.Tensor) -> None:
-        self.permute, self.unpermute = (permute, unpermute) if self.fused else (permute_ref, unpermute_ref)
-        (t, k), ep, ranks = ids.shape, self.axes.ep.size, self.axes.etp_ep.size
-        owner = ids.div(self.local, rounding_mode="floor")
-        again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
-        each = None if self.capacity is None else min(self.capacity // ranks * self.local, t)
-        found, self.ids = tables(owner.masked_fill(again, -1), ep, 1, each), ids
-        most = t * min(k, ep) if each is None else None
-        self.going = replace(found, source=found.source[:most])  # tokens in order of ranks
-        self.sizes = lambda: ([each] * ep, [each] * ranks, None)
-
-    @classmethod
-    def of(
-        cls, parts: Sequence[torch.Tensor], experts: int, axes: MoeAxes, capacity: int | None = None, *how
-    ) -> list[Dispatcher]:
-        """As Dispatcher's; sends ep + E counts of each part at once to all of etp x ep, and to the host."""
-        ep, ranks, n = axes.ep, axes.etp_ep, len(parts)
-        ways = super().of(parts, experts, axes, capacity, *how)
-        if capacity is not None:
-            return ways
-        going = torch.stack([way.going.offsets.diff() for way in ways])  # rows for each ep rank
-        copies = torch.stack([route(ids, experts).counts for ids in parts])
-        every = all_gather(torch.cat((going, copies), 1)[None], ranks)
-        come, counts = every[:, :, ep.rank].t(), every[:, :, ep.size :].sum(0)
-        mine = padded(counts.view(n, ep.size, -1)[:, ep.rank], ways[0].multiple)
-        numbers = OnTheWay(torch.cat((going, come, mine), 1))
-
-        def sizes(i: int) -> tuple[list[int], list[int], list[int]]:
-            row = numbers.read()[i]
-            ends = accumulate(row[ep.size + ranks.size :], initial=0)
-            return row[: ep.size], row[ep.size :][: ranks.size], list(ends)
-
-        for i, way in enumerate(ways):
-            way.sizes = partial(sizes, i)
-        return ways
-
-    def start_send(self, x: torch.Tensor, probs: torch.Tensor, ahead: None) -> Callable[[], Rows]:
-        """Tokens travel over ep meanwhile."""
-        told = torch.cat((probs, self.ids + 1.0), dim=1)  # in padding 0 and 0
-        rows, told = (self.permute(v, self.going) for v in (x, told))
-        ep, etp = self.axes.ep, self.axes.etp
-        going, coming, ends = self.sizes()
-        here = coming[etp.rank :: etp.size]
-        self.to_ep = ep, going, here
-        self.to_etp = etp, [sum(here)] * etp.size, [sum(coming[i :: etp.size]) for i in range(etp.size)]
-        self.going = replace(self.going, source=self.going.source[: sum(going)])
-        works = Soon() if x.requires_grad and ep.size > 1 else None
-        arrive = start_exchange(rows, *self.to_ep, works), start_exchange(told, *self.to_ep)
-
-        def finish() -> Rows:
-            rows, told = (self._to_etp(come()) for come in arrive)
-            probs, ids = told.chunk(2, dim=1)
-            self.probs = probs.contiguous()
-            self._route(ids.detach().int() - (1 + ep.rank * self.local))
-            ends_here = self._trim(ends)
-            return self.permute(rows, self.routing), self.routing.offsets, ends_here, works
-
-        return finish
-
-    def _to_etp(self, x: torch.Tensor) -> torch.Tensor:
-        """What has come to all the etp ranks that share an expert."""
-        size = self.axes.etp.size
-        return x if size == 1 else exchange(x.repeat(size, 1), *self.to_etp)
-
-    def start_back(self, rows: torch.Tensor, early: list | None = None) -> Callable[[], torch.Tensor]:
-        """Sums travel over ep meanwhile."""
-        y = self.unpermute(rows, self.routing, self.probs)
-        axis, send, receive = self.to_etp
-        if axis.size > 1:
-            y = exchange(y, axis, receive, send).view(axis.size, send[0], y.shape[1]).sum(0)
-        axis, send, receive = self.to_ep
-        arrive = start_exchange(y, axis, receive, send, None, early)
-        return lambda: self.unpermute(arrive(), self.going)
-
-
-DISPATCHERS = {"allgather": AllGather, "alltoall": AllToAll}
-
-
-def dispatcher(kind: str, axes: MoeAxes) -> type[Dispatcher]:
-    """Of this kind, unless there is one rank, which has nothing to send."""
-    return DISPATCHERS[kind] if axes.etp_ep.size > 1 else AllGather
-
-
-class Journey:
-    """Tokens x `[t, h]` to their experts and back, of which each part begins when what it needs is known."""
-
-    def __init__(self, x: torch.Tensor, experts: GroupedExperts, axes: MoeAxes, kind: str) -> None:
-        """What needs no ids sets out. kind: of dispatcher, which communicates as it says."""
-        self.experts, self.axes, self.dispatcher = experts, axes, dispatcher(kind, axes)
-        self.parts = cut(x, 1 + axes.halves)
-        self.ahead = [self.dispatcher.set_out(part, axes) for part in self.parts]
-
-    def route(self, ids: torch.Tensor) -> None:
-        """Tell which experts: int32 `[t, k]`, -1 for none. The sizes of messages set out to the host."""
-        config = self.experts.config
-        capacity = expert_capacity(len(ids), config) if config.moe_pad_expert_input_to_capacity else None
-        how = capacity, self.experts.multiple, config.moe_permute_fusion
-        ids = cut(ids, len(self.parts))
-        self.ways: list[Dispatcher] = self.dispatcher.of(ids, config.num_experts, self.axes, *how)
-
-    def sums(self, probs: torch.Tensor, meanwhile: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Each token's sum of what its experts make of it, times probs fp32 `[t, k]`: `[t, h]`.
-
-        meanwhile: launches other work, before the host waits for sizes, or with moe_shared_expert_overlap
-        while x travels.
-        """
-        late = self.experts.config.moe_shared_expert_overlap
-        if not late:
-            meanwhile()
-        parts = zip(self.ways, self.parts, cut(probs, len(self.ways)), self.ahead, strict=True)
-        coming = [way.start_send(*part) for way, *part in parts]
-        if late:
-            meanwhile()
-        going = []
-        for way in self.ways:
-            # Not of both halves at once. What has come is let go of, and what was made of it.
-            early: list[Callable] | None = [] if len(self.ways) == 1 else None
-            going.append(way.start_back(self.experts(*coming.pop(0)(), early), early))
-        found = [arrive() for arrive in going]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def cut(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
-    """The rows of x in parts, as even as can be, some perhaps of none."""
+def split(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
+    """The rows of x in parts, as even as can be, some perhaps empty."""
     places = [len(x) * i // parts for i in range(parts + 1)]
     return [x] if parts == 1 else x.split([end - start for start, end in pairwise(places)])

@@ -1,16 +1,17 @@
-"""Trips of tokens: there and their gradients back, as a whole or in the blocks of the ranks.
+"""Same result as `moe.AllGatherDispatch`, in the blocks of the ranks: its gathers and reduce-scatters.
 
-    there     StartFunction  . . . . . . . . . . . . PermuteFunction          experts
-                x set out: gather in pieces            each block, as it comes, to the order of experts
+    dispatch  StartExchange  . . . . . . . . . . . . GatherPermute            experts
+                gather x in pieces                     each block, as it comes, to the order of experts
                 the sum of what came back              each rank's gradients unpermuted, and sent
 
-    back      UnpermuteFunction  . . . . . . . . . . FinishFunction           experts' results
+    combine   UnpermuteScatter . . . . . . . . . . . FinishExchange           experts' results
                 each rank's sums of rows, and sent     the sum of what came
-                each block of dy, as it comes,         dy set out: gather in pieces
+                each block of dy, as it comes,         gather dy in pieces
                 permuted times probs; dprobs
 
-The lower line is the backward, from right to left: what is begun by one of a pair is waited for by the other,
-there too. A whole trip has a StartFunction and a FinishFunction.
+The lower line of each is the backward, from right to left: what one of a pair starts the other waits for,
+there too. An exchange as a whole, of an all-to-all, has StartExchange and FinishExchange. What is gained:
+docs/moe.md, "One layer".
 """
 
 from collections.abc import Callable
@@ -18,109 +19,134 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanomegatron.comm import Pending
+from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.pieces import gather_pieces, scatter_pieces
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.permute import Routing, permute_block, unpermute_block
-from nanomegatron.param import Soon, WeightGradStore
+from nanomegatron.param import WeightGradStore
 
 Start = Callable[[torch.Tensor], Any]
-Coming = tuple[torch.Tensor, torch.Tensor, list[tuple[slice, Any]]]  # x, and what `gather_pieces` gives
+Arriving = tuple[torch.Tensor, torch.Tensor, list[tuple[slice, Any]]]  # x, and what `gather_pieces` returns
 
 
-class Trip:
-    """Rows travel there, and their gradients back; one of the two is under way.
+class AsyncExchange:
+    """Rows on their way to other ranks, and in the backward their gradients on the way back.
 
-    works: work on weight gradients that comes up before the way back, to be done meanwhile. early: what
-    can be made again before it is asked for, also then.
+    meanwhile: functions that the backward calls, once, while gradients are in flight.
     """
 
     def __init__(
-        self,
-        there: Start | None,
-        back: Start | None,
-        works: Soon | None = None,
-        early: list[Callable] | None = None,
+        self, forward_comm: Start | None, backward_comm: Start | None, meanwhile: list[Callable] | None = None
     ) -> None:
-        self.there, self.back, self.works, self.early = there, back, works, early
-        self.under_way: list = []
+        self.forward_comm, self.backward_comm = forward_comm, backward_comm
+        self.meanwhile = [] if meanwhile is None else meanwhile
+        self.pending: list = []  # the one in flight; `pop` releases it
 
     def wait(self) -> torch.Tensor:
-        return self.under_way.pop().wait()
+        return self.pending.pop().wait()
 
-    def do_works(self) -> None:
-        if self.works:
-            WeightGradStore.run(self.works)
-            self.works.clear()
+    def run_meanwhile(self) -> None:
+        while self.meanwhile:
+            self.meanwhile.pop()()
 
 
-class StartFunction(torch.autograd.Function):
-    """Starts a trip of x; in the backward waits for the way back."""
+class StartExchange(torch.autograd.Function):
+    """Starts an exchange of x; in the backward waits for its gradient."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip = trip
-        trip.under_way.append(trip.there(x))
+    def forward(ctx, x: torch.Tensor, exchange: AsyncExchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        exchange.pending.append(exchange.forward_comm(x))
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trip.do_works()
-        return ctx.trip.wait(), None
+        ctx.exchange.run_meanwhile()
+        return ctx.exchange.wait(), None
 
 
-class FinishFunction(torch.autograd.Function):
-    """Waits for what was started, whose output it is given; in the backward starts the way back."""
+class FinishExchange(torch.autograd.Function):
+    """Waits for an exchange, from the output of its StartExchange; in the backward starts the way back."""
 
     @staticmethod
-    def forward(ctx, _: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return trip.wait()
+    def forward(ctx, _: torch.Tensor, exchange: AsyncExchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trip.under_way.append(ctx.trip.back(grad))
-        while ctx.trip.early:
-            ctx.trip.early.pop()()  # which is let go of, with what it is made from
+        ctx.exchange.pending.append(ctx.exchange.backward_comm(grad))
         return grad.new_empty(0), None
 
 
-def start_pieces(x: torch.Tensor, axis: Axis) -> Coming:
-    """Begin to hand x to all ranks of the axis."""
-    x = x.contiguous()
-    return x, *gather_pieces(x, axis, None)
+class InBackward(torch.autograd.Function):
+    """x itself; calls a function when the backward comes here."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return grad, None
 
 
-class Blocks:
-    """The order of all ranks' tokens for the experts here, and whom their blocks go to.
+class OverlappedWgrads:
+    """Gradients of one weight, deferred from its backward until other gradients are in flight.
 
-    routing: its source is to be as long as there are rows before any are permuted. What can be done before
-    that is known is done at once.
+    A pipeline that defers all of this backward keeps them.
     """
 
-    def __init__(self, routing: Routing, axis: Axis, fused: bool) -> None:
-        self.routing, self.axis, self.fused = routing, axis, fused
-        self.tables: dict[tuple[int, int], Routing] = {}
-        for rank in range(axis.size):
-            self.table(self.of(rank))
+    def __init__(self, weight: nn.Parameter, beside_nccl: bool) -> None:
+        """beside_nccl: those gradients are sent by NCCL, else by copy engines."""
+        self.weight, self.store = weight, WeightGradStore(beside_nccl)
+        self.wgrad_queue: list = []
+        self.pipeline: WeightGradStore | None = None
 
-    def of(self, rank: int) -> slice:
-        """Tokens of a rank."""
+    def collect(self) -> None:
+        """Defer from here on."""
+        self.pipeline = getattr(self.weight, "wgrad_store", None)
+        if self.pipeline is None or self.pipeline.queue is None:
+            self.weight.wgrad_store, self.store.queue = self.store, self.wgrad_queue
+
+    def stop(self) -> None:
+        self.weight.wgrad_store = self.pipeline
+
+    def run(self) -> None:
+        WeightGradStore.run(self.wgrad_queue)
+        self.wgrad_queue.clear()
+
+
+def start_pieces(x: torch.Tensor, axis: Axis, peers: PeerAccess | None) -> Arriving:
+    """Start to gather x over the axis."""
+    x = x.contiguous()
+    return x, *gather_pieces(x, axis, peers)
+
+
+class RankBlocks:
+    """The order of all ranks' tokens for the experts here, and the axis that their blocks travel over.
+
+    routing: its source must be as long as there are rows before any are permuted. What needs no length is
+    done when this is made.
+    """
+
+    def __init__(self, routing: Routing, axis: Axis, fused: bool, peers: PeerAccess | None) -> None:
+        self.routing, self.axis, self.fused, self.peers = routing, axis, fused, peers
+        self.tables = [routing.block(self.tokens_of(rank)) for rank in range(axis.size)]
+
+    def tokens_of(self, rank: int) -> slice:
         n = len(self.routing.position) // self.axis.size
         return slice(rank * n, (rank + 1) * n)
 
-    def table(self, tokens: slice) -> Routing:
-        """Their routing, without padding."""
-        place = tokens.start, tokens.stop
-        if place not in self.tables:
-            self.tables[place] = self.routing.block(tokens)
-        return self.tables[place]
-
-    def permute(self, coming: Coming, probs=None, z=None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`ops_moe.permute` of blocks as they come, and with z the gradient of probs."""
-        x, gathered, arrivals = coming
+    def permute(self, arriving: Arriving, probs=None, z=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`ops.permute.permute` of blocks as they come; with z also the gradient of probs."""
+        x, gathered, arrivals = arriving
         out = x.new_empty(len(self.routing.source), x.shape[1])
         dots = None if z is None else torch.empty_like(probs)
 
@@ -130,54 +156,57 @@ class Blocks:
             if dots is not None:
                 dots[tokens] = found
 
-        own = self.of(self.axis.rank)
-        order(x, own, replace(self.table(own), source=self.routing.source))  # the padding too
+        own = self.tokens_of(self.axis.rank)
+        order(x, own, replace(self.tables[self.axis.rank], source=self.routing.source))  # the padding too
         for tokens, arrival in arrivals:
             arrival.wait()
             if tokens != own:
-                order(gathered[tokens], tokens, self.table(tokens))
+                order(gathered[tokens], tokens, self.routing.block(tokens))
         return out, dots
 
     def unpermute(self, z: torch.Tensor, probs: torch.Tensor | None = None) -> Pending:
-        """Begin to send each rank `ops_moe.unpermute` of its tokens; the result is the sum of the parts."""
+        """Start to send each rank `ops.permute.unpermute` of its tokens; in the end the sum of the parts."""
         z = z.contiguous()
 
         def make(rank: int, out: torch.Tensor) -> None:
-            tokens = self.of(rank)
-            given = None if probs is None else probs[tokens]
-            unpermute_block(out, z, self.table(tokens), given, self.fused)
+            given = None if probs is None else probs[self.tokens_of(rank)]
+            unpermute_block(out, z, self.tables[rank], given, self.fused)
 
-        return scatter_pieces(make, z.new_empty(len(self.routing.position), z.shape[1]), self.axis, None)
+        whole = z.new_empty(len(self.routing.position), z.shape[1])
+        return scatter_pieces(make, whole, self.axis, self.peers)
 
 
-class PermuteFunction(torch.autograd.Function):
-    """The end of a trip there, to rows in order of experts; its output's gradient sets out back."""
+class GatherPermute(torch.autograd.Function):
+    """The end of a gather, with rows in order of experts; in the backward starts the reduce-scatter."""
 
     @staticmethod
-    def forward(ctx, _: torch.Tensor, trip: Trip, blocks: Blocks) -> torch.Tensor:
-        ctx.trip, ctx.blocks = trip, blocks
-        return blocks.permute(trip.under_way.pop())[0]
+    def forward(ctx, _: torch.Tensor, exchange: AsyncExchange, blocks: RankBlocks) -> torch.Tensor:
+        ctx.exchange, ctx.blocks = exchange, blocks
+        return blocks.permute(exchange.pending.pop())[0]
 
     @staticmethod
     @once
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.trip.under_way.append(ctx.blocks.unpermute(grad))
-        ctx.trip.do_works()
+        ctx.exchange.pending.append(ctx.blocks.unpermute(grad))
+        ctx.exchange.run_meanwhile()
         return grad.new_empty(0), None, None
 
 
-class UnpermuteFunction(torch.autograd.Function):
-    """The start of a trip back, of rows times probs fp32 `[t, k]`."""
+class UnpermuteScatter(torch.autograd.Function):
+    """The start of the reduce-scatter of rows z times probs fp32 `[t, k]`; the backward ends the gather."""
 
     @staticmethod
-    def forward(ctx, z: torch.Tensor, probs: torch.Tensor, trip: Trip, blocks: Blocks) -> torch.Tensor:
-        z, probs, ctx.trip, ctx.blocks = z.contiguous(), probs.contiguous(), trip, blocks
+    def forward(
+        ctx, z: torch.Tensor, probs: torch.Tensor, exchange: AsyncExchange, blocks: RankBlocks
+    ) -> torch.Tensor:
+        z, probs, ctx.exchange, ctx.blocks = z.contiguous(), probs.contiguous(), exchange, blocks
         ctx.save_for_backward(z if ctx.needs_input_grad[1] else None, probs)
-        trip.under_way.append(blocks.unpermute(z, probs))
+        exchange.pending.append(blocks.unpermute(z, probs))
         return z.new_empty(0)
 
     @staticmethod
     @once
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         z, probs = ctx.saved_tensors
-        return *ctx.blocks.permute(ctx.trip.under_way.pop(), probs, z), None, None
+        ctx.exchange.run_meanwhile()
+        return *ctx.blocks.permute(ctx.exchange.pending.pop(), probs, z), None, None

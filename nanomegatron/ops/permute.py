@@ -39,13 +39,16 @@ class Routing:
         return replace(self, position=self.position[tokens], source=self.source[:0])
 
 
-def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:
+def route(ids: torch.Tensor, experts: int, multiple: int = 1, capacity: int | None = None) -> Routing:
     """The tables for expert ids int32 `[t, k]`, each expert's rows padded to a multiple.
 
     Ids outside 0 ... experts - 1 are dropped. With a multiple above 1 each expert has rows, of padding if it
     has no copy: FP8 matmuls cannot sum over none. rows: t k, or (t k // multiple + experts) multiple.
-    Raises ValueError.
+    capacity: every expert gets this many rows, rounded up to the multiple, whatever the ids; of more copies
+    it keeps the first. Raises ValueError.
     """
+    if capacity is not None:
+        return _route_to_capacity(ids, experts, -(-max(capacity, multiple > 1) // multiple) * multiple)
     if ids.dtype != torch.int32 or ids.dim() != 2 or not 0 < experts <= MAX_EXPERTS or multiple < 1:
         raise ValueError(
             f"route: int32 [t, k], 1 to {MAX_EXPERTS} experts, not {ids.dtype} {ids.shape}, {experts}"
@@ -64,8 +67,20 @@ def route(ids: torch.Tensor, experts: int, multiple: int = 1) -> Routing:
     return routing
 
 
+def _route_to_capacity(ids: torch.Tensor, experts: int, capacity: int) -> Routing:
+    packed, rows = route(ids, experts), experts * capacity
+    expert = ids.clamp(0, experts - 1).long()
+    place = packed.position - packed.offsets[expert]
+    kept = (packed.position >= 0) & (place < capacity)
+    position = (place + expert * capacity).where(kept, rows)  # the row after the last is for the others
+    source = ids.new_full((rows + 1,), -1)
+    source[position.flatten()] = torch.arange(ids.numel(), dtype=ids.dtype, device=ids.device)
+    offsets = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device) * capacity
+    return Routing(position.where(kept, -1).int(), source[:rows], offsets, packed.counts.clamp(max=capacity))
+
+
 def padded(counts: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Rows of experts that have so many copies."""
+    """Rows of experts that have these numbers of copies."""
     return (counts.clamp(min=multiple > 1) + multiple - 1) // multiple * multiple
 
 

@@ -1,0 +1,83 @@
+"""The matmuls of experts: rows in groups, each group times a matrix of its own.
+
+    y  = x W^T      [rows, out]     rows in groups
+    dx = dy W       [rows, in]      rows in groups
+    dW = dy^T x     [out, in]       a sum over each group
+
+torch multiplies all groups in one kernel, which on Hopper reads their offsets on the GPU; or there is a loop,
+for which the host has to know them. In bf16 the loop accumulates weight gradients in fp32 inside the matmul,
+where the grouped matmul returns them in bf16, to be added afterwards. On an H200, torch 2.11:
+
+    experts x rows x in x out        y: loop           grouped           dW: loop          grouped, added
+    4 x 16384 x 4096 x 28672         4.83 ms (796)     4.91 ms (784)     5.19 ms (742)     6.84 ms (563)
+    64 x 131072 x 2048 x 1536        1.29 ms (641)     1.12 ms (735)     1.58 ms (523)     1.85 ms (447)
+
+(rows of all, TFLOP/s in brackets). The second loop's dW is faster here, where the GPU never waits for the
+host; in training, launching 64 matmuls takes longer than running them. Hence the loop where an expert has
+LARGE multiplications or more on average and the host knows the offsets; else the grouped matmul, so that the
+host need not wait. Types and sizes that torch has no grouped matmul for always use the loop.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+import torch
+
+LARGE = 2**36  # multiplications
+
+
+@dataclass
+class Groups:
+    """Which rows belong to which expert: expert i has rows offsets[i] ... offsets[i + 1]."""
+
+    offsets: torch.Tensor  # int32 [e + 1]
+    ends: list[int] | None = None  # the same on the host, where it knows them
+    grouped: bool = True  # use the grouped matmul where it is the better one
+    covers: "Groups | None" = None
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(expert, first row, end) of all that have rows; the host may have to wait for the offsets."""
+        ends = self.offsets.tolist() if self.ends is None else self.ends
+        return [(i, begin, end) for i, (begin, end) in enumerate(pairwise(ends)) if begin < end]
+
+    @property
+    def experts(self) -> int:
+        return len(self.offsets) - 1
+
+    def covering(self, rows: int) -> "Groups":
+        """The same with the last expert extended to all `rows`, so that no product leaves one undefined."""
+        if self.covers is None:
+            offsets = self.offsets.clone()
+            offsets[-1:].fill_(rows)
+            ends = self.ends and [*self.ends[:-1], rows]
+            self.covers = Groups(offsets, ends, self.grouped)
+        return self.covers
+
+    def one_kernel(self, rows: torch.Tensor, *features: int) -> bool:
+        """Whether to multiply all groups of `rows` by matrices of these sizes in one grouped matmul."""
+        known = self.ends is not None
+        large = known and self.ends[-1] * prod(features) >= LARGE * self.experts
+        return self.grouped and not large and fits(rows, *features)
+
+
+def fits(rows: torch.Tensor, *sizes: int) -> bool:
+    """Whether `torch._grouped_mm` supports such rows, and features of these sizes."""
+    return rows.dtype == torch.bfloat16 and len(rows) > 0 and all(size % 8 == 0 for size in sizes)
+
+
+def grouped_mm(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Each expert's rows of x `[r, i]` times its w `[e, i, o]` -> `[r, o]`; undefined beyond the offsets."""
+    if groups.one_kernel(x, *w.shape[1:]):
+        return torch._grouped_mm(x, w, offs=groups.offsets[1:])
+    y = x.new_empty(len(x), w.shape[2])
+    for i, begin, end in groups.spans:
+        torch.mm(x[begin:end], w[i], out=y[begin:end])
+    return y
+
+
+def grouped_outer(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """a^T b over each expert's rows in one kernel: a `[r, o]`, b `[r, i]` -> `[e, o, i]`"""
+    return torch._grouped_mm(a.t(), b, offs=groups.offsets[1:])
