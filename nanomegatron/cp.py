@@ -50,7 +50,7 @@ import torch
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
-from nanomegatron.ops.attention_blocks import Block, Grads, attend, attend_backward, ranges, to_device
+from nanomegatron.ops.attention_blocks import Block, attend, attend_backward, ranges, to_device
 from nanomegatron.ops.merge import Part, merge_rows
 
 ALL = slice(None)
@@ -270,7 +270,7 @@ def merge_(
     lse[..., rows] = total
 
 
-def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend: str) -> Grads:
+def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend: str) -> tuple:
     """Gradients of a step's queries, keys and values.
 
     known: the gradient of the output; all queries, and their output and log-sum-exp over all keys.
@@ -310,8 +310,9 @@ class GatherFunction(torch.autograd.Function):
                 else:  # some keys are in two windows
                     total.index_add_(0, step.keys, grad.float())
         by_rank = dkv.transpose(0, 1).index_select(0, order[1])
-        dk, dv = start_reduce_scatter(by_rank, axis).wait().to(k.dtype).unbind(1)
+        arriving = start_reduce_scatter(by_rank, axis)
         merge_rows(parts, dq)
+        dk, dv = arriving.wait().to(k.dtype).unbind(1)
         return dq, dk, dv, None, None, None, None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron import cp_shard, dp
+from nanomegatron import dp
 from nanomegatron.batch import Batch
 from nanomegatron.build import Paths, install, quantize_layers
 from nanomegatron.config.settings import (
@@ -18,6 +18,7 @@ from nanomegatron.config.settings import (
     PrecisionConfig,
     TransformerConfig,
 )
+from nanomegatron.fast import ring
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
 from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import Axis
@@ -55,7 +56,7 @@ def config(model: TransformerConfig, s: int, b: int, tp: int = 1, dtype: str = "
 def test_numbers_are_those_of_the_code_that_allocates():
     assert cross_entropy.CHUNK == plan_memory.LOSS_CHUNK
     assert FusedLossFunction.chunk == plan_fast.FUSED_LOSS_CHUNK
-    assert cp_shard.ROUND == plan_fast.RING_ROUND
+    assert ring.ROUND == plan_fast.RING_ROUND
     assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
 
 

@@ -15,10 +15,10 @@ fp32 behind them. Here
 - between GPUs that reach each other's memory copy engines push keys and gradients, and leave the
   multiprocessors to attention (`transfers.py`); others send messages.
 
-What it gains: causal rows of 32k, 64k and 128k tokens on four H200, forward and backward, at 0.939, 0.982
-and 0.984 of the rate of a GPU without communication; by a ring of messages from neighbour to neighbour with
-sums in fp32 it was 0.875, 0.961 and 0.919 (benchmarks/results: 2026-11-22-cp-attention-four.json,
--four-128k.json and -four-messages.json).
+Gain: causal rows of 32k, 64k, 128k tokens on 4 H200, forward and backward, at 0.939, 0.982 and 0.984 of the
+rate of one GPU, which does not communicate (benchmarks/results/2026-11-22-cp-attention-four.json, at 128k
+benchmarks/results/2026-11-22-cp-attention-four-128k.json); by messages from neighbour to neighbour and sums
+in fp32 0.875, 0.961 and 0.919 (benchmarks/results/2026-11-22-cp-attention-four-messages.json).
 """
 
 import functools
@@ -30,14 +30,7 @@ import numpy as np
 import torch
 
 from nanomegatron.comm import Pending
-from nanomegatron.cp import (
-    ALL,
-    Rows,
-    Shard,
-    context_attention,
-    step_gradients,
-    ulysses_attention,
-)
+from nanomegatron.cp import ALL, Rows, Shard, context_attention, step_gradients, ulysses_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
@@ -49,7 +42,7 @@ ROUND = 2  # other ranks whose keys arrive at a time
 
 
 class RoundStep(NamedTuple):
-    """A step as `cp.Step`; places: where `merge_rows` puts what its queries get."""
+    """A step as `cp.Step`; places: where `merge_rows` puts the results of its queries."""
 
     queries: Rows
     keys: slice
@@ -82,7 +75,7 @@ class Ring:
 
     def __init__(self, peers: PeerAccess) -> None:
         self.peers = peers
-        self.plans: WeakKeyDictionary[Shard, list[Round]] = WeakKeyDictionary()
+        self.plans: WeakKeyDictionary[Shard, dict[tuple, list[Round]]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -108,7 +101,7 @@ class Ring:
         return ulysses_attention(q, k, v, inner, shard, ring) if inner else ring(q, k, v)
 
     def rounds(self, shard: Shard, group: int, device: torch.device) -> list[Round]:
-        """What this rank does, or the group of so many neighbours that it is in."""
+        """What this rank does; with a group of more than one, what its group of neighbours does."""
         plans = self.plans.setdefault(shard, {})
         if (group, device) not in plans:
             plans[group, device] = plan_rounds(shard, group, device)

@@ -1,7 +1,13 @@
-"""Rows that ranks of an axis send each other, by a plan that both ends know: by messages or by copy engines.
+"""Same result as `comm.start_messages`, by a plan that both ends know: by messages or by copy engines.
 
-plan of rank 1     sends    3 rows to rank 2, as rows 0 ... 2 of the 5 that arrive there
-                   recvs    4 rows of rank 0, as rows 0 ... 3 of 6; 2 rows of rank 3, as rows 4, 5
+    plan of rank 1     sends    3 rows to rank 2, as rows 0 ... 2 of the 5 that arrive there
+                       recvs    4 rows of rank 0, as rows 0 ... 3 of 6; 2 rows of rank 3, as rows 4, 5
+
+A copy engine of the sender pushes rows to their places in the receiver's memory, and takes no multiprocessor
+from attention. So a sender knows where its rows go, and how many arrive there.
+
+Gain: the ring at 128k tokens on 4 H200 at 0.971 of the rate of a GPU without communication, with messages at
+0.919 (benchmarks/results/2026-11-22-cp-attention-four-ring.json, -four-messages.json; two machines).
 """
 
 from collections.abc import Sequence

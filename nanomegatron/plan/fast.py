@@ -12,7 +12,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.plan.layer import Sizes
 
 # As the code that allocates has them; tests/test_plan.py compares.
-RING_ROUND = 2  # ranks whose keys arrive at a time: cp_shard.ROUND
+RING_ROUND = 2  # ranks whose keys arrive at a time: ring.ROUND
 FUSED_LOSS_CHUNK = 2048  # tokens: FusedLossFunction.chunk
 
 
