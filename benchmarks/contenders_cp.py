@@ -30,8 +30,7 @@ from nanomegatron.cp import ALL, RingFunction, Shard, Step, context_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.ops.attention import Mask, choose_backend, core_attention
-from nanomegatron.ops.attention_blocks import Block
+from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
 
 aten = torch.ops.aten
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

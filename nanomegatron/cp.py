@@ -49,8 +49,7 @@ import torch
 
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Mask, core_attention
-from nanomegatron.ops.attention_blocks import Block, attend, attend_backward, ranges, to_device
+from nanomegatron.ops.attention import Block, Mask, attend, attend_backward, core_attention, ranges, to_device
 from nanomegatron.ops.merge import Part, merge_rows
 
 ALL = slice(None)

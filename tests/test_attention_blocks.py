@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanomegatron.ops.attention_blocks import Block, attend, attend_backward
+from nanomegatron.ops.attention import Block, attend, attend_backward
 from tests.test_attention import Largest
 
 CASES = {

@@ -8,8 +8,7 @@ import torch
 
 from nanomegatron.cp import Shard, chunk_bounds
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Mask
-from nanomegatron.ops.attention_blocks import ranges
+from nanomegatron.ops.attention import Mask, ranges
 
 CPU = torch.device("cpu")
 ROWS = {  # lengths of documents in rows of 48

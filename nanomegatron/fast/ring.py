@@ -34,8 +34,7 @@ from nanomegatron.cp import ALL, Rows, Shard, context_attention, step_gradients,
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.attention import Mask
-from nanomegatron.ops.attention_blocks import Block, attend, ranges, to_device
+from nanomegatron.ops.attention import Block, Mask, attend, ranges, to_device
 from nanomegatron.ops.merge import MOST, Part, merge_rows
 
 ROUND = 2  # other ranks whose keys arrive at a time

@@ -1,4 +1,4 @@
-"""Core attention: softmax(q k^T / sqrt(d)) v, by the fastest implementation that is exact here.
+"""Attention softmax(q k^T / sqrt(d)) v, of whole rows or in blocks, by the fastest kernel that is exact here.
 
     backend    where                what                                      masks
     fused      CUDA, bf16/fp16      cuDNN's; on Hopper twice torch's flash    causal, full; the rest as flash
@@ -7,29 +7,43 @@
     unfused    anywhere             scores, softmax, dropout, matmul: the     all, s x s in memory
                                     oracle
 
-All return the log-sum-exp of the scores as well, which ring attention merges by. attention_blocks.py calls
-the kernels; what cuDNN cannot do, such as the largest heads, fused leaves to flash. `auto` takes the
-first that can do what is asked. A mask is causal or not, and may hide more: keys further back than a window
-(Mistral, arXiv 2310.06825), and the other documents of a packed sequence, told by cumulative lengths:
+`auto` takes the first that can do what is asked; what cuDNN cannot do, such as the largest heads, fused
+leaves to flash. A mask is causal or not, and may hide more: keys further back than a window (Mistral, arXiv
+2310.06825), and the other documents of a packed sequence, by cumulative lengths:
 
     documents  a a a a b b c c c c | d d d ...      two rows of ten tokens
     cu_seqlens 0       4   6         10  ...        where each begins among all tokens, row by row
 
-Where a mask meets more keys than queries (several tokens behind a cache) the unfused path runs whatever was
-chosen: most kernels align the mask to the first key, not to the last. The fused ones draw attention dropout
-by themselves, so its mask depends on the layout; in the unfused path it is a function of sample, head, query
-and key. (arXiv 2205.14135; grouped queries 2305.13245)
+Where a mask meets more keys than queries (several tokens behind a cache) the unfused path runs, whatever was
+chosen: cuDNN and the CPU kernel align a causal mask to the first key; flash aligns it to the last. The fused
+ones draw attention dropout by themselves, so its mask depends on the layout; in the unfused path it is a
+function of sample, head, query and key.
+
+Keys may come in parts (cp.py). Each is a block of the scores S = q k^T / sqrt(d), for which the kernels are
+called directly, forward and backward:
+
+    forward     o = softmax(S) v      l = log sum exp(S)         of the keys in the block
+    backward    P = exp(S - l)        D = rowsum(do * o)         o and l of all keys, here and in other blocks
+                dv = P^T do    dS = P (do v^T - D)    dq = dS k / sqrt(d)    dk = dS^T q / sqrt(d)
+
+So the gradients of the blocks add up to those of the whole, and the forward keeps nothing for the backward.
+(arXiv 2205.14135, 2307.08691; grouped queries 2305.13245)
 """
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.attention_blocks import Block, attend, one_per_query
 from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
+
+aten = torch.ops.aten
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ def core_attention(
         mask = Mask(causal=False)
     bounds = mask.cu_seqlens
     if backend == "unfused" or (s != t and mask.causal):
-        context, lse = _unfused(q, k, v, mask, drop or partial(F.dropout, p=dropout), fused_softmax)
+        context, lse = _masked_softmax(q, k, v, mask, drop or partial(F.dropout, p=dropout), fused_softmax)
     elif bounds is None:
         context, lse = attend(q, k, v, Block(mask.causal, mask.window), backend, dropout)
     else:  # the tokens of all rows in one
@@ -107,7 +121,7 @@ def core_attention(
     return context.reshape(s, b, n * d), lse
 
 
-def _unfused(
+def _masked_softmax(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, drop: Callable, fused: bool
 ) -> tuple:
     q, k, v = (one_per_query(x.permute(1, 2, 0, 3), q.shape[2]) for x in (q, k, v))  # [b, n, s, d]
@@ -119,3 +133,244 @@ def _unfused(
     args = scores, scale, hidden, mask.causal, mask.window
     probs, lse = scaled_softmax(*args, inplace=True) if fused else scaled_softmax_ref(*args)
     return (drop(probs) @ v).permute(2, 0, 1, 3), lse
+
+
+@dataclass(frozen=True)
+class Block:
+    """Which keys a query sees: all, or if `causal` those up to its own; the last query's own is the last key.
+
+    Segments of queries see those of the keys one to one, each pair by this rule. None is empty, and where
+    causal it has no fewer keys than queries.
+    """
+
+    causal: bool = False
+    window: int | None = None  # so many keys before its own, with `causal`
+    cu_q: torch.Tensor | None = None  # int32 [segments + 1], where they begin and the last ends; b is 1
+    cu_k: torch.Tensor | None = None
+    max_q: int = 0  # of the longest segments
+    max_k: int = 0
+
+    @staticmethod
+    def packed(
+        queries: Sequence[np.ndarray],
+        keys: Sequence[np.ndarray],
+        device: torch.device,
+        causal: bool,
+        window: int | None = None,
+    ) -> "Block":
+        """Between segments that are packed one after the other; queries, keys: (begin, end) of each."""
+        lengths = [end - begin for begin, end in (queries, keys)]
+        bounds = (to_device(np.append(0, x.cumsum()).astype(np.int32), device) for x in lengths)
+        return Block(causal, window, *bounds, *(int(x.max()) for x in lengths))
+
+    def hidden(self, s: int, t: int, device: torch.device) -> torch.Tensor:
+        """True where a query does not see a key, `[s, t]`."""
+        query, key = torch.arange(s, device=device)[:, None], torch.arange(t, device=device)
+        own, hidden = query + (t - s), torch.zeros(s, t, dtype=torch.bool, device=device)
+        if self.cu_q is not None:
+            sides = (self.cu_q, query), (self.cu_k, key)
+            i, j = (torch.searchsorted(cu, place.to(cu.dtype), right=True) for cu, place in sides)
+            own, hidden = query + (self.cu_k - self.cu_q)[i], i != j
+        if self.causal:
+            hidden = hidden | (key > own)
+        if self.window is not None:
+            hidden = hidden | (key < own - self.window)
+        return hidden
+
+
+def ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The indices of rows of segments: begin[0], begin[0] + 1, ..., end[0] - 1, begin[1], ..."""
+    sizes = end - begin
+    return np.repeat(end - sizes.cumsum(), sizes) + np.arange(sizes.sum())
+
+
+def to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """x on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(x)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, backend: str, dropout: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q `[s, b, n, d]` to k, v `[t, b, g, d]`, n a multiple of g (query head i reads i*g/n).
+
+    Strides are free but for the last dim. backend: as attention.choose_backend has it. dropout: of the
+    probabilities; the unfused backend has none. Returns the output `[s, b, n, d]` and the log-sum-exp
+    `[b, n, s]`, fp32.
+    """
+    if backend == "unfused":
+        return _unfused(q, k, v, block)
+    if q.device.type == "cpu":
+        return _cpu(q, k, v, block, dropout)
+    if backend == "fused" and _cudnn_can(q, k, block):
+        q, k, v = _heads_first(q, k, v)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, dropout, block.causal, False
+        )
+        return out.permute(2, 0, 1, 3), lse.view(lse.shape[:3])
+    args, window = _flash_args(q, k, block, dropout)
+    out, lse, *_ = aten._flash_attention_forward(*_rows(block, q, k, v), *args, False, **window)
+    return (out.transpose(0, 1), lse) if block.cu_q is None else (out[:, None], lse[None])
+
+
+def attend_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    block: Block,
+    backend: str,
+) -> Grads:
+    """Gradients of q `[s, b, n, d]` and k, v `[t, b, g, d]` by this block, from that of the output.
+
+    out `[s, b, n, d]`, lse `[b, n, s]`: over all keys that these queries see, in this block or another.
+    """
+    if backend == "unfused":
+        return _unfused_backward(dout, q, k, v, out, lse, block)
+    if q.device.type == "cpu":
+        return _cpu_backward(dout, q, k, v, out, lse, block)
+    # The kernels take the log-sum-exp to be packed. torch keeps cuDNN's plans by the layouts of q, k and v:
+    # one made for other strides of the output would be run again, and read the wrong numbers.
+    dout, out, lse = (x.contiguous() for x in (dout, out, lse))
+    random = (q.new_empty(2, dtype=torch.int64),) * 2  # the generator's state, not read without dropout
+    if backend == "fused" and _cudnn_can(q, k, block):
+        args = *random, None, None, None, q.shape[0], k.shape[0], 0.0, block.causal  # no bias, no segments
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *_heads_first(dout, q, k, v, out), lse[..., None], *args
+        )
+        return tuple(x.permute(2, 0, 1, 3) for x in grads)
+    args, window = _flash_args(q, k, block)
+    lse = lse if block.cu_q is None else lse[0]
+    grads = aten._flash_attention_backward(*_rows(block, dout, q, k, v, out), lse, *args, *random, **window)
+    return tuple(x.transpose(0, 1) if block.cu_q is None else x[:, None] for x in grads)
+
+
+def _cudnn_can(q: torch.Tensor, k: torch.Tensor, block: Block) -> bool:
+    """torch does not call it for a single key."""
+    square = not block.causal or q.shape[0] == k.shape[0]
+    return (
+        block.window is None
+        and block.cu_q is None
+        and square
+        and k.shape[0] > 1
+        and q.shape[3] <= _cudnns_head(q.device)
+    )
+
+
+@functools.cache
+def _cudnns_head(device: torch.device) -> int:
+    """The largest head that cuDNN has a backward for; on an H200 it has for 256 since 9.19, if not before."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return 256 if hopper and torch.backends.cudnn.version() >= 91900 else 128
+
+
+def _heads_first(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`[s, b, heads, d] -> [b, heads, s, d]`"""
+    return (x.permute(1, 2, 0, 3) for x in tensors)
+
+
+def _rows(block: Block, *tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """As flash takes them: `[b, s, heads, d]`, or packed segments `[s, heads, d]`."""
+    return (x.transpose(0, 1) if block.cu_q is None else x[:, 0] for x in tensors)
+
+
+def _flash_args(
+    q: torch.Tensor, k: torch.Tensor, block: Block, dropout: float = 0.0
+) -> tuple[tuple, dict[str, int]]:
+    sizes = (q.shape[0], k.shape[0]) if block.cu_q is None else (block.max_q, block.max_k)
+    window = {} if block.window is None else dict(window_size_left=block.window, window_size_right=0)
+    return (block.cu_q, block.cu_k, *sizes, dropout, block.causal), window
+
+
+def _cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, dropout: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (one_per_query(x, q.shape[2]) for x in _heads_first(q, k, v))
+    parts = [
+        aten._scaled_dot_product_flash_attention_for_cpu(
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], dropout, causal, attn_mask=bias
+        )
+        for rows, keys, causal, bias in _cpu_parts(block, q, k)
+    ]
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+    return out.permute(2, 0, 1, 3), lse
+
+
+def _cpu_backward(dout, q, k, v, out, lse, block: Block) -> Grads:
+    groups, dtype = k.shape[2], q.dtype
+    dout, q, k, v, out = (one_per_query(x, q.shape[2]) for x in _heads_first(dout, q, k, v, out))
+    totals = [torch.zeros_like(x, dtype=_wide(x)) for x in (q, k, v)]
+    for rows, keys, causal, bias in _cpu_parts(block, q, k):
+        places = (dout, rows), (q, rows), (k, keys), (v, keys), (out, rows), (lse, rows)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x[:, :, at] for x, at in places), 0.0, causal, attn_mask=bias
+        )
+        for total, grad, at in zip(totals, grads, (rows, keys, keys), strict=True):
+            total[:, :, at] += grad
+    totals[1:] = (x.unflatten(1, (groups, -1)).sum(2) for x in totals[1:])
+    return tuple(x.permute(2, 0, 1, 3).to(dtype) for x in totals)
+
+
+def _cpu_parts(
+    block: Block, q: torch.Tensor, k: torch.Tensor
+) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
+    """(queries, keys, whether causal, bias or None) of each call of the CPU kernel; q, k `[b, n, s, d]`."""
+    bounds = [(0, q.shape[2]), (0, k.shape[2])]
+    if block.cu_q is not None:
+        bounds = [x.tolist() for x in (block.cu_q, block.cu_k)]
+    for (begin, end), (first, last) in zip(*map(itertools.pairwise, bounds), strict=True):
+        if not block.causal or (block.window is None and end - begin == last - first):
+            yield slice(begin, end), slice(first, last), block.causal, None
+            continue
+        size, own = max(block.window or 0, 64), last - end  # own: from a query's place to its key's
+        for row in range(begin, end, size):
+            stop = min(row + size, end)
+            key = first if block.window is None else max(first, row + own - block.window)
+            hidden = Block(True, block.window).hidden(stop - row, stop + own - key, q.device)
+            bias = q.new_zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+            yield slice(row, stop), slice(key, stop + own), False, bias
+
+
+def one_per_query(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Key or value heads repeated until there are as many as query heads, `[b, g, t, d] -> [b, n, t, d]`."""
+    return x if x.shape[1] == n else x.repeat_interleave(n // x.shape[1], dim=1)
+
+
+def _unfused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, dtype = q.shape, q.dtype
+    q, k, v = _grouped(k.shape[2], q, k, v)
+    scores = _scores(q, k, block)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("bgrst,tbgrd->sbgrd", (scores - lse[..., None]).exp(), v)
+    return out.reshape(shape).to(dtype), lse.flatten(1, 2)
+
+
+def _unfused_backward(dout, q, k, v, out, lse, block: Block) -> Grads:
+    like = q, k, v
+    dout, q, k, v, out = _grouped(k.shape[2], dout, q, k, v, out)
+    probs = (_scores(q, k, block) - lse.unflatten(1, q.shape[2:4])[..., None]).exp()
+    delta = torch.einsum("sbgrd,sbgrd->bgrs", dout, out)[..., None]
+    dscores = probs * (torch.einsum("sbgrd,tbgrd->bgrst", dout, v) - delta) * q.shape[4] ** -0.5
+    dq = torch.einsum("bgrst,tbgrd->sbgrd", dscores, k)
+    dk, dv = (torch.einsum("bgrst,sbgrd->tbgd", x, y) for x, y in ((dscores, q), (probs, dout)))
+    return tuple(grad.reshape(x.shape).to(x.dtype) for grad, x in zip((dq, dk, dv), like, strict=True))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, block: Block) -> torch.Tensor:
+    """Scaled and masked, `[b, groups, heads of one, s, t]`."""
+    scores = torch.einsum("sbgrd,tbgrd->bgrst", q, k) * q.shape[4] ** -0.5
+    return scores.masked_fill(block.hidden(q.shape[0], k.shape[0], q.device), -torch.inf)
+
+
+def _grouped(groups: int, *tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`[s, b, groups, heads of one, d]` in fp32 at least."""
+    return (x.unflatten(2, (groups, -1)).to(_wide(x)) for x in tensors)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.attention import Mask, core_attention
-from nanomegatron.ops.attention_blocks import Block, _cudnn_can, attend, attend_backward
+from nanomegatron.ops.attention import Block, Mask, _cudnn_can, attend, attend_backward, core_attention
 from tests.test_attention_blocks import CASES, block_of, draw, exact, found, halves, sees
 
 CUDA = torch.device("cuda", 0)
