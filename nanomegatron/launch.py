@@ -4,8 +4,8 @@
 
 Ranks come from a fork server, so one starts in milliseconds, and no thread pool is ever forked: a rank forked
 from a process that has computed with threads hangs. They meet through a file in a temporary folder and talk
-over the loopback interface. If one fails the others are stopped, and none outlives the launcher, which has
-seen who failed first. Where the system has no fork, each rank is a new interpreter, which takes seconds.
+over the loopback interface. If one fails the others are stopped, and none outlives the launcher. Where the
+system has no fork, each rank is a new interpreter, which takes seconds.
 """
 
 import importlib
@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,15 +35,15 @@ def launch(
     args: tuple = (),
     timeout: float | None = None,
     threads: int | None = None,
-    blame: Callable[[int, list[int], str], None] | None = None,
+    blame: Callable[[int, list[int], list[int]], None] | None = None,
     fine: tuple[int, ...] = (0,),
 ) -> list[int]:
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
     `worker` is a module-level function that returns an exit code. The first rank to fail gets the others
     stopped; SIGTERM to this process is passed on; after `timeout` seconds all are killed. Each rank computes
-    with `threads` threads (the cores, shared out). `blame(rank, codes, what)` hears at the end which failed
-    first, and in words how; a rank that ends with one of the codes `fine` has not.
+    with `threads` threads (its share of the cores). At the end `blame(rank, codes, running)` is called with
+    the rank that failed first and those that had to be stopped; an exit code in `fine` is no failure.
     """
     context = _context()
     threads = threads or max(1, (os.cpu_count() or 1) // nproc)
@@ -54,16 +55,26 @@ def launch(
         ]
         for process in ranks:
             process.start()
-        passed_on = _pass_on_sigterm(ranks)
+
+        def pass_on(*_: Any) -> None:
+            for process in ranks:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGTERM)
+
         try:
-            first = _wait(ranks, timeout, fine)
-            running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            # SIGINT reaches the ranks from the terminal by itself.
+            with _handlers({signal.SIGTERM: pass_on, signal.SIGINT: signal.SIG_IGN}):
+                first = _wait(ranks, timeout, fine)
+                running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         finally:
-            passed_on()
-            _stop(ranks)
+            for process in ranks:  # all at once, or the last would still report that the first went away
+                if process.is_alive():
+                    process.kill()
+            for process in ranks:
+                process.join()
     codes = [process.exitcode for process in ranks]
     if blame and first is not None:
-        blame(first, codes, _end_of(first, codes[first], running))
+        blame(first, codes, running)
     return codes
 
 
@@ -79,13 +90,21 @@ def _context() -> multiprocessing.context.BaseContext:
     except (ValueError, ImportError):
         return multiprocessing.get_context("spawn")
     context.set_forkserver_preload(["__main__", "torch", "nanomegatron.launch"])
-    if threading.current_thread() is threading.main_thread():
-        old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            server.ensure_running()
-        finally:
-            signal.signal(signal.SIGTERM, old)
+    with _handlers({signal.SIGTERM: signal.SIG_IGN}):
+        server.ensure_running()
     return context
+
+
+@contextmanager
+def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
+    """Handle signals like this inside; only a main thread can."""
+    main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.signal(number, handler) for number, handler in handlers.items() if main}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
@@ -99,20 +118,6 @@ def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tupl
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
     sys.exit(worker(place, *args))
-
-
-def _pass_on_sigterm(ranks: list) -> Callable[[], None]:
-    """Send SIGTERM on to the ranks while they run; SIGINT reaches them from the terminal by itself."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-
-    def pass_on(*_: Any) -> None:
-        for process in ranks:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGTERM)
-
-    old = signal.signal(signal.SIGTERM, pass_on), signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return lambda: (signal.signal(signal.SIGTERM, old[0]), signal.signal(signal.SIGINT, old[1]))
 
 
 def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...]) -> int | None:
@@ -131,25 +136,3 @@ def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...]) -> int | No
         left = max(0.0, end - time.monotonic())
         if not alive or not multiprocessing.connection.wait(alive, None if left == math.inf else left):
             return first
-
-
-def _end_of(rank: int, code: int, running: list[int]) -> str:
-    """How the first rank that failed ended, and which were still running behind it, if any."""
-    signals = {number.value: number.name for number in signal.Signals}
-    if code < 0:
-        hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""
-        ended = f"rank {rank} was killed by {signals.get(-code, f'signal {-code}')}{hint}"
-    else:
-        ended = f"rank {rank} was the first to end, with exit code {code}"
-    if running:
-        others = f"rank{'s' * (len(running) > 1)} {' '.join(map(str, running))}"
-        return f"{ended}; {others} still ran {GRACE:.0f} s later and had to be stopped: look there for a hang"
-    return f"{ended}; what other ranks say of a lost peer follows from it"
-
-
-def _stop(ranks: list) -> None:
-    for process in ranks:  # all at once, or the last would still report that the first went away
-        if process.is_alive():
-            process.kill()
-    for process in ranks:
-        process.join()

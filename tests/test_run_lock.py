@@ -87,7 +87,7 @@ def test_a_lock_or_settings_that_cannot_be_read(tmp_path, monkeypatch):
     with lock(tmp_path, "--run-name test"):
         (tmp_path / LOCK).write_bytes(b"\xff\xfe")
         with pytest.raises(ConfigError, match="is in use by"):
-            lock(tmp_path, "--run-name test", patience=0)
+            lock(tmp_path, "--run-name test", wait=False)
 
     def denied(path):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -5,11 +5,14 @@ nothing of the cause. They are reported as that, and give way to the message of 
 to what the launcher of `--nproc` has seen of its end.
 """
 
+import re
+import signal
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from nanomegatron import launch
 from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.faults.lock import lock
@@ -18,13 +21,8 @@ from nanomegatron.report.log import LOST_PEER, RunLog, read_status, write_status
 
 DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED = 0, 2, 3, 4
 SAID = (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED)  # with a message of the rank's own
-PEER_ERRORS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "remote process exited",
-    "ncclRemoteError",
+LOST = (
+    r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting|remote process exited|ncclRemoteError"
 )
 
 
@@ -53,36 +51,49 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
         return code
     frames = traceback.extract_tb(error.__traceback__)
     where = " > ".join(frame.name for frame in frames if "/torch/" not in frame.filename)
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_ERRORS):
+    message = f"{''.join(traceback.format_exception_only(error)).strip()} (in {where})"
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, RuntimeError) and re.search(LOST, str(error)):
         cause = " ".join(str(error).partition(". ")[0].split())
-        text = (
-            f"{LOST_PEER} in {where}: another rank died or hangs, see its message or the launcher's ({cause})"
-        )
-        message = text
-    else:
-        message = f"{''.join(traceback.format_exception_only(error)).strip()} (in {where})"
-        text = "".join(traceback.format_exception(error))
+        see = "another rank died or hangs, see its message or the launcher's"
+        message = text = f"{LOST_PEER} in {where}: {see} ({cause})"
     log.status("failed", exit_code=1, message=message)
     log.warn(text)
     return code
 
 
-def name_culprit(folder: Path, began: str, rank: int, codes: list[int], what: str) -> None:
+def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running: list[int]) -> None:
     """The launcher's last word: which rank failed first, as it has said itself, or as the launcher saw it.
 
-    The latter goes to status.json of the run's folder, too. Where rank 0 has said what is wrong with settings
-    or data there is nothing to add. codes: of all ranks; began: the `timestamp` of the launch,
-    before which status.json is of another run.
+    The latter goes to status.json, too. Where rank 0 has said what is wrong with settings or data there is
+    nothing to add. running: ranks that had to be stopped; began: `timestamp` of the launch.
     """
     code, path = codes[rank], folder / "status.json"
     if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
         return
     facts = read_status(path, lambda text: print(text, file=sys.stderr))
     said = facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER)
-    if said and str(facts.get("time")) >= began:
+    what = seen_by_launcher(rank, code, running)
+    if said and str(facts.get("time")) >= began:  # else of an earlier run
         what = f"{facts['rank']} failed first: {facts['message']}"
     elif facts and code not in SAID:
-        with suppress(ConfigError, OSError), lock(folder, patience=0):  # not while another run is in there
+        with suppress(ConfigError, OSError), lock(folder, wait=False):  # not while another run is in there
             facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
             write_status(path, facts)
     print(f"train.py: {what}", file=sys.stderr)
+
+
+def seen_by_launcher(rank: int, code: int, running: list[int]) -> str:
+    """How the first rank that failed ended, and which were still running behind it, if any."""
+    if code < 0:
+        signals = {number.value: number.name for number in signal.Signals}
+        hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""
+        ended = f"rank {rank} was killed by {signals.get(-code, f'signal {-code}')}{hint}"
+    else:
+        ended = f"rank {rank} was the first to end, with exit code {code}"
+    if not running:
+        return f"{ended}; what other ranks say of a lost peer follows from it"
+    others = (
+        f"rank{'s' * (len(running) > 1)} {' '.join(map(str, running))} still ran {launch.GRACE:.0f} s later"
+    )
+    return f"{ended}; {others} and had to be stopped: look there for a hang"

@@ -79,31 +79,25 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
                 errors += [f"{text}; give another folder"] if path is save else []
                 notes.append(f"{text}: training continues without its logs there")
     number, *held = all_reduce(torch.tensor([0 if errors else number, *held], device=mesh.device), mesh.world)
-    if not number:
-        locks.close()
-        raise ConfigError(errors)
-    if config.run.run_folder_per_host:
-        held[0] = 0
-    shared = {name: path for (name, path), locked in zip(folders, held, strict=True) if locked}
-    if errors := not_seen(shared, int(number), mesh):
+    if number:
+        held[0] *= not config.run.run_folder_per_host
+        shared = {name: path for (name, path), locked in zip(folders, held, strict=True) if locked}
+        errors = not_seen(shared, int(number), mesh)
+    if errors or not number:
         locks.close()
         raise ConfigError(errors)
     return locks
 
 
 def lock(
-    folder: Path,
-    name: str = "",
-    number: int = 0,
-    notes: list[str] | None = None,
-    patience: float | None = None,
+    folder: Path, name: str = "", number: int = 0, notes: list[str] | None = None, wait: bool = True
 ) -> TextIO:
     """The open lock file of a folder, which is made; closing it unlocks. `name`: the flag that names it.
 
-    Waits up to `patience` seconds (None: DYING). Raises ConfigError where another process holds the folder,
-    OSError where it cannot be written.
+    Waits up to DYING seconds. Raises ConfigError where another process holds the folder, OSError where it
+    cannot be written.
     """
-    end = time.monotonic() + (DYING if patience is None else patience)
+    end = time.monotonic() + DYING * wait
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / LOCK, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
     while not _locked(file, notes):
