@@ -185,7 +185,7 @@ def run_rank(world: World, argv: list[str]) -> int:
 
 def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Signals = UNHEARD) -> Run:
     """Tokenizer, data, model, optimizer, the newest checkpoint if there is one. Preempted after a signal."""
-    profile = Profile(config.run, mesh, log.folder, log.line, log.attempt)  # before anything takes memory
+    profile = Profile(config.run, mesh, log)  # before anything takes memory
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
@@ -208,8 +208,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     run = Run(*parts, before, asked, profile, reporter, signals)
-    notes, overlaps_tp = [*parsed.notes, *remarks(config)], paths.linear is not None
-    for line in banner(config, mesh, model, grads, paths.peers, overlaps_tp, notes):
+    notes, overlap = [*parsed.notes, *remarks(config)], paths.linear is not None
+    for line in banner(config, mesh, model, grads, paths.peers, overlap, notes):
         log.line(line)
     for line in data_lines(config, datasets, before[-1], log.folder):
         log.line(line)

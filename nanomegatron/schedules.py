@@ -302,7 +302,7 @@ def simulate(
     if stuck:
         missing = [[n for n in _needs(op, placed[r][op.chunk], rank_of) if n not in done] for r, op in stuck]
         raise ValueError("deadlock: " + "; ".join(_waits(*at, needs) for at, needs in zip(stuck, missing)))
-    return _timeline(runs)
+    return timeline_of(runs)
 
 
 def _needs(op: Op, stage: int, rank_of: dict[int, int]) -> list[tuple[str, int, int]]:
@@ -320,7 +320,8 @@ def _waits(rank: int, op: Op, needs: list[tuple[str, int, int]]) -> str:
     return f"rank {rank} at {op.kind} of chunk {op.chunk}, microbatch {op.microbatch}, waits for {what}"
 
 
-def _timeline(runs: list[list[Event]]) -> Timeline:
+def timeline_of(runs: list[list[Event]]) -> Timeline:
+    """Of the events of each rank, in order."""
     total = max(run[-1].end for run in runs)
     busy = [sum(event.end - event.start for event in run) for run in runs]
     return Timeline(

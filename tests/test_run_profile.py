@@ -1,5 +1,6 @@
 """Profiles: which steps of which ranks are recorded, what is written, what is said."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -15,10 +16,15 @@ from nanomegatron.report.profiler import Profile
 from tests.spmd import run_spmd
 
 
+def log_of(folder: Path, said: list[str]) -> SimpleNamespace:
+    """What a profile needs of a RunLog."""
+    return SimpleNamespace(folder=folder, line=said.append, attempt=contextlib.nullcontext)
+
+
 def steps(mesh: Mesh, folder: Path, first: int, last: int, run: RunConfig) -> list[str]:
     """Iterations first ... last, each with an operator that its name tells in a trace."""
     said = []
-    profile = Profile(run, mesh, folder, said.append)
+    profile = Profile(run, mesh, log_of(folder, said))
     for iteration in range(first, last + 1):
         profile.step(iteration)
         with torch.profiler.record_function(f"iteration {iteration}"):
@@ -114,7 +120,7 @@ def test_memory_history(tmp_path, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", done.append, raising=False)
     mesh, said = SimpleNamespace(rank=3, device=torch.device("cuda")), []
     run = RunConfig(record_memory_history=True, memory_snapshot_path="m.pickle")
-    profile = Profile(run, mesh, tmp_path, said.append)
+    profile = Profile(run, mesh, log_of(tmp_path, said))
     profile.step(1)
     begin, observer = done
     assert begin == dict(max_entries=100_000)

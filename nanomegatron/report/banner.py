@@ -30,10 +30,10 @@ def banner(
     model: Stages,
     grads: Buckets,
     peers: PeerAccess,
-    overlaps_tp: bool,
+    overlap: bool,
     notes: list[str],
 ) -> Iterator[str]:
-    """What runs on what. overlaps_tp: linear layers overlap their messages with matmuls. config: resolved."""
+    """What runs on what. overlap: linear layers overlap their messages with matmuls. config: resolved."""
     yield f"nanomegatron 0.1 | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
@@ -46,7 +46,7 @@ def banner(
         ranks = (" + ".join(str(len(layers[stage])) for stage in stages) for stages in model.placed)
         kept = " | ".join(map(str, chunks_kept(config)))
         yield f"pp      {model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}"
-    if overlaps_tp and mesh.tp.size > 1:
+    if overlap and mesh.tp.size > 1:
         yield f"tp      matmuls in pieces, sent by {peers.describe(mesh.tp)}"
     gathers = config.model.num_experts and config.model.moe_token_dispatcher_type == "allgather"
     if gathers and mesh.etp_ep.size > 1:

@@ -150,11 +150,9 @@ class ExpertLoad:
         experts = self.config.num_experts
         tokens, dropped, losses = row[:experts], row[experts : 2 * experts], row[2 * experts :]
         total = max(sum(tokens), 1.0)
-        found = {
-            "moe_load_imbalance": max(tokens) * experts / total,
-            "moe_dropped_share": sum(dropped) / total,
-        }
-        return found | dict(zip(self.losses, losses, strict=True))
+        found = dict(zip(self.losses, losses, strict=True))
+        share, lost = max(tokens) * experts / total, sum(dropped) / total
+        return {"moe_load_imbalance": share, "moe_dropped_share": lost} | found
 
     def means(self, table: list[list[float]]) -> dict[str, float]:
         """`numbers`, the mean over all layers with experts; `table` on the host."""

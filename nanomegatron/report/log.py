@@ -40,19 +40,10 @@ from nanomegatron.report.writers import (
     step_scalars,
 )
 
-KEYS = (
-    "iteration",
-    "consumed_samples",
-    "global_batch_size",
-    "lm_loss",
-    "grad_norm",
-    "lr",
-    "next_lr",
-    "step_time_ms",
-    "tokens_per_s",
-    "tflops_per_gpu",
-    "mfu",
-)
+KEYS = """
+iteration consumed_samples global_batch_size lm_loss grad_norm lr next_lr step_time_ms tokens_per_s
+tflops_per_gpu mfu
+""".split()
 STATES = ("running", "done", "preempted", "failed")
 LOST_PEER = "lost a peer"  # how the message of a failure begins whose cause is another rank's
 _COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})

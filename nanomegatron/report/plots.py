@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl
 
-# After Okabe and Ito: told apart by colour-blind readers, and by their brightness in grey.
+# After Okabe and Ito: distinct for colour-blind readers, and by their brightness in grey.
 RAW, SMOOTH, VALIDATION = "#9ad0f0", "#0072b2", "#d55e00"
 LAYERS, COLUMNS = 12, 400  # of experts.png at most: panels, and what steps are averaged into
 
@@ -78,21 +79,16 @@ def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> 
 def _figure(name: str, height: float, say: Callable[[str], None]) -> Any:
     """An empty page of 8 inches by `height`; None, with a line to `say`, without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        say(f'{name} needs matplotlib: pip install -e ".[viz]"')
+        return canvas(name, (8, height), dpi=100)
+    except ImportError as error:
+        say(str(error))
         return None
-    figure = Figure(figsize=(8, height), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _series(path: Path, split: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Iterations and losses of a .jsonl file, of one split if given; empty without the file."""
-    rows = [
-        (r["iteration"], float(r["lm_loss"])) for r in read_jsonl(path) if split in (None, r.get("split"))
-    ]
+    records = [record for record in read_jsonl(path) if split in (None, record.get("split"))]
+    rows = [(record["iteration"], float(record["lm_loss"])) for record in records]
     table = np.array(rows, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 

@@ -9,15 +9,13 @@ NVTX ranges of the pipeline's ops (`report/trace.py`):
     nsys profile -c cudaProfilerApi torchrun ... train.py --profile ...
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nanomegatron.config.settings import RunConfig
 from nanomegatron.mesh import Mesh
+from nanomegatron.report.log import RunLog
 
 HISTORY = 100_000  # allocations that are remembered
 
@@ -25,16 +23,9 @@ HISTORY = 100_000  # allocations that are remembered
 class Profile:
     """--profile and --record-memory-history of one rank; nothing where neither was asked for."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        mesh: Mesh,
-        folder: Path,
-        say: Callable[[str], Any],
-        attempt: Callable[[str], AbstractContextManager] = nullcontext,
-    ) -> None:
-        """say: prints a line; attempt: as RunLog's. Begins to record memory."""
-        self.run, self.mesh, self.folder, self.say, self.attempt = run, mesh, folder, say, attempt
+    def __init__(self, run: RunConfig, mesh: Mesh, log: RunLog) -> None:
+        """Begins to record memory."""
+        self.run, self.mesh, self.log, self.folder = run, mesh, log, log.folder
         self.cuda = mesh.device.type == "cuda"
         self.wanted = run.profile and mesh.rank in run.profile_ranks
         self.profiler: torch.profiler.profile | None = None
@@ -43,16 +34,14 @@ class Profile:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
             torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._dump("-out-of-memory"))
         if run.profile:
-            ranks, steps = (
-                " ".join(map(str, run.profile_ranks)),
-                (run.profile_step_start, run.profile_step_end),
-            )
-            say(f"profile steps {steps[0]} to {steps[1] - 1} of ranks {ranks}: {folder}/profile-rank*.json")
+            steps = f"steps {run.profile_step_start} to {run.profile_step_end - 1}"
+            ranks = " ".join(map(str, run.profile_ranks))
+            log.line(f"profile {steps} of ranks {ranks}: {self.folder}/profile-rank*.json")
 
     def step(self, iteration: int) -> None:
         """At the start of every iteration."""
         inside = self.run.profile_step_start <= iteration < self.run.profile_step_end
-        with self.attempt("profile"):
+        with self.log.attempt("profile"):
             if self.wanted and inside and self.profiler is None:
                 self._start()
             elif not inside:
@@ -60,9 +49,9 @@ class Profile:
 
     def close(self) -> None:
         """At the end of the run: write what has been recorded."""
-        with self.attempt("profile"):
+        with self.log.attempt("profile"):
             self._stop()
-        with self.attempt("memory history"):
+        with self.log.attempt("memory history"):
             self._dump()
         if self.remembers:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -86,7 +75,7 @@ class Profile:
         profiler.stop()
         path = self.folder / f"profile-rank{self.mesh.rank}.json"
         profiler.export_chrome_trace(str(path))
-        self.say(f"profile {path} is written; https://ui.perfetto.dev or chrome://tracing shows it")
+        self.log.line(f"profile {path} is written; https://ui.perfetto.dev or chrome://tracing shows it")
 
     def _dump(self, when: str = "") -> None:
         if not self.remembers:
@@ -94,7 +83,7 @@ class Profile:
         name = Path(self.run.memory_snapshot_path)
         path = self.folder / f"{name.stem}-rank{self.mesh.rank}{when}{name.suffix}"
         torch.cuda.memory._dump_snapshot(str(path))
-        self.say(
+        self.log.line(
             f"memory  {path}: a pickle, which can run code when loaded; for https://pytorch.org/memory_viz "
             "alone, which reads it in the browser"
         )

@@ -82,17 +82,14 @@ def _ink(rgb: tuple[int, ...]) -> str:
     return "black" if 0.3 * rgb[0] + 0.6 * rgb[1] + 0.1 * rgb[2] > 130 else "white"
 
 
-def canvas(rows: float, what: str | Path) -> Any:
-    """An empty figure of matplotlib with room for `rows` bars.
-
-    Raises: ImportError, that `what` needs it.
-    """
+def canvas(what: str | Path, size: tuple[float, float], dpi: int = 120) -> Any:
+    """An empty figure of matplotlib, size in inches. Raises ImportError: `what` needs it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f'{what} needs matplotlib: pip install -e ".[viz]"') from error
-    figure = Figure(figsize=(14, 1.6 + 0.4 * rows), dpi=120, layout="constrained")
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -102,7 +99,7 @@ def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
 
     Raises: ImportError without matplotlib, ValueError for a kind of file that it cannot write.
     """
-    figure = canvas(len(timeline.bubbles), path)
+    figure = canvas(path, (14, 1.6 + 0.4 * len(timeline.bubbles)))
     axes = figure.add_subplot()
     bars(axes, timeline)
     legend(axes, timeline)

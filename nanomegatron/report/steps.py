@@ -114,18 +114,12 @@ class Reporter:
             numbers |= self.expert_load.means(table)
             if run.moe_per_layer_logging:
                 log.details("experts", batch.iteration, batch.end, self.expert_load.by_name(table))
-        log.step(
-            {
-                "iteration": batch.iteration,
-                "consumed_samples": batch.end,
-                "global_batch_size": batch.size,
-                **numbers,
-                **rates(self.config, self.mesh, self.padded_vocab_size, batch.lengths, milliseconds / 1e3),
-                "skipped": int(not finite),
-                "skipped_samples": skipped_samples,
-                "peak_mem_gib": (peak_memory(self.mesh.device) + self.grads.shared_bytes) / 2**30,
-            }
-        )
+        record = dict(iteration=batch.iteration, consumed_samples=batch.end, global_batch_size=batch.size)
+        record |= numbers
+        record |= rates(self.config, self.mesh, self.padded_vocab_size, batch.lengths, milliseconds / 1e3)
+        record |= dict(skipped=int(not finite), skipped_samples=skipped_samples)
+        record["peak_mem_gib"] = (peak_memory(self.mesh.device) + self.grads.shared_bytes) / 2**30
+        log.step(record)
         self.timers.add(step.timed)
         if batch.iteration % run.log_interval == 0:
             with log.attempt("timers"):

@@ -14,12 +14,12 @@ and one for what it gets from each other rank, arrows from the op that sends to 
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanomegatron.report.schedule_draw import HEIGHT, bars, canvas, legend
-from nanomegatron.schedules import Event, Message, Op, Timeline, messages, simulate
+from nanomegatron.schedules import Event, Message, Op, Timeline, messages, simulate, timeline_of
 
 CONTENT = {"F": "activations", "B": "gradient"}
 
@@ -78,16 +78,7 @@ class Recording:
         copies = len(self.drawn) // len(self.lists)  # of dp: all do the same, with no messages
         planned = simulate(self.lists * copies, self.placed * copies, costs)
         runs = [[e._replace(start=e.start - self.first, end=e.end - self.first) for e in run] for run in runs]
-        total = max(run[-1].end for run in runs)
-        busy = [sum(event.end - event.start for event in run) for run in runs]
-        measured = replace(
-            planned,  # the same ops in the same order, and so the same peaks
-            events=[event for run in runs for event in run],
-            total=total,
-            bubbles=[(total - time) / time for time in busy],
-            bubble=(len(runs) * total - sum(busy)) / sum(busy),
-        )
-        return planned, measured
+        return planned, timeline_of(runs)
 
     def sent(self) -> Iterator[tuple[Event, Arrival, Event]]:
         """Of every message the op that sent it, its arrival, and the op that uses it."""
@@ -181,7 +172,7 @@ def picture(
     Raises: ImportError without matplotlib.
     """
     rows, drawn = len(recording.drawn), recording.drawn
-    figure = canvas(2 * rows + 3, f"the picture of iteration {recording.iteration}")
+    figure = canvas(f"the picture of iteration {recording.iteration}", (14, 1.6 + 0.4 * (2 * rows + 3)))
     above, below = figure.subplots(2, 1, sharex=True)
     for axes, timeline, what in zip((above, below), timelines, ("planned", "measured")):
         bars(axes, timeline)
@@ -239,7 +230,5 @@ def _called(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _slice(name: str, process: int, thread: int, span: tuple[float, float], args: dict) -> dict[str, Any]:
-    start, end = span
-    return dict(
-        ph="X", name=name, pid=process, tid=thread, ts=1e3 * start, dur=1e3 * (end - start), args=args
-    )
+    time = dict(ts=1e3 * span[0], dur=1e3 * (span[1] - span[0]))
+    return dict(ph="X", name=name, pid=process, tid=thread, **time, args=args)
