@@ -92,7 +92,7 @@ class Source(NamedTuple):
 
     root: str
     step: int | None
-    weights_only: bool  # the run begins at iteration 0
+    only_weights: bool  # the run begins at iteration 0
     upcycling: bool  # its weights are of a dense model, this one has experts
 
 
@@ -114,7 +114,7 @@ def find_source(whole: Config, mesh: Mesh) -> Source:
             "would take; give a new --run-name and --load this folder"
         )
     if newest >= 0 and step is None and not (eval_only and config.load):
-        return Source(config.save, None, weights_only=False, upcycling=False)
+        return Source(config.save, None, only_weights=False, upcycling=False)
     upcycling = config.moe_use_upcycling
     return Source(config.load or config.save, step, config.finetune or upcycling, upcycling)
 
@@ -126,7 +126,7 @@ def data_samples(config: Config, mesh: Mesh, log: RunLog, wanted: int) -> list[i
     say how many. Communicates over world. Raises CheckpointError where they are not numbers of samples.
     """
     source = find_source(config, mesh)
-    root, fresh = source.root, source.weights_only or config.run.eval_only
+    root, fresh = source.root, source.only_weights or config.run.eval_only
     found = None if fresh else read_state(root, mesh, source.step)
     if found is None or not found[0].get("consumed_samples"):
         return [wanted]
@@ -156,11 +156,11 @@ def load_checkpoint(run: Run) -> None:
     launch begins.
     """
     config, source = run.config.checkpoint, find_source(run.config, run.mesh)
-    root, weights_only = source.root, source.weights_only
+    root, only_weights = source.root, source.only_weights
     if is_hf_folder(root):
         load_hf_folder(run, source)
         return
-    begins = weights_only or run.config.run.eval_only
+    begins = only_weights or run.config.run.eval_only
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     wanted = dense_pieces(pieces) if source.upcycling else pieces
@@ -177,7 +177,7 @@ def load_checkpoint(run: Run) -> None:
         run.log.warn(note)
     if loaded.state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
         run.log.warn(f"{root} was trained on {loaded.state['tokenizer']}, the data here is another's ids")
-    if not weights_only:
+    if not only_weights:
         restore_progress(run, root, loaded.state)
         if states:
             run.optimizer.load_scalars(loaded.state["optimizer"])
@@ -188,13 +188,13 @@ def load_checkpoint(run: Run) -> None:
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = (
-        " (weights alone, each expert as the MLP)" if source.upcycling else " (weights alone)" * weights_only
+        " (weights alone, each expert as the MLP)" if source.upcycling else " (weights alone)" * only_weights
     )
     run.log.line(f"resumed {root}, step {loaded.iteration}{how}")
     now = environment_info(run)
     before = now | loaded.state["circumstances"]  # one that is not known has not changed
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
-    if changed and not weights_only:
+    if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)
 

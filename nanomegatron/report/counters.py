@@ -15,9 +15,8 @@ Fp8Stats, in every N-th step (--log-fp8-stats N): a row for each tensor x, w, g 
 What an evaluation casts does not count, nor does the first forward of a layer that is recomputed. Each tensor
 counts as cast row-major: with scales of rows or blocks the transposed copy loses other values, of the same
 order. A tensor that tp ranks have alike counts once a rank, which changes no share. All experts of a layer
-count as one, padding included. Such a step costs three passes over what is cast (with blocks two more in
-fp32), memory of one |x| and some bools, and weights that the optimizer casts are gathered in 16 bits and cast
-again. Other steps cost nothing.
+count as one, padding included. Such a step costs three passes over what is cast (blocks two more in fp32) and
+memory of one |x|; weights that the optimizer casts are gathered in 16 bits and cast again.
 
 ExpertLoad, in every step: a row for each layer with experts; a token counts with each of its experts
 

@@ -120,12 +120,9 @@ def bars(axes: Any, timeline: Timeline) -> None:
             style = dict(ha="center", va="center", fontsize=size, color=_ink(rgb), in_layout=False)
             axes.text(event.start + length / 2, event.rank, words, **style)
     for (rank, rgb), pieces in spans.items():
-        axes.broken_barh(
-            pieces, (rank - HEIGHT / 2, HEIGHT), color=_face(rgb), edgecolor="white", linewidth=0.5
-        )
-    axes.set(
-        xlim=(0, timeline.total), xlabel="time", ylim=(ranks - 0.5, -0.5), yticks=range(ranks), ylabel="rank"
-    )
+        axes.broken_barh(pieces, (rank - HEIGHT / 2, HEIGHT), color=_face(rgb), ec="white", lw=0.5)
+    axes.set(xlim=(0, timeline.total), xlabel="time")
+    axes.set(ylim=(ranks - 0.5, -0.5), yticks=range(ranks), ylabel="rank")
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 

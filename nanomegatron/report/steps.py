@@ -7,16 +7,12 @@ report t          the copy has arrived: log line, stop flags, bad steps         
 
 import math
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-try:
-    import resource
-except ImportError:  # it is Unix's
-    resource = None
 
 from nanomegatron import comm
 from nanomegatron.config.settings import Config
@@ -168,4 +164,8 @@ def peak_memory(device: torch.device) -> int:
     """Largest memory so far in bytes: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if resource else 0
+    with suppress(ImportError):  # it is Unix's
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return 0

@@ -120,10 +120,8 @@ class Tracer(NoTracer):
         step, self._step = self._step, None
         if step is None:
             return []
-        takes = [
-            [message for exchange in of_rank for message in exchange.takes]
-            for of_rank in messages(step.lists, step.placed)
-        ]
+        exchanges = messages(step.lists, step.placed)
+        takes = [[message for exchange in ours for message in exchange.takes] for ours in exchanges]
         table = self._gather(step, takes)
         if self.mesh.rank > 0:
             return []

@@ -217,6 +217,5 @@ def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:
         return None
     from tqdm import tqdm
 
-    return tqdm(
-        initial=iteration, total=train_iters, file=stream, unit="step", dynamic_ncols=True, leave=False
-    )
+    look = dict(unit="step", dynamic_ncols=True, leave=False)
+    return tqdm(initial=iteration, total=train_iters, file=stream, **look)
