@@ -280,16 +280,16 @@ def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> 
     return 0
 
 
-HERE, FILES = "nanomegatron.checkpoint.checkpoint.", "nanomegatron.checkpoint.files."
+FILES = "nanomegatron.checkpoint.files."
 
 KILLS = {  # where, in which call; what is saved; what is the newest then
-    "after mkdir": (HERE + "write_shard", 1, 30, 20),
+    "after mkdir": (FILES + "write_shard", 1, 30, 20),
     "mid-shard": (FILES + "raw_bytes", 3, 30, 20),
     "before a shard's fsync": ("os.fsync", 1, 30, 20),
-    "before the manifest": (HERE + "write_manifest", 1, 30, 20),
+    "before the manifest": (FILES + "write_manifest", 1, 30, 20),
     "before the manifest's hash": ("os.fsync", 3, 30, 20),
     "before rename": ("os.rename", 1, 30, 20),
-    "before the root's fsync": (HERE + "sync_folder", 2, 30, 30),
+    "before the root's fsync": (FILES + "sync_folder", 2, 30, 30),
     "at latest": ("os.replace", 1, 30, 30),
     "when replacing, between the renames": ("os.rename", 2, 20, 20),
     "when replacing, before the old one goes": ("shutil.rmtree", 1, 20, 20),

@@ -22,10 +22,9 @@ from nanomegatron.checkpoint.checkpoint import (
     Piece,
     latest,
     load,
-    read_manifest,
     save,
 )
-from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM
+from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, read_manifest
 from nanomegatron.checkpoint.manifest import DTYPES
 from tests.checkpoints import (
     ALONE,

@@ -31,16 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanomegatron.checkpoint.files import (
-    Piece,
-    fill,
-    read_manifest,
-    sync_folder,
-    verify_file,
-    write_manifest,
-    write_shard,
-    write_text,
-)
+from nanomegatron.checkpoint import files
+from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import (
     DTYPES,
     UPDATE,
@@ -51,7 +43,6 @@ from nanomegatron.checkpoint.manifest import (
     merge,
     rectangles,
     shard_name,
-    to_json,
 )
 from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.dp import Slice, reduction_axis
@@ -85,26 +76,20 @@ def training_pieces(
     Of the ranks that hold a parameter (dp x cp, edp) the first is the owner. A range of a part becomes the
     rectangles that it consists of.
     """
-    pieces = [
-        Piece(
-            f"model/{part.name}",
-            part.shape,
-            part.offset,
-            part.view(param.detach()),
-            part.owner and not reduction_axis(param, mesh).rank,
-        )
-        for param in params
-        for part in param.spec.parts
-    ]
+    pieces = []
+    for param in params:
+        first = not reduction_axis(param, mesh).rank
+        for part in param.spec.parts:
+            data, owner = part.view(param.detach()), part.owner and first
+            pieces.append(Piece(f"model/{part.name}", part.shape, part.offset, data, owner))
     for kind, ranges in states.items():
         for piece, flat in ranges:
-            part, box = piece.part, Rectangle(piece.part.offset, tuple(piece.part.view(piece.param).shape))
-            place = box, piece.at, piece.at + len(flat)
-            for corner, shape in rectangles(box.shape, *place[1:]):
+            name, part, end = f"{kind}/{piece.part.name}", piece.part, piece.at + len(flat)
+            box = Rectangle(part.offset, tuple(part.view(piece.param).shape))
+            for corner, shape in rectangles(box.shape, piece.at, end):
                 offset = tuple(a + b for a, b in zip(part.offset, corner, strict=True))
                 data, flat = flat[: math.prod(shape)].view(shape), flat[math.prod(shape) :]
-                name = f"{kind}/{part.name}"
-                pieces.append(Piece(name, part.shape, offset, data, piece.saver, range=place))
+                pieces.append(Piece(name, part.shape, offset, data, piece.saver, range=(box, piece.at, end)))
     return pieces
 
 
@@ -154,7 +139,7 @@ def save(
             raise SaveError(f"{what}: {'; '.join(errors)} ({space})")
 
     stage(_make if first else None, temporary, need)
-    stage(_write, temporary, mesh.world.rank, owned)
+    stage(files.write_shard, temporary, mesh.world.rank, owned)
     stage(_publish if first else None, temporary, mesh.world.size, iteration, state, config_toml)
 
 
@@ -172,31 +157,24 @@ def _make(temporary: Path, need: int) -> None:
     temporary.mkdir()
 
 
-def _write(temporary: Path, rank: int, pieces: list[Piece]) -> None:
-    """This rank's shard, and beside it what the manifest will say of it."""
-    tensors, file = write_shard(temporary, rank, pieces)
-    index = (temporary / shard_name(rank)).with_suffix(".json")
-    index.write_text(to_json(Manifest(0, {}, "", tensors, {rank: file})))
-
-
 def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config_toml: str) -> None:
     """Rank 0: put the manifest together, then make the folder what it is called."""
     indices = [(temporary / shard_name(rank)).with_suffix(".json") for rank in range(ranks)]
-    write_manifest(temporary, Manifest(iteration, state, config_toml, *merge(indices)))
+    files.write_manifest(temporary, Manifest(iteration, state, config_toml, *merge(indices)))
     for index in indices:
         index.unlink()
-    sync_folder(temporary)
+    files.sync_folder(temporary)
     root, final, aside = temporary.parent, temporary.with_suffix(""), temporary.with_suffix(".old")
     if final.exists() or final.is_symlink():
         _remove(aside)
         os.rename(final, aside)
     os.rename(temporary, final)
-    sync_folder(root)
+    files.sync_folder(root)
     _remove(aside)
     hint = root / f"{LATEST}.tmp"
-    write_text(hint, f"{iteration}\n")
+    files.write_text(hint, f"{iteration}\n")
     os.replace(hint, root / LATEST)
-    sync_folder(root)
+    files.sync_folder(root)
 
 
 def _remove(path: Path) -> None:
@@ -208,11 +186,10 @@ def _remove(path: Path) -> None:
 
 
 def _free(folder: Path) -> int:
-    """Bytes free on the folder's file system; 0 if that cannot be told."""
-    try:
+    """Bytes free on the folder's file system; 0 if that is not known."""
+    with contextlib.suppress(OSError):
         return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
+    return 0
 
 
 # Loading.
@@ -253,7 +230,7 @@ def load(
     _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *errors]))
-    _, errors = _on_all_ranks(mesh, fill, folder, manifest, pieces)
+    _, errors = _on_all_ranks(mesh, files.fill, folder, manifest, pieces)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
     return Loaded(manifest.iteration, manifest.state, manifest.config, notes)
@@ -274,7 +251,7 @@ def _first_manifest(root: Path, step: int | None) -> Manifest | None:
     for iteration, folder in sorted(_folders(root).items(), reverse=True):
         if step in (None, iteration):
             with contextlib.suppress(CheckpointError):
-                return read_manifest(folder)
+                return files.read_manifest(folder)
     return None
 
 
@@ -317,11 +294,11 @@ def _folders(root: Path) -> dict[int, Path]:
 
 def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
     """The manifest, once this rank's share of the files has been hashed. Raises CheckpointError."""
-    manifest = read_manifest(folder)
+    manifest = files.read_manifest(folder)
     if manifest.iteration != iteration:
         raise CheckpointError(f"{folder} was saved as iteration {manifest.iteration}")
     for rank in sorted(manifest.files)[world.rank :: world.size]:
-        verify_file(folder / shard_name(rank), manifest.files[rank])
+        files.verify_file(folder / shard_name(rank), manifest.files[rank])
     return manifest
 
 
@@ -337,17 +314,18 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
         elif saved.dtype != dtype and not (cast or piece.key.startswith("exp_avg")):  # moments are rounded
             hint = "keep the type it was trained in, or --no-load-optim"
             errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}; {hint}")
+    if not errors:
+        return
     saved, wanted = (
-        any(EXPERTS in key for key in keys) for keys in (manifest.tensors, (p.key for p in pieces))
+        any(EXPERTS in key for key in keys) for keys in (manifest.tensors, {p.key for p in pieces})
     )
-    if errors and saved and not wanted:
+    if saved and not wanted:
         errors.insert(
             0, "it has experts, this model has none to read: see --num-experts, --moe-use-upcycling"
         )
-    if errors and wanted and not saved:
+    if wanted and not saved:
         errors.insert(0, "it has no experts: --moe-use-upcycling makes them of its MLPs, in a new --run-name")
-    if errors:
-        raise CheckpointError("\n".join(errors))
+    raise CheckpointError("\n".join(errors))
 
 
 # All ranks together.

@@ -79,8 +79,8 @@ def overlap(offset: Sequence, shape: Sequence, offset2: Sequence, shape2: Sequen
 # Writing.
 
 
-def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> tuple[dict[str, SavedTensor], SavedFile]:
-    """Write the pieces as one safetensors file, to the disk, and return what the manifest says of it.
+def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
+    """Write the pieces as one safetensors file, to the disk, and beside it what the manifest will say of it.
 
     Streams: one tensor at a time is copied to the host, hashed and written. Of a range all pieces are given.
     Raises CheckpointError where two are the same.
@@ -104,13 +104,15 @@ def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> tuple[dict[
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with open(folder / shard_name(rank), "xb") as file:
+    path = folder / shard_name(rank)
+    with open(path, "xb") as file:
         for block in itertools.chain((len(text).to_bytes(8, "little"), text), map(raw_bytes, pieces)):
             digest.update(block)
             file.write(block)
         size = file.tell()
         sync(file)
-    return tensors, SavedFile(size, digest.hexdigest())
+    part = Manifest(0, {}, "", tensors, {rank: SavedFile(size, digest.hexdigest())})
+    path.with_suffix(".json").write_text(to_json(part))
 
 
 def raw_bytes(piece: Piece) -> Any:
