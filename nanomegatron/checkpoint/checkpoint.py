@@ -112,16 +112,11 @@ def module_states(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(
-    root: str | Path,
-    iteration: int,
-    pieces: Iterable[Piece],
-    state: dict[str, Any],
-    config_toml: str,
-    mesh: Mesh,
+    root: str | Path, iteration: int, pieces: Iterable[Piece], state: dict[str, Any], config: str, mesh: Mesh
 ) -> None:
     """Write and publish `root/iter_<iteration>`; every rank calls this with its pieces and the same `root`.
 
-    Rank 0's `state` (JSON) and `config_toml` are kept. Raises SaveError on all ranks if any fails.
+    Rank 0's `state` (JSON) and `config` (TOML) are kept. Raises SaveError on all ranks if any fails.
     """
     root, first = Path(root), mesh.world.rank == 0
     owned = [piece for piece in pieces if piece.owner and piece.data.numel()]
@@ -140,7 +135,7 @@ def save(
 
     stage(_make if first else None, temporary, need)
     stage(files.write_shard, temporary, mesh.world.rank, owned)
-    stage(_publish if first else None, temporary, mesh.world.size, iteration, state, config_toml)
+    stage(_publish if first else None, temporary, mesh.world.size, iteration, state, config)
 
 
 def _make(temporary: Path, need: int) -> None:
@@ -157,10 +152,10 @@ def _make(temporary: Path, need: int) -> None:
     temporary.mkdir()
 
 
-def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config_toml: str) -> None:
+def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config: str) -> None:
     """Rank 0: put the manifest together, then make the folder what it is called."""
     indices = [(temporary / shard_name(rank)).with_suffix(".json") for rank in range(ranks)]
-    files.write_manifest(temporary, Manifest(iteration, state, config_toml, *merge(indices)))
+    files.write_manifest(temporary, Manifest(iteration, state, config, *merge(indices)))
     for index in indices:
         index.unlink()
     files.sync_folder(temporary)
@@ -201,11 +196,7 @@ def latest(root: str | Path) -> int | None:
 
 
 def load(
-    root: str | Path,
-    pieces: Iterable[Piece],
-    mesh: Mesh,
-    step: int | None = None,
-    cast: bool = False,
+    root: str | Path, pieces: Iterable[Piece], mesh: Mesh, step: int | None = None, cast: bool = False
 ) -> Loaded | None:
     """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint at all.
 
@@ -314,18 +305,14 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
         elif saved.dtype != dtype and not (cast or piece.key.startswith("exp_avg")):  # moments are rounded
             hint = "keep the type it was trained in, or --no-load-optim"
             errors.append(f"{piece.key}: saved as {saved.dtype}, wanted {dtype}; {hint}")
-    if not errors:
-        return
-    saved, wanted = (
-        any(EXPERTS in key for key in keys) for keys in (manifest.tensors, {p.key for p in pieces})
-    )
-    if saved and not wanted:
-        errors.insert(
-            0, "it has experts, this model has none to read: see --num-experts, --moe-use-upcycling"
-        )
-    if wanted and not saved:
-        errors.insert(0, "it has no experts: --moe-use-upcycling makes them of its MLPs, in a new --run-name")
-    raise CheckpointError("\n".join(errors))
+    has_experts = any(EXPERTS in key for key in manifest.tensors)
+    if errors and has_experts != any(EXPERTS in piece.key for piece in pieces):
+        hint = "it has no experts: --moe-use-upcycling makes them of its MLPs, in a new --run-name"
+        if has_experts:
+            hint = "it has experts, this model has none to read: see --num-experts, --moe-use-upcycling"
+        errors.insert(0, hint)
+    if errors:
+        raise CheckpointError("\n".join(errors))
 
 
 # All ranks together.

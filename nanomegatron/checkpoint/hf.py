@@ -73,12 +73,8 @@ decoder.layers.*.mlp.linear_fc2                 transformer.h.*.mlp.c_proj   tra
 decoder.final_layernorm                         transformer.ln_f
 output_layer                                    lm_head
 """
-TABLES = {
-    "gpt2": GPT2,
-    "mixtral": LLAMA + MIXTRAL,
-    "qwen2_moe": LLAMA + QWEN_MOE,
-    "qwen3_moe": LLAMA + QWEN_MOE,
-}
+TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL}
+TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
 # Tensors of old files that hold no weights: masks and tables that the model computes.
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 NUMBER = r"(?<=\.)\d+(?=\.)"
