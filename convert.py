@@ -10,7 +10,7 @@
         config.json, tokenizer.json, ...                            headers of the weight files
 
 With hf/ the way back gives the same files, byte for byte. A model that was trained here has no such folder:
-its config.json is written anew, its weights into one model.safetensors. Tensors are read and written one at a
+its config.json is made for it, its weights into one model.safetensors. Tensors are read and written one at a
 time, and nothing appears under the new name until it is whole. (`train.py --load` takes a Hugging Face
 folder as it is.) Exit codes: 0 done, 2 wrong arguments or input.
 """

@@ -6,7 +6,7 @@
 
 The loss is the mean over the unmasked tokens of the whole global batch, whatever their share in a microbatch:
 each token's loss is weighted by mask / tokens, where the tokens of all of dp x cp are counted beforehand.
-Microbatches that are packs of documents are other ones, and not as many on every rank (packed_dataset.py).
+Packs of documents are microbatches of another kind, not as many on every rank (data/packed_dataset.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -63,8 +63,8 @@ def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
     """Unmasked tokens of the global batch, at least 1, on the last stage, int64. Communicates over dp_cp."""
     if not run.model.has_loss:
         return None
-    mine = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
-    return comm.all_reduce_(mine, run.mesh.dp_cp).clamp(min=1)
+    local = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
+    return comm.all_reduce_(local, run.mesh.dp_cp).clamp(min=1)
 
 
 def forward_step(

@@ -13,7 +13,7 @@ Nothing is ever written into a published folder. Saving an iteration again repla
 aside as iter_0000120.old, found there if a kill comes between the two renames, and removed afterwards.
 
 Every rank's success is agreed upon before the next stage, so that an error on one (a full disk) is the same
-error on all, and nobody waits for a rank that has given up. All ranks must see the same `root`.
+error on all, and no rank waits for one that has given up. All ranks must see the same `root`.
 """
 
 import contextlib
@@ -321,7 +321,7 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
 def _on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, list[str]]:
     """The result of `work(*args)` here (None: nothing to do), and the errors of all ranks, each once.
 
-    The list is the same on every rank, so all of them go on or none does.
+    The list is the same on every rank, so all of them continue or none does.
     """
     result, error = None, ""
     try:

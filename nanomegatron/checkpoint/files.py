@@ -8,7 +8,7 @@
 
     saved by two ranks, cut by rows          wanted by rank 1 of 2, cut by columns
         0 0 0 0   rank_00000                     . . # #   it overlaps both saved rectangles;
-        0 0 0 0                                  . . # #   of each the overlap alone is read
+        0 0 0 0                                  . . # #   of each only the overlap is read
         1 1 1 1   rank_00001                     . . # #
         1 1 1 1                                  . . # #
 

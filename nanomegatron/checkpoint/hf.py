@@ -8,7 +8,7 @@
     Mixtral  model.layers.3.block_sparse_moe.experts.5.w2.weight    [h, f]
 
 GPT-2 keeps its weights as [in, out]: our q is the first third of the transpose. The others keep them as ours,
-head by head. Files are mapped into memory: a rank that copies its slice of a tensor reads that slice alone.
+head by head. Files are mapped into memory: a rank that copies its slice of a tensor reads only that slice.
 """
 
 import json

@@ -58,7 +58,7 @@ def banner(
 
 
 def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> Iterator[str]:
-    """Data and batches of a run that consumes so many samples, and the folder of its files."""
+    """Data and batches of a run that consumes this many samples, and the folder of its files."""
     run, dp = config.run, config.parallel.data_parallel_size
     sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), datasets, strict=True) if d]
     yield f"data    {', '.join(sizes)} {batch_text(config)} | {run.train_iters} iterations | seed {run.seed}"

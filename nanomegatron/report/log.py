@@ -8,11 +8,11 @@
               experts.jsonl  one a step of --moe-per-layer-logging: layer/kind, those of ExpertLoad there
               status.json    running | done | preempted | failed, exit code, last checkpoint, the cause
 
-Rank 0 alone writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
+Only rank 0 writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
 the first that fails says so in status.json. A resumed run drops the steps after its checkpoint from the
 .jsonl files before it adds to them, so that each is one clean series.
 
-Training goes on without any of them: where a file or the console takes nothing (a full disk, a reader that
+Training does not depend on them: where a file or the console takes nothing (a full disk, a reader that
 has left), or a picture cannot be drawn, `attempt` warns once and later writes are tried again. A line that
 was cut short stays by itself, and is no record.
 """
@@ -107,7 +107,7 @@ class RunLog:
 
     @contextmanager
     def attempt(self, what: str, alike: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Do what a run can do without: where it fails this rank warns, once for each `what`, and goes on.
+        """Do what a run can do without: where it fails this rank warns, once for each `what`, and continues.
 
         alike: of a failure amid collectives, whether all ranks have it; else it is raised.
         """
@@ -195,7 +195,7 @@ class RunLog:
     def details(self, kind: str, iteration: int, samples: int, numbers: dict[str, Any]) -> None:
         """What a step tells about "fp8" casts or "experts", layer by layer; samples: consumed so far.
 
-        Lists go to the file alone.
+        Lists go to the file only.
         """
         if not self.is_main:
             return
@@ -233,7 +233,7 @@ class RunLog:
     # State
 
     def status(self, state: str, **facts: Any) -> bool:
-        """Replace status.json: the state, and facts (iteration, exit_code, message, checkpoint) as last told.
+        """Replace status.json: state and facts (iteration, exit_code, message, checkpoint) as last given.
 
         Rank 0's business, but any rank may report "failed". The first such report stays, unless it is that
         of a rank that LOST_PEER. The result says whether this one counts.

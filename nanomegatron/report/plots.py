@@ -94,7 +94,7 @@ def _series(path: Path, split: str | None = None) -> tuple[np.ndarray, np.ndarra
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a fortieth of the run, shorter at the ends, over finite values alone."""
+    """Centred moving mean over about a fortieth of the run, shorter at the ends, over finite values only."""
     reach = min(len(values) // 80, 250)
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])

@@ -47,7 +47,7 @@ class GlobalBatch:
 
 
 class StepReport:
-    """The numbers of one step, on their way to the host."""
+    """The numbers of one step, in flight to the host."""
 
     def __init__(
         self,

@@ -198,14 +198,14 @@ def picture(
 
 def chrome(recording: Recording) -> list[dict[str, Any]]:
     """The events of Chrome's trace format, in microseconds, of all ranks."""
-    told = []
+    found = []
     for rank, events in enumerate(recording.events):
-        told.append(_called("process_name", rank, 0, recording.labels[rank]))
-        told.append(_called("thread_name", rank, 0, "compute"))
+        found.append(_called("process_name", rank, 0, recording.labels[rank]))
+        found.append(_called("thread_name", rank, 0, "compute"))
         for event in events:
             stage = recording.placed[rank // recording.apart][event.op.chunk]
             args = event.op._asdict() | dict(stage=stage)
-            told.append(_slice(op_name(event.op), rank, 0, (event.start, event.end), args))
+            found.append(_slice(op_name(event.op), rank, 0, (event.start, event.end), args))
     lanes: dict[tuple[int, int], list[float]] = {}  # by receiver and sender: when each of its threads is free
     for number, (sender, arrival, user) in enumerate(recording.sent()):
         ends = lanes.setdefault((user.rank, sender.rank), [])
@@ -213,16 +213,16 @@ def chrome(recording: Recording) -> list[dict[str, Any]]:
         thread = 1 + sender.rank + lane * len(recording.labels)
         if lane == len(ends):
             ends.append(0.0)
-            told.append(_called("thread_name", user.rank, thread, f"from rank {sender.rank}"))
+            found.append(_called("thread_name", user.rank, thread, f"from rank {sender.rank}"))
         ends[lane] = arrival.time
         name = f"{CONTENT[arrival.message.kind]} of {op_name(sender.op)}"
         span = sender.end, max(sender.end, arrival.time)
-        told.append(_slice(name, user.rank, thread, span, arrival.message._asdict()))
+        found.append(_slice(name, user.rank, thread, span, arrival.message._asdict()))
         inside = sender.end - min(1e-3, (sender.end - sender.start) / 2)  # an arrow begins within a slice
         arrow = dict(name="message", cat="message", id=number, tid=0)
-        told.append(arrow | dict(ph="s", pid=sender.rank, ts=1e3 * inside))
-        told.append(arrow | dict(ph="f", bp="e", pid=user.rank, ts=1e3 * user.start))
-    return told
+        found.append(arrow | dict(ph="s", pid=sender.rank, ts=1e3 * inside))
+        found.append(arrow | dict(ph="f", bp="e", pid=user.rank, ts=1e3 * user.start))
+    return found
 
 
 def _called(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
