@@ -375,22 +375,3 @@ class Buckets:
         for bucket in self.all:
             bucket.wait_params()
             bucket.gathered.rebuild_params()
-
-    def describe(self) -> str:
-        """What is sharded, summed and gathered how, in a line; "" where nothing is out of the ordinary."""
-        said = []
-        if self.strategy != "no_shard":
-            sizes = {bucket.params[0].spec.expert: bucket.shards.size for bucket in self.all}
-            experts = f" (of experts {sizes[True]})" if True in sizes else ""
-            what = "optimizer states" + " and gradients" * self.pooled
-            said.append(f"{what} cut over {sizes[False]} ranks{experts}")
-        if len(self.all) > 1:
-            said.append(f"{len(self.all)} buckets of up to {max(b.size for b in self.all):,} elements")
-        if self.grad_dtype != torch.float32:
-            said.append(f"gradients in {str(self.grad_dtype).removeprefix('torch.')}")
-        said += ["gradients reduced during the backward"] * self.overlap_reduce
-        said += ["parameters gathered during the forward"] * self.overlap_gather
-        if self.overlap_reduce or self.overlap_gather:
-            said += [f"by {comm.describe()}" for comm in self.comms if comm.axis.size > 1][:1]
-        said += dict.fromkeys(bucket.gathered.note for bucket in self.all if bucket.gathered.note)
-        return ", ".join(said + ["averaged by the collective"] * (self.op == "avg"))

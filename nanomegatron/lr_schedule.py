@@ -109,23 +109,23 @@ class LossScaler:
         self.hysteresis = torch.tensor(float(precision.hysteresis), device=device)
         self.scale = torch.tensor(start, device=device)
         self.good_in_a_row = torch.zeros((), device=device)
-        self.forgiven = self.hysteresis  # bad steps that do not halve the scale yet
+        self.hysteresis_left = self.hysteresis  # bad steps that do not halve the scale
 
     def update(self, finite: torch.Tensor) -> None:
-        """Take note of one step; finite: 0-d, 1 or 0."""
+        """Adapt the scale to one step; finite: 0-d, 1 or 0."""
         if not self.dynamic:
             return
-        good, forgiven = (self.good_in_a_row + 1) * finite, self.forgiven - (1 - finite)
-        halve, double = (forgiven <= 0) & (finite == 0), good >= self.window
+        good, left = (self.good_in_a_row + 1) * finite, self.hysteresis_left - (1 - finite)
+        halve, double = (left <= 0) & (finite == 0), good >= self.window
         halved = (self.scale / 2).clamp(min=self.minimum)
         self.scale = torch.where(double, self.scale * 2, torch.where(halve, halved, self.scale))
-        self.forgiven = torch.where(double, self.hysteresis, forgiven)
+        self.hysteresis_left = torch.where(double, self.hysteresis, left)
         self.good_in_a_row = good * ~double
 
     def state(self) -> list[float]:
         """What a checkpoint holds. Waits for the device."""
-        return torch.stack((self.scale, self.good_in_a_row, self.forgiven)).tolist()
+        return torch.stack((self.scale, self.good_in_a_row, self.hysteresis_left)).tolist()
 
     def load(self, state: list[float]) -> None:
-        """Take up `state()` again."""
-        self.scale, self.good_in_a_row, self.forgiven = torch.tensor(state, device=self.scale.device)
+        """Restore `state()`."""
+        self.scale, self.good_in_a_row, self.hysteresis_left = torch.tensor(state, device=self.scale.device)

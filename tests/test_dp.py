@@ -10,6 +10,7 @@ from torch import nn
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
 from nanomegatron.dp import Buckets, lay_out, split
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
+from nanomegatron.report.banner import buckets_text
 from tests.checkpoints import ALONE
 from tests.spmd import run_spmd, spmd
 from tests.toy import LENGTH, SAMPLES, VOCAB, Toy, built, parameter, samples, torch_train, train_step
@@ -347,13 +348,13 @@ def test_moved_gradients_add_up_in_fp32():
 
 
 def test_description_says_what_is_out_of_the_ordinary():
-    assert built(ALONE, {})[1].describe() == ""
+    assert buckets_text(built(ALONE, {})[1]) == ""
     flags = {
         "data_parallel_sharding_strategy": "optim_grads",
         "overlap_grad_reduce": True,
         "ddp_bucket_size": 1,
     }
-    text = built(ALONE, flags, grad_dtype=torch.bfloat16)[1].describe()
+    text = buckets_text(built(ALONE, flags, grad_dtype=torch.bfloat16)[1])
     for words in ("states and gradients cut over 1 ranks", "13 buckets", "bfloat16", "during the backward"):
         assert words in text, text
 

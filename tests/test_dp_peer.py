@@ -8,6 +8,7 @@ from nanomegatron.dp import Buckets, ShardComm
 from nanomegatron.fast.dp_peer import PeerShardComm, PeerShards
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.optim import Optimizer
+from nanomegatron.report.banner import buckets_text
 from tests.host_trace import Recorder, faked
 from tests.spmd import run_spmd, spmd
 from tests.toy import CONFIG, RATES, Toy, train_step
@@ -67,7 +68,7 @@ def trained(mesh, parallel: ParallelConfig, grad_dtype, shard_comm) -> tuple:
     norms = [train_step(model, buckets, optimizer, mesh).item() for _ in range(3)]
     buckets.wait_params()
     weights = [param.detach().clone() for param in model.parameters()]
-    return norms, weights, buckets.describe(), buckets.shared_bytes
+    return norms, weights, buckets_text(buckets), buckets.shared_bytes
 
 
 def train_both(mesh, folder: str) -> None:

@@ -119,6 +119,7 @@ class CastShard(ShardState):
     """A shard of FP8 weights, which AdamW's kernel casts."""
 
     def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
+        """As `ShardState`, and the cast in the same launch."""
         casts = self.bucket.gathered
         scale, amax = casts.begin(self.main)
         copy, grads = casts.shard.view(E4M3), self.bucket.grad_shard

@@ -113,13 +113,13 @@ def split_halves(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def adamw_flat_(
     state: FlatState,
     segments: Segments,
-    told: tuple[torch.Tensor, ...],
+    numbers: tuple[torch.Tensor, ...],
     hyper: tuple[float, float, float],
     seed: int = -1,
 ) -> None:
     """One AdamW step over the segments of a flat shard, in place, in one launch.
 
-    told: (step, values, grad_scale, skip) in fp32 on the device: the number of this update, from 1; the two
+    numbers: (step, values, grad_scale, skip), fp32 on the device: the number of this update, from 1; the two
     learning rates and the weight decay `[3]`; what gradients are divided by first; not 0 where nothing may
     change but a copy in E4M3, whose scale may be a new one, and its amax. hyper: (beta1, beta2, eps). seed:
     from 0 on, moments in bf16 are rounded at random, by a hash of (seed, step, index), up with the
@@ -138,16 +138,16 @@ def adamw_flat_(
         )
     casts = (state.scale, state.amax) if pair[1] == FP8 else ()
     shapes = (), (3,), (), (), *((len(segments.ranges),) for _ in casts)
-    for x, shape in zip((*told, *casts), shapes, strict=True):
+    for x, shape in zip((*numbers, *casts), shapes, strict=True):
         kind = None if x is None else (x.shape, x.dtype, x.device, x.is_contiguous())
         if kind != (shape, torch.float32, main.device, True):
-            raise ValueError(f"told, scale, amax {kind}: must be fp32 {list(shape)} on {main.device}")
+            raise ValueError(f"numbers, scale, amax {kind}: must be fp32 {list(shape)} on {main.device}")
     if not usable(state.grads, "adamw"):
-        adamw_flat_ref_(state, segments, told, hyper, seed)
+        adamw_flat_ref_(state, segments, numbers, hyper, seed)
         return
     sizes = len(segments.ranges), segments.blocks, CHUNK
     types = int(not whole), -1 if params is None else TYPES[params.dtype], *(TYPES[x.dtype] for x in others)
-    arguments = *sizes, *told, *hyper, seed, *types, state.scale, state.amax
+    arguments = *sizes, *numbers, *hyper, seed, *types, state.scale, state.amax
     launch("adamw", *state.tensors, segments.table, *arguments)
 
 
@@ -159,9 +159,9 @@ def cast_flat_(
     adamw_flat_(state, segments, (one[0], one, one[0], one[0]), (0.9, 0.95, 1e-8))
 
 
-def adamw_flat_ref_(state: FlatState, segments: Segments, told, hyper, seed: int = -1) -> None:
+def adamw_flat_ref_(state: FlatState, segments: Segments, numbers, hyper, seed: int = -1) -> None:
     """`adamw_flat_` in plain torch: specification and oracle (arXiv 1711.05101)."""
-    step, values, grad_scale, skip = told
+    step, values, grad_scale, skip = numbers
     beta1, beta2, eps = hyper
     unbias1, unbias2 = (1 - beta ** step.double() for beta in (beta1, beta2))  # in fp32 off by up to 5e-5
     for start, stop, kind in () if skip else segments.ranges:
@@ -218,8 +218,8 @@ def sums_of_squares(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of each segment of a flat tensor its sum of squares and its number of zeros, both float64 `[segments]`.
 
-    The same bits whenever the same is asked. Without `count`, zeros may be None: only the kernel counts them
-    for nothing. Raises ValueError for other shapes or devices.
+    Deterministic. Without `count`, zeros may be None: only the kernel counts them at no cost. Raises
+    ValueError for other shapes or devices.
     """
     segments.check(x)
     if usable(x, "sums_of_squares"):

@@ -39,7 +39,7 @@ def banner(
     yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
     machine = Machine(gpu=mesh.device.type == "cuda", kernels=not why_not(mesh.device))
     yield f"memory  {describe(*memory_of_ranks(config, model.vocab_size, machine))}"
-    if sharding := grads.describe():
+    if sharding := buckets_text(grads):
         yield f"dp      {sharding}"
     if mesh.pp.size > 1:
         layers = stage_layers(config, model[0].padded_vocab_size)
@@ -55,6 +55,26 @@ def banner(
         path = f" | rings by {peers.describe(mesh.cp, 'messages')}" * (mesh.device.type == "cuda")
         yield f"cp      {cp_text(config)}{path}"
     yield from kernel_lines(config, mesh.device)
+
+
+def buckets_text(buckets: Buckets) -> str:
+    """What is sharded, reduced and gathered how; "" where nothing is out of the ordinary."""
+    text = []
+    if buckets.strategy != "no_shard":
+        sizes = {bucket.params[0].spec.expert: bucket.shards.size for bucket in buckets.all}
+        experts = f" (of experts {sizes[True]})" if True in sizes else ""
+        what = "optimizer states" + " and gradients" * buckets.pooled
+        text.append(f"{what} cut over {sizes[False]} ranks{experts}")
+    if len(buckets.all) > 1:
+        text.append(f"{len(buckets.all)} buckets of up to {max(b.size for b in buckets.all):,} elements")
+    if buckets.grad_dtype != torch.float32:
+        text.append(f"gradients in {str(buckets.grad_dtype).removeprefix('torch.')}")
+    text += ["gradients reduced during the backward"] * buckets.overlap_reduce
+    text += ["parameters gathered during the forward"] * buckets.overlap_gather
+    if buckets.overlap_reduce or buckets.overlap_gather:
+        text += [f"by {comm.describe()}" for comm in buckets.comms if comm.axis.size > 1][:1]
+    text += dict.fromkeys(bucket.gathered.note for bucket in buckets.all if bucket.gathered.note)
+    return ", ".join(text + ["averaged by the collective"] * (buckets.op == "avg"))
 
 
 def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> Iterator[str]:
