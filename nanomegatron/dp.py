@@ -7,7 +7,7 @@
     bucket 2   [ embedding | . ]                    read first in the forward: updated and gathered first
 
 A bucket has one flat tensor of parameters and one of gradients; every `param.data` and `param.main_grad` is a
-view. Each of d ranks owns a shard of every bucket, which it alone updates (ZeRO, arXiv 1910.02054):
+view. Each of d ranks owns a shard of every bucket and updates that shard only (ZeRO, arXiv 1910.02054):
 
     strategy       shard   gradients                                      bytes a parameter in bf16
     no_shard       all     all-reduced                                    2 + 4 + 12
@@ -21,6 +21,9 @@ an expert is on fewer ranks than a dense weight, and those that hold it share al
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
 all its contributions (`spec.uses` a microbatch). (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
+
+Arguments of `Buckets` say what moves shards (`ShardComm`) and what is gathered of a bucket
+(`GatheredParams`).
 """
 
 import math
@@ -59,7 +62,7 @@ class Slice:
 class ShardComm:
     """Moves the shards of an axis by asynchronous collectives; the default of `Buckets(shard_comm=...)`.
 
-    size: bytes of all tensors of `zeros` together. reason: why shards move no other way, for the banner.
+    size: bytes of all tensors of `zeros` together. reason: why no faster path moves them, for the banner.
     """
 
     shared_bytes = 0  # of memory that torch's allocator does not count
@@ -90,12 +93,12 @@ class ShardComm:
 
 
 class GatheredParams:
-    """What of a bucket is gathered after an update, its parameters; the default of `Buckets(gathered=...)`.
+    """What of a bucket is gathered after an update: its parameters. The default of `Buckets(gathered=...)`.
 
-    whole: the flat tensor that is gathered; shard: this rank's. Sets `bucket.data`.
+    whole: the flat tensor that is gathered, `[size]`; shard: this rank's. Sets `bucket.data`.
     """
 
-    itemsize: int | None = None  # bytes of a gathered element; None: as many as a parameter has
+    itemsize: int | None = None  # bytes of an element of `whole`; None: those of a parameter
     note = ""  # for the banner
 
     def __init__(self, bucket: "Bucket") -> None:
@@ -103,18 +106,18 @@ class GatheredParams:
         self.shard = self.whole[bucket.shard]
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
-        """Convert fp32 main parameters `[size / ranks]` into `out`, a tensor like `shard`."""
+        """Convert this rank's fp32 main parameters to `out`, like `shard`; both `[size / ranks]`."""
         out.copy_(main)
 
     def free_params(self) -> None:
-        """Free the parameters if what is gathered stands for them: it does not here."""
+        """Free the parameters where `whole` replaces them during a step: it does not here."""
 
     def rebuild_params(self) -> None:
-        """Make them again. All ranks call it alike."""
+        """Rebuild freed parameters. All ranks call it together."""
 
 
 def gathered_params(param: nn.Parameter, shards: Axis) -> type[GatheredParams]:
-    """What is gathered of a parameter whose update these ranks share; buckets have one kind each."""
+    """What is gathered of a parameter that is sharded over this axis; one kind a bucket."""
     return GatheredParams
 
 
@@ -270,7 +273,7 @@ class Buckets:
 
     Re-points the parameters into flat tensors, so nothing else may hold views of them. `grad_scale` is to be
     multiplied into the loss. The order of `all` is that in which gradients become ready. shard_comm: makes
-    what moves the shards of an axis; gathered: what is gathered of a parameter, by whose kind buckets differ.
+    the `ShardComm` of an axis; gathered: chooses the `GatheredParams` of a parameter.
     """
 
     def __init__(

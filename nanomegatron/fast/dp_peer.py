@@ -41,8 +41,8 @@ class PeerShards:
         self.handle, self.arenas = share_memory(axis, device, size)
         self.tensors: dict[int, list[torch.Tensor]] = {}  # by address: the ranks' own
         self.others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
-        self.room: dict[torch.dtype, torch.Tensor] = {}
-        self.met, self.pulled = torch.cuda.Event(), False
+        self.buffers: dict[torch.dtype, torch.Tensor] = {}
+        self.readers_done, self.reading = torch.cuda.Event(), False
         self.collectives = ShardComm(axis, device, 0)
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -59,18 +59,18 @@ class PeerShards:
             return self.collectives.start_reduce_scatter(whole, op)
         count(self.axis, "reduce_scatter", whole)
         ranks, mine = self.tensors[whole.data_ptr()], self._shard(whole, self.axis.rank)
-        if whole.dtype not in self.room:
-            self.room[whole.dtype] = whole.new_empty(len(self.others), self.PIECE)
+        if whole.dtype not in self.buffers:
+            self.buffers[whole.dtype] = whole.new_empty(len(self.others), self.PIECE)
         with self._after_barrier():
             for begin in range(0, len(mine), self.PIECE):
                 piece = mine[begin : begin + self.PIECE]
-                room = self.room[whole.dtype][:, : len(piece)]
-                for out, rank in zip(room, self.others):
+                copies = self.buffers[whole.dtype][:, : len(piece)]
+                for out, rank in zip(copies, self.others):
                     out.copy_(self._shard(ranks[rank], self.axis.rank)[begin : begin + self.PIECE])
-                piece.add_(room.sum(0))
+                piece.add_(copies.sum(0))
             if op == "avg":
                 mine.div_(self.axis.size)
-            self.pulled = True
+            self.reading = True
             return Pending(mine, self.stream.record_event())
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
@@ -86,10 +86,10 @@ class PeerShards:
 
     def wait_for_readers(self) -> None:
         """Hold up the current stream until no peer reads what it is to reduce."""
-        if self.pulled:
+        if self.reading:
             with self._after_barrier():
                 pass
-        self.met.wait()
+        self.readers_done.wait()
 
     def describe(self) -> str:
         """How shards move, for the banner."""
@@ -104,9 +104,9 @@ class PeerShards:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self.handle.barrier(channel=0)
-            if self.pulled:
-                self.met.record()
-                self.pulled = False
+            if self.reading:
+                self.readers_done.record()
+                self.reading = False
             yield
 
 

@@ -1,11 +1,11 @@
 """FP8 weights that the optimizer casts, which are gathered as bytes and stand for the weights in 16 bits.
 
 Same result as `fp8.Fp8Linear.weight`, the cast at first use, and `dp.GatheredParams`: to the bit. What
-differs: AdamW's kernel writes the FP8 copy in its own pass over the main weights; sharded, one byte a weight
-is gathered in place of two (--fp8-param-gather); and no weights in 16 bits exist between steps. They are
-rebuilt from the main weights for a reader (`Buckets.wait_params`), and until then they are all NaN, so that
-a stale one is not read unnoticed. Gain, Llama-3-8B on four H200: 559.2 ms a step instead of 562.7, and
-99.4 GiB instead of 112.5 (benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
+differs: AdamW's kernel writes the FP8 copy in its own pass over the main weights; a sharded optimizer gathers
+one byte a weight, not two (--fp8-param-gather); and between steps there are no 16-bit weights. These are
+rebuilt from the main weights for a reader (`Buckets.wait_params`), and are NaN until then, so that no stale
+one is read unnoticed. Gain, Llama-3-8B, four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB,
+not 112.5 (benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
 
     end_step       amaxes of the step that ends -> scales                              delayed
     AdamW          main weights -> bytes, in its own pass; records each weight's amax
@@ -42,9 +42,9 @@ class WeightCasts:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket, self.layers = bucket, [param.fp8 for param in bucket.params]
         self.scales = self.layers[0].scales
-        self.note = (
-            f"FP8 weights {'gathered as bytes' if bucket.shards is bucket.axis else 'cast by the optimizer'}"
-        )
+        self.note = "FP8 weights cast by the optimizer"
+        if bucket.shards is bucket.axis:
+            self.note = "FP8 weights gathered as bytes"
         self.whole = bucket.comm.zeros(bucket.size, torch.uint8)
         self.shard = self.whole[bucket.shard]
         bucket.data = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
@@ -60,29 +60,29 @@ class WeightCasts:
 
     @property
     def waits(self) -> bool:
-        """Whether scales need the amaxes of all weights first: tensorwise, delayed before any step."""
+        """Whether scales need the amaxes of all weights: tensorwise, and delayed before its first step."""
         return not self.layers[0].knows_scales
 
-    def begin(self, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales, and zeros for the amaxes, of the weights in this shard, where the main weights are."""
+    def cast_scales(self, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales of the weights in this shard, and zeros for their amaxes, on the main weights' device."""
         self.main, self.segments = main, self.segments.on(main.device)
         scale = self.scales.scale.index_select(0, self.slots).to(main.device)
         return scale, torch.zeros_like(scale)
 
-    def end(self, amax: torch.Tensor) -> None:
-        """Record the amaxes, for the scales of later steps or of `scale_weights`."""
+    def record_amax(self, amax: torch.Tensor) -> None:
+        """Record the amaxes of the weights, for later steps and `scale_weights`."""
         recorded = self.scales.history[0]
         amax = torch.maximum(recorded.index_select(0, self.slots), amax.to(recorded.device))
         recorded.index_copy_(0, self.slots, amax)
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
         """Cast fp32 main weights `[size / ranks]` into bytes `out`, on their device; record their amaxes."""
-        scale, amax = self.begin(main)
+        scale, amax = self.cast_scales(main)
         cast_flat_(main, out.view(E4M3), self.segments, scale, amax)
-        self.end(amax)
+        self.record_amax(amax)
 
     def start_gather(self) -> None:
-        """Begin to gather the bytes, which from now on are the weights."""
+        """Begin to gather the bytes, and let FP8 layers use them as their weights."""
         self.bucket.start_gather()
         for layer, cast in zip(self.layers, self.bucket.views(self.whole), strict=True):
             layer.take(cast.view(E4M3))
@@ -98,7 +98,7 @@ class WeightCasts:
             param.data = nan.expand(param.shape)
 
     def rebuild_params(self) -> None:
-        """Make them again from the main weights of all ranks, if they have been freed."""
+        """Rebuild the bf16 parameters from all ranks' main weights, if they are freed."""
         bucket = self.bucket
         if bucket.data is None:
             bucket.data = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
@@ -108,36 +108,42 @@ class WeightCasts:
                 param.data = view
 
 
+class FirstUseParams(GatheredParams):
+    """FP8 weights that layers cast at first use, in the same buckets as if the optimizer cast them."""
+
+
 def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
-    """The FP8 copies of weights that the optimizer casts, else the parameters: for `dp.Buckets`."""
+    """The argument `gathered` of `dp.Buckets`: FP8 weights have buckets of their own."""
     layer = getattr(param, "fp8", None)
-    mixed = layer is not None and param.dtype == torch.bfloat16
-    return WeightCasts if mixed and layer.recipe.cast_by_optimizer(shards.size > 1) else GatheredParams
+    if layer is None:
+        return GatheredParams
+    casts = param.dtype == torch.bfloat16 and layer.recipe.cast_by_optimizer(shards.size > 1)
+    return WeightCasts if casts else FirstUseParams
 
 
 class CastShard(ShardState):
-    """A shard of FP8 weights, which AdamW's kernel casts."""
+    """A shard of weights that AdamW's kernel casts to FP8."""
 
     def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
         """As `ShardState`, and the cast in the same launch."""
         casts = self.bucket.gathered
-        scale, amax = casts.begin(self.main)
+        scale, amax = casts.cast_scales(self.main)
         copy, grads = casts.shard.view(E4M3), self.bucket.grad_shard
         state = FlatState(self.main, copy, grads, self.exp_avg, self.exp_avg_sq, scale, amax)
         adamw_flat_(state, casts.segments, numbers, self.betas_eps)
-        casts.end(amax)
+        casts.record_amax(amax)
 
 
 def cast_state(bucket: Bucket, config: OptimizerConfig) -> ShardState:
-    """The state of a shard on the device: for `CastUpdates`."""
+    """The state of a bucket's shard on the device, for `CastUpdates`."""
     return (CastShard if isinstance(bucket.gathered, WeightCasts) else ShardState)(bucket, config)
 
 
 class CastUpdates(ShardUpdates):
-    """Updates that cast FP8 weights: those without scales wait until all amaxes are known."""
+    """Updates that cast FP8 weights; where scales need all amaxes, casts and gathers come last."""
 
     def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """As `ShardUpdates`. Communicates the amaxes over all ranks where scales wait for them."""
+        """As `ShardUpdates`. Communicates the amaxes where scales need them, in one all-reduce an axis."""
         waiting = []
         for shard in shards:
             shard.update(*numbers)
@@ -145,7 +151,7 @@ class CastUpdates(ShardUpdates):
         self._cast_again(waiting)
 
     def cast_weights(self, shards: Iterable[ShardState]) -> None:
-        """The casts that `step` would make, before the first one. Communicates as it does."""
+        """Cast and gather as `step` would, before the first one."""
         waiting = []
         casting = [shard for shard in shards if isinstance(shard.bucket.gathered, WeightCasts)]
         for scales in {shard.bucket.gathered.scales for shard in casting}:
@@ -165,7 +171,7 @@ class CastUpdates(ShardUpdates):
             casts.start_gather()
 
     def _cast_again(self, waiting: list[ShardState]) -> None:
-        """Cast with the scales that the amaxes of all weights give."""
+        """Cast with scales from the amaxes of all weights, and gather."""
         if waiting:
             waiting[0].bucket.gathered.scales.scale_weights()
         for shard in waiting:

@@ -26,10 +26,10 @@ HOST = torch.device("cpu")
 
 
 class HostStaging:
-    """Copies shards of gradients to the host, always in the same order, and parameters back.
+    """Copies shards of gradients to the host, in the same order every step, and parameters back.
 
-    grads: the shards, final when `fetch` asks for the first one of a step. prefetch: copy the next one while
-    the host works. On a CPU all are plain copies.
+    grads: the shards, final when a step fetches its first one. prefetch: copy the next shard while the host
+    updates this one. On a CPU all are plain copies.
     """
 
     def __init__(self, grads: Sequence[torch.Tensor], device: torch.device, prefetch: bool) -> None:
@@ -45,7 +45,7 @@ class HostStaging:
     def fetch(self, numbers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The next shard of gradients and a step's 0-d numbers in host memory; the host waits for them.
 
-        The shard is good until the next but one.
+        The buffer of a shard is used again by the next but one.
         """
         if not self.waiting and not self.copying:  # the first one of a step
             self.waiting.extend(self.grads)
@@ -61,7 +61,7 @@ class HostStaging:
         return self.buffers[key][:size], self.numbers
 
     def send(self, write: Callable[[torch.Tensor], None], out: torch.Tensor) -> None:
-        """Begin to copy what `write` writes into a tensor like `out` there; its stream waits for it."""
+        """Begin to copy to `out` on the device what `write` writes on the host; the device's stream waits."""
         key = self._buffer("out", out.dtype)
         self._wait_copy(key)
         staged = self.buffers[key][: len(out)]
@@ -99,7 +99,7 @@ class HostStaging:
 
 
 class HostShard(ShardState):
-    """A shard in host memory, of parameters in 16 bits."""
+    """A shard whose main parameters and moments are in host memory."""
 
     def __init__(self, bucket: Bucket, config: OptimizerConfig, staging: HostStaging) -> None:
         super().__init__(bucket, config, HOST)
@@ -112,6 +112,7 @@ class HostShard(ShardState):
         self.publish()
 
     def publish(self) -> None:
+        """As `ShardState`, by way of a staging buffer."""
         gathered = self.bucket.gathered
         self.staging.send(partial(gathered.write, self.main), gathered.shard)
 
@@ -121,16 +122,17 @@ def host_state(
     config: OptimizerConfig,
     otherwise: Callable[[Bucket, OptimizerConfig], ShardState] = ShardState,
 ) -> Callable[[Bucket, OptimizerConfig], ShardState]:
-    """Makes states on the host, for `optim.ShardUpdates`: of the first buckets that the forward uses.
+    """Makes the states of the first buckets of the forward on the host, for `optim.ShardUpdates`.
 
-    They are the fraction of all parameters that `config` asks for, or a bucket more; `otherwise` makes the
-    states of the other ones.
+    They hold the fraction of all parameters that `config` asks for, up to a bucket more; `otherwise` makes
+    the other states.
     """
-    sizes = {bucket: len(bucket.grad_shard) for bucket in reversed(buckets.all)}
-    moved: list[Bucket] = []
-    for bucket in sizes:
-        if sum(map(sizes.get, moved)) < config.optimizer_offload_fraction * sum(sizes.values()):
+    most = config.optimizer_offload_fraction * sum(len(bucket.grad_shard) for bucket in buckets.all)
+    moved, size = [], 0
+    for bucket in reversed(buckets.all):
+        if size < most:
             moved.append(bucket)
+            size += len(bucket.grad_shard)
     grads = [bucket.grad_shard for bucket in moved]
     staging = HostStaging(grads, buckets.params[0].device, config.overlap_cpu_optimizer_d2h_h2d)
 
