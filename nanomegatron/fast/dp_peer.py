@@ -1,13 +1,14 @@
-"""Shards of gradients and parameters moved by the GPUs' copy engines, in memory that they share.
+"""Same result as `dp.ShardComm`, to the rounding of sums of three and more: shards moved by copy engines.
 
-Same result as `dp.ShardComm`, to the rounding of sums of three summands and more. What differs:
+In memory that the GPUs of one machine share, on a stream of its own:
 
     reduce-scatter    barrier; of every peer's tensor copy my shard, a piece at a time; add the pieces to mine
     all-gather        barrier; copy every peer's shard from its tensor into mine
 
-NCCL takes multiprocessors from the matmuls that it is to overlap with; here all but the sums are left to
-them. Gain, Llama-3-8B, four H200, optimizer sharded, one microbatch: 889 to 893 ms a step, NCCL overlapped
-927, nothing overlapped 933 (docs/log.md, "Gradients and parameters beside a step").
+NCCL's kernels take multiprocessors from the matmuls that they overlap with; here only the sums do. Gain,
+Llama-3-8B, four H200, optimizer states sharded, one microbatch: 883 ms a step, 927 without overlap
+(benchmarks/results/2026-11-21-parallel-dp4.json); overlapped by NCCL 927 of 933, by copy engines 889 to 893
+(docs/log.md, "Gradients and parameters beside a step").
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
-"""FP8 weights that the optimizer casts, which are gathered as bytes and stand for the weights in 16 bits.
+"""Same result as `fp8.Fp8Linear.weight`, to the bit: FP8 weights cast by the optimizer, gathered as bytes.
 
-Same result as `fp8.Fp8Linear.weight`, the cast at first use, and `dp.GatheredParams`: to the bit. What
-differs: AdamW's kernel writes the FP8 copy in its own pass over the main weights; a sharded optimizer gathers
-one byte a weight, not two (--fp8-param-gather); and between steps there are no 16-bit weights. These are
-rebuilt from the main weights for a reader (`Buckets.wait_params`), and are NaN until then, so that no stale
-one is read unnoticed. Gain, Llama-3-8B, four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB,
-not 112.5 (benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
+The plain form casts the gathered bf16 weights at first use. Here AdamW's kernel writes the FP8 copy in its
+own pass over the main weights; a sharded optimizer gathers one byte a weight, not two (--fp8-param-gather);
+and between steps there are no 16-bit weights. These are rebuilt from the main weights for a reader
+(`Buckets.wait_params`), and are NaN until then, so that no stale one is read unnoticed. Gain, Llama-3-8B,
+four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB, not 112.5
+(benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
 
     end_step       amaxes of the step that ends -> scales                              delayed
     AdamW          main weights -> bytes, in its own pass; records each weight's amax
@@ -108,17 +108,11 @@ class WeightCasts:
                 param.data = view
 
 
-class FirstUseParams(GatheredParams):
-    """FP8 weights that layers cast at first use, in the same buckets as if the optimizer cast them."""
-
-
 def gathered_casts(param: nn.Parameter, shards: Axis) -> type:
-    """The argument `gathered` of `dp.Buckets`: FP8 weights have buckets of their own."""
+    """The argument `gathered` of `dp.Buckets`: `WeightCasts` for the weights that the optimizer casts."""
     layer = getattr(param, "fp8", None)
-    if layer is None:
-        return GatheredParams
-    casts = param.dtype == torch.bfloat16 and layer.recipe.cast_by_optimizer(shards.size > 1)
-    return WeightCasts if casts else FirstUseParams
+    mixed = layer is not None and param.dtype == torch.bfloat16
+    return WeightCasts if mixed and layer.recipe.cast_by_optimizer(shards.size > 1) else GatheredParams
 
 
 class CastShard(ShardState):

@@ -1,13 +1,13 @@
-r"""Main parameters and moments in host memory, updated there (--optimizer-cpu-offload).
+r"""Same result as `optim.ShardState`, its main parameters and moments in host memory and updated there.
 
-Same result as `optim.ShardState`: to the bit on a CPU, and as far as torch's AdamW is that of the kernel on a
-GPU. What differs: the host computes, and copies run beside it if asked to (--overlap-cpu-optimizer-d2h-h2d).
+To the bit on a CPU; on a GPU to the rounding of torch's AdamW against the kernel's. With
+--overlap-cpu-optimizer-d2h-h2d copies run beside the host's work:
 
     device   grads 0  grads 1  grads 2 ...        params 0  params 1
                   \        \        \                 /         /
     host         [ AdamW 0     ][ AdamW 1     ][ AdamW 2     ] ...
 
-Gain: 6 bytes a parameter on the GPU instead of 18, so that one H200 trains Llama-3-8B
+Gain (--optimizer-cpu-offload): 6 bytes a parameter on the GPU, not 18, so that one H200 trains Llama-3-8B
 (benchmarks/results/2026-11-21-h200-llama3-8b-cpu-offload.jsonl). On the host 12 bytes a parameter, and two
 pinned buffers each way, as large as the largest shard. (ZeRO-Offload, arXiv 2101.06840)
 """
