@@ -24,10 +24,10 @@ own (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There 
     tokens after the gather         0 1 2 3 4 5                     0 1 2 3 4 5
     copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
 
-Only the GPU knows how many rows come, and the host needs it for messages and memory, so it waits, but where
-one rank has all experts. Probs are applied on the way back: a rank's part of a token's sum is added in fp32,
-in the order of its copies, and rounded to the type of x; so are the sums of these parts. Gradients take the
-same ways in reverse. `fast/moe_dispatch.py` has the same with communication beside other work.
+Only the GPU knows how many rows come, and the host needs the number for messages and memory: it waits, except
+where one rank has all experts. Probs are applied on the way back: a rank's part of a token's sum is added in
+fp32, in the order of its copies, and rounded to the type of x; so are the sums of these parts. Gradients take
+the same ways in reverse. (`fast/moe_dispatch.py` runs the communication beside other work.)
 (Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token once to a rank: DeepSeek-V3
 2412.19437; grids folded into each other: MoE Parallel Folding 2504.14960)
 """
@@ -64,6 +64,59 @@ from nanomegatron.router import MoeAxes, Router, expert_capacity
 Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None]
 
 
+def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The data flow of a mixture of experts: `[s, b, h] -> [s, b, h]`"""
+    tokens = x.flatten(0, 1)
+    probs, ids = layer.router(tokens, batch)
+    way = layer.dispatcher(layer.experts)
+    rows = layer.experts(*way.dispatch(tokens, probs, ids))
+    y = way.combine(rows).view_as(x)
+    return y if layer.shared_experts is None else y + layer.shared(x)
+
+
+class MoELayer(nn.Module):
+    """Router, experts and shared experts: `[s, b, h] -> [s, b, h]`, under sequence parallelism of s/tp."""
+
+    run: Callable[["MoELayer", torch.Tensor, Batch], torch.Tensor] = staticmethod(route_and_combine)
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        axes: MoeAxes,
+        init: Init,
+        shared: nn.Module | None = None,
+    ) -> None:
+        """shared: what every token takes beside its experts."""
+        super().__init__()
+        self.router = Router(config, layer, axes, init.at("router"))
+        self.experts = GroupedExperts(config, axes, init.at("experts"))
+        self.shared_experts, self.gate_weight = shared, None
+        if shared is not None and config.moe_shared_expert_gate:
+            name, shape = init.at("shared_experts.gate_weight"), (1, config.hidden_size)
+            part = replica(name.name, shape, axes.tp, partial=config.sequence_parallel)
+            self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
+        alltoall = config.moe_token_dispatcher_type == "alltoall" and axes.etp_ep.size > 1
+        self.dispatcher = AllToAllDispatch if alltoall else AllGatherDispatch
+        self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        run = partial(self._forward, batch=batch)
+        return recomputed(run, x) if self.recompute else run(x)
+
+    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        with keeping(x):
+            return self.run(self, x, batch)
+
+    def shared(self, x: torch.Tensor) -> torch.Tensor:
+        """The shared experts of every token."""
+        return recomputed(self._shared, x) if self.recompute_shared else self._shared(x)
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        y, gate = self.shared_experts(x), self.gate_weight
+        return y if gate is None else y * torch.sigmoid(x @ gate.t())
+
+
 class TokenDispatch:
     """The way of this rank's tokens to their experts and back.
 
@@ -84,15 +137,15 @@ class TokenDispatch:
         return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
 
     def route(self, ids: torch.Tensor, capacity: int | None, first: int = 0) -> Routing:
-        """Where the copies of all tokens that are here go among the rows of this rank's experts.
+        """The order of copies by this rank's experts, of all tokens that are here.
 
-        ids: count from `first`; capacity: of each rank.
+        ids: the first expert of all is number `first`; capacity: of each rank.
         """
         rows = None if capacity is None else capacity * self.axes.etp_ep.size
         return route(ids - (first + self.axes.ep.rank * self.local), self.local, self.multiple, rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
-        """Where this rank's tokens go among the ep ranks: one copy for a rank with any of its experts."""
+        """The order of this rank's tokens by ep ranks: one copy for each rank with any of its experts."""
         owner = ids.div(self.local, rounding_mode="floor")
         again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
         most = None if capacity is None else min(capacity * self.local, len(ids))
@@ -103,6 +156,7 @@ class AllGatherDispatch(TokenDispatch):
     """All-gather and reduce-scatter over etp x ep; all ranks have the same number of tokens."""
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
+        """All-gathers x, probs and ids; gradients of the first two are reduce-scattered."""
         axis, capacity = self.axes.etp_ep, self.capacity(len(ids))
         x, self.probs, ids = gather_seq(x, axis), gather_seq(probs, axis), all_gather(ids, axis)
         self.routing, ends = self.route(ids, capacity), None
@@ -118,25 +172,29 @@ class AllToAllDispatch(TokenDispatch):
     """All-to-all over ep, then over etp; ranks may have any numbers of tokens, but with a capacity."""
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
+        """Exchanges sizes, then x and choices, over ep and over etp; gradients of the latter go back."""
         ep, etp, capacity = self.axes.ep, self.axes.etp, self.capacity(len(ids))
+        # how many tokens go to each ep rank and come from it, and how many each etp rank has received
         self.to_ranks, _ = cut_to_size(self.route_to_ranks(ids, capacity))
         sizes = self.to_ranks.offsets.diff()
         received = all_to_all(sizes, ep)
-        each = all_gather(received.sum()[None], etp).tolist()  # tokens that each etp rank has received
+        each = all_gather(received.sum()[None], etp).tolist()
         self.over_ep = sizes.tolist(), received.tolist()
         self.over_etp = [each[etp.rank]] * etp.size, each
-
+        # tokens, with probs and ids as one row, to the ep ranks, and on to the etp ranks that share an expert
         choices = torch.cat((probs, ids + 1.0), dim=1)  # rows of padding are 0: no expert
         x, choices = (self.permute(v, self.to_ranks) for v in (x, choices))
         x, choices = (all_to_all(v, ep, *self.over_ep) for v in (x, choices))
         if etp.size > 1:
             x, choices = (all_to_all(v.repeat(etp.size, 1), etp, *self.over_etp) for v in (x, choices))
+        # copies in order of experts
         probs, ids = choices.chunk(2, dim=1)
         self.probs = probs.contiguous()
         self.routing, ends = cut_to_size(self.route(ids.detach().int(), capacity, first=1))
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """Exchanges parts of sums, over etp, where they are added, and over ep."""
         (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.axes.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
@@ -263,9 +321,9 @@ class GroupedExperts(nn.Module):
         def stacked(layers: tuple[str, ...], rows: int, part: Callable, init: Init, *rest: int):
             """A parameter with a part of `rows` rows for each of these layers of each expert."""
             names = [f"{expert}.{layer}" for expert in experts for layer in layers]
-            parts = tuple(part(name, i * rows) for i, name in enumerate(names))
-            spec = ParamSpec(parts, (len(names) * rows, *rest), bool(rest), decay=bool(rest), expert=True)
-            return new_parameter(spec, init, None if rest else 0.0)
+            parts, weight = tuple(part(name, i * rows) for i, name in enumerate(names)), bool(rest)
+            spec = ParamSpec(parts, (len(names) * rows, *rest), weight, decay=weight, expert=True)
+            return new_parameter(spec, init, None if weight else 0.0)
 
         def cut(*rest: int) -> Callable[[str, int], Part]:
             return lambda name, row: shard(name, (f, *rest), 0, etp, row)
@@ -306,57 +364,3 @@ class GroupedExperts(nn.Module):
         if self.bias2 is None:
             return y
         return AddBiasFunction.apply(y, self.bias2 * (self.axes.etp.rank == 0), offsets)
-
-
-def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """What a mixture of experts adds to the residual stream: `[s, b, h] -> [s, b, h]`"""
-    tokens = x.flatten(0, 1)
-    probs, ids = layer.router(tokens, batch)
-    way = layer.dispatcher(layer.experts)
-    rows = layer.experts(*way.dispatch(tokens, probs, ids))
-    y = way.combine(rows).view_as(x)
-    return y if layer.shared_experts is None else y + layer.shared(x)
-
-
-class MoELayer(nn.Module):
-    """Router, experts and shared experts: `[s, b, h] -> [s, b, h]`, under sequence parallelism of s/tp."""
-
-    run: Callable[["MoELayer", torch.Tensor, Batch], torch.Tensor] = staticmethod(route_and_combine)
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer: int,
-        axes: MoeAxes,
-        init: Init,
-        shared: nn.Module | None = None,
-    ) -> None:
-        """shared: what every token takes beside its experts."""
-        super().__init__()
-        self.router = Router(config, layer, axes, init.at("router"))
-        self.experts = GroupedExperts(config, axes, init.at("experts"))
-        self.shared_experts, self.gate_weight = shared, None
-        if shared is not None and config.moe_shared_expert_gate:
-            name, shape = init.at("shared_experts.gate_weight"), (1, config.hidden_size)
-            part = replica(name.name, shape, axes.tp, partial=config.sequence_parallel)
-            self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
-        alltoall = config.moe_token_dispatcher_type == "alltoall" and axes.etp_ep.size > 1
-        self.dispatcher = AllToAllDispatch if alltoall else AllGatherDispatch
-        self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
-
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return (
-            recomputed(partial(self._forward, batch=batch), x) if self.recompute else self._forward(x, batch)
-        )
-
-    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        with keeping(x):
-            return self.run(self, x, batch)
-
-    def shared(self, x: torch.Tensor) -> torch.Tensor:
-        """The shared experts of every token."""
-        return recomputed(self._shared, x) if self.recompute_shared else self._shared(x)
-
-    def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        y, gate = self.shared_experts(x), self.gate_weight
-        return y if gate is None else y * torch.sigmoid(x @ gate.t())

@@ -37,7 +37,8 @@ which the second works with the all-gather too, by collectives:
 A backward reads them from right to left: autograd runs first what was made last, so what stands between start
 and end of an exchange stands between those of its gradients' way back.
 
-What it gains, on four H200 (docs/moe.md): one layer of Qwen3-30B-A3B by all-gather 9.18 ms in place of 10.64.
+Gain: one layer of Qwen3-30B-A3B by all-gather on four H200, forward and backward: 9.18 ms, 10.64 with whole
+collectives (benchmarks/results/2026-11-22-moe-layer-four-in-step.json, -pieces-before.json).
 (Overlap in finer pieces: Comet, 2502.19811)
 """
 
@@ -112,8 +113,9 @@ class OverlappedMoe:
         leaving = []
         for way in ways:
             recompute: list[Callable] | None = None if self.halves else []  # else both halves at once
-            rows = run_experts(layer.experts, way.wgrads, *arriving.pop(0)(), recompute)
-            leaving.append(way.start_combine(rows, recompute))
+            y = run_experts(layer.experts, way.wgrads, *arriving.pop(0)(), recompute)
+            leaving.append(way.start_combine(y, recompute))
+            del y  # not held here until the end
         found = [finish() for finish in leaving]
         y = (torch.cat(found) if self.halves else found[0]).view_as(x)
         return y if y_shared is None else y + y_shared
