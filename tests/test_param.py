@@ -156,8 +156,8 @@ def test_contribution_goes_to_main_grad_or_to_autograd():
     calls = []
 
     class Bucket:
-        def open(self):
-            calls.append("open")
+        def alloc_grads(self):
+            calls.append("alloc_grads")
             param.main_grad = torch.full((8, 6), 2.0)
 
         def ready(self, which):
@@ -165,7 +165,7 @@ def test_contribution_goes_to_main_grad_or_to_autograd():
 
     param.bucket = Bucket()
     assert accumulate_grad(param, lambda: grad) is None
-    assert calls[0] == "open" and calls[1] is param and len(calls) == 2
+    assert calls[0] == "alloc_grads" and calls[1] is param and len(calls) == 2
     assert (param.main_grad == 3).all() and param.main_grad.dtype == torch.float32
     for beside_nccl in (False, True):
         made, store = [], WeightGradStore(beside_nccl)
@@ -177,11 +177,11 @@ def test_contribution_goes_to_main_grad_or_to_autograd():
 
         with store.collect() as works:
             assert run_or_defer(param, work) is None and is_deferred(param) != beside_nccl
-        assert made == [1] * beside_nccl and calls == ["open"] * beside_nccl, (
+        assert made == [1] * beside_nccl and calls == ["alloc_grads"] * beside_nccl, (
             "only the sum is deferred, or all"
         )
         store.run(works)
-        assert made == [1] and calls == ["open", param] and (param.main_grad == 3).all()
+        assert made == [1] and calls == ["alloc_grads", param] and (param.main_grad == 3).all()
 
 
 @pytest.mark.parametrize("kind", SPECS)
