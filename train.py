@@ -381,7 +381,7 @@ def finish(run: Run) -> int:
             if picture := draw(log.folder, log.line):
                 log.line(f"picture {picture}")
     prompt = prompts_of(run.tokenizer)[0]
-    log.line(f"next    python -m nanomegatron.generate --load {config.checkpoint.save} --prompt {prompt}")
+    log.line(f"next    python -m nanomegatron generate --load {config.checkpoint.save} --prompt {prompt}")
     log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE
 

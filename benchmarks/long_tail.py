@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nanomegatron.config.cli import parse  # noqa: E402
-from nanomegatron.config.settings import TransformerConfig  # noqa: E402
+from nanomegatron.config.model import TransformerConfig  # noqa: E402
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
 from nanomegatron.data.packing import Pack, Ranks, cost, plan  # noqa: E402
 from nanomegatron.flops import flops_per_iteration  # noqa: E402

@@ -7,13 +7,8 @@ import torch
 
 from benchmarks import bench_parallel, contenders, kernel_times, peers
 from nanomegatron.config.check import resolve
-from nanomegatron.config.settings import (
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TransformerConfig,
-)
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig
 from nanomegatron.fp8 import RECIPES
 from nanomegatron.mesh import Mesh
 from tests.spmd import run_spmd

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanomegatron.checkpoint.checkpoint import CheckpointError, Piece, SaveError, latest, load, save
+from nanomegatron.checkpoint.checkpoint import SaveError, latest, load, save
 from nanomegatron.checkpoint.checkpoint import training_pieces as pieces_of
-from nanomegatron.checkpoint.files import read_manifest
-from nanomegatron.checkpoint.manifest import DTYPES, rectangles
+from nanomegatron.checkpoint.files import Piece, read_manifest
+from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError, rectangles
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.launch import launch

@@ -16,16 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomegatron.checkpoint.checkpoint import (
-    LATEST,
-    CheckpointError,
-    Piece,
-    latest,
-    load,
-    save,
-)
-from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, read_manifest
-from nanomegatron.checkpoint.manifest import DTYPES
+from nanomegatron.checkpoint.checkpoint import LATEST, latest, load, save
+from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, Piece, read_manifest
+from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError
 from tests.checkpoints import (
     ALONE,
     change_manifest,

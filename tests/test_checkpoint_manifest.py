@@ -11,9 +11,17 @@ import torch
 
 from nanomegatron.checkpoint import files as checkpoint_files
 from nanomegatron.checkpoint import manifest as checkpoint_manifest
-from nanomegatron.checkpoint.checkpoint import CheckpointError, Piece, SaveError, load, save
-from nanomegatron.checkpoint.files import MANIFEST, read_manifest, write_manifest
-from nanomegatron.checkpoint.manifest import Manifest, Range, Rectangle, merge, rectangles, tiling_error
+from nanomegatron.checkpoint.checkpoint import SaveError, load, save
+from nanomegatron.checkpoint.files import MANIFEST, Piece, read_manifest, write_manifest
+from nanomegatron.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    Range,
+    Rectangle,
+    merge,
+    rectangles,
+    tiling_error,
+)
 from tests import large_checkpoint as large
 from tests.checkpoints import (
     ALONE,

@@ -7,7 +7,8 @@ import pytest
 from nanomegatron.config import check_moe as config_check_moe
 from nanomegatron.config.check import must_match, resolve, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
-from nanomegatron.config.settings import Config, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config
 from nanomegatron.ops import permute as ops_moe
 
 PLAIN = (

@@ -8,7 +8,7 @@ import pytest
 
 import train
 from benchmarks.long_tail import draw_lengths, shares
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.mesh import World
 from tests.megatron_data import write

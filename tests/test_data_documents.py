@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks import long_tail
-from nanomegatron.config.settings import Config, DataConfig, ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.gpt_dataset import build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.packed_dataset import DocumentDataset, PackLoader, load_pack

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nanomegatron.checkpoint.checkpoint import CheckpointError
+from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, RunConfig
 from nanomegatron.data.blended_dataset import BlendedDataset

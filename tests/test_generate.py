@@ -13,6 +13,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
+from nanomegatron.commands.generate import main, pieces_of_text
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
@@ -22,9 +23,7 @@ from nanomegatron.generate import (
     Sampling,
     generate,
     load_model,
-    main,
     next_logits,
-    pieces_of_text,
     sample,
     stream,
     truncated,
@@ -319,7 +318,7 @@ def test_program_on_two_processes(trained):
         "--max-new-tokens",
         "20",
     ]
-    command = [sys.executable, "-m", "nanomegatron.generate", "--tp", "2", *flags]
+    command = [sys.executable, "-m", "nanomegatron", "generate", "--tp", "2", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "\n---\n".join(continued(models[20], ["def ", ""])) + "\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")

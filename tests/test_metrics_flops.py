@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from nanomegatron import flops as metrics
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.flops import CONVENTIONS, bits_per_byte, device_peak, flops_per_iteration, parameter_count
 
 LLAMA = dict(

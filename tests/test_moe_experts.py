@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis
 from nanomegatron.moe import GroupedExperts

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast import moe_dispatch
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, split

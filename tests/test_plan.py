@@ -10,14 +10,8 @@ import torch
 from nanomegatron import dp
 from nanomegatron.batch import Batch
 from nanomegatron.build import Paths, install, quantize_layers
-from nanomegatron.config.settings import (
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TransformerConfig,
-)
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.fast import ring
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
 from nanomegatron.flops import parameter_count

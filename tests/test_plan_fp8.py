@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.plan.memory import memory
 from tests.test_plan import CPU, LLAMA, TINY, bytes_kept, config

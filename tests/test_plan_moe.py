@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanomegatron.config.settings import ParallelConfig, TransformerConfig
+from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Stage

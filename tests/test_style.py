@@ -42,7 +42,7 @@ build
 run
 generate step resume
 preprocess
-train convert setup __main__
+train convert setup __main__ commands/
 """
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/"}

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import train
-from nanomegatron.config.settings import TransformerConfig
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World

@@ -1,0 +1,150 @@
+"""Continue texts with a trained model: the command.
+
+    python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def "
+    python -m nanomegatron generate --load runs/NAME/ckpt            reads a prompt a line, answers as it goes
+    python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2          tensor parallel
+    python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2 --pp 2   in two stages
+
+Exit codes: 0 done, 2 bad arguments, 3 no usable checkpoint, 130 Ctrl-C.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.data.tokenizer import Tokenizer
+from nanomegatron.generate import Sampling, generate, load_model, stream
+from nanomegatron.launch import launch
+from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.pp import Stages
+
+DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
+
+
+def main(argv: list[str]) -> int:
+    """Generate here or on `--nproc` processes of this machine; returns the exit code."""
+    world = World.from_environment()
+    args = parse(argv, world.size)
+    if world.size > 1 or args.nproc == 1:
+        return run_rank(world, args)
+    codes = launch(run_rank, args.nproc, (args,))
+    return max(codes, key=lambda code: (code in (BAD_ARGUMENTS, NO_CHECKPOINT), abs(code)))
+
+
+def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
+    """The command line; leaves with exit code 2 where it is wrong. `world_size`: processes of torchrun."""
+    parser = argparse.ArgumentParser(prog="python -m nanomegatron generate", description="Continue a text.")
+    add = parser.add_argument
+    add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt")
+    add("--ckpt-step", type=int, help="iteration to load; the newest")
+    add("--prompt", action="append", default=[], help="text to continue, may be repeated; none: read stdin")
+    add("--prompt-file", action="append", default=[], help="file whose text is a prompt")
+    add("--max-new-tokens", type=int, default=200, help="longest continuation, in tokens")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    add("--top-k", type=int, default=40, help="choose among the K likeliest tokens; 0: all")
+    add("--top-p", type=float, default=0.95, help="choose among the likeliest tokens of this share")
+    add("--seed", type=int, default=0, help="of the random choices")
+    add("--num-samples", type=int, default=1, help="continuations of each prompt")
+    add("--nproc", type=int, help="processes to start on this machine; --tp x --pp")
+    tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+    add("--tp", tp, type=int, help="processes that share each layer; --nproc / --pp")
+    add("--pp", pp, type=int, default=1, help="pipeline stages")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
+    args = parser.parse_args(argv)
+    args.nproc = world_size if world_size > 1 else args.nproc or (args.tp or 1) * args.pp
+    args.tp = args.tp or args.nproc // max(args.pp, 1)
+    try:
+        args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed).check()
+        for flag, value in (("max-new-tokens", args.max_new_tokens), ("num-samples", args.num_samples)):
+            if value < 1:
+                raise ValueError(f"--{flag} {value}: give 1 or more")
+        if args.tp * args.pp != args.nproc or min(args.tp, args.pp) < 1:
+            raise ValueError(
+                f"--tp {args.tp} --pp {args.pp} on {args.nproc} processes: their product must be that number"
+            )
+        args.prompt += [Path(name).read_text(encoding="utf-8") for name in args.prompt_file]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not args.prompt and args.nproc > 1:
+        parser.error("prompts are read from stdin by one process alone: give --prompt")
+    return args
+
+
+def run_rank(world: World, args: argparse.Namespace) -> int:
+    """One process: load, generate, and on rank 0 print; returns the exit code."""
+
+    def say(text: str) -> None:
+        if world.rank == 0:
+            print(f"generate: {text}", file=sys.stderr)
+
+    code = DONE
+    try:
+        device = pick_device(args.device, world)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
+        mesh = Mesh.build(ParallelConfig(**sizes), world, device)
+        model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say)
+        args.sampling = args.sampling._replace(eod=tokenizer.eod)
+        if args.prompt:
+            batch(model, tokenizer, args, mesh.rank == 0)
+        else:
+            interact(model, tokenizer, args)
+    except (CheckpointError, ValueError) as error:
+        code = NO_CHECKPOINT if isinstance(error, CheckpointError) else BAD_ARGUMENTS
+        say(str(error))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    Mesh.close()
+    return code
+
+
+def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
+    """Continue all prompts of the command line together and print them, a rule between two."""
+    prompts = [prompt for prompt in args.prompt for _ in range(args.num_samples)]
+    ids = [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
+    texts = generate(model, ids, args.max_new_tokens, args.sampling)
+    if show:
+        # An empty prompt was the end of the document before, which is not part of the text.
+        shown = (tokenizer.decode(text[not prompt :]) for text, prompt in zip(texts, prompts, strict=True))
+        print("\n---\n".join(shown))
+
+
+def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """Continue each line of stdin, printing tokens as they are chosen; on a terminal behind a prompt sign."""
+    sign = "> " if sys.stdin.isatty() else ""
+    seeds = itertools.count(args.seed)
+    while True:
+        print(sign, end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        prompt = line.rstrip("\n")
+        ids = tokenizer.encode(prompt) or [tokenizer.eod]
+        for _ in range(args.num_samples):
+            steps = stream(model, [ids], args.max_new_tokens, args.sampling._replace(seed=next(seeds)))
+            try:
+                for piece in pieces_of_text(tokenizer, ids, int(not prompt), steps):
+                    print(piece, end="", flush=True)
+            except ValueError as error:
+                print(f"generate: {error}", file=sys.stderr)
+            print()
+
+
+def pieces_of_text(
+    tokenizer: Tokenizer, ids: list[int], hidden: int, steps: Iterator[dict[int, int]]
+) -> Iterator[str]:
+    """The text of ids (but the first `hidden`) and of what `steps` adds, by whole characters."""
+    ids, shown = list(ids), ""
+    for step in itertools.chain([{}], steps):
+        ids += step.values()
+        text = tokenizer.decode(ids[hidden:])
+        if not text.endswith("\ufffd"):  # some of a character's bytes are still to come
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(ids[hidden:])[len(shown) :]
