@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nanomegatron.fast import fused_loss as tp_loss
+from nanomegatron import tp
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops import norm as ops_norm
@@ -54,7 +54,7 @@ class Block(torch.nn.Module):
         y = self.proj((probs @ v).permute(2, 0, 1, 3).flatten(2))
         y, total = ops_norm.add_norm(y, x, self.two, self.bias, 1e-5)
         y = total + self.fc2(ops_mlp.swiglu(self.fc1(y)))
-        return tp_loss.vocab_parallel_cross_entropy(
+        return tp.vocab_parallel_cross_entropy(
             self.head(ops_norm.norm(y, self.one, None, 1e-5)), labels, TP, 70
         )
 
