@@ -7,8 +7,8 @@ In memory that the GPUs of one machine share, on a stream of its own:
 
 NCCL's kernels take multiprocessors from the matmuls that they overlap with; here only the sums do. Gain,
 Llama-3-8B, four H200, optimizer states sharded, one microbatch: 883 ms a step, 927 without overlap
-(benchmarks/results/2026-11-21-parallel-dp4.json); overlapped by NCCL 927 of 933, by copy engines 889 to 893
-(docs/log.md, "Gradients and parameters beside a step").
+(benchmarks/results/2026-11-21-parallel-dp4.json). In an earlier run NCCL's overlap took 6 ms off 933, that of
+copy engines 40 to 44 (docs/log.md, "Gradients and parameters beside a step").
 """
 
 from collections.abc import Iterator
