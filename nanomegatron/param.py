@@ -1,7 +1,7 @@
-"""What a parameter is: a slice of a global tensor with a name, drawn from (seed, name) alone.
+"""What a parameter is: a slice of a global tensor with a name, determined by (seed, name).
 
-Nobody else knows how a weight is cut. Initialisation, checkpoints, conversion, norms and the memory planner
-all read `param.spec`:
+No other module knows how a weight is cut. Initialisation, checkpoints, conversion, norms and the memory
+planner all read `param.spec`:
 
     fused QKV of rank 1 of 2, local [6, h]           global tensors, each with a name of its own
         rows 0-3   part "...linear_qkv.q"   ----->   q  [8, h]   rows 4-7
@@ -13,12 +13,12 @@ norm by all of the axis, a key/value head by some when there are fewer heads tha
 its owner, who saves it and counts it in a norm. Where each of them uses it for its own share of the tokens or
 heads, each gets a summand of its gradient: `partial`. Rows that only pad the local tensor belong to no part.
 
-The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_grad` is a view. Whoever writes
-a gradient asks for it and says so: the linear function and the embedding add into `main_grad(param)`, tell
-the bucket that the parameter is ready once a contribution, and return None to autograd (`accumulate_grad`);
-every other gradient is moved from `.grad` by a hook. No hook may sit on a weight whose layer writes by itself
-(`spec.writes_grad`): torch runs it even when the gradient is None. What such a layer does for its weight goes
-through `run_or_defer`, so that a pipeline can defer it (`param.wgrad_store`) and fill its bubbles with it.
+The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_grad` is a view. Linear layers
+and the embedding write gradients themselves: they add to `main_grad(param)`, report each contribution to the
+bucket, and return None to autograd (`accumulate_grad`); every other gradient is moved from `.grad` by a hook.
+No hook may sit on a weight whose layer writes its gradient (`spec.writes_grad`): torch runs it even when the
+gradient is None. Such layers compute weight gradients through `run_or_defer`, so that a pipeline can defer
+them (`param.wgrad_store`) and fill its bubbles with them.
 """
 
 import hashlib
