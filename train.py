@@ -43,7 +43,7 @@ from nanomegatron.faults.exit import (
     print_errors,
     report_failure,
 )
-from nanomegatron.faults.lock import claim, run_folder, settings_in
+from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.flops import bits_per_byte
 from nanomegatron.generate import prompts_of, show_sample
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
         return DONE
     if config.run.nproc == 1 or world.size > 1:
         return run_rank(world, argv)
-    blame = functools.partial(name_culprit, run_folder(config), timestamp())
+    blame = functools.partial(name_culprit, config.run.folder, timestamp())
     codes = launch(run_rank, config.run.nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED))
     named = (code for code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
@@ -120,8 +120,8 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
         run=replace(config.run, run_name=name),
         checkpoint=replace(config.checkpoint, save=folder),
     )
-    if (earlier := settings_in(run_folder(config))) and (errors := must_match(earlier, config)):
-        raise ConfigError([*errors, f"{run_folder(config)} holds another run: choose another --run-name"])
+    if (earlier := settings_in(config.run.folder)) and (errors := must_match(earlier, config)):
+        raise ConfigError([*errors, f"{config.run.folder} holds another run: choose another --run-name"])
     return parsed, config
 
 
@@ -159,7 +159,7 @@ def run_rank(world: World, argv: list[str]) -> int:
             torch.cuda.set_device(device)
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
-        log = RunLog(run_folder(config), config, mesh.rank, mesh.label)
+        log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
         comm.barrier(mesh.world)  # the run has begun in status.json before a rank may say that it failed
     except ValueError as error:
         if world.rank == 0:

@@ -35,7 +35,6 @@ from benchmarks.kernel_times import profiled
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
 from nanomegatron.config.settings import Config
-from nanomegatron.faults.lock import run_folder
 from nanomegatron.flops import flops_per_iteration
 from nanomegatron.mesh import Mesh
 from nanomegatron.plan.memory import memory
@@ -73,7 +72,7 @@ class Training:
         if key not in sitting.meshes:
             sitting.meshes[key] = Mesh.build(config.parallel, sitting.world, sitting.device, key[1])
         mesh = sitting.meshes[key]
-        log = RunLog(run_folder(config), config, mesh.rank, mesh.label, io.StringIO())
+        log = RunLog(config.run.folder, config, mesh.rank, mesh.label, io.StringIO())
         self.run = train.set_up(parsed, config, mesh, log)
         self.run.optimizer.cast_weights()
 

@@ -25,7 +25,8 @@ BUDGETS |= {"plan": 600, "report": 2000}
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a
 # room (whose name ends in /) those of its room.
 RANKS = """
-schedules config/
+schedules
+config/
 flops
 mesh lr_schedule ops/ plan/
 comm launch

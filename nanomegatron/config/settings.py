@@ -13,6 +13,7 @@ before a second is spent.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from nanomegatron.config.model import TransformerConfig, setting
 from nanomegatron.config.split import split_layers
@@ -373,6 +374,11 @@ class RunConfig:
     metrics_jsonl: str | None = setting(None, "one JSON object a step; runs/NAME/metrics.jsonl")
     tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
     wandb_project: str | None = setting(None, "Weights & Biases project")
+
+    @property
+    def folder(self) -> Path:
+        """runs/NAME, where everything that a run writes is found."""
+        return Path("runs") / self.run_name
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,6 @@ DYING = 5.0  # seconds in which a predecessor that was killed is gone
 STALE = 60.0  # seconds for which NFS may remember that a file was not there
 
 
-def run_folder(config: Config) -> Path:
-    """runs/NAME, where everything that a run writes is found."""
-    return Path("runs") / config.run.run_name
-
-
 def settings_in(folder: Path) -> Config | None:
     """Those of the run in a folder; None where there is none. Raises ConfigError for a damaged file."""
     path = folder / "config.toml"
@@ -58,7 +53,7 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
     all ranks, with the messages on rank 0, where another run holds a folder, where --save cannot be written,
     and where a rank does not see one of them.
     """
-    folder, save = run_folder(config), Path(config.checkpoint.save)
+    folder, save = config.run.folder, Path(config.checkpoint.save)
     saves = not config.run.eval_only
     folders = [(f"--run-name {config.run.run_name}", folder), (f"--save {save}", save)]
     wanted = not saves or save.resolve() != folder.resolve(), saves
