@@ -29,7 +29,7 @@ from nanomegatron import comm
 from nanomegatron.batch import Batch
 from nanomegatron.build import build, build_optimizer, install, paths_for
 from nanomegatron.config.batch import samples_before
-from nanomegatron.config.check import default_run_name, must_match, remarks, resolve, validate
+from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
@@ -120,7 +120,7 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
         run=replace(config.run, run_name=name),
         checkpoint=replace(config.checkpoint, save=folder),
     )
-    if (earlier := settings_in(config.run.folder)) and (errors := must_match(earlier, config)):
+    if (earlier := settings_in(config.run.folder)) and (errors := resume_conflicts(earlier, config)):
         raise ConfigError([*errors, f"{config.run.folder} holds another run: choose another --run-name"])
     return parsed, config
 
@@ -208,7 +208,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     run = Run(*parts, before, asked, profile, reporter, signals)
-    notes, overlap = [*parsed.notes, *remarks(config)], paths.linear is not None
+    notes, overlap = [*parsed.notes, *run_notes(config)], paths.linear is not None
     for line in banner(config, mesh, model, grads, paths.peers, overlap, notes):
         log.line(line)
     for line in data_lines(config, datasets, before[-1], log.folder):

@@ -29,7 +29,7 @@ from torch import nn
 from nanomegatron.attention import Cache, SelfAttention
 from nanomegatron.batch import Batch
 from nanomegatron.comm import own_slice
-from nanomegatron.config.keywords import GPT_MODEL, answer
+from nanomegatron.config.keywords import check_keywords
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size as default_padding
 from nanomegatron.layers import MLP, Embedding, Norm, OutputLayer, hidden_dropout
@@ -118,7 +118,7 @@ class GPTModel(nn.Module):
         super().__init__()
         if transformer_layer_spec is not None:
             megatron["transformer_layer_spec"] = transformer_layer_spec
-        answer("GPTModel", GPT_MODEL, (), megatron)
+        check_keywords("GPTModel", (), megatron)
         self.config, self.vocab_size = config, vocab_size
         self.tp = tp = tp or Axis.single("tp")
         self.padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)

@@ -100,13 +100,13 @@ KINDS = {
 --hidden-dropout 1 | --hidden-dropout 1.0:
 --attention-dropout 1.5
 --adam-beta1 1 | --adam-beta1 1.0:
---min-lr 1 | --min-lr 1.0: must not exceed --lr
+--min-lr 1 | --min-lr 1.0: must be at least 0 and at most --lr
 --lr-warmup-iters 10 | --lr-warmup-iters 10: must be less than the decay's 10
 --lr-warmup-fraction 1.5
 --seed 4294967296
 --rotary-percent 2 --position-embedding-type rope | --rotary-percent 2.0:
---max-position-embeddings 8 | --seq-length 32: must not exceed --max-position-embeddings 8
---num-experts 4 --moe-router-topk 5 | --moe-router-topk 5: must not exceed --num-experts 4
+--max-position-embeddings 8 | --max-position-embeddings 8: must be at least --seq-length 32
+--num-experts 4 --moe-router-topk 5 | --moe-router-topk 5: must be greater than 0 and at most --num-experts 4
 --profile --profile-ranks 4 | --profile-ranks 4:
 """,
     "wrong type": """
@@ -131,7 +131,7 @@ KINDS = {
 --hidden-size
 --run-name a b
 --rampup-batch-size 2 2 | --rampup-batch-size 2 2: takes 3 values
---window-size 7 | --window-size 7: must be two numbers
+--window-size 7 | --window-size 7: takes 2 values
 --hierarchical-context-parallel-sizes 2
 --config a b
 --metrics-jsonl a b
@@ -179,17 +179,17 @@ KINDS = {
 --num-experts 3 --ep 2 --nproc 2 | --num-experts 3: must divide by --expert-model-parallel-size 2
 """,
     "contradiction": """
---bf16 --fp16
---swiglu --squared-relu
+--bf16 --fp16 | --bf16: not with --fp16; leave one out
+--swiglu --squared-relu | --swiglu: not with --squared-relu
 --train-samples 5 | --train-iters 10 --train-samples 5: give one
 --data-path nowhere | --data-path, --mock-data: data from 2 places
---use-distributed-optimizer --data-parallel-sharding-strategy no_shard | only one of the two
---loss-scale 8 | --loss-scale 8.0: is for --fp16
+--use-distributed-optimizer --data-parallel-sharding-strategy no_shard | --use-distributed-optimizer: not with
+--loss-scale 8 | --loss-scale 8.0: needs --fp16
 --eval-only --eval-iters 0 | --eval-only: needs --eval-iters
 --fp8-format e4m3 | --fp8-format e4m3: needs --bf16
 --exp-avg-dtype bf16 | --exp-avg-dtype bf16: needs --use-precision-aware-optimizer
---vpp 2 | --num-virtual-stages-per-pipeline-rank: needs --pipeline-model-parallel-size
---ep 2 --nproc 2 | --expert-model-parallel-size: needs --num-experts
+--vpp 2 | --num-virtual-stages-per-pipeline-rank 2: needs --pipeline-model-parallel-size
+--ep 2 --nproc 2 | --expert-model-parallel-size 2: needs --num-experts
 --overlap-param-gather
 --finetune | --finetune: needs --load
 --no-load-optim
@@ -218,7 +218,7 @@ KINDS = {
 --data-args-path blank | --data-args-path blank: has no data path in it
 --data-args-path nowhere | --data-args-path nowhere: no such file
 --train-data-path words --valid-data-path nowhere | --valid-data-path nowhere: no file
---valid-data-path words | --valid-data-path: needs --train-data-path too
+--valid-data-path words | --valid-data-path words: needs --train-data-path
 --train-data-path words --data-path words | --data-path, --train-data-path: data from 2 places
 --data-path words --tokenizer-type ByteTokenizer --data-cache-path file | file: cannot keep caches there
 --tokenizer-type ByteTokenizer | --tokenizer-type ByteTokenizer: give --data-path

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, must_match, resolve, validate
+from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
@@ -18,29 +18,29 @@ def errors_of(flags: str, world: int = 1) -> list[str]:
 
 # flags behind GOOD | processes | what the message must hold: the flag, the value, the way out
 WRONG = """
---position-embedding-type rope --rotary-percent 1.5 | 1 | --rotary-percent 1.5: must be at most 1
+--position-embedding-type rope --rotary-percent 1.5 | 1 | 1.5: must be greater than 0 and at most 1
 --position-embedding-type rope --rotary-percent 0.2 | 1 | head size 16 x --rotary-percent 0.2 = 3: must
 --position-embedding-type rope --rotary-percent 0.01 | 1 | --rotary-percent 0.01 = 0: must be even
---use-rope-scaling | 1 | --use-rope-scaling: needs --position-embedding-type rope, not learned
---rotary-seq-len-interpolation-factor 4 | 1 | -factor 4.0: needs --position-embedding-type rope, not learned
---position-embedding-type yarn --rotary-seq-len-interpolation-factor 2 | 1 | -type rope, not yarn
+--use-rope-scaling | 1 | --use-rope-scaling: needs --position-embedding-type rope
+--rotary-seq-len-interpolation-factor 4 | 1 | -factor 4.0: needs --position-embedding-type rope
+--position-embedding-type yarn --rotary-seq-len-interpolation-factor 2 | 1 | 2.0: needs --position-em | rope
 --rotary-seq-len-interpolation-factor 0 --use-rotary-position-embeddings | 1 | 0.0: must be greater than 0
 --rotary-scaling-factor -1 | 1 | --rotary-scaling-factor -1.0: must be greater than 0
 --rope-scaling-factor 0 | 1 | --rope-scaling-factor 0.0: must be greater than 0
---yarn-beta-slow 64 | 1 | --yarn-beta-fast 32.0: must exceed --yarn-beta-slow 64.0
---swiglu --squared-relu | 1 | --swiglu --squared-relu: only one
---window-size 7 | 1 | --window-size 7: must be two numbers | 4095 0
---window-size 7 7 | 1 | --window-size 7 7: must be two numbers
---window-size -2 0 | 1 | --window-size -2 0: must be
+--yarn-beta-slow 64 | 1 | --yarn-beta-fast 32.0: must be greater than --yarn-beta-slow 64.0
+--swiglu --squared-relu | 1 | --swiglu: not with --squared-relu; leave one out
+--window-size 7 | 1 | --window-size 7: takes 2 values
+--window-size 7 7 | 1 | --window-size 7 7: must end in 0 | 4095 0
+--window-size -2 0 | 1 | --window-size -2 0: each must be at least -1
 --window-attn-skip-freq 2 | 1 | --window-attn-skip-freq 2: needs --window-size
 --window-size 7 0 --window-attn-skip-freq [1,0] | 1 | --window-attn-skip-freq [1,0]: must be | list of 4
 --decoupled-lr 0 | 1 | --decoupled-lr 0.0: must be greater than 0
 --decoupled-min-lr 1e-5 | 1 | --decoupled-min-lr 1e-05: needs --decoupled-lr
---decoupled-lr 1e-3 --decoupled-min-lr 0.1 | 1 | --decoupled-lr 0.001: must be at least --decoupled-min-lr
---decoupled-lr 1e-5 --min-lr 1e-4 | 1 | --decoupled-lr 1e-05: must be at least | 0.0001
---start-weight-decay 0.1 | 1 | --start-weight-decay, | need --weight-decay-incr-style linear
---weight-decay-incr-style linear | 1 | linear: needs --start-weight-decay (None) and an --end-weight-decay
---weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0 | 1 | --end-weight-decay (0.0)
+--decoupled-lr 1e-3 --decoupled-min-lr 0.1 | 1 | 0.1: must be at least 0 and at most --decoupled-lr 0.001
+--decoupled-lr 1e-5 --min-lr 1e-4 | 1 | --decoupled-lr 1e-05: must be at least --min-lr 0.0001
+--start-weight-decay 0.1 | 1 | --start-weight-decay 0.1: needs --weight-decay-incr-style linear or cosine
+--weight-decay-incr-style linear | 1 | linear: needs --start-weight-decay and --end-weight-decay
+--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0 | 1 | 0.0: must be at least
 --num-workers -1 | 1 | --num-workers -1: must be at least 0
 --timing-log-level 3 | 1 | --timing-log-level 3: must be one of 0, 1, 2
 --iterations-to-skip 3 0 | 1 | --iterations-to-skip 3 0: each must be greater than 0
@@ -88,7 +88,7 @@ def test_no_fast_paths_with_a_flag_that_asks_for_one(flags):
     assert errors_of(f"{GOOD} {flags} --fast-paths", 2) == errors_of(f"{GOOD} {flags}", 2) == []
     (message,) = errors_of(f"{GOOD} {flags} --no-fast-paths", 2)
     asks = next(word for word in flags.split()[2:] if word.startswith("--"))
-    assert message == f"{asks}: asks for a fast path, not with --no-fast-paths; leave one out"
+    assert message == f"{asks}: not with --no-fast-paths, being a fast path; leave one out"
 
 
 RIGHT = """
@@ -157,8 +157,8 @@ def test_what_may_change_when_a_run_goes_on():
     assert default_run_name(config(free), "x") == default_run_name(config(""), "x")
     for flags in ("--fast-paths", "--no-fast-paths"):
         assert default_run_name(config(flags), "x") == default_run_name(config(""), "x")
-        assert must_match(config(""), config(flags)) == []
-    assert must_match(config(""), config(f"{free} --iterations-to-skip 3 --micro-batch-size 1")) == []
+        assert resume_conflicts(config(""), config(flags)) == []
+    assert resume_conflicts(config(""), config(f"{free} --iterations-to-skip 3 --micro-batch-size 1")) == []
     for flags in ("--global-batch-size 4 --rampup-batch-size 1 1 9", "--step-batch-size-schedule 0:4,1K:8"):
-        assert any("the run in this folder has" in m for m in must_match(config(""), config(flags)))
+        assert any("the run in this folder has" in m for m in resume_conflicts(config(""), config(flags)))
         assert default_run_name(config(flags), "x") != default_run_name(config(""), "x")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, must_match, remarks, resolve, validate
+from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.data.packing import Ranks
@@ -42,18 +42,18 @@ def config_of(flags: str) -> Config:
 # flags behind GOOD | processes | what the message must hold: the flag, the value, the way out
 WRONG = """
 CP 0 | 1 | CP 0: must be greater than 0
-TYPE a2a | 2 | TYPE: needs CP greater than 1
-SIZES 2 2 | 2 | SIZES: needs CP greater than 1
-TYPE a2a+p2p SIZES 2 2 | 2 | TYPE, SIZES: need CP greater than 1
+TYPE a2a | 2 | TYPE a2a: needs CP greater than 1
+SIZES 2 2 | 2 | SIZES 2 2: needs CP greater than 1
+TYPE a2a+p2p SIZES 2 2 | 2 | TYPE a2a+p2p, SIZES 2 2: need CP greater than 1
 DYNAMIC LENGTHS | 2 | DYNAMIC: needs CP greater than 1
-CP 2 TYPE ring | 2 | TYPE ring: must be of p2p, a2a, allgather, a2a+p2p
-CP 2 TYPE allgather allgathr p2p p2p | 2 | TYPE allgathr: must be of | did you mean allgather?
+CP 2 TYPE ring | 2 | TYPE ring: each must be one of p2p, a2a, allgather, a2a+p2p
+CP 2 TYPE allgather allgathr p2p p2p | 2 | p2p: each must be one of | did you mean allgather?
 CP 2 TYPE p2p a2a | 2 | TYPE p2p a2a: must be one, or one for each of --num-layers 4
 CP 2 TYPE | 2 | TYPE: must be one, or one for each
-CP 4 TYPE a2a+p2p | 4 | TYPE a2a+p2p: needs SIZES with the product 4, such as 2 2
-CP 8 TYPE p2p a2a a2a+p2p p2p | 8 | TYPE a2a+p2p: needs SIZES with the product 8, such as 2 4
+CP 4 TYPE a2a+p2p | 4 | SIZES: must have the product of CP 4 for TYPE a2a+p2p, such as 2 2
+CP 8 TYPE p2p a2a a2a+p2p p2p | 8 | SIZES: must have the product of CP 8 | such as 2 4
 CP 4 SIZES 2 2 | 4 | SIZES 2 2: needs TYPE a2a+p2p
-CP 4 SIZES 2 4 TYPE a2a+p2p | 4 | SIZES 2 4: must have the product of CP 4, such as 2 2
+CP 4 SIZES 2 4 TYPE a2a+p2p | 4 | SIZES 2 4: must have the product of CP 4 | such as 2 2
 CP 4 SIZES 0 4 TYPE a2a+p2p | 4 | SIZES 0 4: each must be greater than 0
 CP 4 SIZES 2 TYPE a2a+p2p | 4 | SIZES 2: takes 2 values
 CP 3 TYPE a2a HEADS 8 | 3 | TYPE a2a: 8 query heads must divide by 3 ranks; use p2p or allgather
@@ -63,10 +63,10 @@ CP 6 HEADS 12 GROUPS 4 --hidden-size 96 TYPE a2a+p2p SIZES 6 1 | 6 | 4 key/value
 CP 4 --attention-dropout 0.1 | 4 | --attention-dropout 0.1: there is none with CP 4; set --attention-dropout 0
 CP 2 --reset-attention-mask MICRO 2 | 2 | MICRO 2: must be 1 for documents (--reset-attention-mask) over CP 2
 LENGTHS MICRO 2 | 1 | MICRO 2: must be 1 with LENGTHS, which packs documents
-LENGTHS PP 2 | 2 | LENGTHS: not with PP 2, whose messages are all of one size; leave one out
+LENGTHS PP 2 | 2 | LENGTHS: not with PP greater than 1, whose messages are all of one size
 CP 2 DYNAMIC | 2 | DYNAMIC: needs LENGTHS, documents of different lengths
 CP 6 DYNAMIC LENGTHS | 6 | DYNAMIC: has groups of 2, 4, 8 ... ranks; CP 6 must be such a number, 4 or 8
-CP 2 DYNAMIC LENGTHS PP 2 | 4 | LENGTHS: not with PP 2
+CP 2 DYNAMIC LENGTHS PP 2 | 4 | DYNAMIC, LENGTHS: not with PP greater than 1
 CP 2 DYNAMIC LENGTHS --data-parallel-sharding-strategy optim_grads | 2 | DYNAMIC: not with | use optim
 CP 2 DYNAMIC LENGTHS --trace-dir t | 2 | DYNAMIC: not with --trace-dir | use --profile
 CP 4 DYNAMIC LENGTHS TYPE a2a+p2p SIZES 2 2 | 4 | DYNAMIC: not with TYPE a2a+p2p; use p2p, a2a or allgather
@@ -80,9 +80,10 @@ CP 2 TP 8 --sp --seq-length 40 | 16 | --seq-length 40: must divide by CP 2 x TP 
 CP 2 TP 3 --sp HEADS 6 --hidden-size 96 --seq-length 90 | 6 | divide by 2 x CP 2 x TP 3 = 12; nearest 84
 TP 5 --sp HEADS 5 --hidden-size 100 | 5 | --seq-length 96: must divide by TP 5; nearest 95 or 100
 CP 2 TP 2 | 6 | TP 2 x CP 2: must divide the number of processes, 6; use --nproc 8 or a size of 1, 2, 3, 6
+CP 2 --train-samples 8 | 1 | CP 2: must divide the number of processes, 1; use --nproc 2 or a size of 1
 CP 4 | 2 | CP 4: must divide the number of processes, 2; use --nproc 4 or a size of 1, 2
-CP 2 TP 2 PP 2 --dp 3 | 8 | --data-parallel-size 3: 8 processes / tp 2 / cp 2 / pp 2 give 1; start 24
-CP 2 --dp 2 | 2 | --data-parallel-size 2: 2 processes / cp 2 give 1; start 4 processes
+CP 2 TP 2 PP 2 --dp 3 | 8 | --data-parallel-size 3: 8 processes / TP 2 / CP 2 / PP 2 give 1; start 24
+CP 2 --dp 2 | 2 | --data-parallel-size 2: 2 processes / CP 2 give 1; start 4 processes
 CP 2 --global-batch-size 6 | 8 | --global-batch-size 6: must divide by MICRO 1 x dp 4 = 4; nearest 4 or 8
 CP 2 --bf16 --fp8-format hybrid --seq-length 112 | 2 | 112 x MICRO 1 / cp 2 = 56: must | 96 or 128
 CP 2 TP 2 --sp --bf16 --fp8-format e4m3 --seq-length 96 | 4 | / cp 2 / tp 2 = 24: | --seq-length 64 or 128
@@ -102,12 +103,12 @@ def test_each_error_has_value_rule_and_fix(case):
 
 def test_all_errors_come_together():
     config = config_of(
-        "CP 3 TYPE ring a2a a2a a2a+p2p --attention-dropout 0.1 MICRO 2 --reset-attention-mask DYNAMIC "
+        "CP 3 TYPE a2a a2a a2a+p2p --attention-dropout 0.1 MICRO 2 --reset-attention-mask DYNAMIC "
         "MOST 16 --seq-length 100 PP 2 --data-parallel-sharding-strategy optim_grads"
     )
     found = [message.split(":")[0] for message in validate(config, 6)]
     wanted = (
-        "--seq-length 100 | TYPE ring | TYPE a2a+p2p | TYPE a2a | --attention-dropout 0.1 | MICRO 2 | "
+        "--seq-length 100 | TYPE a2a a2a a2a+p2p | SIZES | TYPE a2a | --attention-dropout 0.1 | MICRO 2 | "
         "DYNAMIC | DYNAMIC | DYNAMIC | DYNAMIC | DYNAMIC | MOST 16"
     )
     assert sorted(found) == sorted(spelled(wanted).split(" | "))
@@ -168,8 +169,8 @@ def test_tokens_of_a_rank_follow_from_the_length():
 def test_documents_are_told_by_the_data():
     """Beside whole documents the flags for ends inside of samples do nothing, which is said."""
     flags = "--reset-position-ids --reset-attention-mask"
-    assert remarks(config_of(flags)) == [] == remarks(config_of("LENGTHS"))
-    (note,) = remarks(config_of(f"LENGTHS {flags}"))
+    assert run_notes(config_of(flags)) == [] == run_notes(config_of("LENGTHS"))
+    (note,) = run_notes(config_of(f"LENGTHS {flags}"))
     assert "--variable-seq-lengths" in note and "not at end-of-document tokens" in note
 
 
@@ -183,8 +184,8 @@ def test_samples_count_replicas():
 
 def test_a_run_goes_on_with_another_cp_and_is_named_by_its_own():
     one, two = (resolve(config_of(f"--global-batch-size 4 {flags}"), 4) for flags in ("", "CP 2 TYPE a2a"))
-    assert must_match(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
-    (message,) = must_match(one, resolve(config_of("--global-batch-size 4 LENGTHS"), 4))
+    assert resume_conflicts(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
+    (message,) = resume_conflicts(one, resolve(config_of("--global-batch-size 4 LENGTHS"), 4))
     assert message.startswith("--variable-seq-lengths True: the run in this folder has False")
 
 

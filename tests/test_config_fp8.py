@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, must_match, remarks, resolve, validate
+from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
 from nanomegatron.config.cli import from_toml, help_text, parse, to_toml
 from nanomegatron.config.settings import Config, PrecisionConfig
 
@@ -54,14 +54,14 @@ def test_defaults_are_those_of_its_code():
 WRONG = """
 --fp8-format e5m2 --bf16 | 1 | --fp8-format e5m2: must be one of e4m3, hybrid
 --fp8-format | 1 | --fp8-format: takes one value
---fp8-format e4m3 | 1 | --fp8-format e4m3: needs --bf16, the type of all that is not FP8
---fp8-format hybrid --fp16 | 1 | --fp8-format hybrid: needs --bf16 instead of --fp16
---bf16 --fp8-recipe tensorwise | 1 | --fp8-recipe: needs --fp8-format
---bf16 --fp8-margin 1 --no-fp8-wgrad | 1 | --fp8-margin, --no-fp8-wgrad: need --fp8-format
---bf16 --fp8-amax-history-len 9 --fp8-amax-compute-algo max | 1 | -len, --fp8-amax-compute-algo: need --fp8
+--fp8-format e4m3 | 1 | --fp8-format e4m3: needs --bf16, the type of all else
+--fp8-format hybrid --fp16 | 1 | --fp8-format hybrid: needs --bf16, the type of all else
+--bf16 --fp8-recipe tensorwise | 1 | --fp8-recipe tensorwise: needs --fp8-format
+--bf16 --fp8-margin 1 --no-fp8-wgrad | 1 | --fp8-margin 1, --no-fp8-wgrad: need --fp8-format
+--bf16 --fp8-amax-history-len 9 --fp8-amax-compute-algo max | 1 | -len 9, --fp8-amax-compute-algo max: need
 --fp8-param-gather --use-distributed-optimizer | 1 | --fp8-param-gather: needs --fp8-format
 --first-last-layers-bf16 | 1 | --first-last-layers-bf16: needs --fp8-format
---log-fp8-stats 5 | 1 | --log-fp8-stats: needs --fp8-format
+--log-fp8-stats 5 | 1 | --log-fp8-stats 5: needs --fp8-format
 --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 | 1 | --fp8-recipe mxfp8: | Blackwell GPU; use blockwise
 --bf16 --fp8-format e4m3 --fp8-recipe custom | 1 | --fp8-recipe custom: there are no recipes from outside
 --bf16 --fp8-format e4m3 --fp8-recipe delay | 1 | --fp8-recipe delay: must be one of | mean delayed?
@@ -71,17 +71,17 @@ WRONG = """
 # the same behind GOOD --bf16 --fp8-format hybrid
 WRONG_FP8 = """
 --fp8-amax-compute-algo mean | 1 | --fp8-amax-compute-algo mean: must be one of max, most_recent
---fp8-amax-history-len 0 | 1 | --fp8-amax-history-len 0: must be 1 to 1024
---fp8-amax-history-len 1025 | 1 | --fp8-amax-history-len 1025: must be 1 to 1024
---fp8-amax-history-len 16 --fp8-recipe rowwise | 1 | -len 16: is for --fp8-recipe delayed, not rowwise
---fp8-amax-compute-algo max --fp8-recipe tensorwise | 1 | max: is for --fp8-recipe delayed, not tensorwise
+--fp8-amax-history-len 0 | 1 | --fp8-amax-history-len 0: must be greater than 0 and
+--fp8-amax-history-len 1025 | 1 | --fp8-amax-history-len 1025: must be | at most 1024
+--fp8-amax-history-len 16 --fp8-recipe rowwise | 1 | -len 16: needs --fp8-recipe delayed
+--fp8-amax-compute-algo max --fp8-recipe tensorwise | 1 | max: needs --fp8-recipe delayed
 --fp8-margin -1 | 1 | --fp8-margin -1: must be at least 0
 --log-fp8-stats -1 | 1 | --log-fp8-stats -1: must be at least 0
 --fp8-param-gather | 2 | --fp8-param-gather: needs --use-distributed-optimizer
---use-distributed-optimizer --fp8-param-gather --fp8-recipe rowwise | 1 | not with --fp8-recipe rowwise: | row
---use-distributed-optimizer --fp8-param-gather --fp8-recipe blockwise {LARGE} | 1 | blocks, | delayed or
+--use-distributed-optimizer --fp8-param-gather --fp8-recipe rowwise | 1 | not with --fp8-recipe | rows
+--use-distributed-optimizer --fp8-param-gather --fp8-recipe blockwise {LARGE} | 1 | blocks shards | delayed or
 --tp 2 --sp --tp-comm-overlap | 2 | --tp-comm-overlap: not with --fp8-format, | leave one
---first-last-layers-bf16 | 1 | --first-last-layers-bf16: not with --fp8-recipe delayed; use tensorwise
+--first-last-layers-bf16 | 1 | --first-last-layers-bf16: needs --fp8-recipe tensorwise or rowwise or
 --num-layers-at-start-in-bf16 2 | 1 | --num-layers-at-start-in-bf16 2: needs --first-last-layers-bf16
 --num-layers-at-end-in-bf16 0 | 1 | --num-layers-at-end-in-bf16 0: needs --first-last-layers-bf16
 --first-last-layers-bf16 --num-layers-at-end-in-bf16 -1 --fp8-recipe rowwise | 1 | -1: must be at least 0
@@ -208,9 +208,9 @@ def test_the_flags_of_megatrons_example():
 
 def test_what_multiplies_experts_is_said():
     """Those of rows alone are in FP8."""
-    (note,) = remarks(config_of(f"{FP8} {EXPERTS}"))
+    (note,) = run_notes(config_of(f"{FP8} {EXPERTS}"))
     assert note.startswith("--fp8-recipe delayed: experts multiply in bf16, the rest in FP8")
-    assert remarks(config_of(f"{FP8} {EXPERTS} --fp8-recipe rowwise")) == remarks(config_of(FP8)) == []
+    assert run_notes(config_of(f"{FP8} {EXPERTS} --fp8-recipe rowwise")) == run_notes(config_of(FP8)) == []
 
 
 def test_layers_in_fp8():
@@ -261,6 +261,6 @@ def test_the_nearest_values_fit():
 
 def test_a_run_goes_on_with_fp8_and_is_named_by_its_own():
     one, two = (resolve(config_of(flags), 1) for flags in (f"{GOOD} --bf16", FP8))
-    assert must_match(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
+    assert resume_conflicts(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
     logged = resolve(config_of(f"{FP8} --log-fp8-stats 5"), 1)
     assert default_run_name(two, None) == default_run_name(logged, None)

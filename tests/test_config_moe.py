@@ -4,11 +4,10 @@ import re
 
 import pytest
 
-from nanomegatron.config import check_moe as config_check_moe
-from nanomegatron.config.check import must_match, resolve, validate
+from nanomegatron.config.check import resolve, resume_conflicts, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
-from nanomegatron.config.model import TransformerConfig
-from nanomegatron.config.settings import Config
+from nanomegatron.config.model import MAX_EXPERTS
+from nanomegatron.config.settings import Config, TransformerConfig
 from nanomegatron.ops import permute as ops_moe
 
 PLAIN = (
@@ -49,57 +48,57 @@ def config_of(flags: str) -> Config:
 
 # flags behind PLAIN | processes | what the message must hold: the flag, the value, the way out
 WRONG = """
-TOPK 4 | 1 | TOPK: needs E
-EP 2 | 2 | EP: needs E
-ETP 2 | 2 | ETP: needs E
-SHARED 64 CAPACITY 1.0 --no-moe-grouped-gemm | 1 | CAPACITY, --no-moe-grouped-gemm, SHARED: need E
-COEFF 0.1 | 1 | COEFF: needs E
+TOPK 4 | 1 | TOPK 4: needs E
+EP 2 | 2 | EP 2: needs E
+ETP 2 | 2 | ETP 2: needs E
+SHARED 64 CAPACITY 1.0 --no-moe-grouped-gemm | 1 | CAPACITY 1.0, --no-moe-grouped-gemm, SHARED 64: need E
+COEFF 0.1 | 1 | COEFF 0.1: needs E
 OVERLAP --moe-per-layer-logging | 1 | OVERLAP, --moe-per-layer-logging: need E
-RECOMPUTE mlp moe_act | 1 | --recompute-modules moe_act: needs E
-RECOMPUTE moe_layer E 4 | 1 | --recompute-modules moe_layer: must be of | moe, moe_act, shared_experts
+RECOMPUTE mlp moe_act | 1 | --recompute-modules mlp moe_act: needs E
+RECOMPUTE moe_layer E 4 | 1 | moe_layer: each must be one of | moe, moe_act, shared_experts
 E 0 | 1 | E 0: must be greater than 0
 E 4 --moe-ffn-hidden-size 0 | 1 | --moe-ffn-hidden-size 0: must be greater than 0
 E 4 TOPK 0 | 1 | TOPK 0: must be greater than 0
-E 4 TOPK 5 | 1 | TOPK 5: must not exceed E 4
+E 4 TOPK 5 | 1 | TOPK 5: must be greater than 0 and at most E 4
 E 4 TOPK 1 | 1 | TOPK 1: | give --moe-router-pre-softmax
-E 4 GROUPS 2 | 1 | GROUPS: needs BEST
-E 4 BEST 2 | 1 | BEST: needs GROUPS
+E 4 GROUPS 2 | 1 | GROUPS 2: needs BEST
+E 4 BEST 2 | 1 | BEST 2: needs GROUPS
 E 8 GROUPS 3 BEST 1 | 1 | E 8: must divide by GROUPS 3; nearest 6 or 9
-E 8 GROUPS 2 BEST 3 TOPK 4 | 1 | BEST 3: must not exceed GROUPS 2
-E 8 GROUPS 4 BEST 3 | 1 | BEST 3: must not exceed TOPK 2
+E 8 GROUPS 2 BEST 3 TOPK 4 | 1 | BEST 3: must be greater than 0 and at most GROUPS 2
+E 8 GROUPS 4 BEST 3 | 1 | BEST 3: must be at most TOPK 2
 E 8 GROUPS 4 BEST 1 TOPK 3 | 1 | BEST 1: has 2 experts of 8 in 4 groups; TOPK 3 needs 2 or more
 E 4 BIAS | 1 | BIAS: needs SCORES sigmoid
-E 4 SCORES sigmoid --moe-router-pre-softmax | 1 | --moe-router-pre-softmax: needs SCORES softmax
-E 4 --moe-router-bias-update-rate 1e-2 | 1 | --moe-router-bias-update-rate: needs BIAS
+E 4 SCORES sigmoid --moe-router-pre-softmax | 1 | --moe-router-pre-softmax: not with SCORES sigmoid
+E 4 --moe-router-bias-update-rate 1e-2 | 1 | --moe-router-bias-update-rate 0.01: needs BIAS
 E 4 --moe-router-bias-update-rate -1 | 1 | --moe-router-bias-update-rate -1.0: must be at least 0
-E 4 TYPE aux_los | 1 | TYPE aux_los: must be of aux_loss, | did you mean aux_loss?
-E 4 TYPE aux_loss seq_aux_loss | 1 | COEFF 0: must be one for each TYPE aux_loss seq_aux_loss
+E 4 TYPE aux_los | 1 | TYPE aux_los: each must be one of aux_loss, | did you mean aux_loss?
+E 4 TYPE aux_loss seq_aux_loss | 1 | COEFF 0.0: must be one for each TYPE aux_loss seq_aux_loss
 E 4 TYPE aux_loss COEFF 0.1 0.2 | 1 | COEFF 0.1 0.2: must be one for each TYPE aux_loss
 E 4 TYPE COEFF | 1 | COEFF: must be one for each TYPE, at least one
 E 4 COEFF -0.1 | 1 | COEFF -0.1: each must be at least 0
-E 4 COEFF nan | 1 | COEFF nan: each must be at least 0
+E 4 COEFF nan | 1 | COEFF nan: each must be a finite number
 E 4 COEFF a | 1 | COEFF a: each must be a number
 E 4 TYPE none COEFF 0.1 | 1 | COEFF 0.1: none has no loss; give 0, or aux_loss
 E 4 TYPE sinkhorn COEFF 0.1 | 1 | COEFF 0.1: sinkhorn has no loss
-E 4 TYPE sinkhorn CAPACITY 1.0 | 1 | TYPE sinkhorn: not with CAPACITY
-E 4 TYPE sinkhorn aux_loss COEFF 0 0 | 1 | TYPE sinkhorn: not with aux_loss
+E 4 TYPE sinkhorn CAPACITY 1.0 | 1 | CAPACITY 1.0: not with TYPE sinkhorn
+E 4 TYPE sinkhorn aux_loss COEFF 0 0 | 1 | TYPE sinkhorn aux_loss: sinkhorn is not with others
 E 4 --moe-z-loss-coeff -1 | 1 | --moe-z-loss-coeff -1.0: must be at least 0
 E 4 --moe-input-jitter-eps 1 | 1 | --moe-input-jitter-eps 1.0: must be at least 0 and less than 1
 E 4 --moe-router-dtype bf16 | 1 | --moe-router-dtype bf16: must be one of fp32, fp64
 E 4 CAPACITY 0 | 1 | CAPACITY 0.0: must be greater than 0
-E 4 --moe-token-drop-policy position | 1 | --moe-token-drop-policy: needs CAPACITY
+E 4 --moe-token-drop-policy position | 1 | --moe-token-drop-policy position: needs CAPACITY
 E 4 --moe-pad-expert-input-to-capacity | 1 | --moe-pad-expert-input-to-capacity: needs CAPACITY
 E 4 --moe-shared-expert-gate | 1 | --moe-shared-expert-gate: needs SHARED
 E 4 --moe-shared-expert-overlap SHARED 64 | 1 | --moe-shared-expert-overlap: needs DISPATCHER alltoall
 E 4 RECOMPUTE shared_experts | 1 | --recompute-modules shared_experts: needs SHARED
 E 4 OVERLAP | 1 | OVERLAP: needs DISPATCHER alltoall
-E 4 CAPACITY 1.0 --moe-pad-expert-input-to-capacity DISPATCHER alltoall OVERLAP | 1 | not with OVERLAP
+E 4 CAPACITY 1.0 --moe-pad-expert-input-to-capacity DISPATCHER alltoall OVERLAP | 1 | not with --moe-pad
 E 4 OVERLAP | 1 | OVERLAP: needs DISPATCHER alltoall
 E 4 DISPATCHER flex | 1 | DISPATCHER flex: there is no DeepEP; use alltoall
 E 4 FREQ 0 | 1 | FREQ 0: must be a number N, or a list of 4 ones and zeros
 E 4 FREQ [1,0] | 1 | FREQ [1,0]: must be a number N, or a list of 4
 E 4 FREQ [0]*4 | 1 | FREQ [0]*4: no layer has experts; leave out E
-E 1025 | 1 | E 1025: must be at most 1024
+E 1025 | 1 | E 1025: must be greater than 0 and at most 1024
 E 4 EP 3 | 3 | E 4: must divide by EP 3; nearest 3 or 6
 E 4 EP 4 | 2 | EP 4 x ETP 1 = 4: must divide 2 processes; use --nproc 4
 E 4 EP 2 ETP 2 --pp 2 | 6 | EP 2 x ETP 2 = 4: must divide 6 processes / pp 2 = 3; use --nproc 8
@@ -193,11 +192,11 @@ def test_a_run_goes_on_with_other_ranks_and_kernels_alone():
     other = resolve(
         config_of("E 8 EP 4 DISPATCHER alltoall --no-moe-grouped-gemm --moe-per-layer-logging"), 4
     )
-    assert must_match(one, other) == []
-    assert must_match(one, resolve(config_of("E 8 EP 2 TOPK 4"), 4)) == [
+    assert resume_conflicts(one, other) == []
+    assert resume_conflicts(one, resolve(config_of("E 8 EP 2 TOPK 4"), 4)) == [
         "--moe-router-topk 4: the run in this folder has 2"
     ]
 
 
 def test_the_limit_is_the_kernels():
-    assert config_check_moe.MAX_EXPERTS == ops_moe.MAX_EXPERTS
+    assert MAX_EXPERTS == ops_moe.MAX_EXPERTS

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, must_match, resolve, validate
+from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.settings import Config, ParallelConfig
 
@@ -38,17 +38,17 @@ def config_of(flags: str) -> Config:
 
 # flags behind GOOD | processes | what the message must hold: the flag, the value, the way out
 WRONG = """
-VPP 2 | 2 | VPP: needs PP greater than 1
-SIZE 2 SCHEDULE zb-h1 | 1 | SIZE, SCHEDULE: need PP greater than 1
-FIRST 2 LOSS | 2 | FIRST, LOSS: need PP
-SPLIT flops | 1 | SPLIT: needs PP greater than 1
+VPP 2 | 2 | VPP 2: needs PP greater than 1
+SIZE 2 SCHEDULE zb-h1 | 1 | SIZE 2, SCHEDULE zb-h1: need PP greater than 1
+FIRST 2 LOSS | 2 | FIRST 2, LOSS: need PP
+SPLIT flops | 1 | SPLIT flops: needs PP greater than 1
 PP 0 | 1 | PP 0: must be greater than 0
 PP 2 VPP 0 | 2 | VPP 0: must be greater than 0
-PP 2 SIZE 2 VPP 2 | 2 | SIZE, VPP: only one of the two
+PP 2 SIZE 2 VPP 2 | 2 | VPP 2: not with SIZE; give the number of pieces
 PP 2 SIZE 3 | 2 | --num-layers 8: must divide by PP 2 x SIZE 3; | nearest --num-layers 6 or 12
 PP 2 SIZE 2 EMBEDDING | 2 | --num-layers 8 + 1: must | nearest --num-layers 7 or 11
-PP 2 SIZE 2 FIRST 2 | 2 | SIZE 2: not with FIRST; give VPP instead
-PP 2 SIZE 2 SPLIT flops | 2 | SIZE 2: not with SPLIT; give VPP instead
+PP 2 SIZE 2 FIRST 2 | 2 | FIRST 2: not with SIZE; give the number of pieces
+PP 2 SIZE 2 SPLIT flops | 2 | SPLIT flops: not with SIZE; give the number of pieces
 PP 2 VPP 2 SCHEDULE 1f1b | 2 | SCHEDULE 1f1b: has 1 of | not 2; leave VPP out, or use interleaved
 PP 2 SIZE 2 SCHEDULE zb-h1 | 2 | SCHEDULE zb-h1: has 1 of | not 2
 PP 2 VPP 4 SCHEDULE zb-v | 2 | SCHEDULE zb-v: has 2 of | not 4
@@ -56,11 +56,11 @@ PP 2 SCHEDULE interleaved | 2 | SCHEDULE interleaved: needs VPP 2 or more
 PP 2 SCHEDULE zbv | 2 | SCHEDULE zbv: must be one of gpipe, 1f1b | did you mean zb-v?
 PP 2 GROUP 4 | 2 | GROUP 4: is for SCHEDULE interleaved, not 1f1b
 PP 4 VPP 2 GROUP 3 | 4 | GROUP 3: must be at least PP 4
-PP 4 GROUP 0 VPP 2 | 4 | GROUP 0: must be greater than 0
+PP 4 GROUP 0 VPP 2 | 4 | GROUP 0: must be at least PP 4
 PP 3 | 3 | --num-layers 8: must divide by 3 pipeline ranks; | or SPLIT flops
 PP 2 VPP 3 | 2 | --num-layers 8: must divide by 2 pipeline ranks x 3 pieces; nearest --num-layers 6 or 12
 PP 2 FIRST 0 | 2 | FIRST 0: must be greater than 0
-PP 2 FIRST 3 LAST 4 | 2 | --num-layers 8: FIRST 3 LAST 4 make 7; leave one of them out
+PP 2 FIRST 3 LAST 4 | 2 | --num-layers 8: FIRST 3 LAST 4 make 7; leave one out
 PP 4 SCHEDULE zb-v LAST 2 | 4 | LAST 2: the last stage is on rank 0, as the first; use FIRST
 PP 2 FIRST 4 LOSS | 2 | FIRST or LAST, --account-for-...-in-pipeline-split: only one
 PP 2 LAST 4 SPLIT flops | 2 | FIRST or LAST, SPLIT flops: only one
@@ -68,7 +68,7 @@ PP 2 SPLIT flops LOSS | 2 | , SPLIT flops: only one
 PP 16 SPLIT flops | 16 | --num-layers 8: leave nothing for pipeline rank 8 of 16; use PP 9 or less
 PP 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x PP 2: must divide the number of processes, 6; use --nproc 8
 PP 4 | 2 | PP 4: must divide the number of processes, 2; use --nproc 4 or a size of 1, 2
-PP 2 --tp 2 --dp 2 | 4 | --data-parallel-size 2: 4 processes / tp 2 / pp 2 give 1; start 8 processes
+PP 2 --tp 2 --dp 2 | 4 | -size 2: 4 processes / --tensor-model-parallel-size 2 / PP 2 give 1
 PP 2 --global-batch-size 6 | 8 | --global-batch-size 6: must divide by --micro-batch-size 1 x dp 4 = 4
 --pipeline-model-parallel-layout E|L | 1 | --pipeline-model-parallel-layout: | FIRST, LAST or SPLIT flops
 --delay-wgrad-compute | 1 | --delay-wgrad-compute: | SCHEDULE zb-h1 or zb-v puts weight gradients off
@@ -157,7 +157,7 @@ def test_a_run_goes_on_in_another_pipeline_and_is_named_by_its_own():
     one, two = (
         resolve(config_of(f"--global-batch-size 4 {flags}"), 4) for flags in ("", "PP 4 SCHEDULE zb-v")
     )
-    assert must_match(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
+    assert resume_conflicts(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
     looked_at = config_of(
         "--trace-dir x --profile --profile-step-end 20 --profile-ranks 1 --trace-iterations 5"
     )

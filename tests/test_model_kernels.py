@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.config.check import must_match
+from nanomegatron.config.check import resume_conflicts
 from nanomegatron.config.cli import parse
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.model import GPTModel
@@ -58,7 +58,7 @@ def test_a_switch_is_a_flag_and_may_change_when_a_run_goes_on(switch):
     usual, other = (parse([*flags, *more]) for more in ([], [f"--no-{switch.replace('_', '-')}"]))
     assert not other.errors and other.notes == usual.notes
     assert other.config.model == replace(usual.config.model, **{switch: False})
-    assert must_match(usual.config, other.config) == []
+    assert resume_conflicts(usual.config, other.config) == []
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])

@@ -14,7 +14,7 @@ MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_ARGUMENTS, MAX_LINE = 400, 60, 35, 8, 
 BUDGETS = {
     "": 8000,
     "checkpoint": 1235,
-    "config": 2750,
+    "config": 2200,
     "data": 2250,
     "fast": 2100,
     "faults": 330,

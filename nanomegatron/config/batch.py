@@ -5,9 +5,8 @@
     --step-batch-size-schedule "0:4 2K:16" --seq-length 32      4 until 2000 tokens are consumed, then 16
 
 A small batch learns more from a sample while the loss still falls fast (arXiv 1812.06162). Both rules are
-Megatron's: the ramp's up to 0.16, the steps' since 0.19. They ask how many samples are consumed and nothing
-else, so one table, `samples_before`, tells all: an iteration's batch size is the difference of two entries,
-and a run goes on from a checkpoint on any number of replicas.
+Megatron's: the ramp's up to 0.16, the steps' since 0.19. They depend on the samples consumed alone: a batch
+size is the difference of two entries of `samples_before`, and a run resumes on any number of replicas.
 """
 
 import bisect
@@ -30,9 +29,7 @@ def stages(data: DataConfig, dp_size: int) -> list[tuple[int, int]]:
     if not data.rampup_batch_size:
         return [(0, last)]
     if len(data.rampup_batch_size) != 3 or min(data.rampup_batch_size) < 1:
-        raise ValueError(
-            "must be three numbers, first batch size, increment and samples, such as 16 8 300000"
-        )
+        raise ValueError("must be three numbers: batch size, increment and samples, such as 16 8 300000")
     first, increment, samples = data.rampup_batch_size
     if first >= last or (last - first) % increment:
         raise ValueError(f"must reach --global-batch-size {last} from {first} in steps of {increment}")

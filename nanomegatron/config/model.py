@@ -7,50 +7,25 @@ N                   all but every N-th                    every N-th, from the f
 """
 
 import ast
-import dataclasses
 import functools
-import typing
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from nanomegatron.config.keywords import TRANSFORMER_CONFIG, answer
+from nanomegatron.config.keywords import with_megatron_keywords
+from nanomegatron.config.rules import common, setting
 
-BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is known of a setting beside its type and default."""
-
-    help: str
-    aliases: tuple[str, ...] = ()  # short names of the flag
-    choices: tuple = ()
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # Megatron's other values, with a fix
-    nargs: str = ""
-    fast_path: bool = False  # it asks for a fast path, which --no-fast-paths forbids
-
-
-def setting(default: Any, text: str, *aliases: str, **rules: Any) -> Any:
-    """A dataclass field with its one-line help, short flag aliases and other `Rules`."""
-    return dataclasses.field(default=default, metadata=vars(Rules(text, aliases, **rules)))
-
-
-def with_megatron_keywords(cls: type) -> type:
-    """A dataclass whose constructor takes, or answers, Megatron's keywords too."""
-    own, fields = cls.__init__, dataclasses.fields(cls)
-    names, lists = [f.name for f in fields], [f.name for f in fields if typing.get_origin(f.type) is tuple]
-
-    @functools.wraps(own)
-    def init(self: Any, *values: Any, **keywords: Any) -> None:
-        strange = {name: keywords.pop(name) for name in list(keywords) if name not in names}
-        answer(cls.__name__, TRANSFORMER_CONFIG, names, strange)
-        for name in keywords.keys() & lists:  # Megatron's are lists, or one value
-            value = keywords[name]
-            keywords[name] = tuple(value) if isinstance(value, list | tuple) else (value,)
-        own(self, *values, **keywords)
-
-    cls.__init__ = init
-    return cls
+MAX_EXPERTS = 1024  # as ops/permute.py has it
+MOE, SHARED = "--num-experts", "--moe-shared-expert-intermediate-size"
+CAPACITY, ALL_TO_ALL = "--moe-expert-capacity-factor", "--moe-token-dispatcher-type alltoall"
+SINKHORN, SIGMOID = "--moe-router-load-balancing-type sinkhorn", "--moe-router-score-function sigmoid"
+GROUPS, GROUP_TOPK = "--moe-router-num-groups", "--moe-router-group-topk"
+BIAS, ROPE = "--moe-router-enable-expert-bias", "--position-embedding-type rope"
+FLEX = {"flex": "there is no DeepEP; use alltoall"}
+RECOMPUTED = {"selective": "--recompute-modules", "full": ("--recompute-method", "--recompute-num-layers")}
+moe = functools.partial(setting, part_of=MOE)
+recompute = functools.partial(setting, part_of="--recompute-granularity full", resumable=True)
+fusion = functools.partial(setting, True, resumable=True)
 
 
 @with_megatron_keywords
@@ -58,150 +33,111 @@ def with_megatron_keywords(cls: type) -> type:
 class TransformerConfig:
     """The shape of the model. Families (GPT, Llama, Mixtral, Qwen) differ by these values alone."""
 
-    num_layers: int | None = setting(None, "number of transformer layers")
-    hidden_size: int | None = setting(None, "width of the residual stream")
-    num_attention_heads: int | None = setting(None, "number of query heads")
-    ffn_hidden_size: int | None = setting(None, "inner width of the MLP; 4h, with --swiglu int(8h/3/64)*64")
+    num_layers: int | None = common(None, "number of transformer layers", required=True)
+    hidden_size: int | None = common(None, "width of the residual stream", required=True)
+    num_attention_heads: int | None = common(None, "number of query heads", required=True)
+    ffn_hidden_size: int | None = common(None, "inner width of the MLP; 4h, with --swiglu int(8h/3/64)*64")
     kv_channels: int | None = setting(None, "width of one attention head; hidden size / heads")
-    num_query_groups: int = setting(0, "number of key/value heads; 0 means one per query head (MHA)")
-    max_position_embeddings: int | None = setting(None, "longest sequence the model can see; --seq-length")
-    position_embedding_type: str = setting(
-        "learned_absolute",
-        "how positions enter the model",
-        choices=("learned_absolute", "rope", "yarn", "none"),
+    num_query_groups: int = common(0, "number of key/value heads; 0 means one per query head (MHA)")
+    max_position_embeddings: int | None = setting(None, "context size; --seq-length", at_least="--seq-length")
+    position_embedding_type: str = common(
+        "learned_absolute", "position embedding", choices="learned_absolute rope yarn none"
     )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
-    rotary_percent: float = setting(1.0, "share of each head's features that is rotated, the first ones")
+    rotary_percent: float = setting(1.0, "fraction of each head's features to rotate", at_most=1)
     rotary_interleaved: bool = setting(False, "rotate neighbouring features instead of the two halves")
-    rotary_seq_len_interpolation_factor: float = setting(
-        1.0, "positions are divided by this, for contexts so many times as long (position interpolation)"
-    )
-    use_rope_scaling: bool = setting(False, "stretch the slow frequencies for long contexts (Llama 3.1)")
-    rope_scaling_factor: float = setting(8.0, "how far --use-rope-scaling stretches")
-    rotary_scaling_factor: float = setting(1.0, "how far yarn stretches the original context")
-    yarn_original_max_position_embeddings: int = setting(4096, "context before yarn stretched it")
-    yarn_beta_fast: float = setting(32.0, "yarn leaves frequencies alone that turn so often in that context")
-    yarn_beta_slow: float = setting(1.0, "yarn stretches those in full that turn no more often than this")
-    yarn_correction_range_round_to_int: bool = setting(True, "round the bounds between the two")
-    mscale: float = setting(1.0, "yarn: weight of log(factor) in the size of cos and sin")
-    mscale_all_dim: float = setting(0.0, "yarn: the same in their divisor")
-    normalization: str = setting("LayerNorm", "kind of normalization", choices=("LayerNorm", "RMSNorm"))
+    rotary_seq_len_interpolation_factor: float = setting(1.0, "position interpolation factor", needs=ROPE)
+    use_rope_scaling: bool = setting(False, "scale low frequencies for long contexts (Llama 3.1)", needs=ROPE)
+    rope_scaling_factor: float = setting(8.0, "context extension factor of --use-rope-scaling")
+    rotary_scaling_factor: float = setting(1.0, "yarn: context extension factor")
+    yarn_original_max_position_embeddings: int = setting(4096, "yarn: context before the extension")
+    yarn_beta_fast: float = setting(32.0, "yarn: keep frequencies of more turns", above="--yarn-beta-slow")
+    yarn_beta_slow: float = setting(1.0, "yarn: interpolate fully frequencies of fewer turns in that context")
+    yarn_correction_range_round_to_int: bool = setting(True, "yarn: round the bounds between the two")
+    mscale: float = setting(1.0, "yarn: weight of log(factor) in the size of cos and sin", above=-math.inf)
+    mscale_all_dim: float = setting(0.0, "yarn: the same in their divisor", above=-math.inf)
+    normalization: str = common("LayerNorm", "kind of normalization", choices="LayerNorm RMSNorm")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
     qk_layernorm: bool = setting(False, "normalize each query and key head (Qwen3)")
-    apply_layernorm_1p: bool = setting(False, "norm weights are kept as their difference from 1")
-    swiglu: bool = setting(False, "gated MLP with SiLU, as in Llama; GELU without")
+    apply_layernorm_1p: bool = setting(False, "store norm weights as their difference from 1")
+    swiglu: bool = common(False, "gated MLP with SiLU, as in Llama; GELU without", excludes="--squared-relu")
     squared_relu: bool = setting(False, "squared ReLU in the MLP instead of GELU")
-    disable_bias_linear: bool = setting(False, "no bias in the linear layers")
+    disable_bias_linear: bool = common(False, "no bias in the linear layers")
     add_qkv_bias: bool = setting(False, "bias in the QKV projection even with --disable-bias-linear")
-    untie_embeddings_and_output_weights: bool = setting(False, "give the output layer its own weight")
-    hidden_dropout: float = setting(0.0, "dropout on the residual branches and the embedding")
-    attention_dropout: float = setting(0.0, "dropout on the attention probabilities")
-    init_method_std: float = setting(0.02, "standard deviation of the initial weights")
-    window_size: tuple[int, ...] = setting(
-        (), "keys a query sees before itself, and behind: 4095,0; all without, -1 for all", nargs="*"
-    )
+    untie_embeddings_and_output_weights: bool = common(False, "give the output layer its own weight")
+    hidden_dropout: float = setting(0.0, "dropout on the residual branches and the embedding", below=1)
+    attention_dropout: float = setting(0.0, "dropout on the attention probabilities", below=1)
+    init_method_std: float = setting(0.02, "standard deviation of the initial weights", at_least=0)
+    window_size: tuple[int, ...] = setting((), "keys before a query (-1: all), and 0", count=2, at_least=-1)
     window_attn_skip_freq: str | None = setting(
-        None, "every N-th layer sees all keys; or a list, 1 for a window: ([1]*5+[0])*4"
+        None, "every N-th layer sees all keys; or a list, 1 for a window", needs="--window-size"
     )
-    num_experts: int | None = setting(None, "experts of a layer, of which a token takes few; none without")
-    moe_ffn_hidden_size: int | None = setting(None, "inner width of an expert; --ffn-hidden-size")
-    moe_layer_freq: str = setting(
-        "1", "every N-th layer has experts; or a list, 1 for those that have: [0]*1+[1]*23"
-    )
-    moe_router_topk: int = setting(2, "experts that a token takes")
-    moe_router_score_function: str = setting(
-        "softmax", "scores of the experts from the router's logits", choices=("softmax", "sigmoid")
-    )
-    moe_router_pre_softmax: bool = setting(
-        False, "softmax over all experts before the choice; over the chosen without"
-    )
-    moe_router_topk_scaling_factor: float | None = setting(
-        None, "the weights of the chosen experts are multiplied by this"
-    )
-    moe_router_num_groups: int | None = setting(
-        None, "groups of experts, for a choice limited to the best --moe-router-group-topk"
-    )
-    moe_router_group_topk: int | None = setting(None, "groups that a token's experts come from")
-    moe_router_load_balancing_type: tuple[str, ...] = setting(
+    num_experts: int | None = setting(None, "experts of a layer; none without", at_most=MAX_EXPERTS)
+    moe_ffn_hidden_size: int | None = moe(None, "inner width of an expert; --ffn-hidden-size")
+    moe_layer_freq: str = moe("1", "every N-th layer has experts; or a list, 1 for experts: [0]*1+[1]*23")
+    moe_router_topk: int = moe(2, "experts per token", at_most=MOE)
+    moe_router_score_function: str = moe("softmax", "router scores", choices="softmax sigmoid")
+    moe_router_pre_softmax: bool = moe(False, "softmax before the top-k, not after", excludes=SIGMOID)
+    moe_router_topk_scaling_factor: float | None = moe(None, "multiply the chosen experts' weights by this")
+    moe_router_num_groups: int | None = moe(None, "groups of experts", needs=GROUP_TOPK, excludes=SINKHORN)
+    moe_router_group_topk: int | None = moe(None, "groups of a token's experts", at_most=GROUPS, needs=GROUPS)
+    moe_router_load_balancing_type: tuple[str, ...] = moe(
         ("aux_loss",),
-        f"what evens the experts' load, one way or more: {', '.join(BALANCING)}; "
-        "aux_loss and sinkhorn depend on the micro batch, global_aux_loss on dp, too",
-        nargs="*",
+        "one way or more; aux_loss and sinkhorn depend on the micro batch, global_aux_loss on dp, too",
+        choices="aux_loss seq_aux_loss global_aux_loss sinkhorn none",
+        excludes={"seq_aux_loss": "--variable-seq-lengths, which packs samples; give aux_loss"},
     )
-    moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,), "weight of the loss that evens the load, one for each way", nargs="*"
+    moe_aux_loss_coeff: tuple[float, ...] = moe((0.0,), "weight of the auxiliary loss, one a way", at_least=0)
+    moe_z_loss_coeff: float | None = moe(None, "weight of the router's z-loss", at_least=0)
+    moe_router_enable_expert_bias: bool = moe(
+        False, "balance by a bias on the choice alone, without a loss", needs=SIGMOID, excludes=SINKHORN
     )
-    moe_z_loss_coeff: float | None = setting(None, "weight of the loss that keeps the router's logits small")
-    moe_router_enable_expert_bias: bool = setting(
-        False, "a bias for the choice alone evens the load, without a loss; with sigmoid scores"
+    moe_router_bias_update_rate: float = moe(1e-3, "step size of that bias", at_least=0, needs=BIAS)
+    moe_router_dtype: str | None = moe(None, "router matmul; the rest is fp32 anyway", choices="fp32 fp64")
+    moe_input_jitter_eps: float | None = moe(None, "scale router inputs by 1 +- eps", at_least=0, below=1)
+    moe_router_force_load_balancing: bool = moe(False, "random experts, to measure speed at an even load")
+    moe_token_dispatcher_type: str = moe(
+        "allgather", "exchange of tokens", choices="allgather alltoall", refused=FLEX, resumable=True
     )
-    moe_router_bias_update_rate: float = setting(1e-3, "how far that bias moves in a step")
-    moe_router_dtype: str | None = setting(
-        None, "type of the router's matmul; what follows it is in fp32 anyway", choices=("fp32", "fp64")
+    moe_expert_capacity_factor: float | None = moe(
+        None, "tokens an expert takes, in even shares; others are dropped", excludes=SINKHORN
     )
-    moe_input_jitter_eps: float | None = setting(None, "multiply the router's input by 1 - eps to 1 + eps")
-    moe_router_force_load_balancing: bool = setting(
-        False, "random experts for every token, to measure speed at an even load"
+    moe_token_drop_policy: str = moe("probs", "tokens to keep", choices="probs position", needs=CAPACITY)
+    moe_pad_expert_input_to_capacity: bool = moe(False, "pad to the capacity", needs=CAPACITY, resumable=True)
+    moe_permute_fusion: bool = moe(True, "permute and unpermute tokens in one kernel each", resumable=True)
+    moe_grouped_gemm: bool = moe(True, "one grouped matmul for a rank's experts; or a loop", resumable=True)
+    moe_shared_expert_intermediate_size: int | None = moe(
+        None, "inner width of all shared experts", excludes="--moe-use-upcycling; dense models have none"
     )
-    moe_token_dispatcher_type: str = setting(
-        "allgather",
-        "how tokens travel to experts of other ranks",
-        choices=("allgather", "alltoall"),
-        refused={"flex": "there is no DeepEP; use alltoall"},
-    )
-    moe_expert_capacity_factor: float | None = setting(
-        None, "an expert takes this times its even share of the tokens, and drops others; all without"
-    )
-    moe_token_drop_policy: str = setting(
-        "probs", "which it keeps: those of the largest weight, or the first", choices=("probs", "position")
-    )
-    moe_pad_expert_input_to_capacity: bool = setting(False, "every expert gets as many rows as it can take")
-    moe_permute_fusion: bool = setting(True, "order tokens by expert, and back, each in one kernel")
-    moe_grouped_gemm: bool = setting(True, "the matmuls of all experts of a rank in one call; or a loop")
-    moe_shared_expert_intermediate_size: int | None = setting(
-        None, "inner width of the experts that every token takes, all together; none without"
-    )
-    moe_shared_expert_gate: bool = setting(False, "each token weighs the shared experts by a sigmoid")
-    moe_shared_expert_overlap: bool = setting(
-        False,
-        "shared experts work while tokens travel; with --moe-token-dispatcher-type alltoall",
-        fast_path=True,
+    moe_shared_expert_gate: bool = moe(False, "sigmoid gate on the shared experts", needs=SHARED)
+    moe_shared_expert_overlap: bool = moe(
+        False, "run during the token exchange", needs=(SHARED, ALL_TO_ALL), fast_path=True, resumable=True
     )
     attention_backend: str = setting(
-        "auto", "core attention implementation", choices=("auto", "fused", "flash", "unfused")
+        "auto", "core attention kernel", choices="auto fused flash unfused", resumable=True
     )
-    masked_softmax_fusion: bool = setting(True, "unfused attention: scale, mask and softmax in one kernel")
-    rope_fusion: bool = setting(True, "rotate queries and keys in one kernel, where they lie")
-    bias_gelu_fusion: bool = setting(
-        True, "GELU in the tanh form of Megatron's fused kernel; exact GELU without it, or without biases"
-    )
-    bias_swiglu_fusion: bool = setting(True, "both halves of SwiGLU in one kernel")
-    persist_layer_norm: bool = setting(True, "norms, with the residual's sum before them, in one kernel")
-    sequence_parallel: bool = setting(False, "shard norms and dropout over the tp ranks", "sp")
+    masked_softmax_fusion: bool = fusion("unfused attention: scale, mask and softmax in one kernel")
+    rope_fusion: bool = fusion("rotate queries and keys in place, in one kernel")
+    bias_gelu_fusion: bool = setting(True, "tanh GELU, as Megatron's fused kernel; exact without it or bias")
+    bias_swiglu_fusion: bool = fusion("both halves of SwiGLU in one kernel")
+    persist_layer_norm: bool = fusion("norms, with the residual's sum before them, in one kernel")
+    sequence_parallel: bool = setting(False, "shard norms and dropout over tp ranks", "sp", resumable=True)
     cross_entropy_loss_fusion: bool = setting(
-        False,
-        "output projection and loss in chunks, forward and backward at once: no logits in memory",
-        fast_path=True,
+        False, "output layer and loss in chunks, no whole logits", fast_path=True, resumable=True
     )
     recompute_granularity: str | None = setting(
-        None,
-        "make activations again in the backward: of some modules or of layers",
-        choices=("selective", "full"),
+        None, "recompute modules or layers", choices="selective full", needs=RECOMPUTED, resumable=True
     )
-    recompute_modules: tuple[str, ...] = setting(
+    recompute_modules: tuple[str, ...] = recompute(
         ("core_attn",),
-        "for selective: core_attn, mlp, mlp_act (SwiGLU or GELU), layernorm, moe, moe_act, shared_experts",
-        nargs="*",
+        "modules of --recompute-granularity selective",
+        choices="core_attn mlp mlp_act layernorm moe moe_act shared_experts",
+        part_of="--recompute-granularity selective",
+        needs={"moe": MOE, "moe_act": MOE, "shared_experts": SHARED},
     )
-    recompute_method: str | None = setting(
-        None,
-        "for full: every N layers as one, or the first N layers each",
-        choices=("uniform", "block"),
-    )
-    recompute_num_layers: int | None = setting(None, "the N of --recompute-method")
-    distribute_saved_activations: bool = setting(
-        False, "for full: each tp rank keeps its share of what layers are made again from"
-    )
+    recompute_method: str | None = recompute(None, "N layers at a time, or first N", choices="uniform block")
+    recompute_num_layers: int | None = recompute(None, "the N of --recompute-method")
+    distribute_saved_activations: bool = recompute(False, "shard the inputs of those layers over tp")
 
     @property
     def num_kv_heads(self) -> int:
@@ -256,35 +192,32 @@ class TransformerConfig:
 
 
 def layer_pattern(text: str | None, num_layers: int, first: bool = False) -> list[int]:
-    """Megatron's way to say which layers have something: 1 or 0 for each.
+    """1 or 0 for each layer; `first`: a number N has the first of every N layers, not all but every N-th.
 
-    None: all; "N": all but every N-th, or with `first` the first of every N alone; else a list of Python
-    numbers joined by + and *: "([1]*5+[0])*4".
-    Raises ValueError for anything else, and for a list of another length.
+    Raises ValueError for what is no pattern, and for a list of another length.
     """
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(int(n)):
-                return n
-            case ast.List(items):
-                return [value(item) for item in items]
-            case ast.BinOp(left, ast.Add(), right):
-                return value(left) + value(right)
-            case ast.BinOp(left, ast.Mult(), right):
-                left, right = value(left), value(right)
-                if isinstance(right, int) and right <= num_layers:
-                    return left * right
-        raise ValueError
-
+    if text is None:
+        return [1] * num_layers
     try:
-        found = 1 if text is None else value(ast.parse(text, mode="eval").body)
-        if isinstance(found, int) and found > 0 and first:
-            return [int(i % found == 0) for i in range(num_layers)]
+        found = _value(ast.parse(text, mode="eval").body, num_layers)
         if isinstance(found, int) and found > 0:
-            return [1 if text is None else int((i + 1) % found != 0) for i in range(num_layers)]
+            return [int(i % found == 0 if first else (i + 1) % found != 0) for i in range(num_layers)]
         if len(found) == num_layers and set(found) <= {0, 1}:
             return found
     except (ValueError, SyntaxError, TypeError):
         pass
     raise ValueError(f"{text}: must be a number N, or a list of {num_layers} ones and zeros")
+
+
+def _value(node: ast.expr, limit: int) -> Any:
+    """A number, or a list of Python numbers joined by + and *, none repeated more often than `limit`."""
+    match node:
+        case ast.Constant(int(n)):
+            return n
+        case ast.List(items):
+            return [_value(item, limit) for item in items]
+        case ast.BinOp(left, ast.Add(), right):
+            return _value(left, limit) + _value(right, limit)
+        case ast.BinOp(left, ast.Mult(), ast.Constant(int(n))) if n <= limit:
+            return _value(left, limit) * n
+    raise ValueError

@@ -6,111 +6,131 @@ A field is a setting; its name with dashes is its flag, and its key in a TOML fi
     class OptimizerConfig:                      --weight-decay 0.1        (command line)
         weight_decay: float = ...               weight-decay = 0.1        (configs/*.toml)
 
-Names, spellings and meanings are Megatron-LM's; `config/cli.py` turns the fields into flags, reads TOML
-files and lists what Megatron has and we have not. `config/check.py` looks at a whole run at once and
-reports everything that is wrong with it. No torch in any of the three: a bad command line is answered
-before a second is spent.
+Names and meanings are Megatron-LM's. `config/rules.py` has what else a field declares, `config/cli.py` turns
+the fields into flags and reads TOML files, `config/check.py` reports everything that is wrong with a run at
+once. No torch in any of them: a bad command line is answered before a second is spent.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanomegatron.config.model import TransformerConfig, setting
+from nanomegatron.config.model import ALL_TO_ALL, TransformerConfig, moe
+from nanomegatron.config.rules import common, setting
 from nanomegatron.config.split import split_layers
 from nanomegatron.schedules import CHUNKS, NAMES, placement
 
 CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
+CP_NAMES = (*CP_TYPES, "all_gather")  # allgather, as Megatron's code spells it
 FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
 }
+BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
+TOKENIZERS = {  # kind -> what it needs
+    "ByteTokenizer": (),
+    "NullTokenizer": "--vocab-size",
+    "GPT2BPETokenizer": ("--vocab-file", "--merge-file"),
+    **dict.fromkeys(BY_MODEL.split(), "--tokenizer-model"),
+}
+# Conditions that several settings have, or that are long
+PP = "--pipeline-model-parallel-size greater than 1"
+ONE_SIZE = f"{PP}, whose messages are all of one size"
+NO_SHARD = "--data-parallel-sharding-strategy no_shard"
+SHARDED = "--use-distributed-optimizer or --data-parallel-sharding-strategy optim or optim_grads"
+PAD = "--moe-pad-expert-input-to-capacity, which would pad each half of the tokens to it"
+BF16, MAIN = "--bf16, the type of all else", "--bf16 or --fp16; fp32 weights are the main weights"
+SIZE = "--num-layers-per-virtual-pipeline-stage; give the number of pieces with --vpp instead"
+CUT = "--fp8-recipe rowwise or blockwise, whose rows or blocks shards cut; use delayed or tensorwise"
+DELAYED, CURRENT = "--fp8-recipe delayed", "--fp8-recipe tensorwise or rowwise or blockwise"
+ENDS_IN_BF16, EQUALLY_MANY = "--first-last-layers-bf16", "whose ranks need equally many microbatches"
+VARYING = dict.fromkeys(("linear", "cosine"), ("--start-weight-decay", "--end-weight-decay"))
+VARIES, OFFLOAD = "--weight-decay-incr-style linear or cosine", "--optimizer-cpu-offload"
+FP32_MOMENTS = f"{OFFLOAD}, which keeps moments in fp32"
+TOKENIZER, PRECISION_AWARE = "--tokenizer-type", "--use-precision-aware-optimizer"
+pipeline = functools.partial(setting, part_of=PP)
+context = functools.partial(setting, part_of="--context-parallel-size greater than 1")
+fp8 = functools.partial(setting, part_of="--fp8-format")
+moment = functools.partial(setting, choices="fp32 bf16", needs=PRECISION_AWARE, excludes=FP32_MOMENTS)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the processes are laid out. data parallel = world / (tp * cp * pp)."""
 
-    tensor_model_parallel_size: int = setting(1, "processes that share each layer", "tp")
-    pipeline_model_parallel_size: int = setting(1, "processes that share the layers, in turn", "pp")
-    num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None, "cut the layers of each pipeline rank into pieces of so many, which take turns"
+    tensor_model_parallel_size: int = common(1, "processes that share each layer", "tp")
+    pipeline_model_parallel_size: int = common(1, "processes that share the layers, in turn", "pp")
+    num_layers_per_virtual_pipeline_stage: int | None = pipeline(None, "layers per piece of a pipeline rank")
+    num_virtual_stages_per_pipeline_rank: int | None = common(None, "pieces per rank", "vpp", excludes=SIZE)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = pipeline(
+        None,
+        "microbatches of a piece before the next piece's turn",
+        at_least="--pipeline-model-parallel-size",
     )
-    num_virtual_stages_per_pipeline_rank: int | None = setting(None, "the same by their number", "vpp")
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
-        None, "microbatches a piece takes before it is the next one's turn; --pp"
+    pipeline_schedule: str | None = pipeline(
+        None, "order of work on a pipeline rank; 1f1b, with --vpp interleaved", choices=NAMES, most_used=True
     )
-    pipeline_schedule: str | None = setting(
-        None, "what each pipeline rank does when; 1f1b, with --vpp interleaved", choices=NAMES
-    )
-    pipeline_split: str = setting(
+    pipeline_split: str = pipeline(
         "even",
-        "as many layers for each pipeline rank, or as much work, where the output layer counts",
-        choices=("even", "flops"),
+        "balance layers, or cost with that of the output layer",
+        choices="even flops",
+        excludes=SIZE,
     )
-    decoder_first_pipeline_num_layers: int | None = setting(
-        None, "layers of the first pipeline rank; the others share what is left"
+    decoder_first_pipeline_num_layers: int | None = pipeline(None, "layers of the first rank", excludes=SIZE)
+    decoder_last_pipeline_num_layers: int | None = pipeline(None, "layers of the last rank", excludes=SIZE)
+    account_for_embedding_in_pipeline_split: bool = pipeline(False, "count the embedding as a layer")
+    account_for_loss_in_pipeline_split: bool = pipeline(False, "count output layer and loss as a layer")
+    context_parallel_size: int = common(1, "processes that share each sequence", "cp")
+    cp_comm_type: tuple[str, ...] = context(("p2p",), "one way, or one per layer", choices=CP_NAMES)
+    hierarchical_context_parallel_sizes: tuple[int, ...] = context(
+        (), "size of a2a groups, number in the p2p ring", count=2, needs="--cp-comm-type a2a+p2p"
     )
-    decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last pipeline rank")
-    account_for_embedding_in_pipeline_split: bool = setting(
-        False, "the embedding counts as a layer when they are shared out"
-    )
-    account_for_loss_in_pipeline_split: bool = setting(
-        False, "the output layer and the loss count as a layer when they are shared out"
-    )
-    context_parallel_size: int = setting(1, "processes that share each sequence", "cp")
-    cp_comm_type: tuple[str, ...] = setting(
-        ("p2p",), "how their queries meet all keys, one way or one a layer: " + ", ".join(CP_TYPES), nargs="*"
-    )
-    hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
-        (), "for a2a+p2p: how many next to each other by a2a, how many such groups by p2p", nargs="2"
-    )
-    dynamic_context_parallel: bool = setting(
-        False, "long documents on all cp ranks, short ones on few; with --variable-seq-lengths"
-    )
-    max_seqlen_per_dp_cp_rank: int | None = setting(
-        None, "for --dynamic-context-parallel: tokens that a rank takes at a time; --seq-length / cp"
-    )
-    expert_model_parallel_size: int = setting(1, "processes that share the experts", "ep")
-    expert_tensor_parallel_size: int | None = setting(
-        None, "processes that share each expert; as --tp", "etp"
-    )
-    overlap_moe_expert_parallel_comm: bool = setting(
+    dynamic_context_parallel: bool = context(
         False,
-        "tokens of one half of a microbatch travel while experts work on the other; with alltoall",
+        "long documents on all cp ranks, short ones on few",
+        needs="--variable-seq-lengths, documents of different lengths",
+        excludes=(
+            f"--data-parallel-sharding-strategy optim_grads, {EQUALLY_MANY}; use optim",
+            f"--num-experts, {EQUALLY_MANY}",
+            "--trace-dir, where all ranks do the same ops; use --profile",
+            "--cp-comm-type a2a+p2p; use p2p, a2a or allgather",
+            ONE_SIZE,
+        ),
+    )
+    max_seqlen_per_dp_cp_rank: int | None = context(
+        None, "tokens per cp rank and microbatch; --seq-length / cp", needs="--dynamic-context-parallel"
+    )
+    expert_model_parallel_size: int = moe(1, "processes that share the experts", "ep")
+    expert_tensor_parallel_size: int | None = setting(None, "processes that share each expert; --tp", "etp")
+    overlap_moe_expert_parallel_comm: bool = moe(
+        False,
+        "exchange half the tokens during the others' matmuls",
+        needs=ALL_TO_ALL,
+        excludes=PAD,
         fast_path=True,
     )
-    data_parallel_size: int | None = setting(None, "checked against the world size when given", "dp")
-    fast_paths: bool | None = setting(
-        None, "the fast paths that can run here, or only the core's plain forms; by default only GPUs do"
-    )
-    tp_comm_overlap: bool = setting(
-        False, "send pieces over tp while matmuls work on others; with --sp", fast_path=True
-    )
-    use_distributed_optimizer: bool = setting(
-        False, "cut optimizer states over the dp ranks; as --data-parallel-sharding-strategy optim"
-    )
+    data_parallel_size: int | None = common(None, "checked against the world size when given", "dp")
+    fast_paths: bool | None = setting(None, "fast paths, or plain forms; fast on GPUs only", names_run=False)
+    tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls; with --sp", fast_path=True)
+    use_distributed_optimizer: bool = setting(False, "shard optimizer states over dp", excludes=NO_SHARD)
     data_parallel_sharding_strategy: str | None = setting(
-        None,
-        "what is cut over the dp ranks: nothing, optimizer states, or gradients too",
-        choices=("no_shard", "optim", "optim_grads"),
+        None, "the same, or gradients too", choices="no_shard optim optim_grads"
     )
-    overlap_grad_reduce: bool = setting(False, "sum gradients over dp bucket by bucket during the backward")
-    overlap_param_gather: bool = setting(False, "gather parameters bucket by bucket during the forward")
-    ddp_bucket_size: int | None = setting(
-        None, "elements in a bucket; all in one, or max(40M, 1M x dp) where there is use for several"
-    )
+    overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
+    overlap_param_gather: bool = setting(False, "gather parameters by buckets in the forward", needs=SHARDED)
+    ddp_bucket_size: int | None = setting(None, "elements per bucket; all, or max(40M, 1M x dp) where useful")
     ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
-    grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16 instead of fp32")
+    grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16, not fp32", needs="--bf16")
     peer_memory: bool = setting(True, "GPUs of a machine copy into each other's memory; without: NCCL does")
-    distributed_backend: str | None = setting(None, "nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer stops the run")
+    distributed_backend: str | None = setting(None, "nccl on GPUs only", choices="nccl gloo", names_run=False)
+    distributed_timeout_minutes: float = setting(10.0, "longest wait for a collective", names_run=False)
 
     @property
     def sharding(self) -> str:
         """What is cut over the dp ranks."""
-        return self.data_parallel_sharding_strategy or (
-            "optim" if self.use_distributed_optimizer else "no_shard"
-        )
+        default = "optim" if self.use_distributed_optimizer else "no_shard"
+        return self.data_parallel_sharding_strategy or default
 
     @property
     def schedule(self) -> str:
@@ -134,14 +154,12 @@ class ParallelConfig:
         return self.model_parallel_size * self.context_parallel_size
 
     def cp_types(self, num_layers: int) -> list[str]:
-        """How each layer's attention communicates over cp, of CP_TYPES (all_gather is Megatron's code's)."""
+        """How each layer's attention communicates over cp; all_gather is Megatron code's allgather."""
         types = [name.replace("all_gather", "allgather") for name in self.cp_comm_type]
         return types * num_layers if len(types) == 1 else types
 
     def stage_layers(self, num_layers: int, head: float = 1.0) -> list[range]:
-        """The layers of every pipeline stage, of a resolved config.
-
-        head: for --pipeline-split flops what the output layer costs, in layers.
+        """The layers of every stage of a resolved config; head: what the output layer costs, in layers.
 
         Raises: ValueError with a fix for what does not divide.
         """
@@ -160,37 +178,34 @@ class ParallelConfig:
 class PrecisionConfig:
     """What is computed and kept in which type. fp32 unless said otherwise."""
 
-    bf16: bool = setting(False, "bfloat16 weights and activations, float32 main weights and gradients")
-    fp16: bool = setting(False, "float16 with dynamic loss scaling, float32 main weights and gradients")
-    loss_scale: float | None = setting(None, "fixed loss scale for --fp16; dynamic without")
+    bf16: bool = common(False, "bfloat16 weights and activations, fp32 main weights", excludes="--fp16")
+    fp16: bool = common(False, "float16 with dynamic loss scaling, fp32 main weights")
+    loss_scale: float | None = setting(None, "fixed loss scale; dynamic without", needs="--fp16")
     initial_loss_scale: float = setting(2.0**32, "where the dynamic loss scale starts")
     min_loss_scale: float = setting(1.0, "the dynamic loss scale never goes below")
     loss_scale_window: int = setting(1000, "good steps before the loss scale doubles")
     hysteresis: int = setting(2, "bad steps before the loss scale halves")
     deterministic_mode: bool = setting(False, "only deterministic kernels on the GPU (always so on the CPU)")
-    fp8_format: str | None = setting(
-        None,
-        "matmuls of the layers in FP8, with --bf16: all in E4M3, or gradients in E5M2",
-        choices=("e4m3", "hybrid"),
+    fp8_format: str | None = common(
+        None, "FP8 matmuls: all E4M3, or output gradients E5M2", choices="e4m3 hybrid", needs=BF16
     )
-    fp8_recipe: str = setting(
+    fp8_recipe: str = fp8(
         "delayed",
-        "FP8 scales: a tensor's of earlier steps, or of now, a row's, a block's of 128",
-        choices=("delayed", "tensorwise", "rowwise", "blockwise"),
+        "FP8 scales: per tensor from earlier steps, per tensor, per row, per block of 128",
+        choices="delayed tensorwise rowwise blockwise",
         refused=FP8_REFUSED,
+        most_used=True,
     )
-    fp8_margin: int = setting(0, "FP8 scales are 2^margin smaller than the largest value allows")
-    fp8_amax_history_len: int = setting(1, "delayed: steps whose largest values are kept")
-    fp8_amax_compute_algo: str = setting(
-        "most_recent", "delayed: the last step's counts, or the largest", choices=("max", "most_recent")
+    fp8_margin: int = fp8(0, "FP8 scales are 2^margin smaller than the largest value allows")
+    fp8_amax_history_len: int = fp8(1, "steps in the amax history", at_most=1024, needs=DELAYED)
+    fp8_amax_compute_algo: str = fp8(
+        "most_recent", "amax of last step or history", choices="max most_recent", needs=DELAYED
     )
-    fp8_wgrad: bool = setting(True, "weight gradients in FP8 too; --no-fp8-wgrad for bf16")
-    fp8_param_gather: bool = setting(
-        False, "gather parameters over dp as FP8; with a sharded optimizer", fast_path=True
-    )
-    first_last_layers_bf16: bool = setting(False, "the first and the last layers stay in bf16")
-    num_layers_at_start_in_bf16: int = setting(1, "how many of the first with --first-last-layers-bf16")
-    num_layers_at_end_in_bf16: int = setting(1, "how many of the last")
+    fp8_wgrad: bool = fp8(True, "weight gradients in FP8 too; --no-fp8-wgrad for bf16")
+    fp8_param_gather: bool = fp8(False, "gather FP8 parameters", needs=SHARDED, excludes=CUT, fast_path=True)
+    first_last_layers_bf16: bool = fp8(False, "keep the first and last layers in bf16", needs=CURRENT)
+    num_layers_at_start_in_bf16: int = fp8(1, "how many of the first", at_least=0, needs=ENDS_IN_BF16)
+    num_layers_at_end_in_bf16: int = fp8(1, "how many of the last", at_least=0, needs=ENDS_IN_BF16)
 
     @property
     def fp8_multiple(self) -> int:
@@ -209,123 +224,93 @@ class PrecisionConfig:
 class OptimizerConfig:
     """AdamW, its schedules and the length of training."""
 
-    lr: float = setting(3e-4, "peak learning rate")
-    min_lr: float = setting(0.0, "the schedule never goes below")
-    lr_decay_style: str = setting(
-        "cosine", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
-    )
+    lr: float = common(3e-4, "peak learning rate", at_least=0)
+    min_lr: float = common(0.0, "the schedule never goes below", at_most="--lr")
+    lr_decay_style: str = common("cosine", "shape", choices="constant linear cosine inverse-square-root WSD")
     lr_decay_iters: int | None = setting(None, "iterations until --min-lr is reached; --train-iters")
     lr_decay_samples: int | None = setting(None, "the same in samples; --train-samples")
-    lr_warmup_iters: int = setting(0, "iterations of linear warm-up")
+    lr_warmup_iters: int = common(0, "iterations of linear warm-up")
     lr_warmup_samples: int = setting(0, "the same in samples")
-    lr_warmup_fraction: float | None = setting(None, "a fraction of the decay length, not rounded to samples")
-    lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up")
+    lr_warmup_fraction: float | None = setting(None, "fraction of the decay length", at_least=0, at_most=1)
+    lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", at_most="--lr")
     lr_wsd_decay_style: str = setting(
-        "exponential", "shape of WSD's last part", choices=("exponential", "linear", "cosine", "minus_sqrt")
+        "exponential", "shape of WSD's last part", choices="exponential linear cosine minus_sqrt"
     )
     lr_wsd_decay_iters: int | None = setting(None, "length of WSD's last part in iterations")
     lr_wsd_decay_samples: int | None = setting(None, "the same in samples")
-    decoupled_lr: float | None = setting(
-        None, "peak learning rate of the embedding and the output layer; --lr"
+    decoupled_lr: float | None = setting(None, "peak learning rate of embedding and output layer; --lr")
+    decoupled_min_lr: float | None = setting(
+        None, "their smallest; --min-lr", at_least=0, at_most="--decoupled-lr", needs="--decoupled-lr"
     )
-    decoupled_min_lr: float | None = setting(None, "their smallest learning rate; --min-lr")
-    weight_decay: float = setting(0.01, "decoupled weight decay; biases and norms have none")
-    start_weight_decay: float | None = setting(None, "weight decay at the start, instead of --weight-decay")
-    end_weight_decay: float | None = setting(None, "weight decay at the end")
+    weight_decay: float = common(0.01, "decoupled weight decay; biases and norms have none", at_least=0)
+    start_weight_decay: float | None = setting(None, "weight decay at the start", at_least=0, needs=VARIES)
+    end_weight_decay: float | None = setting(
+        None, "weight decay at the end", at_least="--start-weight-decay", needs=VARIES
+    )
     weight_decay_incr_style: str = setting(
-        "constant", "how it goes from one to the other", choices=("constant", "linear", "cosine")
+        "constant", "shape of its change", choices="constant linear cosine", needs=VARYING
     )
-    adam_beta1: float = setting(0.9, "decay of the first moment")
-    adam_beta2: float = setting(0.999, "decay of the second moment")
+    adam_beta1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
+    adam_beta2: float = setting(0.999, "decay of the second moment", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "added to the root of the second moment")
-    clip_grad: float = setting(1.0, "largest global gradient norm; 0 switches clipping off")
+    clip_grad: float = common(1.0, "largest global gradient norm; 0 switches clipping off", at_least=0)
     use_precision_aware_optimizer: bool = setting(False, "allow the types below to be other than fp32")
-    main_grads_dtype: str = setting("fp32", "type of accumulated gradients", choices=("fp32", "bf16"))
-    exp_avg_dtype: str = setting("fp32", "type of Adam's first moment", choices=("fp32", "bf16"))
-    exp_avg_sq_dtype: str = setting("fp32", "type of Adam's second moment", choices=("fp32", "bf16"))
-    optimizer_cpu_offload: bool = setting(
-        False, "keep main weights and moments in host memory, update there", fast_path=True
+    main_grads_dtype: str = setting(
+        "fp32", "type of accumulated gradients", choices="fp32 bf16", needs=(PRECISION_AWARE, "--bf16")
     )
-    optimizer_offload_fraction: float = setting(1.0, "share of them that --optimizer-cpu-offload moves")
-    overlap_cpu_optimizer_d2h_h2d: bool = setting(False, "copy one bucket while the host updates another")
+    exp_avg_dtype: str = moment("fp32", "type of Adam's first moment")
+    exp_avg_sq_dtype: str = moment("fp32", "type of Adam's second moment")
+    optimizer_cpu_offload: bool = setting(False, "optimizer state in host memory", needs=MAIN, fast_path=True)
+    optimizer_offload_fraction: float = setting(1.0, "share of them to move", at_most=1, needs=OFFLOAD)
+    overlap_cpu_optimizer_d2h_h2d: bool = setting(False, "copy a bucket while another updates", needs=OFFLOAD)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from and how they are cut into batches."""
 
-    data_path: tuple[str, ...] = setting(
-        (), "prefixes of .bin/.idx pairs: one, several by size, or weight prefix weight prefix ...", nargs="*"
-    )
+    data_path: tuple[str, ...] = common((), "prefixes of .bin/.idx pairs, or weights and prefixes in turn")
     data_args_path: str | None = setting(None, "file that holds what --data-path would say")
-    train_data_path: tuple[str, ...] = setting((), "the same for training alone", nargs="*")
-    valid_data_path: tuple[str, ...] = setting((), "for validation, with --train-data-path", nargs="*")
-    test_data_path: tuple[str, ...] = setting((), "for the test, with --train-data-path", nargs="*")
-    split: str = setting("99,1,0", "parts of --data-path for training, validation, test")
-    mock_data: bool = setting(False, "Megatron's synthetic counting documents; no file needed")
-    data_cache_path: str | None = setting(None, "folder for the index caches; beside the data")
-    dataloader_type: str = setting(
-        "cyclic", "single stops at the end of the data, cyclic starts over", choices=("single", "cyclic")
-    )
-    num_workers: int = setting(2, "threads that read ahead; 0 reads when asked")
-    reset_position_ids: bool = setting(
-        False, "learned positions start over behind every end-of-document token; rotary ones go on"
-    )
+    train_data_path: tuple[str, ...] = setting((), "the same for training alone")
+    valid_data_path: tuple[str, ...] = setting((), "for validation", needs="--train-data-path")
+    test_data_path: tuple[str, ...] = setting((), "for the test", needs="--train-data-path")
+    split: str = common("99,1,0", "parts of --data-path for training, validation, test")
+    mock_data: bool = common(False, "synthetic counting documents", needs="--vocab-size or --tokenizer-type")
+    data_cache_path: str | None = setting(None, "index caches; beside data", resumable=True, names_run=False)
+    dataloader_type: str = setting("cyclic", "stop at the data's end, or start over", choices="single cyclic")
+    num_workers: int = setting(2, "threads that read ahead", at_least=0, resumable=True, names_run=False)
+    reset_position_ids: bool = setting(False, "restart learned positions after every end-of-document token")
     reset_attention_mask: bool = setting(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = setting(False, "no loss where the input is an end-of-document token")
-    variable_seq_lengths: bool = setting(
-        False, "samples are whole documents of up to --seq-length tokens, several packed into a microbatch"
+    variable_seq_lengths: bool = setting(False, "pack whole documents up to --seq-length", excludes=ONE_SIZE)
+    seq_length: int = common(1024, "tokens in a training sequence")
+    micro_batch_size: int = common(1, "sequences a process handles at a time", resumable=True)
+    global_batch_size: int | None = common(None, "sequences an iteration; --micro-batch-size * dp")
+    rampup_batch_size: tuple[int, ...] = setting((), "first size, increment, samples until it ends", count=3)
+    step_batch_size_schedule: str | None = setting(None, 'batch size by tokens: "0:768 250B:1536"')
+    tokenizer_type: str | None = common(
+        None, "kind of tokenizer; the one the data was made with", choices=(*TOKENIZERS,), needs=TOKENIZERS
     )
-    seq_length: int = setting(1024, "tokens in a training sequence")
-    micro_batch_size: int = setting(1, "sequences a process handles at a time")
-    global_batch_size: int | None = setting(None, "sequences an iteration; --micro-batch-size * dp")
-    rampup_batch_size: tuple[int, ...] = setting(
-        (), "first batch size, increment, samples until --global-batch-size is reached", nargs="3"
-    )
-    step_batch_size_schedule: str | None = setting(
-        None, 'batch sizes and the token they begin at, instead of --global-batch-size: "0:768 250B:1536"'
-    )
-    tokenizer_type: str | None = setting(
-        None,
-        "kind of tokenizer; the one the data was made with",
-        choices=(
-            "ByteTokenizer",
-            "NullTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "Llama3Tokenizer",
-            "HuggingFaceTokenizer",
-            "SentencePieceTokenizer",
-            "Llama2Tokenizer",
-        ),
-    )
-    tokenizer_model: str | None = setting(None, "tokenizer file, folder or tiktoken name")
-    vocab_file: str | None = setting(None, "vocabulary of GPT2BPETokenizer (encoder.json)")
-    merge_file: str | None = setting(None, "merges of GPT2BPETokenizer (vocab.bpe)")
-    vocab_size: int | None = setting(
-        None,
-        "ids, that of the end of a document too (unlike Megatron 0.16's NullTokenizer); the tokenizer's",
-    )
-    null_tokenizer_eod_id: int | None = setting(None, "id that ends a document; NullTokenizer's last one")
-    make_vocab_size_divisible_by: int = setting(
-        128, "the vocabulary is padded to a multiple of this times tp"
-    )
+    tokenizer_model: str | None = common(None, "tokenizer file, folder or tiktoken name", needs=TOKENIZER)
+    vocab_file: str | None = setting(None, "vocabulary of GPT2BPETokenizer (encoder.json)", needs=TOKENIZER)
+    merge_file: str | None = setting(None, "merges of GPT2BPETokenizer (vocab.bpe)", needs=TOKENIZER)
+    vocab_size: int | None = setting(None, "token ids, with that of the end of a document; the tokenizer's")
+    null_tokenizer_eod_id: int | None = setting(None, "id that ends a document; the last", above=-math.inf)
+    make_vocab_size_divisible_by: int = setting(128, "round the vocabulary up to this x tp", resumable=True)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept, where, and what is taken up again."""
 
-    save: str | None = setting(None, "folder for checkpoints; runs/NAME/ckpt")
-    load: str | None = setting(None, "folder to continue from: with a checkpoint, unless it is --save")
-    save_interval: int | None = setting(None, "iterations between checkpoints; only the last without")
+    save: str | None = common(None, "folder for checkpoints; runs/NAME/ckpt")
+    load: str | None = common(None, "folder to continue from: with a checkpoint, unless it is --save")
+    save_interval: int | None = common(None, "iterations between checkpoints; only the last without")
     ckpt_format: str = setting("sharded", "layout on disk", choices=("sharded",))
-    ckpt_step: int | None = setting(None, "load this iteration instead of the newest")
-    finetune: bool = setting(False, "take the weights alone and start at iteration 0")
-    no_load_optim: bool = setting(False, "do not load the optimizer state")
-    moe_use_upcycling: bool = setting(
-        False, "--load holds a model without experts: each expert starts as its MLP; needs --save"
-    )
+    ckpt_step: int | None = setting(None, "load this iteration instead of the newest", at_least=0)
+    finetune: bool = setting(False, "load only the weights and start at iteration 0", needs="--load")
+    no_load_optim: bool = setting(False, "do not load the optimizer state", needs="--load")
+    moe_use_upcycling: bool = moe(False, "copy --load's dense MLP to each expert", needs=("--load", "--save"))
     no_save_optim: bool = setting(False, "do not save the optimizer state")
 
 
@@ -333,45 +318,37 @@ class CheckpointConfig:
 class RunConfig:
     """Length, pace and records of a run."""
 
-    nproc: int = setting(1, "processes to start on this machine; torchrun does it on a cluster")
-    device: str = setting("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    run_name: str | None = setting(None, "folder below runs/; made from the settings without")
-    run_folder_per_host: bool = setting(
-        False, "each machine has a runs/NAME of its own, for what its ranks log; --save must be shared"
-    )
-    seed: int = setting(1234, "seed of weights, data order and dropout")
-    train_iters: int | None = setting(None, "iterations to train")
-    train_samples: int | None = setting(None, "sequences to train, instead of --train-iters")
-    eval_interval: int = setting(1000, "iterations between evaluations")
-    eval_iters: int = setting(100, "global batches in an evaluation; 0 for none")
+    nproc: int = common(1, "processes to start on this machine; torchrun does it on a cluster")
+    device: str = common("auto", "where to compute", choices="auto cpu cuda")
+    run_name: str | None = common(None, "folder below runs/; made from the settings without")
+    run_folder_per_host: bool = setting(False, "each machine has its own runs/NAME; --save must be shared")
+    seed: int = common(1234, "random seed", at_least=0, below=2**32, resumable=False, names_run=True)
+    train_iters: int | None = common(None, "iterations to train", names_run=True)
+    train_samples: int | None = setting(None, "sequences to train, instead of --train-iters", names_run=True)
+    eval_interval: int = common(1000, "iterations between evaluations")
+    eval_iters: int = common(100, "global batches in an evaluation; 0 for none", at_least=0)
     exit_interval: int | None = setting(None, "save and leave when the iteration is a multiple of this")
-    exit_duration_in_mins: float | None = setting(None, "save and leave after so many minutes")
-    log_interval: int = setting(10, "iterations between console lines")
+    exit_duration_in_mins: float | None = setting(None, "save and leave after this time")
+    log_interval: int = common(10, "iterations between console lines")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
-    eval_only: bool = setting(False, "evaluate what --load holds on validation and test data, and stop")
-    iterations_to_skip: tuple[int, ...] = setting(
-        (), "iterations whose samples are passed over: no training on them", nargs="*"
-    )
+    eval_only: bool = setting(False, "evaluate --load, and stop", needs="--eval-iters greater than 0")
+    iterations_to_skip: tuple[int, ...] = setting((), "iterations whose samples are skipped", names_run=True)
     timing_log_level: int = setting(0, "1 times the parts of a step, 2 every microbatch", choices=(0, 1, 2))
-    timing_log_option: str = setting(
-        "minmax",
-        "over ranks: the longest, the shortest and longest, or each",
-        choices=("max", "minmax", "all"),
-    )
+    timing_log_option: str = setting("minmax", "what to print of the ranks' times", choices="max minmax all")
     log_params_norm: bool = setting(False, "log the norm of all parameters")
     log_num_zeros_in_grad: bool = setting(False, "log how many gradients are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
-    moe_per_layer_logging: bool = setting(False, "log the router's losses and the experts' load by layer")
-    log_fp8_stats: int = setting(0, "log scale, amax, saturation and underflow of FP8 every N steps; 0 never")
-    trace_dir: str | None = setting(None, "folder for pictures of what each rank did in some steps")
-    trace_iterations: tuple[int, ...] = setting((3,), "the steps that --trace-dir shows", nargs="*")
+    moe_per_layer_logging: bool = moe(False, "log the router's losses and the experts' load by layer")
+    log_fp8_stats: int = fp8(0, "log scale, amax, saturation and underflow of FP8 every N steps; 0 never")
+    trace_dir: str | None = setting(None, "folder for pictures of some steps", needs="--trace-iterations")
+    trace_iterations: tuple[int, ...] = setting((3,), "the steps that --trace-dir shows")
     profile: bool = setting(False, "torch's profiler around some steps; a trace file a rank")
-    profile_step_start: int = setting(10, "the step --profile begins with")
+    profile_step_start: int = setting(10, "the step --profile begins with", at_least=0)
     profile_step_end: int = setting(12, "the step it ends before")
-    profile_ranks: tuple[int, ...] = setting((0,), "the ranks it looks at", nargs="*")
+    profile_ranks: tuple[int, ...] = setting((0,), "the ranks it looks at", at_least=0)
     record_memory_history: bool = setting(False, "write who allocated what on the GPU, for torch's viewer")
     memory_snapshot_path: str = setting("snapshot.pickle", "file of --record-memory-history")
-    metrics_jsonl: str | None = setting(None, "one JSON object a step; runs/NAME/metrics.jsonl")
+    metrics_jsonl: str | None = common(None, "one JSON object a step; runs/NAME/metrics.jsonl")
     tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
     wandb_project: str | None = setting(None, "Weights & Biases project")
 

@@ -32,8 +32,7 @@ def split_layers(
     embedding, loss: count as a layer, of which the first and the last stage have one less.
     head: what the output layer costs, in layers. Layers then go one by one to the rank with the least to do.
 
-    Raises: ValueError with a fix, for what does not divide, for a rank with nothing to do, and for first or
-    last together with embedding or loss, or any of them with head.
+    Raises: ValueError with a fix for what does not divide, for a rank without work, for two ways at once.
     """
     ways = [first is not None or last is not None, embedding or loss, head is not None]
     if sum(ways) > 1:
@@ -61,14 +60,10 @@ def _even(
     words = " ".join(f"{name} {count}" for name, count in zip((FIRST, LAST), given) if count is not None)
     fixed = {rank: count for rank, count in zip(ends, given) if count is not None}
     if any(count < 1 or count % chunks for count in fixed.values()):
-        raise ValueError(
-            f"{words}: must divide by the pieces of a pipeline rank; give a multiple of {chunks}"
-        )
+        raise ValueError(f"{words}: must divide by the {chunks} pieces of a pipeline rank")
     rest, left = ranks - len(fixed), num_layers + more - sum(fixed.values())
     if not rest and left:
-        raise ValueError(
-            f"--num-layers {num_layers}: {words} make {num_layers - left}; leave one of them out"
-        )
+        raise ValueError(f"--num-layers {num_layers}: {words} make {num_layers - left}; leave one out")
     unit = max(1, rest * chunks)
     if left % unit or rest and left < 1:
         counted = f"--num-layers {num_layers}" + f" + {more}" * bool(more) + f" less {words}" * bool(words)
@@ -87,10 +82,9 @@ def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]
     counts = _share_out(num_layers, [sum(start) for start in starts])
     for rank, (count, start) in enumerate(zip(counts, starts)):
         if count + sum(start) == 0:
-            raise ValueError(
-                f"--num-layers {num_layers}: leave nothing for pipeline rank {rank} of {len(placed)}; "
-                f"use --pipeline-model-parallel-size {num_layers + 1} or less"
-            )
+            fix = f"use --pipeline-model-parallel-size {num_layers + 1} or less"
+            nothing = f"leave nothing for pipeline rank {rank} of {len(placed)}"
+            raise ValueError(f"--num-layers {num_layers}: {nothing}; {fix}")
     shares = [_share_out(count, start) for count, start in zip(counts, starts)]
     return [n for _, n in sorted(pair for both in zip(placed, shares) for pair in zip(*both))]
 

@@ -1,0 +1,182 @@
+"""The layout of a run looked at before it starts: processes, sequences, pipeline, experts on their ranks."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nanomegatron.config.rules import spelled
+from nanomegatron.config.settings import Config, ParallelConfig
+from nanomegatron.schedules import CHUNKS
+
+TP, CP, PP = (f"--{name}-parallel-size" for name in ("tensor-model", "context", "pipeline-model"))
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+SIZES, MOST = "hierarchical_context_parallel_sizes", "--max-seqlen-per-dp-cp-rank"
+VPP, PER_PIECE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+def multiple(name: str, value: int, of: str, unit: int) -> Iterator[str]:
+    """An error if `value` is no multiple of `unit`, with the nearest values that are."""
+    if value % unit:
+        yield f"{name} {value}: must divide by {of} {unit}; nearest {nearest(value, unit)}"
+
+
+def nearest(value: int, unit: int) -> str:
+    """The multiples of `unit` next to a value that is none, as words."""
+    below = value // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
+    """What is wrong with the layout of a run of `world` processes on devices of a type."""
+    parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    if parallel.tp_comm_overlap and tp > 1 and not config.model.sequence_parallel:
+        yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
+    if parallel.tp_comm_overlap and tp > 1 and config.precision.fp8_format:
+        yield "--tp-comm-overlap: not with --fp8-format, whose bytes are gathered whole; leave one out"
+    if parallel.distributed_backend == "nccl" and device != "cuda":
+        yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
+    yield from _processes(parallel, world)
+    yield from _sequences(config)
+    yield from _pipeline(config)
+    yield from _experts(config, world)
+
+
+def _processes(parallel: ParallelConfig, world: int) -> Iterator[str]:
+    copy, dp = parallel.ranks_per_replica, parallel.data_parallel_size
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    sizes = [spelled(name, getattr(parallel, name)) for name in names if getattr(parallel, name) > 1]
+    if world % copy:
+        fits = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        use = f"--nproc {-(-world // copy) * copy} or a size of {fits}"
+        yield f"{' x '.join(sizes)}: must divide the number of processes, {world}; use {use}"
+    elif dp not in (None, world // copy):
+        give = f"{' / '.join([f'{world} processes', *sizes])} give {world // copy}"
+        yield f"--data-parallel-size {dp}: {give}; start {dp * copy} processes (--nproc) or leave it out"
+
+
+def length_unit(config: Config) -> int:
+    """What --seq-length is a multiple of: a cp rank has two chunks, cut over tp. Packs are padded."""
+    cp, cut = config.parallel.context_parallel_size, config.sequence_cut
+    unit = cut if cp == 1 else cp * math.lcm(2, cut)
+    return 1 if config.data.variable_seq_lengths else unit
+
+
+def _sequences(config: Config) -> Iterator[str]:
+    """Sequences shared over cp, and documents as they are."""
+    parallel, data, cut = config.parallel, config.data, config.sequence_cut
+    cp, micro = parallel.context_parallel_size, f"--micro-batch-size {data.micro_batch_size}: must be 1"
+    factors = ["2"] * (cut % 2) + [f"{CP} {cp}"] + [f"{TP} {cut}"] * (cut > 1)
+    of = TP if cp == 1 else " x ".join(factors) + " ="
+    yield from multiple("--seq-length", data.seq_length, of, length_unit(config))
+    if data.variable_seq_lengths and data.micro_batch_size > 1:
+        yield f"{micro} with --variable-seq-lengths, which packs documents"
+    elif data.reset_attention_mask and data.micro_batch_size > 1 and cp > 1:
+        yield f"{micro} for documents (--reset-attention-mask) over {CP} {cp}"
+    if cp == 1:
+        return
+    if (dropout := config.model.attention_dropout) > 0:
+        yield f"--attention-dropout {dropout}: there is none with {CP} {cp}; set --attention-dropout 0"
+    if parallel.dynamic_context_parallel and cp & (cp - 1):
+        less = 1 << cp.bit_length() - 1
+        near = f"{CP} {cp} must be such a number, {less} or {2 * less}"
+        yield f"--dynamic-context-parallel: has groups of 2, 4, 8 ... ranks; {near}"
+    most, length = parallel.max_seqlen_per_dp_cp_rank or data.seq_length, data.seq_length
+    if most * cp < length and parallel.dynamic_context_parallel:
+        hold = f"must hold --seq-length {length}; give {-(-length // cp)} or more"
+        yield f"{MOST} {most}: x {CP} {cp} = {most * cp}: {hold}"
+    yield from _cp_types(config, cp)
+
+
+def _cp_types(config: Config, cp: int) -> Iterator[str]:
+    """--cp-comm-type, the two sizes of a2a+p2p, and heads that are to be sharded."""
+    parallel, model, tp = config.parallel, config.model, config.parallel.tensor_model_parallel_size
+    types, sizes = parallel.cp_types(model.num_layers), parallel.hierarchical_context_parallel_sizes
+    if len(types) != model.num_layers:
+        words = spelled("cp_comm_type", parallel.cp_comm_type)
+        yield f"{words}: must be one, or one for each of --num-layers {model.num_layers}"
+    if "a2a+p2p" in types and math.prod(sizes) != cp:
+        inner = next(n for n in range(math.isqrt(cp), 0, -1) if cp % n == 0)
+        product = f"must have the product of {CP} {cp} for --cp-comm-type a2a+p2p"
+        yield f"{spelled(SIZES, sizes)}: {product}, such as {inner} {cp // inner}"
+    if model.num_attention_heads % tp:
+        return
+    n, g = model.num_attention_heads // tp, model.num_kv_heads // tp or 1
+    of_rank, instead = " of a tp rank" * (tp > 1), "use p2p or allgather"
+    for name, ranks in (("a2a", cp), ("a2a+p2p", next(iter(sizes), 1))):
+        if name in types and n % ranks:
+            yield f"--cp-comm-type {name}: {n} query heads{of_rank} must divide by {ranks} ranks; {instead}"
+        elif name in types and g % ranks and ranks % g:
+            heads = f"{g} key/value heads{of_rank} must divide by {ranks} ranks or divide them"
+            yield f"--cp-comm-type {name}: {heads}; {instead}"
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    parallel, chunks = config.parallel, config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    if parallel.pipeline_model_parallel_size == 1:
+        if chunks > 1:
+            yield f"{VPP} {chunks}: needs {PP} greater than 1"
+        return
+    try:
+        parallel = with_virtual_stages(config)
+        yield from (errors := [*_schedule(parallel)])
+        if not errors:
+            parallel.stage_layers(config.model.num_layers)
+    except ValueError as error:
+        yield str(error)
+
+
+def with_virtual_stages(config: Config) -> ParallelConfig:
+    """The layout with the number of pieces of a rank, not their size. Raises ValueError if there is none."""
+    parallel, layers = config.parallel, config.model.num_layers
+    size, pp = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    if size is None:
+        return parallel
+    counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
+    pieces, rest = divmod(layers + counted, pp * size)
+    if rest:
+        near = " or ".join(str(n * pp * size - counted) for n in (pieces, pieces + 1) if n)
+        words = f"--num-layers {layers}" + f" + {counted}" * bool(counted)
+        raise ValueError(
+            f"{words}: must divide by {PP} {pp} x {PER_PIECE} {size}; nearest --num-layers {near}"
+        )
+    return replace(
+        parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=pieces
+    )
+
+
+def _schedule(parallel: ParallelConfig) -> Iterator[str]:
+    name, chunks = parallel.schedule, parallel.chunks
+    if chunks != CHUNKS.get(name, chunks):
+        why = f"has {CHUNKS[name]} of the model's pieces on a pipeline rank, not {chunks}"
+        yield f"--pipeline-schedule {name}: {why}; leave {VPP} out, or use interleaved"
+    elif name == "interleaved" and chunks == 1:
+        yield f"--pipeline-schedule interleaved: needs {VPP} 2 or more; 1f1b is the same with 1"
+    if (size := parallel.microbatch_group_size_per_virtual_pipeline_stage) and name != "interleaved":
+        yield f"{GROUP} {size}: is for --pipeline-schedule interleaved, not {name}"
+
+
+def _experts(config: Config, world: int) -> Iterator[str]:
+    """Experts have a grid of their own over the ranks of a pipeline stage: etp, then ep, then edp."""
+    parallel, model = config.parallel, config.model
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or tp
+    if model.num_experts is None:
+        if etp not in (1, tp):
+            yield f"{ETP} {etp}: needs --num-experts"
+        return
+    yield from multiple("--num-experts", model.num_experts, EP, ep)
+    if world % (tp * cp * pp) == 0 and world % (ep * etp * pp):
+        unit = math.lcm(ep * etp, tp * cp) * pp
+        of = f"{world} processes" + f" / pp {pp} = {world // pp}" * (pp > 1)
+        words = f"{EP} {ep} x {ETP} {etp} = {ep * etp}"
+        yield f"{words}: must divide {of}; use --nproc {-(-world // unit) * unit}"
+    if tp > 1 and not model.sequence_parallel:
+        yield f"{TP} {tp}: needs --sequence-parallel with --num-experts, or ranks route the same tokens"
+    if config.data.variable_seq_lengths and tp * cp % (etp * ep):  # replicas share experts
+        why = "with --variable-seq-lengths, where ranks that share experts have not equally many tokens"
+        if model.moe_token_dispatcher_type != "alltoall":
+            yield f"--moe-token-dispatcher-type {model.moe_token_dispatcher_type}: must be alltoall {why}"
+        if model.moe_pad_expert_input_to_capacity:
+            yield f"--moe-pad-expert-input-to-capacity: not {why}; leave it out"

@@ -1,0 +1,222 @@
+"""The model, its precision and its training looked at before they start, and the data they read.
+
+FP8 matmuls sum over multiples of 16, or over whole blocks; each of the three sizes is summed over once:
+
+    y  = x  W^T     [tokens, out]    summed over the inputs
+    dx = dy W       [tokens, in]     over the outputs
+    dW = dy^T x     [out, in]        over the tokens
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nanomegatron.config.check_layout import ETP, TP, length_unit, multiple, nearest
+from nanomegatron.config.model import SHARED, TransformerConfig, layer_pattern
+from nanomegatron.config.rules import flag, spelled
+from nanomegatron.config.settings import Config
+
+
+def model_errors(config: Config, device: str) -> Iterator[str]:
+    """What is wrong with the shape of the model and the way it is computed."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.num_kv_heads
+    if model.kv_channels is None:
+        yield from multiple("--hidden-size", model.hidden_size, "--num-attention-heads", heads)
+    yield from multiple("--num-attention-heads", heads, TP, tp)
+    fits, rule = [g for g in range(1, heads + 1) if heads % g == 0], f"divide --num-attention-heads {heads}"
+    if groups in fits and heads % tp == 0:
+        fits, rule = [g for g in fits if g % tp == 0 or tp % g == 0], f"divide {TP} {tp} or divide by it"
+    if groups not in fits:
+        near = min(fits, key=lambda g: abs(g - groups))
+        yield f"--num-query-groups {groups}: must {rule}; nearest {near}"
+    rotated, kind = int(model.head_dim * model.rotary_percent), model.position_embedding_type
+    if kind in ("rope", "yarn") and model.rotary_percent <= 1 and (rotated % 2 or not rotated):
+        share = "" if model.rotary_percent == 1 else f" x --rotary-percent {model.rotary_percent} = {rotated}"
+        yield f"head size {model.head_dim}{share}: must be even for {kind}; set --kv-channels"
+    try:
+        layer_pattern(model.window_attn_skip_freq, model.num_layers)
+    except ValueError as error:
+        yield f"--window-attn-skip-freq {error}"
+    if model.window_size[1:] not in ((), (0,)):
+        yield f"{spelled('window_size', model.window_size)}: must end in 0, such as 4095 0"
+    if model.attention_dropout and model.attention_backend == "flash" and device == "cpu":
+        yield "--attention-backend flash: has no attention dropout on a CPU; use auto or unfused"
+    if model.attention_backend == "fused" and (device == "cpu" or config.dtype_name == "float32"):
+        yield "--attention-backend fused: needs a GPU and --bf16 or --fp16; use auto"
+    if model.distribute_saved_activations:
+        yield from multiple("--hidden-size", model.hidden_size, TP, tp)
+    yield from _inner_sizes(config)
+    if model.num_experts is not None:
+        yield from _choice_of_experts(model)
+        yield from _balance(model)
+    if config.checkpoint.moe_use_upcycling:
+        yield from _upcycling(model, config.checkpoint.save, config.checkpoint.load)
+
+
+def _inner_sizes(config: Config) -> Iterator[str]:
+    """The inner features of dense layers, of experts and of shared experts, sharded over their ranks."""
+    try:
+        sparse = config.model.moe_layers
+    except ValueError as error:
+        yield f"--moe-layer-freq {error}"
+        return
+    if config.model.num_experts and not any(sparse):
+        yield f"--moe-layer-freq {config.model.moe_layer_freq}: no layer has experts; leave out --num-experts"
+    for name, size, tp, ranks, _ in inner_sizes(config):
+        yield from multiple(name, size, tp, ranks)
+
+
+def inner_sizes(config: Config) -> list[tuple[str, int, str, int, str]]:
+    """Of every kind of MLP: its flag, its inner features, the flag, number and short name of their shards."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    etp, kinds = config.parallel.expert_tensor_parallel_size or tp, []
+    if not all(model.moe_layers):
+        kinds.append(("--ffn-hidden-size", model.ffn_size, TP, tp, "tp"))
+    if any(model.moe_layers):
+        own = "--moe-ffn-hidden-size" if model.moe_ffn_hidden_size else "--ffn-hidden-size"
+        kinds.append((own, model.moe_ffn_size, ETP, etp, "expert tp"))
+        kinds.append((SHARED, model.moe_shared_expert_intermediate_size or 0, TP, tp, "tp"))
+    return kinds
+
+
+def _choice_of_experts(model: TransformerConfig) -> Iterator[str]:
+    experts, topk = model.num_experts, model.moe_router_topk
+    groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+    if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        why = "a softmax over one expert is 1, and teaches the router nothing"
+        yield f"--moe-router-topk 1: {why}; give --moe-router-pre-softmax"
+    if not groups or not best:
+        return
+    yield from multiple("--num-experts", experts, "--moe-router-num-groups", groups)
+    if topk < best <= groups:
+        yield f"--moe-router-group-topk {best}: must be at most --moe-router-topk {topk}"
+    elif best <= groups and (room := best * (experts // groups)) < topk:
+        has = f"has {room} experts of {experts} in {groups} groups"
+        need = f"--moe-router-topk {topk} needs {math.ceil(topk * groups / experts)} or more"
+        yield f"--moe-router-group-topk {best}: {has}; {need}"
+
+
+def _balance(model: TransformerConfig) -> Iterator[str]:
+    types, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    words = spelled("moe_router_load_balancing_type", types)
+    if not types or len(types) != len(weights):
+        yield f"{spelled('moe_aux_loss_coeff', weights)}: must be one for each {words}, at least one"
+    for name, weight in zip(types, weights, strict=False):
+        if name in ("sinkhorn", "none") and weight:
+            yield f"--moe-aux-loss-coeff {weight}: {name} has no loss; give 0, or aux_loss"
+    if "sinkhorn" in types and {*types} != {"sinkhorn"}:
+        yield f"{words}: sinkhorn is not with others; give one"
+
+
+def _upcycling(model: TransformerConfig, save: str | None, load: str | None) -> Iterator[str]:
+    why = "for --moe-use-upcycling, which copies the MLP"
+    if model.moe_ffn_size != model.ffn_size:
+        rule = f"must be --ffn-hidden-size {model.ffn_size}"
+        yield f"--moe-ffn-hidden-size {model.moe_ffn_size}: {rule} {why}"
+    if save and save == load:
+        yield f"--save {save}: must be another folder than --load {why}"
+
+
+def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
+    """What is wrong with FP8: its layers, its sizes, the GPU's compute capability (() if not known)."""
+    precision, layers = config.precision, config.model.num_layers
+    if precision.fp8_format is None:
+        return
+    if not precision.fp8_layers(layers):
+        ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        words = " ".join(spelled(name, getattr(precision, name)) for name in ends)
+        yield f"{words}: leave none of --num-layers {layers} in FP8; together at most {layers - 1}"
+    yield from _fp8_sizes(config)
+    here, needs = f"here it is {'.'.join(map(str, capability))}", "needs a GPU of compute capability"
+    grouped = precision.fp8_recipe == "rowwise" and config.model.num_experts and config.model.moe_grouped_gemm
+    if not capability or capability[0] == 9:
+        return
+    if capability < (8, 9):
+        yield f"--fp8-format {precision.fp8_format}: {needs} 8.9 or more (Ada, Hopper), {here}; leave it out"
+    elif precision.fp8_recipe == "blockwise":
+        yield f"--fp8-recipe blockwise: {needs} 9.0 (Hopper), {here}; use tensorwise or rowwise"
+    elif grouped:
+        use = "use tensorwise, or --no-moe-grouped-gemm"
+        yield f"--fp8-recipe rowwise: of experts {needs} 9.0 (Hopper), {here}; {use}"
+
+
+def _fp8_sizes(config: Config) -> Iterator[str]:
+    """An error for each flag that has to change, with the nearest values that fit."""
+    model, data, tp = config.model, config.data, config.parallel.tensor_model_parallel_size
+    unit, cp, cut = config.precision.fp8_multiple, config.parallel.context_parallel_size, config.sequence_cut
+    n, g = model.num_attention_heads // tp, model.num_kv_heads // tp or 1  # heads of a rank
+    d, length, micro = model.head_dim, data.seq_length, data.micro_batch_size
+    each = math.lcm(*(unit // math.gcd(unit, heads) for heads in (n, n + 2 * g)))
+    head = hidden = "--hidden-size", model.hidden_size, math.lcm(unit, each * model.num_attention_heads)
+    if model.kv_channels:
+        head, hidden = ("--kv-channels", d, each), (*hidden[:2], unit)
+    rank = " of a tp rank" * (tp > 1)
+    rows = [  # in words, the size, the flag to change: its value, what it has to be a multiple of
+        ("--hidden-size", model.hidden_size, hidden),
+        (f"head size {d} x {n} query heads{rank} =", n * d, head),
+        (f"head size {d} x {n} query, 2 x {g} key/value heads{rank} =", (n + 2 * g) * d, head),
+    ]
+    for name, size, _, ranks, axis in inner_sizes(config):
+        if axis != "expert tp" or config.precision.fp8_recipe == "rowwise":  # the others' experts are in bf16
+            words = f"{name} {size}" + f" / {axis} {ranks}" * (ranks > 1) + " ="
+            rows.append((words, size / ranks, (name, size, unit * ranks)))
+    if not data.variable_seq_lengths:  # packs are padded
+        step = math.lcm(unit * cp * cut // math.gcd(unit * cp * cut, micro), length_unit(config))
+        words = f"--seq-length {length} x --micro-batch-size {micro}"
+        words += f" / cp {cp}" * (cp > 1) + f" / tp {cut}" * (cut > 1) + " ="
+        rows.append((words, length * micro / cp / cut, ("--seq-length", length, step)))
+    errors: dict[str, str] = {}  # the first of every flag
+    for words, size, (name, value, step) in rows:
+        if size % unit:
+            rule = f"must divide by {unit} for FP8; nearest {name} {nearest(value, step)}"
+            errors.setdefault(name, f"{words} {size:.9g}: {rule}")
+    yield from errors.values()
+
+
+def data_errors(config: Config) -> Iterator[str]:
+    """What is wrong with the data: where it comes from, its split, its tokenizer."""
+    data = config.data
+    per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, n)]
+    sources = [flag(n) for n in ("data_path", "data_args_path", "mock_data") if getattr(data, n)]
+    sources += ["--train-data-path"] * bool(per_split)
+    if len(sources) > 1:
+        yield f"{', '.join(sources)}: data from {len(sources)} places; give one"
+    for name in ("data_path", *per_split):
+        yield from _blend(flag(name), getattr(data, name))
+    if path := data.data_args_path:
+        words = Path(path).read_text().split() if Path(path).is_file() else None
+        if not words:
+            yield f"--data-args-path {path}: {'no such file' if words is None else 'has no data path in it'}"
+        yield from _blend(f"--data-args-path {path}:", words or ())
+    weights = [_number(word) for word in data.split.split(",")]
+    if len(weights) > 3 or not all(0 <= weight < math.inf for weight in weights) or not weights[0]:
+        yield f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0"
+    kind = data.tokenizer_type
+    null = kind == "NullTokenizer" or (kind is None and data.mock_data)
+    if data.null_tokenizer_eod_id is not None and not null:
+        yield f"--null-tokenizer-eod-id {data.null_tokenizer_eod_id}: needs --tokenizer-type NullTokenizer"
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        value = getattr(data, name)
+        if value and kind and not Path(value).exists() and (kind != "TikTokenizer" or "/" in value):
+            yield f"{flag(name)} {value}: no such file"
+
+
+def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
+    """What is wrong with prefixes, or with weights and prefixes in turn: an odd number is prefixes alone."""
+    weights = [] if len(words) % 2 else [_number(word) for word in words[::2]]
+    weighted = not all(map(math.isnan, weights))
+    if weighted and not all(0 < weight < math.inf for weight in weights):
+        yield f"{where} {' '.join(words)}: give a weight above 0 before every prefix, or none"
+        return
+    for prefix in words[1::2] if weighted else words:
+        if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
+            yield f"{where} {prefix}: no file {' and '.join(missing)}; make them with preprocess.py"
+
+
+def _number(word: str) -> float:
+    """The number that a word spells, NaN if it spells none."""
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,38 @@
+"""Megatron-LM's flags that are no setting here, from `megatron_flags.toml`: noted, refused or respelled."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanomegatron.config.rules import holds, values_of
+from nanomegatron.config.settings import Config
+
+
+def megatron_flags() -> dict[str, Any]:
+    """The tables of megatron_flags.toml by name, whose meanings are written there."""
+    return tomllib.loads((Path(__file__).parent / "megatron_flags.toml").read_text())
+
+
+def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) -> tuple[str, str]:
+    """(note, error) on a flag `word` of Megatron; both empty if it has no flag of this name."""
+    if name in known["unsupported"]:
+        prefixes = [prefix for prefix in known["hints"] if name.startswith(prefix)]
+        hint = known["hints"][max(prefixes, key=len)] if prefixes else "leave it out"
+        return "", f"{word}: a flag of Megatron-LM for something that is not here; {hint}"
+    wanted, given = (known["always_on"] | known["not_needed"]).get(name), " ".join([word, *arguments])
+    if isinstance(wanted, str) and arguments != [wanted]:
+        return "", f"{given}: here only {wanted}"
+    if isinstance(wanted, int) and len(arguments) != wanted:
+        return "", f"{given}: takes {wanted} values"
+    if wanted is None:
+        return "", ""
+    return f"{word}: {'always on' if name in known['always_on'] else 'not needed here'}", ""
+
+
+def missing_companions(known: dict[str, Any], argv: list[str], config: Config) -> Iterator[str]:
+    """Errors for the flags of Megatron in `argv` that set nothing, but need a setting beside them."""
+    flags = {word.lstrip("-").replace("_", "-") for word in argv}
+    for name, condition in known["needs"].items():
+        if name in flags and not holds(condition, values_of(config)):
+            yield f"--{name}: needs {condition}"

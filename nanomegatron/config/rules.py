@@ -1,0 +1,171 @@
+"""How a setting is declared, and the errors that follow from the declaration.
+
+    min_lr: float = setting(0.0, "...", at_most="--lr")     --min-lr 2.0: must be at least 0 and at most --lr
+    finetune: bool = setting(False, "...", needs="--load")  --finetune: needs --load
+
+Without a lower bound a number must be greater than 0, or at least 0 if that is its default. Conditions may
+have a reason behind a comma and a fix behind a semicolon:
+
+    --num-experts                                it is set, or a switch is on
+    --no-fast-paths                              a switch is off
+    --lr-decay-style linear or cosine            it is one of these values, or contains one
+    --context-parallel-size greater than 1
+    --bf16 or --fp16                             one of the two holds
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+BOUNDS = {
+    "above": ("greater than", operator.gt),
+    "at_least": ("at least", operator.ge),
+    "below": ("less than", operator.lt),
+    "at_most": ("at most", operator.le),
+}
+Bound = float | str | None  # a number, or the flag of the setting that holds it
+Conditions = str | tuple[str, ...] | dict[str, str | tuple[str, ...]]  # for every value, or by value
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is known of a setting besides its type and default.
+
+    refused: values that only Megatron has, each with a fix.
+    resumable: may differ when a run continues in its folder. Default: all but those of model and data.
+    names_run: is part of the default --run-name. Default: all but those of checkpoints and of the run.
+    """
+
+    help: str
+    aliases: tuple[str, ...] = ()
+    choices: tuple = ()
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    required: bool = False
+    count: int = 0  # of the values of a list; 0 for any number
+    above: Bound = None
+    at_least: Bound = None
+    below: Bound = None
+    at_most: Bound = None
+    part_of: str = ""  # the condition under which it means something; then `needs` and `excludes` count
+    needs: Conditions = ()
+    excludes: Conditions = ()
+    fast_path: bool = False  # asks for a fast path, which --no-fast-paths excludes
+    resumable: bool | None = None
+    names_run: bool | None = None
+    most_used: bool = False  # listed by --help
+
+
+def setting(default: Any, text: str, *aliases: str, **rules: Any) -> Any:
+    """A dataclass field with its one-line help, short flag aliases and `Rules`; choices may be one string."""
+    if isinstance(choices := rules.get("choices"), str):
+        rules["choices"] = tuple(choices.split())
+    if not {"above", "at_least"} & rules.keys():
+        rules["at_least" if default == 0 else "above"] = 0
+    return dataclasses.field(default=default, metadata=vars(Rules(text, aliases, **rules)))
+
+
+common = functools.partial(setting, most_used=True)
+
+
+def declared(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Every setting in order: the part of `config` that it belongs to, its field and its value."""
+    for part in dataclasses.fields(config):
+        values = getattr(config, part.name)
+        yield from ((part.name, s, getattr(values, s.name)) for s in dataclasses.fields(values))
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Every setting by name."""
+    return {s.name: value for _, s, value in declared(config)}
+
+
+def flag(name: str) -> str:
+    """'hidden_size' -> '--hidden-size'."""
+    return "--" + name.replace("_", "-")
+
+
+def spelled(name: str, value: Any) -> str:
+    """A setting as it is given: '--hidden-size 64', '--window-size 7 0', '--swiglu', '--no-rope-fusion'."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return " ".join([flag(name), *map(str, _items(value))])
+
+
+def _items(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def broken_rules(config: Any) -> Iterator[str]:
+    """An error for each value out of bounds, and for companions that are missing or in the way."""
+    values, found = values_of(config), {}
+    for _, s, value in declared(config):
+        rules, words = Rules(**s.metadata), spelled(s.name, value)
+        if value is None and rules.required:
+            yield f"{flag(s.name)}: missing; give it, or a --config"
+        elif value is not None and (bounds := _broken_bounds(value, rules, values)):
+            yield f"{words}: {bounds}"
+        if value in (None, s.default):
+            continue
+        needs, excludes = _conditions(rules.needs, value), _conditions(rules.excludes, value)
+        if rules.part_of and not holds(rules.part_of, values):
+            needs, excludes = (rules.part_of,), ()
+        if missing := dict.fromkeys(text for text in needs if not holds(text, values)):
+            found.setdefault(("need", " and ".join(missing)), []).append(words)
+        for text in excludes + ("--no-fast-paths, being a fast path",) * rules.fast_path:
+            if holds(text, values):
+                fix = "" if ";" in text else "; leave one out"
+                found.setdefault(("not with", text + fix), []).append(words)
+    for (verb, what), words in found.items():
+        yield f"{', '.join(words)}: {verb}{'s' * (verb == 'need' and len(words) == 1)} {what}"
+
+
+def _broken_bounds(value: Any, rules: Rules, values: dict[str, Any]) -> str:
+    """What the numbers of a setting must be, if one of them is not; empty if all are."""
+    numbers = [n for n in _items(value) if type(n) in (int, float)]
+    must = "each must be" if isinstance(value, tuple) else "must be"
+    if not all(map(math.isfinite, numbers)):
+        return f"{must} a finite number"
+    texts, broken = [], False
+    for name, (words, is_within) in BOUNDS.items():
+        bound = text = getattr(rules, name)
+        if isinstance(bound, str):
+            bound = values[_name(text)]
+            text = f"{text} {bound}"
+        if bound is not None:
+            texts.append(f"{words} {text}")
+            broken |= not all(is_within(number, bound) for number in numbers)
+    return f"{must} {' and '.join(texts)}" if broken else ""
+
+
+def _conditions(conditions: Conditions, value: Any) -> tuple[str, ...]:
+    if isinstance(conditions, dict):
+        return tuple(text for v in _items(value) for text in _conditions(conditions.get(v, ()), v))
+    return (conditions,) if isinstance(conditions, str) else conditions
+
+
+def holds(condition: str, values: dict[str, Any]) -> bool:
+    """Whether a condition of `needs` or `excludes` is true of these settings."""
+    without_reason = re.split("[,;]", condition)[0]
+    return any(_is_set(option, values) for option in re.split(" or (?=--)", without_reason))
+
+
+def _is_set(option: str, values: dict[str, Any]) -> bool:
+    """Whether one flag of a condition is set as the option says."""
+    name, _, wanted = option.partition(" ")
+    if _name(name) not in values:
+        return values[_name(name).removeprefix("no_")] is False
+    value = values[_name(name)]
+    if wanted.startswith("greater than "):
+        return value > float(wanted.removeprefix("greater than "))
+    if wanted:
+        return any(str(item) in wanted.split(" or ") for item in _items(value))
+    return value is not None and value is not False and value != ()
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
