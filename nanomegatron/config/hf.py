@@ -15,97 +15,28 @@ import dataclasses
 import itertools
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
+from nanomegatron.config.rules import declared
 from nanomegatron.config.settings import Config, TransformerConfig
 
-# setting, key of Llama and its kin, key of GPT-2; "?": where null, the setting follows from others
-KEYS = """
-num_layers               num_hidden_layers        n_layer
-hidden_size              hidden_size              n_embd
-num_attention_heads      num_attention_heads      n_head
-num_query_groups         num_key_value_heads?     -
-kv_channels              head_dim?                -
-ffn_hidden_size          intermediate_size        n_inner?
-max_position_embeddings  max_position_embeddings  n_positions
-vocab_size               vocab_size               vocab_size
-norm_epsilon             rms_norm_eps             layer_norm_epsilon
-init_method_std          initializer_range        initializer_range
-"""
-# Setting, its key for those with experts in the order of the heading. Mixtral's are as wide as its MLP.
-EXPERT_KEYS = """
--                                    mixtral              qwen2_moe              qwen3_moe
-num_experts                          num_local_experts    num_experts            num_experts
-moe_router_topk                      num_experts_per_tok  num_experts_per_tok    num_experts_per_tok
-moe_ffn_hidden_size                  -                    moe_intermediate_size  moe_intermediate_size
-moe_shared_expert_intermediate_size  -                    shared_expert_intermediate_size  -
-"""
-# What a family is without its config.json saying so: its class, our settings; and values of keys left out.
-_LLAMA = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
-_LEFT_OUT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "hidden_act": "silu", "sliding_window": 4096}
-_GPT2 = {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "activation_function": "gelu_new"}
-_QWEN = _LEFT_OUT | {"num_key_value_heads": 32, "max_window_layers": 28}
-_MIXTRAL = _LEFT_OUT | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None}
-_MOE = ("num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_QWEN_MOE = _LEFT_OUT | {"norm_topk_prob": False, "shared_expert_intermediate_size": 5632}
-FAMILIES: dict[str, tuple[str, dict, dict]] = {
-    "gpt2": ("GPT2LMHeadModel", {}, _GPT2 | {"tie_word_embeddings": True}),
-    "llama": ("LlamaForCausalLM", _LLAMA, _LEFT_OUT),
-    "mistral": ("MistralForCausalLM", _LLAMA, _LEFT_OUT | {"num_key_value_heads": 8}),
-    "qwen2": ("Qwen2ForCausalLM", _LLAMA | {"add_qkv_bias": True}, _QWEN),
-    "qwen3": ("Qwen3ForCausalLM", _LLAMA | {"qk_layernorm": True}, _QWEN | {"head_dim": 128}),
-    "mixtral": (
-        "MixtralForCausalLM",
-        _LLAMA,
-        _MIXTRAL | {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-    "qwen2_moe": (
-        "Qwen2MoeForCausalLM",
-        _LLAMA | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
-        _QWEN_MOE | dict(zip(_MOE, (16, 60, 4, 1408), strict=True)),
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeForCausalLM",
-        _LLAMA | {"qk_layernorm": True},
-        _QWEN_MOE | dict(zip(_MOE, (4, 128, 8, 768), strict=True)),
-    ),
-}
-# Keys that decide what is computed, and the values that are computed here.
-ONLY = {
-    "hidden_act": ("silu",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu2"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "partial_rotary_factor": (1.0,),
-    "qkv_bias": (True,),
-    "quantization_config": (None,),
-}
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-YARN = {  # key of rope_parameters -> setting
-    "factor": "rotary_scaling_factor",
-    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "truncate": "yarn_correction_range_round_to_int",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", *LLAMA3),
-    "yarn": ("attention_factor", *YARN),
-}
+TABLES = tomllib.loads((Path(__file__).parent / "hf_families.toml").read_text())
+FAMILIES, YARN, LLAMA3 = TABLES["families"], TABLES["yarn"], TABLES["llama3"]
 DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
+# Beginnings of the names of settings that training alone reads, besides those that a run may change.
 TRAINING = """
-hidden_dropout attention_dropout init_method_std attention_backend sequence_parallel cross_entropy_loss_fusion
-masked_softmax rope_fusion bias_swiglu persist_layer_norm
-recompute distribute_saved moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype moe_router_force
-moe_token moe_pad moe_expert_capacity moe_permute moe_grouped moe_shared_expert_overlap
+hidden_dropout attention_dropout init_method_std moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype
+moe_router_force moe_token moe_expert_capacity
 """.split()
-_SETTINGS = {s.name: s for part in dataclasses.fields(Config) for s in dataclasses.fields(part.type)}
+_SETTINGS = {s.name: s for _, s, _ in declared(Config())}
+
+
+def family_table(family: str, table: str) -> dict[str, Any]:
+    """One of a family's tables, with that of the family it is like: settings, keys or left_out."""
+    entry = FAMILIES[family]
+    return FAMILIES.get(entry.get("like"), {}).get(table, {}) | entry.get(table, {})
 
 
 def is_hf_folder(path: str | Path) -> bool:
@@ -130,14 +61,13 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     family, errors = hf.get("model_type"), []
     if family not in FAMILIES:
         raise ValueError(f"model_type = {family!r}: here are {', '.join(FAMILIES)}")
-    _, built_in, left_out = FAMILIES[family]
     if family.endswith("moe") and "num_local_experts" in hf:  # transformers 5 writes so
         hf = {"num_experts": hf["num_local_experts"]} | hf
-    hf, settings = left_out | hf, dict(built_in)
-    for key, values in ONLY.items():
+    hf, settings = family_table(family, "left_out") | hf, family_table(family, "settings")
+    for key, values in TABLES["only"].items():
         if (value := hf.get(key)) is not None and value not in values:
-            errors.append(f"{key} = {value!r:.80}: here is {' or '.join(map(repr, values))}")
-    for key, name in _keys(family):
+            errors.append(f"{key} = {value!r:.80}: here is {' or '.join(map(repr, values)) or None}")
+    for name, key in family_table(family, "keys").items():
         kind, value = _SETTINGS[name].type, hf.get(key.rstrip("?"))
         if value is not None and _positive(value, kind):
             settings[name] = float(value) if kind is float else value
@@ -151,15 +81,6 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     if errors:
         raise ValueError("\n".join(errors))
     return settings
-
-
-def _keys(family: str) -> list[tuple[str, str]]:
-    """(key of config.json, setting) of a family."""
-    rows = [line.split() for line in KEYS.strip().splitlines()]
-    pairs = [(gpt2 if family == "gpt2" else llama, name) for name, llama, gpt2 in rows]
-    heading, *rows = (line.split() for line in EXPERT_KEYS.strip().splitlines())
-    pairs += [(row[heading.index(family)], row[0]) for row in rows if family in heading]
-    return [(key, name) for key, name in pairs if key != "-"]
 
 
 def _positive(value: Any, kind: Any) -> bool:
@@ -192,14 +113,14 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
     base = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
     kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", kind)
-    if kind not in ROPE_KEYS:
-        raise ValueError(f"rope_type = {kind!r}: here are {', '.join(ROPE_KEYS)}")
-    if "original_max_position_embeddings" in ROPE_KEYS[kind]:
+    if kind not in TABLES["rope"]:
+        raise ValueError(f"rope_type = {kind!r}: here are {', '.join(TABLES['rope'])}")
+    if "original_max_position_embeddings" in TABLES["rope"][kind]:
         rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     if kind != "default" and not _positive(rope.get("factor"), float):
         raise ValueError(f"rope_type = {kind!r}, factor = {rope.get('factor')!r}: must be above 0")
     rope = {key: value for key, value in rope.items() if value is not None}
-    if strange := rope.keys() - ROPE_KEYS[kind]:
+    if strange := rope.keys() - TABLES["rope"][kind]:
         raise ValueError(f"rope_type = {kind!r} with {', '.join(sorted(strange))}: here without")
     settings = {"position_embedding_type": "rope", "rotary_base": float(base)}
     if kind == "llama3":
@@ -228,7 +149,7 @@ def _windows(hf: dict, family: str) -> dict[str, Any]:
     """Which layers see how far. Their width counts the query's own key, ours does not."""
     layers, kinds, qwen = hf.get("num_hidden_layers", 0), hf.get("layer_types"), family.startswith("qwen")
     always = family in ("mistral", "mixtral")
-    width = hf["sliding_window"] if always or (qwen and hf.get("use_sliding_window")) else None
+    width = hf.get("sliding_window") if always or (qwen and hf.get("use_sliding_window")) else None
     first = 0 if family == "qwen3_moe" else hf.get("max_window_layers", 0)
     windowed = [width is not None and i >= first for i in range(layers)]
     if kinds is not None or (family == "qwen2_moe" and width is not None):
@@ -248,7 +169,7 @@ def _windows(hf: dict, family: str) -> dict[str, Any]:
 
 def _experts(hf: dict, family: str) -> dict[str, Any]:
     """Which layers have experts, and whether the weights of those chosen sum to 1, as Mixtral's do."""
-    if "num_experts_per_tok" not in FAMILIES[family][2]:
+    if "num_experts" not in family_table(family, "keys"):
         return {}
     dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step") or 1
     on = [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
@@ -269,7 +190,8 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
     wanted, in_the_way = _effective(config.model), {}
     for family in FAMILIES:
         hf = _written(config, family) | {"bos_token_id": eod, "eos_token_id": eod}
-        if any(hf[key] is None for key, name in _keys(family) if name.startswith(("num_experts", "moe"))):
+        keys = family_table(family, "keys").items()
+        if any(hf[key] is None for name, key in keys if name.startswith(("num_experts", "moe"))):
             continue  # a family with experts, or shared ones
         settings = settings_of(hf)
         fields = {f.name for f in dataclasses.fields(TransformerConfig)} & settings.keys()
@@ -286,8 +208,9 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     model, windows = config.model, config.model.windows
     values = vars(model) | _effective(model) | {"vocab_size": config.data.vocab_size}
     values["ffn_hidden_size"] = model.moe_ffn_size if family == "mixtral" else model.ffn_size
-    hf = {"architectures": [FAMILIES[family][0]], "model_type": family, "torch_dtype": config.dtype_name}
-    hf |= {key.rstrip("?"): values[name] for key, name in _keys(family)}
+    hf = {"architectures": [FAMILIES[family]["class"]], "model_type": family}
+    hf["torch_dtype"] = config.dtype_name
+    hf |= {key.rstrip("?"): values[name] for name, key in family_table(family, "keys").items()}
     hf["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family == "gpt2":
         gelu = "gelu_new" if model.tanh_gelu else "gelu"
@@ -315,7 +238,8 @@ def _written(config: Config, family: str) -> dict[str, Any]:
 
 def _effective(model: TransformerConfig) -> dict[str, Any]:
     """The settings that shape what is computed, those that follow from others filled in."""
-    kind, unused = model.position_embedding_type, ("window_attn", *TRAINING)
+    resumable = (name for name, s in _SETTINGS.items() if s.metadata["resumable"])
+    kind, unused = model.position_embedding_type, ("window_attn", *TRAINING, *resumable)
     unused += () if kind == "yarn" else ("yarn", "mscale", "rotary_scaling")
     unused += () if kind == "rope" else ("use_rope",)
     unused += () if kind == "rope" and model.use_rope_scaling else ("rope_scaling",)
