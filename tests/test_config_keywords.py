@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.config.keywords import megatron_keywords
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
 from nanomegatron.model import GPTModel
