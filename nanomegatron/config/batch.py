@@ -5,7 +5,7 @@
     --step-batch-size-schedule "0:4 2K:16" --seq-length 32      4 until 2000 tokens are consumed, then 16
 
 A small batch learns more from a sample while the loss still falls fast (arXiv 1812.06162). Both rules are
-Megatron's: the ramp's up to 0.16, the steps' since 0.19. They depend on the samples consumed alone: a batch
+Megatron's: the ramp's up to 0.16, the steps' since 0.19. They depend only on the samples consumed: a batch
 size is the difference of two entries of `samples_before`, and a run resumes on any number of replicas.
 """
 

@@ -203,7 +203,7 @@ def data_errors(config: Config) -> Iterator[str]:
 
 
 def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
-    """What is wrong with prefixes, or with weights and prefixes in turn: an odd number is prefixes alone."""
+    """What is wrong with prefixes, or with weights and prefixes in turn: an odd number is only prefixes."""
     weights = [] if len(words) % 2 else [_number(word) for word in words[::2]]
     weighted = not all(map(math.isnan, weights))
     if weighted and not all(0 < weight < math.inf for weight in weights):

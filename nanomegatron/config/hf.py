@@ -7,7 +7,7 @@
 
 `settings_of` reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
 (rope_parameters, dtype), knows what a family takes for a key that is left out, and refuses what this model
-does not compute; dropout, which is for training alone, is left to the run's flags. `to_hf` writes the
+does not compute; dropout, which only training reads, is left to the run's flags. `to_hf` writes the
 config.json of the first family that, read back, gives the same model.
 """
 
@@ -25,7 +25,7 @@ from nanomegatron.config.settings import Config, TransformerConfig
 TABLES = tomllib.loads((Path(__file__).parent / "hf_families.toml").read_text())
 FAMILIES, YARN, LLAMA3 = TABLES["families"], TABLES["yarn"], TABLES["llama3"]
 DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
-# Beginnings of the names of settings that training alone reads, besides those that a run may change.
+# Beginnings of the names of settings that only training reads, besides those that a run may change.
 TRAINING = """
 hidden_dropout attention_dropout init_method_std moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype
 moe_router_force moe_token moe_expert_capacity
@@ -95,8 +95,8 @@ def _plain(hf: dict, family: str) -> dict[str, Any]:
         raise ValueError(f"dtype = {dtype!r}: here are {', '.join(DTYPES)}")
     biases = {key: bool(hf.get(key)) for key in ("attention_bias", "mlp_bias")}
     if any(biases.values()) and not (all(biases.values()) and family == "llama"):
-        told = ", ".join(f"{key} = {value}" for key, value in biases.items())
-        raise ValueError(f"{told}: here is a {family} without{' either or with both' * (family == 'llama')}")
+        given = ", ".join(f"{key} = {value}" for key, value in biases.items())
+        raise ValueError(f"{given}: here is a {family} without{' either or with both' * (family == 'llama')}")
     settings = DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings")}
     if family == "gpt2":
         kind = hf["activation_function"]
@@ -133,7 +133,7 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
 
 
 def _yarn(rope: dict) -> dict[str, Any]:
-    weights = ("mscale", "mscale_all_dim")  # one alone does not count
+    weights = ("mscale", "mscale_all_dim")  # only both together count
     if not all(rope.get(key) for key in weights):
         rope = {key: value for key, value in rope.items() if key not in weights}
     defaults = {key: _SETTINGS[name].default for key, name in YARN.items()}
@@ -154,11 +154,11 @@ def _windows(hf: dict, family: str) -> dict[str, Any]:
     windowed = [width is not None and i >= first for i in range(layers)]
     if kinds is not None or (family == "qwen2_moe" and width is not None):
         known = {"full_attention": False, "sliding_attention": True}
-        told = [known.get(kind) for kind in kinds or ()]
+        asked = [known.get(kind) for kind in kinds or ()]
         fixed = not qwen or family == "qwen3_moe"
-        if None in told or len(told) != layers or (fixed and told != windowed):
+        if None in asked or len(asked) != layers or (fixed and asked != windowed):
             raise ValueError(f"layer_types = {kinds!r:.80}: here are {' and '.join(known)}, one a layer")
-        windowed = told
+        windowed = asked
     if not any(windowed):
         return {}
     if not _positive(width, int):

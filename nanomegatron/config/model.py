@@ -31,7 +31,7 @@ fusion = functools.partial(setting, True, resumable=True)
 @with_megatron_keywords
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of the model. Families (GPT, Llama, Mixtral, Qwen) differ by these values alone."""
+    """The shape of the model. Families (GPT, Llama, Mixtral, Qwen) differ only in these values."""
 
     num_layers: int | None = common(None, "number of transformer layers", required=True)
     hidden_size: int | None = common(None, "width of the residual stream", required=True)
@@ -90,7 +90,7 @@ class TransformerConfig:
     moe_aux_loss_coeff: tuple[float, ...] = moe((0.0,), "weight of the auxiliary loss, one a way", at_least=0)
     moe_z_loss_coeff: float | None = moe(None, "weight of the router's z-loss", at_least=0)
     moe_router_enable_expert_bias: bool = moe(
-        False, "balance by a bias on the choice alone, without a loss", needs=SIGMOID, excludes=SINKHORN
+        False, "balance by a bias on the choice of experts, without a loss", needs=SIGMOID, excludes=SINKHORN
     )
     moe_router_bias_update_rate: float = moe(1e-3, "step size of that bias", at_least=0, needs=BIAS)
     moe_router_dtype: str | None = moe(None, "router matmul; the rest is fp32 anyway", choices="fp32 fp64")

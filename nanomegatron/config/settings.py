@@ -128,7 +128,7 @@ class ParallelConfig:
 
     @property
     def sharding(self) -> str:
-        """What is cut over the dp ranks."""
+        """What is sharded over the dp ranks."""
         default = "optim" if self.use_distributed_optimizer else "no_shard"
         return self.data_parallel_sharding_strategy or default
 
@@ -150,7 +150,7 @@ class ParallelConfig:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Processes that work on one microbatch: there are world / so many data-parallel replicas."""
+        """Processes that work on one microbatch: world / this is the number of data-parallel replicas."""
         return self.model_parallel_size * self.context_parallel_size
 
     def cp_types(self, num_layers: int) -> list[str]:
@@ -271,7 +271,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] = common((), "prefixes of .bin/.idx pairs, or weights and prefixes in turn")
     data_args_path: str | None = setting(None, "file that holds what --data-path would say")
-    train_data_path: tuple[str, ...] = setting((), "the same for training alone")
+    train_data_path: tuple[str, ...] = setting((), "the same, for training only")
     valid_data_path: tuple[str, ...] = setting((), "for validation", needs="--train-data-path")
     test_data_path: tuple[str, ...] = setting((), "for the test", needs="--train-data-path")
     split: str = common("99,1,0", "parts of --data-path for training, validation, test")
@@ -301,7 +301,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept, where, and what is taken up again."""
+    """What is saved, where, and what is loaded."""
 
     save: str | None = common(None, "folder for checkpoints; runs/NAME/ckpt")
     load: str | None = common(None, "folder to continue from: with a checkpoint, unless it is --save")
@@ -388,6 +388,6 @@ class Config:
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
-    """vocab_size rounded up to a multiple of `multiple * tp`, so that every tp rank holds as many rows."""
+    """vocab_size rounded up to a multiple of `multiple * tp`, so that all tp ranks hold equally many rows."""
     step = multiple * tp
     return -(-vocab_size // step) * step
