@@ -18,16 +18,8 @@ from nanomegatron.config.cli import to_toml
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
-from nanomegatron.generate import (
-    KVCache,
-    Sampling,
-    generate,
-    load_model,
-    next_logits,
-    sample,
-    stream,
-    truncated,
-)
+from nanomegatron.generate import KVCache, Sampling, generate, load_model, next_logits, stream, truncated
+from nanomegatron.generate import sample as draw_tokens
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -50,9 +42,7 @@ PROMPTS = [[5, 9, 2, 40, 7, 7, 1], [3], [12, 50, 8], [60, 0, 17, 4, 33]]
 def build(family: dict, tp=None) -> Stages:
     """Large weights, so that the likeliest token is likelier than rounding; dropout, which must stay off."""
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
+        *(2, 32, 4),
         max_position_embeddings=LONGEST,
         init_method_std=0.3,
         hidden_dropout=0.1,
@@ -222,7 +212,7 @@ def test_truncated_equals_brute_force(temperature, top_k, top_p):
 def test_samples_have_the_distribution(top_k, top_p):
     n, logits = 20_000, torch.randn(11) * 1.5
     generator = torch.Generator().manual_seed(0)
-    ids = sample(logits.expand(n, -1), Sampling(0.8, top_k, top_p), [generator] * n)
+    ids = draw_tokens(logits.expand(n, -1), Sampling(0.8, top_k, top_p), [generator] * n)
     found = torch.bincount(ids, minlength=11).double() / n
     expected = torch.tensor(brute_force(logits.tolist(), 0.8, top_k, top_p)).double()
     assert torch.equal(found > 0, expected > 0)
@@ -233,8 +223,8 @@ def test_samples_have_the_distribution(top_k, top_p):
 def test_temperature_zero_and_near_zero():
     logits = torch.randn(8, 40)
     generators = [torch.Generator().manual_seed(i) for i in range(8)]
-    assert torch.equal(sample(logits, Sampling(0), generators), logits.argmax(-1))
-    assert torch.equal(sample(logits, Sampling(1e-4), generators), logits.argmax(-1))
+    assert torch.equal(draw_tokens(logits, Sampling(0), generators), logits.argmax(-1))
+    assert torch.equal(draw_tokens(logits, Sampling(1e-4), generators), logits.argmax(-1))
 
 
 def test_padding_is_never_sampled():

@@ -10,41 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_ARGUMENTS, MAX_LINE = 400, 60, 35, 8, 110
-# Lines of a room, all counted; "" is the core. A feature pays from its own room.
-BUDGETS = {
-    "": 8000,
-    "checkpoint": 1235,
-    "config": 2200,
-    "data": 2250,
-    "fast": 2100,
-    "faults": 330,
-    "ops": 2800,
-}
-BUDGETS |= {"plan": 600, "report": 2000}
-
-# Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a
-# room (whose name ends in /) those of its room.
-RANKS = """
-schedules
-config/
-flops
-mesh lr_schedule ops/ plan/
-comm launch
-param
-tp dp cp router fp8 recompute
-batch
-layers moe fp8_linear optim data/
-attention
-model
-pp fast/
-checkpoint/ report/
-faults/
-build
-run
-generate step resume
-preprocess
-train convert setup __main__ commands/
-"""
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/"}
 ENVIRONMENT = {"mesh", "train", "setup"}  # the last looks for the compiler, and is no part of a run
@@ -59,6 +24,12 @@ class Source:
         self.name = str(path.relative_to(ROOT))
         self.lines, self.tree, self.stem = self.text.splitlines(), ast.parse(self.text), path.stem
         self.module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("nanomegatron.")
+
+    @property
+    def room(self) -> str:
+        """The folder of the package that it lies in, with a /; "" for the core and programs."""
+        room, dot, _ = self.module.partition(".")
+        return f"{room}/" if dot else ""
 
     @functools.cached_property
     def functions(self) -> list:
@@ -98,42 +69,8 @@ def length(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-def entry(module: str) -> str:
-    """The entry of RANKS that a module belongs to: its room with a /, or itself."""
-    room, dot, _ = module.partition(".")
-    return f"{room}/" if dot else room
-
-
-def rank(module: str) -> int:
-    return next((i for i, line in enumerate(RANKS.strip().splitlines()) if entry(module) in line.split()), -1)
-
-
-def project_imports(source: Source, level: str) -> Iterator[tuple[int, str]]:
-    """(line, module) for the project's own modules that a file imports, rooms as `fast.pieces`."""
-    programs = {s.module for s in PROGRAMS}
-    for line, name in source.imports(level):
-        parts = name.removeprefix("nanomegatron.").split(".")
-        if name.startswith("nanomegatron."):
-            in_room = len(parts) > 1 and (ROOT / "nanomegatron" / parts[0]).is_dir()
-            yield line, ".".join(parts[: 2 if in_room else 1])
-        elif parts[0] in programs:
-            yield line, parts[0]
-
-
 def test_files_are_short():
     none(f"{s.name}:{len(s.lines)} lines, at most {MAX_FILE}" for s in PYTHON if len(s.lines) > MAX_FILE)
-
-
-def test_rooms_are_within_their_budgets():
-    lines = dict.fromkeys(BUDGETS, 0)
-    for s in PACKAGE:
-        room, dot, _ = s.module.partition(".")
-        lines[room if dot else ""] += len(s.lines)
-    none(
-        f"{room or 'the core'}: {n} lines, at most {BUDGETS[room]}"
-        for room, n in lines.items()
-        if n > BUDGETS[room]
-    )
 
 
 def test_functions_are_short():
@@ -243,7 +180,7 @@ def test_torch_distributed_stays_below():
     none(
         f"{s.name}:{line} {name}: only {', '.join(sorted(DISTRIBUTED))} use torch.distributed"
         for s in SOURCES
-        if not {s.module, entry(s.module)} & DISTRIBUTED
+        if not {s.module, s.room} & DISTRIBUTED
         for line, name in distributed_uses(s)
     )
 
@@ -254,40 +191,6 @@ def distributed_uses(source: Source) -> Iterator[tuple[int, str]]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
             yield node.lineno, "torch.distributed"
-
-
-def test_every_module_has_a_rank():
-    none(f"{s.name}:1 no place in RANKS" for s in SOURCES if s.stem != "__init__" and rank(s.module) < 0)
-
-
-def test_imports_run_from_lower_to_higher():
-    none(
-        f"{s.name}:{line} {s.module} may not import {module} (same rank or higher)"
-        for s in SOURCES
-        for line, module in project_imports(s, "top")
-        if entry(s.module) != entry(module) or "/" not in entry(module)
-        if rank(module) >= rank(s.module)
-    )
-
-
-def test_no_import_cycles():
-    """Modules of a room may import each other, so cycles are looked for by module."""
-    graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}
-
-    def cycle(module: str, path: tuple) -> tuple:
-        if module in path:
-            return path[path.index(module) :] + (module,)
-        return next(filter(None, (cycle(m, (*path, module)) for m in graph.get(module, ()))), ())
-
-    none({" > ".join(found) for module in graph if (found := cycle(module, ()))})
-
-
-def test_no_project_import_is_hidden():
-    none(
-        f"{s.name}:{line} imports {module} inside a function"
-        for s in SOURCES
-        for line, module in project_imports(s, "inside")
-    )
 
 
 def test_extras_are_imported_where_used():
@@ -396,48 +299,3 @@ def test_the_rules_themselves(rule, code, expected):
     """A rule that finds nothing because it looks at nothing would pass for ever."""
     found = [what for _, what in rule(Source(ROOT / "nanomegatron" / "invented.py", code))]
     assert expected in found[0] if expected else not found
-
-
-def test_sources_are_found():
-    assert {"config.settings", "mesh", "fast.pieces"} <= {s.module for s in PACKAGE}
-
-
-def test_fast_files_name_what_they_equal_and_what_they_gain():
-    """The first line names the form of the core, which exists; further down stands a file of results."""
-    fast = [s for s in PACKAGE if entry(s.module) == "fast/" and s.stem != "__init__"]
-    none(f"{s.name}:1 {why}" for s in fast if (why := lacks(ast.get_docstring(s.tree) or "")))
-
-
-def lacks(docstring: str) -> str:
-    """What the docstring of a file of fast/ does not say; "" if all is there."""
-    first = re.match(r"Same result as `(\w+)\.(\w+)", docstring)
-    if not first:
-        return "does not open with Same result as `<core function>`"
-    core = next((s for s in PACKAGE if s.module == first[1]), None)
-    names = [n.name for n in core.functions + core.classes] if core else []
-    if first[2] not in names:
-        return f"{first[1]}.{first[2]} is nothing in the core"
-    files = re.findall(r"benchmarks/results/[\w.-]+\.jsonl?", docstring)
-    return "" if files and all((ROOT / f).is_file() for f in files) else "names no file of results"
-
-
-def test_little_must_be_opened_to_read_a_part():
-    """Core modules that one reaches by imports; config/ and ops/ apart, and these are at most 8 together."""
-    graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}
-    model = reached("model", graph) | {"model"}
-    for part, most in {"tp": 4, "dp": 4, "cp": 4, "fp8": 4, "pp": 6, "moe": 8}.items():
-        found = reached(part, graph) - (model if part == "pp" else set())
-        core = {m for m in found if "." not in m} - {"_kernels"}
-        aside = {m for m in found if entry(m) in ("config/", "ops/")}
-        assert len(core) <= most and len(aside) <= 8, f"{part}: {sorted(core)}, {sorted(aside)}"
-
-
-def reached(module: str, graph: dict[str, set[str]]) -> set[str]:
-    """All modules that a module imports, and those that these import."""
-    found: set[str] = set()
-    todo = [module]
-    while todo:
-        more = graph.get(todo.pop(), set()) - found
-        found |= more
-        todo += more
-    return found

@@ -58,6 +58,8 @@ class PeerAccess:
     @classmethod
     def of(cls, mesh: Mesh, parallel: ParallelConfig) -> "PeerAccess":
         """Of a run. All ranks call it together; communicates over world where there are GPUs."""
+        if mesh.world.size == 1:
+            return cls({})
         if not parallel.peer_memory:
             return cls(dict.fromkeys(mesh.groups, "--no-peer-memory"))
         errors = peer_access_errors(mesh.groups, mesh.communicators, mesh.device)
