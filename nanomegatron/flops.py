@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Iterable
 
+from nanomegatron.config import split
 from nanomegatron.config.settings import Config, TransformerConfig
 
 CONVENTIONS = ("megatron", "full-attention", "6n-causal", "6n")  # the first is the headline
@@ -116,7 +117,7 @@ def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
     """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
     model, length = config.model, config.data.seq_length
     layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
-    return config.parallel.stage_layers(model.num_layers, head=(whole / layers - 1) * model.num_layers)
+    return split.stage_layers(config.parallel, model.num_layers, (whole / layers - 1) * model.num_layers)
 
 
 def _keys(s: int, window: int | None) -> int:

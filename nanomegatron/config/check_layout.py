@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import Config, ParallelConfig
+from nanomegatron.config.split import stage_layers
 from nanomegatron.schedules import CHUNKS
 
 TP, CP, PP = (f"--{name}-parallel-size" for name in ("tensor-model", "context", "pipeline-model"))
@@ -121,7 +122,7 @@ def _pipeline(config: Config) -> Iterator[str]:
         parallel = with_virtual_stages(config)
         yield from (errors := [*_schedule(parallel)])
         if not errors:
-            parallel.stage_layers(config.model.num_layers)
+            stage_layers(parallel, config.model.num_layers)
     except ValueError as error:
         yield str(error)
 

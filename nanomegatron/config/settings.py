@@ -18,8 +18,7 @@ from pathlib import Path
 
 from nanomegatron.config.model import ALL_TO_ALL, TransformerConfig, moe
 from nanomegatron.config.rules import common, setting
-from nanomegatron.config.split import split_layers
-from nanomegatron.schedules import CHUNKS, NAMES, placement
+from nanomegatron.schedules import CHUNKS, NAMES
 
 CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 CP_NAMES = (*CP_TYPES, "all_gather")  # allgather, as Megatron's code spells it
@@ -157,21 +156,6 @@ class ParallelConfig:
         """How each layer's attention communicates over cp; all_gather is Megatron code's allgather."""
         types = [name.replace("all_gather", "allgather") for name in self.cp_comm_type]
         return types * num_layers if len(types) == 1 else types
-
-    def stage_layers(self, num_layers: int, head: float = 1.0) -> list[range]:
-        """The layers of every stage of a resolved config; head: what the output layer costs, in layers.
-
-        Raises: ValueError with a fix for what does not divide.
-        """
-        return split_layers(
-            num_layers,
-            placement(self.schedule, self.pipeline_model_parallel_size, self.chunks),
-            first=self.decoder_first_pipeline_num_layers,
-            last=self.decoder_last_pipeline_num_layers,
-            embedding=self.account_for_embedding_in_pipeline_split,
-            loss=self.account_for_loss_in_pipeline_split,
-            head=head if self.pipeline_split == "flops" else None,
-        )
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,29 @@ All ranks wait for the busiest one. The even split and its four settings are Meg
 lost layers that did not divide: here that is an error, and that every layer has its place is asserted.
 """
 
-from nanomegatron.schedules import embedding_ranks, owners
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.schedules import embedding_ranks, owners, placement
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 FLOPS = "--pipeline-split flops"
+
+
+def stage_layers(parallel: ParallelConfig, num_layers: int, head: float = 1.0) -> list[range]:
+    """The layers of every pipeline stage, of a resolved config.
+
+    head: for --pipeline-split flops what the output layer costs, in layers.
+
+    Raises: ValueError with a fix for what does not divide.
+    """
+    return split_layers(
+        num_layers,
+        placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks),
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+        embedding=parallel.account_for_embedding_in_pipeline_split,
+        loss=parallel.account_for_loss_in_pipeline_split,
+        head=head if parallel.pipeline_split == "flops" else None,
+    )
 
 
 def split_layers(
