@@ -7,7 +7,7 @@ import sys
 COMMANDS = {
     "generate": ("nanomegatron.commands.generate", "continue a text with a trained model"),
     "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why; on a GPU a self-test"),
-    "schedules": ("nanomegatron.report.schedule_draw", "print or draw a pipeline schedule"),
+    "schedules": ("nanomegatron.commands.schedules", "print or draw a pipeline schedule"),
 }
 
 

@@ -8,7 +8,7 @@
     zb-v         (p-1) / (6 m)            p                                                      2405.15362
 
 p stages, m microbatches, v chunks a rank; all of equal cost, F = B = W; m >= p, for zb-v m >= 2p - 1. Sources
-are arXiv numbers. Nothing here needs torch or a second process; report/schedule_draw.py prints and draws:
+are arXiv numbers. Nothing here needs torch or a second process; a command prints and draws them:
 
     python -m nanomegatron schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
 

@@ -233,9 +233,8 @@ def test_padding_is_never_sampled():
     with torch.no_grad():
         weight = model[0].output_layer.weight
         weight[VOCAB:] = 100 * weight[: PADDED - VOCAB]
-    texts = generate(
-        model, [[random.Random(i).randrange(VOCAB)] for i in range(20)], 31, Sampling(temperature=5.0)
-    )
+    prompts = [[random.Random(i).randrange(VOCAB)] for i in range(20)]
+    texts = generate(model, prompts, 31, Sampling(temperature=5.0))
     assert max(map(max, texts)) < VOCAB
 
 
@@ -288,27 +287,15 @@ def continued(model: Stages, prompts: list[str], tokens: int = 20, **settings) -
     """What the program must print for the prompts."""
     tokenizer = ByteTokenizer()
     settings = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "eod": tokenizer.eod} | settings
-    texts = generate(
-        model, [tokenizer.encode(p) or [tokenizer.eod] for p in prompts], tokens, Sampling(**settings)
-    )
+    ids = [tokenizer.encode(p) or [tokenizer.eod] for p in prompts]
+    texts = generate(model, ids, tokens, Sampling(**settings))
     return [tokenizer.decode(t[not p :]) for t, p in zip(texts, prompts)]
 
 
 def test_program_on_two_processes(trained):
     root, models = trained
-    flags = [
-        "--device",
-        "cpu",
-        "--load",
-        str(root),
-        "--prompt",
-        "def ",
-        "--prompt",
-        "",
-        "--max-new-tokens",
-        "20",
-    ]
-    command = [sys.executable, "-m", "nanomegatron", "generate", "--tp", "2", *flags]
+    flags = f"generate --tp 2 --device cpu --max-new-tokens 20 --load {root}".split()
+    command = [sys.executable, "-m", "nanomegatron", *flags, "--prompt", "def ", "--prompt", ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "\n---\n".join(continued(models[20], ["def ", ""])) + "\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")

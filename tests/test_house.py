@@ -137,14 +137,17 @@ def lacks(docstring: str) -> str:
 
 
 def test_little_must_be_opened_to_read_a_part():
-    """Core modules that one reaches by imports; config/ and ops/ apart, and these are at most 8 together."""
+    """Core modules that one reaches by imports, and beside them modules of config/ and ops/.
+
+    Routing, permuting and multiplying by expert are ops of their own, hence the larger number of moe.
+    """
     graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}
     model = reached("model", graph) | {"model"}
-    for part, most in {"tp": 4, "dp": 4, "cp": 4, "fp8": 4, "pp": 6, "moe": 8}.items():
-        found = reached(part, graph) - (model if part == "pp" else set())
-        core = {m for m in found if "." not in m} - {"_kernels"}
-        aside = {m for m in found if entry(m) in ("config/", "ops/")}
-        assert len(core) <= most and len(aside) <= 8, f"{part}: {sorted(core)}, {sorted(aside)}"
+    for part, most, aside in (("tp", 4, 8), ("dp", 4, 8), ("cp", 4, 8), ("fp8", 4, 8), ("moe", 8, 13)):
+        found = reached(part, graph) - {"_kernels"}
+        core = {m for m in found if "." not in m}
+        assert len(core) <= most and len(found - core) <= aside, f"{part}: {sorted(found)}"
+    assert len(reached("pp", graph) - model) <= 6
 
 
 def reached(module: str, graph: dict[str, set[str]]) -> set[str]:

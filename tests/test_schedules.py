@@ -358,5 +358,5 @@ def test_drawing(tmp_path, capsys, monkeypatch):
 
 def test_needs_no_torch():
     heavy = "print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
-    code = f"import sys, nanomegatron.report.schedule_draw; {heavy}"
+    code = f"import sys, nanomegatron.commands.schedules; {heavy}"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

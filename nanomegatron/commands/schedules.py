@@ -1,0 +1,34 @@
+"""Print or draw a pipeline schedule: the command.
+
+python -m nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--png zb-v.png]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanomegatron.report.schedule_draw import draw, text
+from nanomegatron.schedules import NAMES, placement, schedule, simulate
+
+
+def main(argv: list[str]) -> int:
+    """Print a schedule as it runs, and draw it on request; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m nanomegatron schedules", description="Show a schedule.")
+    parser.add_argument("--schedule", choices=NAMES, default="1f1b")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=1, help="pieces of the model a rank holds")
+    parser.add_argument("--group", type=int, help="of interleaved: microbatches a chunk takes in turn")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there; .svg, .pdf work, too")
+    args = parser.parse_args(argv)
+    try:
+        lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
+        timeline = simulate(lists, placement(args.schedule, args.stages, args.chunks))
+        print(text(timeline, colour=sys.stdout.isatty()))
+        if args.png:
+            title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
+            draw(timeline, args.png, title)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"schedules: {error}", file=sys.stderr)
+        return 2
+    return 0
