@@ -8,7 +8,6 @@ torchrun with 2 or with 4 processes print the same losses.
 
 import torch
 
-from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
@@ -46,8 +45,7 @@ def main() -> None:
         mean = torch.zeros((), device=mesh.device)  # of the loss, over all samples of all ranks
         buckets.zero(MICROBATCHES)
         for batch in batches:
-            losses = model(Batch(batch.tokens, batch.positions), batch.labels)  # [b, s]
-            loss = (losses * batch.loss_mask).sum() / count
+            loss = (model(batch, batch.labels) * batch.loss_mask).sum() / count  # of each token [b, s]
             loss.backward()
             mean += loss.detach()
         buckets.grad_sync()

@@ -102,7 +102,7 @@ def test_a_run_that_fails_is_told(small, flags, tmp_path, capsys):
         assert good[name] == small[1]["runs"][0][name]
     told = capsys.readouterr().out
     assert f"{bad}, seed 1 FAILED with exit code 2; its end:\n    train.py: 1 error" in told
-    assert "is for --fp8-recipe delayed" in told and told.count("| bf16 |") == 2
+    assert "needs --fp8-recipe delayed" in told and told.count("| bf16 |") == 2
 
 
 def test_a_run_does_not_outlive_the_program(flags, tmp_path):

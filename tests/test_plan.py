@@ -14,6 +14,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from nanomegatron.fast import ring
 from nanomegatron.fast.fused_loss import FusedLossFunction, fused_linear_cross_entropy
+from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel
@@ -122,7 +123,8 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
     if scales is not None:
         quantize_layers(built, scales, range(model.num_layers))
     loss = fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None
-    install(Stages([built]), Paths(producers=True, loss=loss))
+    moe = OverlappedMoe(None) if model.num_experts else None
+    install(Stages([built]), Paths(producers=True, loss=loss, moe=moe))
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -220,7 +220,7 @@ class Bucket:
         param.main_grad += param.grad
         param.grad = None
 
-    def open(self):
+    def alloc_grads(self):
         pass
 
     def ready(self, param):

@@ -29,7 +29,7 @@ class Bucket:
         param.bucket, param.main_grad = self, torch.zeros(param.shape)
         self.opened = self.reported = 0
 
-    def open(self):
+    def alloc_grads(self):
         self.opened += 1
 
     def ready(self, param):
