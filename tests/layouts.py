@@ -346,7 +346,11 @@ ENTERED = {
         ("pp2cofp", "llama", "bf16"),
     ],
     "transfers": [("cp2fp", "llama", ""), ("cp2fp", "documents", ""), ("cp4fp", "qwen", "")],
-    "fp8_experts": [],
+    "fp8_experts": [
+        ("dp2ep2fp", "moe", "rowwise"),
+        ("tp2spdp2ep2fp", "moe", "rowwise"),
+        ("dp2ep2z1fp", "moe", "rowwise"),
+    ],
 }
 # GPUs' memory is files here: of these traces every one copies to or from a peer.
 TRACED = {

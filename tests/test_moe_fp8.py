@@ -25,7 +25,7 @@ from tests.layouts import FIVE_STEPS, flags_of
 from tests.layouts import fp8 as flags_of_recipe
 from tests.spmd import run_spmd
 from tests.test_moe_experts import BASE, INIT, KINDS, offsets_of, one, parameters
-from tests.training import arguments, train_on_a_rank
+from tests.training import arguments, check_entered, train_on_a_rank
 
 CPU, ROWWISE, REAL = torch.device("cpu"), Recipe("rowwise"), torch._scaled_grouped_mm
 E, H = BASE.num_experts, BASE.hidden_size
@@ -255,14 +255,20 @@ OVER_TP = "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"
 def test_it_trains_as_bf16_does(recipe, alone, sources, tmp_path):
     """Five steps over experts on two ranks: losses within 2 % of one process's in bf16, and falling."""
     sizes = flags_of_recipe(recipe).partition("blockwise")[2]
-    found = losses_of("dp2ep2", arguments(sources, "moe", FIVE_STEPS, flags_of_recipe(recipe)), tmp_path)
+    found = losses_of("dp2ep2fp", arguments(sources, "moe", FIVE_STEPS, flags_of_recipe(recipe)), tmp_path)
     expected = [step["lm_loss"] for step in alone("moe", FIVE_STEPS, "--bf16" + sizes)["steps"]]
     np.testing.assert_allclose(found, expected, rtol=2e-2)
     assert found != expected and found[-1] < found[0] - 0.1
 
 
 @pytest.mark.parametrize(
-    "layout, more", [("tp2spdp2ep2", OVER_TP), pytest.param("pp2zbdp2ep2", "", marks=pytest.mark.full)]
+    "layout, more",
+    [
+        ("tp2spdp2ep2fp", OVER_TP),
+        ("dp2ep2z1fp", ""),
+        ("dp2ep2", ""),
+        pytest.param("pp2zbdp2ep2", "", marks=pytest.mark.full),
+    ],
 )
 def test_other_layouts_too(layout, more, alone, sources, tmp_path):
     found = losses_of(layout, arguments(sources, "moe", flags_of_recipe("rowwise"), more), tmp_path)
@@ -276,4 +282,6 @@ def losses_of(layout, argv, folder):
     world, flags = flags_of(layout)
     ranks = run_spmd(train_on_a_rank, world, [*argv, *flags.split()], str(folder), timeout=120)
     assert all(rank["alike"] for rank in ranks)
+    if layout.endswith("fp") and "rowwise" in argv:
+        check_entered(layout, "moe", "rowwise", ranks)
     return [step["lm_loss"] for step in ranks[0]["steps"]]
