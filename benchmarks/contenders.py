@@ -157,7 +157,7 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
     tiny = SMALL + LARGER.get(part, "") if small else ""
 
     def config_of(flags: str, size: int, depth: int) -> Config:
-        parsed = parse(f"{COMMON} --num-layers {depth} {tiny} {flags}".split())
+        parsed = parse(f"{COMMON} --fast-paths --num-layers {depth} {tiny} {flags}".split())
         if errors := [*parsed.errors, *validate(parsed.config, size, device.type)]:
             raise ConfigError(errors)
         return resolve(parsed.config, size)

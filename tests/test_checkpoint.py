@@ -19,6 +19,7 @@ from nanomegatron.checkpoint.checkpoint import SaveError, latest, load, save
 from nanomegatron.checkpoint.checkpoint import training_pieces as pieces_of
 from nanomegatron.checkpoint.files import Piece, read_manifest
 from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError, rectangles
+from nanomegatron.comm import barrier
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.launch import launch
@@ -382,6 +383,7 @@ def test_ranks_that_do_not_make_up_a_tensor(tmp_path):
 
 def save_and_lose_a_rank(world: World, root: Path) -> int:
     mesh = Mesh.build(ParallelConfig(tensor_model_parallel_size=2), world, torch.device("cpu"))
+    barrier(mesh.world)  # both are connected
     if world.rank == 1:
         return save_and_die(world, root, 30, FILES + "raw_bytes", 1)
     try:
