@@ -208,8 +208,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     run = Run(*parts, before, asked, profile, reporter, signals)
-    notes, overlap = [*parsed.notes, *run_notes(config)], paths.linear is not None
-    for line in banner(config, mesh, model, grads, paths.peers, overlap, notes):
+    notes = [*parsed.notes, *run_notes(config)]
+    for line in banner(config, mesh, model, grads, paths.describe(config, mesh), notes):
         log.line(line)
     for line in data_lines(config, datasets, before[-1], log.folder):
         log.line(line)

@@ -57,6 +57,20 @@ class Paths:
     gathered: Callable = gathered_params  # (param, shards) -> what of a parameter Buckets gather
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
+    def describe(self, config: Config, mesh: Mesh) -> str:
+        """Which of them send over the axes of tp, cp and ep, by what and why; for the banner."""
+        if config.parallel.fast_paths is False:
+            return "plain (--no-fast-paths)"
+        model, parts = config.model, []
+        if self.linear and mesh.tp.size > 1:
+            parts.append(f"tp matmuls in pieces, sent by {self.peers.describe(mesh.tp)}")
+        kinds = zip(config.parallel.cp_types(model.num_layers), model.windows, strict=True)
+        if self.context and mesh.cp.size > 1 and any("p2p" in kind and not window for kind, window in kinds):
+            parts.append(f"cp rings by {self.peers.describe(mesh.cp, 'messages')}")
+        if self.moe and mesh.etp_ep.size > 1:
+            parts.append(f"ep {self.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")
+        return " | ".join(parts)
+
 
 def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     """The fast paths of a run. fast: all that can run, or none; None: those of this machine and its flags.

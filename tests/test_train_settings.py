@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -283,11 +284,19 @@ def test_the_first_lines_tell_how_rows_are_shared(
     np.testing.assert_allclose(series(ours), series(shared_alone[model]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("flags, lines", [("", 1), ("--moe-token-dispatcher-type alltoall", 0)])
-def test_the_first_lines_tell_how_tokens_go_to_experts(flags, lines, corpus, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    "flags, paths",
+    [
+        ("--fast-paths", "ep tokens in blocks, sent by asynchronous collectives (no GPU)"),
+        ("--fast-paths --moe-token-dispatcher-type alltoall", "ep tokens sent by asynchronous all-to-all"),
+        ("--no-fast-paths", "plain (--no-fast-paths)"),
+        ("", None),
+    ],
+)
+def test_the_first_lines_tell_how_tokens_go_to_experts(flags, paths, corpus, tmp_path):  # noqa: F811
     experts = (
         "--num-experts 4 --moe-router-topk 2 --ep 2 --micro-batch-size 2 --train-iters 1 --lr-warmup-iters 0"
     )
     run_spmd(run_train, 2, arguments(corpus, experts, flags), str(tmp_path))
     text = (tmp_path / "runs/test/log.txt").read_text()
-    assert text.count("\nep      tokens in blocks, sent by asynchronous collectives (no GPU)\n") == lines
+    assert re.findall(r"^paths   (.*)$", text, re.MULTILINE) == ([paths] if paths else [])

@@ -94,6 +94,13 @@ class OverlappedMoe:
         for weight in (layer.experts.weight1, layer.experts.weight2) if self.halves else ():
             weight.spec = replace(weight.spec, uses=2)
 
+    def describe(self, axis: Axis, dispatcher: str) -> str:
+        """How tokens travel, for the banner."""
+        if dispatcher == "alltoall":
+            return "tokens sent by asynchronous all-to-all"
+        by = self.peers.describe(axis) if self.peers else "asynchronous collectives"
+        return f"tokens in blocks, sent by {by}"
+
     def __call__(self, layer: MoELayer, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         tokens, parts, y_shared = x.flatten(0, 1), 1 + self.halves, None
         late = layer.experts.config.moe_shared_expert_overlap

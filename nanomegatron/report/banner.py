@@ -13,7 +13,6 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config
 from nanomegatron.data.packing import Ranks
 from nanomegatron.dp import Buckets
-from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.flops import parameter_count, stage_layers
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
@@ -29,11 +28,10 @@ def banner(
     mesh: Mesh,
     model: Stages,
     grads: Buckets,
-    peers: PeerAccess,
-    overlap: bool,
+    paths: str,
     notes: list[str],
 ) -> Iterator[str]:
-    """What runs on what. overlap: linear layers overlap their messages with matmuls. config: resolved."""
+    """What runs on what. paths: the fast ones, "" where there are none to speak of. config: resolved."""
     yield f"nanomegatron 0.1 | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
@@ -46,14 +44,10 @@ def banner(
         ranks = (" + ".join(str(len(layers[stage])) for stage in stages) for stages in model.placed)
         kept = " | ".join(map(str, chunks_kept(config)))
         yield f"pp      {model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}"
-    if overlap and mesh.tp.size > 1:
-        yield f"tp      matmuls in pieces, sent by {peers.describe(mesh.tp)}"
-    gathers = config.model.num_experts and config.model.moe_token_dispatcher_type == "allgather"
-    if gathers and mesh.etp_ep.size > 1:
-        yield f"ep      tokens in blocks, sent by {peers.describe(mesh.etp_ep)}"
     if mesh.cp.size > 1:
-        path = f" | rings by {peers.describe(mesh.cp, 'messages')}" * (mesh.device.type == "cuda")
-        yield f"cp      {cp_text(config)}{path}"
+        yield f"cp      {cp_text(config)}"
+    if paths:
+        yield f"paths   {paths}"
     yield from kernel_lines(config, mesh.device)
 
 
