@@ -261,9 +261,9 @@ def split(params: Iterable[nn.Parameter], size: float) -> list[list[nn.Parameter
 
 
 def bucket_size(parallel: ParallelConfig, ranks: int) -> float:
-    """Elements of a bucket: where none is set, large enough to keep a network busy, or everything in one."""
+    """Elements of a bucket; where none is set and nothing gains from several, everything in one."""
     many = parallel.overlap_grad_reduce or parallel.overlap_param_gather or parallel.sharding == "optim_grads"
-    return parallel.ddp_bucket_size or (max(40_000_000, 1_000_000 * ranks) if many else math.inf)
+    return parallel.bucket_size(ranks) if many or parallel.ddp_bucket_size else math.inf
 
 
 class Buckets:

@@ -158,7 +158,7 @@ def _bucket_size(config: Config, dp: int) -> int | None:
     opt = config.optimizer
     in_16_bits = "bf16" in (opt.main_grads_dtype, opt.exp_avg_dtype, opt.exp_avg_sq_dtype)
     wanted = opt.optimizer_cpu_offload or in_16_bits or config.parallel.grad_reduce_in_bf16
-    return config.parallel.ddp_bucket_size or (max(40_000_000, 1_000_000 * dp) if wanted else None)
+    return config.parallel.bucket_size(dp) if wanted else config.parallel.ddp_bucket_size
 
 
 def default_run_name(config: Config, preset: str | None) -> str:

@@ -131,6 +131,10 @@ class ParallelConfig:
         default = "optim" if self.use_distributed_optimizer else "no_shard"
         return self.data_parallel_sharding_strategy or default
 
+    def bucket_size(self, ranks: int) -> int:
+        """Elements of a bucket over this many ranks: as set, or large enough to keep a network busy."""
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
+
     @property
     def schedule(self) -> str:
         """The name of the pipeline schedule."""

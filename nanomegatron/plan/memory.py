@@ -123,14 +123,13 @@ def expert_weights(sizes: Sizes, layers: list[int]) -> int:
 
 
 def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, float]:
-    """The same of parameters that so many ranks share, `fp8` of them in FP8."""
+    """The same of parameters shared by this number of ranks, `fp8` of them in FP8."""
     parallel, optimizer, item = config.parallel, config.optimizer, ITEMSIZE[config.dtype_name]
     shared = ranks if parallel.sharding != "no_shard" else 1
     on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
     grads = params * ITEMSIZE[config.grad_dtype_name]
     if parallel.sharding == "optim_grads":
-        bucket = parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)  # as dp.bucket_size
-        in_use = min(params, bucket * (2 + REDUCTIONS * parallel.overlap_grad_reduce))
+        in_use = min(params, parallel.bucket_size(ranks) * (2 + REDUCTIONS * parallel.overlap_grad_reduce))
         grads = params * 4 / ranks + in_use * ITEMSIZE[config.grad_dtype_name]
     moments = sum(4 if t == "fp32" else 2 for t in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     return {
@@ -165,7 +164,7 @@ def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Co
 
 
 def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
-    """What a microbatch takes in a chunk, with so many columns of the logits on a rank."""
+    """What a microbatch takes in a chunk, with `columns` of the logits on a rank."""
     model, value = sizes.model, sizes.value
     layer, inside = _layer_backward(sizes)
     inside *= chunk.layers > 0
