@@ -24,7 +24,7 @@ is the same everywhere counts once. (Megatron's f and g, arXiv 1909.08053; seque
 
 What is sent is counted in `axis.traffic`: calls and bytes per (axis, kind), where bytes are the size of the
 whole tensor on one rank: the input of an all-reduce, reduce-scatter or all-to-all, the output of an
-all-gather. This module alone calls torch's collectives, so a renamed one is mended here.
+all-gather. Only this module calls torch's collectives, so a renamed one is mended here.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
 
 
 class Pending:
-    """A collective under way: what was sent and the result are nobody else's until `wait` gives the result.
+    """A collective under way: what was sent and the result belong to it until `wait` gives the result.
 
     On a GPU waiting holds up the current stream, not the host.
     """
@@ -79,7 +79,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once, as far as can be told: gloo only tells who waits."""
+        """Whether `wait` would return at once, as far as is known: gloo reports it only to a waiter."""
         return self.work is None or self.work.is_completed()
 
 
@@ -210,7 +210,7 @@ def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
 
 
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """Reduce x over the axis in place and return it; for buffers that are nobody else's."""
+    """Reduce x over the axis in place and return it; for buffers with no other use."""
     return start_all_reduce_(x, axis, op).wait()
 
 

@@ -7,7 +7,7 @@ Model FLOP/s utilisation (MFU, PaLM, arXiv:2204.02311 appendix B) is one divisio
 but its numerator is a matter of convention. All agree on 6 FLOPs a token and matrix weight (2 forward, 4
 backward); they differ in which weights count and in how much of the S x S attention square does.
 Recomputation never counts; of experts those of a token do, of the router its weights with 6n; keys outside
-a sliding window do in the full square alone, those of other documents in a row always (with
+a sliding window do only in the full square, those of other documents in a row always (with
 --variable-seq-lengths a document is a row). Llama-3-8B, GFLOPs a token:
 
     convention        weights                    attention     S 4096   S 8192   used by
@@ -42,7 +42,7 @@ def layer_matmul_parameters(model: TransformerConfig, tp: int = 1, ffn: int | No
 
 
 def expert_parameters(model: TransformerConfig, experts: int, etp: int = 1) -> int:
-    """Parameters of so many experts of a layer that one of `etp` ranks holds."""
+    """Parameters of this number of experts of a layer that one of `etp` ranks holds."""
     h, f, parts = model.hidden_size, model.moe_ffn_size // etp, 2 if model.swiglu else 1
     return experts * (h * f * (parts + 1) + (parts * f + h) * (not model.disable_bias_linear))
 

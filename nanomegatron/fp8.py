@@ -27,7 +27,7 @@ difference to the bit:
 Experts (`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
 
 The optimizer makes the row-major copy, first use the transposed one. A flat shard cuts rows and blocks, so
-there these cannot be cast. Where nobody agrees a row or block cut over tp has a scale for each part: layouts
+there these cannot be cast. Without agreement a row or block cut over tp has a scale for each part: layouts
 differ, within the error below. Scales of rows and blocks are powers of two: a second cast along the other dim
 (`turned`) rounds only what gets near zero.
 
@@ -222,7 +222,7 @@ class Scales:
         return self.layers[name]
 
     def end_step(self) -> None:
-        """After the backward, before the optimizer's step: the next step's scales; weights are cast anew.
+        """After the backward, before the optimizer's step: the next step's scales; weights are cast again.
 
         delayed: all amaxes of this step go over each axis in one all-reduce.
         """
@@ -235,7 +235,7 @@ class Scales:
         self.forget_step()
 
     def forget_weights(self) -> None:
-        """Cast weights anew when they are used next, if the optimizer has not done it by then."""
+        """Cast weights again when they are used next, if the optimizer has not done it by then."""
         for layer in self.layers.values():
             layer.cached = layer.taken = None
 
@@ -250,7 +250,7 @@ class Scales:
         self._invert()
 
     def forget_step(self) -> None:
-        """Forget the amaxes of this step, a rehearsal, and the casts of weights, which note theirs anew."""
+        """Forget the amaxes of this step, a rehearsal, and the casts of weights, which note theirs again."""
         self.history[:1] = 0.0
         self.forget_weights()
 
@@ -300,8 +300,8 @@ class Fp8Linear:
         """x `[m, k]` in FP8 as what `role` says, "x", "w" or "g"; outputs: "row", "transposed" or "both".
 
         axis: its ranks hold other rows or columns of the same tensor. tensorwise: one number goes over it.
-        notes: the amax counts for later steps, delayed alone, and the cast in statistics; neither does in an
-        evaluation. A delayed cast is good until the step ends.
+        notes: the amax counts for later steps (delayed scaling), and the cast in statistics; neither does in
+        an evaluation. A delayed cast is good until the step ends.
         """
         x = x.detach()
         copies = self._cast(x, role, outputs, axis, notes)
@@ -328,7 +328,7 @@ class Fp8Linear:
         return "both" if trains and self.recipe.wgrad and comm != "gather" else "row"
 
     def watch(self, role: str, x: Callable[[], torch.Tensor], casts: Quantized, notes: bool = True) -> None:
-        """Tell whoever counts what casts lose (report/counters.py) of these, of x `[m, k]`."""
+        """Give the statistics of casts (report/counters.py) these, of x `[m, k]`."""
         if self.scales.note and notes and casts.row is not None:
             self.scales.note(self.slot(role), x(), casts.row)
 

@@ -68,7 +68,7 @@ class Axis:
 
     @staticmethod
     def single(name: str = "single") -> "Axis":
-        """An axis of one rank, for a model that nobody shares."""
+        """An axis of one rank, for a model on one process."""
         return Axis(name, 1, 0, (0,))
 
 
@@ -85,7 +85,7 @@ class Link:
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all: what a launcher tells it."""
+    """The place of this process among all: as the launcher set it."""
 
     rank: int = 0
     size: int = 1
@@ -94,7 +94,7 @@ class World:
 
     @staticmethod
     def from_environment() -> "World":
-        """torchrun's variables, or one process alone."""
+        """torchrun's variables, or a single process."""
         if "RANK" not in os.environ:
             return World()
         rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -259,7 +259,7 @@ def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
 
 
 def grid_groups(sizes: dict[str, int], along: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """Groups of ranks that differ in the coordinates `along` alone; `sizes` has the fastest axis first."""
+    """Groups of ranks that differ only in the coordinates `along`; `sizes` has the fastest axis first."""
     strides = dict(zip(sizes, itertools.accumulate(sizes.values(), operator.mul, initial=1)))
 
     def offsets(names: list[str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The transformer, one class a box of the usual drawing; families differ by configuration alone.
+"""The transformer, one class a box of the usual drawing; families differ only by configuration.
 
         tokens [b, s]
            |

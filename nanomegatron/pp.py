@@ -184,8 +184,8 @@ class Inbox:
 class Outbox:
     """Messages in flight; each holds its tensor until it has been sent.
 
-    Where only waiting tells (gloo), wait for the oldest when a link has more in flight than there can be
-    forwards without their backward: its receiver has used it then.
+    Where only a wait shows that a send is done (gloo), wait for the oldest when a link has more in flight
+    than there can be forwards without their backward: its receiver has used it then.
     """
 
     def __init__(self, most: int) -> None:

@@ -9,7 +9,7 @@
 Two mechanisms. `recomputed` runs a function without autograd, keeps its inputs, and in the backward runs it
 again with autograd. A `Source` is for outputs that only the next matmul keeps (of a norm, of an activation):
 the tensor carries what it was made from, and while its reader runs (`keeping`) autograd gets that recipe in
-place of the tensor. The result is equal to the bit: hidden dropout depends on counters alone, and for kernels
+place of the tensor. The result is equal to the bit: hidden dropout depends only on counters, and for kernels
 that draw random numbers the generator's state is restored.
 (arXiv 1604.06174; selective 2205.05198)
 """

@@ -36,7 +36,7 @@ class Blend(NamedTuple):
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`weight prefix weight prefix ...` or `prefix prefix ...`, as Megatron tells them apart.
+    """`weight prefix weight prefix ...` or `prefix prefix ...`, distinguished as in Megatron.
 
     Raises ValueError where some prefixes have a weight and some have none, or a weight is not above 0.
     """

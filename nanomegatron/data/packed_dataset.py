@@ -5,8 +5,8 @@
                            t4 t5           labels t5 t6
 
 A document that is longer than a sample may be is cut into several; its last token is a label only, and one of
-a single token is no sample. A global batch is so many samples in the order of the run, which depends on seed
-and consumed samples alone: every epoch has each sample once, in an order of its own.
+a single token is no sample. A global batch takes documents in the order of the run, which depends only on
+seed and consumed samples: every epoch has each sample once, in an order of its own.
 
 Which ranks have which documents is planned for each batch (`data/packing.py`) from their lengths, which stand
 in the index: all ranks know them all, and read the documents of their own packs. In a pack positions start
@@ -85,7 +85,7 @@ class DocumentDataset(Samples):
 
 
 def _epochs(samples: int, epochs: int, seed: int) -> np.ndarray:
-    """The numbers below `samples`, so many times, each time in another order."""
+    """The numbers below `samples`, this many times, each time in another order."""
     random = np.random.RandomState(seed)
     kind = np.uint32 if samples < 2**32 else np.int64
     return np.concatenate([random.permutation(samples).astype(kind) for _ in range(epochs)])

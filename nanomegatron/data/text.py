@@ -1,6 +1,6 @@
 """Documents from files, tokenized by several processes in the order of the files. No torch.
 
-    blocks -> chunks -> in_order(encode) -> whoever writes
+    blocks -> chunks -> in_order(encode) -> the writer
     reads     512 KiB   workers find the     adds them up
                         lines, parse them
                         and tokenize
@@ -272,7 +272,7 @@ def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
     """work(x) of every x, in order, by `workers` processes; few inputs are taken ahead of the results.
 
     This process is one of them, whenever the next result is not there yet. The others are spawned, not
-    forked: whoever calls this may have threads.
+    forked: the caller may have threads.
     """
     if workers == 1:
         yield from map(work, inputs)

@@ -9,7 +9,7 @@
     SentencePieceTokenizer   tokenizer.model of Llama 2, Mistral 7B               (sentencepiece library)
 
 Special tokens that stand in a text are ordinary text: a document cannot end itself. `spec` is JSON enough to
-build the tokenizer again, `fingerprint` tells whether two give the same ids; data and checkpoints carry both.
+build the tokenizer again, `fingerprint` shows whether two give the same ids; data and checkpoints carry both.
 
 Byte pair encoding (arXiv:1508.07909) as tiktoken has it: a pattern splits the text into words, then within a
 word the neighbours whose union has the lowest rank merge, again and again. The rank of a token is its id, so

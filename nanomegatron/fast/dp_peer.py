@@ -26,7 +26,7 @@ from nanomegatron.mesh import Axis
 class PeerShards:
     """Flat tensors of which each rank owns a shard, in one block of shared memory a rank.
 
-    All copies run in one stream in the order of the calls, so a barrier tells that the peers have done what
+    All copies run in one stream in the order of the calls, so a barrier means that the peers have done what
     was asked of them before. `wait_for_readers` makes sure that no peer still copies from what is about to be
     overwritten; a shard that is written between a reduce-scatter and the gather after it is safe by that
     order.

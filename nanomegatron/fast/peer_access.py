@@ -1,4 +1,4 @@
-"""Same result as `comm.start_all_gather` and its like, whoever shares memory; this says which axes do.
+"""Same result as `comm.start_all_gather` and its like, by memory that GPUs share; this says over which axes.
 
 Asked of the machines, then tried by a copy between each pair of GPUs.
 

@@ -16,9 +16,9 @@ used. Buffers come from torch's symmetric memory and grow on demand; growing sto
 
 **Why one meeting a call is enough.** Every call works in one slot only, they take turns, and it meets once.
 `begin` puts a call of a rank behind all that the rank did in the call before, its copies included. So who has
-met in call n + 1 knows that nobody writes into a slot in the name of call n any more. With two slots call
+met in call n + 1 knows that no rank writes into a slot in the name of call n any more. With two slots call
 n + 2, which comes after that meeting, may write into the slot of call n, here and on the peers, before it
-meets, if what call n brought is not needed after the meeting of call n + 1: with more slots, so many calls
+meets, if what call n brought is not needed after the meeting of call n + 1: with more slots, that many calls
 later. This asks of the ranks what every collective asks: the same calls in the same order, of the same sizes.
 
 Gain: on 4 H200 a tp layer's gather and matmul in 1.53 ms where NCCL before it takes 2.06
@@ -55,7 +55,7 @@ class PeerMemory:
     `kind` is what `axis.traffic` calls it. A call is `begin`, work with `of`, `mark` and `copy`, one `meet`;
     what is read after the meeting was written by everybody before it. A `line_up` before the copies is behind
     the meeting of the call before, and in front of this one's, on all ranks. Views and events are made once
-    and used again, for the host's sake (0.14 ms a call instead of 0.2). An event recorded anew stands for
+    and used again, for the host's sake (0.14 ms a call instead of 0.2). An event recorded again stands for
     more work of the same stream, never for less.
     """
 

@@ -51,7 +51,7 @@ class Mask:
     """Which keys a query sees: the last s of t tokens are queries, and all are keys."""
 
     causal: bool = True
-    window: int | None = None  # so many keys before itself, with `causal`
+    window: int | None = None  # how many keys before itself, with `causal`
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1], over all b * s tokens, row by row
     max_seqlen: int | None = None  # of the longest document
 
@@ -144,7 +144,7 @@ class Block:
     """
 
     causal: bool = False
-    window: int | None = None  # so many keys before its own, with `causal`
+    window: int | None = None  # how many keys before its own, with `causal`
     cu_q: torch.Tensor | None = None  # int32 [segments + 1], where they begin and the last ends; b is 1
     cu_k: torch.Tensor | None = None
     max_q: int = 0  # of the longest segments

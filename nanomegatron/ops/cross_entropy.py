@@ -28,7 +28,7 @@ def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple
 def cross_entropy_grad_ref(
     logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, z_loss: float = 0.0
 ) -> torch.Tensor:
-    """What `cross_entropy_grad_` writes, of vocabulary alone, in plain torch: specification and oracle."""
+    """What `cross_entropy_grad_` writes without padded columns, in plain torch: specification and oracle."""
     if logits.shape[-1] == 0:
         return logits
     result = (logits.float() - lse[:, None]).exp_()
@@ -67,8 +67,8 @@ def cross_entropy_grad_(
     Under torch.compile a new tensor is returned, and the logits stay.
 
     logits: `[t, V]`, of which the first `real` columns count (all, if None) and the others become 0; labels:
-    `[t]` int64; lse, grad: `[t]`. With `z_loss` the gradient of lse - target + z_loss * lse^2. Whoever has
-    saved these logits for a backward is told by torch that they have changed.
+    `[t]` int64; lse, grad: `[t]`. With `z_loss` the gradient of lse - target + z_loss * lse^2. Autograd
+    notices the change where these logits are saved for a backward.
     Raises ValueError for other shapes, types or devices.
     """
     _check(logits, labels, lse, grad)

@@ -36,7 +36,7 @@ def attention_dropout(
     sample_ids: torch.Tensor,
     heads: torch.Tensor,
 ) -> torch.Tensor:
-    """Dropout of attention probabilities, a function of (seed, site, sample, head, query, key) alone.
+    """Dropout of attention probabilities, a function of (seed, site, sample, head, query, key).
 
     probs: `[b, n, s, t]`, positions: of the queries `[s]` and of the keys `[t]`, sample_ids: `[b]`,
     heads: `[n]`, as numbered over all ranks.

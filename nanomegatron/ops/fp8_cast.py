@@ -9,7 +9,7 @@
     block scaling      fp8_cast_blocks                                        each block's own scale
 
 Nothing waits for the GPU: scales and amaxes stay on it. An amax holds the largest |x| so far, NaN above all
-others; whoever owns it zeroes it. Where there is no kernel, plain torch gives the same, to the bit.
+others; its owner zeroes it. Where there is no kernel, plain torch gives the same, to the bit.
 (arXiv 2209.05433; blocks: 2412.19437, section 3.3)
 """
 
@@ -201,7 +201,7 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> tuple[torch.Te
 def scale_of_rows(inverse: torch.Tensor, rows: int) -> torch.Tensor:
     """One scale as that of each row `[rows, 1]`: what torch's fast FP8 matmul of a CPU takes.
 
-    For the scale of a tensor most CPUs have its slow reference alone, which gives the same.
+    For the scale of a tensor most CPUs have only its slow reference, which gives the same.
     """
     return inverse.reshape(1, 1).expand(rows, 1).contiguous()
 

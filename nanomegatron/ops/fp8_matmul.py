@@ -68,7 +68,7 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Of one stream alone: matmuls of two may run at the same time."""
+    """Of one stream: matmuls of two may run at the same time."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 

@@ -3,8 +3,8 @@
     a tensor on a GPU, the extension is there, built for this GPU      the kernel of cuda/
     anything else, and all `with without_kernels():`                   the reference, plain torch
 
-A kernel gets addresses, sizes and the current stream, and believes them: whoever calls `launch` has made all
-tensors contiguous, on one device, of the types and shapes that the .cu file tells. Launching takes some
+A kernel gets addresses, sizes and the current stream, and believes them: the caller of `launch` has made all
+tensors contiguous, on one device, of the types and shapes that the .cu file states. Launching takes some
 microseconds of the host and waits for nothing.
 
     eager       an autograd.Function, which calls the kernel's binding directly: the least time on the host

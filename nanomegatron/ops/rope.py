@@ -173,7 +173,7 @@ differentiable(
 
 
 class RopeFunction(torch.autograd.Function):
-    """`rope` by the kernel, out of place: whoever made x (a norm) may need it."""
+    """`rope` by the kernel, out of place: the op that made x (a norm) may need it."""
 
     @staticmethod
     def forward(
@@ -197,7 +197,7 @@ class PackedRopeFunction(torch.autograd.Function):
         counts = [width // d for width in widths]
         heads = packed.unflatten(-1, (-1, d))
         _turn(heads, (*heads.split(counts, dim=2)[:2], None), ctx.tables, interleaved, False)
-        # Before there are views: whoever has kept `packed` is told that it has changed, they are not.
+        # Before the views are made: a saved `packed` counts as changed for autograd, they do not.
         torch.autograd.graph.increment_version(packed)
         return packed.detach().unflatten(-1, (-1, d)).split(counts, dim=2)
 

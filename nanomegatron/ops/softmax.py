@@ -1,6 +1,6 @@
 """Softmax of attention scores, scaled and masked: the kernel of cuda/softmax.cu, and what it computes.
 
-What the causal mask and a window hide follows from the place alone, so no mask of s x t need exist for them;
+What the causal mask and a window hide follows from the position, so no mask of s x t need exist for them;
 `hidden` hides more. For the backward the probabilities are kept, and `hidden`.
 """
 

@@ -38,7 +38,7 @@ def piece_buffers(sizes: Sizes) -> float:
 
 
 def fused_loss(sizes: Sizes, columns: int, fp32: int) -> float:
-    """Bytes of one chunk of logits, with so many of fp32 copies for each, and of the stream's gradient.
+    """Bytes of one chunk of logits, with this number of fp32 copies of each, and of the stream's gradient.
 
     Under sequence parallelism the last norm's output, gathered, and its gradient before the scatter.
     """

@@ -193,7 +193,7 @@ class RunLog:
         self._file(megatron_line(mean, self.train_iters, self.config))
 
     def details(self, kind: str, iteration: int, samples: int, numbers: dict[str, Any]) -> None:
-        """What a step tells about "fp8" casts or "experts", layer by layer; samples: consumed so far.
+        """What a step reports about "fp8" casts or "experts", layer by layer; samples: consumed so far.
 
         Lists go to the file only.
         """
@@ -350,7 +350,7 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
 def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
     """One record for an interval: loss over the steps that counted, rates over time, the rest the last.
 
-    What experts tell is the mean over all steps.
+    What experts report is the mean over all steps.
     """
     milliseconds = sum(record["step_time_ms"] for record in records)
     losses = [record["lm_loss"] for record in records if not record.get("skipped")]

@@ -131,7 +131,7 @@ def missing_extras(config: Config) -> list[str]:
 
 # Tags that begin like this; the rest vs samples too.
 BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/", "experts/")
-# What a step of a model with experts tells, each the mean over layers (report/counters.py), and its tag.
+# What a step of a model with experts reports, each the mean over layers (report/counters.py), and its tag.
 EXPERTS = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
