@@ -45,8 +45,8 @@ from benchmarks.contenders_cp import Case, Way  # noqa: E402
 from benchmarks.kernel_times import profiled  # noqa: E402
 from nanomegatron.comm import all_gather, all_reduce_  # noqa: E402
 from nanomegatron.config.settings import ParallelConfig  # noqa: E402
-from nanomegatron.flops import device_peak  # noqa: E402
 from nanomegatron.mesh import Mesh, World, pick_device  # noqa: E402
+from nanomegatron.plan.gpus import device_peak  # noqa: E402
 from nanomegatron.report.timers import Clock  # noqa: E402
 
 CLOCK, MOST = 2e9, 50e-3  # of the GPU, in Hz; seconds it is kept waiting at most

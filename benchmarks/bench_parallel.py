@@ -43,9 +43,9 @@ from benchmarks.contenders import COMMON, Contender, Phase, contenders, phases  
 from benchmarks.kernel_times import profiled  # noqa: E402
 from nanomegatron.comm import all_reduce_, barrier  # noqa: E402
 from nanomegatron.config.settings import ParallelConfig  # noqa: E402
-from nanomegatron.flops import device_peak  # noqa: E402
 from nanomegatron.mesh import Mesh, World, pick_device  # noqa: E402
 from nanomegatron.ops.kernels import why_not  # noqa: E402
+from nanomegatron.plan.gpus import device_peak  # noqa: E402
 from nanomegatron.plan.layer import Machine  # noqa: E402
 from nanomegatron.plan.memory import memory  # noqa: E402
 from nanomegatron.report.timers import Clock  # noqa: E402

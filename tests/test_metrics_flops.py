@@ -10,7 +10,8 @@ import pytest
 
 from nanomegatron import flops as metrics
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.flops import CONVENTIONS, bits_per_byte, device_peak, flops_per_iteration, parameter_count
+from nanomegatron.flops import CONVENTIONS, bits_per_byte, flops_per_iteration, parameter_count
+from nanomegatron.plan.gpus import device_peak
 
 LLAMA = dict(
     position_embedding_type="rope",

@@ -17,9 +17,10 @@ import torch
 from nanomegatron import comm
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
-from nanomegatron.flops import CONVENTIONS, device_peak, flops_per_iteration, mfu
+from nanomegatron.flops import CONVENTIONS, flops_per_iteration, mfu
 from nanomegatron.mesh import Mesh
 from nanomegatron.optim import Optimizer, StepStats
+from nanomegatron.plan.gpus import device_peak
 from nanomegatron.pp import Stages
 from nanomegatron.report.counters import ExpertLoad, Fp8Stats
 from nanomegatron.report.log import RunLog
