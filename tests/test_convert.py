@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 import convert
 from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
 from nanomegatron.checkpoint.files import Piece
+from nanomegatron.commands.generate import load_model
 from nanomegatron.config.cli import build, from_toml, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.dp import Buckets
-from nanomegatron.generate import Sampling, generate, load_model
+from nanomegatron.generate import Sampling, generate
 from nanomegatron.model import GPTModel
 from nanomegatron.optim import Optimizer
 from nanomegatron.param import Init

@@ -13,12 +13,12 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
-from nanomegatron.commands.generate import main, pieces_of_text
+from nanomegatron.commands.generate import load_model, main, pieces_of_text
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
-from nanomegatron.generate import KVCache, Sampling, generate, load_model, next_logits, stream, truncated
+from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream, truncated
 from nanomegatron.generate import sample as draw_tokens
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel

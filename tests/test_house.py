@@ -10,7 +10,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6250,
     "checkpoint": 1235,
-    "commands": 200,
+    "commands": 250,
     "config": 2220,
     "data": 2250,
     "fast": 2450,

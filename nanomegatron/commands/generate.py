@@ -11,17 +11,22 @@ Exit codes: 0 done, 2 bad arguments, 3 no usable checkpoint, 130 Ctrl-C.
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from nanomegatron.build import build
+from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.data.tokenizer import Tokenizer
-from nanomegatron.generate import Sampling, generate, load_model, stream
+from nanomegatron.config.cli import from_toml
+from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
+from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
+from nanomegatron.generate import Sampling, generate, stream
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.param import Init
 from nanomegatron.pp import Stages
 
 DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
@@ -103,6 +108,41 @@ def run_rank(world: World, args: argparse.Namespace) -> int:
         code = INTERRUPTED
     Mesh.close()
     return code
+
+
+def load_model(
+    root: str | Path, mesh: Mesh, step: int | None = None, say: Callable[[str], None] = lambda note: None
+) -> tuple[Stages, Tokenizer, Config]:
+    """The model of a training checkpoint below `root`, the newest or of iteration `step`, at any tp and pp.
+
+    Of the optimizer nothing is read. `say` is called with what is wrong with a checkpoint that was passed
+    over. Raises CheckpointError, and ValueError where the tokenizer's file is missing or the model does not
+    divide by tp.
+    """
+    found = load(root, [], mesh, step)  # which it is, without the weights: they need a model first
+    if found is None:
+        raise CheckpointError(f"no checkpoint in {root}")
+    for note in found.notes:
+        say(note)
+    config = from_toml(found.config_toml)
+    if "tokenizer" not in found.state:
+        raise CheckpointError(f"iteration {found.iteration} in {root} does not name its tokenizer")
+    tokenizer = tokenizer_from_spec(found.state["tokenizer"], beside=root)
+    if tokenizer.fingerprint != found.state.get("tokenizer_fingerprint", tokenizer.fingerprint):
+        raise ValueError(f"the tokenizer {tokenizer.spec} gives other ids now than when {root} was trained")
+    vocab_size = config.data.vocab_size or tokenizer.vocab_size
+    padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
+    here = replace(
+        config,
+        model=replace(config.model, attention_backend="auto"),  # the one of the training may not run here
+        parallel=ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops"),
+        precision=replace(config.precision, fp8_format=None),  # one scale would tie prompts together
+    )
+    init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
+    model = build(here, mesh, vocab_size, padded, init)
+    pieces = training_pieces(model.parameters(), {}, mesh) + state_pieces(module_states(model), mesh)
+    load(root, pieces, mesh, found.iteration, cast=True)
+    return model, tokenizer, config
 
 
 def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
