@@ -1,12 +1,10 @@
 """One microbatch: what the loaders make, the model reads and the training step adds to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-
-from nanomegatron.cp import Shard
-from nanomegatron.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Batch:
     position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
     cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32, bounds in the b * s tokens
     max_seqlen: int | None = None  # tokens of the longest document
-    shard: Shard | None = None  # context parallelism: which tokens of the rows are here
+    shard: Any = None  # the `cp.Shard` under context parallelism: which tokens of the rows are here
     # What a training step adds:
     dropout_seed: int | None = None  # decides dropout masks, with sample_ids and positions; None: no dropout
     loss_weights: torch.Tensor | None = None  # [b, s], factor of each token's loss, for the fused loss
@@ -47,17 +45,6 @@ class Batch:
         """The batch with every tensor changed."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: change(t) for n, t in values.items() if isinstance(t, torch.Tensor)})
-
-    def cut(self, axis: Axis, types: Sequence[str]) -> "Batch":
-        """The tokens that this rank of `axis` has of each row. types: as for `Shard`."""
-        if axis.size == 1:
-            return self
-        bounds = None if self.cu_seqlens is None else self.cu_seqlens.numpy()
-        shard = Shard(axis, len(self.positions), types, bounds)
-        at = torch.from_numpy(shard.places)
-        names = ("tokens", "labels", "loss_mask", "position_ids")
-        rows = {name: x[:, at] for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, positions=self.positions[at], shard=shard, **rows)
 
     def to(self, device: torch.device | str) -> "Batch":
         """On `device`; the copy of pinned memory to a GPU does not wait."""

@@ -41,12 +41,14 @@ DeepSpeed-Ulysses, 2309.14509; all-gather: Llama 3, 2407.21783; two levels: Loon
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nanomegatron.batch import Batch
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Block, Mask, attend, attend_backward, core_attention, ranges, to_device
@@ -175,6 +177,18 @@ def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:
     first, second = each + (turn < extra), each + (turn < extra - size)
     sizes = np.concatenate((0 * each, first, second[:, ::-1]), axis=1)
     return sizes.cumsum(1)
+
+
+def shard_batch(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
+    """This rank's `[b, s/cp]` of a batch, with its `shard`; types: of each layer, as for `Shard`."""
+    if axis.size == 1:
+        return batch
+    bounds = None if batch.cu_seqlens is None else batch.cu_seqlens.numpy()
+    shard = Shard(axis, len(batch.positions), types, bounds)
+    at = torch.from_numpy(shard.places)
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    rows = {name: x[:, at] for name in names if (x := getattr(batch, name)) is not None}
+    return replace(batch, positions=batch.positions[at], shard=shard, **rows)
 
 
 def context_attention(

@@ -23,6 +23,7 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.config.settings import DataConfig
+from nanomegatron.cp import shard_batch
 from nanomegatron.mesh import Axis
 
 
@@ -114,7 +115,7 @@ class BatchLoader:
         mine = first_sample + self._dp.rank * self._data.micro_batch_size
         ids = np.arange(mine, mine + self._data.micro_batch_size)
         batch = load_batch(self._dataset, ids, self._data, self._eod, self._tokens_too)
-        batch = batch.cut(self._cp, self._types)
+        batch = shard_batch(batch, self._cp, self._types)
         return batch.each(torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
     def _drop(self) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
+from nanomegatron.cp import shard_batch
 from nanomegatron.data.cache import cached_arrays
 from nanomegatron.data.indexed_dataset import Samples
 from nanomegatron.data.loader import numbers
@@ -149,7 +150,7 @@ class PackLoader:
             batch = load_pack(texts, ids, tokens, self._data.seq_length)
             if self._data.eod_mask_loss:
                 batch.loss_mask[batch.tokens == self._eod] = 0
-            batches.append(batch.cut(self._mesh.cp.neighbours(pack.size), self._types))
+            batches.append(shard_batch(batch, self._mesh.cp.neighbours(pack.size), self._types))
         pin = self._mesh.device.type == "cuda"
         return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pin else batches
 
