@@ -12,7 +12,6 @@ are of a single GPU, with two sequences in a microbatch; there is memory for two
 more than are usually run, such as `tp fp8`, `dp fp8`, `dp fp8 gather` and `fsdp torchao`: --only names them.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import flops_per_iteration, mfu
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.lr_schedule import step_values
-from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
 from nanomegatron.ops.kernels import without_kernels
 from nanomegatron.param import Init
@@ -183,15 +182,7 @@ def contenders(part: str, world: World, device: torch.device, small: bool) -> di
 
     def alone(name: str = "one gpu", flags: str = "", runner: type[Ours] = Ours) -> Contender:
         config = config_of(flags, 1, 8)
-        names = {f.name for f in dataclasses.fields(Mesh)} - {
-            "rank",
-            "device",
-            "p2p_links",
-            "groups",
-            "communicators",
-            "traffic",
-        }
-        mesh = Mesh(world.rank, device, **{name: Axis.single(name) for name in names})
+        mesh = Mesh(world.rank, device)
         how = "ours" if runner is Ours else "plain"  # of which plan/memory.py knows nothing here
         return Contender(name, flags, config, 0, {how: lambda: runner(config, mesh)})
 

@@ -32,7 +32,7 @@ from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.moe import GroupedExperts, MoELayer, weight_grad
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm
 from nanomegatron.param import Init
-from nanomegatron.router import Choice, MoeAxes
+from nanomegatron.router import Choice
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Layer:
         """form: or "plain", or "halves" of the tokens, which take turns. changes: of the model's settings."""
         self.config, data, device = config, config.data, sitting.device
         mesh = Mesh.build(config.parallel, sitting.world, device, config.model.num_kv_heads)
-        self.axes, model = MoeAxes.of(mesh), replace(config.model, **changes)
+        self.mesh, model = mesh, replace(config.model, **changes)
         dtype = getattr(torch, config.dtype_name)
-        self.layer = MoELayer(model, 0, self.axes, Init(7, dtype, device, name="mlp"))
+        self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"))
         if form != "plain":
             peers = PeerAccess.of(mesh, config.parallel)
             OverlappedMoe(peers, halves=form == "halves").install(self.layer)
@@ -154,7 +154,7 @@ class Same:
     """Experts that return their rows."""
 
     def __init__(self, experts: GroupedExperts) -> None:
-        self.config, self.axes, self.multiple = experts.config, experts.axes, experts.multiple
+        self.config, self.mesh, self.multiple = experts.config, experts.mesh, experts.multiple
         self.weight1 = experts.weight1
 
     def __call__(self, rows: torch.Tensor, *where) -> torch.Tensor:
@@ -182,11 +182,11 @@ def layer_case(sitting, name: str, config: Config) -> dict[str, dict[str, Callab
     def experts() -> Turn:
         layer = Layer(sitting, config)
         experts, h = layer.layer.experts, config.model.hidden_size
-        local = config.model.num_experts // layer.axes.ep.size
+        local = config.model.num_experts // layer.mesh.ep.size
         each = layer.x.shape[:2].numel() * config.model.moe_router_topk // local
         offsets = torch.arange(local + 1, dtype=torch.int32, device=sitting.device) * each
         rows = torch.randn(local * each, h, device=sitting.device, dtype=layer.x.dtype).requires_grad_()
-        ends = offsets.tolist() if layer.axes.ep.size > 1 else None
+        ends = offsets.tolist() if layer.mesh.ep.size > 1 else None
 
         def run() -> None:
             y = experts(rows, offsets, ends)
@@ -256,7 +256,7 @@ class Linear:
     def __init__(self, sitting, config: Config, ep: int, name: str) -> None:
         device, model = sitting.device, config.model
         self.dtype = getattr(torch, config.dtype_name)
-        axes = MoeAxes(ep=Axis("ep", ep, 0, tuple(range(ep))))
+        axes = Mesh(ep=Axis("ep", ep, 0, tuple(range(ep))))
         self.experts = GroupedExperts(model, axes, Init(7, self.dtype, device, name="mlp.experts"))
         self.buckets = Buckets(self.experts, ParallelConfig(), Mesh.build(ParallelConfig(), World(), device))
         self.weight, self.transposed = getattr(self.experts, name), name == "weight2"

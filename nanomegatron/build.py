@@ -39,7 +39,6 @@ from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
-from nanomegatron.router import MoeAxes
 from nanomegatron.schedules import placement
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
@@ -143,9 +142,8 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
                 vocab_size=vocab_size,
                 max_sequence_length=config.model.max_position_embeddings,
                 padded_vocab_size=padded_vocab_size,
-                tp=mesh.tp,
                 init=init,
-                stage=Stage(layers[stage], first, last, mesh.embed, words, MoeAxes.of(mesh)),
+                stage=Stage(layers[stage], first, last, mesh, words),
             )
         )
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage

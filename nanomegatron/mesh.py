@@ -114,28 +114,29 @@ def pick_device(asked: str, world: World) -> torch.device:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of this rank. `world` is every rank, `etp_ep` all that share one copy of a stage's experts.
+    """All axes of this rank; by default those of a single process.
 
-    `embed` are the ranks of the first and the last stage; `p2p_links` this rank's by (sender, receiver),
-    numbers on the pp axis. `cp.levels`, with hierarchical_context_parallel_sizes: some neighbours, and the
-    ranks in the same place among theirs. `groups`: every group of world ranks, by axis; `communicators`: this
-    rank's process groups by their ranks.
+    `world` is every rank, `etp_ep` all that share one copy of a stage's experts, `embed` the ranks of the
+    first and the last stage. `p2p_links`: this rank's by (sender, receiver), numbers on the pp axis.
+    `cp.levels`, with hierarchical_context_parallel_sizes: some neighbours, and the ranks in the same place
+    among theirs. `groups`: every group of world ranks, by axis; `communicators`: this rank's process groups
+    by their ranks.
     """
 
-    rank: int
-    device: torch.device
-    world: Axis
-    tp: Axis
-    cp: Axis
-    dp: Axis
-    pp: Axis
-    dp_cp: Axis
-    tp_cp: Axis
-    ep: Axis
-    etp: Axis
-    edp: Axis
-    etp_ep: Axis
-    embed: Axis
+    rank: int = 0
+    device: torch.device = torch.device("cpu")
+    world: Axis = Axis.single("world")
+    tp: Axis = Axis.single("tp")
+    cp: Axis = Axis.single("cp")
+    dp: Axis = Axis.single("dp")
+    pp: Axis = Axis.single("pp")
+    dp_cp: Axis = Axis.single("dp_cp")
+    tp_cp: Axis = Axis.single("tp_cp")
+    ep: Axis = Axis.single("ep")
+    etp: Axis = Axis.single("etp")
+    edp: Axis = Axis.single("edp")
+    etp_ep: Axis = Axis.single("etp_ep")
+    embed: Axis = Axis.single("embed")
     p2p_links: dict[tuple[int, int], Link] = field(default_factory=dict)
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
     communicators: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)

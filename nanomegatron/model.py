@@ -33,12 +33,11 @@ from nanomegatron.config.keywords import check_keywords
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size as default_padding
 from nanomegatron.layers import MLP, Embedding, Norm, OutputLayer, hidden_dropout
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import MoELayer
 from nanomegatron.ops.rope import rope_angles
 from nanomegatron.param import Init, new_parameter
 from nanomegatron.recompute import recomputed
-from nanomegatron.router import MoeAxes
 from nanomegatron.tp import vocab_spec
 
 
@@ -51,7 +50,7 @@ class TransformerLayer(nn.Module):
         layer: int,
         tp: Axis,
         init: Init,
-        experts: MoeAxes = MoeAxes(),  # noqa: B008 (frozen)
+        mesh: Mesh = Mesh(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
         h, cut = config.hidden_size, config.sequence_parallel
@@ -65,7 +64,7 @@ class TransformerLayer(nn.Module):
         self.sparse = config.num_experts is not None and config.moe_layers[layer]
         if self.sparse:
             shared = MLP(config, tp, inner.at("shared_experts"), size) if size else None
-            self.mlp = MoELayer(config, layer, experts, inner, shared)
+            self.mlp = MoELayer(config, layer, mesh, inner, shared)
         else:
             self.mlp = MLP(config, tp, inner)
 
@@ -83,16 +82,15 @@ class TransformerLayer(nn.Module):
 class Stage:
     """Which part of a model a GPTModel is; all of it by default.
 
-    embed: the ranks that have the first and the last stage. word_embeddings: the weight of the embedding
-    where another GPTModel of this rank has it. experts: the axes that mixtures of experts use.
+    mesh: its `embed` shares tied embeddings, its ep and etp experts. word_embeddings: the weight of the
+    embedding where another GPTModel of this rank has it.
     """
 
     layers: range | None = None
     pre_process: bool = True  # the embedding comes before the layers
     post_process: bool = True  # norm, output layer and loss come behind them
-    embed: Axis | None = None
+    mesh: Mesh = Mesh()
     word_embeddings: nn.Parameter | None = None
-    experts: MoeAxes = MoeAxes()
 
 
 class GPTModel(nn.Module):
@@ -120,7 +118,7 @@ class GPTModel(nn.Module):
             megatron["transformer_layer_spec"] = transformer_layer_spec
         check_keywords("GPTModel", (), megatron)
         self.config, self.vocab_size = config, vocab_size
-        self.tp = tp = tp or Axis.single("tp")
+        self.tp = tp = tp or stage.mesh.tp
         self.padded_vocab_size = padded_vocab_size or default_padding(vocab_size, 128, tp.size)
         self.input_tensor: torch.Tensor | None = None
         self.pre_process, self.post_process = stage.pre_process, stage.post_process
@@ -129,14 +127,14 @@ class GPTModel(nn.Module):
         tied = not config.untie_embeddings_and_output_weights
         words, self.embedding = stage.word_embeddings, None
         if words is None and (stage.pre_process or (stage.post_process and tied)):
-            name, ends = "embedding.word_embeddings.weight", stage.embed if tied else None
+            name, ends = "embedding.word_embeddings.weight", stage.mesh.embed if tied else None
             words = new_parameter(vocab_spec(name, sizes[:2], config.hidden_size, tp, tied, ends), decoder)
         if stage.pre_process:
             start = init.at("embedding", config.init_method_std)
             self.embedding = Embedding(config, sizes, words, tp, start)
         layers = range(config.num_layers) if stage.layers is None else stage.layers
         self.layers = nn.ModuleList(
-            TransformerLayer(config, i, tp, decoder.at(f"layers.{i}"), stage.experts) for i in layers
+            TransformerLayer(config, i, tp, decoder.at(f"layers.{i}"), stage.mesh) for i in layers
         )
         self.final_layernorm = self.output_layer = None
         if stage.post_process:

@@ -42,6 +42,7 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.comm import all_gather, all_to_all, gather_seq, scatter_seq
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.mesh import Mesh
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm, grouped_outer
 from nanomegatron.ops.permute import Routing, permute, permute_ref, route, unpermute, unpermute_ref
 from nanomegatron.ops.swiglu import activation
@@ -59,7 +60,7 @@ from nanomegatron.param import (
     shard,
 )
 from nanomegatron.recompute import keeping, recomputed, with_source
-from nanomegatron.router import MoeAxes, Router, expert_capacity
+from nanomegatron.router import Router, expert_capacity
 
 Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None]
 
@@ -83,20 +84,20 @@ class MoELayer(nn.Module):
         self,
         config: TransformerConfig,
         layer: int,
-        axes: MoeAxes,
+        mesh: Mesh,
         init: Init,
         shared: nn.Module | None = None,
     ) -> None:
         """shared: what every token takes beside its experts."""
         super().__init__()
-        self.router = Router(config, layer, axes, init.at("router"))
-        self.experts = GroupedExperts(config, axes, init.at("experts"))
+        self.router = Router(config, layer, mesh, init.at("router"))
+        self.experts = GroupedExperts(config, mesh, init.at("experts"))
         self.shared_experts, self.gate_weight = shared, None
         if shared is not None and config.moe_shared_expert_gate:
             name, shape = init.at("shared_experts.gate_weight"), (1, config.hidden_size)
-            part = replica(name.name, shape, axes.tp, partial=config.sequence_parallel)
+            part = replica(name.name, shape, mesh.tp, partial=config.sequence_parallel)
             self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
-        alltoall = config.moe_token_dispatcher_type == "alltoall" and axes.etp_ep.size > 1
+        alltoall = config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1
         self.dispatcher = AllToAllDispatch if alltoall else AllGatherDispatch
         self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
 
@@ -127,8 +128,8 @@ class TokenDispatch:
     """
 
     def __init__(self, experts: "GroupedExperts") -> None:
-        self.config, self.axes, self.multiple = experts.config, experts.axes, experts.multiple
-        self.local = self.config.num_experts // self.axes.ep.size
+        self.config, self.mesh, self.multiple = experts.config, experts.mesh, experts.multiple
+        self.local = self.config.num_experts // self.mesh.ep.size
         fused = self.config.moe_permute_fusion
         self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
 
@@ -141,15 +142,15 @@ class TokenDispatch:
 
         ids: the first expert of all is number `first`; capacity: of each rank.
         """
-        rows = None if capacity is None else capacity * self.axes.etp_ep.size
-        return route(ids - (first + self.axes.ep.rank * self.local), self.local, self.multiple, rows)
+        rows = None if capacity is None else capacity * self.mesh.etp_ep.size
+        return route(ids - (first + self.mesh.ep.rank * self.local), self.local, self.multiple, rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
         """The order of this rank's tokens by ep ranks: one copy for each rank with any of its experts."""
         owner = ids.div(self.local, rounding_mode="floor")
         again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
         most = None if capacity is None else min(capacity * self.local, len(ids))
-        return route(owner.masked_fill(again, -1), self.axes.ep.size, 1, most)
+        return route(owner.masked_fill(again, -1), self.mesh.ep.size, 1, most)
 
 
 class AllGatherDispatch(TokenDispatch):
@@ -157,7 +158,7 @@ class AllGatherDispatch(TokenDispatch):
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
         """All-gathers x, probs and ids; gradients of the first two are reduce-scattered."""
-        axis, capacity = self.axes.etp_ep, self.capacity(len(ids))
+        axis, capacity = self.mesh.etp_ep, self.capacity(len(ids))
         x, self.probs, ids = gather_seq(x, axis), gather_seq(probs, axis), all_gather(ids, axis)
         self.routing, ends = self.route(ids, capacity), None
         if axis.size > 1:
@@ -165,7 +166,7 @@ class AllGatherDispatch(TokenDispatch):
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        return scatter_seq(self.unpermute(rows, self.routing, self.probs), self.axes.etp_ep)
+        return scatter_seq(self.unpermute(rows, self.routing, self.probs), self.mesh.etp_ep)
 
 
 class AllToAllDispatch(TokenDispatch):
@@ -173,7 +174,7 @@ class AllToAllDispatch(TokenDispatch):
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
         """Exchanges sizes, then x and choices, over ep and over etp; gradients of the latter go back."""
-        ep, etp, capacity = self.axes.ep, self.axes.etp, self.capacity(len(ids))
+        ep, etp, capacity = self.mesh.ep, self.mesh.etp, self.capacity(len(ids))
         # how many tokens go to each ep rank and come from it, and how many each etp rank has received
         self.to_ranks, _ = cut_to_size(self.route_to_ranks(ids, capacity))
         sizes = self.to_ranks.offsets.diff()
@@ -195,11 +196,11 @@ class AllToAllDispatch(TokenDispatch):
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Exchanges parts of sums, over etp, where they are added, and over ep."""
-        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.axes.etp
+        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
             y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
-        return self.unpermute(all_to_all(y, self.axes.ep, received, sent), self.to_ranks)
+        return self.unpermute(all_to_all(y, self.mesh.ep, received, sent), self.to_ranks)
 
 
 def cut_to_size(routing: Routing) -> tuple[Routing, list[int]]:
@@ -306,13 +307,13 @@ class GroupedExperts(nn.Module):
     linear: Callable[..., torch.Tensor] = staticmethod(GroupedLinearFunction.apply)
     act: Callable[["GroupedExperts", torch.Tensor], torch.Tensor] = staticmethod(activate)
 
-    def __init__(self, config: TransformerConfig, axes: MoeAxes, init: Init) -> None:
+    def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init) -> None:
         super().__init__()
-        ep, etp, h, f = axes.ep, axes.etp, config.hidden_size, config.moe_ffn_size
+        ep, etp, h, f = mesh.ep, mesh.etp, config.hidden_size, config.moe_ffn_size
         if config.num_experts % ep.size or f % etp.size:
             sizes = f"ep {ep.size}, etp {etp.size}"
             raise ValueError(f"{config.num_experts} experts of {f} features do not divide by {sizes}")
-        self.config, self.axes, self.name = config, axes, init.name
+        self.config, self.mesh, self.name = config, mesh, init.name
         self.activation, self.recompute = activation(config), config.recomputes("moe_act")
         local = config.num_experts // ep.size
         experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
@@ -363,4 +364,4 @@ class GroupedExperts(nn.Module):
             y = self.linear(y, self.weight2, groups, True)
         if self.bias2 is None:
             return y
-        return AddBiasFunction.apply(y, self.bias2 * (self.axes.etp.rank == 0), offsets)
+        return AddBiasFunction.apply(y, self.bias2 * (self.mesh.etp.rank == 0), offsets)

@@ -39,7 +39,7 @@ from torch import nn
 
 from nanomegatron.comm import Pending, start_receive, start_send
 from nanomegatron.fp8 import Scales
-from nanomegatron.mesh import Axis, Link, Mesh
+from nanomegatron.mesh import Link, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
@@ -66,13 +66,13 @@ class Stages(nn.ModuleList):
     def __init__(
         self,
         chunks: Sequence[GPTModel],
-        mesh: Mesh | None = None,
+        mesh: Mesh = Mesh(),  # noqa: B008 (frozen)
         name: str = "1f1b",
         group: int | None = None,
     ) -> None:
         """name, group: the schedule, as `schedules.schedule` takes them."""
         super().__init__(chunks)
-        self.pp, self.links = (mesh.pp, mesh.p2p_links) if mesh else (Axis.single("pp"), {})
+        self.pp, self.links = mesh.pp, mesh.p2p_links
         self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
         self.name, self.group = name, group
         self.scales: Scales | None = None  # where linear layers are FP8

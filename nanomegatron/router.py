@@ -31,13 +31,13 @@ Padding of packs is counted nowhere. A forward without autograd, to be recompute
 """
 
 import math
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from nanomegatron.batch import Batch
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
@@ -61,23 +61,6 @@ def loss_weights(config: TransformerConfig) -> dict[str, float]:
     kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
     found = {kind: coeff for kind, coeff in kinds if coeff and kind in LOSSES}
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
-
-
-@dataclass(frozen=True)
-class MoeAxes:
-    """The axes that a layer with experts communicates over; of size 1 by default."""
-
-    tp: Axis = field(default_factory=Axis.single)
-    tp_cp: Axis = field(default_factory=Axis.single)
-    ep: Axis = field(default_factory=Axis.single)
-    etp: Axis = field(default_factory=Axis.single)
-    edp: Axis = field(default_factory=Axis.single)
-    dp_cp: Axis = field(default_factory=Axis.single)
-    etp_ep: Axis = field(default_factory=Axis.single)
-
-    @staticmethod
-    def of(mesh: Mesh) -> "MoeAxes":
-        return MoeAxes(mesh.tp, mesh.tp_cp, mesh.ep, mesh.etp, mesh.edp, mesh.dp_cp, mesh.etp_ep)
 
 
 def choose(
@@ -247,13 +230,13 @@ class Router(nn.Module):
     E sums over tp and cp, several times, in each forward of training.
     """
 
-    def __init__(self, config: TransformerConfig, layer: int, axes: MoeAxes, init: Init) -> None:
+    def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
         super().__init__()
         experts, h = config.num_experts, config.hidden_size
-        self.config, self.layer, self.axes = config, layer, axes
+        self.config, self.layer, self.mesh = config, layer, mesh
         # ranks of tp with tokens of their own; without sequence parallelism they have the same
-        self.spread = axes.tp if config.sequence_parallel else Axis.single("tp")
-        part = replica(f"{init.name}.weight", (experts, h), axes.tp, partial=config.sequence_parallel)
+        self.spread = mesh.tp if config.sequence_parallel else Axis.single("tp")
+        part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)
         self.weight = new_parameter(ParamSpec((part,), (experts, h), writes_grad=True), init)
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
@@ -274,12 +257,12 @@ class Router(nn.Module):
         torch._foreach_zero_([self.counts, self.dropped, self.seen])
         self.values.zero_()
 
-    def forward(self, x: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """batch: a `Batch`; losses need its aux_scale and sample_ids, packs its positions."""
+    def forward(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses need the batch's aux_scale and sample_ids, packs its positions."""
         choice = self.choose(x, batch)
         return self.balance(choice, batch), choice.ids
 
-    def choose(self, x: torch.Tensor, batch: Any) -> Choice:
+    def choose(self, x: torch.Tensor, batch: Batch) -> Choice:
         """The first step: the experts of each token, as far as their capacity allows."""
         config, t, real, table = self.config, len(x), None, None
         if batch.cu_seqlens is not None:
@@ -287,14 +270,14 @@ class Router(nn.Module):
             real = (positions >= 0).repeat_interleave(t // len(positions), output_size=t)[:, None]
         logits = self._logits(x, batch)
         if "sinkhorn" in config.moe_router_load_balancing_type and batch.dropout_seed is not None:
-            table = sinkhorn(logits, partial(all_reduce, axis=self.axes.tp_cp), real)
+            table = sinkhorn(logits, partial(all_reduce, axis=self.mesh.tp_cp), real)
         probs, best = choose(logits, config, self.expert_bias, table)
         kept, capacity = best, expert_capacity(t, config)
         if capacity is not None:
             kept = drop(probs, best, capacity, config.num_experts, config.moe_token_drop_policy)
         return Choice(probs, kept.int(), best, logits, real)
 
-    def balance(self, choice: Choice, batch: Any) -> torch.Tensor:
+    def balance(self, choice: Choice, batch: Batch) -> torch.Tensor:
         """The second: in training count the copies and attach the losses to probs, which it returns."""
         probs, ids, best, logits, real = choice
         if not (self.training and torch.is_grad_enabled()):
@@ -307,7 +290,7 @@ class Router(nn.Module):
             return probs
         return LossFunction.apply(probs, self._loss(logits, best, batch, real), batch.aux_scale)
 
-    def _logits(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """fp32 `[t, E]`."""
         config, site = self.config, -1 - self.config.num_layers - self.layer  # beyond those of attention
 
@@ -325,7 +308,7 @@ class Router(nn.Module):
         return logits
 
     def _loss(
-        self, logits: torch.Tensor, ids: torch.Tensor, batch: Any, real: torch.Tensor | None
+        self, logits: torch.Tensor, ids: torch.Tensor, batch: Batch, real: torch.Tensor | None
     ) -> torch.Tensor:
         """This rank's summand of the weighted sum of all losses, times the microbatch's tokens."""
         config = self.config
@@ -341,10 +324,10 @@ class Router(nn.Module):
                 continue
             each = counts if name == "seq_aux_loss" else counts.sum(0, keepdim=True)
             if name == "global_aux_loss":
-                self.seen += all_reduce(all_reduce(each[0], self.spread), self.axes.dp_cp)
+                self.seen += all_reduce(all_reduce(each[0], self.spread), self.mesh.dp_cp)
                 each = self.seen[None]
             else:  # without sequence parallelism a multiple: tp ranks have the same tokens
-                each = all_reduce(each, self.axes.tp_cp)
+                each = all_reduce(each, self.mesh.tp_cp)
             values.append(load_loss(scores, each))
         self.values += torch.stack(values).detach()
         return sum(coeff * value for coeff, value in zip(self.losses.values(), values, strict=True))

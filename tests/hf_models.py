@@ -11,10 +11,9 @@ from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build
 from nanomegatron.config.hf import read_folder
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
-from nanomegatron.router import MoeAxes
 
 transformers = pytest.importorskip("transformers")
 
@@ -135,7 +134,7 @@ def ours(folder, tp: Axis | None = None, dtype=torch.float32, experts=None, **ch
     """Our model of the folder's config.json with its weights."""
     config = build(read_folder(folder)[1] | changes)
     sizes = dict(vocab_size=config.data.vocab_size, max_sequence_length=config.model.max_position_embeddings)
-    stage = Stage(experts=experts or MoeAxes())
+    stage = Stage(mesh=experts or Mesh())
     model = GPTModel(config.model, **sizes, tp=tp, init=Init(dtype=dtype), stage=stage)
     hf.load_weights(folder, model.parameters(), config.model, config.data.vocab_size)
     return model

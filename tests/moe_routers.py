@@ -8,9 +8,10 @@ import torch
 
 from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.mesh import Mesh
 from nanomegatron.moe import AllGatherDispatch, AllToAllDispatch, route_and_combine
 from nanomegatron.param import Init
-from nanomegatron.router import Choice, MoeAxes, Router
+from nanomegatron.router import Choice, Router
 
 S, H, E = 8, 6, 8
 GROUPS = dict(router_num_groups=4, router_group_topk=2)
@@ -30,7 +31,7 @@ def settings(topk=2, **given):
 
 def router_of(config, axes=None, weight=None, **init):
     init = Init(name="decoder.layers.0.mlp.router", std=1.0, **init)
-    router = Router(config, 0, axes or MoeAxes(), init)
+    router = Router(config, 0, axes or Mesh(), init)
     if weight is not None:
         router.weight.data.copy_(weight)
     return router
@@ -56,7 +57,7 @@ class FixedRouter:
 
 def dispatch(x, probs, ids, experts, kind, run=route_and_combine, shared=None, pause=lambda: None):
     """Tokens x `[t, h]` to their experts and back, by the core's form or by another `run` of a MoELayer."""
-    alltoall = kind == "alltoall" and experts.axes.etp_ep.size > 1
+    alltoall = kind == "alltoall" and experts.mesh.etp_ep.size > 1
     layer = SimpleNamespace(router=FixedRouter(probs, ids, pause), experts=experts, shared_experts=shared)
     layer.dispatcher = AllToAllDispatch if alltoall else AllGatherDispatch
     layer.shared = shared
@@ -73,7 +74,7 @@ def batch_of(samples=1, s=S, aux_scale=None, seed=None, first=0):
 def sum_counts(routers):
     """Copies routed and dropped on all ranks, `[2, layers, E]`."""
     mine = torch.stack([torch.stack([getattr(r, name) for r in routers]) for name in ("counts", "dropped")])
-    return all_reduce(all_reduce(mine, routers[0].spread), routers[0].axes.dp_cp)
+    return all_reduce(all_reduce(mine, routers[0].spread), routers[0].mesh.dp_cp)
 
 
 def close(found, expected, tolerance=1e-6):

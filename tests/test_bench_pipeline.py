@@ -1,14 +1,13 @@
 """The benchmark of pipelines, tiny and on CPUs: it runs to its end, and its peers compute what we do."""
 
 import json
-from dataclasses import fields
 
 import pytest
 import torch
 
 from benchmarks import bench_pipeline, contenders, contenders_pipeline
 from benchmarks.peers_pipeline import PipelinePeer
-from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.mesh import Mesh, World
 from tests.spmd import run_spmd
 
 CPU = torch.device("cpu")
@@ -20,8 +19,7 @@ def losses_of_all(world: World) -> dict[str, list[float]]:
     random = torch.Generator().manual_seed(5)
     steps = [[torch.randint(96, (1, 17), generator=random) for _ in range(4)] for _ in range(4)]
     mesh = contenders_pipeline.pipeline_mesh(world, CPU)
-    axes = [f.name for f in fields(Mesh) if f.type is Axis or f.type == "Axis"]
-    alone = Mesh(world.rank, CPU, **{name: Axis.single(name) for name in axes})
+    alone = Mesh(world.rank, CPU)
 
     def config(flags: str, ranks: int = world.size):
         return contenders_pipeline.config_of(f"{TRAIN} {flags}", ranks, CPU, True, 4 * world.size)

@@ -7,10 +7,9 @@ from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import hf
 from nanomegatron.config.cli import build
 from nanomegatron.config.hf import is_hf_folder, read_folder
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
-from nanomegatron.router import MoeAxes
 from tests.hf_models import FAMILIES, VOCAB, Folders, by_files, data, logit_error, ours, rewrite, their_logits
 
 
@@ -129,7 +128,7 @@ def test_expert_ranks_load_their_slices(folders, name, ep, etp):
     whole = {part.name: part.view(p) for p in ours(folder).parameters() for part in p.spec.parts}
     found = {key: [] for key in whole if ".experts." in key}
     for i in range(ep * etp):
-        axes = MoeAxes(ep=Axis("ep", ep, i // etp, ()), etp=Axis("etp", etp, i % etp, ()))
+        axes = Mesh(ep=Axis("ep", ep, i // etp, ()), etp=Axis("etp", etp, i % etp, ()))
         for param in ours(folder, experts=axes).parameters():
             for part in param.spec.parts:
                 assert torch.equal(part.view(param), part.of(whole[part.name])), part.name

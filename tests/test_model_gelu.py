@@ -10,11 +10,10 @@ from torch import nn
 
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.layers import MLP
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
-from nanomegatron.router import MoeAxes
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=24)
 CASES = {  # settings, whether Megatron fuses bias and GELU: its arguments.py
@@ -79,7 +78,7 @@ def test_it_is_megatrons(case, megatron):
 def test_experts_have_the_same(case):
     settings, fused = CASES[case]
     config, x = replace(CONFIG, num_experts=2, **settings), torch.linspace(-4, 4, 97)
-    experts = GroupedExperts(config, MoeAxes(), Init(name="decoder.layers.0.mlp.experts"))
+    experts = GroupedExperts(config, Mesh(), Init(name="decoder.layers.0.mlp.experts"))
     expected = F.gelu(x, approximate="tanh" if fused else "none")
     assert torch.equal(experts.activation(x), expected) and torch.equal(activation(config)(x), expected)
     assert (F.gelu(x) - F.gelu(x, approximate="tanh")).abs().max() > 4e-4  # so equal says which

@@ -12,9 +12,9 @@ from nanomegatron.comm import all_to_all
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast import moe_pieces
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, start_exchange
+from nanomegatron.mesh import Mesh
 from nanomegatron.moe import route_and_combine
 from nanomegatron.ops.permute import Routing, route
-from nanomegatron.router import MoeAxes
 from tests.moe_routers import dispatch
 from tests.spmd import run_spmd, spmd
 
@@ -119,7 +119,7 @@ class Experts:
 
     def __init__(self, axes, **settings):
         shape = dict(hidden_size=H, num_experts=E, moe_router_topk=K)
-        self.config, self.axes = TransformerConfig(**shape | settings), axes
+        self.config, self.mesh = TransformerConfig(**shape | settings), axes
         self.weight1 = torch.nn.Parameter(torch.zeros(1))
 
     def __call__(self, rows, offsets, ends=None, prefetch=None):
@@ -127,7 +127,7 @@ class Experts:
         return self.run(rows, offsets)
 
     def run(self, rows, offsets):
-        first = self.axes.ep.rank * (E // self.axes.ep.size)
+        first = self.mesh.ep.rank * (E // self.mesh.ep.size)
         factors = torch.arange(first, first + len(offsets) - 1) + 0.3
         factors = factors.repeat_interleave(offsets.diff(), output_size=int(offsets[-1]))
         y = (rows[: offsets[-1]] * factors[:, None]).type_as(rows)
@@ -148,12 +148,12 @@ class TwoLayers(Experts):
         assert offsets.dtype == torch.int32 and all(n % self.multiple == 0 for n in offsets.tolist())
         assert (
             ends is None
-            if self.axes.etp_ep.size == 1 and not self.padded
+            if self.mesh.etp_ep.size == 1 and not self.padded
             else ends in (None, offsets.tolist())
         )
         if self.padded:
             assert len(set(offsets.diff().tolist())) == 1
-        elif self.multiple == 1 and self.axes.etp_ep.size > 1:
+        elif self.multiple == 1 and self.mesh.etp_ep.size > 1:
             assert offsets[-1] == len(rows), "no row too many"
         (w1, w2), bounds = self.weights, offsets.tolist()
         assert len(bounds) == len(w1) + 1 and bounds[0] == 0 and bounds[-1] <= len(rows)
@@ -177,7 +177,7 @@ def near(found, expected, rel=2e-6):
 
 def every_case(mesh, kinds=KINDS, forms=FORMS, full=False):
     """Each case in every form, with multiples 1 and 4 in turn, or both."""
-    axes = MoeAxes.of(mesh)
+    axes = mesh
     ranks, rank = axes.etp_ep.size, axes.etp_ep.rank
     oracles = [(each, oracle(each, *weights())) for each in (list(batches(case, ranks)) for case in CASES)]
     settings = itertools.product(enumerate(CASES), kinds, enumerate(forms.items()), range(1 + full))
@@ -211,7 +211,7 @@ def every_form(mesh, full):
 
 def bits(mesh, tokens, form):
     """16 bits: the result and gradient of the rank's share of the tokens."""
-    axes, found = MoeAxes.of(mesh), []
+    axes, found = mesh, []
     for seed in range(8):
         x, probs, ids = (v.chunk(axes.ep.size)[axes.ep.rank] for v in sixteen_bits(seed, tokens))
         x = x.clone().requires_grad_()
@@ -238,7 +238,7 @@ def test_each_ranks_part_of_a_sum_is_rounded_once(ep, form):
         for rank in range(ep):
             theirs = ids.where(ids // (E // ep) == rank, -1)
             leaf = x.clone().requires_grad_()
-            y = dispatch(leaf, probs, theirs, Experts(MoeAxes()), "alltoall")
+            y = dispatch(leaf, probs, theirs, Experts(Mesh()), "alltoall")
             y.sum().backward()
             each.append((y.detach(), leaf.grad))
         for expected, pieces in zip(zip(*each, strict=True), zip(*parts, strict=True), strict=True):
@@ -282,7 +282,7 @@ def test_exchange_of_uneven_blocks(mesh):
 
 @spmd(world=2, ep=2)
 def test_sizes_are_read_after_other_work_is_launched(mesh):
-    axes, said = MoeAxes.of(mesh), []
+    axes, said = mesh, []
     ids, x, probs = torch.arange(3, dtype=torch.int32).repeat(4, 1), torch.randn(4, H), torch.ones(4, K)
     read = AsyncHostCopy.read
 
@@ -319,7 +319,7 @@ def test_one_rank_asks_for_nothing(monkeypatch):
     monkeypatch.setattr(moe, "cut_to_size", None)
     ids, x = torch.arange(3, dtype=torch.int32).repeat(4, 1), torch.randn(4, H)
     for kind, run in itertools.product(KINDS, FORMS.values()):
-        y = dispatch(x, torch.ones(4, K), ids, Experts(MoeAxes()), kind, run)
+        y = dispatch(x, torch.ones(4, K), ids, Experts(Mesh()), kind, run)
         torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
 
 
@@ -328,7 +328,7 @@ def test_what_has_come_is_released(mesh):
     """While experts work there is none of the tokens as they have come, nor as they were sent."""
     there = []
     permute, gather = moe.permute_ref, moe_pieces.gather_pieces
-    experts = Experts(MoeAxes.of(mesh), moe_permute_fusion=False)
+    experts = Experts(mesh, moe_permute_fusion=False)
 
     def noting(x, routing):
         y = permute(x, routing)
@@ -364,7 +364,7 @@ def test_what_has_come_is_released(mesh):
 @spmd(world=4, ep=2, etp=2)
 def test_what_is_sent(mesh):
     """alltoall: each token once to a rank of ep, and over etp; allgather: all tokens, both ways."""
-    axes, t, sent = MoeAxes.of(mesh), 8, {}
+    axes, t, sent = mesh, 8, {}
     ids = random_ids(torch.Generator().manual_seed(mesh.rank), t, 0.5)
     for kind, form in itertools.product(KINDS, ("plain", "overlapped")):
         mesh.traffic.clear()

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops import grouped_mm
 from nanomegatron.ops.grouped_mm import Groups, fits
 from nanomegatron.param import Init, WeightGradStore
-from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.moe_routers import dispatch
 from tests.spmd import run_spmd
@@ -48,7 +47,7 @@ def offsets_of(sizes):
 
 
 def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
-    experts = GroupedExperts(config, axes or MoeAxes(), replace(INIT, dtype=dtype))
+    experts = GroupedExperts(config, axes or Mesh(), replace(INIT, dtype=dtype))
     for bias in (experts.bias1, experts.bias2):
         if bias is not None:  # else they are 0
             for part in bias.spec.parts:
@@ -160,7 +159,7 @@ def test_both_ways_to_weight_gradients():
 
 def test_gradients_go_to_autograd_without_buckets():
     for dtype in torch.float32, torch.bfloat16:
-        experts = GroupedExperts(BASE, MoeAxes(), replace(INIT, dtype=dtype))
+        experts = GroupedExperts(BASE, Mesh(), replace(INIT, dtype=dtype))
         twin, buckets = built(BASE, dtype=dtype)
         buckets.zero(1)
         x, offsets = torch.randn(17, H).to(dtype), offsets_of((5, 0, 3, 9))
@@ -216,14 +215,14 @@ def test_activations_recomputed(kind, sizes):
 
 def axes_of(ep=1, etp=1, i=0, j=0):
     """Of rank (i, j) without anybody to talk to."""
-    return MoeAxes(ep=Axis("ep", ep, i, tuple(range(ep))), etp=Axis("etp", etp, j, tuple(range(etp))))
+    return Mesh(ep=Axis("ep", ep, i, tuple(range(ep))), etp=Axis("etp", etp, j, tuple(range(etp))))
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "gelu, biases"])
 def test_ranks_hold_slices_of_the_same_experts(kind):
     """By name, to the bit, each of them by one rank of ep and etp."""
     config = replace(BASE, **KINDS[kind])
-    whole = GroupedExperts(config, MoeAxes(), INIT)
+    whole = GroupedExperts(config, Mesh(), INIT)
     names = [part.name for p in whole.parameters() for part in p.spec.parts]
     inner = ["linear_fc1.gate", "linear_fc1.up"] if config.swiglu else ["linear_fc1"]
     layers = [f"{layer}.weight" for layer in inner] + ["linear_fc2.weight_t"]
@@ -276,7 +275,7 @@ def layer(mesh, way, kind, capacity):
     config = replace(BASE, **KINDS[kind], moe_router_topk=TOPK)
     if capacity:
         config = replace(config, moe_expert_capacity_factor=4.0, moe_pad_expert_input_to_capacity=True)
-    axes = MoeAxes.of(mesh)
+    axes = mesh
     experts, buckets = built(config, axes, mesh=mesh)
     generator = torch.Generator().manual_seed(7)
     x, grad = (torch.randn(TOKENS, H, generator=generator) for _ in range(2))

@@ -13,13 +13,12 @@ from nanomegatron.dp import Buckets
 from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
 from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops.fp8_cast import fp8_cast_rows
 from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
 from nanomegatron.report.counters import Fp8Stats
-from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.layouts import FIVE_STEPS, flags_of
 from tests.layouts import fp8 as flags_of_recipe
@@ -34,7 +33,7 @@ ROWS = [(16, 32, 16, 48), (16, 0, 32, 0), (0, 0, 48, 0), (0, 0, 0, 0), (5, 1, 0,
 
 def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
     """Experts in FP8, their buckets, their scales."""
-    experts = GroupedExperts(config, MoeAxes(), replace(INIT, dtype=dtype))
+    experts = GroupedExperts(config, Mesh(), replace(INIT, dtype=dtype))
     scales = Scales(recipe, CPU)
     quantize_experts(experts, scales)
     return experts, Buckets(experts, ParallelConfig(), ALONE), scales
@@ -64,7 +63,7 @@ def near(found, expected, rel):
 
 
 def layer(size, recipe):
-    spec = ParamSpec((replica("w.weight", size, MoeAxes().etp),), size, writes_grad=True)
+    spec = ParamSpec((replica("w.weight", size, Mesh().etp),), size, writes_grad=True)
     model = torch.nn.Module()
     model.weight = new_parameter(spec, Init(seed=3, std=0.3))
     fp8 = Scales(recipe, CPU).layer("w.weight", E4M3)

@@ -7,7 +7,7 @@ from torch import nn
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.param import Init
 from nanomegatron.report.counters import ExpertLoad
-from nanomegatron.router import MoeAxes, Router, move_expert_biases
+from nanomegatron.router import Router, move_expert_biases
 from tests.checkpoints import ALONE
 from tests.spmd import spmd
 
@@ -31,7 +31,7 @@ def routers(mesh, layers) -> nn.ModuleList:
     made = nn.ModuleList()
     for layer in layers:
         init = Init(name=f"decoder.layers.{layer}.mlp.router")
-        router = Router(CONFIG, layer, MoeAxes.of(mesh), init)
+        router = Router(CONFIG, layer, mesh, init)
         router.counts += torch.arange(4) + mesh.rank + 10 * layer
         router.dropped += mesh.rank
         router.values += torch.tensor([1.0 + layer, 2.0 + layer])

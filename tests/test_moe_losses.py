@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanomegatron.comm import own_slice
 from nanomegatron.recompute import recomputed
-from nanomegatron.router import MoeAxes, choose, count, load_loss, z_loss
+from nanomegatron.router import choose, count, load_loss, z_loss
 from tests.moe_routers import (
     GROUPS,
     SIGMOID,
@@ -98,7 +98,7 @@ def on_rank(mesh, given, tensors, micro, scale, again):
     x, weight, mix = tensors
     axis = mesh.tp_cp if cut else mesh.cp
     local, mix = own_slice(x, axis).clone().requires_grad_(), own_slice(mix, axis)
-    router = router_of(config, MoeAxes.of(mesh), weight)
+    router = router_of(config, mesh, weight)
     router.begin_step()
     for first in range(mesh.dp.rank * micro, x.shape[1], micro * mesh.dp.size):
         batch = batch_of(micro, len(local), scale / x.shape[:2].numel())

@@ -13,12 +13,11 @@ from nanomegatron.dp import Buckets
 from nanomegatron.fast import moe_dispatch
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, split
 from nanomegatron.layers import MLP
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import TransformerLayer
 from nanomegatron.moe import MoELayer
 from nanomegatron.param import Init, WeightGradStore, run_or_defer
 from nanomegatron.recompute import recomputed
-from nanomegatron.router import MoeAxes
 from tests.checkpoints import ALONE
 from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd
@@ -59,7 +58,7 @@ def layer_of(mesh, config, form=OVERLAPPED, dtype=torch.float32):
     init = Init(seed=3, name="decoder.layers.1.mlp", std=0.3, dtype=dtype)
     size = config.moe_shared_expert_intermediate_size
     shared = MLP(config, mesh.tp, init.at("shared_experts"), size) if size else None
-    layer = MoELayer(config, 1, MoeAxes.of(mesh), init, shared)
+    layer = MoELayer(config, 1, mesh, init, shared)
     if form is not None:
         form.install(layer)
     layer.calls = []
@@ -267,7 +266,7 @@ class Experts:
     multiple = 1
 
     def __init__(self, axes, log, **settings):
-        self.axes, self.log, self.config = axes, log, replace(CONFIG, **settings)
+        self.mesh, self.log, self.config = axes, log, replace(CONFIG, **settings)
         self.weight1 = torch.nn.Parameter(torch.zeros(1))
 
     def __call__(self, rows, offsets, ends, prefetch):
@@ -323,7 +322,7 @@ def test_the_order_in_which_all_is_launched(mesh):
         log: list[str] = []
         x = torch.randn(5, H, requires_grad=True)
         probs, ids = torch.rand(5, K), torch.rand(5, E).topk(K).indices.int()
-        experts = Experts(MoeAxes.of(mesh), log, **settings)
+        experts = Experts(mesh, log, **settings)
         made.clear()
         mesh.traffic.clear()
         y = dispatch(
@@ -356,7 +355,7 @@ def test_a_half_without_tokens():
                 return 3 * rows
 
         ids = torch.zeros(rows, 1, dtype=torch.int32)
-        y = dispatch(x, torch.ones(rows, 1), ids, Triple(MoeAxes(), []), "alltoall", HALVES)
+        y = dispatch(x, torch.ones(rows, 1), ids, Triple(Mesh(), []), "alltoall", HALVES)
         assert torch.equal(y, 3 * x) and seen == [rows // 2, rows - rows // 2]
         y.sum().backward()
         assert (x.grad == 3).all()

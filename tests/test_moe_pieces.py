@@ -17,9 +17,9 @@ from nanomegatron.dp import Buckets
 from nanomegatron.fast import moe_pieces
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.pieces import scatter_pieces
+from nanomegatron.mesh import Mesh
 from nanomegatron.ops.permute import permute, permute_block, route, unpermute, unpermute_block
 from nanomegatron.param import WeightGradStore
-from nanomegatron.router import MoeAxes
 from tests.gpu.ranks import Dawdled
 from tests.moe_routers import batch_of, dispatch
 from tests.spmd import run_spmd, spmd
@@ -76,7 +76,7 @@ def test_layers_by_all_ways(layout, tmp_path):
 @spmd(world=4, ep=4)
 def test_late_ranks(mesh, tmp_path, full):
     """Calls of all sizes, with or without a backward; each rank is late at another place."""
-    axes, dice, same = MoeAxes.of(mesh), random.Random(mesh.rank), random.Random(0)
+    axes, dice, same = mesh, random.Random(mesh.rank), random.Random(0)
     peers, experts = share_files(mesh.etp_ep, tmp_path), Experts(axes)
     run = experts.run
 
@@ -249,7 +249,7 @@ def test_one_rank_alone(form):
     x = torch.randn(5, H, requires_grad=True)
     ids = torch.arange(3, dtype=torch.int32).repeat(5, 1)
     how = () if form is PLAIN else (form,)
-    y = dispatch(x, torch.ones(5, 3), ids, Experts(MoeAxes()), "allgather", *how)
+    y = dispatch(x, torch.ones(5, 3), ids, Experts(Mesh()), "allgather", *how)
     torch.testing.assert_close(y, x * (0.3 + 1.3 + 2.3))
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.9))

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from nanomegatron.comm import own_slice
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout as ops
 from nanomegatron.ops.sinkhorn import ROUNDS, sinkhorn
 from nanomegatron.param import WeightGradStore
 from nanomegatron.router import (
     GateFunction,
-    MoeAxes,
     best_experts,
     choose,
     count,
@@ -144,7 +143,7 @@ def test_sinkhorn_gives_up_in_time():
 def sinkhorn_on_ranks(mesh, x, weight, real):
     """The experts of this rank's tokens; real `[t]`: 0 for padding."""
     config = settings(router_load_balancing_type=("sinkhorn",), sequence_parallel=True)
-    router, mine = router_of(config, MoeAxes.of(mesh), weight), own_slice(x, mesh.tp_cp)
+    router, mine = router_of(config, mesh, weight), own_slice(x, mesh.tp_cp)
     batch = batch_of(s=len(mine), seed=1)
     if not real.all():
         batch.cu_seqlens, batch.residual_positions = torch.zeros(2), own_slice(real, mesh.tp_cp) - 1
@@ -285,7 +284,7 @@ def test_the_parameter():
     """Replicated over tp; a rank's tokens give a summand of its gradient under sequence parallelism."""
     for cut in (False, True):
         tp = Axis("tp", 2, 1, (0, 1))
-        (part,) = router_of(settings(sequence_parallel=cut), MoeAxes(tp=tp)).weight.spec.parts
+        (part,) = router_of(settings(sequence_parallel=cut), Mesh(tp=tp)).weight.spec.parts
         assert part.name == "decoder.layers.0.mlp.router.weight" and part.shape == (E, H)
         assert part.replicas == 2 and part.partial is (tp if cut else None)
 
@@ -377,7 +376,7 @@ def test_bias_evens_the_load():
 
 
 def counts_on_ranks(mesh):
-    router = router_of(settings(sequence_parallel=True), MoeAxes.of(mesh))
+    router = router_of(settings(sequence_parallel=True), mesh)
     router.counts += mesh.rank
     return sum_counts([router, router])
 

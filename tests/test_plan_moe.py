@@ -8,12 +8,11 @@ import torch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.flops import parameter_count
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
 from nanomegatron.plan.layer import Sizes
 from nanomegatron.plan.memory import expert_weights, memory
-from nanomegatron.router import MoeAxes
 from tests.test_plan import CPU, CUDA, LLAMA, bytes_kept, config
 
 SPARSE = TransformerConfig(
@@ -53,9 +52,9 @@ def test_activations_are_what_the_model_keeps(name, dtype):
     assert memory(run, 128, CPU)["activations"] + logits == pytest.approx(kept, rel=0.01)
 
 
-def axes(ep: int, etp: int, tp: int = 1) -> MoeAxes:
+def axes(ep: int, etp: int, tp: int = 1) -> Mesh:
     names = {"ep": ep, "etp": etp, "tp": tp}
-    return MoeAxes(**{name: Axis(name, size, size - 1, tuple(range(size))) for name, size in names.items()})
+    return Mesh(**{name: Axis(name, size, size - 1, tuple(range(size))) for name, size in names.items()})
 
 
 @pytest.mark.parametrize("ep, etp, tp", [(1, 1, 1), (4, 1, 1), (2, 2, 2), (2, 1, 2)])
@@ -70,7 +69,7 @@ def test_parameters_are_those_of_the_model(changes, ep, etp, tp):
         padded_vocab_size=128,
         tp=found.tp,
         init=Init(device=torch.device("meta")),
-        stage=Stage(experts=found),
+        stage=Stage(mesh=found),
     )
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp

@@ -148,7 +148,7 @@ class AllGatherInPieces(TokenDispatch):
 
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
         super().__init__(experts)
-        axis, self.peers, self.wgrads = self.axes.etp_ep, peers, None
+        axis, self.peers, self.wgrads = self.mesh.etp_ep, peers, None
         if x.requires_grad and axis.size > 1:
             memory = peers.memory(axis, x.device, "reduce_scatter") if peers else None
             self.wgrads = OverlappedWgrads(experts.weight1, beside_nccl=memory is None)
@@ -161,7 +161,7 @@ class AllGatherInPieces(TokenDispatch):
     def set_routing(ways: list["AllGatherInPieces"], ids: Sequence[torch.Tensor]) -> None:
         """Gathers ids int32 `[t, k]`, -1 for a dropped copy."""
         for way, part in zip(ways, ids, strict=True):
-            axis, capacity = way.axes.etp_ep, way.capacity(len(part))
+            axis, capacity = way.mesh.etp_ep, way.capacity(len(part))
             way.routing = way.route(all_gather(part, axis), capacity)
             if capacity is not None:
                 way.ends = partial(padded_ends, way.routing, way.local)
@@ -170,9 +170,9 @@ class AllGatherInPieces(TokenDispatch):
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Rows]:
         """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
-        self.probs = start_gather(probs, self.axes.etp_ep)
+        self.probs = start_gather(probs, self.mesh.etp_ep)
         fused = self.config.moe_permute_fusion
-        self.blocks = RankBlocks(self.routing, self.axes.etp_ep, fused, self.peers)
+        self.blocks = RankBlocks(self.routing, self.mesh.etp_ep, fused, self.peers)
         ends = self.ends()
         self.blocks.routing = routing = cut_to(self.routing, ends)
         return lambda: (GatherPermute.apply(self.started, self.exchange, self.blocks), routing.offsets, ends)
@@ -182,7 +182,7 @@ class AllGatherInPieces(TokenDispatch):
 
         recompute: functions for the backward to call while the gradient of the result travels.
         """
-        forward = partial(start_pieces, axis=self.axes.etp_ep, peers=self.peers)
+        forward = partial(start_pieces, axis=self.mesh.etp_ep, peers=self.peers)
         exchange = AsyncExchange(None, forward, recompute)
         started = UnpermuteScatter.apply(rows, self.probs(), exchange, self.blocks)
         return partial(FinishExchange.apply, started, exchange)
@@ -193,7 +193,7 @@ class AsyncAllToAll(TokenDispatch):
 
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
         super().__init__(experts)
-        travels = x.requires_grad and self.axes.ep.size > 1
+        travels = x.requires_grad and self.mesh.ep.size > 1
         self.x, self.wgrads = x, OverlappedWgrads(experts.weight1, beside_nccl=True) if travels else None
 
     @staticmethod
@@ -204,11 +204,11 @@ class AsyncAllToAll(TokenDispatch):
             way.ids, way.rows_each = part, way.capacity(len(part))
             way.to_ranks = way.route_to_ranks(part, way.rows_each)
             if way.rows_each is None:
-                most = len(part) * min(part.shape[1], way.axes.ep.size)
+                most = len(part) * min(part.shape[1], way.mesh.ep.size)
                 way.to_ranks = replace(way.to_ranks, source=way.to_ranks.source[:most])
         if first.rows_each is not None:
             return
-        ep, ranks, experts = first.axes.ep, first.axes.etp_ep, first.config.num_experts
+        ep, ranks, experts = first.mesh.ep, first.mesh.etp_ep, first.config.num_experts
         sent = torch.stack([way.to_ranks.offsets.diff() for way in ways])  # rows for each ep rank
         copies = torch.stack([route(part, experts).counts for part in ids])
         every = all_gather(torch.cat((sent, copies), 1)[None], ranks)
@@ -220,7 +220,7 @@ class AsyncAllToAll(TokenDispatch):
 
     def sizes(self) -> tuple[list[int], list[int], list[int] | None]:
         """Rows sent to each ep rank, received from each rank of etp x ep, and the offsets of experts."""
-        ep, ranks = self.axes.ep.size, self.axes.etp_ep.size
+        ep, ranks = self.mesh.ep.size, self.mesh.etp_ep.size
         if self.rows_each is not None:
             each = len(self.to_ranks.source) // ep
             return [each] * ep, [each] * ranks, None
@@ -231,7 +231,7 @@ class AsyncAllToAll(TokenDispatch):
         """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
         choices = torch.cat((probs, self.ids + 1.0), dim=1)  # rows of padding are 0: no expert
         x, choices = (self.permute(v, self.to_ranks) for v in (self.x, choices))
-        ep, etp = self.axes.ep, self.axes.etp
+        ep, etp = self.mesh.ep, self.mesh.etp
         sent, received, ends = self.sizes()
         here = received[etp.rank :: etp.size]
         self.over_ep = sent, here
@@ -246,7 +246,7 @@ class AsyncAllToAll(TokenDispatch):
     def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Rows:
         """On to the etp ranks that share an expert, and to the order of experts."""
         rows, choices = (finish() for finish in come)
-        size, etp = self.axes.etp.size, self.axes.etp
+        size, etp = self.mesh.etp.size, self.mesh.etp
         if size > 1:
             rows, choices = (all_to_all(v.repeat(size, 1), etp, *self.over_etp) for v in (rows, choices))
         probs, ids = choices.chunk(2, dim=1)
@@ -258,11 +258,11 @@ class AsyncAllToAll(TokenDispatch):
 
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
         """Finishes as `TokenDispatch.combine`. recompute: as AllGatherInPieces takes it."""
-        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.axes.etp
+        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
             y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
-        arrive = start_exchange(y, self.axes.ep, received, sent, recompute)
+        arrive = start_exchange(y, self.mesh.ep, received, sent, recompute)
         return lambda: self.unpermute(arrive(), self.to_ranks)
 
 

@@ -23,7 +23,6 @@ from nanomegatron.moe import GroupedExperts, route_and_combine
 from nanomegatron.ops import grouped_mm
 from nanomegatron.ops.permute import route
 from nanomegatron.param import Init
-from nanomegatron.router import MoeAxes
 from tests.moe_routers import dispatch
 
 GPU = torch.device("cuda")
@@ -53,7 +52,7 @@ FORMS = {"plain": route_and_combine, "overlapped": OverlappedMoe(None)}
 
 def built(mesh, config=BASE, dtype=torch.bfloat16, axes=None):
     init = Init(seed=5, name="experts", std=0.1, device=mesh.device, dtype=dtype)
-    experts = GroupedExperts(replace(config, init_method_std=0.1), axes or MoeAxes.of(mesh), init)
+    experts = GroupedExperts(replace(config, init_method_std=0.1), axes or mesh, init)
     return experts, Buckets(experts, ParallelConfig(), mesh)
 
 

@@ -10,7 +10,6 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.moe import route_and_combine
-from nanomegatron.router import MoeAxes
 from tests.gpu.ranks import Dawdled, all_right, dawdler, needs_two, run_on_gpus
 from tests.gpu.test_tp_overlap import close
 from tests.moe_routers import dispatch
@@ -38,7 +37,7 @@ class Experts:
     multiple = 1
 
     def __init__(self, axes, dawdle):
-        self.config, self.axes = TransformerConfig(hidden_size=H, num_experts=E, moe_router_topk=K), axes
+        self.config, self.mesh = TransformerConfig(hidden_size=H, num_experts=E, moe_router_topk=K), axes
         self.first, self.dawdle = axes.ep.rank * (E // axes.ep.size), dawdle
         self.weight1 = torch.nn.Parameter(torch.zeros(1))
 
@@ -68,7 +67,7 @@ def turn(axes, forms, generator, tokens, dawdle):
 
 def storm(mesh, device):
     """120 turns of all sizes, forward and backward; then one where the host may wait for sizes alone."""
-    axes, dawdle, same = MoeAxes.of(mesh), dawdler(mesh.rank), random.Random(0)
+    axes, dawdle, same = mesh, dawdler(mesh.rank), random.Random(0)
     peers = PeerAccess.of(mesh, ParallelConfig())
     assert peers.describe(axes.etp_ep) == "GPU copy engines"
     copied = OverlappedMoe(peers)
