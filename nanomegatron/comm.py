@@ -268,15 +268,6 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-def ledger(traffic: dict[Any, int]) -> list[str]:
-    """The counts of `axis.traffic` as lines of a table, a row a kind of communication."""
-    kinds = sorted({key[:2] for key in traffic})
-    rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
-    return [
-        f"{axis:>6} {kind:<14} {calls:6d} calls {size / 2**20:12.3f} MiB" for axis, kind, calls, size in rows
-    ]
-
-
 def _pair(name: str, forward: Callable, backward: Callable) -> Callable[[torch.Tensor, Axis], torch.Tensor]:
     """A differentiable function of (x, axis) from two plain ones, each the other's adjoint."""
 

@@ -5,6 +5,7 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.mesh import Axis
+from nanomegatron.report.steps import ledger
 from tests.spmd import run_spmd, spmd
 
 # The state of input and output over the axis; I is the same on every rank and counts once.
@@ -149,4 +150,4 @@ def test_ledger_counts_calls_and_bytes(mesh):
 
 def test_ledger_is_a_table():
     traffic = {("tp", "all_reduce", "calls"): 2, ("tp", "all_reduce", "bytes"): 3 * 2**20}
-    assert comm.ledger(traffic) == ["    tp all_reduce          2 calls        3.000 MiB"]
+    assert ledger(traffic) == ["    tp all_reduce          2 calls        3.000 MiB"]

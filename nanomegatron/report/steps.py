@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from nanomegatron import comm
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
 from nanomegatron.flops import CONVENTIONS, flops_per_iteration, mfu
@@ -123,7 +122,7 @@ class Reporter:
                 if self.timers.level:
                     log.line(self.timers.text(self.mesh.world))
             with log.attempt("traffic"):
-                for line in comm.ledger(step.traffic) if run.log_comm else ():
+                for line in ledger(step.traffic) if run.log_comm else ():
                     log.line(f"comm    {line}")
         return bool(signalled), bool(out_of_time)
 
@@ -170,3 +169,12 @@ def peak_memory(device: torch.device) -> int:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return 0
+
+
+def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
+    """What `comm.count` has counted as lines of a table, a row a kind of communication."""
+    kinds = sorted({key[:2] for key in traffic})
+    rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
+    return [
+        f"{axis:>6} {kind:<14} {calls:6d} calls {size / 2**20:12.3f} MiB" for axis, kind, calls, size in rows
+    ]
