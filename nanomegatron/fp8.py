@@ -37,17 +37,7 @@ changes a scale. (Transformer Engine moves it with every microbatch, and begins 
 limit / amax, limit = largest value / 2^margin, amax that of the last step (most_recent) or the largest in the
 history (max).
 
-    x             delayed                                         the other recipes
-    zeros         the scale stays                                 scale 1
-    inf, NaN      the scale stays, the amax is not kept           scale 1 for the tensor, row or block
-                  both: inf becomes the largest value, NaN stays NaN
-    has grown     saturates at largest value / scale, one step    -
-    an outlier    with one scale a tensor values to outlier / 448 / 2^10 become zero (E4M3); else those of its
-                  row or block
-
-The error of a value that does not saturate is at most u |x|, or t / scale near zero: in E4M3 u = 2^-4 and
-t = 2^-10, in E5M2 2^-3 and 2^-17. Away from zero a product a b is then off by at most (u + u' + u u') |a b|,
-13 % or 20 % of it, a matmul by as much of the sum of all |a b|; since errors have both signs, by far less.
+What zeros, infinities, NaN and outliers do, and the bounds of the error, are in docs/fp8.md.
 (FP8: arXiv 2209.05433; blocks: 2412.19437)
 """
 

@@ -27,7 +27,7 @@ def same(a, b):
 
 
 def limit_of_error(x, cast):
-    """The largest error that the docstring of fp8.py allows each value, in float64."""
+    """The largest error that docs/fp8.md allows each value, in float64."""
     unit, least = UNIT[cast.data.dtype]
     scale = decode(Cast(torch.ones_like(cast.data), cast.inverse)).double()
     return torch.maximum(unit * x.abs(), least * scale) * (1 + 2**-20)  # the scale is fp32, too
