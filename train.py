@@ -28,6 +28,7 @@ import torch
 from nanomegatron import comm
 from nanomegatron.batch import Batch
 from nanomegatron.build import build, build_optimizer, install, paths_for
+from nanomegatron.checkpoint.source import data_samples
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse, to_toml
@@ -59,7 +60,7 @@ from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.report.timers import Clock
-from nanomegatron.resume import data_samples, load_checkpoint, save_checkpoint
+from nanomegatron.resume import load_checkpoint, save_checkpoint
 from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run, due
 from nanomegatron.step import (
@@ -195,7 +196,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
             f"--vocab-size {vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens; give at least that"
         )
     held_out = config.run.eval_iters * data.global_batch_size
-    asked = data_samples(config, mesh, log, 0 if config.run.eval_only else before[-1])
+    asked = data_samples(config, mesh, log.warn, 0 if config.run.eval_only else before[-1])
     wanted = (asked[-1], held_out, held_out)
     datasets = build_datasets(data, wanted, config.run.seed, tokenizer, asked[:-1])
     signals.check(mesh)

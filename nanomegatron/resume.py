@@ -10,19 +10,14 @@ There is no random state to keep: weights come from (seed, name), the order of t
 asked for, run by run), dropout from (seed, sample, place). So a run resumes to the bit, under any layout.
 """
 
-import tomllib
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from nanomegatron.checkpoint.checkpoint import (
-    latest,
     load,
     module_states,
-    read_state,
     save,
     state_pieces,
     training_pieces,
@@ -30,21 +25,12 @@ from nanomegatron.checkpoint.checkpoint import (
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.hf import load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.source import Source, find_source
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
-from nanomegatron.comm import broadcast_
-from nanomegatron.config.batch import samples_before
-from nanomegatron.config.cli import from_toml, to_toml
+from nanomegatron.config.cli import to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.config.settings import Config
-from nanomegatron.mesh import Mesh
-from nanomegatron.report.log import RunLog
 from nanomegatron.run import Run
-
-# What the order of the data depends on, besides the numbers of samples.
-ORDER = """
-data-path data-args-path train-data-path split mock-data variable-seq-lengths seq-length seed
-""".split()
 
 
 def save_checkpoint(run: Run) -> None:
@@ -85,68 +71,6 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
     fp8 = {} if scales is None else {f"fp8/{name}": x for name, x in scales.state().items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
     return training_pieces(run.optimizer.params, states, run.mesh) + small, fp8
-
-
-class Source(NamedTuple):
-    """What a run resumes from: a folder of checkpoints, and which iteration if not the newest."""
-
-    root: str
-    step: int | None
-    only_weights: bool  # the run begins at iteration 0
-    upcycling: bool  # its weights are of a dense model, this one has experts
-
-
-def find_source(whole: Config, mesh: Mesh) -> Source:
-    """The run's own folder if it has a checkpoint, or else --load.
-
-    --eval-only wants what --load names, whatever the run has; --finetune and --moe-use-upcycling are for a
-    run's beginning. What rank 0 sees counts: it is broadcast over world. Raises ValueError for a step back in
-    the run's own.
-    """
-    config, eval_only = whole.checkpoint, whole.run.eval_only
-    seen, step = latest(config.save), config.ckpt_step
-    newest = int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
-    if config.moe_use_upcycling and newest >= 0 and not eval_only:
-        step = None  # it was one of the dense model's
-    if step is not None and max(newest, 0) > step and not eval_only:
-        raise ValueError(
-            f"--ckpt-step {step}: {config.save} holds iteration {newest}, which a later resume "
-            "would take; give a new --run-name and --load this folder"
-        )
-    if newest >= 0 and step is None and not (eval_only and config.load):
-        return Source(config.save, None, only_weights=False, upcycling=False)
-    upcycling = config.moe_use_upcycling
-    return Source(config.load or config.save, step, config.finetune or upcycling, upcycling)
-
-
-def data_samples(config: Config, mesh: Mesh, log: RunLog, wanted: int) -> list[int]:
-    """Numbers of samples that the training data is built for: those of the runs before, then `wanted`.
-
-    The former are in the checkpoint that this run resumes from; for one of an earlier version its settings
-    say how many. Communicates over world. Raises CheckpointError where they are not numbers of samples.
-    """
-    source = find_source(config, mesh)
-    root, fresh = source.root, source.only_weights or config.run.eval_only
-    found = None if fresh else read_state(root, mesh, source.step)
-    if found is None or not found[0].get("consumed_samples"):
-        return [wanted]
-    counts, note = found[0].get("data_samples", []), ""
-    try:
-        before, now = (tomllib.loads(text) for text in (found[1], to_toml(config)))
-    except ValueError as error:
-        raise CheckpointError(f"{root}: its settings cannot be read ({error})") from None
-    if "data_samples" not in found[0] and "train-iters" in before:
-        with suppress(ValueError):  # settings that this program does not know
-            counts = [samples_before(from_toml(found[1]), mesh.dp.size)[-1]]
-    if not isinstance(counts, list) or not all(type(n) is int and n > 0 for n in counts):
-        raise CheckpointError(f"{root}: data_samples {str(counts)[:80]} are not numbers of samples")
-    if not counts:
-        note = f"{root} does not say how many samples its data was made for"
-    elif changed := [f"--{key}" for key in ORDER if before.get(key) != now.get(key)]:
-        note = f"{', '.join(changed)}: {root} was made with another"
-    if note and mesh.rank == 0:
-        log.warn(f"{note}: samples may be in another order, some come again and others never")
-    return counts if counts and wanted <= counts[-1] else [*counts, wanted]
 
 
 def load_checkpoint(run: Run) -> None:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.source import data_samples
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.settings import CheckpointConfig, Config, DataConfig, RunConfig
 from nanomegatron.data.blended_dataset import BlendedDataset
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.tokenizer import build_tokenizer
-from nanomegatron.resume import data_samples
 from tests.checkpoints import ALONE, cuts, save, save_alone
 from tests.megatron_data import random_documents, write
 
@@ -112,14 +112,10 @@ def configuration(folder, **changes):
     return Config(data=data, run=run, checkpoint=CheckpointConfig(save=str(folder), **changes))
 
 
-class Log(list):
-    warn = list.append
-
-
 def test_the_counts_of_the_checkpoint_to_go_on_from(tmp_path):
     """The newest one's whose manifest can be read; a run that takes only weights begins a new order."""
-    here, there, log = tmp_path / "here", tmp_path / "there", Log()
-    assert data_samples(configuration(here), ALONE, log, 60) == [60]
+    here, there, log = tmp_path / "here", tmp_path / "there", []
+    assert data_samples(configuration(here), ALONE, log.append, 60) == [60]
     for step, counts in ((1, [60]), (2, [60, 100])):
         save(
             there,
@@ -129,22 +125,25 @@ def test_the_counts_of_the_checkpoint_to_go_on_from(tmp_path):
             to_toml(configuration(here)),
             ALONE,
         )
-    found = [data_samples(configuration(here, load=str(there)), ALONE, log, n) for n in (80, 100, 150)]
+    found = [data_samples(configuration(here, load=str(there)), ALONE, log.append, n) for n in (80, 100, 150)]
     assert found == [[60, 100], [60, 100], [60, 100, 150]]
-    assert data_samples(configuration(here, load=str(there), ckpt_step=1), ALONE, log, 150) == [60, 150]
+    assert data_samples(configuration(here, load=str(there), ckpt_step=1), ALONE, log.append, 150) == [
+        60,
+        150,
+    ]
     for begin in (dict(finetune=True), dict(eval_only=True)):
-        assert data_samples(configuration(here, load=str(there), **begin), ALONE, log, 150) == [150]
-    assert data_samples(configuration(there, finetune=True), ALONE, log, 150) == [60, 100, 150]
+        assert data_samples(configuration(here, load=str(there), **begin), ALONE, log.append, 150) == [150]
+    assert data_samples(configuration(there, finetune=True), ALONE, log.append, 150) == [60, 100, 150]
     (there / "iter_0000002/manifest.json").write_text("{")
-    assert data_samples(configuration(there), ALONE, log, 150) == [60, 150]
+    assert data_samples(configuration(there), ALONE, log.append, 150) == [60, 150]
     assert log == []
 
 
 def test_an_earlier_version_asked_for_what_its_settings_say(tmp_path):
-    log, settings = Log(), to_toml(configuration(tmp_path, train_iters=15))
+    log, settings = [], to_toml(configuration(tmp_path, train_iters=15))
     save(tmp_path / "old", 1, cuts(1), {"consumed_samples": 4}, settings, ALONE)
-    assert data_samples(configuration(tmp_path / "old"), ALONE, log, 60) == [60]
-    assert data_samples(configuration(tmp_path / "old"), ALONE, log, 100) == [60, 100]
+    assert data_samples(configuration(tmp_path / "old"), ALONE, log.append, 60) == [60]
+    assert data_samples(configuration(tmp_path / "old"), ALONE, log.append, 100) == [60, 100]
     assert log == []
 
 
@@ -154,18 +153,18 @@ def test_what_are_no_numbers_of_samples(tmp_path, numbers):
     state = {"consumed_samples": 4, "data_samples": numbers}
     save(tmp_path / "bad", 1, cuts(1), state, to_toml(configuration(tmp_path)), ALONE)
     with pytest.raises(CheckpointError, match="bad: data_samples .* are not numbers of samples"):
-        data_samples(configuration(tmp_path / "bad"), ALONE, Log(), 60)
+        data_samples(configuration(tmp_path / "bad"), ALONE, print, 60)
 
 
 def test_an_order_that_cannot_be_kept_is_said(tmp_path):
-    log = Log()
+    log = []
     save_alone(tmp_path / "old", 1)
-    assert data_samples(configuration(tmp_path / "old"), ALONE, log, 100) == [100]
+    assert data_samples(configuration(tmp_path / "old"), ALONE, log.append, 100) == [100]
     assert len(log) == 1 and "old does not say how many samples" in log[0]
     settings = to_toml(configuration(tmp_path))
     save(tmp_path / "other", 1, cuts(1), {"consumed_samples": 9, "data_samples": [60]}, settings, ALONE)
     changed = configuration(tmp_path, load=str(tmp_path / "other"), seq_length=16)
-    assert data_samples(changed, ALONE, log, 100) == [60, 100]
+    assert data_samples(changed, ALONE, log.append, 100) == [60, 100]
     assert len(log) == 2 and "--seq-length: " in log[1] and "other was made with another" in log[1]
     save(tmp_path / "new", 0, cuts(0), {"consumed_samples": 0}, "", ALONE)
-    assert data_samples(configuration(tmp_path / "new"), ALONE, log, 100) == [100] and len(log) == 2
+    assert data_samples(configuration(tmp_path / "new"), ALONE, log.append, 100) == [100] and len(log) == 2
