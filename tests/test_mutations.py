@@ -19,6 +19,16 @@ def test_every_bug_can_be_planted_and_names_a_test():
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), mutation.test
 
 
+def test_the_named_tests_are_of_the_fast_tier(request):
+    """As far as this session has collected their files whole."""
+    config, collected = request.config, {item.nodeid for item in request.session.items}
+    if config.option.keyword or any("::" in arg for arg in config.args):
+        pytest.skip("only some tests of a file were asked for")
+    files = {node.split("::")[0] for node in collected}
+    left_out = {m.test for m in ALL if m.test.split("::")[0] in files} - collected
+    assert not left_out, f"{left_out}: not collected; name a test of the fast tier"
+
+
 def test_there_are_enough():
     assert len(ALL) >= 45 and len({mutation.name for mutation in ALL}) == len(ALL)
     assert (FOLDER / "fast.toml").read_text().count("[[mutation]]") >= 15
