@@ -16,20 +16,14 @@ x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344
     blockwise   1 x 128 of each    of this block, in the     -               -               at first use
                 copy; W 128 x 128  cast
 
-W is cast once a step, for all microbatches and both matmuls, from its value in 16 bits. By whom makes no
-difference to the bit:
+W is cast once a step, for all microbatches and both matmuls, from its value in 16 bits: at first use, or to
+the same bits by the optimizer (`fast/fp8_gather.py`), which makes the row-major copy; the transposed one is
+made at first use. A flat shard cuts rows and blocks, so these are never cast by it. Experts
+(`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
 
-    first use after end_step    where it is not the optimizer
-    optimizer: delayed          in AdamW's kernel, unless ranks have shards of W and gather these in 16 bits
-    optimizer: tensorwise       where shards are gathered in FP8 (`Recipe.gather`): AdamW notes amaxes, all
-                                are agreed upon at once, a second pass over the main weights casts
-
-Experts (`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
-
-The optimizer makes the row-major copy, first use the transposed one. A flat shard cuts rows and blocks, so
-there these cannot be cast. Without agreement a row or block cut over tp has a scale for each part: layouts
-differ, within the error below. Scales of rows and blocks are powers of two: a second cast along the other dim
-(`turned`) rounds only what gets near zero.
+Without agreement a row or block cut over tp has a scale for each part: layouts differ, within the error of
+the format. Scales of rows and blocks are powers of two: a second cast along the other dim (`turned`) rounds
+only what gets near zero.
 
 Delayed scaling has no earlier amaxes in its first step, which casts as tensorwise does. Microbatches and
 recomputed forwards raise one amax, and the history moves once a step, so neither a schedule nor recomputing
@@ -188,9 +182,7 @@ class Scales:
         self.recipe, self.axes = recipe, tuple(axes)
         self.layers: dict[str, Fp8Linear] = {}
         self.fresh = True  # delayed: no step has ended yet
-        self.note: Callable[[int, torch.Tensor, Cast], None] | None = (
-            None  # slot, x, its cast: report/counters.py
-        )
+        self.note: Callable | None = None  # (slot, x, its cast): statistics, of report/counters.py
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 of this step
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
         self._invert()
