@@ -103,7 +103,7 @@ def config_of(flags: str, ranks: int, device: torch.device, small: bool, layers:
 
 
 def pipeline_mesh(world: World, device: torch.device) -> Mesh:
-    """All ranks one pipeline, with the wires of interleaving, which are those of every schedule."""
+    """All ranks one pipeline, with the links of interleaving, which are those of every schedule."""
     parallel = ParallelConfig(
         pipeline_model_parallel_size=world.size,
         num_virtual_stages_per_pipeline_rank=2,

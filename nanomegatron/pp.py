@@ -1,11 +1,11 @@
 """Pipeline parallelism: the model cut into stages, and one executor that runs any schedule.
 
-    schedules.py   what each rank does, op by op, and which messages follow          data
-    pp.py          does it: take what has come, compute, send on                     one loop
+    schedules.py   what each rank does, op by op, and which messages follow          (pure data)
+    pp.py          receives, computes and sends, op by op                            (the executor)
 
-    rank 0   [F0][F1][F2]          [B0]    ...      a row is the loop of a rank, an op at a time
-               \\   \\   \\          /
-    rank 1        [F0][F1][B0][F2][B1]     ...      arrows are messages, over links of their own (`mesh.py`)
+    rank 0 of 3   [F0][F1][F2]               [B0]    ...      1f1b; a row is the loop of a rank
+    rank 1 of 3       [F0][F1]       [B0][F2]        ...      messages travel over links (`mesh.py`)
+    rank 2 of 3           [F0][B0][F1][B1]           ...
 
 Messages travel beside the computation: sends are asynchronous, and at most one receive a link is in flight
 ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known beforehand. On a
@@ -15,16 +15,16 @@ on launched ops.
 
 (A message in flight is a kernel that waits for the other rank. Whatever synchronizes the GPU waits with it,
 and two ranks that do so can wait for each other for ever. Loading a kernel for its first use synchronizes:
-hence `warm_up`. Freeing memory does, too: leave some unused.)
+hence `warm_up`. So does cudaFree, when the caching allocator runs out: leave memory unused.)
 
 A forward leaves only the autograd graph for its backward. Its output is sent and freed: the graph ends in
-`InjectOutputGrad`, a tensor without elements to call backward on, which takes the gradient that was received;
+`InjectOutputGrad`, whose 0-d output is the root of the backward and returns the gradient that was received;
 and begins in `CaptureInputGrad`, which stores the gradient of the input. (Megatron-LM replaces the data of
-outputs for the same end, deallocate_pipeline_outputs.) In a schedule with W ops, B leaves the work on weight
-gradients in a list, and W runs it.
+outputs for the same end, deallocate_pipeline_outputs.) In a schedule with W ops, B queues the weight
+gradients of linear layers, embedding, experts and routers, and W computes them.
 
 Each rank handles the microbatches of a chunk in their order, so gradients are those of one process to the
-bit; but for a tied embedding's on two ranks, which is one sum more.
+bit; except those of tied embeddings, whose two uses are added in another order.
 (arXiv 1811.06965, 2006.09503, 2104.04473; zero bubble 2401.10241)
 """
 
@@ -72,7 +72,7 @@ class Stages(nn.ModuleList):
     ) -> None:
         """name, group: the schedule, as `schedules.schedule` takes them."""
         super().__init__(chunks)
-        self.pp, self.links = mesh.pp, mesh.p2p_links
+        self.pp, self.cp, self.links = mesh.pp, mesh.cp, mesh.p2p_links
         self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
         self.name, self.group = name, group
         self.scales: Scales | None = None  # where linear layers are FP8
@@ -96,7 +96,7 @@ class Stages(nn.ModuleList):
 
     @property
     def is_loss_rank(self) -> bool:
-        """Whether this is the one rank, of those that share a copy of the model, whose loss counts."""
+        """Whether this is the one rank of its tp x pp group whose loss counts."""
         return self.has_loss and self.tp.rank == 0
 
     def plan(self, microbatches: int, forward_only: bool = False) -> tuple[Lists, list[list[Exchange]]]:
@@ -104,7 +104,7 @@ class Stages(nn.ModuleList):
         return _plan(self.name, self.pp.size, microbatches, len(self), self.group, forward_only)
 
     def shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
-        """Of every message."""
+        """Of every message; seq_length: the tokens of a row that this cp rank has."""
         cut = self.tp.size if self.config.sequence_parallel and self.training else 1
         return seq_length // cut, micro_batch_size, self.config.hidden_size
 
@@ -135,7 +135,7 @@ class InjectOutputGrad(torch.autograd.Function):
 class ForwardState(NamedTuple):
     """What a forward leaves: where to call backward, and lists for the gradients of output and input."""
 
-    anchor: torch.Tensor
+    root: torch.Tensor
     output_grad: list
     input_grad: list
 
@@ -184,8 +184,8 @@ class Inbox:
 class Outbox:
     """Messages in flight; each holds its tensor until it has been sent.
 
-    Where only a wait shows that a send is done (gloo), wait for the oldest when a link has more in flight
-    than there can be forwards without their backward: its receiver has used it then.
+    Gloo says only to a waiter that a send is done. So wait for the oldest when a link has more sends in
+    flight than this rank ever has forwards without their backward: its receiver has taken it by then.
     """
 
     def __init__(self, most: int) -> None:
@@ -246,10 +246,10 @@ class Executor:
         state = self.states.pop(place)
         state.output_grad.append(received)
         if op.kind == "BW":
-            state.anchor.backward()
+            state.root.backward()
         else:
             with self.stages.wgrad_store.collect() as works:
-                state.anchor.backward()
+                state.root.backward()
             self.works[place] = works
         return state.input_grad[0] if state.input_grad else None
 
@@ -259,12 +259,12 @@ class Executor:
         input_grad: list[torch.Tensor] = []
         follow = torch.is_grad_enabled()
         if received is not None:
-            anchor = torch.empty(0, requires_grad=True) if follow else None
-            chunk.set_input_tensor(CaptureInputGrad.apply(received, anchor, input_grad))
+            leaf = torch.empty(0, requires_grad=True) if follow else None  # makes autograd follow
+            chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
         y = self.step(chunk, place[1])
         if follow:
-            anchor = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
-            self.states[place] = ForwardState(anchor, output_grad, input_grad)
+            root = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
+            self.states[place] = ForwardState(root, output_grad, input_grad)
         return None if chunk.post_process else y.detach()
 
 
@@ -280,7 +280,8 @@ def execute(
 
     step(chunk, i): the forward of microbatch i through a chunk, whose input it has. Gives what the chunk
     gives, `shape` `[s, b, h]`, or of the last stage the 0-d loss whose gradient is wanted. Every rank of pp
-    calls this alike. Communicates a message of `shape` for each microbatch, stage boundary and direction.
+    calls this alike. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
+    neighbouring stages.
     """
     lists, exchanges = stages.plan(microbatches, forward_only)
     rank = stages.pp.rank
@@ -316,27 +317,29 @@ def forward_backward(
 ) -> list[Any]:
     """What Megatron's `get_forward_backward_func()` gives, for a forward step written for it.
 
-    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, what to tell), or
-    (loss, tokens, what to tell) for a loss that is a sum. The loss is divided by the number of microbatches
+    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, what to report), or
+    (loss, tokens, what to report) for a loss that is a sum. The loss is divided by the number of microbatches
     (and of tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
-    Gradients go where those of the model go: into `dp.Buckets`, whose `zero` comes before and `grad_sync`
-    behind this, which also sums those of a tied embedding on two ranks; without buckets into `.grad`.
-    Returns what was told of each microbatch on the last stage's rank, an empty list on others.
+    seq_length: of whole rows, which cp cuts. Gradients go where those of the model go: into `dp.Buckets`,
+    whose `zero` comes before and `grad_sync` after this (it sums those of a tied embedding on two ranks,
+    too); without buckets into `.grad`. Returns what each microbatch reports on the last stage's rank, on
+    others an empty list.
     """
     several = isinstance(data_iterator, list | tuple)
     iterators = data_iterator if several else [data_iterator] * len(model)
     if len(model) > 1 and not several and data_iterator is not None:
         raise ValueError(f"data_iterator: one for each of the {len(model)} chunks of this rank is needed")
-    told = []
+    reports = []
 
     def step(chunk: GPTModel, _: int) -> torch.Tensor:
         index = next(i for i, own in enumerate(model) if own is chunk)
         output, loss_func = forward_step_func(iterators[index], chunk)
         if not chunk.post_process:
             return output
-        loss, *tokens, said = loss_func(output)
-        told.append(said)
+        loss, *tokens, report = loss_func(output)
+        reports.append(report)
         return loss / (num_microbatches * (tokens[0].clamp(min=1) if tokens else 1))
 
-    execute(model, step, num_microbatches, model.shape(seq_length, micro_batch_size), forward_only)
-    return told
+    shape = model.shape(seq_length // model.cp.size, micro_batch_size)
+    execute(model, step, num_microbatches, shape, forward_only)
+    return reports

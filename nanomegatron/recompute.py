@@ -105,7 +105,7 @@ class RecomputeFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads: list[list] = [[] for _ in ctx.shapes]
-        anchor = torch.empty(0, requires_grad=True)
+        leaf = torch.empty(0, requires_grad=True)
         with torch.enable_grad(), _generator(grad.device, ctx.random):
             inputs = []
             for i, (x, source) in enumerate(zip(ctx.saved_tensors, ctx.sources, strict=True)):
@@ -113,7 +113,7 @@ class RecomputeFunction(torch.autograd.Function):
                     x = source.again()
                     source = source_of(x)
                 x = all_gather(x.detach(), ctx.spread).view(ctx.shapes[i])
-                x = CaptureInputGrad.apply(x, anchor if ctx.needs_input_grad[3 + i] else None, grads[i])
+                x = CaptureInputGrad.apply(x, leaf if ctx.needs_input_grad[3 + i] else None, grads[i])
                 x.source = source
                 inputs.append(x)
             output = ctx.run(*inputs)
@@ -125,7 +125,7 @@ class CaptureInputGrad(torch.autograd.Function):
     """x itself; its gradient is stored in `grads` as it is. (A leaf would lay it out like x: other bits.)"""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, anchor: torch.Tensor | None, grads: list) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, leaf: torch.Tensor | None, grads: list) -> torch.Tensor:
         ctx.grads = grads
         return x.view_as(x)
 
@@ -143,8 +143,8 @@ def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None
     """
     if not torch.is_grad_enabled():
         return run(*tensors)
-    anchor = torch.empty(0, requires_grad=True)  # `run` may train weights where no input has a gradient
-    return RecomputeFunction.apply(run, spread or Axis.single(), anchor, *tensors)
+    leaf = torch.empty(0, requires_grad=True)  # `run` may train weights where no input has a gradient
+    return RecomputeFunction.apply(run, spread or Axis.single(), leaf, *tensors)
 
 
 @contextmanager

@@ -7,8 +7,8 @@
     zb-h1        (p-1) / (3 m)            p                                                      2401.10241
     zb-v         (p-1) / (6 m)            p                                                      2405.15362
 
-p stages, m microbatches, v chunks a rank; all of equal cost, F = B = W; m >= p, for zb-v m >= 2p - 1. Sources
-are arXiv numbers. Nothing here needs torch or a second process; a command prints and draws them:
+p ranks, m microbatches, v chunks of the model a rank; all of equal cost, F = B = W; m >= p, for zb-v
+m >= 2p - 1. Sources are arXiv numbers. Nothing here needs torch or a second process. To print and draw:
 
     python -m nanomegatron schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
 
@@ -31,7 +31,7 @@ class Op(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank hands to another: activations (F) or their gradients (B), for `stage`."""
+    """What one rank sends to another: activations (F) or their gradients (B), received by `stage`."""
 
     source: int
     destination: int
@@ -41,10 +41,10 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An op's messages: those to take from the wire before it, the one it uses, the one it sends.
+    """An op's messages: those to receive before it, the one it uses, the one it sends.
 
-    Messages of an ordered pair of ranks are taken in the order they were sent. What an op uses is thus the
-    last that it takes, or was taken before, by an op that needed what was sent later.
+    Links (ordered pairs of ranks) are FIFO: an op that needs a later message receives the earlier ones too,
+    and keeps them for the ops that use them.
     """
 
     takes: tuple[Message, ...]
@@ -160,7 +160,8 @@ def schedule(
 ) -> list[list[Op]]:
     """What each pipeline rank does, in order.
 
-    chunks: pieces of the model a rank holds: any number for gpipe and interleaved; zb-v always has two.
+    stages: pipeline ranks. chunks: pieces of the model a rank holds: any number for gpipe and interleaved;
+    zb-v always has two.
     group: of interleaved, the microbatches a chunk takes before it is the next one's turn; None: `stages`.
 
     Raises: ValueError for a schedule that there is not.
@@ -222,11 +223,11 @@ def embedding_ranks(placed: list[list[int]]) -> tuple[int, int]:
 def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchange]]:
     """The messages of every op of every rank, derived from lists and placement, so that both ends agree.
 
-    What is on a wire (an ordered pair of ranks) and in which order, the sender's list says.
+    What is on a link (an ordered pair of ranks) and in which order, the sender's list says.
 
     Raises: ValueError where an op uses what is never sent, or nothing uses what is sent.
     """
-    rank_of, wires = owners(placed), {}
+    rank_of, links = owners(placed), {}
 
     def message(kind: str, stage: int, step: int, microbatch: int) -> Message | None:
         """To `stage` from the one `step` before it, if both are there and on different ranks."""
@@ -241,26 +242,26 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
             sends = message(op.kind[0], stage + step, step, op.microbatch)
             pairs[-1].append((message(op.kind[0], stage, step, op.microbatch), sends))
             if sends:
-                wires.setdefault(sends[:2], deque()).append(sends)
+                links.setdefault(sends[:2], deque()).append(sends)
     exchanges = []
     for rank_pairs in pairs:
         early: set[Message] = set()
-        exchanges.append([Exchange(_take(uses, wires, early), uses, sends) for uses, sends in rank_pairs])
+        exchanges.append([Exchange(_take(uses, links, early), uses, sends) for uses, sends in rank_pairs])
         if early:
             raise ValueError(f"messages that no op uses: {sorted(early)}")
-    if left := [message for wire in wires.values() for message in wire]:
+    if left := [message for link in links.values() for message in link]:
         raise ValueError(f"messages that no op uses: {left}")
     return exchanges
 
 
-def _take(uses: Message | None, wires: dict, early: set[Message]) -> tuple[Message, ...]:
-    """Take from the wire up to and with what the op uses; `early` holds what was taken and not used yet."""
+def _take(uses: Message | None, links: dict, early: set[Message]) -> tuple[Message, ...]:
+    """Receive up to and with what the op uses; `early` holds what was received and not used yet."""
     taken = []
     while uses and uses not in early:
-        wire = wires.get(uses[:2])
-        if not wire:
+        link = links.get(uses[:2])
+        if not link:
             raise ValueError(f"{uses} is never sent")
-        taken.append(wire.popleft())
+        taken.append(link.popleft())
         early.add(taken[-1])
     early.discard(uses)
     return tuple(taken)

@@ -126,7 +126,7 @@ MORE_PIPELINES = [
 def test_every_rank_of_a_pipeline_holds_what_was_planned(family, name, pp, changes):
     """Parameters; bytes behind every op, with no more than some messages on top; and the peak.
 
-    gloo keeps what was sent until a wire has as many messages as forwards are open: two wires, and what the
+    gloo keeps what was sent until a link has as many messages as forwards are open: two links, and what the
     executor has in hand. That is less than any op adds or takes away, but for layers that are made again.
     """
     run = pipeline(family, name, pp, **changes)

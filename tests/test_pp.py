@@ -24,7 +24,7 @@ from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, execute, forward_backward
+from nanomegatron.pp import Stages, execute
 from tests.spmd import run_spmd, spmd
 
 VOCAB, PADDED, LENGTH, MICRO, M = 61, 64, 16, 2, 6
@@ -248,71 +248,6 @@ def test_outputs_are_let_go_of():
     """Not kept for the backward: at most as many as are on their way, and gloo cannot tell of all of them."""
     first, last = run_spmd(alive_outputs, 2, {}, pp=2)
     assert first <= 3 and last == 0
-
-
-def megatron_step(iterator, chunk):
-    """A forward step as Megatron's users write it."""
-    batch, labels = next(iterator)
-    output = chunk(batch, labels)
-
-    def loss_func(losses: torch.Tensor):
-        return losses.sum(), torch.tensor(losses.numel()), {"lm loss": losses.sum().item()}
-
-    return output, loss_func
-
-
-def with_forward_backward(mesh, schedule: dict) -> list[dict]:
-    return [megatron_run(mesh, schedule, forward_only) for forward_only in (False, True)]
-
-
-def megatron_run(mesh, schedule: dict, forward_only: bool) -> dict:
-    stages = stages_of(mesh, LLAMA, schedule)
-    iterators = [map(microbatch, range(M)) for _ in stages]
-    told = forward_backward(
-        forward_step_func=megatron_step,
-        data_iterator=iterators if len(stages) > 1 else iterators[0],
-        model=stages,
-        num_microbatches=M,
-        seq_length=LENGTH,
-        micro_batch_size=MICRO,
-        forward_only=forward_only,
-    )
-    grads = {s.name: s.view(p.grad) for p in stages.parameters() if p.grad is not None for s in p.spec.parts}
-    return {"told": [t["lm loss"] for t in told], "grads": grads}
-
-
-@pytest.mark.parametrize("schedule", some(LAYOUTS, "1f1b", "in groups", "zb-v"))
-def test_forward_backward_is_megatrons(schedule):
-    """The mean over tokens and microbatches; what the loss function tells comes from the last stage."""
-    sizes = dict(vocab_size=VOCAB, max_sequence_length=LENGTH, padded_vocab_size=PADDED)
-    model = GPTModel(config_of(LLAMA, ParallelConfig()).model, init=Init(seed=5), **sizes)
-    losses = [model(*microbatch(i)) for i in range(M)]
-    (sum(loss.mean() for loss in losses) / M).backward()
-    each = run_spmd(with_forward_backward, 2, LAYOUTS[schedule], pp=2, **LAYOUTS[schedule])
-    ranks, without = zip(*each, strict=True)
-    last = 0 if schedule == "zb-v" else 1
-    torch.testing.assert_close(ranks[last]["told"], [loss.sum().item() for loss in losses])
-    assert ranks[1 - last]["told"] == []
-    found = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
-    for param in model.parameters():
-        for part in param.spec.parts:
-            torch.testing.assert_close(found[part.name], part.view(param.grad), rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(without[last]["told"], [loss.sum().item() for loss in losses])
-    assert not without[0]["grads"] and not without[1]["grads"]
-
-
-def test_forward_backward_wants_an_iterator_for_each_chunk():
-    chunks = [GPTModel(config_of(LLAMA, ParallelConfig()).model, vocab_size=VOCAB, max_sequence_length=16)]
-    stages = Stages(chunks * 2, name="gpipe")
-    with pytest.raises(ValueError, match="one for each of the 2 chunks"):
-        forward_backward(
-            forward_step_func=megatron_step,
-            data_iterator=iter([]),
-            model=stages,
-            num_microbatches=1,
-            seq_length=16,
-            micro_batch_size=1,
-        )
 
 
 def text_of(mesh, family: dict, schedule: dict, more: dict) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Pipeline schedules against published formulas, Megatron's orders and PyTorch's; messages on wires."""
+"""Pipeline schedules against published formulas, Megatron's orders and PyTorch's; messages on links."""
 
 import itertools
 import subprocess
@@ -154,15 +154,15 @@ def test_any_group_runs_at_the_published_bubble(full):
 
 
 @pytest.mark.parametrize("name, chunks", ANY[:-1] + [pytest.param(*ANY[-1], marks=pytest.mark.full)])
-def test_messages_run_on_wires_that_keep_their_order(name, chunks):
-    """Ranks that see nothing but their own list of exchanges, over one first-in-first-out wire a pair.
+def test_messages_run_on_links_that_keep_their_order(name, chunks):
+    """Ranks that see nothing but their own list of exchanges, over one first-in-first-out link a pair.
 
     Also: activations reach the next stage, gradients the one before, each once; taken before they are
-    needed only where two kinds of message share a wire.
+    needed only where two kinds of message share a link.
     """
     for lists, placed, p, m in sizes(name, chunks):
         exchanges = messages(lists, placed)
-        wires, at, moved = defaultdict(deque), [0] * p, True
+        links, at, moved = defaultdict(deque), [0] * p, True
         waiting, sent = [set() for _ in range(p)], Counter()
         while moved:
             moved = False
@@ -170,22 +170,22 @@ def test_messages_run_on_wires_that_keep_their_order(name, chunks):
                 while at[rank] < len(steps):
                     takes, uses, sends = steps[at[rank]]
                     if any(
-                        len(wires[source, rank]) < n for source, n in Counter(t[0] for t in takes).items()
+                        len(links[source, rank]) < n for source, n in Counter(t[0] for t in takes).items()
                     ):
                         break
                     for message in takes:
-                        assert wires[message.source, rank].popleft() == message
+                        assert links[message.source, rank].popleft() == message
                         waiting[rank].add(message)
                     if uses:
                         waiting[rank].remove(uses)
                     if sends:
                         assert sends.source == rank
-                        wires[rank, sends.destination].append(sends)
+                        links[rank, sends.destination].append(sends)
                         sent[sends[2:]] += 1
                     at[rank], moved = at[rank] + 1, True
                     shared = name == "zb-v" or (name == "interleaved" and p == 2 and m % 2)
                     assert shared or takes == ((uses,) if uses else ())
-        assert at == [len(ops) for ops in lists] and not any(wires.values()) and not any(waiting)
+        assert at == [len(ops) for ops in lists] and not any(links.values()) and not any(waiting)
         rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
         last = p * chunks - 1
         expected = [("F", stage) for stage in range(1, last + 1) if rank_of[stage] != rank_of[stage - 1]]
