@@ -129,7 +129,7 @@ class Layer:
     def exchange(self, probs: torch.Tensor, ids: torch.Tensor) -> None:
         layer, experts = self.layer, Same(self.layer.experts)
         parts = dict(router=Chosen(probs, ids), experts=experts, shared_experts=None)
-        layer.run(SimpleNamespace(dispatcher=layer.dispatcher, **parts), self.x, self.batch).backward(
+        layer.run(SimpleNamespace(dispatch_class=layer.dispatch_class, **parts), self.x, self.batch).backward(
             self.grad
         )
 

@@ -3,15 +3,20 @@
 Everything but attention works on each token by itself. A causal query sees what comes before it, so equal
 slices of a row would be unequal work. A row is cut into 2 * cp chunks, and rank r has chunks r and 2cp-1-r:
 
-    cp 4     chunk   0  1  2  3 | 4  5  6  7           zigzag: every rank's queries see as many keys
+    cp 4     chunk   0  1  2  3 | 4  5  6  7           zigzag: queries see equally many keys on every rank
              rank    0  1  2  3 | 3  2  1  0           a rank's tokens are in the order of the row
 
-A rank has n heads of queries, g of keys and of values, `[s/cp, b, heads, d]`. All queries see all keys by
+A rank has n heads of queries, g of keys and of values (of its own share over tp), `[s/cp, b, heads, d]`.
 
-    p2p         a ring: attention to one rank's keys while the next arrive        sends 2g heads, cp - 1 times
-    allgather   all-gather keys and values, then attention                        the same, at once
-    a2a         all-to-all: s tokens of n/cp heads for s/cp tokens of n heads     n + 2g heads, and n back
-    a2a+p2p     a2a among neighbours, the ring between groups of them             for two levels of networks
+                what happens                                          each rank sends, in heads x s/cp tokens
+    p2p         a ring: attention to one rank's keys while            forward 2g, cp - 1 times; backward the
+                those of the next arrive                              same, and 2g in fp32, cp times
+    allgather   all-gather keys and values, then attention            the same; the fp32 sums once
+    a2a         all-to-all: s tokens of n/cp heads for s/cp           forward n + 2g and n; backward the same
+                tokens of n heads, and back
+    a2a+p2p     a2a among neighbours, the ring between groups of them, for two levels of networks
+
+`RingFunction` below is the plain ring; on GPUs `fast/ring.py` takes its place.
 
     the ring, cp 4, rank 1    compute    q1 k1 | q1 k0 | q1 k3 | q1 k2 |        each rank's k goes round,
                               send       k1    | k0    | k3    |       |        always to the next rank
@@ -20,7 +25,7 @@ A rank has n heads of queries, g of keys and of values, `[s/cp, b, heads, d]`. A
                               send             | dk1   | dk0   | dk3   | dk2    their keys a step behind, and
                               receive          | dk0   | dk3   | dk2   | dk1    come home after a full turn
 
-In a step the queries of chunks p, 2cp-1-p meet the keys of chunks j, 2cp-1-j; no score is computed in vain:
+In a step the queries of chunks p, 2cp-1-p meet the keys of chunks j, 2cp-1-j; masked blocks are left out:
 
     j = p      the same two chunks                          causal, as if they were one sequence
     j < p      only chunk j comes before the queries        all queries x the first half of the keys
@@ -33,11 +38,12 @@ Attention to a part of the keys is o_i with the log-sum-exp l_i of its scores; o
 In the backward the probabilities of a part are exp(scores - l): it needs o and l of all keys, nothing else of
 other parts. So every part is the kernel's own forward or backward, called directly.
 
-Each document is cut zigzag by itself. What is left of its tokens, divided by 2 * cp, is dealt out one by one,
-each document continuing where the one before it stopped: ranks have equally many tokens, none is padding.
-Windows see keys of few ranks; under p2p these are gathered. A group of neighbouring ranks, taken as one rank,
-has neighbouring chunks: groups are cut zigzag, too. (Ring: arXiv 2310.01889; zigzag: Megatron-LM; all-to-all:
-DeepSpeed-Ulysses, 2309.14509; all-gather: Llama 3, 2407.21783; two levels: LoongTrain, 2406.18485)
+Each document is cut zigzag by itself. The remainder of its length divided by 2 * cp is dealt out one token a
+rank, round robin across documents: ranks have equally many tokens, none is padding. A layer with a sliding
+window uses allgather in place of the ring. A group of neighbouring ranks, taken as one rank, has neighbouring
+chunks: groups are cut zigzag, too. Weight gradients are of s/cp tokens; `dp.py` sums them over dp x cp.
+(Ring: arXiv 2310.01889; zigzag: Megatron-LM; all-to-all: DeepSpeed-Ulysses, 2309.14509; all-gather: Llama 3,
+2407.21783; two levels: LoongTrain, 2406.18485)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +72,7 @@ class Step(NamedTuple):
     block: Block
 
 
-def once(plan: Callable) -> Callable:
+def memoized(plan: Callable) -> Callable:
     """A method of Shard whose result is kept, for each tuple of arguments."""
 
     def planned(self: "Shard", *args: Any) -> Any:
@@ -81,13 +87,13 @@ class Shard:
     """This rank's tokens of a row that the ranks of an axis share; `types`: how each layer communicates.
 
     `places`: int64 `[s/size]`, where in the row they are, ascending. Where methods take a `group`, that many
-    neighbouring ranks are one, and a rank is the number of a group.
+    neighbouring ranks are treated as one rank, and `rank` is the index of such a group.
     """
 
     def __init__(
         self, axis: Axis, s: int, types: Sequence[str], cu_seqlens: np.ndarray | None = None
     ) -> None:
-        """cu_seqlens: where documents begin; tokens behind the last bound are one more (padding).
+        """cu_seqlens: bounds of the documents; tokens past the last one are treated as a document of padding.
 
         Raises ValueError for a row that does not divide.
         """
@@ -121,7 +127,7 @@ class Shard:
         both = (queries[0] < queries[1]) & (keys[0] < keys[1])
         return queries[:, both], keys[:, both]
 
-    @once
+    @memoized
     def ring(self, group: int, device: torch.device) -> list[Step | None]:
         """The steps with the keys of this rank, the one before it, and so on; None: no query sees any."""
         size, own = self.axis.size // group, self.axis.rank // group
@@ -137,7 +143,7 @@ class Shard:
                 steps.append(None)
         return steps
 
-    @once
+    @memoized
     def gathered(self, group: int, window: int | None, device: torch.device) -> list[Step]:
         """The steps with all keys, in the order of the row: four at most."""
         begin, end = self.chunks(self.axis.rank // group, group).reshape(-1, 2).T
@@ -156,11 +162,11 @@ class Shard:
                 steps.append(Step(queries, slice(0, begin[i]), Block()))
         return steps
 
-    @once
+    @memoized
     def order(self, group: int, among: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Permutations of the tokens of `among` ranks, this one among them, laid one after the other.
+        """The permutation that puts the tokens of `among` ranks, rank after rank, in the order of the row.
 
-        The first puts them in the order of the row, the second undoes it.
+        And its inverse. This rank is among them.
         """
         first = self.axis.rank // (group * among) * among
         order = np.argsort(np.concatenate([self.token_indices(first + i, group) for i in range(among)]))
@@ -286,7 +292,7 @@ def merge_(
 def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend: str) -> tuple:
     """Gradients of a step's queries, keys and values.
 
-    known: the gradient of the output; all queries, and their output and log-sum-exp over all keys.
+    known: dout, q, out and lse, the last two of attention to all keys.
     """
     dout, q, out = (x[step.queries] for x in known[:3])
     k, v = (x[step.keys] for x in kv)
@@ -310,12 +316,12 @@ class GatherFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple:
-        q, k, v, *known = ctx.saved_tensors
+        q, k, v, *out_lse = ctx.saved_tensors
         axis, steps, order, backend = ctx.how
         kv, parts, dq = gather_kv(k, v, axis, order[0]), [], q.new_empty(q.shape)
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for step in steps:
-            part, *grads = step_gradients(step, kv, (dout, q, *known), backend)
+            part, *grads = step_gradients(step, kv, (dout, q, *out_lse), backend)
             parts.append(Part(part, step.queries))
             for total, grad in zip(dkv, grads, strict=True):
                 if isinstance(step.keys, slice):

@@ -6,7 +6,7 @@
                |   combine     back, each token's sum weighted by probs                            [t, h]
                +-- shared      an MLP that every token takes, added                                [t, h]
 
-The tokens of a rank are its own under sequence and context parallelism. Experts have a grid of ranks of their
+Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have a grid of ranks of their
 own (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There are two dispatchers:
 
     allgather     x, probs and ids of all etp x ep ranks to all of them. Each rank takes the copies of its own
@@ -15,7 +15,8 @@ own (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There 
                   there to all etp ranks; the parts of its sum return the same way.
 
     alltoall over ep 2, E 4, k 2    rank 0                          rank 1
-    ids of tokens 0 1 2 3 | 4 5     1 0   3 2   2 0   1 3           1 2   0 1
+    tokens                          0     1     2     3             4     5
+    ids                             1 0   3 2   2 0   1 3           1 2   0 1
     tokens in order of ranks        0 2 3 | 1 2 3                   4 5 | 4           sizes 3 | 3 and 2 | 1
     after the exchange              0 2 3 | 4 5                     1 2 3 | 4
     copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
@@ -24,10 +25,11 @@ own (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There 
     tokens after the gather         0 1 2 3 4 5                     0 1 2 3 4 5
     copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
 
-Only the GPU knows how many rows come, and the host needs the number for messages and memory: it waits, except
-where one rank has all experts. Probs are applied on the way back: a rank's part of a token's sum is added in
-fp32, in the order of its copies, and rounded to the type of x; so are the sums of these parts. Gradients take
-the same ways in reverse. (`fast/moe_dispatch.py` runs the communication beside other work.)
+Only the GPU knows how many rows arrive, and the host needs the number for messages and memory: it
+synchronizes (with alltoall several times a layer), except where etp x ep is 1. Probs are applied when copies
+return: a rank's partial sum of a token is added in fp32, in the order of its copies, and rounded to the type
+of x; then the ranks' partial sums are added. Gradients take the same ways in reverse.
+(`fast/moe_dispatch.py` runs the communication beside other work.)
 (Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token once to a rank: DeepSeek-V3
 2412.19437; grids folded into each other: MoE Parallel Folding 2504.14960)
 """
@@ -62,16 +64,16 @@ from nanomegatron.param import (
 from nanomegatron.recompute import keeping, recomputed, with_source
 from nanomegatron.router import Router, expert_capacity
 
-Rows = tuple[torch.Tensor, torch.Tensor, list[int] | None]
+Dispatched = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # what `TokenDispatch.dispatch` gives
 
 
 def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The data flow of a mixture of experts: `[s, b, h] -> [s, b, h]`"""
     tokens = x.flatten(0, 1)
     probs, ids = layer.router(tokens, batch)
-    way = layer.dispatcher(layer.experts)
-    rows = layer.experts(*way.dispatch(tokens, probs, ids))
-    y = way.combine(rows).view_as(x)
+    dispatch = layer.dispatch_class(layer.experts)  # the state of this forward
+    rows = layer.experts(*dispatch.dispatch(tokens, probs, ids))
+    y = dispatch.combine(rows).view_as(x)
     return y if layer.shared_experts is None else y + layer.shared(x)
 
 
@@ -98,7 +100,7 @@ class MoELayer(nn.Module):
             part = replica(name.name, shape, mesh.tp, partial=config.sequence_parallel)
             self.gate_weight = new_parameter(ParamSpec((part,), shape), name)
         alltoall = config.moe_token_dispatcher_type == "alltoall" and mesh.etp_ep.size > 1
-        self.dispatcher = AllToAllDispatch if alltoall else AllGatherDispatch
+        self.dispatch_class = AllToAllDispatch if alltoall else AllGatherDispatch
         self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -119,12 +121,12 @@ class MoELayer(nn.Module):
 
 
 class TokenDispatch:
-    """The way of this rank's tokens to their experts and back.
+    """This rank's tokens to their experts and back, in one forward.
 
     dispatch    x `[t, h]`, probs fp32 `[t, k]`, ids int32 `[t, k]`, -1 for a dropped copy -> rows `[r, h]`
                 for this rank's experts, offsets int32 `[e + 1]` of each, and the same on the host, or None
                 where only the device knows them
-    combine     rows `[r, h]`, over etp summands -> each token's weighted sum `[t, h]`
+    combine     rows `[r, h]`, partial sums over etp -> each token's weighted sum `[t, h]`
     """
 
     def __init__(self, experts: "GroupedExperts") -> None:
@@ -140,7 +142,7 @@ class TokenDispatch:
     def route(self, ids: torch.Tensor, capacity: int | None, first: int = 0) -> Routing:
         """The order of copies by this rank's experts, of all tokens that are here.
 
-        ids: the first expert of all is number `first`; capacity: of each rank.
+        first: the number that ids give to global expert 0; capacity: of each rank.
         """
         rows = None if capacity is None else capacity * self.mesh.etp_ep.size
         return route(ids - (first + self.mesh.ep.rank * self.local), self.local, self.multiple, rows)
@@ -156,7 +158,7 @@ class TokenDispatch:
 class AllGatherDispatch(TokenDispatch):
     """All-gather and reduce-scatter over etp x ep; all ranks have the same number of tokens."""
 
-    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
+    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
         """All-gathers x, probs and ids; gradients of the first two are reduce-scattered."""
         axis, capacity = self.mesh.etp_ep, self.capacity(len(ids))
         x, self.probs, ids = gather_seq(x, axis), gather_seq(probs, axis), all_gather(ids, axis)
@@ -170,9 +172,9 @@ class AllGatherDispatch(TokenDispatch):
 
 
 class AllToAllDispatch(TokenDispatch):
-    """All-to-all over ep, then over etp; ranks may have any numbers of tokens, but with a capacity."""
+    """All-to-all over ep, then over etp; without a capacity ranks may have different numbers of tokens."""
 
-    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Rows:
+    def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
         """Exchanges sizes, then x and choices, over ep and over etp; gradients of the latter go back."""
         ep, etp, capacity = self.mesh.ep, self.mesh.etp, self.capacity(len(ids))
         # how many tokens go to each ep rank and come from it, and how many each etp rank has received
@@ -204,7 +206,7 @@ class AllToAllDispatch(TokenDispatch):
 
 
 def cut_to_size(routing: Routing) -> tuple[Routing, list[int]]:
-    """The tables without rows that no expert has, and its offsets. The host waits for them."""
+    """The routing with `source` cut to the rows of experts, and its offsets on the host, which waits."""
     ends = routing.offsets.tolist()
     return replace(routing, source=routing.source[: ends[-1]]), ends
 
@@ -231,7 +233,10 @@ def accumulate_by_expert(
 def weight_grad(
     weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
 ) -> torch.Tensor | None:
-    """a^T b of each expert's rows, where `param.py` wants the gradient. a `[r, o]`, b `[r, i]`"""
+    """a^T b of each expert's rows, added to `main_grad`. a `[r, m]`, b `[r, n]` -> `[e * m, n]`
+
+    The `run_or_defer` inside runs at once where a pipeline has deferred the call of this.
+    """
     if groups.one_kernel(a, a.shape[1], b.shape[1]):
         return accumulate_grad(weight, lambda: grouped_outer(a, b, groups).view_as(weight))
 
@@ -303,7 +308,7 @@ class GroupedExperts(nn.Module):
     weight2  [e * f/etp, h]     of expert 0, of expert 1, ...: transposed
     """
 
-    multiple = 1  # to which each expert's rows are padded with zeros; above 1, to at least one such block
+    multiple = 1  # of which each expert's number of rows is, by rows of zeros; above 1, no expert has none
     linear: Callable[..., torch.Tensor] = staticmethod(GroupedLinearFunction.apply)
     act: Callable[["GroupedExperts", torch.Tensor], torch.Tensor] = staticmethod(activate)
 
@@ -350,8 +355,8 @@ class GroupedExperts(nn.Module):
     ) -> torch.Tensor:
         """offsets: int32 `[e + 1]`, ascending from 0; rows beyond the last belong to no expert.
 
-        ends: the offsets on the host, where it knows them; else only a loop asks for them. prefetch: as
-        `recompute.keeping` takes it.
+        ends: the offsets on the host; None: a loop over experts waits for them, a grouped matmul does not.
+        prefetch: as `recompute.keeping` takes it.
         """
         groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
         x = self.linear(rows, self.weight1, groups, False)

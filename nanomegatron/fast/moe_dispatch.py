@@ -71,7 +71,7 @@ from nanomegatron.fast.moe_pieces import (
 )
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.mesh import Axis
-from nanomegatron.moe import AllToAllDispatch, GroupedExperts, MoELayer, Rows, TokenDispatch
+from nanomegatron.moe import AllToAllDispatch, Dispatched, GroupedExperts, MoELayer, TokenDispatch
 from nanomegatron.ops.permute import Routing, padded, route
 
 Finish = Callable[[], torch.Tensor]
@@ -104,7 +104,7 @@ class OverlappedMoe:
     def __call__(self, layer: MoELayer, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         tokens, parts, y_shared = x.flatten(0, 1), 1 + self.halves, None
         late = layer.experts.config.moe_shared_expert_overlap
-        kind = AsyncAllToAll if layer.dispatcher is AllToAllDispatch else AllGatherInPieces
+        kind = AsyncAllToAll if layer.dispatch_class is AllToAllDispatch else AllGatherInPieces
         ways = [kind(part, layer.experts, self.peers) for part in split(tokens, parts)]
 
         choice = layer.router.choose(tokens, batch)
@@ -168,7 +168,7 @@ class AllGatherInPieces(TokenDispatch):
             else:
                 way.ends = AsyncHostCopy(way.routing.offsets).read if axis.size > 1 else lambda: None
 
-    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Rows]:
+    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
         """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
         self.probs = start_gather(probs, self.mesh.etp_ep)
         fused = self.config.moe_permute_fusion
@@ -227,7 +227,7 @@ class AsyncAllToAll(TokenDispatch):
         row = self.numbers()
         return row[:ep], row[ep:][:ranks], list(accumulate(row[ep + ranks :], initial=0))
 
-    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Rows]:
+    def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
         """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
         choices = torch.cat((probs, self.ids + 1.0), dim=1)  # rows of padding are 0: no expert
         x, choices = (self.permute(v, self.to_ranks) for v in (self.x, choices))
@@ -243,7 +243,7 @@ class AsyncAllToAll(TokenDispatch):
         )
         return partial(self.finish_dispatch, come, ends)
 
-    def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Rows:
+    def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Dispatched:
         """On to the etp ranks that share an expert, and to the order of experts."""
         rows, choices = (finish() for finish in come)
         size, etp = self.mesh.etp.size, self.mesh.etp

@@ -137,7 +137,7 @@ def _masked_softmax(
 
 @dataclass(frozen=True)
 class Block:
-    """Which keys a query sees: all, or if `causal` those up to its own; the last query's own is the last key.
+    """Which keys a query sees: all, or if `causal` those up to its own (masks are aligned bottom-right).
 
     Segments of queries see those of the keys one to one, each pair by this rule. None is empty, and where
     causal it has no fewer keys than queries.
