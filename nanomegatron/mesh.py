@@ -22,13 +22,10 @@ wait for sends to it, and messages need no tags, since both ends know their orde
 """
 
 import datetime
-import itertools
 import math
-import operator
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,16 +222,15 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
     for grid in (dense, expert):
         if world_size != math.prod(grid.values()):
             raise ValueError(f"{world_size} processes do not fill the grid {grid}")
-    pipelines = list(grid_groups(dense, ("pp",)))
     ends = sorted(set(embedding_ranks(placement(parallel.schedule, pp, parallel.chunks))))
     return {
         "world": [tuple(range(world_size))],
-        **{name: list(grid_groups(dense, (name,))) for name in ("tp", "cp", "dp", "pp")},
-        "dp_cp": list(grid_groups(dense, ("cp", "dp"))),
-        "tp_cp": list(grid_groups(dense, ("tp", "cp"))),
-        **{name: list(grid_groups(expert, (name,))) for name in ("ep", "etp", "edp")},
-        "etp_ep": list(grid_groups(expert, ("etp", "ep"))),
-        "embed": [tuple(ranks[end] for end in ends) for ranks in pipelines],
+        **{name: grid_groups(dense, name) for name in ("tp", "cp", "dp", "pp")},
+        "dp_cp": grid_groups(dense, "dp", "cp"),
+        "tp_cp": grid_groups(dense, "tp", "cp"),
+        **{name: grid_groups(expert, name) for name in ("ep", "etp", "edp")},
+        "etp_ep": grid_groups(expert, "etp", "ep"),
+        "embed": [tuple(ranks[end] for end in ends) for ranks in grid_groups(dense, "pp")],
     }
 
 
@@ -259,20 +255,12 @@ def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
     return sorted(both, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
 
 
-def grid_groups(sizes: dict[str, int], along: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
     """Groups of ranks that differ only in the coordinates `along`; `sizes` has the fastest axis first."""
-    strides = dict(zip(sizes, itertools.accumulate(sizes.values(), operator.mul, initial=1)))
-
-    def offsets(names: list[str]) -> list[int]:
-        ranges = [range(sizes[name]) for name in reversed(names)]  # the last name varies slowest
-        return [
-            sum(i * strides[name] for i, name in zip(index, reversed(names), strict=True))
-            for index in itertools.product(*ranges)
-        ]
-
-    inside = offsets([name for name in sizes if name in along])
-    for base in offsets([name for name in sizes if name not in along]):
-        yield tuple(base + offset for offset in inside)
+    names = list(reversed(sizes))  # slowest first, as the dims of a tensor
+    dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # those of a group come last
+    ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names]).permute(dims)
+    return [tuple(group) for group in ranks.reshape(-1, math.prod(sizes[name] for name in along)).tolist()]
 
 
 def _axis(
