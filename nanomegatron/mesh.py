@@ -14,7 +14,7 @@ an expert group may span data- and context-parallel ranks, and does not multiply
 
 An `Axis` is this rank's group along one direction. A layer is given the axes it uses and nothing else; an
 axis of size 1 has no communicator, and every collective on it is the identity, so that one process and a
-cluster run the same code. Two meshes can live in one process. (Rank order: arXiv 2104.04473, section 3.)
+cluster run the same code. (Rank order: arXiv 2104.04473, section 3; the grids are Megatron's RankGenerator's)
 
 Messages between pipeline stages use point-to-point links, one for each ordered pair of ranks between which
 the schedule sends. A link has a communicator of its own, and on a GPU a stream: receives from a rank never
@@ -27,6 +27,7 @@ import os
 import socket
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ import torch.distributed as dist
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
-# NCCL's blocks of a link: a message waits for its other end for as long as an op takes, and may be slow.
-P2P_MAX_CTAS = 2
+P2P_MAX_CTAS = 2  # multiprocessors that a link takes from matmuls: its messages have the time of an op
 
 
 @dataclass(frozen=True)
@@ -148,39 +148,23 @@ class Mesh:
         Every rank calls this with the same `parallel`; a collective that waits longer than
         `distributed_timeout_minutes` raises. With fewer key/value heads than tp ranks, those that share one
         get a group of their own (`num_query_groups`; None: whatever the number).
-        Source of the grids: Megatron's RankGenerator.
         """
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         if world.size > 1 and not dist.is_initialized():
             _connect(parallel.distributed_backend, world, device, timeout)
-        traffic: Counter = Counter()
-        groups: dict[tuple[int, ...], Any] = {}
-        made, tp = axis_groups(parallel, world.size), parallel.tensor_model_parallel_size
-        copies = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
-        parts = {"tp": [n for n in copies if 1 < n < tp and tp % n == 0], "cp": cp_parts(parallel)}
-        for name, sizes in parts.items():
+        builder = GroupBuilder(world.rank, device, timeout)
+        axes = {name: builder.axis(name, each) for name, each in axis_groups(parallel, world.size).items()}
+        for name, sizes in part_sizes(parallel, num_query_groups).items():
             for n in sizes:
-                made[f"{name}{n}"] = [g[i : i + n] for g in made[name] for i in range(0, len(g), n)]
+                parts = [g[i : i + n] for g in builder.groups[name] for i in range(0, len(g), n)]
+                axes[name].parts[n] = builder.axis(f"{name}{n}", parts)
         if levels := parallel.hierarchical_context_parallel_sizes:
-            made["cp across"] = [g[i :: levels[0]] for g in made["cp"] for i in range(levels[0])]
-        axes = {
-            name: _axis(name, rank_groups, world.rank, groups, traffic, device, timeout)
-            for name, rank_groups in made.items()
-        }
-        for name, sizes in parts.items():
-            axes[name] = replace(axes[name], parts={n: axes.pop(f"{name}{n}") for n in sizes})
-        if levels:
-            outer = axes.pop("cp across")
-            axes["cp"] = replace(axes["cp"], levels=(axes["cp"].neighbours(levels[0]), outer))
-        links = {}
-        for ends in link_ends(parallel):
-            pairs = [tuple(ranks[end] for end in ends) for ranks in made["pp"]]
-            axis = _axis("pp", pairs, world.rank, {}, traffic, device, timeout, P2P_MAX_CTAS)
-            if axis.size > 1:
-                links[ends] = Link(axis, torch.cuda.Stream(device) if device.type == "cuda" else None)
-                _first_message(axis, device)
-        kept = dict(p2p_links=links, groups=made, communicators=groups, traffic=traffic)
-        return Mesh(world.rank, device, **axes, **kept)
+            across = [g[i :: levels[0]] for g in builder.groups["cp"] for i in range(levels[0])]
+            both = axes["cp"].neighbours(levels[0]), builder.axis("cp across", across)
+            axes["cp"] = replace(axes["cp"], levels=both)
+        links = {ends: link for ends in link_ends(parallel) if (link := builder.link(ends))}
+        kept = dict(groups=builder.groups, communicators=builder.communicators, traffic=builder.traffic)
+        return Mesh(world.rank, device, **axes, p2p_links=links, **kept)
 
     @property
     def label(self) -> str:
@@ -208,13 +192,59 @@ class Mesh:
             dist.destroy_process_group()
 
 
+class GroupBuilder:
+    """Makes this rank's axes and links. All ranks make the same in the same order: torch numbers groups.
+
+    A rank waits for the members of its own group only: those of an axis are disjoint and connect at the same
+    time.
+    """
+
+    def __init__(self, rank: int, device: torch.device, timeout: datetime.timedelta) -> None:
+        self.rank, self.device, self.timeout = rank, device, timeout
+        self.groups: dict[str, list[tuple[int, ...]]] = {}  # of world ranks, by axis
+        self.communicators: dict[tuple[int, ...], Any] = {}  # by the ranks in it
+        self.traffic: Counter = Counter()
+
+    def axis(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
+        """This rank's among the groups of an axis; equal groups of two axes share a communicator."""
+        self.groups[name] = groups
+        for ranks in groups:
+            if len(ranks) > 1 and ranks not in self.communicators:
+                self.communicators[ranks] = self._communicator(ranks)
+        mine = next((ranks for ranks in groups if self.rank in ranks), (self.rank,))
+        return Axis(name, len(mine), mine.index(self.rank), mine, self.communicators.get(mine), self.traffic)
+
+    def link(self, ends: tuple[int, int]) -> Link | None:
+        """A link in each pipeline; None for a rank at neither end. It is connected here, by a first message.
+
+        With NCCL the host waits for the other end then. In the middle of a schedule both might wait, each in
+        another link; here, where every rank takes its links in the same order, that cannot happen.
+        """
+        pairs = [tuple(ranks[end] for end in ends) for ranks in self.groups["pp"]]
+        communicators = [self._communicator(pair, P2P_MAX_CTAS) for pair in pairs]
+        for pair, group in zip(pairs, communicators, strict=True):
+            if self.rank in pair:
+                axis = Axis("pp", 2, pair.index(self.rank), pair, group, self.traffic)
+                x = torch.zeros(1, device=self.device)
+                dist.send(x, pair[1], group) if axis.rank == 0 else dist.recv(x, pair[0], group)
+                return Link(axis, torch.cuda.Stream(self.device) if self.device.type == "cuda" else None)
+        return None
+
+    def _communicator(self, ranks: tuple[int, ...], max_ctas: int | None = None) -> Any:
+        options = dict(timeout=self.timeout)  # it is not inherited
+        if dist.get_backend() == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl.is_high_priority_stream = True  # before the matmuls of another stream that are to hide it
+            if max_ctas:
+                nccl.config.max_ctas = max_ctas
+            options |= dict(pg_options=nccl, device_id=self.device)  # which connects it at once
+        return dist.new_group(ranks, **options)
+
+
 def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tuple[int, ...]]]:
     """For every axis the groups of world ranks that partition the world (or, for `embed`, part of it)."""
-    tp, cp, pp = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    pp = parallel.pipeline_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
     ep = parallel.expert_model_parallel_size
     dense = {"tp": tp, "cp": cp, "dp": world_size // (tp * cp * pp), "pp": pp}
@@ -234,11 +264,19 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
     }
 
 
-def cp_parts(parallel: ParallelConfig) -> list[int]:
-    """Sizes of groups of neighbours on the cp axis that communicate: of a hierarchy, or of packs."""
-    cp, levels = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
+def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> dict[str, list[int]]:
+    """By axis the sizes of groups of neighbours that communicate.
+
+    On tp the ranks that share a key/value head, on cp those of a hierarchy's first level or of packs.
+    """
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    copies = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
+    levels = parallel.hierarchical_context_parallel_sizes
     wanted = range(1, cp) if parallel.dynamic_context_parallel else levels[:1]
-    return [n for n in wanted if n < cp and cp % n == 0]
+    return {
+        "tp": [n for n in copies if 1 < n < tp and tp % n == 0],
+        "cp": [n for n in wanted if n < cp and cp % n == 0],
+    }
 
 
 def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
@@ -249,10 +287,9 @@ def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
     would wait for the one before it.
     """
     placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
-    rank_of = owners(placed)
-    pairs = {(rank_of[stage], rank_of[stage + 1]) for stage in range(len(rank_of) - 1)}
-    both = {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}
-    return sorted(both, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
+    ranks = [rank for _, rank in sorted(owners(placed).items())]
+    links = {link for a, b in pairwise(ranks) for link in ((a, b), (b, a)) if a != b}
+    return sorted(links, key=lambda pair: (min(pair) % 2, pair[0] > pair[1], pair))
 
 
 def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
@@ -261,56 +298,6 @@ def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
     dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # those of a group come last
     ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names]).permute(dims)
     return [tuple(group) for group in ranks.reshape(-1, math.prod(sizes[name] for name in along)).tolist()]
-
-
-def _axis(
-    name: str,
-    rank_groups: list,
-    rank: int,
-    groups: dict,
-    traffic: Counter,
-    device: torch.device,
-    timeout: datetime.timedelta,
-    ctas: int | None = None,
-) -> Axis:
-    """This rank's own communicator of an axis.
-
-    All ranks call it in the same order, since torch names groups by their number. But a rank waits for the
-    members of its own group only: the groups of an axis are disjoint and connect at the same time.
-    """
-    options = dict(timeout=timeout)  # it is not inherited
-    if dist.is_initialized() and dist.get_backend() == "nccl":  # connect here, not at the first collective
-        options |= dict(pg_options=_nccl_options(ctas), device_id=device)
-    for ranks in rank_groups:
-        if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = dist.new_group(ranks, **options)
-    mine = next((ranks for ranks in rank_groups if rank in ranks), (rank,))
-    return Axis(name, len(mine), mine.index(rank), mine, groups.get(mine), traffic)
-
-
-def _first_message(link: Axis, device: torch.device) -> None:
-    """Send a number. NCCL connects two ranks at their first message, and the host waits for the other one.
-
-    In the middle of a schedule both might wait, each for the other's part in another link; here, where every
-    rank takes its links in the same order, that cannot happen.
-    """
-    x = torch.zeros(1, device=device)
-    if link.rank == 0:
-        dist.send(x, link.ranks[1], group=link.group)
-    else:
-        dist.recv(x, link.ranks[0], group=link.group)
-
-
-def _nccl_options(ctas: int | None) -> Any:
-    """NCCL's settings for a group: to run before matmuls of another stream, which it is to hide behind.
-
-    ctas: how many multiprocessors it may take from them at most.
-    """
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    if ctas:
-        options.config.max_ctas = ctas
-    return options
 
 
 def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:
@@ -323,18 +310,13 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
     if world.rendezvous == "env://":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
     else:
-        _loopback_only()
+        # One machine: the ranks meet on the loopback interface, so no port is open to the network.
+        for name in [name for _, name in socket.if_nameindex() if name.startswith("lo")][:1]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     # A group of two ranks sends one message after the other, as torch warns: it is what a link is to do.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-
-
-def _loopback_only() -> None:
-    """One machine: the ranks meet on the loopback interface, so no port is open to the network."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
