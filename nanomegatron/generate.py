@@ -192,7 +192,7 @@ def show_sample(model: Stages, tokenizer: Tokenizer, seed: int, mesh: Mesh, log:
     if comm.any_rank(not fit, mesh.world, mesh.device):
         return
     apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # each rank by itself
-    with log.attempt("sample", alike=lambda: apart or Mesh.meet("sample")):
+    with log.attempt("sample", alike=lambda: apart or Mesh.all_ranks_arrive("sample")):
         length = min(120, limit - max(map(len, ids)))
         texts = generate(model, ids, length, Sampling(temperature=0.6, top_k=40, seed=seed))
     with log.attempt("sample"):

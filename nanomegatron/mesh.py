@@ -172,8 +172,8 @@ class Mesh:
         return f"rank {self.rank} tp{self.tp.rank} pp{self.pp.rank} cp{self.cp.rank} dp{self.dp.rank}"
 
     @staticmethod
-    def meet(place: str, seconds: float = 20) -> bool:
-        """Whether all ranks come to a place in time, without a collective: some may be waiting in one."""
+    def all_ranks_arrive(place: str, seconds: float = 20) -> bool:
+        """Whether all ranks call this for `place` in time. No collective: some may be waiting in one."""
         if not dist.is_initialized():
             return True
         store = dist.distributed_c10d._get_default_store()
