@@ -61,44 +61,33 @@ def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
 
 
 class Pending:
-    """A collective under way: what was sent and the result belong to it until `wait` gives the result.
+    """Communication in flight: what is sent and the result belong to it until `wait` gives the result.
 
-    On a GPU waiting holds up the current stream, not the host.
+    works: what torch gives for it, or others with the same `wait`. On a GPU waiting holds up the current
+    stream, not the host.
     """
 
-    def __init__(self, result: Any, work: Any = None, *sent: torch.Tensor) -> None:
-        """work: what torch gives for a collective, or several of it in a `_Works`."""
-        self.result, self.work, self.sent = result, work, sent
+    def __init__(self, result: Any, works: Sequence[Any] = (), sent: Sequence[torch.Tensor] = ()) -> None:
+        self.result, self.works, self.sent = result, works, sent
 
     def wait(self) -> Any:
         """The result; a second call returns at once."""
-        if self.work is not None:
-            self.work.wait()
-            self.work, self.sent = None, ()
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = (), ()
         return self.result
 
     @property
     def done(self) -> bool:
         """Whether `wait` would return at once, as far as is known: gloo reports it only to a waiter."""
-        return self.work is None or self.work.is_completed()
-
-
-class _Works(list):
-    """Several messages under way, as one."""
-
-    def wait(self) -> None:
-        for work in self:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self)
+        return all(work.is_completed() for work in self.works)
 
 
 def start_send(x: torch.Tensor, link: Link) -> Pending:
     """Begin to send x over a link, whose receiver takes messages in the order in which they are sent."""
     x = x.contiguous()
     count(link.axis, "send", x)
-    return Pending(x, dist.isend(x, link.axis.ranks[1], group=link.axis.group), x)
+    return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x])
 
 
 def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
@@ -113,7 +102,7 @@ def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
         work = dist.irecv(out, link.axis.ranks[0], group=link.axis.group)
     if link.stream:
         out.record_stream(torch.cuda.current_stream())
-    return Pending(out, work)
+    return Pending(out, [work])
 
 
 def start_messages(
@@ -130,8 +119,8 @@ def start_messages(
         count(axis, "send", x)
     both = [(dist.isend, *message) for message in sends] + [(dist.irecv, *message) for message in receives]
     messages = [dist.P2POp(do, x, axis.ranks[peer % axis.size], axis.group) for do, x, peer in both]
-    works = _Works(dist.batch_isend_irecv(messages)) if messages else None
-    return Pending(result, works, *(x for x, _ in sends))
+    works = dist.batch_isend_irecv(messages) if messages else []
+    return Pending(result, works, [x for x, _ in sends])
 
 
 def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
@@ -147,7 +136,7 @@ def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending(x)
     count(axis, "all_reduce", x)
-    return Pending(x, dist.all_reduce(x, _reduction(x, axis, op), group=axis.group, async_op=True))
+    return Pending(x, [dist.all_reduce(x, _reduction(x, axis, op), group=axis.group, async_op=True)])
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
@@ -160,7 +149,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
     x = x.contiguous()
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
     count(axis, "all_gather", out)
-    return Pending(out, _gather_tensor(out, x, group=axis.group, async_op=True), x)
+    return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x])
 
 
 def start_reduce_scatter(
@@ -176,7 +165,8 @@ def start_reduce_scatter(
     count(axis, "reduce_scatter", x)
     x = x.contiguous()
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
-    return Pending(out, _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True), x)
+    work = _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True)
+    return Pending(out, [work], [x])
 
 
 def start_all_to_all(
@@ -198,7 +188,7 @@ def start_all_to_all(
     come = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty(max(come, rows), *x.shape[1:])
     work = dist.all_to_all_single(out[:come], x, receive, send, group=axis.group, async_op=True)
-    return Pending(out, work, x)
+    return Pending(out, [work], [x])
 
 
 def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:

@@ -283,7 +283,7 @@ class Way:
         self.pending, self.number, self.log = pending, number, log
 
     def wait(self):
-        assert self.pending.work is not None, "in flight"
+        assert self.pending.works, "in flight"
         self.log.append(f"end {self.number}")
         return self.pending.wait()
 

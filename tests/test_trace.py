@@ -284,7 +284,7 @@ def test_gpu(monkeypatch):
     times = {wanted[0]: 5.0, other: 3.0, wanted[1]: 9.0}
     for message, moment in times.items():
         gpu.main.time += 4  # busy until 4, 9, 13: an earlier message's arrival is not when it is waited for
-        pending = Pending(torch.empty(0), gpu.work(moment))
+        pending = Pending(torch.empty(0), [gpu.work(moment)])
         tracer.receive(message, pending)
         pending.wait()
         tracer.received(message)

@@ -72,7 +72,7 @@ class PeerShards:
             if op == "avg":
                 mine.div_(self.axis.size)
             self.reading = True
-            return Pending(mine, self.stream.record_event())
+            return Pending(mine, [self.stream.record_event()])
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
         """Begin to fetch the other ranks' shards of `whole`. By collectives if it is not of `zeros`."""
@@ -83,7 +83,7 @@ class PeerShards:
         with self._after_barrier():
             for rank in self.others:
                 self._shard(whole, rank).copy_(self._shard(ranks[rank], rank))
-            return Pending(whole, self.stream.record_event())
+            return Pending(whole, [self.stream.record_event()])
 
     def wait_for_readers(self) -> None:
         """Hold up the current stream until no peer reads what it is to reduce."""

@@ -86,7 +86,7 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
     make(axis.rank, mine[axis.rank])
     memory.copy(*pushes)
     result = torch.empty_like(parts[0])
-    return Pending(result, _Sum(memory, mine, result), whole)
+    return Pending(result, [_Sum(memory, mine, result)], [whole])
 
 
 class _Sum:

@@ -103,7 +103,7 @@ def start_gather(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -
     if axis.size == 1:
         return Pending(x)
     gathered, arrivals = gather_pieces(x, axis, peers)
-    return Pending(gathered, arrivals[-1][1] if arrivals else None)
+    return Pending(gathered, [arrival for _, arrival in arrivals[-1:]])
 
 
 def matmul_scatter(

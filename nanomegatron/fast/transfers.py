@@ -89,7 +89,7 @@ class PeerRing:
             copies += [(mark, *pair) for pair in zip(there, part, strict=True)]
         memory.copy(*copies)
         here = all_rows(sum(transfer.rows for transfer in plan.recvs), axis.rank)
-        return Pending(here.unbind(0), self, *sent)
+        return Pending(here.unbind(0), [self], sent)
 
     def wait(self) -> None:
         """Hold up the current stream until every rank has pushed what it began to."""

@@ -103,8 +103,8 @@ class Tracer(NoTracer):
             if message.source not in self._streams:
                 self._streams[message.source] = torch.cuda.Stream(self.mesh.device)
             with torch.cuda.stream(stream := self._streams[message.source]):
-                if pending.work is not None:
-                    pending.work.wait()
+                for work in pending.works:
+                    work.wait()
                 self._step.arrivals[message] = self._step.clock.now(stream)
 
     def received(self, message: Message) -> None:
