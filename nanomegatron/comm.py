@@ -17,7 +17,7 @@ one of four states, and each differentiable function changes the state in its na
     gather_from       all-gather, last dim       own slice                  V -> I
     scatter_to        own slice, last dim        all-gather                 I -> V
     split_to          own slice, dim 0           all-gather, dim 0          I -> V
-    all_to_all        blocks of dim 0 swapped    blocks swapped back        V -> V    of any sizes
+    all_to_all        blocks of dim 0 swapped    blocks swapped back        V -> V    as start_all_to_all
 
 Each backward is the adjoint of its forward, `sum <f(x), y> = sum <x, f'(y)>` over the ranks; a tensor that
 is the same everywhere counts once. (Megatron's f and g, arXiv 1909.08053; sequence parallelism 2205.05198.)
@@ -29,6 +29,7 @@ all-gather. Only this module calls torch's collectives, so a renamed one is mend
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,6 @@ import torch.distributed as dist
 
 from nanomegatron.mesh import Axis, Link
 
-REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 # torch 2.13 renames the collectives that work on one tensor; 2.11 has the old names only.
 _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -179,24 +174,24 @@ def start_all_to_all(
     """Begin an all-to-all along dim 0: rank r gets every rank's r-th block, in rank order.
 
     Blocks are equal, or `send[r]` rows go to rank r and `receive[r]` rows come from it. The result has
-    at least `rows` rows, undefined beyond those that come.
+    at least `rows` rows, undefined beyond those received.
     """
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
     count(axis, "all_to_all", x)
-    come = x.shape[0] if receive is None else sum(receive)
-    out = x.new_empty(max(come, rows), *x.shape[1:])
-    work = dist.all_to_all_single(out[:come], x, receive, send, group=axis.group, async_op=True)
+    received = x.shape[0] if receive is None else sum(receive)
+    out = x.new_empty(max(received, rows), *x.shape[1:])
+    work = dist.all_to_all_single(out[:received], x, receive, send, group=axis.group, async_op=True)
     return Pending(out, [work], [x])
 
 
 def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
-    """torch's name of a reduction; gloo has no average: x is divided beforehand."""
+    """torch's sum, avg, max or min; gloo has no average: x is divided beforehand."""
     if op == "avg" and dist.get_backend(axis.group) == "gloo":
         x.div_(axis.size)
-        return dist.ReduceOp.SUM
-    return REDUCTIONS[op]
+        op = "sum"
+    return getattr(dist.ReduceOp, op.upper())
 
 
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
@@ -258,25 +253,23 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-def _pair(name: str, forward: Callable, backward: Callable) -> Callable[[torch.Tensor, Axis], torch.Tensor]:
-    """A differentiable function of (x, axis) from two plain ones, each the other's adjoint."""
+def _pair(name: str, forward: Callable, backward: Callable) -> Callable[..., torch.Tensor]:
+    """A differentiable function of (x, axis, *args) from two plain ones, each the other's adjoint."""
 
     class Pair(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-            ctx.axis = axis
-            return forward(x, axis)
+        def forward(ctx: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
+            ctx.args = axis, *args
+            return forward(x, *ctx.args)
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return backward(grad, ctx.axis), None
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return backward(grad, *ctx.args), *(None for _ in ctx.args)
 
-    Pair.__name__ = Pair.__qualname__ = name
+    def apply(x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
+        return x if axis.size == 1 else Pair.apply(x, axis, *args)
 
-    def apply(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return x if axis.size == 1 else Pair.apply(x, axis)
-
-    apply.__name__ = name
+    Pair.__name__ = Pair.__qualname__ = apply.__name__ = name
     return apply
 
 
@@ -284,13 +277,15 @@ def _same(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _gather_last(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return all_gather(x, axis, dim=-1)
+def _exchange(x: torch.Tensor, axis: Axis, *rows: list[int]) -> torch.Tensor:
+    return start_all_to_all(x, axis, *rows).wait()
 
 
-def _own_last(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return own_slice(x, axis, dim=-1)
+def _exchange_back(grad: torch.Tensor, axis: Axis, *rows: list[int]) -> torch.Tensor:
+    return _exchange(grad, axis, *reversed(rows))
 
+
+_gather_last, _own_last = partial(all_gather, dim=-1), partial(own_slice, dim=-1)
 
 copy_to = _pair("copy_to", _same, all_reduce)
 reduce_from = _pair("reduce_from", all_reduce, _same)
@@ -299,25 +294,4 @@ scatter_seq = _pair("scatter_seq", reduce_scatter, all_gather)
 gather_from = _pair("gather_from", _gather_last, _own_last)
 scatter_to = _pair("scatter_to", _own_last, _gather_last)
 split_to = _pair("split_to", own_slice, all_gather)
-
-
-class AllToAllFunction(torch.autograd.Function):
-    """Blocks to the ranks of the axis; gradients return the same way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None
-    ) -> torch.Tensor:
-        ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return start_all_to_all(x, axis, send, receive).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return start_all_to_all(grad, ctx.axis, ctx.receive, ctx.send).wait(), None, None, None
-
-
-def all_to_all(
-    x: torch.Tensor, axis: Axis, send: list[int] | None = None, receive: list[int] | None = None
-) -> torch.Tensor:
-    """Blocks of dim 0 to the ranks: equal ones, or `send[r]` rows to rank r and `receive[r]` from it."""
-    return x if axis.size == 1 else AllToAllFunction.apply(x, axis, send, receive)
+all_to_all = _pair("all_to_all", _exchange, _exchange_back)  # of (x, axis), or (x, axis, send, receive)
