@@ -41,8 +41,8 @@ class Part:
     name: str
     shape: tuple[int, ...]  # of the global tensor, without padding
     axis: Axis = field(default_factory=Axis.single)
-    dim: int | None = None  # the dimension that is cut over the axis
-    start: int = 0  # of this rank's slice along dim, clipped to the global tensor
+    dim: int = 0  # the dimension that is cut over the axis
+    start: int = 0  # of this rank's slice along dim, clipped to the global tensor; of a replica all of it
     stop: int = 0
     local_start: int = 0  # where the part begins in the local tensor, along dim 0 if it is one of several
     replicas: int = 1  # neighbouring ranks of the axis that hold the same slice
@@ -60,21 +60,18 @@ class Part:
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
         """The slice inside the local tensor, without padding: a view."""
-        if self.dim is None:
-            return local.narrow(0, self.local_start, self.shape[0])
         return local.narrow(self.dim, self.local_start, self.stop - self.start)
 
     def span(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
         """(begin, end) of the slice inside the flattened local tensor, where it lies in one piece."""
+        if self.dim != 0:
+            return 0, math.prod(local_shape)
         row = math.prod(local_shape[1:])
-        if self.dim in (None, 0):
-            rows = self.shape[0] if self.dim is None else self.stop - self.start
-            return self.local_start * row, (self.local_start + rows) * row
-        return 0, local_shape[0] * row
+        return self.local_start * row, (self.local_start + self.stop - self.start) * row
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The slice of a whole global tensor: a view."""
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, self.stop - self.start)
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def shard(
 
 def replica(name: str, shape: tuple[int, ...], axis: Axis, partial: bool = False) -> Part:
     """The part of a tensor that every rank of the axis holds whole, with its gradient or a summand of it."""
-    return Part(name, shape, axis, replicas=axis.size, partial=axis if partial else None)
+    return Part(name, shape, axis, stop=shape[0], replicas=axis.size, partial=axis if partial else None)
 
 
 def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.Parameter:
@@ -204,10 +201,10 @@ class WeightGradStore:
                 param.grad = grad if param.grad is None else param.grad + grad
 
 
-def is_deferred(param: nn.Parameter) -> bool:
-    """Whether all weight-gradient work of this parameter is deferred now."""
+def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
+    """Whether weight-gradient work of this parameter is deferred now; beside_nccl: as of `run_or_defer`."""
     store = getattr(param, "wgrad_store", None)
-    return store is not None and store.queue is not None and not store.beside_nccl
+    return store is not None and store.queue is not None and (beside_nccl or not store.beside_nccl)
 
 
 def run_or_defer(
@@ -218,19 +215,17 @@ def run_or_defer(
     beside_nccl: the work shares the GPU with NCCL's kernels (a grouped matmul does not: its thread blocks
     expect all multiprocessors from the start, and end later by as much as they wait).
     """
-    store = getattr(param, "wgrad_store", None)
-    if store is None or store.queue is None or (store.beside_nccl and not beside_nccl):
+    if not is_deferred(param, beside_nccl):
         return work()
-    store.queue.append((param, work))
+    param.wgrad_store.queue.append((param, work))
     return None
 
 
 def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd."""
-    target = main_grad(param)
+    target, made = main_grad(param), grad()
     if target is None:
-        return grad()
-    made = grad()
+        return made
 
     def add() -> None:
         add_(target, made)

@@ -51,9 +51,11 @@ def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
     for bias in (experts.bias1, experts.bias2):
         if bias is not None:  # else they are 0
             for part in bias.spec.parts:
-                start = part.start if part.dim is not None else 0
                 view = part.view(bias.data)
-                view.copy_(torch.arange(start, start + len(view)) * 0.01 + int(part.name.split(".")[5]) * 0.1)
+                view.copy_(
+                    torch.arange(part.start, part.start + len(view)) * 0.01
+                    + int(part.name.split(".")[5]) * 0.1
+                )
     return experts, Buckets(experts, ParallelConfig(), mesh)
 
 
