@@ -21,9 +21,6 @@ an expert is on fewer ranks than a dense weight, and those that hold it share al
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
 all its contributions (`spec.uses` a microbatch). (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
-
-Arguments of `Buckets` say what moves shards (`ShardComm`) and what is gathered of a bucket
-(`GatheredParams`).
 """
 
 import math
@@ -68,7 +65,8 @@ class ShardComm:
     shared_bytes = 0  # of memory that torch's allocator does not count
 
     def __init__(self, axis: Axis, device: torch.device, size: int, reason: str = "") -> None:
-        self.axis, self.device, self.reason = axis, device, reason
+        self.axis, self.device = axis, device
+        self.description = f"collectives ({reason})" if reason else "collectives"
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor of which each rank owns a shard; all ranks make the same ones in the same order."""
@@ -86,10 +84,6 @@ class ShardComm:
 
     def wait_for_readers(self) -> None:
         """Hold up the current stream while other ranks read what this one is about to write."""
-
-    def describe(self) -> str:
-        """How shards move, for the banner."""
-        return f"collectives ({self.reason})" if self.reason else "collectives"
 
 
 class GatheredParams:
@@ -129,6 +123,7 @@ class Bucket:
     """
 
     data: torch.Tensor | None  # the parameters `[size]`, None while they are freed
+    grads: torch.Tensor | None  # their gradients, likewise
 
     def __init__(
         self, params: list[nn.Parameter], axis: Axis, comm: ShardComm, gathered: type, buckets: "Buckets"
@@ -146,10 +141,9 @@ class Bucket:
                 param.register_post_accumulate_grad_hook(_move_grad)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
-        self.grads: torch.Tensor | None = None
         self.gather: Pending | None = None
+        self.free_grads()
         if buckets.pooled:
-            self.free_grads()
             self.grad_shard = torch.zeros(length, device=self.device)
         else:
             self.alloc_grads()
@@ -296,10 +290,9 @@ class Buckets:
         self.all: list[Bucket] = []
         self.comms: list[ShardComm] = []
         groups: dict[tuple, list[nn.Parameter]] = {}
-        unsharded = Axis.single()
         for param in reversed(self.params):
             axis = reduction_axis(param, mesh)
-            shards = unsharded if self.strategy == "no_shard" else axis
+            shards = Axis.single() if self.strategy == "no_shard" else axis
             groups.setdefault((axis, shards, param.dtype, gathered(param, shards)), []).append(param)
         for (axis, shards, dtype, kind), params in groups.items():
             members = split(params, bucket_size(parallel, axis.size))

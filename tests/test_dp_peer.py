@@ -103,4 +103,4 @@ def test_training_is_that_of_collectives(world, tmp_path):
 @spmd(world=2)
 def test_ranks_that_share_no_memory_use_collectives(mesh):
     comm = PeerShardComm(PeerAccess({"dp_cp": "dp_cp spans 2 machines"}))(mesh.dp_cp, mesh.device, 8)
-    assert isinstance(comm, ShardComm) and comm.describe() == "collectives (dp_cp spans 2 machines)"
+    assert isinstance(comm, ShardComm) and comm.description == "collectives (dp_cp spans 2 machines)"

@@ -32,6 +32,7 @@ class PeerShards:
     order.
     """
 
+    description = "GPU copy engines"
     PIECE = 2**24  # elements
     ALIGN = 128  # bytes: shards are multiples of as many elements
 
@@ -91,10 +92,6 @@ class PeerShards:
             with self._after_barrier():
                 pass
         self.readers_done.wait()
-
-    def describe(self) -> str:
-        """How shards move, for the banner."""
-        return "GPU copy engines"
 
     def _shard(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         return whole.view(self.axis.size, -1)[rank]
