@@ -18,7 +18,7 @@ from torch import nn
 
 from nanomegatron.attention import SelfAttention
 from nanomegatron.config.settings import Config
-from nanomegatron.dp import Buckets, ShardComm, gathered_params
+from nanomegatron.dp import Buckets, ShardComm
 from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
@@ -53,7 +53,7 @@ class Paths:
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> what moves shards of Buckets
-    gathered: Callable = gathered_params  # (param, shards) -> what of a parameter Buckets gather
+    gathered: Callable | None = None  # (param, shards) -> what of a parameter Buckets gather
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
     def describe(self, config: Config, mesh: Mesh) -> str:
@@ -94,7 +94,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         producers=everywhere,
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
-        gathered=gathered_casts if casts else gathered_params,
+        gathered=gathered_casts if casts else None,
         peers=peers,
     )
 

@@ -87,7 +87,7 @@ class ShardComm:
 
 
 class GatheredParams:
-    """What of a bucket is gathered after an update: its parameters. The default of `Buckets(gathered=...)`.
+    """What of a bucket is gathered after an update: its parameters.
 
     whole: the flat tensor that is gathered, `[size]`; shard: this rank's. Sets `bucket.data`.
     """
@@ -108,11 +108,6 @@ class GatheredParams:
 
     def rebuild_params(self) -> None:
         """Rebuild freed parameters. All ranks call it together."""
-
-
-def gathered_params(param: nn.Parameter, shards: Axis) -> type[GatheredParams]:
-    """What is gathered of a parameter that is sharded over this axis; one kind a bucket."""
-    return GatheredParams
 
 
 class Bucket:
@@ -267,7 +262,7 @@ class Buckets:
 
     Re-points the parameters into flat tensors, so nothing else may hold views of them. `grad_scale` is to be
     multiplied into the loss. The order of `all` is that in which gradients become ready. shard_comm: makes
-    the `ShardComm` of an axis; gathered: chooses the `GatheredParams` of a parameter.
+    the `ShardComm` of an axis; gathered: chooses what is gathered of a parameter sharded over an axis.
     """
 
     def __init__(
@@ -277,7 +272,7 @@ class Buckets:
         mesh: Mesh,
         grad_dtype: torch.dtype = torch.float32,
         shard_comm: Callable[[Axis, torch.device, int], ShardComm] = ShardComm,
-        gathered: Callable[[nn.Parameter, Axis], type[GatheredParams]] = gathered_params,
+        gathered: Callable[[nn.Parameter, Axis], type[GatheredParams]] | None = None,
     ) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
@@ -293,7 +288,8 @@ class Buckets:
         for param in reversed(self.params):
             axis = reduction_axis(param, mesh)
             shards = Axis.single() if self.strategy == "no_shard" else axis
-            groups.setdefault((axis, shards, param.dtype, gathered(param, shards)), []).append(param)
+            kind = gathered(param, shards) if gathered else GatheredParams
+            groups.setdefault((axis, shards, param.dtype, kind), []).append(param)
         for (axis, shards, dtype, kind), params in groups.items():
             members = split(params, bucket_size(parallel, axis.size))
             each = (kind.itemsize or dtype.itemsize) + (0 if self.pooled else grad_dtype.itemsize)
@@ -301,7 +297,7 @@ class Buckets:
             self.comms.append(comm := shard_comm(shards, params[0].device, size))
             self.all += [Bucket(m, axis, comm, kind, self) for m in members]
         place = {param: i for i, param in enumerate(reversed(self.params))}
-        self.all.sort(key=lambda bucket: max(place[param] for param in bucket.params))
+        self.all.sort(key=lambda bucket: place[bucket.params[-1]])
         self.shared_bytes = sum(comm.shared_bytes for comm in self.comms)
         self.partial: dict[Axis, list[torch.Tensor]] = {}
         for bucket, piece in self.slices():

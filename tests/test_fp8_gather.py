@@ -11,7 +11,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.build import paths_for, quantize_layers
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.dp import Buckets, GatheredParams, gathered_params
+from nanomegatron.dp import Buckets, GatheredParams
 from nanomegatron.fast import fp8_gather
 from nanomegatron.fast.fp8_gather import CastUpdates, WeightCasts
 from nanomegatron.fp8 import Recipe, Scales
@@ -54,7 +54,7 @@ def cast_by_optimizer(buckets: Buckets) -> list:
 def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool = False) -> dict:
     """Four steps, the second skipped. ours: casts by the optimizer; first: before the first step too."""
     if not ours:
-        train.paths_for = lambda config, mesh: replace(paths_for(config, mesh), gathered=gathered_params)
+        train.paths_for = lambda config, mesh: replace(paths_for(config, mesh), gathered=None)
     run = set_up(world, argv, folder)
     if first:
         run.optimizer.cast_weights()
