@@ -15,8 +15,8 @@ view. Each of d ranks owns a shard of every bucket and updates that shard only (
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
 `optim_grads` allocates a bucket's gradients when the first of them is written, adds the reduced shard to an
-fp32 sum and frees them. Both all-gather the parameters after the update. Experts have buckets of their own:
-an expert is on fewer ranks than a dense weight, and those that hold it share all of its work (edp).
+fp32 sum and frees them. Both all-gather the parameters after the update. Experts have buckets of their own,
+whose ranks are those of edp.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
@@ -346,10 +346,9 @@ class Buckets:
     def grad_sync(self) -> None:
         """Finish the sums over replicas, then those of partial gradients: each `grad_shard` is final.
 
-        Communicates, a rank, the gradients once (a microbatch, with optim_grads) over dp x cp, or edp, and
-        the shard's norms and the like in one piece over tp. Raises RuntimeError for gradients that are
-        missing (of a layer that is not used, or did not report them), and for parameters that were read
-        before they were there: of a module whose own forward has not run.
+        Communicates the gradients once (a microbatch, with optim_grads) over dp x cp, or edp, and those of
+        norms and the like in one piece over tp. Raises RuntimeError for missing gradients (of a layer that is
+        not used, or did not report them), and for parameters that a module read without its own forward.
         """
         if missing := [name for bucket in self.all for name in bucket.missing()]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")

@@ -53,15 +53,8 @@ class Axis:
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
     def neighbours(self, size: int) -> "Axis":
-        """The part of this axis of `size` ranks next to each other that this rank is in.
-
-        Raises ValueError for a size that `Mesh.build` has made no groups of.
-        """
-        if size == self.size:
-            return self
-        if size not in self.parts:
-            raise ValueError(f"{self.name}: Mesh.build has made no groups of {size} ranks")
-        return self.parts[size]
+        """This rank's group of `size` neighbours on the axis. Raises KeyError for none of `part_sizes`."""
+        return self if size == self.size else self.parts[size]
 
     @staticmethod
     def single(name: str = "single") -> "Axis":
@@ -71,13 +64,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Link:
-    """A one-way connection between two pipeline ranks; messages arrive in the order in which they are sent.
+    """A one-way connection between two pipeline ranks; messages arrive in the order they are sent in."""
 
-    axis: sender and receiver. stream: on a GPU, the one that receives run on.
-    """
-
-    axis: Axis
-    stream: Any = None
+    axis: Axis  # sender and receiver
+    stream: Any = None  # on a GPU, the one that receives run on
 
 
 @dataclass(frozen=True)
@@ -154,14 +144,13 @@ class Mesh:
             _connect(parallel.distributed_backend, world, device, timeout)
         builder = GroupBuilder(world.rank, device, timeout)
         axes = {name: builder.axis(name, each) for name, each in axis_groups(parallel, world.size).items()}
-        for name, sizes in part_sizes(parallel, num_query_groups).items():
-            for n in sizes:
-                parts = [g[i : i + n] for g in builder.groups[name] for i in range(0, len(g), n)]
-                axes[name].parts[n] = builder.axis(f"{name}{n}", parts)
-        if levels := parallel.hierarchical_context_parallel_sizes:
-            across = [g[i :: levels[0]] for g in builder.groups["cp"] for i in range(levels[0])]
-            both = axes["cp"].neighbours(levels[0]), builder.axis("cp across", across)
-            axes["cp"] = replace(axes["cp"], levels=both)
+        for name, n in part_sizes(parallel, num_query_groups):
+            parts = [g[i : i + n] for g in builder.groups[name] for i in range(0, len(g), n)]
+            axes[name].parts[n] = builder.axis(f"{name}{n}", parts)
+        if sizes := parallel.hierarchical_context_parallel_sizes:
+            across = [g[i :: sizes[0]] for g in builder.groups["cp"] for i in range(sizes[0])]
+            levels = axes["cp"].neighbours(sizes[0]), builder.axis("cp across", across)
+            axes["cp"] = replace(axes["cp"], levels=levels)
         links = {ends: link for ends in link_ends(parallel) if (link := builder.link(ends))}
         kept = dict(groups=builder.groups, communicators=builder.communicators, traffic=builder.traffic)
         return Mesh(world.rank, device, **axes, p2p_links=links, **kept)
@@ -195,8 +184,7 @@ class Mesh:
 class GroupBuilder:
     """Makes this rank's axes and links. All ranks make the same in the same order: torch numbers groups.
 
-    A rank waits for the members of its own group only: those of an axis are disjoint and connect at the same
-    time.
+    A rank waits for the members of its own group only; disjoint groups connect at the same time.
     """
 
     def __init__(self, rank: int, device: torch.device, timeout: datetime.timedelta) -> None:
@@ -264,19 +252,17 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
     }
 
 
-def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> dict[str, list[int]]:
-    """By axis the sizes of groups of neighbours that communicate.
+def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[tuple[str, int]]:
+    """(axis, size) of groups of neighbours that communicate.
 
-    On tp the ranks that share a key/value head, on cp those of a hierarchy's first level or of packs.
+    On tp those that share a key/value head, on cp those of a hierarchy's first level or of a pack.
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    copies = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
+    heads = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
     levels = parallel.hierarchical_context_parallel_sizes
-    wanted = range(1, cp) if parallel.dynamic_context_parallel else levels[:1]
-    return {
-        "tp": [n for n in copies if 1 < n < tp and tp % n == 0],
-        "cp": [n for n in wanted if n < cp and cp % n == 0],
-    }
+    packs = range(1, cp) if parallel.dynamic_context_parallel else levels[:1]
+    sizes = [("tp", n) for n in heads if 1 < n < tp and tp % n == 0]
+    return sizes + [("cp", n) for n in packs if n < cp and cp % n == 0]
 
 
 def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:

@@ -17,8 +17,7 @@ The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_g
 and the embedding write gradients themselves: they add to `main_grad(param)`, report each contribution to the
 bucket, and return None to autograd (`accumulate_grad`); every other gradient is moved from `.grad` by a hook.
 No hook may sit on a weight whose layer writes its gradient (`spec.writes_grad`): torch runs it even when the
-gradient is None. Such layers compute weight gradients through `run_or_defer`, so that a pipeline can defer
-them (`param.wgrad_store`) and fill its bubbles with them.
+gradient is None. Such layers compute weight gradients through `run_or_defer` (`WeightGradStore`).
 """
 
 import hashlib
@@ -176,8 +175,8 @@ class WeightGradStore:
     """Weight gradients that are computed later than the backward which reaches them.
 
     A pipeline defers all of a backward and fills its bubbles with them (zero bubble, arXiv 2401.10241); a
-    mixture of experts those of one layer, to compute them while other gradients are in flight. A parameter
-    refers to its store as `param.wgrad_store`, which defers whatever work comes while it has a queue.
+    mixture of experts those of one layer, to compute them while other gradients are in flight. The store of
+    a parameter, `param.wgrad_store`, defers its work while it has a queue.
     """
 
     def __init__(self, beside_nccl: bool = False) -> None:
