@@ -1,26 +1,29 @@
 """Data parallelism: each replica sees other samples, and their gradients are summed before the update.
 
+The d ranks that sum are those of dp x cp; of experts those of edp.
+
     parameters in reverse order of use, laid into flat buckets
 
-    bucket 0   [ output weight | layer n | . ]      full first in the backward: reduced first
-    bucket 1   [ layer n-1 | ... | layer 1 | . ]
-    bucket 2   [ embedding | . ]                    read first in the forward: updated and gathered first
+    bucket 0   [ output weight | layer n | pad ]    full first in the backward: reduced first
+    bucket 1   [ layer n-1 | ... | layer 1 | pad ]
+    bucket 2   [ embedding | pad ]                  read first in the forward: updated and gathered first
 
 A bucket has one flat tensor of parameters and one of gradients; every `param.data` and `param.main_grad` is a
 view. Each of d ranks owns a shard of every bucket and updates that shard only (ZeRO, arXiv 1910.02054):
 
-    strategy       shard   gradients                                      bytes a parameter in bf16
-    no_shard       all     all-reduced                                    2 + 4 + 12
+    strategy       shard   gradients                                      bytes: bf16, gradient, fp32 states
+    no_shard       all     all-reduced after the last microbatch          2 + 4 + 12
     optim          1/d     reduce-scattered after the last microbatch     2 + 4 + 12/d
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
-`optim_grads` allocates a bucket's gradients when the first of them is written, adds the reduced shard to an
-fp32 sum and frees them. Both all-gather the parameters after the update. Experts have buckets of their own,
-whose ranks are those of edp.
+`optim_grads` allocates a bucket's gradients when the first of them is written. A full bucket starts its
+reduce-scatter and frees them; the shard is added to an fp32 sum when the reduction is waited for. With both
+that shard, `Optimizer.step` starts the all-gather of the parameters. Experts have buckets of their own.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
-mean; averaging in the collective undoes itself (`grad_scale`). A bucket is full when every parameter has had
-all its contributions (`spec.uses` a microbatch). (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
+mean; with averaging the loss is multiplied by d (`grad_scale`), which the average divides out. A bucket is
+full when as many contributions have arrived as it has in a microbatch (`spec.uses` of each parameter).
+(PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
 """
 
 import math
@@ -37,7 +40,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.param import Part, main_grad
 
 PARAM_ALIGN, SHARD_ALIGN = 64, 128  # where a parameter begins; what a shard's length is a multiple of
-IN_FLIGHT = 2  # reductions of `optim_grads`, each with a bucket's gradients
+IN_FLIGHT = 2  # reductions at most with `optim_grads`; each holds a bucket's gradients
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Slice:
 
 
 class ShardComm:
-    """Moves the shards of an axis by asynchronous collectives; the default of `Buckets(shard_comm=...)`.
+    """Reduce-scatters and all-gathers flat tensors over an axis; the default of `Buckets(shard_comm=...)`.
 
     size: bytes of all tensors of `zeros` together. reason: why no faster path moves them, for the banner.
     """
@@ -69,7 +72,7 @@ class ShardComm:
         self.description = f"collectives ({reason})" if reason else "collectives"
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of which each rank owns a shard; all ranks make the same ones in the same order."""
+        """A whole flat tensor `[size]`, to be sharded; all ranks make the same ones in the same order."""
         return torch.zeros(size, dtype=dtype, device=self.device)
 
     def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
@@ -87,7 +90,7 @@ class ShardComm:
 
 
 class GatheredParams:
-    """What of a bucket is gathered after an update: its parameters.
+    """The tensor that is all-gathered after an update: the parameters. (FP8 gathers bytes.)
 
     whole: the flat tensor that is gathered, `[size]`; shard: this rank's. Sets `bucket.data`.
     """
@@ -262,7 +265,7 @@ class Buckets:
 
     Re-points the parameters into flat tensors, so nothing else may hold views of them. `grad_scale` is to be
     multiplied into the loss. The order of `all` is that in which gradients become ready. shard_comm: makes
-    the `ShardComm` of an axis; gathered: chooses what is gathered of a parameter sharded over an axis.
+    the `ShardComm` of an axis; gathered: (param, axis) -> a class like `GatheredParams`.
     """
 
     def __init__(
@@ -325,7 +328,7 @@ class Buckets:
             bucket.start_step(microbatches)
 
     def on_full(self, bucket: Bucket, last: bool) -> None:
-        """All parameters of a bucket have a further microbatch's gradient, or that of the last one."""
+        """A bucket has a microbatch's number of contributions more; last: all of the step."""
         if self.pooled or (last and self.overlap_reduce):
             self.in_flight.append((bucket, bucket.start_reduce(self.op)))
         if self.pooled:
@@ -337,7 +340,7 @@ class Buckets:
         while len(self.in_flight) > left:
             bucket, pending = self.in_flight.popleft()
             summed = pending.wait()
-            share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # for experts less than 1
+            share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # of experts other than 1
             if self.pooled:
                 bucket.grad_shard.add_(summed, alpha=share)
             elif share != 1.0:
@@ -346,9 +349,11 @@ class Buckets:
     def grad_sync(self) -> None:
         """Finish the sums over replicas, then those of partial gradients: each `grad_shard` is final.
 
-        Communicates the gradients once (a microbatch, with optim_grads) over dp x cp, or edp, and those of
-        norms and the like in one piece over tp. Raises RuntimeError for missing gradients (of a layer that is
-        not used, or did not report them), and for parameters that a module read without its own forward.
+        Communicates the gradients once (a microbatch, with optim_grads) over dp x cp, or edp, and the shard's
+        partial gradients in one all-reduce an axis: tp (norms under sequence parallelism), ranks that share a
+        key/value head, `embed` (tied embeddings). Raises RuntimeError for missing gradients (of a layer that
+        is not used, or did not report them), and for parameters whose gather was not waited for: read without
+        the forward of the module that owns them.
         """
         if missing := [name for bucket in self.all for name in bucket.missing()]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")

@@ -1,7 +1,8 @@
 """FP8 recipes: which scale a tensor is cast with, who agrees on it, and the matmul of what has been cast.
 
-A linear layer has three tensors, x `[t, i]`, W `[o, i]` and g = dL/dy `[t, o]`, and three matmuls. Each wants
-both operands along what it sums over, so a tensor is kept row-major, transposed, or both ("row", "flip"):
+A linear layer has three tensors, x `[t, i]`, W `[o, i]` and g = dL/dy `[t, o]`, and three matmuls
+(`fp8_linear.py`). Each needs both operands contiguous in the dimension that it sums over, so a tensor is kept
+row-major, transposed, or both ("row", "flip"):
 
     y  [t, o] = x.row W.row^T        dx [t, i] = g.row W.flip^T        dW [o, i] = g.flip x.flip^T
 
@@ -18,12 +19,12 @@ x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344
 
 W is cast once a step, for all microbatches and both matmuls, from its value in 16 bits: at first use, or to
 the same bits by the optimizer (`fast/fp8_gather.py`), which makes the row-major copy; the transposed one is
-made at first use. A flat shard cuts rows and blocks, so these are never cast by it. Experts
-(`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
+made at first use. A flat shard may end inside a row or block, so under these the optimizer never casts.
+Experts (`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
 
-Without agreement a row or block cut over tp has a scale for each part: layouts differ, within the error of
-the format. Scales of rows and blocks are powers of two: a second cast along the other dim (`turned`) rounds
-only what gets near zero.
+A row or block that tp cuts has a scale for each part: results depend on tp, within the error of the format.
+Scales of rows and blocks are powers of two: a second cast along the other dim (`turned`) is exact but for
+underflow.
 
 Delayed scaling has no earlier amaxes in its first step, which casts as tensorwise does. Microbatches and
 recomputed forwards raise one amax, and the history moves once a step, so neither a schedule nor recomputing
@@ -101,7 +102,7 @@ class Recipe:
         return self.gradient if role == "g" else E4M3
 
     def cast_by_optimizer(self, sharded: bool) -> bool:
-        """Whether weights are, of which it has all or shards."""
+        """Whether the optimizer casts the weights; sharded: it holds shards of them only."""
         return self.gather if sharded else self.name == "delayed"
 
 
@@ -174,7 +175,8 @@ def _agree_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
 class Scales:
     """The FP8 state of all linear layers of a model, or of one stage of it.
 
-    Each layer has three slots of the tensors below, for x, w and g; only delayed scaling has a use for them.
+    Each layer has three slots of the tensors below, for x, w and g, which delayed scaling uses; tensorwise
+    uses those of weights that the optimizer casts.
     axes: those over which delayed amaxes are agreed, so that all ranks cast with one scale (tp, dp_cp).
     """
 
@@ -232,7 +234,7 @@ class Scales:
         self._invert()
 
     def forget_step(self) -> None:
-        """Forget the amaxes of this step, a rehearsal, and the casts of weights, which note theirs again."""
+        """After a warm-up step discard its amaxes, and the casts of weights, which note theirs again."""
         self.history[:1] = 0.0
         self.forget_weights()
 
@@ -283,7 +285,7 @@ class Fp8Linear:
 
         axis: its ranks hold other rows or columns of the same tensor. tensorwise: one number goes over it.
         notes: the amax counts for later steps (delayed scaling), and the cast in statistics; neither does in
-        an evaluation. A delayed cast is good until the step ends.
+        an evaluation.
         """
         x = x.detach()
         copies = self._cast(x, role, outputs, axis, notes)
@@ -300,13 +302,13 @@ class Fp8Linear:
         return self.recipe.name == "delayed" and not self.scales.fresh
 
     def ahead(self, role: str, outputs: str, notes: bool = True) -> tuple[Fp8, torch.Tensor]:
-        """What a kernel casts by that makes what `role` says, and the inverse of the scale that is known."""
+        """For a kernel that writes x, w or g in FP8: type, scale and amax slot; and the scale's inverse."""
         slot, s = self.slot(role), self.scales
         amax = s.history[0, slot] if notes else None
         return Fp8(self.recipe.dtype(role), s.scale[slot], amax, outputs), s.spread[slot, 0]
 
     def outputs(self, comm: str, trains: bool) -> str:
-        """The copies of x that the layer wants: the other one for its backward, if that does not gather x."""
+        """The copies of x to make: row, and transposed for dW, unless the backward gathers x."""
         return "both" if trains and self.recipe.wgrad and comm != "gather" else "row"
 
     def watch(self, role: str, x: Callable[[], torch.Tensor], casts: Quantized, notes: bool = True) -> None:

@@ -2,16 +2,18 @@
 
     x ---- cast ----> x row [t, i] -------------------.                     y  = x W^T
        \\                                               \\
-        `- turned --> x flip [i, t]  kept, in place of x \\
+        `---------->  x flip [i, t]  kept, in place of x \\
                                                           W row [o, i], W flip [i, o]: cast once a step
                                                          /
     dy --- cast ----> g row [t, o] ---------------------'                     dx = dy W
-       `- turned --> g flip [o, t]  with x flip, fp32 into main_grad           dW = dy^T x
+       `----------->  g flip [o, t]  with x flip into main_grad               dW = dy^T x
 
-Both operands of an FP8 matmul lie along what it sums over, hence a row-major and a transposed copy of each.
-Under sequence parallelism bytes of FP8 are gathered, half of bf16's, and the transposed copy is made of what
-has come; the backward gathers x again, as in bf16. One scale a tensor is one scale over tp, so that the
-result does not depend on the layout (`fp8.py` says which recipe agrees on it, and when).
+Both operands of an FP8 matmul are contiguous in the dimension it sums over, hence a row-major and a
+transposed copy (flip) of each. Under sequence parallelism ("gather", "scatter") only rows are cast; their
+bytes are gathered, half of bf16's, and transposed then (`turned`). "gather" keeps its row shard and gathers
+it again in the backward. Without FP8 weight gradients x is kept in 16 bits. One scale a tensor is one scale
+over tp, so that the result does not depend on tp (`fp8.py` says which recipe agrees on it, and when). Scales
+of rows on a GPU round dW to bf16 before it is added.
 """
 
 from collections.abc import Callable
@@ -50,7 +52,7 @@ class Fp8LinearFunction(torch.autograd.Function):
     def forward(
         ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, fp8: Fp8Linear, trains: bool
     ) -> torch.Tensor:
-        cast = source_of(x).casts
+        cast = source_of(x).casts  # where a norm or activation has written FP8 (fast/fp8_producers.py)
         if cast is None:
             wanted, cut = fp8.outputs(comm, trains), None if comm == "copy" else axis
             cast = fp8.cast(x.flatten(0, -2), "x", wanted, cut, trains)
@@ -77,8 +79,8 @@ class Fp8LinearFunction(torch.autograd.Function):
         else:
             wanted, cut = "both" if fp8.recipe.wgrad else "row", None if comm == "sum" else axis
             row, flip = fp8.cast(rows, "g", wanted, cut)
-        gathers, later = comm == "gather" and fp8.recipe.wgrad, is_deferred(weight)
-        coming = start_gather(Cast(*kept), axis) if gathers and not later else None
+        gathers_fp8_x, later = comm == "gather" and fp8.recipe.wgrad, is_deferred(weight)
+        pending = start_gather(Cast(*kept), axis) if gathers_fp8_x and not later else None
         dx = matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
         reduced = start_input_grad_sum(dx, axis, comm)
@@ -88,9 +90,9 @@ class Fp8LinearFunction(torch.autograd.Function):
                 x = all_gather(kept[0], axis) if comm == "gather" else kept[0]
                 g = all_gather(grad, axis) if comm == "scatter" else grad
                 return accumulate_weight_grad(weight, x, g)
-            if not gathers:
+            if not gathers_fp8_x:
                 return add_weight_grad(weight, flip, Cast(*kept))
-            x = (coming or start_gather(Cast(*kept), axis))()
+            x = (pending or start_gather(Cast(*kept), axis))()
             return add_weight_grad(weight, flip, fp8.turned(x, "x"))
 
         dw = run_or_defer(weight, weight_grad)
@@ -109,7 +111,7 @@ def add_weight_grad(weight: nn.Parameter, g: Cast, x: Cast) -> torch.Tensor | No
 
 
 def start_gather(cast: Cast, axis: Axis) -> Callable[[], Cast]:
-    """Begin to gather the rows of all ranks in FP8, with their scales if rows have such. Gives what waits."""
+    """Begin to gather the rows of all ranks in FP8, with their scales if rows have such; returns the wait."""
     data = start_all_gather(cast.data.view(torch.uint8), axis)
     inverse = start_all_gather(cast.inverse, axis) if cast.inverse.dim() else Pending(cast.inverse)
     return lambda: Cast(data.wait().view(cast.data.dtype), inverse.wait())

@@ -1,29 +1,30 @@
 """Tensor parallelism: each layer's matrices cut over the ranks of one axis.
 
                 x  [s, b, h]                                x  [s/tp, b, h]   with sequence parallelism
-                |  copied                                   |  gather the sequence
-        W1 cut by rows of output      each rank makes its own features              ColumnParallelLinear
+                |  on every rank, nothing sent              |  all-gather the sequence
+        W1 [o/tp, h]   output features are sharded                                  ColumnParallelLinear
                 |                                           |
-        W2 cut by columns of input    each rank makes a summand                     RowParallelLinear
+        W2 [h, o/tp]   input features are sharded: each rank makes a partial sum    RowParallelLinear
                 |  all-reduce                               |  reduce-scatter over the sequence
                 y  [s, b, h]                                y  [s/tp, b, h]
 
 One all-reduce forward and one backward for such a pair; or, with the residual stream, norms and dropout cut
-along the sequence, a gather and a reduce-scatter, which send the same bytes. The vocabulary is cut the same
-way: the embedding looks up its own rows and sums, the output layer makes its own columns of the logits, and
-the loss needs one all-gather of two numbers a token and rank:
+along the sequence, an all-gather and a reduce-scatter, which send the same bytes; backward x is gathered once
+more. The vocabulary is cut the same way: the embedding looks up its own rows and sums, the output layer makes
+its own columns of the logits, and the loss needs one all-gather of two numbers per token from each rank:
 
     one token's logits       | rank 0: lse, target | rank 1: lse, target | ...      each over its own columns
-    everywhere the same      loss = log sum exp(lse) - sum target                   (a foreign target is 0)
+    everywhere the same      loss = log sum exp(lse) - sum target                   (0 for others' labels)
 
-A linear layer does three matmuls, and its backward writes the weight gradient where the contract of
-`param.py` wants it. What is sent in the backward hides behind a matmul that does not wait for it:
+A linear layer does three matmuls. Its backward adds the weight gradient to `main_grad` and reports it to the
+bucket (`param.py`). Communication runs beside a matmul that does not wait for it (X: x gathered); only
+"scatter" gathers dy before both matmuls:
 
     time ->            comm "copy"                               comm "gather"
     matmuls            [ dx = dy W ][ main_grad += dy^T x ]      [ dx = dy W ][ main_grad += dy^T X ]
     collectives                     [ all-reduce dx       ]      [ gather x  ][ reduce-scatter dx    ]
 
-Where a pipeline puts weight gradients off, the last matmul runs later (and x is gathered then, not before).
+Where a pipeline defers weight gradients, the last matmul runs later (and x is gathered then, not before).
 In eval mode nothing is cut along the sequence: generating takes sequences of any length.
 (Megatron-LM, arXiv 1909.08053; sequence parallelism 2205.05198)
 """
@@ -76,13 +77,13 @@ class LinearFunction(torch.autograd.Function):
     "sum"       [s, b, i/tp]      [s, b, o]         all-reduce y                  -
     "scatter"   [s, b, i/tp]      [s/tp, b, o]      reduce-scatter y              gather dy
 
-    The input is kept as it is; a gathered one is gathered again rather than kept.
+    The backward keeps x as it comes: with "gather" the local shard.
     """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # a saved weight would lose its bucket
+        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # a saved weight may come back without `bucket`
         y = (all_gather(x, axis) if comm == "gather" else x) @ weight.t()
         if comm == "scatter":
             return reduce_scatter(y, axis)
@@ -91,8 +92,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight, axis, comm = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.comm
-        later = is_deferred(weight) and comm == "gather"
-        gathered = start_all_gather(x, axis) if comm == "gather" and not later else Pending(x)
+        gathers_later = is_deferred(weight) and comm == "gather"
+        gathered = start_all_gather(x, axis) if comm == "gather" and not gathers_later else Pending(x)
         if comm == "scatter":
             grad = all_gather(grad, axis)
         dx = grad @ weight
@@ -100,7 +101,7 @@ class LinearFunction(torch.autograd.Function):
         reduced = start_input_grad_sum(dx, axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
-            return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, grad)
+            return accumulate_weight_grad(weight, all_gather(x, axis) if gathers_later else x, grad)
 
         dw = run_or_defer(weight, weight_grad)
         return reduced.wait(), dw, None, None
@@ -117,11 +118,11 @@ class ColumnParallelLinear(nn.Module):
     """Linear layer whose output features are cut over tp. x `[s, b, i]` -> `[s, b, o/tp]`
 
     `output_size` is a number, or the sizes of the parts of a fused layer by name ({"q": 64, "k": 16, "v":
-    16}): each part is cut by itself, so a rank's output is its own [q; k; v]. A size that is a pair (16, 2)
-    is cut over groups of that many neighbouring ranks, which hold the same slice. With `sequence_parallel` x
+    16}): each part is cut by itself, so a rank's output is its own [q; k; v]. A pair (16, 2) is sharded over
+    tp/2 groups; the 2 neighbouring ranks of a group hold the same slice. With `sequence_parallel` x
     is `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank. `skip_bias_add` gives
     (y, bias) instead of their sum. linear: (x, weight, axis, comm) -> y, which communicates over tp as
-    `LinearFunction` says. fp8: where `linear` quantizes, its state (`fp8.Fp8Linear`).
+    `LinearFunction` says. fp8: its `fp8.Fp8Linear` where it quantizes; `fp8_linear.use_fp8` sets both.
     """
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
@@ -147,7 +148,8 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError(f"{init.name}: gather_output would mix the parts {', '.join(sizes)}")
         for part, (size, copies) in self.sizes.items():
             if size * copies % tp.size or tp.size % copies:
-                raise ValueError(f"{init.name}.{part}: {size} output features do not divide by tp {tp.size}")
+                of = f"{size} output features" + f", {copies} ranks each," * (copies > 1)
+                raise ValueError(f"{init.name}.{part}: {of} do not divide by tp {tp.size}")
         self.weight = new_parameter(self._spec("weight", (input_size,), init), init)
         self.bias = new_parameter(self._spec("bias", (), init), init, fill=0.0) if bias else None
 
@@ -238,8 +240,8 @@ def vocab_spec(
 ) -> ParamSpec:
     """A `[padded/tp, hidden]` weight whose rows are the vocabulary, zero rows at the end.
 
-    sizes: of the vocabulary and padded. tied: it is embedding and output weight, of which each rank of `ends`
-    has a copy and a summand of the gradient, where these are several.
+    sizes: of the vocabulary and padded. tied: embedding and output layer share it. ends: the ranks of the
+    first and the last stage; if they are two, each has a copy, and their gradients are summed.
     """
     rows = sizes[1] // tp.size
     part = shard(name, (sizes[0], hidden_size), 0, tp, local_size=rows)
@@ -280,7 +282,8 @@ class EmbeddingFunction(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Embedding whose rows are cut over tp. ids `[b, s]` -> `[s, b, h]`, all-reduced over tp.
 
-    With `sequence_parallel` the result is this rank's `[s/tp, b, h]` of the sum. `weight`: one to use.
+    With `sequence_parallel` the result is this rank's `[s/tp, b, h]` of the sum. weight: an existing one to
+    share.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6250,
+    "": 6000,
     "checkpoint": 1325,
     "commands": 250,
     "config": 2220,

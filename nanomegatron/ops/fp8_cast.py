@@ -1,4 +1,4 @@
-"""Casts to FP8 with a scale a tensor, a row or a block: the kernels of cuda/fp8_*.cu, and what they compute.
+"""Casts to FP8 with one scale per tensor, row or block: the kernels of cuda/fp8_*.cu, and what they compute.
 
     q = fp8(x * scale), saturating        x is about q * inverse, inverse = 1 / scale
     scale = limit / amax                  limit: the format's largest value / 2^margin
@@ -311,5 +311,5 @@ class Fp8:
         return row, None if self.outputs == "row" else x.new_empty(k, m, dtype=self.dtype)
 
     def of(self, y: torch.Tensor) -> Pair:
-        """The cast of a result in fp32."""
+        """The cast of y."""
         return fp8_cast(y, self.scale, self.dtype, self.amax, self.outputs)
