@@ -31,6 +31,7 @@ from nanomegatron.fp8 import E4M3, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.moe import GroupedExperts, MoELayer, weight_grad
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
 from nanomegatron.router import Choice
 
@@ -90,7 +91,7 @@ class Layer:
         mesh = Mesh.build(config.parallel, sitting.world, device, config.model.num_kv_heads)
         self.mesh, model = mesh, replace(config.model, **changes)
         dtype = getattr(torch, config.dtype_name)
-        self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"))
+        self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"), activation(model))
         if form != "plain":
             peers = PeerAccess.of(mesh, config.parallel)
             OverlappedMoe(peers, halves=form == "halves").install(self.layer)
@@ -257,7 +258,9 @@ class Linear:
         device, model = sitting.device, config.model
         self.dtype = getattr(torch, config.dtype_name)
         axes = Mesh(ep=Axis("ep", ep, 0, tuple(range(ep))))
-        self.experts = GroupedExperts(model, axes, Init(7, self.dtype, device, name="mlp.experts"))
+        self.experts = GroupedExperts(
+            model, axes, Init(7, self.dtype, device, name="mlp.experts"), activation(model)
+        )
         self.buckets = Buckets(self.experts, ParallelConfig(), Mesh.build(ParallelConfig(), World(), device))
         self.weight, self.transposed = getattr(self.experts, name), name == "weight2"
         count = model.num_experts // ep

@@ -36,6 +36,7 @@ from nanomegatron.layers import MLP, Embedding, Norm, OutputLayer, hidden_dropou
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import MoELayer
 from nanomegatron.ops.rope import rope_angles
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, new_parameter
 from nanomegatron.recompute import recomputed
 from nanomegatron.tp import vocab_spec
@@ -64,7 +65,7 @@ class TransformerLayer(nn.Module):
         self.sparse = config.num_experts is not None and config.moe_layers[layer]
         if self.sparse:
             shared = MLP(config, tp, inner.at("shared_experts"), size) if size else None
-            self.mlp = MoELayer(config, layer, mesh, inner, shared)
+            self.mlp = MoELayer(config, layer, mesh, inner, activation(config), shared)
         else:
             self.mlp = MLP(config, tp, inner)
 

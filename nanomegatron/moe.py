@@ -47,7 +47,6 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm, grouped_outer
 from nanomegatron.ops.permute import Routing, permute, permute_ref, route, unpermute, unpermute_ref
-from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import (
     Init,
     ParamSpec,
@@ -64,6 +63,7 @@ from nanomegatron.param import (
 from nanomegatron.recompute import keeping, recomputed, with_source
 from nanomegatron.router import Router, expert_capacity
 
+Activation = Callable[[torch.Tensor], torch.Tensor]  # `[r, 2f]` for gated units, or `[r, f]` -> `[r, f]`
 Dispatched = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # what `TokenDispatch.dispatch` gives
 
 
@@ -88,12 +88,13 @@ class MoELayer(nn.Module):
         layer: int,
         mesh: Mesh,
         init: Init,
+        activation: Activation,
         shared: nn.Module | None = None,
     ) -> None:
-        """shared: what every token takes beside its experts."""
+        """activation: of the experts; shared: what every token takes beside them."""
         super().__init__()
         self.router = Router(config, layer, mesh, init.at("router"))
-        self.experts = GroupedExperts(config, mesh, init.at("experts"))
+        self.experts = GroupedExperts(config, mesh, init.at("experts"), activation)
         self.shared_experts, self.gate_weight = shared, None
         if shared is not None and config.moe_shared_expert_gate:
             name, shape = init.at("shared_experts.gate_weight"), (1, config.hidden_size)
@@ -286,11 +287,6 @@ class AddBiasFunction(torch.autograd.Function):
         return grad, sums.flatten().to(ctx.dtype), None
 
 
-def activate(experts: "GroupedExperts", x: torch.Tensor) -> torch.Tensor:
-    """The activation between the two layers. `[r, 2f]` for gated units, or `[r, f]` -> `[r, f]`"""
-    return experts.activation(x)
-
-
 class GroupedExperts(nn.Module):
     """This rank's experts on rows in their order: `[r, h] -> [r, h]`; over etp a summand.
 
@@ -310,16 +306,15 @@ class GroupedExperts(nn.Module):
 
     multiple = 1  # of which each expert's number of rows is, by rows of zeros; above 1, no expert has none
     linear: Callable[..., torch.Tensor] = staticmethod(GroupedLinearFunction.apply)
-    act: Callable[["GroupedExperts", torch.Tensor], torch.Tensor] = staticmethod(activate)
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init) -> None:
+    def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init, activation: Activation) -> None:
         super().__init__()
         ep, etp, h, f = mesh.ep, mesh.etp, config.hidden_size, config.moe_ffn_size
         if config.num_experts % ep.size or f % etp.size:
             sizes = f"ep {ep.size}, etp {etp.size}"
             raise ValueError(f"{config.num_experts} experts of {f} features do not divide by {sizes}")
         self.config, self.mesh, self.name = config, mesh, init.name
-        self.activation, self.recompute = activation(config), config.recomputes("moe_act")
+        self.act, self.recompute = activation, config.recomputes("moe_act")
         local = config.num_experts // ep.size
         experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
         inner = ("linear_fc1.gate", "linear_fc1.up") if config.swiglu else ("linear_fc1",)
@@ -362,9 +357,9 @@ class GroupedExperts(nn.Module):
         x = self.linear(rows, self.weight1, groups, False)
         if self.bias1 is not None:
             x = AddBiasFunction.apply(x, self.bias1, offsets)
-        y = self.act(self, x)
+        y = self.act(x)
         if self.recompute:
-            with_source(y, lambda x: self.act(self, x), x)
+            with_source(y, self.act, x)
         with keeping(y, prefetch):
             y = self.linear(y, self.weight2, groups, True)
         if self.bias2 is None:

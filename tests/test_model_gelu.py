@@ -78,7 +78,7 @@ def test_it_is_megatrons(case, megatron):
 def test_experts_have_the_same(case):
     settings, fused = CASES[case]
     config, x = replace(CONFIG, num_experts=2, **settings), torch.linspace(-4, 4, 97)
-    experts = GroupedExperts(config, Mesh(), Init(name="decoder.layers.0.mlp.experts"))
+    experts = GroupedExperts(config, Mesh(), Init(name="decoder.layers.0.mlp.experts"), activation(config))
     expected = F.gelu(x, approximate="tanh" if fused else "none")
-    assert torch.equal(experts.activation(x), expected) and torch.equal(activation(config)(x), expected)
+    assert torch.equal(experts.act(x), expected) and torch.equal(activation(config)(x), expected)
     assert (F.gelu(x) - F.gelu(x, approximate="tanh")).abs().max() > 4e-4  # so equal says which

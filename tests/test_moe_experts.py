@@ -15,6 +15,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops import grouped_mm
 from nanomegatron.ops.grouped_mm import Groups, fits
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, WeightGradStore
 from tests.checkpoints import ALONE
 from tests.moe_routers import dispatch
@@ -47,7 +48,7 @@ def offsets_of(sizes):
 
 
 def built(config, axes=None, dtype=torch.float32, mesh=ALONE):
-    experts = GroupedExperts(config, axes or Mesh(), replace(INIT, dtype=dtype))
+    experts = GroupedExperts(config, axes or Mesh(), replace(INIT, dtype=dtype), activation(config))
     for bias in (experts.bias1, experts.bias2):
         if bias is not None:  # else they are 0
             for part in bias.spec.parts:
@@ -161,7 +162,7 @@ def test_both_ways_to_weight_gradients():
 
 def test_gradients_go_to_autograd_without_buckets():
     for dtype in torch.float32, torch.bfloat16:
-        experts = GroupedExperts(BASE, Mesh(), replace(INIT, dtype=dtype))
+        experts = GroupedExperts(BASE, Mesh(), replace(INIT, dtype=dtype), activation(BASE))
         twin, buckets = built(BASE, dtype=dtype)
         buckets.zero(1)
         x, offsets = torch.randn(17, H).to(dtype), offsets_of((5, 0, 3, 9))
@@ -224,7 +225,7 @@ def axes_of(ep=1, etp=1, i=0, j=0):
 def test_ranks_hold_slices_of_the_same_experts(kind):
     """By name, to the bit, each of them by one rank of ep and etp."""
     config = replace(BASE, **KINDS[kind])
-    whole = GroupedExperts(config, Mesh(), INIT)
+    whole = GroupedExperts(config, Mesh(), INIT, activation(config))
     names = [part.name for p in whole.parameters() for part in p.spec.parts]
     inner = ["linear_fc1.gate", "linear_fc1.up"] if config.swiglu else ["linear_fc1"]
     layers = [f"{layer}.weight" for layer in inner] + ["linear_fc2.weight_t"]
@@ -235,7 +236,7 @@ def test_ranks_hold_slices_of_the_same_experts(kind):
     for ep, etp in ((2, 1), (4, 1), (1, 2), (2, 3)):
         seen = {}
         for i, j in itertools.product(range(ep), range(etp)):
-            for p in GroupedExperts(config, axes_of(ep, etp, i, j), INIT).parameters():
+            for p in GroupedExperts(config, axes_of(ep, etp, i, j), INIT, activation(config)).parameters():
                 assert p.spec.expert and p.spec.writes_grad == p.spec.decay == (p.dim() == 2)
                 assert sum(part.view(p).numel() for part in p.spec.parts) == p.numel()
                 for part in p.spec.parts:
@@ -251,7 +252,7 @@ def test_ranks_hold_slices_of_the_same_experts(kind):
 def test_what_does_not_divide_is_refused():
     for axes in axes_of(ep=3), axes_of(etp=5):
         with pytest.raises(ValueError, match="4 experts of 24 features do not divide by"):
-            GroupedExperts(BASE, axes, INIT)
+            GroupedExperts(BASE, axes, INIT, activation(BASE))
 
 
 def test_spans_are_of_experts_with_rows():

@@ -17,6 +17,7 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts
 from nanomegatron.ops.fp8_cast import fp8_cast_rows
 from nanomegatron.ops.grouped_mm import Groups
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
 from nanomegatron.report.counters import Fp8Stats
 from tests.checkpoints import ALONE
@@ -33,7 +34,7 @@ ROWS = [(16, 32, 16, 48), (16, 0, 32, 0), (0, 0, 48, 0), (0, 0, 0, 0), (5, 1, 0,
 
 def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
     """Experts in FP8, their buckets, their scales."""
-    experts = GroupedExperts(config, Mesh(), replace(INIT, dtype=dtype))
+    experts = GroupedExperts(config, Mesh(), replace(INIT, dtype=dtype), activation(config))
     scales = Scales(recipe, CPU)
     quantize_experts(experts, scales)
     return experts, Buckets(experts, ParallelConfig(), ALONE), scales

@@ -16,6 +16,7 @@ from nanomegatron.layers import MLP
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import TransformerLayer
 from nanomegatron.moe import MoELayer
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, WeightGradStore, run_or_defer
 from nanomegatron.recompute import recomputed
 from tests.checkpoints import ALONE
@@ -58,7 +59,7 @@ def layer_of(mesh, config, form=OVERLAPPED, dtype=torch.float32):
     init = Init(seed=3, name="decoder.layers.1.mlp", std=0.3, dtype=dtype)
     size = config.moe_shared_expert_intermediate_size
     shared = MLP(config, mesh.tp, init.at("shared_experts"), size) if size else None
-    layer = MoELayer(config, 1, mesh, init, shared)
+    layer = MoELayer(config, 1, mesh, init, activation(config), shared)
     if form is not None:
         form.install(layer)
     layer.calls = []

@@ -114,8 +114,8 @@ class Noting:
         return self.waited.wait()
 
 
-FORWARD = "gather router losses come come experts scatter sum"
-BACKWARD = "gather again come come experts scatter weights router sum"
+FORWARD = "gather router losses come come activate experts scatter sum"
+BACKWARD = "gather activate come come experts scatter weights router sum"
 
 
 def ordered(mesh, folder):
@@ -161,6 +161,7 @@ def ordered(mesh, folder):
     Buckets(layer, ParallelConfig(), mesh).zero(1)
     before(layer.router, "choose", "router")
     before(layer.router, "balance", "losses")
+    before(layer.experts, "act", "activate")
     layer.experts.register_forward_hook(tell("experts"))
     layer.experts.register_forward_hook(lambda _, given, y: queues.append(given[-1]))
     layer.experts.register_full_backward_pre_hook(tell("experts"))
@@ -169,7 +170,6 @@ def ordered(mesh, folder):
     assert " ".join(log) == FORWARD
     log.clear()
     assert len(queues[0]) == 1
-    before(layer.experts, "activation", "again")
     y.sum().backward()
     assert " ".join(log) == BACKWARD and x.grad is not None
     assert queues == [[]], "released"

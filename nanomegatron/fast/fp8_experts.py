@@ -17,7 +17,7 @@ from torch import nn
 
 from nanomegatron.fast.fp8_producers import CastFp8Function
 from nanomegatron.fp8 import E4M3, MULTIPLE, Cast, Fp8Linear, Scales, matmul
-from nanomegatron.moe import GroupedExperts, accumulate_by_expert, activate, weight_grad
+from nanomegatron.moe import Activation, GroupedExperts, accumulate_by_expert, weight_grad
 from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.param import accumulate_grad, run_or_defer
 from nanomegatron.recompute import source_of
@@ -32,7 +32,7 @@ def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
     )
     experts.multiple, experts.linear = MULTIPLE, partial(fp8_linear, first, second)
     if second.recipe.wgrad:
-        experts.act = partial(quantizing_activate, second)
+        experts.act = partial(quantizing_activate, second, experts.act)
 
 
 def fp8_linear(
@@ -48,10 +48,10 @@ def fp8_linear(
     return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, torch.is_grad_enabled())
 
 
-def quantizing_activate(second: Fp8Linear, experts: GroupedExperts, x: torch.Tensor) -> torch.Tensor:
+def quantizing_activate(second: Fp8Linear, act: Activation, x: torch.Tensor) -> torch.Tensor:
     """A `GroupedExperts.act` whose result only the second layer reads: a placeholder with FP8 copies."""
     trains = torch.is_grad_enabled()
-    return CastFp8Function.apply(activate(experts, x), second, second.outputs("", trains), trains, None)
+    return CastFp8Function.apply(act(x), second, second.outputs("", trains), trains, None)
 
 
 def one_kernel(x: torch.Tensor, groups: Groups) -> bool:

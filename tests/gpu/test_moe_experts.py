@@ -22,6 +22,7 @@ from nanomegatron.mesh import Mesh, World
 from nanomegatron.moe import GroupedExperts, route_and_combine
 from nanomegatron.ops import grouped_mm
 from nanomegatron.ops.permute import route
+from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
 from tests.moe_routers import dispatch
 
@@ -52,7 +53,7 @@ FORMS = {"plain": route_and_combine, "overlapped": OverlappedMoe(None)}
 
 def built(mesh, config=BASE, dtype=torch.bfloat16, axes=None):
     init = Init(seed=5, name="experts", std=0.1, device=mesh.device, dtype=dtype)
-    experts = GroupedExperts(replace(config, init_method_std=0.1), axes or mesh, init)
+    experts = GroupedExperts(replace(config, init_method_std=0.1), axes or mesh, init, activation(config))
     return experts, Buckets(experts, ParallelConfig(), mesh)
 
 
