@@ -27,10 +27,12 @@ changes nothing for seq_aux_loss and z_loss; aux_loss is a product of two means,
 batch, or pack of documents, and global_aux_loss on the order and dp, too. As in Megatron, tokens that the
 main loss masks take part, and f counts the best scores as they are: with no bias, no groups and no drops.
 Padding of packs is counted nowhere. A forward without autograd, to be recomputed, counts nothing.
-(Switch, arXiv 2101.03961; z-loss 2202.08906; global balance 2501.11873; bias 2408.15664; groups 2412.19437)
+(Switch, arXiv 2101.03961; z-loss 2202.08906; sinkhorn 2202.01169; global balance 2501.11873; bias 2408.15664;
+groups 2412.19437)
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -42,7 +44,6 @@ from nanomegatron.comm import all_reduce
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout
-from nanomegatron.ops.sinkhorn import sinkhorn
 from nanomegatron.param import (
     Init,
     ParamSpec,
@@ -54,6 +55,7 @@ from nanomegatron.param import (
 )
 
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+ROUNDS = 1000  # of sinkhorn, at most
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
@@ -102,6 +104,35 @@ def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tenso
         taken = torch.zeros_like(worth, dtype=torch.bool).scatter(1, worth.topk(limit).indices, True)
         scores = scores.masked_fill(~taken.repeat_interleave(scores.shape[1] // groups, 1), -math.inf)
     return scores.topk(k).indices
+
+
+@torch.no_grad()
+def sinkhorn(
+    logits: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    real: torch.Tensor | None = None,
+    tolerance: float = 1e-4,
+) -> torch.Tensor:
+    """exp(logits) `[t, E]` with rows and columns scaled until all rows have one sum, and all columns.
+
+    Over the tokens of all ranks, or those that are `real` `[t, 1]`; `total` sums over the ranks, E numbers a
+    round, on which the host waits. It stops after ROUNDS: a few tokens with logits far apart would take
+    thousands. In fp64, rounded to fp32 at the end: equal entries stay equal in any order of the ranks' sums.
+    (Megatron adds 1e-8 to each sum. Where experts are far from even this moves the scale of all columns every
+    round, and 4,096 tokens take thousands of rounds in place of some dozens.)
+    """
+    table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
+    tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
+    n = total(tokens.sum()).clamp(min=1)
+    columns = table.new_ones(table.shape[1])
+    for _ in range(ROUNDS):
+        rows = 1 / (n * (table @ columns))
+        sums = total((tokens * rows) @ table)
+        before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
+        moved = (before - columns).abs().mean()
+        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= tolerance:  # of large ones 1e-10
+            break
+    return (columns * table * rows[:, None]).float()
 
 
 def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:

@@ -9,9 +9,9 @@ import torch
 from nanomegatron.comm import own_slice
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout as ops
-from nanomegatron.ops.sinkhorn import ROUNDS, sinkhorn
 from nanomegatron.param import WeightGradStore
 from nanomegatron.router import (
+    ROUNDS,
     GateFunction,
     best_experts,
     choose,
@@ -19,6 +19,7 @@ from nanomegatron.router import (
     drop,
     expert_capacity,
     move_expert_biases,
+    sinkhorn,
 )
 from tests.moe_routers import (
     GROUPS,
