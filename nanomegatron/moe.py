@@ -45,7 +45,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import all_gather, all_to_all, gather_seq, scatter_seq
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Mesh
-from nanomegatron.ops.grouped_mm import Groups, grouped_mm, grouped_outer
+from nanomegatron.ops.grouped_mm import AddBiasFunction, Groups, grouped_mm, grouped_outer
 from nanomegatron.ops.permute import Routing, permute, permute_ref, route, unpermute, unpermute_ref
 from nanomegatron.param import (
     Init,
@@ -267,24 +267,6 @@ class GroupedLinearFunction(torch.autograd.Function):
         dx = grouped_mm(grad, w.mT if ctx.transposed else w, groups)
         a, b = (x, grad) if ctx.transposed else (grad, x)
         return dx, run_or_defer(weight, partial(weight_grad, weight, a, b, groups)), None, None
-
-
-class AddBiasFunction(torch.autograd.Function):
-    """x `[r, o]` plus to each row the bias of its expert, of `[e * o]`."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(offsets)
-        ctx.dtype, experts = bias.dtype, len(offsets) - 1
-        rows = torch.arange(len(x), device=x.device, dtype=offsets.dtype)
-        expert = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=experts - 1)
-        return x + bias.view(experts, -1)[expert]
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (offsets,) = ctx.saved_tensors
-        sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets.long(), axis=0, unsafe=True)
-        return grad, sums.flatten().to(ctx.dtype), None
 
 
 class GroupedExperts(nn.Module):

@@ -1,4 +1,4 @@
-"""The matmuls of experts: rows in groups, each group times a matrix of its own.
+"""The matmuls and biases of experts: rows in groups, each group with a matrix of its own.
 
     y  = x W^T      [rows, out]     rows in groups
     dx = dy W       [rows, in]      rows in groups
@@ -81,3 +81,21 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor
 def grouped_outer(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """a^T b over each expert's rows in one kernel: a `[r, o]`, b `[r, i]` -> `[e, o, i]`"""
     return torch._grouped_mm(a.t(), b, offs=groups.offsets[1:])
+
+
+class AddBiasFunction(torch.autograd.Function):
+    """Each expert's bias added to its rows: x `[r, o]`, bias `[e * o]`, offsets `[e + 1]` -> `[r, o]`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.dtype, experts = bias.dtype, len(offsets) - 1
+        rows = torch.arange(len(x), device=x.device, dtype=offsets.dtype)
+        expert = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=experts - 1)
+        return x + bias.view(experts, -1)[expert]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        sums = torch.segment_reduce(grad.float(), "sum", offsets=offsets.long(), axis=0, unsafe=True)
+        return grad, sums.flatten().to(ctx.dtype), None
