@@ -105,12 +105,11 @@ class MoELayer(nn.Module):
         self.recompute, self.recompute_shared = config.recomputes("moe"), config.recomputes("shared_experts")
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        run = partial(self._forward, batch=batch)
-        return recomputed(run, x) if self.recompute else run(x)
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with keeping(x):
+                return self.run(self, x, batch)
 
-    def _forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        with keeping(x):
-            return self.run(self, x, batch)
+        return recomputed(run, x) if self.recompute else run(x)
 
     def shared(self, x: torch.Tensor) -> torch.Tensor:
         """The shared experts of every token."""
@@ -269,6 +268,15 @@ class GroupedLinearFunction(torch.autograd.Function):
         return dx, run_or_defer(weight, partial(weight_grad, weight, a, b, groups)), None, None
 
 
+def stacked(parts: list[Part], rows: int, init: Init) -> nn.Parameter:
+    """The parameter of these parts of all experts, each `rows` long, along dim 0; biases are 0."""
+    parts = [replace(part, local_start=i * rows) for i, part in enumerate(parts)]
+    shape = (len(parts) * rows, *parts[0].shape[1:])
+    weight = len(shape) == 2
+    spec = ParamSpec(tuple(parts), shape, writes_grad=weight, decay=weight, expert=True)
+    return new_parameter(spec, init, None if weight else 0.0)
+
+
 class GroupedExperts(nn.Module):
     """This rank's experts on rows in their order: `[r, h] -> [r, h]`; over etp a summand.
 
@@ -300,28 +308,20 @@ class GroupedExperts(nn.Module):
         local = config.num_experts // ep.size
         experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
         inner = ("linear_fc1.gate", "linear_fc1.up") if config.swiglu else ("linear_fc1",)
+        fc1 = [f"{expert}.{layer}" for expert in experts for layer in inner]
+        fc2 = [f"{expert}.linear_fc2" for expert in experts]
 
-        def stacked(layers: tuple[str, ...], rows: int, part: Callable, init: Init, *rest: int):
-            """A parameter with a part of `rows` rows for each of these layers of each expert."""
-            names = [f"{expert}.{layer}" for expert in experts for layer in layers]
-            parts, weight = tuple(part(name, i * rows) for i, name in enumerate(names)), bool(rest)
-            spec = ParamSpec(parts, (len(names) * rows, *rest), weight, decay=weight, expert=True)
-            return new_parameter(spec, init, None if weight else 0.0)
-
-        def cut(*rest: int) -> Callable[[str, int], Part]:
-            return lambda name, row: shard(name, (f, *rest), 0, etp, row)
-
-        def whole(name: str, row: int) -> Part:  # only the first etp rank adds it
-            return replace(replica(name, (h,), etp, partial=True), local_start=row)
+        def cut(layers: list[str], kind: str, *rest: int) -> list[Part]:
+            return [shard(f"{layer}.{kind}", (f, *rest), 0, etp) for layer in layers]
 
         last = replace(init, std=scaled_std(config.init_method_std, config.num_layers))
-        weights, biases = (tuple(f"{layer}.{kind}" for layer in inner) for kind in ("weight", "bias"))
-        self.weight1 = stacked(weights, f // etp.size, cut(h), init, h)
-        self.weight2 = stacked(("linear_fc2.weight_t",), f // etp.size, cut(h), last, h)
+        self.weight1 = stacked(cut(fc1, "weight", h), f // etp.size, init)
+        self.weight2 = stacked(cut(fc2, "weight_t", h), f // etp.size, last)
         self.bias1 = self.bias2 = None
         if not config.disable_bias_linear:
-            self.bias1 = stacked(biases, f // etp.size, cut(), init)
-            self.bias2 = stacked(("linear_fc2.bias",), h, whole, init)
+            self.bias1 = stacked(cut(fc1, "bias"), f // etp.size, init)
+            whole = [replica(f"{layer}.bias", (h,), etp, partial=True) for layer in fc2]
+            self.bias2 = stacked(whole, h, init)  # only the first etp rank adds it
 
     def forward(
         self,
