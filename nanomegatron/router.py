@@ -9,11 +9,11 @@
     any, load balancing by sinkhorn     a table that gives each   softmax(logits) as they are,
                                         expert the same load      sigmoid for k = 1
 
-Sinkhorn's table is of a microbatch on one replica: the tokens of all its tp and cp ranks. Micro batches are
+Sinkhorn's table is of a microbatch on one replica: the tokens of all its tp and cp ranks. Microbatches are
 the same for any dp, so no layout changes it. (Megatron's is of the tokens of one rank.)
 
-Losses, with weights of their own; a microbatch weighs as much as it has tokens. P_e: the mean of expert e's
-score over a microbatch's tokens on tp and cp, f_e: e's part of all their k choices (they sum to 1)
+Losses, each with a weight; a microbatch counts by its number of tokens. P_e is expert e's mean score over a
+microbatch's tokens on tp and cp, f_e its share of their k choices (all f_e sum to 1)
 
     aux_loss           E sum f_e P_e                    f, P of a microbatch on one replica
     seq_aux_loss       the mean of that over samples    f, P of a sample
@@ -21,12 +21,10 @@ score over a microbatch's tokens on tp and cp, f_e: e's part of all their k choi
                                                         Megatron's gradient of it is smaller, by dp
     z_loss             mean of logsumexp(logits)^2
 
-Only P has a gradient. Each rank differentiates its own tokens' share of P, and has f from the ranks it shares
-the tokens with, so the ranks' gradients add up to the whole for any tp, cp and pp. Another cut into samples
-changes nothing for seq_aux_loss and z_loss; aux_loss is a product of two means, so it depends on the micro
-batch, or pack of documents, and global_aux_loss on the order and dp, too. As in Megatron, tokens that the
-main loss masks take part, and f counts the best scores as they are: with no bias, no groups and no drops.
-Padding of packs is counted nowhere. A forward without autograd, to be recomputed, counts nothing.
+Only P has a gradient. Each rank differentiates its own tokens' share of P and sums f over the ranks, so the
+ranks' gradients add up to the whole under any tp, cp and pp (docs/moe.md: what else the losses depend on).
+As in Megatron, tokens that the main loss masks take part, and f counts the best scores without bias, groups
+and drops. Padding of packs is not counted, nor is a forward without autograd, which will be recomputed.
 (Switch, arXiv 2101.03961; z-loss 2202.08906; sinkhorn 2202.01169; global balance 2501.11873; bias 2408.15664;
 groups 2412.19437)
 """
@@ -54,14 +52,13 @@ from nanomegatron.param import (
     run_or_defer,
 )
 
-LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 ROUNDS = 1000  # of sinkhorn, at most
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
     """The router's losses, with their weights."""
     kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
-    found = {kind: coeff for kind, coeff in kinds if coeff and kind in LOSSES}
+    found = {kind: coeff for kind, coeff in kinds if coeff and kind not in ("sinkhorn", "none")}
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
 
 
@@ -115,11 +112,10 @@ def sinkhorn(
 ) -> torch.Tensor:
     """exp(logits) `[t, E]` with rows and columns scaled until all rows have one sum, and all columns.
 
-    Over the tokens of all ranks, or those that are `real` `[t, 1]`; `total` sums over the ranks, E numbers a
-    round, on which the host waits. It stops after ROUNDS: a few tokens with logits far apart would take
-    thousands. In fp64, rounded to fp32 at the end: equal entries stay equal in any order of the ranks' sums.
-    (Megatron adds 1e-8 to each sum. Where experts are far from even this moves the scale of all columns every
-    round, and 4,096 tokens take thousands of rounds in place of some dozens.)
+    Over the tokens of all ranks, or those that are `real` `[t, 1]`; `total` sums E numbers over the ranks in
+    each round, and the host waits. A few tokens with logits far apart would take thousands of rounds, so it
+    ends after ROUNDS. In fp64: entries that are equal stay equal in any order of the ranks' sums. (Megatron
+    adds 1e-8 to each sum; far from an even load 4,096 tokens then take thousands of rounds, not dozens.)
     """
     table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
     tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
@@ -310,7 +306,7 @@ class Router(nn.Module):
 
     def balance(self, choice: Choice, batch: Batch) -> torch.Tensor:
         """The second: in training count the copies and attach the losses to probs, which it returns."""
-        probs, ids, best, logits, real = choice
+        probs, ids, best, _, real = choice
         if not (self.training and torch.is_grad_enabled()):
             return probs
         self.counts += count(best, self.config.num_experts, of=real)[0]
@@ -319,7 +315,7 @@ class Router(nn.Module):
             self.dropped += count(best, self.config.num_experts, of=lost)[0]
         if not self.losses or batch.aux_scale is None:
             return probs
-        return LossFunction.apply(probs, self._loss(logits, best, batch, real), batch.aux_scale)
+        return LossFunction.apply(probs, self._loss(choice, batch), batch.aux_scale)
 
     def _logits(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """fp32 `[t, E]`."""
@@ -338,11 +334,9 @@ class Router(nn.Module):
             logits = logits + (jitter(torch.ones_like(logits), 1.0) - logits).detach()
         return logits
 
-    def _loss(
-        self, logits: torch.Tensor, ids: torch.Tensor, batch: Batch, real: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _loss(self, choice: Choice, batch: Batch) -> torch.Tensor:
         """This rank's summand of the weighted sum of all losses, times the microbatch's tokens."""
-        config = self.config
+        config, (_, _, ids, logits, real) = self.config, choice
         columns = len(batch.sample_ids) if "seq_aux_loss" in self.losses else 1
         scores = all_scores(logits, config)
         if self.expert_bias is not None or config.moe_router_group_topk:
