@@ -164,7 +164,7 @@ class AllGatherDispatch(TokenDispatch):
         x, self.probs, ids = gather_seq(x, axis), gather_seq(probs, axis), all_gather(ids, axis)
         self.routing, ends = self.route(ids, capacity), None
         if axis.size > 1:
-            self.routing, ends = cut_to_size(self.routing)
+            self.routing, ends = self.routing.cut_to_size()
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class AllToAllDispatch(TokenDispatch):
         """Exchanges sizes, then x and choices, over ep and over etp; gradients of the latter go back."""
         ep, etp, capacity = self.mesh.ep, self.mesh.etp, self.capacity(len(ids))
         # how many tokens go to each ep rank and come from it, and how many each etp rank has received
-        self.to_ranks, _ = cut_to_size(self.route_to_ranks(ids, capacity))
+        self.to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
         sizes = self.to_ranks.offsets.diff()
         received = all_to_all(sizes, ep)
         each = all_gather(received.sum()[None], etp).tolist()
@@ -193,7 +193,7 @@ class AllToAllDispatch(TokenDispatch):
         # copies in order of experts
         probs, ids = choices.chunk(2, dim=1)
         self.probs = probs.contiguous()
-        self.routing, ends = cut_to_size(self.route(ids.detach().int(), capacity, first=1))
+        self.routing, ends = self.route(ids.detach().int(), capacity, first=1).cut_to_size()
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
@@ -203,12 +203,6 @@ class AllToAllDispatch(TokenDispatch):
         if etp.size > 1:
             y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
         return self.unpermute(all_to_all(y, self.mesh.ep, received, sent), self.to_ranks)
-
-
-def cut_to_size(routing: Routing) -> tuple[Routing, list[int]]:
-    """The routing with `source` cut to the rows of experts, and its offsets on the host, which waits."""
-    ends = routing.offsets.tolist()
-    return replace(routing, source=routing.source[: ends[-1]]), ends
 
 
 def accumulate_by_expert(

@@ -316,7 +316,7 @@ def test_sizes_are_read_after_other_work_is_launched(mesh):
 
 def test_one_rank_asks_for_nothing(monkeypatch):
     monkeypatch.setattr(AsyncHostCopy, "__init__", None)
-    monkeypatch.setattr(moe, "cut_to_size", None)
+    monkeypatch.setattr(Routing, "cut_to_size", None)
     ids, x = torch.arange(3, dtype=torch.int32).repeat(4, 1), torch.randn(4, H)
     for kind, run in itertools.product(KINDS, FORMS.values()):
         y = dispatch(x, torch.ones(4, K), ids, Experts(Mesh()), kind, run)

@@ -38,6 +38,11 @@ class Routing:
         """Of some tokens, without padding."""
         return replace(self, position=self.position[tokens], source=self.source[:0])
 
+    def cut_to_size(self) -> tuple["Routing", list[int]]:
+        """Without rows that no expert has, and the offsets on the host, which waits for the GPU."""
+        ends = self.offsets.tolist()
+        return replace(self, source=self.source[: ends[-1]]), ends
+
 
 def route(ids: torch.Tensor, experts: int, multiple: int = 1, capacity: int | None = None) -> Routing:
     """The tables for expert ids int32 `[t, k]`, each expert's rows padded to a multiple.
