@@ -138,17 +138,17 @@ def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
 
 
 @torch.no_grad()
-def drop(probs: torch.Tensor, ids: torch.Tensor, capacity: int, experts: int, policy: str) -> torch.Tensor:
+def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     """ids `[t, k]`, with -1 for the copies beyond an expert's capacity.
 
     It keeps those of the largest probs `[t, k]`, or by policy "position" the first.
     """
-    t, rank = len(ids), probs
-    if capacity >= t:
+    t, rank, capacity = len(ids), probs, expert_capacity(len(ids), config)
+    if capacity is None or capacity >= t:
         return ids
-    if policy == "position":
+    if config.moe_token_drop_policy == "position":
         rank = torch.arange(t, 0, -1.0, device=ids.device)[:, None].expand_as(probs)
-    table = probs.new_full((t, experts), -math.inf).scatter(1, ids, rank)
+    table = probs.new_full((t, config.num_experts), -math.inf).scatter(1, ids, rank)
     kept = torch.zeros_like(table, dtype=torch.bool).scatter(0, table.topk(capacity, dim=0).indices, True)
     return ids.where(kept.gather(1, ids), -1)
 
@@ -299,10 +299,7 @@ class Router(nn.Module):
         if "sinkhorn" in config.moe_router_load_balancing_type and batch.dropout_seed is not None:
             table = sinkhorn(logits, partial(all_reduce, axis=self.mesh.tp_cp), real)
         probs, best = choose(logits, config, self.expert_bias, table)
-        kept, capacity = best, expert_capacity(t, config)
-        if capacity is not None:
-            kept = drop(probs, best, capacity, config.num_experts, config.moe_token_drop_policy)
-        return Choice(probs, kept.int(), best, logits, real)
+        return Choice(probs, drop(probs, best, config).int(), best, logits, real)
 
     def balance(self, choice: Choice, batch: Batch) -> torch.Tensor:
         """The second: in training count the copies and attach the losses to probs, which it returns."""

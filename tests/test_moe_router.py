@@ -201,7 +201,7 @@ def test_copies_over_the_capacity_are_dropped(policy, factor):
     config = settings(3, expert_capacity_factor=factor, token_drop_policy=policy)
     probs, ids = choose(2 * torch.randn(32, E), config)
     capacity = expert_capacity(32, config)
-    kept = drop(probs, ids, capacity, E, policy)
+    kept = drop(probs, ids, config)
     assert ((kept == ids) | (kept == -1)).all()
     for e in range(E):
         at = [(t, j) for t, j in (ids == e).nonzero().tolist()]
@@ -218,10 +218,10 @@ def test_copies_over_the_capacity_are_dropped(policy, factor):
 
 
 def test_all_tokens_to_one_expert():
-    config = settings(1, router_pre_softmax=True, expert_capacity_factor=2.0)
+    config = settings(1, router_pre_softmax=True, expert_capacity_factor=2.0, token_drop_policy="position")
     probs, ids = choose(torch.eye(E)[5].expand(16, E) * 9, config)
     assert count(ids, E).tolist() == [[0] * 5 + [16, 0, 0]]
-    kept = drop(probs, ids, expert_capacity(16, config), E, "position")
+    kept = drop(probs, ids, config)
     assert (kept[:, 0] == 5).tolist() == [True] * 4 + [False] * 12
 
 
