@@ -30,8 +30,6 @@ groups 2412.19437)
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -52,7 +50,7 @@ from nanomegatron.param import (
     run_or_defer,
 )
 
-ROUNDS = 1000  # of sinkhorn, at most
+SINKHORN_ROUNDS, SINKHORN_TOLERANCE = 1000, 1e-4  # rounds at most, and the mean change that ends them
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
@@ -104,29 +102,24 @@ def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tenso
 
 
 @torch.no_grad()
-def sinkhorn(
-    logits: torch.Tensor,
-    total: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-    real: torch.Tensor | None = None,
-    tolerance: float = 1e-4,
-) -> torch.Tensor:
+def sinkhorn(logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None) -> torch.Tensor:
     """exp(logits) `[t, E]` with rows and columns scaled until all rows have one sum, and all columns.
 
-    Over the tokens of all ranks, or those that are `real` `[t, 1]`; `total` sums E numbers over the ranks in
-    each round, and the host waits. A few tokens with logits far apart would take thousands of rounds, so it
-    ends after ROUNDS. In fp64: entries that are equal stay equal in any order of the ranks' sums. (Megatron
-    adds 1e-8 to each sum; far from an even load 4,096 tokens then take thousands of rounds, not dozens.)
+    Over the tokens of all ranks of the axis, or those that are `real` `[t, 1]`. Each round all-reduces E
+    numbers, and the host waits. A few tokens with logits far apart would take thousands of rounds, hence the
+    limit. In fp64: entries that are equal stay equal in any order of the ranks' sums. (Megatron adds 1e-8 to
+    each sum; far from an even load 4,096 tokens then take thousands of rounds instead of dozens.)
     """
     table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
     tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
-    n = total(tokens.sum()).clamp(min=1)
+    n = all_reduce(tokens.sum(), axis).clamp(min=1)
     columns = table.new_ones(table.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(SINKHORN_ROUNDS):
         rows = 1 / (n * (table @ columns))
-        sums = total((tokens * rows) @ table)
+        sums = all_reduce((tokens * rows) @ table, axis)
         before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
         moved = (before - columns).abs().mean()
-        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= tolerance:  # of large ones 1e-10
+        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= SINKHORN_TOLERANCE:  # of large ones 1e-10
             break
     return (columns * table * rows[:, None]).float()
 
@@ -297,7 +290,7 @@ class Router(nn.Module):
             real = (positions >= 0).repeat_interleave(t // len(positions), output_size=t)[:, None]
         logits = self._logits(x, batch)
         if "sinkhorn" in config.moe_router_load_balancing_type and batch.dropout_seed is not None:
-            table = sinkhorn(logits, partial(all_reduce, axis=self.mesh.tp_cp), real)
+            table = sinkhorn(logits, self.mesh.tp_cp, real)
         probs, best = choose(logits, config, self.expert_bias, table)
         return Choice(probs, drop(probs, best, config).int(), best, logits, real)
 

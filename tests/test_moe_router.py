@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from nanomegatron import router as routing
 from nanomegatron.comm import own_slice
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops import dropout as ops
 from nanomegatron.param import WeightGradStore
 from nanomegatron.router import (
-    ROUNDS,
+    SINKHORN_ROUNDS,
     GateFunction,
     best_experts,
     choose,
@@ -105,7 +106,7 @@ def test_experts_come_from_few_groups():
 @pytest.mark.parametrize("topk", [1, 2])
 def test_sinkhorn(topk):
     config, logits = settings(topk, router_load_balancing_type=("sinkhorn",)), 3 * torch.randn(64, E)
-    found, expected = sinkhorn(logits), megatron().sinkhorn(logits)
+    found, expected = sinkhorn(logits, Axis.single()), megatron().sinkhorn(logits)
     close(found, expected)
     scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
     for table in (found, None):
@@ -116,29 +117,37 @@ def test_sinkhorn(topk):
     router, x = router_of(config), torch.randn(64, H)
     for batch in (batch_of(seed=1), batch_of()):
         logits = router._logits(x, batch)
-        table = sinkhorn(logits) if batch.dropout_seed else None
+        table = sinkhorn(logits, Axis.single()) if batch.dropout_seed else None
         best = choose(logits, config, table=table)[1].int()
         assert torch.equal(router(x, batch)[1], best), "held-out data: as in generation"
     columns = found.sum(0)
     close(columns, columns.mean().expand(E), 1e-3)
 
 
-def test_sinkhorn_of_uneven_experts_ends_soon():
+@pytest.fixture
+def sums(monkeypatch):
+    """A list with an entry for each sum over ranks."""
+    found = []
+    monkeypatch.setattr(routing, "all_reduce", lambda x, axis: found.append(axis) or x)
+    return found
+
+
+def test_sinkhorn_of_uneven_experts_ends_soon(sums):
     """The wider logits are, the more rounds it takes: still few, and the table is even."""
     for spread, most in ((1, 10), (5, 100), (20, 1000)):
-        rounds = []
+        sums.clear()
         logits = spread * (torch.randn(256, E) + torch.randn(E))
-        columns = sinkhorn(logits, lambda x, seen=rounds: seen.append(0) or x).sum(0)
-        assert 1 < len(rounds) < most
+        columns = sinkhorn(logits, Axis.single()).sum(0)
+        assert 1 < len(sums) < most
         close(columns, columns.mean().expand(E), 1e-4)
 
 
-def test_sinkhorn_gives_up_in_time():
+def test_sinkhorn_gives_up_in_time(sums, monkeypatch):
     """Few tokens with logits far apart: the table is not even then, but a choice there is."""
-    rounds = []
+    monkeypatch.setattr(routing, "SINKHORN_TOLERANCE", -1.0)
     logits = 50 * torch.randn(4, E, generator=torch.Generator().manual_seed(0))
-    assert sinkhorn(logits, lambda x: rounds.append(0) or x, tolerance=-1.0).isfinite().all()
-    assert len(rounds) == 1 + ROUNDS
+    assert sinkhorn(logits, Axis.single()).isfinite().all()
+    assert len(sums) == 1 + SINKHORN_ROUNDS
 
 
 def sinkhorn_on_ranks(mesh, x, weight, real):
