@@ -50,7 +50,6 @@ from nanomegatron.ops.permute import Routing, permute, permute_ref, route, unper
 from nanomegatron.param import (
     Init,
     ParamSpec,
-    Part,
     accumulate_grad,
     add_product,
     main_grad,
@@ -59,6 +58,7 @@ from nanomegatron.param import (
     run_or_defer,
     scaled_std,
     shard,
+    stacked,
 )
 from nanomegatron.recompute import keeping, recomputed, with_source
 from nanomegatron.router import Router, expert_capacity
@@ -262,15 +262,6 @@ class GroupedLinearFunction(torch.autograd.Function):
         return dx, run_or_defer(weight, partial(weight_grad, weight, a, b, groups)), None, None
 
 
-def stacked(parts: list[Part], rows: int, init: Init) -> nn.Parameter:
-    """The parameter of these parts of all experts, each `rows` long, along dim 0; biases are 0."""
-    parts = [replace(part, local_start=i * rows) for i, part in enumerate(parts)]
-    shape = (len(parts) * rows, *parts[0].shape[1:])
-    weight = len(shape) == 2
-    spec = ParamSpec(tuple(parts), shape, writes_grad=weight, decay=weight, expert=True)
-    return new_parameter(spec, init, None if weight else 0.0)
-
-
 class GroupedExperts(nn.Module):
     """This rank's experts on rows in their order: `[r, h] -> [r, h]`; over etp a summand.
 
@@ -305,17 +296,17 @@ class GroupedExperts(nn.Module):
         fc1 = [f"{expert}.{layer}" for expert in experts for layer in inner]
         fc2 = [f"{expert}.linear_fc2" for expert in experts]
 
-        def cut(layers: list[str], kind: str, *rest: int) -> list[Part]:
-            return [shard(f"{layer}.{kind}", (f, *rest), 0, etp) for layer in layers]
+        def cut(layers: list[str], kind: str, *rest: int) -> ParamSpec:
+            return stacked([shard(f"{layer}.{kind}", (f, *rest), 0, etp) for layer in layers], expert=True)
 
         last = replace(init, std=scaled_std(config.init_method_std, config.num_layers))
-        self.weight1 = stacked(cut(fc1, "weight", h), f // etp.size, init)
-        self.weight2 = stacked(cut(fc2, "weight_t", h), f // etp.size, last)
+        self.weight1 = new_parameter(cut(fc1, "weight", h), init)
+        self.weight2 = new_parameter(cut(fc2, "weight_t", h), last)
         self.bias1 = self.bias2 = None
         if not config.disable_bias_linear:
-            self.bias1 = stacked(cut(fc1, "bias"), f // etp.size, init)
+            self.bias1 = new_parameter(cut(fc1, "bias"), init, fill=0.0)
             whole = [replica(f"{layer}.bias", (h,), etp, partial=True) for layer in fc2]
-            self.bias2 = stacked(whole, h, init)  # only the first etp rank adds it
+            self.bias2 = new_parameter(stacked(whole, expert=True), init, fill=0.0)
 
     def forward(
         self,

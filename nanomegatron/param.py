@@ -22,7 +22,7 @@ gradient is None. Such layers compute weight gradients through `run_or_defer` (`
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -113,7 +113,6 @@ def shard(
     shape: tuple[int, ...],
     dim: int,
     axis: Axis,
-    local_start: int = 0,
     local_size: int | None = None,
     replicas: Axis | None = None,
 ) -> Part:
@@ -127,12 +126,23 @@ def shard(
     local_size = local_size or shape[dim] * copies // axis.size
     start = min(axis.rank // copies * local_size, shape[dim])
     stop = min(start + local_size, shape[dim])
-    return Part(name, shape, axis, dim, start, stop, local_start, copies, replicas)
+    return Part(name, shape, axis, dim, start, stop, replicas=copies, partial=replicas)
 
 
 def replica(name: str, shape: tuple[int, ...], axis: Axis, partial: bool = False) -> Part:
     """The part of a tensor that every rank of the axis holds whole, with its gradient or a summand of it."""
     return Part(name, shape, axis, stop=shape[0], replicas=axis.size, partial=axis if partial else None)
+
+
+def stacked(parts: Iterable[Part], expert: bool = False) -> ParamSpec:
+    """Parts one after the other along dim 0, of a linear layer's weight `[n, i]`, or of its bias `[n]`."""
+    placed, rows = [], 0
+    for part in parts:
+        placed.append(replace(part, local_start=rows))
+        rows += part.stop - part.start
+    shape = (rows, *placed[0].shape[1:])
+    is_weight = len(shape) == 2
+    return ParamSpec(tuple(placed), shape, writes_grad=is_weight, decay=is_weight, expert=expert)
 
 
 def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.Parameter:

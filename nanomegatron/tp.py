@@ -63,6 +63,7 @@ from nanomegatron.param import (
     replica,
     run_or_defer,
     shard,
+    stacked,
 )
 
 WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # has a second backward
@@ -154,14 +155,12 @@ class ColumnParallelLinear(nn.Module):
         self.bias = new_parameter(self._spec("bias", (), init), init, fill=0.0) if bias else None
 
     def _spec(self, kind: str, rest: tuple[int, ...], init: Init) -> ParamSpec:
-        parts, rows = [], 0
+        parts = []
         for part, (size, copies) in self.sizes.items():
             name = ".".join(word for word in (init.name, part, kind) if word)
             holders = self.tp.neighbours(copies) if copies > 1 else None
-            parts.append(shard(name, (size, *rest), 0, self.tp, rows, replicas=holders))
-            rows += size * copies // self.tp.size
-        is_weight = kind == "weight"
-        return ParamSpec(tuple(parts), (rows, *rest), writes_grad=is_weight, decay=is_weight)
+            parts.append(shard(name, (size, *rest), 0, self.tp, replicas=holders))
+        return stacked(parts)
 
     @property
     def comm(self) -> str:

@@ -24,7 +24,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Axis, Mesh, World
-from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard
+from nanomegatron.param import Init, ParamSpec, new_parameter, replica, shard, stacked
 from tests import toy
 from tests.checkpoints import (
     ALONE,
@@ -83,17 +83,14 @@ def test_random_cuts_load_random_cuts(tmp_path):
 
 def test_training_pieces_name_every_part():
     tp = Axis("tp", 2, 1, (0, 1))
-    parts = (
-        shard("qkv.q", (8, 3), 0, tp, 0),
-        shard("qkv.k", (4, 3), 0, tp, 4),
-        shard("qkv.v", (4, 3), 0, tp, 6),
-    )
+    sizes = {"qkv.q": 8, "qkv.k": 4, "qkv.v": 4}
+    spec = stacked(shard(name, (rows, 3), 0, tp) for name, rows in sizes.items())
     params = [
-        new_parameter(ParamSpec(parts, (8, 3)), Init(std=1.0)),
+        new_parameter(spec, Init(std=1.0)),
         new_parameter(ParamSpec((replica("norm", (3,), tp),), (3,)), Init(), fill=1.0),
     ]
     flat = torch.arange(27.0)
-    ranges = [(params[0], part, *part.span((8, 3))) for part in parts]
+    ranges = [(params[0], part, *part.span((8, 3))) for part in spec.parts]
     ranges.append((params[1], params[1].spec.parts[0], 24, 27))
     slices = [Slice(param, part, 0, start, stop, part.owner) for param, part, start, stop in ranges]
     states = {"exp_avg": [(piece, piece.of(flat)) for piece in slices]}

@@ -16,6 +16,7 @@ from nanomegatron.param import (
     run_or_defer,
     scaled_std,
     shard,
+    stacked,
 )
 
 
@@ -42,11 +43,8 @@ def put_together(params):
 
 def fused(axis):
     """q of 8 rows, k and v of 4, one after the other."""
-    parts, row = [], 0
-    for name, rows in {"q": 8, "k": 4, "v": 4}.items():
-        parts.append(shard(f"a.{name}.weight", (rows, 6), 0, axis, local_start=row))
-        row += rows // axis.size
-    return ParamSpec(tuple(parts), (row, 6))
+    sizes = {"q": 8, "k": 4, "v": 4}
+    return stacked(shard(f"a.{name}.weight", (rows, 6), 0, axis) for name, rows in sizes.items())
 
 
 SPECS = {

@@ -13,7 +13,7 @@ from torch import nn
 
 from nanomegatron.comm import gather_seq, scatter_seq
 from nanomegatron.mesh import Mesh
-from nanomegatron.param import Init, ParamSpec, accumulate_grad, new_parameter, replica, shard
+from nanomegatron.param import Init, ParamSpec, accumulate_grad, new_parameter, replica, shard, stacked
 from tests.checkpoints import ALONE
 from tests.toy import VOCAB, WIDTH, Lookup, Times
 
@@ -27,12 +27,10 @@ def dense(name: str, shape: tuple, mesh: Mesh, dtype) -> nn.Parameter:
 
 def experts(name: str, mesh: Mesh, dtype) -> nn.Parameter:
     """`[experts / ep * INNER / etp, WIDTH]`: the slices of this rank's experts, one after the other."""
-    own, rows = EXPERTS // mesh.ep.size, INNER // mesh.etp.size
-    parts = tuple(
-        shard(name.format(mesh.ep.rank * own + i), (INNER, WIDTH), 0, mesh.etp, i * rows) for i in range(own)
-    )
-    spec = ParamSpec(parts, (own * rows, WIDTH), writes_grad=True, expert=True)
-    return new_parameter(spec, Init(dtype=dtype, std=0.4))
+    own = EXPERTS // mesh.ep.size
+    names = [name.format(mesh.ep.rank * own + i) for i in range(own)]
+    parts = [shard(name, (INNER, WIDTH), 0, mesh.etp) for name in names]
+    return new_parameter(stacked(parts, expert=True), Init(dtype=dtype, std=0.4))
 
 
 class Layer(nn.Module):
