@@ -4,15 +4,15 @@
                |-- dispatch    tokens to the ranks of their experts, copies in order of experts    rows [r, h]
                |   experts     GroupedExperts: an MLP for each group of rows                       rows [r, h]
                |   combine     back, each token's sum weighted by probs                            [t, h]
-               +-- shared      an MLP that every token takes, added                                [t, h]
+               +-- shared      an MLP for every token, added                                       [t, h]
 
-Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have a grid of ranks of their
-own (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There are two dispatchers:
+Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have their own grid of ranks, etp x ep
+(`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There are two dispatchers:
 
-    allgather     x, probs and ids of all etp x ep ranks to all of them. Each rank takes the copies of its own
-                  experts; the ranks' parts of the sums are reduce-scattered.
-    alltoall      a token, with its probs and ids, once to each ep rank that has an expert of its choice, and
-                  there to all etp ranks; the parts of its sum return the same way.
+    allgather     x, probs and ids of all etp x ep ranks to all of them. Each rank takes the copies for its
+                  experts; the ranks' partial sums are reduce-scattered.
+    alltoall      a token, with its probs and ids, once to each ep rank that has any of its experts, and there
+                  to all etp ranks; its partial sums return the same way.
 
     alltoall over ep 2, E 4, k 2    rank 0                          rank 1
     tokens                          0     1     2     3             4     5
@@ -26,10 +26,9 @@ own (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There 
     copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
 
 Only the GPU knows how many rows arrive, and the host needs the number for messages and memory: it
-synchronizes (with alltoall several times a layer), except where etp x ep is 1. Probs are applied when copies
-return: a rank's partial sum of a token is added in fp32, in the order of its copies, and rounded to the type
-of x; then the ranks' partial sums are added. Gradients take the same ways in reverse.
-(`fast/moe_dispatch.py` runs the communication beside other work.)
+synchronizes (with alltoall several times a layer), except where etp x ep is 1. Combining multiplies by probs:
+a rank adds its copies of a token in fp32, in their order, and rounds the partial sum to the type of x; then
+the ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the communication with other work.
 (Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token once to a rank: DeepSeek-V3
 2412.19437; grids folded into each other: MoE Parallel Folding 2504.14960)
 """
@@ -91,7 +90,7 @@ class MoELayer(nn.Module):
         activation: Activation,
         shared: nn.Module | None = None,
     ) -> None:
-        """activation: of the experts; shared: what every token takes beside them."""
+        """activation: of the experts; shared: an MLP for every token beside them."""
         super().__init__()
         self.router = Router(config, layer, mesh, init.at("router"))
         self.experts = GroupedExperts(config, mesh, init.at("experts"), activation)
@@ -124,8 +123,7 @@ class TokenDispatch:
     """This rank's tokens to their experts and back, in one forward.
 
     dispatch    x `[t, h]`, probs fp32 `[t, k]`, ids int32 `[t, k]`, -1 for a dropped copy -> rows `[r, h]`
-                for this rank's experts, offsets int32 `[e + 1]` of each, and the same on the host, or None
-                where only the device knows them
+                of this rank's experts; their offsets int32 `[e + 1]`, on the device, and on the host or None
     combine     rows `[r, h]`, partial sums over etp -> each token's weighted sum `[t, h]`
     """
 
@@ -136,23 +134,20 @@ class TokenDispatch:
         self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
 
     def capacity(self, tokens: int) -> int | None:
-        """Rows that every expert gets from each rank of `tokens` tokens; None for as many as come."""
+        """Rows that every expert gets from each rank of `tokens` tokens; None where ids decide it."""
         return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
 
     def route(self, ids: torch.Tensor, capacity: int | None, first: int = 0) -> Routing:
-        """The order of copies by this rank's experts, of all tokens that are here.
-
-        first: the number that ids give to global expert 0; capacity: of each rank.
-        """
+        """Sort the copies of all tokens here by this rank's experts. first: the id of global expert 0."""
         rows = None if capacity is None else capacity * self.mesh.etp_ep.size
         return route(ids - (first + self.mesh.ep.rank * self.local), self.local, self.multiple, rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
-        """The order of this rank's tokens by ep ranks: one copy for each rank with any of its experts."""
+        """Sort this rank's tokens by ep ranks: one copy of a token for each rank with any of its experts."""
         owner = ids.div(self.local, rounding_mode="floor")
-        again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
+        repeated = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
         most = None if capacity is None else min(capacity * self.local, len(ids))
-        return route(owner.masked_fill(again, -1), self.mesh.ep.size, 1, most)
+        return route(owner.masked_fill(repeated, -1), self.mesh.ep.size, 1, most)
 
 
 class AllGatherDispatch(TokenDispatch):
@@ -172,19 +167,19 @@ class AllGatherDispatch(TokenDispatch):
 
 
 class AllToAllDispatch(TokenDispatch):
-    """All-to-all over ep, then over etp; without a capacity ranks may have different numbers of tokens."""
+    """All-to-all over ep, then over etp. Ranks may have different numbers of tokens without a capacity."""
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
-        """Exchanges sizes, then x and choices, over ep and over etp; gradients of the latter go back."""
+        """Exchanges sizes, then x, probs and ids, over ep and over etp; the backward returns gradients."""
         ep, etp, capacity = self.mesh.ep, self.mesh.etp, self.capacity(len(ids))
-        # how many tokens go to each ep rank and come from it, and how many each etp rank has received
+        # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives
         self.to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
         sizes = self.to_ranks.offsets.diff()
         received = all_to_all(sizes, ep)
         each = all_gather(received.sum()[None], etp).tolist()
         self.over_ep = sizes.tolist(), received.tolist()
         self.over_etp = [each[etp.rank]] * etp.size, each
-        # tokens, with probs and ids as one row, to the ep ranks, and on to the etp ranks that share an expert
+        # tokens, and probs and ids as one row, to the ep ranks, then to the etp ranks that share an expert
         choices = torch.cat((probs, ids + 1.0), dim=1)  # rows of padding are 0: no expert
         x, choices = (self.permute(v, self.to_ranks) for v in (x, choices))
         x, choices = (all_to_all(v, ep, *self.over_ep) for v in (x, choices))
@@ -197,7 +192,7 @@ class AllToAllDispatch(TokenDispatch):
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exchanges parts of sums, over etp, where they are added, and over ep."""
+        """Exchanges partial sums, over etp, where they are added, and over ep."""
         (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
