@@ -1,7 +1,7 @@
 """One microbatch: what the loaders make, the model reads and the training step adds to."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,18 +33,18 @@ class Batch:
 
     @property
     def embedded_positions(self) -> torch.Tensor:
-        """The positions that learned embeddings are of, `[s]` or `[b, s]`."""
+        """The positions that learned embeddings use, `[s]` or `[b, s]`."""
         return self.positions if self.position_ids is None else self.position_ids
 
     @property
     def rotary_positions(self) -> torch.Tensor:
-        """Those that rotary embeddings use: across documents it is the real distance that counts."""
+        """Those that rotary embeddings use: places in the row where attention crosses documents."""
         return self.positions if self.cu_seqlens is None else self.embedded_positions
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The batch with every tensor changed."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: change(t) for n, t in values.items() if isinstance(t, torch.Tensor)})
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return replace(self, **{name: change(x) for name, x in tensors.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
         """On `device`; the copy of pinned memory to a GPU does not wait."""

@@ -25,8 +25,7 @@ Only P has a gradient. Each rank differentiates its own tokens' share of P and s
 ranks' gradients add up to the whole under any tp, cp and pp (docs/moe.md: what else the losses depend on).
 As in Megatron, tokens that the main loss masks take part, and f counts the best scores without bias, groups
 and drops. Padding of packs is not counted, nor is a forward without autograd, which will be recomputed.
-(Switch, arXiv 2101.03961; z-loss 2202.08906; sinkhorn 2202.01169; global balance 2501.11873; bias 2408.15664;
-groups 2412.19437)
+(Switch, arXiv 2101.03961; z-loss 2202.08906; global balance 2501.11873; bias 2408.15664; groups 2412.19437)
 """
 
 import math
@@ -107,8 +106,7 @@ def sinkhorn(logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None)
 
     Over the tokens of all ranks of the axis, or those that are `real` `[t, 1]`. Each round all-reduces E
     numbers, and the host waits. A few tokens with logits far apart would take thousands of rounds, hence the
-    limit. In fp64: entries that are equal stay equal in any order of the ranks' sums. (Megatron adds 1e-8 to
-    each sum; far from an even load 4,096 tokens then take thousands of rounds instead of dozens.)
+    limit. In fp64: entries that are equal stay equal in any order of the ranks' sums. (arXiv 2202.01169)
     """
     table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
     tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
@@ -155,14 +153,6 @@ def count(ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | 
     ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
     counts = ids.new_zeros(columns * experts).scatter_add_(0, place.flatten(), ones.flatten())
     return counts.view(columns, experts)
-
-
-def all_scores(logits: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """The scores that P is the mean of: `[t, E]`, each token's sum to 1."""
-    if config.moe_router_score_function == "softmax":
-        return logits.softmax(-1)
-    scores = logits.sigmoid()
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -243,11 +233,13 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """Chooses the experts of this rank's tokens: x `[t, h]` -> probs fp32 `[t, k]`, ids int32 `[t, k]`.
 
-    Since `begin_step`, on the device: `counts` and of these `dropped`, int64 `[E]`, of this rank's copies;
-    `values` `[len(losses)]`, its summands of the losses, by name in `losses` with their weights. Their sums
-    over microbatches and ranks are the mean times all tokens. `expert_bias` `[E]` changes between steps.
-    Communicates counts, E a row of the batch at most, for each loss over tp and cp, or all replicas; sinkhorn
-    E sums over tp and cp, several times, in each forward of training.
+    counts, dropped     int64 `[E]`: this rank's copies since `begin_step`, and how many of them were dropped
+    values              `[len(losses)]`: its summands of the losses since then; those of all microbatches and
+                        ranks sum to a loss's mean times the tokens of the global batch
+    expert_bias         `[E]`, or None: changes between steps
+
+    In training it all-reduces counts, at most `[b, E]`, for each loss, over tp and cp or all replicas; for
+    sinkhorn `[E]` in each round.
     """
 
     def __init__(self, config: TransformerConfig, layer: int, mesh: Mesh, init: Init) -> None:
@@ -264,8 +256,7 @@ class Router(nn.Module):
         for name in ("counts", "dropped", "seen"):  # the last: on all replicas, for global_aux_loss
             zeros = torch.zeros(experts, dtype=torch.int64, device=init.device)
             self.register_buffer(name, zeros, persistent=False)
-        values = torch.zeros(len(self.losses), device=init.device)
-        self.register_buffer("values", values, persistent=False)
+        self.register_buffer("values", torch.zeros(len(self.losses), device=init.device), persistent=False)
 
     def states(self) -> dict[str, torch.Tensor]:
         """Views of what a checkpoint keeps beside parameters, by global name."""
@@ -328,7 +319,11 @@ class Router(nn.Module):
         """This rank's summand of the weighted sum of all losses, times the microbatch's tokens."""
         config, (_, _, ids, logits, real) = self.config, choice
         columns = len(batch.sample_ids) if "seq_aux_loss" in self.losses else 1
-        scores = all_scores(logits, config)
+        if config.moe_router_score_function == "softmax":
+            scores = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         if self.expert_bias is not None or config.moe_router_group_topk:
             ids = scores.topk(config.moe_router_topk).indices
         scores = scores if real is None else scores * real
