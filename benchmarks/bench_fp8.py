@@ -41,6 +41,7 @@ from nanomegatron.mesh import Axis  # noqa: E402
 from nanomegatron.model import TransformerLayer  # noqa: E402
 from nanomegatron.ops.fp8_matmul import add_fp8_product_  # noqa: E402
 from nanomegatron.ops.kernels import usable  # noqa: E402
+from nanomegatron.ops.merge import add_  # noqa: E402
 from nanomegatron.ops.rope import rope_angles  # noqa: E402
 from nanomegatron.param import Init, add_product  # noqa: E402
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear  # noqa: E402
@@ -197,6 +198,9 @@ class Bucket:
 
     def alloc_grads(self) -> None:
         """The memory is there."""
+
+    def add(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        add_(param.main_grad, grad)
 
     def ready(self, param: torch.Tensor) -> None:
         """Nobody waits for it."""

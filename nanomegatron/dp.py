@@ -37,6 +37,7 @@ from torch import nn
 from nanomegatron.comm import Pending, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Axis, Mesh
+from nanomegatron.ops.merge import add_
 from nanomegatron.param import Part, main_grad
 
 PARAM_ALIGN, SHARD_ALIGN = 64, 128  # where a parameter begins; what a shard's length is a multiple of
@@ -181,6 +182,11 @@ class Bucket:
     def start_step(self, microbatches: int) -> None:
         """Count contributions from zero."""
         self.counts, self.seen, self.microbatches = Counter(), 0, microbatches
+
+    def add(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Add a contribution to the gradient of `param`, and count it. grad: of its shape"""
+        add_(param.main_grad, grad)
+        self.ready(param)
 
     def ready(self, param: nn.Parameter) -> None:
         """A contribution to the gradient of `param` has been added. Raises RuntimeError for one too many."""

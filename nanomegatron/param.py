@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.merge import add_
 
 
 @dataclass(frozen=True)
@@ -235,12 +234,7 @@ def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> to
     target, made = main_grad(param), grad()
     if target is None:
         return made
-
-    def add() -> None:
-        add_(target, made)
-        param.bucket.ready(param)
-
-    return run_or_defer(param, add, beside_nccl=True)
+    return run_or_defer(param, lambda: param.bucket.add(param, made), beside_nccl=True)
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:

@@ -158,7 +158,8 @@ def test_contribution_goes_to_main_grad_or_to_autograd():
             calls.append("alloc_grads")
             param.main_grad = torch.full((8, 6), 2.0)
 
-        def ready(self, which):
+        def add(self, which, grad):
+            which.main_grad += grad
             calls.append(which)
 
     param.bucket = Bucket()
