@@ -171,7 +171,7 @@ def z_loss(logits: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tens
     return (squares if real is None else squares * real).sum()
 
 
-def wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a b of 16-bit matrices in fp32: sums of exact products, on a GPU at the speed of 16 bits."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
@@ -184,7 +184,7 @@ class GateFunction(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight = weight  # what hooks save comes back without its bucket
         if dtype == torch.float32 != x.dtype:
-            return wide(x, weight.t())
+            return mm_in_fp32(x, weight.t())
         y = x.to(dtype) @ weight.to(dtype).t()
         return y.float() if dtype == torch.float64 else y  # the backward works in the type of this
 
@@ -199,7 +199,7 @@ class GateFunction(torch.autograd.Function):
             parts = torch.cat(summands, dim=1)
 
             def product() -> torch.Tensor:
-                return wide(parts.t(), x).view(3, *weight.shape).sum(0)
+                return mm_in_fp32(parts.t(), x).view(3, *weight.shape).sum(0)
 
             dw = run_or_defer(weight, lambda: accumulate_grad(weight, product))
             return parts @ weight.repeat(3, 1), dw, None
@@ -247,13 +247,13 @@ class Router(nn.Module):
         experts, h = config.num_experts, config.hidden_size
         self.config, self.layer, self.mesh = config, layer, mesh
         # ranks of tp with tokens of their own; without sequence parallelism they have the same
-        self.spread = mesh.tp if config.sequence_parallel else Axis.single("tp")
+        self.tokens_axis = mesh.tp if config.sequence_parallel else Axis.single("tp")
         part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)
         self.weight = new_parameter(ParamSpec((part,), (experts, h), writes_grad=True), init)
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
-        for name in ("counts", "dropped", "seen"):  # the last: on all replicas, for global_aux_loss
+        for name in ("counts", "dropped", "global_counts"):  # the last: of all replicas, for global_aux_loss
             zeros = torch.zeros(experts, dtype=torch.int64, device=init.device)
             self.register_buffer(name, zeros, persistent=False)
         self.register_buffer("values", torch.zeros(len(self.losses), device=init.device), persistent=False)
@@ -265,7 +265,7 @@ class Router(nn.Module):
 
     def begin_step(self) -> None:
         """Zero the counts, before the first microbatch of a step."""
-        torch._foreach_zero_([self.counts, self.dropped, self.seen])
+        torch._foreach_zero_([self.counts, self.dropped, self.global_counts])
         self.values.zero_()
 
     def forward(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,8 +334,8 @@ class Router(nn.Module):
                 continue
             each = counts if name == "seq_aux_loss" else counts.sum(0, keepdim=True)
             if name == "global_aux_loss":
-                self.seen += all_reduce(all_reduce(each[0], self.spread), self.mesh.dp_cp)
-                each = self.seen[None]
+                self.global_counts += all_reduce(all_reduce(each[0], self.tokens_axis), self.mesh.dp_cp)
+                each = self.global_counts[None]
             else:  # without sequence parallelism a multiple: tp ranks have the same tokens
                 each = all_reduce(each, self.mesh.tp_cp)
             values.append(load_loss(scores, each))

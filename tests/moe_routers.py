@@ -74,7 +74,7 @@ def batch_of(samples=1, s=S, aux_scale=None, seed=None, first=0):
 def sum_counts(routers):
     """Copies routed and dropped on all ranks, `[2, layers, E]`."""
     mine = torch.stack([torch.stack([getattr(r, name) for r in routers]) for name in ("counts", "dropped")])
-    return all_reduce(all_reduce(mine, routers[0].spread), routers[0].mesh.dp_cp)
+    return all_reduce(all_reduce(mine, routers[0].tokens_axis), routers[0].mesh.dp_cp)
 
 
 def close(found, expected, tolerance=1e-6):
