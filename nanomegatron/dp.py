@@ -185,7 +185,7 @@ class Bucket:
 
     def add(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Add a contribution to the gradient of `param`, and count it. grad: of its shape"""
-        add_(param.main_grad, grad)
+        add_(main_grad(param), grad)
         self.ready(param)
 
     def ready(self, param: nn.Parameter) -> None:
