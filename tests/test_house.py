@@ -9,10 +9,10 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6000,
-    "checkpoint": 1325,
-    "commands": 250,
-    "config": 2220,
-    "data": 2250,
+    "checkpoint": 1385,
+    "commands": 270,
+    "config": 2440,
+    "data": 2290,
     "fast": 2450,
     "faults": 330,
     "ops": 2900,

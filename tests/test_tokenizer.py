@@ -14,11 +14,9 @@ from nanomegatron.data.tokenizer import (
     EOD,
     GPT2_PATTERN,
     build_tokenizer,
-    byte_alphabet,
-    read_ranks,
     tokenizer_from_spec,
-    write_ranks,
 )
+from nanomegatron.data.vocabulary import byte_alphabet, read_ranks, write_ranks
 
 TEXTS = [
     "",

@@ -35,11 +35,10 @@ from nanomegatron.data.indexed_dataset import best_dtype, publish
 from nanomegatron.data.tokenizer import (
     EOD,
     Tokenizer,
-    byte_alphabet,
     import_extra,
     tokenizer_from_spec,
-    write_ranks,
 )
+from nanomegatron.data.vocabulary import byte_alphabet, write_ranks
 
 CHUNK_BYTES, CHUNKS_PER_WORKER = 1 << 19, 4
 

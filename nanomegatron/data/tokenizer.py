@@ -16,10 +16,8 @@ word the neighbours whose union has the lowest rank merge, again and again. The 
 a list of byte strings in order is the whole model.
 """
 
-import base64
 import hashlib
 import importlib
-import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Protocol
 import tiktoken
 
 from nanomegatron.data.ascii_bpe import AsciiEncoder
+from nanomegatron.data.vocabulary import byte_alphabet, check_ids, read_ranks, read_table
 
 EOD = "<|endoftext|>"
 # GPT-2's: contractions, words, numbers, punctuation, space. `++` never gives back what it took, so that a
@@ -105,11 +104,9 @@ class TikTokenizer:
     def __init__(self, model: str) -> None:
         path = Path(model)
         if path.is_file():
-            ranks, settings = read_ranks(path), {}
-            sidecar = Path(f"{path}.json")
-            if sidecar.is_file():
-                settings = json.loads(sidecar.read_text(encoding="utf-8"))
-            self._use_ranks(ranks, path, **settings)
+            sidecar, keys = Path(f"{path}.json"), ("pattern", "special_tokens", "eod")
+            settings = read_table(sidecar, keys) if sidecar.is_file() else {}
+            self._use_ranks(read_ranks(path), path, **settings)
         elif model in tiktoken.list_encoding_names():
             try:
                 encoding = tiktoken.get_encoding(model)
@@ -126,12 +123,15 @@ class TikTokenizer:
     def _use_ranks(
         self, ranks: dict[bytes, int], path: Path, pattern="", special_tokens=None, eod=EOD
     ) -> None:
-        special_tokens = special_tokens or {EOD: max(ranks.values()) + 1}
-        if eod not in special_tokens:
-            raise ValueError(f"{path}.json: eod {eod!r} is not among its special_tokens")
-        encoding = tiktoken.Encoding(
-            path.name, pat_str=pattern or GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens
-        )
+        special_tokens, sidecar = special_tokens or {EOD: max(ranks.values()) + 1}, Path(f"{path}.json")
+        check_ids(sidecar, ranks, special_tokens)
+        if not isinstance(eod, str) or eod not in special_tokens:
+            raise ValueError(f"{sidecar}: eod {eod!r:.60} is not among its special_tokens")
+        try:
+            tables = dict(mergeable_ranks=ranks, special_tokens=special_tokens)
+            encoding = tiktoken.Encoding(path.name, pat_str=pattern or GPT2_PATTERN, **tables)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{sidecar}: pattern {str(pattern)[:60]!r}: {error}") from None
         spec = {"type": "TikTokenizer", "model": str(path.absolute())}
         self._use(encoding, special_tokens[eod], spec, pattern)
 
@@ -144,7 +144,7 @@ class TikTokenizer:
         self.vocab_size = encoding.n_vocab
         ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
         known = {rank for rank, _ in ranks} | set(encoding._special_tokens.values())
-        self._gaps = set(range(self.vocab_size)) - known
+        self._known = known
         special = sorted(encoding._special_tokens.items())
         self.fingerprint = _sha256(
             "BPE", *(b"%d %b" % (r, t.hex().encode()) for r, t in ranks), special, eod, pattern
@@ -160,7 +160,7 @@ class TikTokenizer:
             raise ValueError("tiktoken cannot split it: hundreds of thousands of blanks in a row") from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode([i for i in ids if i not in self._gaps])
+        return self._encoding.decode([i for i in ids if i in self._known])
 
 
 class GPT2BPETokenizer(TikTokenizer):
@@ -170,7 +170,8 @@ class GPT2BPETokenizer(TikTokenizer):
         vocab, merges = _file(vocab_file, "--vocab-file"), _file(merge_file, "--merge-file")
         alphabet = byte_alphabet()
         try:
-            entries = json.loads(vocab.read_text(encoding="utf-8"))
+            entries = read_table(vocab)
+            check_ids(vocab, entries)
             eod = entries.pop(EOD)
             ranks = {bytes(alphabet[c] for c in token): i for token, i in entries.items()}
             lines = merges.read_text(encoding="utf-8").split("\n")[1:]
@@ -207,6 +208,7 @@ class Llama3Tokenizer(TikTokenizer):
         ranks = read_ranks(path)
         names = self.named + [f"reserved_special_token_{i}" for i in range(2, 258 - len(self.named))]
         special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
+        check_ids(path, ranks, special)
         encoding = tiktoken.Encoding(
             path.name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=special
         )
@@ -239,8 +241,11 @@ class HuggingFaceTokenizer:
     @staticmethod
     def _find_eod(path: Path, vocab: dict[str, int]) -> int:
         config = path.with_name("tokenizer_config.json")
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-        names = [token["content"] if isinstance(token, dict) else token] if token else _HF_EODS
+        token = read_table(config).get("eos_token") if config.is_file() else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise ValueError(f"{config}: eos_token {token!r:.60}: must be a string")
+        names = [token] if token else _HF_EODS
         for name in names:
             if name in vocab:
                 return vocab[name]
@@ -317,7 +322,9 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
     (And in its folder hf, where convert.py keeps what came with a model.)
     """
     unknown = set(spec) - {"type", "model", "vocab_file", "merge_file", "vocab_size", "eod"}
-    if "type" not in spec or unknown:
+    kinds = {"vocab_size": int, "eod": int}
+    wrong = any(type(value) is not kinds.get(name, str) for name, value in spec.items())
+    if "type" not in spec or unknown or wrong:
         raise ValueError(f"{spec}: not the description of a tokenizer; give --tokenizer-type")
     found = dict(spec)
     for name, value in spec.items():
@@ -326,39 +333,6 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
             moved = (Path(beside) / folder / Path(value).name for folder in ("", "hf"))
             found[name] = next((str(path) for path in moved if path.exists()), value)
     return build_tokenizer(found.pop("type"), **found)
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """token -> rank of a tiktoken rank file. Raises ValueError with the line that is wrong."""
-    ranks = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-            except ValueError:
-                raise ValueError(f"{path}:{number}: {line[:40]!r} is not `base64(token) rank`") from None
-    missing = [b for b in range(256) if bytes([b]) not in ranks]
-    if missing or len(set(ranks.values())) != len(ranks):
-        raise ValueError(
-            f"{path}: not a rank file: it needs all 256 bytes (misses {len(missing)}), each rank once"
-        )
-    return ranks
-
-
-def write_ranks(path: Path, tokens: Iterable[bytes]) -> None:
-    """A tiktoken rank file; `tokens` in the order of their ids."""
-    path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens)))
-
-
-def byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters by which GPT-2's files write bytes -> the byte.
-
-    Printable Latin-1 stands for itself; the rest, in order, are the characters from U+0100 on.
-    """
-    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    rest = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 def import_extra(name: str, user: str) -> ModuleType:

@@ -1,0 +1,71 @@
+"""The files of tokenizers, read with suspicion: tiktoken's ranks, JSON, and ids that a model can have."""
+
+import base64
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MOST_IDS = 2**31  # as Megatron's .bin files can hold
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """token -> rank of a tiktoken rank file. Raises ValueError with the line that is wrong."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                word, rank = line.split()
+                token, ranks_before = base64.b64decode(word, validate=True), len(ranks)
+                ranks[token] = int(rank)
+            except ValueError:
+                raise ValueError(f"{path}:{number}: {line[:40]!r} is not `base64(token) rank`") from None
+            if len(ranks) == ranks_before:
+                raise ValueError(f"{path}:{number}: the token {token[:40]!r} stands there twice")
+    if missing := [b for b in range(256) if bytes([b]) not in ranks]:
+        raise ValueError(f"{path}: not a rank file: {len(missing)} of the 256 bytes are missing")
+    check_ids(path, ranks)
+    return ranks
+
+
+def write_ranks(path: Path, tokens: Iterable[bytes]) -> None:
+    """A tiktoken rank file; `tokens` in the order of their ids."""
+    path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens)))
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The 256 printable characters by which GPT-2's files write bytes -> the byte.
+
+    Printable Latin-1 stands for itself; the rest, in order, are the characters from U+0100 on.
+    """
+    plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+def read_table(path: Path, keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """A JSON object, with no other keys than these. Raises ValueError."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path}: not JSON ({why})") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: must be a JSON object, not a {type(table).__name__}")
+    if unknown := sorted(table.keys() - keys) if keys is not None else []:
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; it may have {', '.join(sorted(keys))}")
+    return table
+
+
+def check_ids(path: Path, *tables: Any) -> None:
+    """Raise ValueError unless all tables are of token -> id, and no id is used twice."""
+    owner: dict[int, Any] = {}
+    for table in tables:
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: {str(table)[:40]} must be a table of tokens and their ids")
+        for token, number in table.items():
+            if type(number) is not int or not 0 <= number < MOST_IDS:
+                raise ValueError(f"{path}: the id {str(number)[:40]} of {token!r:.60} must be in 0..2^31 - 1")
+            if number in owner:
+                raise ValueError(f"{path}: {token!r:.60} and {owner[number]!r:.60} have the same id {number}")
+            owner[number] = token
