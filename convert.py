@@ -30,23 +30,28 @@ import torch
 
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
 from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, read_manifest, sync
-from nanomegatron.checkpoint.hf import Folder, model_parts, places
+from nanomegatron.checkpoint.hf import (
+    HEADER,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    Folder,
+    folder_tokenizer,
+    model_parts,
+    places,
+)
 from nanomegatron.checkpoint.manifest import DTYPES, Manifest
 from nanomegatron.config.cli import build, from_toml, to_toml
-from nanomegatron.config.hf import to_hf
+from nanomegatron.config.hf import settings_of, to_hf
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
+from nanomegatron.data.tokenizer import tokenizer_from_spec
 from nanomegatron.mesh import Mesh, World
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
-HEADER = ".header"  # hf/NAME.header: the bytes of the weight file NAME before its first tensor
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+LAYOUT_FLAGS = [
+    f"--{end}{kind}-parallel-size" for end in ("target-", "") for kind in ("tensor", "pipeline", "expert")
+]
+LAYOUT_FLAGS += [f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")]
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
-TOKENIZER_FILES = {  # what our tokenizers' files are called in a Hugging Face folder
-    "HuggingFaceTokenizer": {"model": "tokenizer.json"},
-    "SentencePieceTokenizer": {"model": "tokenizer.model"},
-    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--input-path", "--load-dir", required=True, help="folder to read")
     p.add_argument("--output-path", "--save-dir", required=True, help="folder to make")
     p.add_argument("--ckpt-step", type=int, help="iteration to read; the newest")
+    for flag in LAYOUT_FLAGS:
+        p.add_argument(flag, type=int, dest="layout", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     source, target = Path(args.input_path), Path(args.output_path).absolute()
     temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
@@ -77,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    if args.layout:
+        notes.append("the flags of a layout are needless: any layout loads what is written")
     print("\n".join([f"{target} is written", *notes]))
     return 0
 
@@ -118,12 +127,10 @@ def find_tokenizer(folder: Path, moved: Path, vocab_size: int) -> dict:
 
     Where there is none, text is ids as decimal numbers. Raises ValueError.
     """
-    found = build_tokenizer("NullTokenizer", vocab_size=vocab_size)
-    for kind, files in TOKENIZER_FILES.items():
-        if all((folder / name).is_file() for name in files.values()):
-            found = build_tokenizer(kind, **{key: str(folder / name) for key, name in files.items()})
-            found.spec |= {key: str(moved / name) for key, name in files.items()}
-            break
+    found = folder_tokenizer(folder, vocab_size)
+    found.spec |= {
+        key: str(moved / name) for key, name in TOKENIZER_FILES.get(found.spec["type"], {}).items()
+    }
     return {"tokenizer": found.spec, "tokenizer_fingerprint": found.fingerprint}
 
 
@@ -172,7 +179,7 @@ def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
 
 
 def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[str, bytes], list[str]]:
-    """config.json and the tokenizer of a model that was trained here, and notes."""
+    """config.json, tokenizer and what else is kept of the folder that training began with; and notes."""
     config, files, notes, eod = from_toml(loaded.config_toml), {}, [], None
     vocab_size, _ = manifest.tensors["model/embedding.word_embeddings.weight"].shape
     try:
@@ -185,8 +192,19 @@ def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[st
     except ValueError as error:
         notes = [f"without a tokenizer: {error}"]
     table = to_hf(replace(config, data=replace(config.data, vocab_size=vocab_size)), eod)
-    data = {name: path.read_bytes() for name, path in files.items()}
+    kept = {path.name: path for path in (source / "hf").glob("*") if path.suffix != HEADER}
+    if theirs := kept.pop("config.json", None):
+        table = same_model(json.loads(theirs.read_text()), table)
+    data = {name: path.read_bytes() for name, path in (files | kept).items()}
     return data | {"config.json": (json.dumps(table, indent=2) + "\n").encode()}, notes
+
+
+def same_model(theirs: dict, ours: dict) -> dict:
+    """The config.json that a model began with, in the type of now; or ours, if the model has changed."""
+    before, now = (settings_of(table) | dict.fromkeys(("bf16", "fp16")) for table in (theirs, ours))
+    if before != now:
+        return ours | {key: value for key, value in theirs.items() if key.endswith("_token_id")}
+    return theirs | {"dtype" if "dtype" in theirs else "torch_dtype": ours["torch_dtype"]}
 
 
 class Weights:

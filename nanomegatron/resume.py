@@ -18,15 +18,17 @@ import torch
 from nanomegatron.checkpoint.checkpoint import (
     load,
     module_states,
+    read_state,
     save,
     state_pieces,
     training_pieces,
 )
 from nanomegatron.checkpoint.files import Piece
-from nanomegatron.checkpoint.hf import load_weights
+from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.source import Source, find_source
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
+from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.model import TransformerConfig
@@ -70,7 +72,7 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
     scales = run.model.scales
     fp8 = {} if scales is None else {f"fp8/{name}": x for name, x in scales.state().items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
-    return training_pieces(run.optimizer.params, states, run.mesh) + small, fp8
+    return training_pieces(list(run.model.parameters()), states, run.mesh) + small, fp8
 
 
 def load_checkpoint(run: Run) -> None:
@@ -85,6 +87,8 @@ def load_checkpoint(run: Run) -> None:
         load_hf_folder(run, source)
         return
     begins = only_weights or run.config.run.eval_only
+    if not begins and (found := read_state(root, run.mesh, source.step)) and "hf" in found[0]:
+        raise ValueError(f"--load {root}: convert.py made it, of weights alone; train on with --finetune")
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     wanted = dense_pieces(pieces) if source.upcycling else pieces
@@ -93,7 +97,8 @@ def load_checkpoint(run: Run) -> None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
         elif config.load:
-            raise CheckpointError(f"--load {root}: no checkpoint there; train from scratch without --load")
+            fix = hub_hint(root) or "; train from scratch without --load"
+            raise CheckpointError(f"--load {root}: no checkpoint there{fix}")
         elif run.config.run.eval_only:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
@@ -105,9 +110,11 @@ def load_checkpoint(run: Run) -> None:
         restore_progress(run, root, loaded.state)
         if states:
             run.optimizer.load_scalars(loaded.state["optimizer"])
+    if only_weights:
+        keep_source(run, root)
     if source.upcycling:
-        log_notes(run, divide_outputs(run.optimizer.params, run.config.model))
-    if not states:
+        log_notes(run, divide_outputs(list(run.model.parameters()), run.config.model))
+    if run.optimizer and not states:
         run.optimizer.reset_main()
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
@@ -147,12 +154,20 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
 
 def load_hf_folder(run: Run, source: Source) -> None:
     """Take the weights of a Hugging Face model, for the experts those of its MLPs. Raises ValueError."""
-    params, model, upcycling = run.optimizer.params, run.config.model, source.upcycling
+    params, model, upcycling = list(run.model.parameters()), run.config.model, source.upcycling
     notes = load_weights(source.root, params, model, run.model.vocab_size, upcycling)
     log_notes(run, [*(divide_outputs(params, model) if upcycling else ()), *notes])
-    run.optimizer.reset_main()
+    if run.optimizer:
+        run.optimizer.reset_main()
+    keep_source(run, source.root)
     how = ", each expert as the MLP" * upcycling
     run.log.line(f"loaded  {source.root}, the weights of a Hugging Face model{how}")
+
+
+def keep_source(run: Run, root: str) -> None:
+    """Keep what a Hugging Face model brings besides weights beside the run's checkpoints, for its export."""
+    if run.mesh.rank == 0 and not run.config.run.eval_only:
+        keep_source_files(root, Path(run.config.checkpoint.save) / "hf")
 
 
 def log_notes(run: Run, notes: list[str]) -> None:

@@ -27,12 +27,12 @@ class Run:
     datasets: tuple  # training, validation, test; None where there is none
     loaders: tuple
     model: Stages
-    grads: Buckets
-    optimizer: Optimizer
+    grads: Buckets | None  # these and reporter: None with --eval-only, which needs no memory for them
+    optimizer: Optimizer | None
     samples_before: list[int]  # consumed before each iteration, and after the last
     data_samples: list[int]  # how many the training data was made for, run by run
     profile: Profile
-    reporter: Reporter
+    reporter: Reporter | None
     signals: Signals = UNHEARD
     iteration: int = 0  # finished
     skipped_samples: int = 0  # passed over by --iterations-to-skip

@@ -13,6 +13,7 @@ head by head. Files are mapped into memory: a rank that copies its slice of a te
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from safetensors import SafetensorError, safe_open
 
 from nanomegatron.checkpoint.upcycle import dense_source
 from nanomegatron.config.cli import flag
-from nanomegatron.config.hf import read_folder
+from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
 
@@ -75,6 +77,13 @@ output_layer                                    lm_head
 """
 TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL}
 TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
+HEADER = ".header"  # NAME.header: the bytes of the weight file NAME before its first tensor
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+TOKENIZER_FILES = {  # what our tokenizers' files are called in a Hugging Face folder
+    "HuggingFaceTokenizer": {"model": "tokenizer.json"},
+    "SentencePieceTokenizer": {"model": "tokenizer.model"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+}
 # Tensors of old files that hold no weights: masks and tables that the model computes.
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 NUMBER = r"(?<=\.)\d+(?=\.)"
@@ -199,6 +208,29 @@ def weight_files(folder: Path) -> list[str]:
         f"{folder}: no model.safetensors, and no index of several; a pickle (pytorch_model.bin) is not read: "
         "save it again with transformers' save_pretrained"
     )
+
+
+def keep_source_files(source: str | Path, kept: Path) -> None:
+    """Copy to `kept` all but the weights of a Hugging Face folder, or of what is kept beside a checkpoint.
+
+    Chat template, generation settings, tokenizer: `convert.py` writes them again.
+    """
+    folder = Path(source) if is_hf_folder(source) else Path(source) / "hf"
+    for path in folder.iterdir() if folder.is_dir() and folder != kept else ():
+        if path.is_file() and path.suffix not in (*WEIGHTS, HEADER):
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, kept / path.name)
+
+
+def folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; where there is none, text is ids as decimal numbers.
+
+    Raises ValueError.
+    """
+    for kind, files in TOKENIZER_FILES.items():
+        if all((folder / name).is_file() for name in files.values()):
+            return build_tokenizer(kind, **{key: str(folder / name) for key, name in files.items()})
+    return build_tokenizer("NullTokenizer", vocab_size=vocab_size)
 
 
 def model_parts(config: TransformerConfig, vocab_size: int) -> list[Part]:

@@ -19,8 +19,11 @@ import torch
 
 from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
+from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.config.cli import build as from_settings
 from nanomegatron.config.cli import from_toml
+from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
 from nanomegatron.generate import Sampling, generate, stream
@@ -46,7 +49,7 @@ def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     """The command line; leaves with exit code 2 where it is wrong. `world_size`: processes of torchrun."""
     parser = argparse.ArgumentParser(prog="python -m nanomegatron generate", description="Continue a text.")
     add = parser.add_argument
-    add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt")
+    add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt, or of a Hugging Face model")
     add("--ckpt-step", type=int, help="iteration to load; the newest")
     add("--prompt", action="append", default=[], help="text to continue, may be repeated; none: read stdin")
     add("--prompt-file", action="append", default=[], help="file whose text is a prompt")
@@ -119,6 +122,8 @@ def load_model(
     over. Raises CheckpointError, and ValueError where the tokenizer's file is missing or the model does not
     divide by tp.
     """
+    if is_hf_folder(root):
+        return load_hf_model(root, mesh, say)
     found = load(root, [], mesh, step)  # which it is, without the weights: they need a model first
     if found is None:
         raise CheckpointError(f"no checkpoint in {root}")
@@ -143,6 +148,22 @@ def load_model(
     pieces = training_pieces(model.parameters(), {}, mesh) + state_pieces(module_states(model), mesh)
     load(root, pieces, mesh, found.iteration, cast=True)
     return model, tokenizer, config
+
+
+def load_hf_model(
+    root: str | Path, mesh: Mesh, say: Callable[[str], None]
+) -> tuple[Stages, Tokenizer, Config]:
+    """The same of a Hugging Face folder as it is. Raises ValueError."""
+    config = from_settings(read_folder(root)[1])
+    vocab_size = config.data.vocab_size
+    parallel = ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops")
+    config = replace(config, parallel=parallel)
+    padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
+    init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
+    model = build(config, mesh, vocab_size, padded, init)
+    for note in load_weights(root, model.parameters(), config.model, vocab_size):
+        say(note)
+    return model, folder_tokenizer(Path(root), vocab_size), config
 
 
 def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
