@@ -23,6 +23,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from nanomegatron.config.early import early_answer, print_errors
+
+if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not None:
+    sys.exit(answered)  # in less time than it takes to import torch
+
 import torch
 
 from nanomegatron import comm
@@ -31,7 +36,7 @@ from nanomegatron.build import build, build_optimizer, install, paths_for
 from nanomegatron.checkpoint.source import data_samples
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
-from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse, to_toml
+from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
@@ -41,7 +46,6 @@ from nanomegatron.faults.exit import (
     NO_CHECKPOINT,
     SAVE_FAILED,
     name_culprit,
-    print_errors,
     report_failure,
 )
 from nanomegatron.faults.lock import claim, settings_in
@@ -54,7 +58,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pp import execute
-from nanomegatron.report.banner import banner, data_lines
+from nanomegatron.report.banner import banner, check_memory, data_lines
 from nanomegatron.report.log import RunLog, timestamp
 from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
@@ -79,15 +83,13 @@ from preprocess import prepare_embedded
 def main(argv: list[str]) -> int:
     """Check the whole run, then do it here or in --nproc processes of this machine; returns the exit code."""
     world = World.from_environment()
+    if (answered := early_answer(argv)) is not None:
+        return answered
     try:
-        asked = parse(argv).action
-        if asked.startswith("help"):
-            print(help_text(everything=asked == "help all"))
-            return DONE
         parsed, config = settings(argv, world)
     except ValueError as error:
         if world.rank == 0:
-            print_errors(error)
+            print_errors(getattr(error, "messages", [str(error)]))
         return BAD_CONFIG
     if parsed.action == "print-config":
         print(to_toml(config), end="")
@@ -164,7 +166,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         comm.barrier(mesh.world)  # the run has begun in status.json before a rank may say that it failed
     except ValueError as error:
         if world.rank == 0:
-            print_errors(error)
+            print_errors(getattr(error, "messages", [str(error)]))
         return BAD_CONFIG
     run = None
     try:
@@ -201,15 +203,17 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     datasets = build_datasets(data, wanted, config.run.seed, tokenizer, asked[:-1])
     signals.check(mesh)
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
+    notes = [*parsed.notes, *run_notes(config), *check_memory(config, mesh, vocab_size)]
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     paths = paths_for(config, mesh)
     model = install(build(config, mesh, vocab_size, padded, init), paths)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
-    grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
-    reporter = Reporter(config, mesh, log, model, grads, optimizer)
+    grads = optimizer = reporter = None
+    if not config.run.eval_only:
+        grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
+        reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     run = Run(*parts, before, asked, profile, reporter, signals)
-    notes = [*parsed.notes, *run_notes(config)]
     for line in banner(config, mesh, model, grads, paths.describe(config, mesh), notes):
         log.line(line)
     for line in data_lines(config, datasets, before[-1], log.folder):

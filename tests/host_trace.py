@@ -10,8 +10,7 @@ Nothing of the package is replaced. Ranks are told that their tensors are on GPU
     tensors            the CPU's; which would be on the GPU is tracked by their storage, so that `is_cuda`,
                        copies between the two and what the host has to wait for (`sync`) are as there
 
-A copy is made when it is issued, on whatever stream: barriers are real, so that this is an order that the
-streams might take. Hence a trace tells order and waits; it doesn't tell that these are enough.
+A copy is made when it is issued, on any stream: barriers are real, so the streams might take this order.
 """
 
 import os
@@ -318,6 +317,7 @@ def cuda(recorder: Recorder) -> dict[str, Any]:
         "can_device_access_peer": lambda a, b: True,
         "device_count": lambda: 8,
         "get_device_name": lambda device=None: "host",
+        "get_device_properties": lambda device=None: MagicMock(total_memory=2**50),
     }
 
 

@@ -3,8 +3,11 @@
 The fast tier takes the first of each kind, the full one all.
 """
 
+import json
 import os
+import resource
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 import train
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 
+ROOT = Path(train.__file__).parent
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 --device cpu"
 )
@@ -115,7 +119,7 @@ KINDS = {
 --hidden-size NaN
 --num-layers two
 --lr fast
---lr= | --lr: must be a number
+--lr= | --lr: an empty value
 --seed 1.5
 --train-iters all
 --micro-batch-size 1.5
@@ -136,6 +140,39 @@ KINDS = {
 --config a b
 --metrics-jsonl a b
 -lr 1e-3 | -lr 1e-3: takes one value
+""",
+    "empty": """
+--load= | --load: an empty value; give one, or leave the flag out
+--run-name= | --run-name: an empty value
+--data-cache-path= | --data-cache-path: an empty value
+--config= | --config: an empty value
+--data-path | --data-path: takes at least one value
+--iterations-to-skip | --iterations-to-skip: takes at least one value
+--data-path= | --data-path: an empty value
+--metrics-jsonl | --metrics-jsonl: takes one value
+""",
+    "absurd": f"""
+--num-layers 100000000 | --num-layers 100000000: must be greater than 0 and at most 10000
+--train-iters 100000000000 | --train-iters 100000000000: must be greater than 0 and at most 10000000
+--train-samples 10000000000 --global-batch-size 1 --train-iters None | 10000000000 iterations; must be
+--vocab-size 1000000000000 | --vocab-size 1000000000000: must be
+--hidden-size 1000000000 | --hidden-size 1000000000: must be greater than 0 and at most
+--eval-iters 100000000000 | --eval-iters 100000000000: must be at least 0 and at most 10000000
+--global-batch-size 8000000000000 | --global-batch-size 8000000000000: must be
+--micro-batch-size 8000000000000 | --micro-batch-size 8000000000000: must be
+--rampup-batch-size 1 1 100 --global-batch-size 16000000 | --rampup-batch-size 1 1 100: must reach
+--num-workers 100000 | --num-workers 100000: must be at least 0 and at most 1024
+--distributed-timeout-minutes 1e300 | --distributed-timeout-minutes 1e+300: must be greater than 0 and at most
+--seq-length 1000000000000 | --seq-length 1000000000000: must be
+--num-attention-heads 1000000000 | --num-attention-heads 1000000000: must be
+--ffn-hidden-size 100000000000 | --ffn-hidden-size 100000000000: must be
+--kv-channels 100000000000 | --kv-channels 100000000000: must be
+--nproc 1000000 | --nproc 1000000: must be greater than 0 and at most
+--save-interval 1{"0" * 400} | must be below 2^63
+--save-interval 1{"0" * 5000} | must be a whole number
+--run-name {"a" * 300} | must have at most 200 bytes
+--save {"a" * 300} | cannot write to
+--hidden-size 65536 --num-layers 1000 --num-attention-heads 64 | GiB are needed, and this machine has
 """,
     "no such choice": """
 --normalization rmsnorm | --normalization rmsnorm: must be one of LayerNorm, RMSNorm; did you mean RMSNorm?
@@ -186,15 +223,14 @@ KINDS = {
 --use-distributed-optimizer --data-parallel-sharding-strategy no_shard | --use-distributed-optimizer: not with
 --loss-scale 8 | --loss-scale 8.0: needs --fp16
 --eval-only --eval-iters 0 | --eval-only: needs --eval-iters
---fp8-format e4m3 | --fp8-format e4m3: needs --bf16
+--fp8-format e4m3 --no-bf16 | --fp8-format e4m3: needs --bf16
 --exp-avg-dtype bf16 | --exp-avg-dtype bf16: needs --use-precision-aware-optimizer
 --vpp 2 | --num-virtual-stages-per-pipeline-rank 2: needs --pipeline-model-parallel-size
 --ep 2 --nproc 2 | --expert-model-parallel-size 2: needs --num-experts
---overlap-param-gather
+--overlap-param-gather --no-use-distributed-optimizer | --overlap-param-gather: needs
 --finetune | --finetune: needs --load
 --no-load-optim
---recompute-granularity full | needs --recompute-method and --recompute-num-layers
---optimizer-cpu-offload | --optimizer-cpu-offload: needs --bf16 or --fp16
+--optimizer-cpu-offload --no-bf16 | --optimizer-cpu-offload: needs --bf16 or --fp16
 --dynamic-context-parallel
 --profile --profile-step-start 5 --profile-step-end 5 | --profile-step-end 5: must exceed --profile-step-start
 """,
@@ -206,6 +242,13 @@ KINDS = {
 --config type.toml | type.toml: hidden-size = 'big': must be a whole number
 --config extends.toml | gone.toml: no such file
 --config folder | folder: [Errno 21] Is a directory
+--config deep.toml | deep.toml: nested too deeply
+--config chain0.toml | extends more than
+--config deep | config.json: nested too deeply
+--config huge | num_hidden_layers = 1
+--config list | model_type = ['llama']
+--config number | config.json: model_type = None
+--config list | model_type = ['llama']
 --run-name ../up
 --run-name .
 """,
@@ -251,12 +294,20 @@ KINDS = {
 --data-path words --tensorboard-dir file | --tensorboard-dir file
 """,
 }
+LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
+LLAMA |= dict(intermediate_size=128, vocab_size=100, max_position_embeddings=64, rms_norm_eps=1e-5)
 FILES = {
+    **{f"chain{i}.toml": f'extends = "chain{i + 1}.toml"\n' for i in range(1200)},
     "torn.toml": 'num-layers = 2\nlr = "0.1',
     "latin.toml": b'run-name = "\xe9"\n',
     "key.toml": "hiden-size = 3\n",
     "type.toml": 'hidden-size = "big"\n',
     "extends.toml": 'extends = "gone.toml"\n',
+    "deep.toml": "x = " + "[" * 5000 + "]" * 5000,
+    "deep/config.json": "[" * 50000 + "]" * 50000,
+    "huge/config.json": json.dumps(LLAMA | {"num_hidden_layers": 10**400}),
+    "list/config.json": json.dumps(LLAMA | {"model_type": ["llama"]}),
+    "number/config.json": "3",
     "file": "x y z\n",
     "blank": "\n",
     "empty.bin": "",
@@ -264,7 +315,7 @@ FILES = {
 }
 BEHIND_REAL = ("file of data", "blend", "tokenizer", "place to write")
 CASES = [
-    pytest.param(kind, *(line.split(" | ") * 2)[:2], marks=[pytest.mark.full] * bool(i), id=line)
+    pytest.param(kind, *(line.split(" | ") * 2)[:2], marks=[pytest.mark.full] * bool(i), id=line[:60])
     for kind, lines in KINDS.items()
     for i, line in enumerate(lines.strip().splitlines())
 ]
@@ -279,6 +330,7 @@ def folder(tmp_path_factory) -> Path:
     """Files of each kind, whole and damaged."""
     place = tmp_path_factory.mktemp("bad")
     for name, text in FILES.items():
+        (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     (place / "folder").mkdir()
     with IndexedDatasetBuilder(str(place / "words"), np.uint16) as builder:
@@ -310,3 +362,26 @@ def test_a_bad_command_line_is_answered(kind, flags, part, folder, monkeypatch, 
     said = told.err + told.out
     assert code == train.BAD_CONFIG and part in said and "Traceback" not in said, said
     assert len(said.splitlines()) <= 4 and time.process_time() - start < 1
+
+
+NO_TORCH = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("flags", ["--foo", "--num-layers 100000000", "--help all", "--tp 2 --device cpu"])
+def test_it_is_answered_before_torch_is_imported(flags, tmp_path):
+    """In less than a second of CPU time, the start of the interpreter included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", NO_TORCH, str(ROOT / "train.py"), *flags.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == (train.DONE if "help" in flags else train.BAD_CONFIG), done.stderr
+    assert "AssertionError" not in done.stderr and (done.stdout + done.stderr).strip()
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1

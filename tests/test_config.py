@@ -58,11 +58,10 @@ WRONG = """
 --ckpt-format torch_dist | 1 | --ckpt-format torch_dist: must be one of sharded
 --device tpu | 1 | --device tpu: must be one of auto
 --config nowhere | 1 | --config nowhere: no such file | llama3-8b
---fp8-format hybrid | 1 | --fp8-format hybrid: needs --bf16
+--fp8-format hybrid --no-bf16 | 1 | --fp8-format hybrid: needs --bf16
 --fp8-output-proj | 1 | --fp8-output-proj: | not here | stays in bf16
 --use-megatron-fsdp | 1 | --use-megatron-fsdp: | replicas are whole
---overlap-param-gather | 1 | --overlap-param-gather: needs --use-distributed-optimizer
---recompute-granularity full | 1 | needs --recompute-method and --recompute-num-layers
+--overlap-param-gather --no-use-distributed-optimizer | 1 | needs --use-distributed-optimizer
 --recompute-method block | 1 | --recompute-method block: needs --recompute-granularity full
 --recompute-activations --recompute-modules norms | 1 | norms: each must be one of core_attn, mlp
 --recompute-granularity full --recompute-method block --recompute-num-layers 0 | 1 | --recompute-num-layers 0:
@@ -74,9 +73,9 @@ WRONG = """
 --optimizer-offload-fraction 2 --cpu-offload-optimizer --bf16 | 1 | 2.0: must be greater than 0 and at most 1
 --overlap-cpu-optimizer-d2h-h2d | 1 | needs --optimizer-cpu-offload
 --optimizer-cpu-offload --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 | 1 | moments in fp32
---optimizer-cpu-offload | 1 | --optimizer-cpu-offload: needs --bf16 or --fp16
+--optimizer-cpu-offload --no-bf16 | 1 | --optimizer-cpu-offload: needs --bf16 or --fp16
 --recompute-modules mlp | 1 | --recompute-modules mlp: needs --recompute-granularity selective
---recompute-activations --recompute-modules | 1 | selective: needs --recompute-modules
+--recompute-activations --recompute-modules | 1 | --recompute-modules: takes at least one value
 --use-distributed-optimizer --data-parallel-sharding-strategy no_shard | 1 | -optimizer: not with --data
 --ddp-bucket-size 0 | 1 | --ddp-bucket-size 0: must be greater than 0
 --data-parallel-sharding-strategy optim_grads_params | 1 | must be one of no_shard, optim, optim_grads
@@ -246,12 +245,14 @@ def test_megatron_flags():
     assert all(any(name.startswith(prefix) for name in table["unsupported"]) for prefix in table["hints"])
     parsed = read(f"{GOOD} --use-flash-attn --transformer-impl local --optimizer adam --openai-gelu")
     assert parsed.errors == () and parsed.config == read(GOOD).config
-    assert parsed.notes == [
+    *notes, defaults = parsed.notes
+    assert notes == [
         "--use-flash-attn: always on",
         "--transformer-impl: not needed here",
         "--optimizer: always on",
         "--openai-gelu: not needed here",
     ]
+    assert defaults.startswith("Megatron-LM's defaults differ: --hidden-dropout 0.1")
 
 
 def test_a_command_line_of_megatron():

@@ -49,7 +49,7 @@ DYNAMIC LENGTHS | 2 | DYNAMIC: needs CP greater than 1
 CP 2 TYPE ring | 2 | TYPE ring: each must be one of p2p, a2a, allgather, a2a+p2p
 CP 2 TYPE allgather allgathr p2p p2p | 2 | p2p: each must be one of | did you mean allgather?
 CP 2 TYPE p2p a2a | 2 | TYPE p2p a2a: must be one, or one for each of --num-layers 4
-CP 2 TYPE | 2 | TYPE: must be one, or one for each
+CP 2 TYPE | 2 | TYPE: takes at least one value
 CP 4 TYPE a2a+p2p | 4 | SIZES: must have the product of CP 4 for TYPE a2a+p2p, such as 2 2
 CP 8 TYPE p2p a2a a2a+p2p p2p | 8 | SIZES: must have the product of CP 8 | such as 2 4
 CP 4 SIZES 2 2 | 4 | SIZES 2 2: needs TYPE a2a+p2p

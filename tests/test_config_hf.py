@@ -169,7 +169,10 @@ def test_load_and_config_take_the_shape_of_a_folder(folders):
     assert loaded.config.model == named.config.model == build(read_folder(folder)[1]).model
     assert any("that of --load" in note for note in loaded.notes)
     assert (named.config.data.seq_length, named.config.data.vocab_size) == (32, VOCAB)
-    assert parse(["--load", folder, "--num-layers", "3"]).preset is None
+    assert (
+        parse(["--load", folder, "--num-layers", "3"]).config.model.hidden_size
+        == loaded.config.model.hidden_size
+    )
     assert parse(["--load", "nowhere"]).preset == "tiny-cpu"
     assert parse(["--config", folder, "--num-layers", "3"]).config.model.num_layers == 3
     link = folders("mistral")[1].with_name("Llama-3.1-8B.toml")

@@ -74,7 +74,7 @@ E 4 --moe-router-bias-update-rate -1 | 1 | --moe-router-bias-update-rate -1.0: m
 E 4 TYPE aux_los | 1 | TYPE aux_los: each must be one of aux_loss, | did you mean aux_loss?
 E 4 TYPE aux_loss seq_aux_loss | 1 | COEFF 0.0: must be one for each TYPE aux_loss seq_aux_loss
 E 4 TYPE aux_loss COEFF 0.1 0.2 | 1 | COEFF 0.1 0.2: must be one for each TYPE aux_loss
-E 4 TYPE COEFF | 1 | COEFF: must be one for each TYPE, at least one
+E 4 TYPE COEFF | 1 | COEFF: takes at least one value
 E 4 COEFF -0.1 | 1 | COEFF -0.1: each must be at least 0
 E 4 COEFF nan | 1 | COEFF nan: each must be a finite number
 E 4 COEFF a | 1 | COEFF a: each must be a number
@@ -102,7 +102,7 @@ E 1025 | 1 | E 1025: must be greater than 0 and at most 1024
 E 4 EP 3 | 3 | E 4: must divide by EP 3; nearest 3 or 6
 E 4 EP 4 | 2 | EP 4 x ETP 1 = 4: must divide 2 processes; use --nproc 4
 E 4 EP 2 ETP 2 --pp 2 | 6 | EP 2 x ETP 2 = 4: must divide 6 processes / pp 2 = 3; use --nproc 8
-E 4 TP 2 | 2 | TP 2: needs SP with E, or ranks route the same tokens
+E 4 TP 2 --no-sp | 2 | TP 2: needs SP with E, or ranks route the same tokens
 E 4 TP 2 SP --moe-ffn-hidden-size 65 | 2 | --moe-ffn-hidden-size 65: must divide by ETP 2; nearest 64 or 66
 E 4 TP 2 SP --ffn-hidden-size 65 ETP 1 FREQ 2 | 2 | --ffn-hidden-size 65: must divide by TP 2
 E 4 TP 2 SP SHARED 65 | 2 | SHARED 65: must divide by TP 2; nearest 64 or 66

@@ -35,7 +35,8 @@ def on_rank(world: World, argv: list[str], folder: str, steps: int) -> dict:
     log, lines = RunLog(f"{folder}/runs/{config.run.run_name}", config, mesh.rank), []
     log.line = lines.append
     run = train.set_up(parsed, config, mesh, log)
-    moments = sum(float(shard.exp_avg.abs().sum()) for shard in run.optimizer.shards)
+    shards = run.optimizer.shards if run.optimizer else ()  # there is none with --eval-only
+    moments = sum(float(shard.exp_avg.abs().sum()) for shard in shards)
     found = {"iteration": run.iteration, "moments": moments, "losses": [], "lines": lines}
     found["logits"] = next_logits(run.model, TEXT, KVCache(32))
     log.evaluation = lambda _, __, loss, *more: found.update({"held out": loss})

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_ARGUMENTS, MAX_LINE = 400, 60, 35, 8, 110
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/"}
-ENVIRONMENT = {"mesh", "train", "setup"}  # the last looks for the compiler, and is no part of a run
+# early and banner read what torchrun says, setup looks for the compiler and is no part of a run
+ENVIRONMENT = {"config.early", "mesh", "report.banner", "setup", "train"}
 INTERFACES = {"Protocol", "ABC", "Generic", "object"}  # being based on one of these is no inheritance
 
 

@@ -15,6 +15,7 @@ import itertools
 from nanomegatron.config.settings import Config, DataConfig
 
 DEFAULT_ITERS = 1000
+MOST_STEPS = 10_000  # of a ramp
 _POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -34,6 +35,8 @@ def stages(data: DataConfig, dp_size: int) -> list[tuple[int, int]]:
     if first >= last or (last - first) % increment:
         raise ValueError(f"must reach --global-batch-size {last} from {first} in steps of {increment}")
     sizes = range(first, last + 1, increment)
+    if len(sizes) > MOST_STEPS:
+        raise ValueError(f"must reach --global-batch-size {last} in at most {MOST_STEPS} steps")
     each = samples / (len(sizes) - 1)  # as Megatron divides: other roundings move a boundary
 
     def begin(i: int) -> int:

@@ -16,14 +16,16 @@ from pathlib import Path
 from nanomegatron.config.batch import samples_before, stages
 from nanomegatron.config.check_layout import layout_errors, multiple, with_virtual_stages
 from nanomegatron.config.check_model import data_errors, fp8_errors, model_errors
-from nanomegatron.config.rules import broken_rules, declared, flag, spelled, values_of
-from nanomegatron.config.settings import Config
+from nanomegatron.config.rules import beyond_limits, broken_rules, declared, flag, spelled, values_of
+from nanomegatron.config.settings import MOST_ITERS, Config
 
 
 def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
     """All that is wrong with a run of `world_size` processes, a message each; `gpu`: compute capability."""
     run = (config, world_size, device_type)
     errors = list(broken_rules(config))
+    if beyond_limits(config):
+        return errors
     for check in (
         model_errors(config, device_type),
         layout_errors(*run),
@@ -61,12 +63,13 @@ def batch_errors(config: Config, world: int) -> Iterator[str]:
         bad = next((size for size in sizes if size % unit), unit)
         of = f"--micro-batch-size {data.micro_batch_size} x dp {dp} ="
         yield from multiple(flag(given[0]), bad, of, unit)
-    if run.train_iters and run.train_samples and min(sizes) > 0:
+    if run.train_samples and run.train_samples > MOST_ITERS * min(sizes):
+        iters = run.train_samples // min(sizes)
+        yield f"--train-samples {run.train_samples}: {iters} iterations; must be at most {MOST_ITERS}"
+    elif run.train_iters and run.train_samples and min(sizes) > 0:
         by_samples = replace(config, run=replace(run, train_iters=None))
         if len(samples_before(by_samples, dp)) != run.train_iters + 1:  # which `resolve` fills in
             yield f"--train-iters {run.train_iters} --train-samples {run.train_samples}: give one of the two"
-    if run.train_samples and data.global_batch_size and given == ["global_batch_size"]:
-        yield from multiple("--train-samples", run.train_samples, "--global-batch-size", sizes[-1])
 
 
 def schedule_errors(config: Config) -> Iterator[str]:
@@ -94,7 +97,9 @@ def schedule_errors(config: Config) -> Iterator[str]:
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
     """What is wrong with the records of a run: their names, packages, files and steps."""
     run = config.run
-    if run.run_name is not None and (not run.run_name.strip(".") or "/" in run.run_name):
+    if run.run_name is not None and len(run.run_name.encode()) > 200:
+        yield f"--run-name {run.run_name[:40]}...: must have at most 200 bytes"
+    elif run.run_name is not None and (not run.run_name.strip(".") or "/" in run.run_name):
         yield f"--run-name {run.run_name}: must be the name of a folder in runs/, without a slash"
     for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
         if (value := getattr(run, name)) and importlib.util.find_spec(package) is None:
@@ -150,6 +155,10 @@ def run_notes(config: Config) -> list[str]:
     if data.variable_seq_lengths and (data.reset_position_ids or data.reset_attention_mask):
         which = "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths"
         notes.append(f"{which} documents end where the data has it, not at end-of-document tokens")
+    run, batch = config.run, data.global_batch_size
+    if run.train_samples and batch and not data.rampup_batch_size and run.train_samples % batch:
+        whole = run.train_samples // batch * batch
+        notes.append(f"--train-samples {run.train_samples}: {whole} are trained, in batches of {batch}")
     return notes
 
 

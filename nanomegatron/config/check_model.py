@@ -8,6 +8,7 @@ FP8 matmuls sum over multiples of 16, or over whole blocks; each of the three si
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -199,7 +200,15 @@ def data_errors(config: Config) -> Iterator[str]:
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         value = getattr(data, name)
         if value and kind and not Path(value).exists() and (kind != "TikTokenizer" or "/" in value):
-            yield f"{flag(name)} {value}: no such file"
+            yield f"{flag(name)} {value}: no such file{hub_hint(value)}"
+
+
+def hub_hint(name: str) -> str:
+    """How to get what looks like the name of a repository on a hub, as the end of a message."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        return ""
+    folder = name.split("/")[1]
+    return f"; nothing is fetched here: hf download {name} --local-dir {folder}, and name that folder"
 
 
 def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
@@ -211,7 +220,10 @@ def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
         return
     for prefix in words[1::2] if weighted else words:
         if missing := [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(prefix + end).is_file()]:
-            yield f"{where} {prefix}: no file {' and '.join(missing)}; make them with preprocess.py"
+            fix = "make them with preprocess.py"
+            if len(prefix.split()) > 1:
+                fix = "a blend is several words: leave the quotes out"
+            yield f"{where} {prefix}: no file {' and '.join(missing)}; {fix}"
 
 
 def _number(word: str) -> float:

@@ -24,11 +24,12 @@ from typing import Any
 
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron import answer, megatron_flags, missing_companions
-from nanomegatron.config.rules import declared, flag
+from nanomegatron.config.rules import brought, declared, flag, spelled
 from nanomegatron.config.settings import Config
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_PRESET = "tiny-cpu"
+MOST_BASES = 20  # files that extend each other in a row
 # Ways to say one thing: a flag overrides what a file says in another way. fields of one way | of another
 ALTERNATIVES = """
 train_iters | train_samples
@@ -41,6 +42,13 @@ data_path | data_args_path | train_data_path valid_data_path test_data_path | mo
 global_batch_size rampup_batch_size | step_batch_size_schedule
 num_layers_per_virtual_pipeline_stage | num_virtual_stages_per_pipeline_rank
 """
+MEGATRON_DEFAULTS = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "lr_decay_style": "linear",
+    "dataloader_type": "single",
+    "split": "969,30,1",
+}
 HEADING = """python train.py [--config FILE] [--flag value ...]
   --config FILE                        settings from a TOML file, a preset of configs/ by name, or
                                        a Hugging Face folder's config.json
@@ -72,17 +80,35 @@ def parse(argv: list[str]) -> Parsed:
     reader = _Reader()
     reader.read_flags(argv)
     preset, load = reader.config_file, reader.values.get("load")
-    if preset is None and not any(reader.settings[name].metadata["required"] for name in reader.values):
-        preset = load if load and is_hf_folder(load) else DEFAULT_PRESET
-        what = f"that of --load {preset}" if preset == load else f"the preset {preset}"
-        reader.notes.append(f"no model is given: {what} (--config names another)")
+    if preset is None and (preset := hf_settings(load)):
+        reader.notes.append(f"the model is that of --load {load}, but for other flags")
+    elif preset is None and not any(reader.settings[name].metadata["required"] for name in reader.values):
+        preset = DEFAULT_PRESET
+        reader.notes.append(f"no model is given: the preset {preset} (--config names another)")
     from_file = _Reader()
     if preset is not None and reader.action.split()[0] != "help":
         from_file.read_file(find_preset(preset))
-    config = build(drop_alternatives(from_file.values, reader.values) | reader.values)
+    reader.scale_min_lr(from_file.values)
+    values = drop_alternatives(from_file.values, reader.values) | reader.values
+    if values.get("megatron_defaults"):
+        values = MEGATRON_DEFAULTS | values
+    elif reader.megatron_notes and (differ := MEGATRON_DEFAULTS.keys() - values.keys()):
+        theirs = ", ".join(
+            spelled(name, MEGATRON_DEFAULTS[name]) for name in MEGATRON_DEFAULTS if name in differ
+        )
+        reader.notes.append(f"Megatron-LM's defaults differ: {theirs}; --megatron-defaults takes them")
+    config = reader.with_companions(values)
     errors = (*from_file.errors, *reader.errors, *missing_companions(reader.megatron, argv, config))
-    name = find_preset(preset).resolve().name.removesuffix(".toml") if preset else None
-    return Parsed(config, reader.notes, name, reader.action, errors)
+    path = find_preset(preset).resolve() if preset else Path()
+    name = (path.parent if path.name == "hf" else path).name.removesuffix(".toml")
+    return Parsed(config, reader.notes, name or None, reader.action, errors)
+
+
+def hf_settings(load: str | None) -> str | None:
+    """The Hugging Face folder with the config.json of what --load names: itself, or what convert.py kept."""
+    if load and is_hf_folder(load):
+        return load
+    return f"{load}/hf" if load and (Path(load) / "hf" / "config.json").is_file() else None
 
 
 def drop_alternatives(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +147,7 @@ class _Reader:
     errors: list[str] = field(default_factory=list)
     config_file: str | None = None
     action: str = "train"
+    megatron_notes: int = 0  # on flags that only Megatron has
 
     def __post_init__(self) -> None:
         self.settings = {setting.name: setting for _, setting, _ in declared(Config())}
@@ -150,15 +177,19 @@ class _Reader:
 
     def _flag(self, word: str, name: str, arguments: list[str]) -> None:
         name = self.aliases.get(name, name)
-        switched_off = self.settings.get(name.removeprefix("no_"))
+        positive = name.removeprefix("no_")
+        switched_off = self.settings.get(self.aliases.get(positive, positive))
         if name in ("help", "h"):
             self.action = " ".join(["help", *arguments])
         elif name == "print_config":
             self.action = "print-config"
-        elif name == "config" and len(arguments) == 1:
+        elif name == "config" and len(arguments) == 1 and arguments[0]:
             self.config_file = arguments[0]
         elif name == "config":
-            self.errors.append(f"{' '.join((word, *arguments))}: takes one file or preset")
+            what = "an empty value; give" if arguments == [""] else "takes"
+            self.errors.append(f"{' '.join((word, *arguments)).rstrip()}: {what} one file or preset")
+        elif name in self.settings and typing.get_origin(self.settings[name].type) is tuple and not arguments:
+            self.errors.append(f"{word}: takes at least one value")
         elif name in self.settings:
             self._set(name, arguments, " ".join([flag(name), *arguments]).rstrip())
         elif switched_off and switched_off.type in (bool, bool | None) and not arguments:
@@ -167,6 +198,7 @@ class _Reader:
             note, error = answer(self.megatron, word, name.replace("_", "-"), arguments)
             if note:
                 self.notes.append(note)
+                self.megatron_notes += 1
             else:
                 self.errors.append(error or f"{word}: unknown flag{self._nearest(name)}")
 
@@ -175,6 +207,33 @@ class _Reader:
             self.values[name] = convert(self.settings[name], words)
         except ValueError as error:
             self.errors.append(f"{source}: {error}")
+
+    def scale_min_lr(self, base: dict[str, Any]) -> None:
+        """A lone --lr keeps the ratio of a file's min-lr to its lr, where it is below that min-lr."""
+        lr, low = self.values.get("lr"), base.get("min_lr", 0.0)
+        if lr is not None and "min_lr" not in self.values and 0 <= lr < low <= base.get("lr", low):
+            self.values["min_lr"] = low * lr / base.get("lr", low)
+            self.notes.append(f"--min-lr {self.values['min_lr']:g}: {low:g} scaled with --lr")
+
+    def with_companions(self, values: dict[str, Any]) -> Config:
+        """The config with what settings bring along, each with a note."""
+        config = build(values)
+        model, parallel = config.model, config.parallel
+        options = list(brought(config, self.values))
+        tp = parallel.tensor_model_parallel_size
+        if (
+            model.num_experts
+            and tp > 1
+            and "sequence_parallel" not in self.values
+            and not model.sequence_parallel
+        ):
+            options.append(("--sequence-parallel", f"--num-experts {model.num_experts} under tp {tp}"))
+        if not options:
+            return config
+        companions = _Reader()
+        companions.read_flags([word for option, _ in options for word in option.split()])
+        self.notes += [f"{option}: set, which {owner} needs" for option, owner in options]
+        return build(companions.values | values | companions.values)
 
     def _nearest(self, name: str) -> str:
         names = map(flag, (*self.settings, *self.aliases, "config", "print_config", "help"))
@@ -191,14 +250,18 @@ class _Reader:
         if path.resolve() in seen:
             self.errors.append(f"{path}: extends itself through {', '.join(p.name for p in seen)}")
             return
+        if len(seen) == MOST_BASES:
+            self.errors.append(f"{seen[0]}: extends more than {MOST_BASES} files in a row")
+            return
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             names = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
             self.errors.append(f"--config {path}: no such file; presets are {names}")
             return
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            self.errors.append(f"{path}: {error}")
+        except (OSError, ValueError, RecursionError) as error:
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            self.errors.append(f"{path}: {why}")
             return
         base = table.pop("extends", None)
         if base is not None and not isinstance(base, str):
@@ -212,7 +275,10 @@ class _Reader:
         for key, value in table.items():
             name = key.replace("-", "_")
             name = self.aliases.get(name, name)
-            if name in self.settings:
+            spelling = self.megatron["spellings"].get(name.replace("_", "-"), "").split()
+            if spelling and value is True:
+                self.read_flags([f"--{spelling[0]}", *spelling[1:]])
+            elif name in self.settings:
                 words = value if isinstance(value, list) else [value]
                 words = [str(w).lower() if isinstance(w, bool) else str(w) for w in words]
                 self._set(name, words, f"{source}: {key} = {value!r}")
@@ -224,12 +290,18 @@ def convert(setting: dataclasses.Field, words: list[str]) -> Any:
     """The value of a setting from the words behind its flag. Raises ValueError with what is expected."""
     kind, rules, number = setting.type, setting.metadata, {int: "a whole number", float: "a number"}
     several = typing.get_origin(kind) is tuple
+    if any(not word.strip() for word in words):
+        raise ValueError("an empty value; give one, or leave the flag out")
+    if isinstance(kind, types.UnionType) and words == ["None"]:  # as scripts in Python print it
+        return None
     if several or isinstance(kind, types.UnionType):
         kind = typing.get_args(kind)[0]
     if kind is bool:
         if words not in ([], ["true"], ["false"]):
             raise ValueError("a switch, it takes no value")
         return words != ["false"]
+    if kind is str:  # an argument of a script that quoted it twice
+        words = [w[1:-1] if len(w) > 2 and w[0] == w[-1] and w[0] in "'\"" else w for w in words]
     if several and kind is not str:
         words = re.findall(r"[^\s,()\[\]]+", " ".join(words))  # Megatron writes some as "(127,0)"
     if rules["count"] and len(words) not in (0, rules["count"]):
@@ -240,6 +312,8 @@ def convert(setting: dataclasses.Field, words: list[str]) -> Any:
         values = tuple(map(kind, words))
     except ValueError:
         raise ValueError(f"{'each ' * several}must be {number[kind]}") from None
+    if kind is int and any(abs(value) >= 2**63 for value in values):
+        raise ValueError(f"{'each ' * several}must be below 2^63")
     choices = [str(choice) for choice in rules["choices"]]
     for word in words if choices else ():
         if word not in choices:

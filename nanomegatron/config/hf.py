@@ -51,16 +51,17 @@ def read_folder(folder: str | Path) -> tuple[str, dict[str, Any]]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         settings = settings_of(table if isinstance(table, dict) else {})
-    except (OSError, ValueError) as error:
-        raise ValueError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError("\n".join(f"{path}: {line}" for line in why.splitlines())) from None
     return table["model_type"], settings
 
 
 def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     """Our settings for a config.json. Raises ValueError with a line for every key that asks for more."""
     family, errors = hf.get("model_type"), []
-    if family not in FAMILIES:
-        raise ValueError(f"model_type = {family!r}: here are {', '.join(FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"model_type = {family!r:.80}: here are {', '.join(FAMILIES)}")
     if family.endswith("moe") and "num_local_experts" in hf:  # transformers 5 writes so
         hf = {"num_experts": hf["num_local_experts"]} | hf
     hf, settings = family_table(family, "left_out") | hf, family_table(family, "settings")
@@ -85,7 +86,7 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
 
 def _positive(value: Any, kind: Any) -> bool:
     numbers = int | float if kind is float else int
-    return isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < 2**63
 
 
 def _plain(hf: dict, family: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.config.rules import common, setting
 
+WIDEST = 2**20  # hidden size
 MAX_EXPERTS = 1024  # as ops/permute.py has it
 MOE, SHARED = "--num-experts", "--moe-shared-expert-intermediate-size"
 CAPACITY, ALL_TO_ALL = "--moe-expert-capacity-factor", "--moe-token-dispatcher-type alltoall"
@@ -33,11 +34,15 @@ fusion = functools.partial(setting, True, resumable=True)
 class TransformerConfig:
     """The shape of the model. Families (GPT, Llama, Mixtral, Qwen) differ only in these values."""
 
-    num_layers: int | None = common(None, "number of transformer layers", required=True)
-    hidden_size: int | None = common(None, "width of the residual stream", required=True)
-    num_attention_heads: int | None = common(None, "number of query heads", required=True)
-    ffn_hidden_size: int | None = common(None, "inner width of the MLP; 4h, with --swiglu int(8h/3/64)*64")
-    kv_channels: int | None = setting(None, "width of one attention head; hidden size / heads")
+    num_layers: int | None = common(None, "number of transformer layers", at_most=10**4, required=True)
+    hidden_size: int | None = common(None, "width of the residual stream", at_most=WIDEST, required=True)
+    num_attention_heads: int | None = common(None, "number of query heads", at_most=WIDEST, required=True)
+    ffn_hidden_size: int | None = common(
+        None, "inner width of the MLP; 4h, with --swiglu int(8h/3/64)*64", at_most=8 * WIDEST
+    )
+    kv_channels: int | None = setting(
+        None, "width of one attention head; hidden size / heads", at_most=WIDEST
+    )
     num_query_groups: int = common(0, "number of key/value heads; 0 means one per query head (MHA)")
     max_position_embeddings: int | None = setting(None, "context size; --seq-length", at_least="--seq-length")
     position_embedding_type: str = common(
@@ -126,7 +131,12 @@ class TransformerConfig:
         False, "output layer and loss in chunks, no whole logits", fast_path=True, resumable=True
     )
     recompute_granularity: str | None = setting(
-        None, "recompute modules or layers", choices="selective full", needs=RECOMPUTED, resumable=True
+        None,
+        "recompute modules or layers",
+        choices="selective full",
+        needs=RECOMPUTED,
+        brings={"full": ("--recompute-method uniform", "--recompute-num-layers 1")},
+        resumable=True,
     )
     recompute_modules: tuple[str, ...] = recompute(
         ("core_attn",),

@@ -18,7 +18,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class Rules:
     part_of: str = ""  # the condition under which it means something; then `needs` and `excludes` count
     needs: Conditions = ()
     excludes: Conditions = ()
+    brings: Conditions = ()  # what is set beside it where `needs` has an obvious answer, and said in a note
     fast_path: bool = False  # asks for a fast path, which --no-fast-paths excludes
     resumable: bool | None = None
     names_run: bool | None = None
@@ -124,9 +125,19 @@ def broken_rules(config: Any) -> Iterator[str]:
         yield f"{', '.join(words)}: {verb}{'s' * (verb == 'need' and len(words) == 1)} {what}"
 
 
+def beyond_limits(config: Any) -> bool:
+    """Whether a number is so far above its bound that lists of this length would take for ever."""
+    limits = ((value, s.metadata["at_most"]) for _, s, value in declared(config))
+    return any(n > 100 * limit for value, limit in limits if type(limit) is int for n in _numbers(value))
+
+
+def _numbers(value: Any) -> list[float]:
+    return [n for n in _items(value) if type(n) in (int, float)]
+
+
 def _broken_bounds(value: Any, rules: Rules, values: dict[str, Any]) -> str:
     """What the numbers of a setting must be, if one of them is not; empty if all are."""
-    numbers = [n for n in _items(value) if type(n) in (int, float)]
+    numbers = _numbers(value)
     must = "each must be" if isinstance(value, tuple) else "must be"
     if not all(map(math.isfinite, numbers)):
         return f"{must} a finite number"
@@ -146,6 +157,20 @@ def _conditions(conditions: Conditions, value: Any) -> tuple[str, ...]:
     if isinstance(conditions, dict):
         return tuple(text for v in _items(value) for text in _conditions(conditions.get(v, ()), v))
     return (conditions,) if isinstance(conditions, str) else conditions
+
+
+def brought(config: Any, given: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(what a setting brings, the setting), where what it needs is neither there nor given."""
+    values, rules = values_of(config), {s.name: Rules(**s.metadata) for _, s, _ in declared(config)}
+    for _, s, value in declared(config):
+        needs, brings = (_conditions(part, value) for part in (rules[s.name].needs, rules[s.name].brings))
+        if value in (None, s.default) or all(holds(need, values) for need in needs):
+            continue
+        for option in brings:
+            name = _name(option.split()[0])
+            excluded = any(holds(text, values) for text in _conditions(rules[name].excludes, True))
+            if name not in given and not _is_set(flag(name), values) and not excluded:
+                yield option, spelled(s.name, value)
 
 
 def holds(condition: str, values: dict[str, Any]) -> bool:

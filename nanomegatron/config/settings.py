@@ -21,6 +21,7 @@ from nanomegatron.config.rules import common, setting
 from nanomegatron.schedules import CHUNKS, NAMES
 
 CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
+MOST_ITERS, MOST_SEQUENCES = 10**7, 2**24  # of a run, whose table has a row an iteration; of a batch
 CP_NAMES = (*CP_TYPES, "all_gather")  # allgather, as Megatron's code spells it
 FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
@@ -36,6 +37,7 @@ TOKENIZERS = {  # kind -> what it needs
 # Conditions that several settings have, or that are long
 PP = "--pipeline-model-parallel-size greater than 1"
 ONE_SIZE = f"{PP}, whose messages are all of one size"
+OPTIM = "--use-distributed-optimizer"
 NO_SHARD = "--data-parallel-sharding-strategy no_shard"
 SHARDED = "--use-distributed-optimizer or --data-parallel-sharding-strategy optim or optim_grads"
 PAD = "--moe-pad-expert-input-to-capacity, which would pad each half of the tokens to it"
@@ -117,13 +119,15 @@ class ParallelConfig:
         None, "the same, or gradients too", choices="no_shard optim optim_grads"
     )
     overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
-    overlap_param_gather: bool = setting(False, "gather parameters by buckets in the forward", needs=SHARDED)
+    overlap_param_gather: bool = setting(
+        False, "gather parameters by buckets in the forward", needs=SHARDED, brings=OPTIM
+    )
     ddp_bucket_size: int | None = setting(None, "elements per bucket; all, or max(40M, 1M x dp) where useful")
     ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
     grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16, not fp32", needs="--bf16")
     peer_memory: bool = setting(True, "GPUs of a machine copy into each other's memory; without: NCCL does")
     distributed_backend: str | None = setting(None, "nccl on GPUs only", choices="nccl gloo", names_run=False)
-    distributed_timeout_minutes: float = setting(10.0, "longest wait for a collective", names_run=False)
+    distributed_timeout_minutes: float = setting(10.0, "longest wait", at_most=1e5, names_run=False)
 
     @property
     def sharding(self) -> str:
@@ -175,7 +179,11 @@ class PrecisionConfig:
     hysteresis: int = setting(2, "bad steps before the loss scale halves")
     deterministic_mode: bool = setting(False, "only deterministic kernels on the GPU (always so on the CPU)")
     fp8_format: str | None = common(
-        None, "FP8 matmuls: all E4M3, or output gradients E5M2", choices="e4m3 hybrid", needs=BF16
+        None,
+        "FP8 matmuls: all E4M3, or output gradients E5M2",
+        choices="e4m3 hybrid",
+        needs=BF16,
+        brings="--bf16",
     )
     fp8_recipe: str = fp8(
         "delayed",
@@ -248,7 +256,9 @@ class OptimizerConfig:
     )
     exp_avg_dtype: str = moment("fp32", "type of Adam's first moment")
     exp_avg_sq_dtype: str = moment("fp32", "type of Adam's second moment")
-    optimizer_cpu_offload: bool = setting(False, "optimizer state in host memory", needs=MAIN, fast_path=True)
+    optimizer_cpu_offload: bool = setting(
+        False, "optimizer state in host memory", needs=MAIN, brings="--bf16", fast_path=True
+    )
     optimizer_offload_fraction: float = setting(1.0, "share of them to move", at_most=1, needs=OFFLOAD)
     overlap_cpu_optimizer_d2h_h2d: bool = setting(False, "copy a bucket while another updates", needs=OFFLOAD)
 
@@ -266,14 +276,16 @@ class DataConfig:
     mock_data: bool = common(False, "synthetic counting documents", needs="--vocab-size or --tokenizer-type")
     data_cache_path: str | None = setting(None, "index caches; beside data", resumable=True, names_run=False)
     dataloader_type: str = setting("cyclic", "stop at the data's end, or start over", choices="single cyclic")
-    num_workers: int = setting(2, "threads that read ahead", at_least=0, resumable=True, names_run=False)
+    num_workers: int = setting(
+        2, "threads that read ahead", at_least=0, at_most=1024, resumable=True, names_run=False
+    )
     reset_position_ids: bool = setting(False, "restart learned positions after every end-of-document token")
     reset_attention_mask: bool = setting(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = setting(False, "no loss where the input is an end-of-document token")
     variable_seq_lengths: bool = setting(False, "pack whole documents up to --seq-length", excludes=ONE_SIZE)
-    seq_length: int = common(1024, "tokens in a training sequence")
-    micro_batch_size: int = common(1, "sequences a process handles at a time", resumable=True)
-    global_batch_size: int | None = common(None, "sequences an iteration; --micro-batch-size * dp")
+    seq_length: int = common(1024, "tokens in a training sequence", at_most=2**31)
+    micro_batch_size: int = common(1, "sequences at a time", at_most=MOST_SEQUENCES, resumable=True)
+    global_batch_size: int | None = common(None, "of an iteration; micro batch x dp", at_most=MOST_SEQUENCES)
     rampup_batch_size: tuple[int, ...] = setting((), "first size, increment, samples until it ends", count=3)
     step_batch_size_schedule: str | None = setting(None, 'batch size by tokens: "0:768 250B:1536"')
     tokenizer_type: str | None = common(
@@ -282,7 +294,9 @@ class DataConfig:
     tokenizer_model: str | None = common(None, "tokenizer file, folder or tiktoken name", needs=TOKENIZER)
     vocab_file: str | None = setting(None, "vocabulary of GPT2BPETokenizer (encoder.json)", needs=TOKENIZER)
     merge_file: str | None = setting(None, "merges of GPT2BPETokenizer (vocab.bpe)", needs=TOKENIZER)
-    vocab_size: int | None = setting(None, "token ids, with that of the end of a document; the tokenizer's")
+    vocab_size: int | None = setting(
+        None, "token ids, with that of the end of a document; the tokenizer's", at_most=2**31
+    )
     null_tokenizer_eod_id: int | None = setting(None, "id that ends a document; the last", above=-math.inf)
     make_vocab_size_divisible_by: int = setting(128, "round the vocabulary up to this x tp", resumable=True)
 
@@ -306,15 +320,18 @@ class CheckpointConfig:
 class RunConfig:
     """Length, pace and records of a run."""
 
-    nproc: int = common(1, "processes to start on this machine; torchrun does it on a cluster")
+    nproc: int = common(1, "processes to start on this machine; torchrun does it on a cluster", at_most=4096)
     device: str = common("auto", "where to compute", choices="auto cpu cuda")
+    megatron_defaults: bool = setting(False, "take Megatron's defaults: docs/from-megatron.md")
     run_name: str | None = common(None, "folder below runs/; made from the settings without")
     run_folder_per_host: bool = setting(False, "each machine has its own runs/NAME; --save must be shared")
     seed: int = common(1234, "random seed", at_least=0, below=2**32, resumable=False, names_run=True)
-    train_iters: int | None = common(None, "iterations to train", names_run=True)
+    train_iters: int | None = common(None, "iterations to train", at_most=MOST_ITERS, names_run=True)
     train_samples: int | None = setting(None, "sequences to train, instead of --train-iters", names_run=True)
     eval_interval: int = common(1000, "iterations between evaluations")
-    eval_iters: int = common(100, "global batches in an evaluation; 0 for none", at_least=0)
+    eval_iters: int = common(
+        100, "global batches in an evaluation; 0 for none", at_least=0, at_most=MOST_ITERS
+    )
     exit_interval: int | None = setting(None, "save and leave when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = setting(None, "save and leave after this time")
     log_interval: int = common(10, "iterations between console lines")
@@ -339,6 +356,8 @@ class RunConfig:
     metrics_jsonl: str | None = common(None, "one JSON object a step; runs/NAME/metrics.jsonl")
     tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
     wandb_project: str | None = setting(None, "Weights & Biases project")
+    wandb_exp_name: str | None = setting(None, "name of the run there; --run-name", needs="--wandb-project")
+    wandb_save_dir: str | None = setting(None, "folder of its files; runs/NAME", needs="--wandb-project")
 
     @property
     def folder(self) -> Path:

@@ -26,14 +26,6 @@ LOST = (
 )
 
 
-def print_errors(error: ValueError) -> None:
-    """One line an error on stderr."""
-    messages = getattr(error, "messages", [str(error)])
-    print(f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started", file=sys.stderr)
-    for message in messages:
-        print(f"  {message}", file=sys.stderr)
-
-
 def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
     """Say on console, log and status.json why this rank fails; returns its exit code.
 

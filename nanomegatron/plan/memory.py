@@ -99,6 +99,25 @@ def describe(*ranks: dict[str, float]) -> str:
     return f"predicted peak {which} {total / 2**30:.2f} GiB ({', '.join(shares)})"
 
 
+def check_room(config: Config, vocab_size: int, machine: Machine, ranks: int, room: float) -> str:
+    """A note with the table of parts where `ranks` ranks together need more than `room` bytes, or "".
+
+    Raises ValueError where they need more than twice as much, which no inaccuracy of the plan explains.
+    """
+    each = memory_of_ranks(config, vocab_size, machine)
+    worst = max(each, key=_total)
+    need = max(_total(worst), sum(map(_total, each)) / len(each) * ranks)
+    if need <= room:
+        return ""
+    table = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in worst.items() if size >= 2**26)
+    text = f"about {need / 2**30:.1f} GiB are needed, and this machine has {room / 2**30:.1f}"
+    fix = "a smaller model or micro batch, more ranks, --use-distributed-optimizer or --recompute-activations"
+    text += f"; in GiB a rank: {table}; try {fix}"
+    if need > 2 * room:
+        raise ValueError(f"memory: {text}")
+    return f"memory: {text}"
+
+
 def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer of a rank with these layers, by number, in these chunks."""
     config, model, parallel, tp = sizes.config, sizes.model, sizes.parallel, sizes.tp
@@ -131,6 +150,8 @@ def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, floa
     if parallel.sharding == "optim_grads":
         in_use = min(params, parallel.bucket_size(ranks) * (2 + REDUCTIONS * parallel.overlap_grad_reduce))
         grads = params * 4 / ranks + in_use * ITEMSIZE[config.grad_dtype_name]
+    if config.run.eval_only:
+        return {"weights": params * item, "FP8 weights": 2 * fp8}
     moments = sum(4 if t == "fp32" else 2 for t in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     return {
         "weights": (params - fp8 * optimizer_casts(config, shared > 1)) * item,

@@ -1,6 +1,8 @@
 """The first lines of a run: what runs, on what, and why."""
 
+import contextlib
 import math
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import why_not
 from nanomegatron.ops.paths import summary
 from nanomegatron.plan.layer import Machine
-from nanomegatron.plan.memory import chunks_kept, describe, memory_of_ranks
+from nanomegatron.plan.memory import check_room, chunks_kept, describe, memory_of_ranks
 from nanomegatron.pp import Stages
 
 
@@ -27,7 +29,7 @@ def banner(
     config: Config,
     mesh: Mesh,
     model: Stages,
-    grads: Buckets,
+    grads: Buckets | None,
     paths: str,
     notes: list[str],
 ) -> Iterator[str]:
@@ -35,9 +37,8 @@ def banner(
     yield f"nanomegatron 0.1 | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
-    machine = Machine(gpu=mesh.device.type == "cuda", kernels=not why_not(mesh.device))
-    yield f"memory  {describe(*memory_of_ranks(config, model.vocab_size, machine))}"
-    if sharding := buckets_text(grads):
+    yield f"memory  {describe(*memory_of_ranks(config, model.vocab_size, machine_of(mesh)))}"
+    if grads and (sharding := buckets_text(grads)):
         yield f"dp      {sharding}"
     if mesh.pp.size > 1:
         layers = stage_layers(config, model[0].padded_vocab_size)
@@ -49,6 +50,32 @@ def banner(
     if paths:
         yield f"paths   {paths}"
     yield from kernel_lines(config, mesh.device)
+
+
+def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:
+    """Notes where a config needs more memory than there is. Raises ValueError for over twice as much."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))  # without torchrun all are here
+    if mesh.device.type == "cuda":
+        room, local = torch.cuda.get_device_properties(mesh.device).total_memory, 1
+    else:
+        room = host_memory()
+    note = check_room(config, vocab_size, machine_of(mesh), local, room)
+    return [note] if note else []
+
+
+def host_memory() -> float:
+    """Bytes of memory that processes of this machine may use: of a container its limit; inf if unknown."""
+    limits = [math.inf]
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(ValueError, OSError):
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
+def machine_of(mesh: Mesh) -> Machine:
+    """What the planner asks about a rank's machine."""
+    return Machine(gpu=mesh.device.type == "cuda", kernels=not why_not(mesh.device))
 
 
 def buckets_text(buckets: Buckets) -> str:

@@ -179,10 +179,12 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(self, project: str, folder: Path, config: Config):
+    def __init__(self, folder: Path, config: Config):
         import wandb
 
-        self.run = wandb.init(project=project, name=folder.name, dir=str(folder), config=asdict(config))
+        name, place = config.run.wandb_exp_name or folder.name, config.run.wandb_save_dir or str(folder)
+        Path(place).mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(project=config.run.wandb_project, name=name, dir=place, config=asdict(config))
 
     def add(self, scalars: dict[str, Any], record: dict[str, Any]) -> None:
         self.run.log(scalars, step=record["iteration"])
@@ -197,7 +199,7 @@ def scalar_writers(config: Config, folder: Path, iteration: int) -> dict[str, Ca
     if config.run.tensorboard_dir:
         made["TensorBoard"] = lambda: _TensorBoard(config.run.tensorboard_dir, iteration)
     if config.run.wandb_project:
-        made["Weights & Biases"] = lambda: _WeightsAndBiases(config.run.wandb_project, folder, config)
+        made["Weights & Biases"] = lambda: _WeightsAndBiases(folder, config)
     return made
 
 

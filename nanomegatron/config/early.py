@@ -1,0 +1,43 @@
+"""A command line answered before torch is imported, in a fraction of a second: help, and most errors."""
+
+import os
+import sys
+from collections.abc import Iterable
+
+from nanomegatron.config.check import validate
+from nanomegatron.config.cli import Parsed, help_text, parse
+
+
+def early_answer(argv: list[str]) -> int | None:
+    """Print help or errors and return the exit code; None for a command line that may be right.
+
+    Errors are those that hold on CPUs and on GPUs, if `--device` does not say on which. Under torchrun only
+    rank 0 prints.
+    """
+    parsed, first = parse(argv), os.environ.get("RANK", "0") == "0"
+    if parsed.action.startswith("help"):
+        if first:
+            print(help_text(everything=parsed.action == "help all"))
+        return 0
+    if errors := early_errors(parsed):
+        if first:
+            print_errors(errors)
+        return 2
+    return None
+
+
+def early_errors(parsed: Parsed) -> list[str]:
+    """What is wrong with a command line on every device that it may run on."""
+    run, world = parsed.config.run, int(os.environ.get("WORLD_SIZE", 1))
+    kinds = ("cpu", "cuda") if run.device == "auto" else (run.device,)
+    size = world if world > 1 else run.nproc
+    found, *others = (validate(parsed.config, size, kind) for kind in kinds)
+    return [*parsed.errors, *(error for error in found if all(error in other for other in others))]
+
+
+def print_errors(messages: Iterable[str]) -> None:
+    """One line an error on stderr."""
+    lines = [*messages]
+    print(f"train.py: {len(lines)} error{'s' * (len(lines) > 1)}, nothing was started", file=sys.stderr)
+    for line in lines:
+        print(f"  {line}", file=sys.stderr)
