@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         parsed, config = settings(argv, world)
     except ValueError as error:
         if world.rank == 0:
-            print_errors(getattr(error, "messages", [str(error)]))
+            print_errors(error)
         return BAD_CONFIG
     if parsed.action == "print-config":
         print(to_toml(config), end="")
@@ -166,7 +166,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         comm.barrier(mesh.world)  # the run has begun in status.json before a rank may say that it failed
     except ValueError as error:
         if world.rank == 0:
-            print_errors(getattr(error, "messages", [str(error)]))
+            print_errors(error)
         return BAD_CONFIG
     run = None
     try:

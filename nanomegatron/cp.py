@@ -11,7 +11,7 @@ A rank has n heads of queries, g of keys and of values (of its own share over tp
                 what happens                                          each rank sends, in heads x s/cp tokens
     p2p         a ring: attention to one rank's keys while            forward 2g, cp - 1 times; backward the
                 those of the next arrive                              same, and 2g in fp32, cp times
-    allgather   all-gather keys and values, then attention            the same; the fp32 sums once
+    allgather   all-gather keys and values, then attention            the same; 2g in fp32, cp - 1 times
     a2a         all-to-all: s tokens of n/cp heads for s/cp           forward n + 2g and n; backward the same
                 tokens of n heads, and back
     a2a+p2p     a2a among neighbours, the ring between groups of them, for two levels of networks

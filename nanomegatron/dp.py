@@ -17,8 +17,8 @@ view. Each of d ranks owns a shard of every bucket and updates that shard only (
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
 `optim_grads` allocates a bucket's gradients when the first of them is written. A full bucket starts its
-reduce-scatter and frees them; the shard is added to an fp32 sum when the reduction is waited for. With both
-that shard, `Optimizer.step` starts the all-gather of the parameters. Experts have buckets of their own.
+reduce-scatter and frees them; the shard is added to an fp32 sum when the reduction is waited for. Under both
+sharded strategies `Optimizer.step` starts the all-gather of the parameters. Experts have their own buckets.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; with averaging the loss is multiplied by d (`grad_scale`), which the average divides out. A bucket is

@@ -53,7 +53,9 @@ class Axis:
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
     def neighbours(self, size: int) -> "Axis":
-        """This rank's group of `size` neighbours on the axis. Raises KeyError for none of `part_sizes`."""
+        """This rank's group of `size` neighbours on the axis. Raises ValueError for none of `part_sizes`."""
+        if size != self.size and size not in self.parts:
+            raise ValueError(f"{self.name}: Mesh.build has made no groups of {size} ranks")
         return self if size == self.size else self.parts[size]
 
     @staticmethod

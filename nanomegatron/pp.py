@@ -3,9 +3,9 @@
     schedules.py   what each rank does, op by op, and which messages follow          (pure data)
     pp.py          receives, computes and sends, op by op                            (the executor)
 
-    rank 0 of 3   [F0][F1][F2]               [B0]    ...      1f1b; a row is the loop of a rank
-    rank 1 of 3       [F0][F1]       [B0][F2]        ...      messages travel over links (`mesh.py`)
-    rank 2 of 3           [F0][B0][F1][B1]           ...
+    rank 0 of 3   [F0][F1][F2]        [B0]    ...      1f1b; a row is the loop of a rank
+    rank 1 of 3       [F0][F1]    [B0][F2]    ...      messages travel over links (`mesh.py`)
+    rank 2 of 3           [F0][B0][F1][B1]    ...
 
 Messages travel beside the computation: sends are asynchronous, and at most one receive a link is in flight
 ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known beforehand. On a

@@ -72,7 +72,7 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
     scales = run.model.scales
     fp8 = {} if scales is None else {f"fp8/{name}": x for name, x in scales.state().items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
-    return training_pieces(list(run.model.parameters()), states, run.mesh) + small, fp8
+    return training_pieces(run.model.parameters(), states, run.mesh) + small, fp8
 
 
 def load_checkpoint(run: Run) -> None:
@@ -88,7 +88,7 @@ def load_checkpoint(run: Run) -> None:
         return
     begins = only_weights or run.config.run.eval_only
     if not begins and (found := read_state(root, run.mesh, source.step)) and "hf" in found[0]:
-        raise ValueError(f"--load {root}: convert.py made it, of weights alone; train on with --finetune")
+        raise ValueError(f"--load {root}: convert.py wrote it with weights only; add --finetune to train it")
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     wanted = dense_pieces(pieces) if source.upcycling else pieces
@@ -113,7 +113,7 @@ def load_checkpoint(run: Run) -> None:
     if only_weights:
         keep_source(run, root)
     if source.upcycling:
-        log_notes(run, divide_outputs(list(run.model.parameters()), run.config.model))
+        log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
     if run.optimizer and not states:
         run.optimizer.reset_main()
     if run.model.scales is not None:
@@ -154,9 +154,9 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
 
 def load_hf_folder(run: Run, source: Source) -> None:
     """Take the weights of a Hugging Face model, for the experts those of its MLPs. Raises ValueError."""
-    params, model, upcycling = list(run.model.parameters()), run.config.model, source.upcycling
-    notes = load_weights(source.root, params, model, run.model.vocab_size, upcycling)
-    log_notes(run, [*(divide_outputs(params, model) if upcycling else ()), *notes])
+    parameters, model, upcycling = run.model.parameters, run.config.model, source.upcycling
+    notes = load_weights(source.root, parameters(), model, run.model.vocab_size, upcycling)
+    log_notes(run, [*(divide_outputs(parameters(), model) if upcycling else ()), *notes])
     if run.optimizer:
         run.optimizer.reset_main()
     keep_source(run, source.root)
@@ -165,7 +165,7 @@ def load_hf_folder(run: Run, source: Source) -> None:
 
 
 def keep_source(run: Run, root: str) -> None:
-    """Keep what a Hugging Face model brings besides weights beside the run's checkpoints, for its export."""
+    """Copy the other files of a Hugging Face model to the folder of checkpoints, for its export."""
     if run.mesh.rank == 0 and not run.config.run.eval_only:
         keep_source_files(root, Path(run.config.checkpoint.save) / "hf")
 

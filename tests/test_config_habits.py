@@ -150,8 +150,7 @@ def test_megatrons_defaults():
     )
 
 
-def test_defaults_are_those_of_megatrons_parser():
-    """As its documents and argument parser have them: kept in tests/, and different from ours."""
+def test_the_defaults_that_are_noted_differ():
     ours = values_of(Config())
     assert all(ours[name] != value for name, value in MEGATRON_DEFAULTS.items())
 

@@ -21,7 +21,7 @@ SHORT = "--seq-length 16 --mock-data --train-iters 2 --eval-iters 1 --device cpu
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A downloaded model with what comes beside weights, and a bos token that is not the first id."""
+    """A downloaded model with the files beside its weights, and a bos token that is not the first id."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)
     path = tmp_path / "theirs"
@@ -50,14 +50,14 @@ def test_fine_tuning_keeps_what_is_no_weights(folder, tmp_path):
 
 
 def test_a_converted_folder(folder, tmp_path, capsys):
-    """Its settings are found; without --finetune the message says so; what it kept goes on to the export."""
+    """Its settings are found; without --finetune the message says so; what it kept is exported again."""
     paths = ["--input-path", "theirs", "--output-path", "ours"]
     layout = ["--target-tensor-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
     assert convert.main(["--source", "hf", "--target", "megatron", *paths, *layout]) == 0
     assert "layout are needless" in capsys.readouterr().out
     assert train_on("--load", "ours", "--run-name", "plain") == train.BAD_CONFIG
     assert (
-        "--load ours: convert.py made it, of weights alone; train on with --finetune"
+        "--load ours: convert.py wrote it with weights only; add --finetune to train it"
         in capsys.readouterr().out
     )
     assert train_on("--load", "ours", "--finetune", "--run-name", "tuned") == 0

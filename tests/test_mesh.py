@@ -333,3 +333,10 @@ def test_device_asked_for_is_never_another(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert pick_device("auto", World(rank=6, size=8, local_rank=2)) == torch.device("cuda", 2)
     assert pick_device("cpu", World()) == torch.device("cpu")
+
+
+def test_an_axis_names_groups_that_were_not_made():
+    axis = Axis("tp", 4, 0, (0, 1, 2, 3))
+    assert axis.neighbours(4) is axis
+    with pytest.raises(ValueError, match="tp: Mesh.build has made no groups of 2 ranks"):
+        axis.neighbours(2)

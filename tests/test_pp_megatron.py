@@ -45,7 +45,7 @@ def with_forward_backward(mesh, schedule: dict) -> list[dict]:
 def megatron_run(mesh, schedule: dict, forward_only: bool) -> dict:
     stages = stages_of(mesh, LLAMA, schedule)
     iterators = [map(microbatch, range(M)) for _ in stages]
-    told = forward_backward(
+    reports = forward_backward(
         forward_step_func=megatron_step,
         data_iterator=iterators if len(stages) > 1 else iterators[0],
         model=stages,
@@ -55,12 +55,12 @@ def megatron_run(mesh, schedule: dict, forward_only: bool) -> dict:
         forward_only=forward_only,
     )
     grads = {s.name: s.view(p.grad) for p in stages.parameters() if p.grad is not None for s in p.spec.parts}
-    return {"told": [t["lm loss"] for t in told], "grads": grads}
+    return {"losses": [r["lm loss"] for r in reports], "grads": grads}
 
 
 @pytest.mark.parametrize("schedule", some(LAYOUTS, "1f1b", "in groups", "zb-v"))
 def test_forward_backward_is_megatrons(schedule):
-    """The mean over tokens and microbatches; what the loss function tells comes from the last stage."""
+    """The mean over tokens and microbatches; what the loss function reports comes from the last stage."""
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LENGTH, padded_vocab_size=PADDED)
     model = GPTModel(config_of(LLAMA, ParallelConfig()).model, init=Init(seed=5), **sizes)
     losses = [model(*microbatch(i)) for i in range(M)]
@@ -68,13 +68,13 @@ def test_forward_backward_is_megatrons(schedule):
     each = run_spmd(with_forward_backward, 2, LAYOUTS[schedule], pp=2, **LAYOUTS[schedule])
     ranks, without = zip(*each, strict=True)
     last = 0 if schedule == "zb-v" else 1
-    torch.testing.assert_close(ranks[last]["told"], [loss.sum().item() for loss in losses])
-    assert ranks[1 - last]["told"] == []
+    torch.testing.assert_close(ranks[last]["losses"], [loss.sum().item() for loss in losses])
+    assert ranks[1 - last]["losses"] == []
     found = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
     for param in model.parameters():
         for part in param.spec.parts:
             torch.testing.assert_close(found[part.name], part.view(param.grad), rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(without[last]["told"], [loss.sum().item() for loss in losses])
+    torch.testing.assert_close(without[last]["losses"], [loss.sum().item() for loss in losses])
     assert not without[0]["grads"] and not without[1]["grads"]
 
 
@@ -87,7 +87,7 @@ def under_cp(mesh) -> list[float]:
         batch = shard_batch(replace(batch, labels=labels), mesh.cp, ["p2p"] * 8)
         return batch, batch.labels
 
-    told = forward_backward(
+    reports = forward_backward(
         forward_step_func=megatron_step,
         data_iterator=map(half, range(M)),
         model=stages,
@@ -95,7 +95,7 @@ def under_cp(mesh) -> list[float]:
         seq_length=LENGTH,
         micro_batch_size=MICRO,
     )
-    return [t["lm loss"] for t in told]
+    return [r["lm loss"] for r in reports]
 
 
 def test_forward_backward_takes_the_length_of_whole_rows():

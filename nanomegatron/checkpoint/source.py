@@ -1,8 +1,10 @@
 """Which checkpoint a run begins with, and which samples its data was made for before.
 
-has --save a checkpoint?    yes: the run resumes from it      no: --load, if it is given
---eval-only                 what --load names, whatever --save has
---finetune, upcycling       --load's weights alone, at iteration 0, where --save has none
+    --save has a checkpoint     the run resumes from it; --eval-only: only if there is no --load
+    it has none                 --load, if it is given
+    --finetune, upcycling       only the weights of --load, at iteration 0
+
+All ranks take the folder that rank 0 has chosen.
 """
 
 import tomllib

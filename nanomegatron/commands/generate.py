@@ -135,16 +135,7 @@ def load_model(
     tokenizer = tokenizer_from_spec(found.state["tokenizer"], beside=root)
     if tokenizer.fingerprint != found.state.get("tokenizer_fingerprint", tokenizer.fingerprint):
         raise ValueError(f"the tokenizer {tokenizer.spec} gives other ids now than when {root} was trained")
-    vocab_size = config.data.vocab_size or tokenizer.vocab_size
-    padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
-    here = replace(
-        config,
-        model=replace(config.model, attention_backend="auto"),  # the one of the training may not run here
-        parallel=ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops"),
-        precision=replace(config.precision, fp8_format=None),  # one scale would tie prompts together
-    )
-    init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
-    model = build(here, mesh, vocab_size, padded, init)
+    model = new_model(config, mesh, config.data.vocab_size or tokenizer.vocab_size)
     pieces = training_pieces(model.parameters(), {}, mesh) + state_pieces(module_states(model), mesh)
     load(root, pieces, mesh, found.iteration, cast=True)
     return model, tokenizer, config
@@ -156,14 +147,23 @@ def load_hf_model(
     """The same of a Hugging Face folder as it is. Raises ValueError."""
     config = from_settings(read_folder(root)[1])
     vocab_size = config.data.vocab_size
-    parallel = ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops")
-    config = replace(config, parallel=parallel)
-    padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
-    init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
-    model = build(config, mesh, vocab_size, padded, init)
+    model = new_model(config, mesh, vocab_size)
     for note in load_weights(root, model.parameters(), config.model, vocab_size):
         say(note)
     return model, folder_tokenizer(Path(root), vocab_size), config
+
+
+def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
+    """A model of these settings for sampling under the layout of `mesh`, without its weights."""
+    padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
+    here = replace(
+        config,
+        model=replace(config.model, attention_backend="auto"),  # the one of the training may not run here
+        parallel=ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops"),
+        precision=replace(config.precision, fp8_format=None),  # one scale would tie prompts together
+    )
+    init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
+    return build(here, mesh, vocab_size, padded, init)
 
 
 def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:

@@ -217,23 +217,11 @@ class _Reader:
 
     def with_companions(self, values: dict[str, Any]) -> Config:
         """The config with what settings bring along, each with a note."""
-        config = build(values)
-        model, parallel = config.model, config.parallel
-        options = list(brought(config, self.values))
-        tp = parallel.tensor_model_parallel_size
-        if (
-            model.num_experts
-            and tp > 1
-            and "sequence_parallel" not in self.values
-            and not model.sequence_parallel
-        ):
-            options.append(("--sequence-parallel", f"--num-experts {model.num_experts} under tp {tp}"))
-        if not options:
-            return config
-        companions = _Reader()
-        companions.read_flags([word for option, _ in options for word in option.split()])
-        self.notes += [f"{option}: set, which {owner} needs" for option, owner in options]
-        return build(companions.values | values | companions.values)
+        config, companions = build(values), _Reader()
+        for option, owner in brought(config, self.values):
+            companions.read_flags(option.split())
+            self.notes.append(f"{option}: set, which {owner} needs")
+        return build(values | companions.values) if companions.values else config
 
     def _nearest(self, name: str) -> str:
         names = map(flag, (*self.settings, *self.aliases, "config", "print_config", "help"))

@@ -2,10 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterable
 
 from nanomegatron.config.check import validate
-from nanomegatron.config.cli import Parsed, help_text, parse
+from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse
 
 
 def early_answer(argv: list[str]) -> int | None:
@@ -21,7 +20,7 @@ def early_answer(argv: list[str]) -> int | None:
         return 0
     if errors := early_errors(parsed):
         if first:
-            print_errors(errors)
+            print_errors(ConfigError(errors))
         return 2
     return None
 
@@ -35,9 +34,9 @@ def early_errors(parsed: Parsed) -> list[str]:
     return [*parsed.errors, *(error for error in found if all(error in other for other in others))]
 
 
-def print_errors(messages: Iterable[str]) -> None:
+def print_errors(error: ValueError) -> None:
     """One line an error on stderr."""
-    lines = [*messages]
-    print(f"train.py: {len(lines)} error{'s' * (len(lines) > 1)}, nothing was started", file=sys.stderr)
-    for line in lines:
-        print(f"  {line}", file=sys.stderr)
+    messages = getattr(error, "messages", [str(error)])
+    print(f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started", file=sys.stderr)
+    for message in messages:
+        print(f"  {message}", file=sys.stderr)

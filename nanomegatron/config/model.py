@@ -77,7 +77,12 @@ class TransformerConfig:
     window_attn_skip_freq: str | None = setting(
         None, "every N-th layer sees all keys; or a list, 1 for a window", needs="--window-size"
     )
-    num_experts: int | None = setting(None, "experts of a layer; none without", at_most=MAX_EXPERTS)
+    num_experts: int | None = setting(
+        None,
+        "experts of a layer; none without",
+        at_most=MAX_EXPERTS,
+        brings="--sequence-parallel if --tensor-model-parallel-size greater than 1",
+    )
     moe_ffn_hidden_size: int | None = moe(None, "inner width of an expert; --ffn-hidden-size")
     moe_layer_freq: str = moe("1", "every N-th layer has experts; or a list, 1 for experts: [0]*1+[1]*23")
     moe_router_topk: int = moe(2, "experts per token", at_most=MOE)

@@ -54,7 +54,7 @@ class Rules:
     part_of: str = ""  # the condition under which it means something; then `needs` and `excludes` count
     needs: Conditions = ()
     excludes: Conditions = ()
-    brings: Conditions = ()  # what is set beside it where `needs` has an obvious answer, and said in a note
+    brings: Conditions = ()  # set beside it, with a note, while `needs` are unmet; may end in " if CONDITION"
     fast_path: bool = False  # asks for a fast path, which --no-fast-paths excludes
     resumable: bool | None = None
     names_run: bool | None = None
@@ -160,16 +160,18 @@ def _conditions(conditions: Conditions, value: Any) -> tuple[str, ...]:
 
 
 def brought(config: Any, given: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(what a setting brings, the setting), where what it needs is neither there nor given."""
+    """(what a setting brings, the setting), where something is missing, unless it is given or excluded."""
     values, rules = values_of(config), {s.name: Rules(**s.metadata) for _, s, _ in declared(config)}
     for _, s, value in declared(config):
         needs, brings = (_conditions(part, value) for part in (rules[s.name].needs, rules[s.name].brings))
-        if value in (None, s.default) or all(holds(need, values) for need in needs):
+        if value in (None, s.default) or (needs and all(holds(need, values) for need in needs)):
             continue
-        for option in brings:
+        for text in brings:
+            option, _, condition = text.partition(" if ")
             name = _name(option.split()[0])
-            excluded = any(holds(text, values) for text in _conditions(rules[name].excludes, True))
-            if name not in given and not _is_set(flag(name), values) and not excluded:
+            excluded = any(holds(other, values) for other in _conditions(rules[name].excludes, True))
+            wanted = not condition or holds(condition, values)
+            if wanted and name not in given and not _is_set(flag(name), values) and not excluded:
                 yield option, spelled(s.name, value)
 
 
