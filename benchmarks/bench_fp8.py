@@ -35,11 +35,12 @@ from benchmarks.kernels import milliseconds  # noqa: E402
 from nanomegatron.batch import Batch  # noqa: E402
 from nanomegatron.build import quantize_early  # noqa: E402
 from nanomegatron.config.cli import parse  # noqa: E402
-from nanomegatron.fp8 import RECIPES, Cast, Fp8Linear, Quantized, Recipe, Scales, matmul  # noqa: E402
+from nanomegatron.fp8 import RECIPES, Fp8Linear, Quantized, Recipe, Scales  # noqa: E402
 from nanomegatron.fp8_linear import use_fp8  # noqa: E402
 from nanomegatron.mesh import Axis  # noqa: E402
 from nanomegatron.model import TransformerLayer  # noqa: E402
-from nanomegatron.ops.fp8_matmul import add_fp8_product_  # noqa: E402
+from nanomegatron.ops.fp8_cast import Fp8Matrix  # noqa: E402
+from nanomegatron.ops.fp8_matmul import add_fp8_product_, fp8_matmul  # noqa: E402
 from nanomegatron.ops.kernels import usable  # noqa: E402
 from nanomegatron.ops.merge import add_  # noqa: E402
 from nanomegatron.ops.rope import rope_angles  # noqa: E402
@@ -128,11 +129,11 @@ def matmuls(layer: Layer) -> Iterator[Line]:
         dtype = torch.float32 if product == "dW" else torch.bfloat16
         for name, recipe, fast in kinds:
             a, b = operands(casts[recipe], product)
-            ways[name] = functools.partial(matmul, a, b, dtype, fast)
+            ways[name] = functools.partial(fp8_matmul, a, b, dtype, fast)
         yield Line(f"matmul {product}", layer.name, layer.flops, ways)
 
 
-def operands(cast: dict[str, Quantized], product: str) -> tuple[Cast, Cast]:
+def operands(cast: dict[str, Quantized], product: str) -> tuple[Fp8Matrix, Fp8Matrix]:
     """What y, dx or dW is a product of."""
     x, w, g = cast.values()
     return {"y": (x.row, w.row), "dx": (g.row, w.flip), "dW": (g.flip, x.flip)}[product]
@@ -155,13 +156,13 @@ def sums(layer: Layer) -> Iterator[Line]:
     ways: Ways = {
         "bf16": lambda: add_product(main, g, x),
         "first": lambda: into(main),
-        "add fp32": lambda: main.add_(matmul(a, b, torch.float32)),
-        "add bf16": lambda: main.add_(matmul(a, b, torch.bfloat16)),
-        "add bf16, fast": lambda: main.add_(matmul(a, b, torch.bfloat16, fast=True)),
-        "block, add fp32": lambda: main.add_(matmul(*casts["blockwise"], torch.float32)),
-        "block, add bf16": lambda: main.add_(matmul(*casts["blockwise"], torch.bfloat16)),
+        "add fp32": lambda: main.add_(fp8_matmul(a, b, torch.float32)),
+        "add bf16": lambda: main.add_(fp8_matmul(a, b, torch.bfloat16)),
+        "add bf16, fast": lambda: main.add_(fp8_matmul(a, b, torch.bfloat16, fast=True)),
+        "block, add fp32": lambda: main.add_(fp8_matmul(*casts["blockwise"], torch.float32)),
+        "block, add bf16": lambda: main.add_(fp8_matmul(*casts["blockwise"], torch.bfloat16)),
         "add alone": lambda: main.add_(temporary),
-        "add in the matmul": lambda: add_fp8_product_(main, *a, *b),
+        "add in the matmul": lambda: add_fp8_product_(main, a, b),
     }
     yield Line("sum", layer.name, layer.flops, ways)
 

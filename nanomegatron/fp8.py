@@ -41,24 +41,21 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import PrecisionConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import (
-    BLOCK,
     FORMATS,
     Fp8,
+    Fp8Matrix,
     fp8_amax,
     fp8_cast_blocks,
     fp8_cast_rows,
-    fp8_decode,
     fp8_limit,
     fp8_scale,
     fp8_turn,
     fp8_update,
-    scale_of_rows,
 )
 
 E4M3, E5M2 = FORMATS
@@ -106,62 +103,11 @@ class Recipe:
         return self.gather if sharded else self.name == "delayed"
 
 
-class Cast(NamedTuple):
-    """A matrix in FP8 that a matmul sums over the last dim of: about data * inverse."""
-
-    data: torch.Tensor  # [m, k], contiguous
-    inverse: torch.Tensor  # fp32: [] of the tensor, [m, 1] of rows, or of blocks as fp8_cast_blocks has them
-
-
 class Quantized(NamedTuple):
     """The copies of x `[m, k]` that were asked for: of x itself, and of x^T `[k, m]`."""
 
-    row: Cast | None
-    flip: Cast | None
-
-
-def decode(a: Cast) -> torch.Tensor:
-    """What a matmul computes with, in fp32. `[m, k]`"""
-    return fp8_decode(a.data, a.inverse)
-
-
-def matmul(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
-    """a b^T, summed in fp32. `[m, k], [n, k] -> [m, n]` in `dtype`
-
-    Both have scales of one kind. fast: on a GPU sums lose bits, for speed; blocks do without. torch raises
-    on a GPU that has no FP8, or no blocks (all but Hopper), and for n or k that are no multiples of 16.
-    """
-    m = len(a.data)
-    gpu, rows = a.data.is_cuda, all(c.inverse.shape == (len(c.data), 1) for c in (a, b))
-    blocks = a.inverse.dim() == 2 and not rows
-    if blocks and not gpu:  # torch has no kernel
-        return (decode(a) @ decode(b).t()).to(dtype)
-    if blocks and m % MULTIPLE:  # as in the sample at a run's end: cuBLAS has none for such
-        a = _more_rows(a, -m % MULTIPLE)
-    scale_a, scale_b = (_laid_out(c, blocks) for c in (a, b))
-    out = torch.bfloat16 if rows and gpu else dtype  # the GPU's kernel for rows has no other
-    y = torch._scaled_mm(
-        a.data, b.data.t(), scale_a, scale_b.t(), out_dtype=out, use_fast_accum=fast and not blocks
-    )
-    return y[:m].to(dtype)
-
-
-def _more_rows(a: Cast, count: int) -> Cast:
-    """Rows of zeros after those of a matrix with scales of blocks 1 x 128."""
-    data = F.pad(a.data.view(torch.uint8), (0, 0, 0, count)).view(a.data.dtype)
-    return Cast(data, F.pad(a.inverse, (0, 0, 0, count)))
-
-
-def _laid_out(a: Cast, blocks: bool) -> torch.Tensor:
-    """Inverses in the strides that torch insists on; gathered ones of blocks 1 x 128 come in others."""
-    if blocks:
-        inverse, across = a.inverse, a.inverse.shape[1]
-        if len(inverse) < len(a.data) and across % 4:  # torch 2.11 misreads such squares
-            inverse = inverse.repeat_interleave(BLOCK, 0)[: len(a.data)]
-        return inverse.t().contiguous().t() if len(inverse) == len(a.data) else inverse
-    if a.inverse.dim():
-        return a.inverse.flatten()[:, None]
-    return a.inverse if a.data.is_cuda else scale_of_rows(a.inverse, len(a.data))
+    row: Fp8Matrix | None
+    flip: Fp8Matrix | None
 
 
 def _agree_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
@@ -219,7 +165,7 @@ class Scales:
         self.forget_step()
 
     def forget_weights(self) -> None:
-        """Cast weights again when they are used next, if the optimizer has not done it by then."""
+        """Fp8Matrix weights again when they are used next, if the optimizer has not done it by then."""
         for layer in self.layers.values():
             layer.cached = layer.taken = None
 
@@ -271,7 +217,7 @@ class Fp8Linear:
         self.name, self.scales, self.recipe = name, scales, recipe
         self.slots = slice(first, first + len(ROLES))
         self.cached: Quantized | None = None
-        self.taken: Cast | None = None  # of the weight, row-major, by the optimizer
+        self.taken: Fp8Matrix | None = None  # of the weight, row-major, by the optimizer
 
     def cast(
         self,
@@ -332,7 +278,7 @@ class Fp8Linear:
             scale, inverse = fp8_scale(_agree_(amax, [axis] if axis else ()), limit)
             wanted = Fp8(dtype, scale, None, outputs)
         copies = wanted.of(x)
-        return Quantized(*(None if q is None else Cast(q, inverse) for q in copies))
+        return Quantized(*(None if q is None else Fp8Matrix(q, inverse) for q in copies))
 
     def _cast_parts(
         self, x: torch.Tensor, role: str, outputs: str, inverse: torch.Tensor | None = None
@@ -340,10 +286,10 @@ class Fp8Linear:
         """With a scale for each row or block. inverse: that of x, where x is FP8 itself."""
         dtype = self.recipe.dtype(role)
         if self.recipe.name == "rowwise":
-            pairs = fp8_cast_rows(x, dtype, fp8_limit(dtype, self.recipe.margin), outputs, inverse)
+            pair = fp8_cast_rows(x, dtype, fp8_limit(dtype, self.recipe.margin), outputs, inverse)
         else:
-            pairs = fp8_cast_blocks(x, dtype, role == "w", outputs, True, inverse)
-        return Quantized(*(pair and Cast(*pair) for pair in pairs))
+            pair = fp8_cast_blocks(x, dtype, role == "w", outputs, True, inverse)
+        return Quantized(*pair)
 
     def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
         """Both copies of the local `[o, i]`, made at first use in a step. axis: what it is cut over.
@@ -360,13 +306,13 @@ class Fp8Linear:
 
     def take(self, data: torch.Tensor) -> None:
         """The optimizer's cast of the weight `[o, i]`, E4M3, with the scale of now."""
-        self.taken, self.cached = Cast(data, self.scales.spread[self.slot("w"), 0]), None
+        self.taken, self.cached = Fp8Matrix(data, self.scales.spread[self.slot("w"), 0]), None
 
-    def turned(self, row: Cast, role: str) -> Cast:
+    def turned(self, row: Fp8Matrix, role: str) -> Fp8Matrix:
         """The transposed copy of what was cast row-major and gathered. `[m, k] -> [k, m]`
 
         The same bytes where the tensor has one scale; else what they stand for, cast along the other dim.
         """
         if not row.inverse.dim():
-            return Cast(fp8_turn(row.data), row.inverse)
+            return Fp8Matrix(fp8_turn(row.data), row.inverse)
         return self._cast_parts(row.data, role, "transposed", row.inverse).flip

@@ -28,9 +28,10 @@ from nanomegatron.comm import (
     reduce_scatter,
     start_all_gather,
 )
-from nanomegatron.fp8 import Cast, Fp8Linear, Quantized, matmul
+from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.fp8_matmul import add_fp8_product_
+from nanomegatron.ops.fp8_cast import Fp8Matrix
+from nanomegatron.ops.fp8_matmul import add_fp8_product_, fp8_matmul
 from nanomegatron.param import accumulate_grad, accumulate_weight_grad, is_deferred, main_grad, run_or_defer
 from nanomegatron.recompute import source_of
 from nanomegatron.tp import start_input_grad_sum
@@ -57,7 +58,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             wanted, cut = fp8.outputs(comm, trains), None if comm == "copy" else axis
             cast = fp8.cast(x.flatten(0, -2), "x", wanted, cut, trains)
         row = start_gather(cast.row, axis)() if comm == "gather" else cast.row
-        y = matmul(row, fp8.weight(weight, axis).row, x.dtype, fast=True).view(
+        y = fp8_matmul(row, fp8.weight(weight, axis).row, x.dtype, fast=True).view(
             -1, *x.shape[1:-1], len(weight)
         )
         ctx.weight, ctx.axis, ctx.comm, ctx.fp8 = weight, axis, comm, fp8
@@ -80,8 +81,8 @@ class Fp8LinearFunction(torch.autograd.Function):
             wanted, cut = "both" if fp8.recipe.wgrad else "row", None if comm == "sum" else axis
             row, flip = fp8.cast(rows, "g", wanted, cut)
         gathers_fp8_x, later = comm == "gather" and fp8.recipe.wgrad, is_deferred(weight)
-        pending = start_gather(Cast(*kept), axis) if gathers_fp8_x and not later else None
-        dx = matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
+        pending = start_gather(Fp8Matrix(*kept), axis) if gathers_fp8_x and not later else None
+        dx = fp8_matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
         reduced = start_input_grad_sum(dx, axis, comm)
 
@@ -91,32 +92,32 @@ class Fp8LinearFunction(torch.autograd.Function):
                 g = all_gather(grad, axis) if comm == "scatter" else grad
                 return accumulate_weight_grad(weight, x, g)
             if not gathers_fp8_x:
-                return add_weight_grad(weight, flip, Cast(*kept))
-            x = (pending or start_gather(Cast(*kept), axis))()
+                return add_weight_grad(weight, flip, Fp8Matrix(*kept))
+            x = (pending or start_gather(Fp8Matrix(*kept), axis))()
             return add_weight_grad(weight, flip, fp8.turned(x, "x"))
 
         dw = run_or_defer(weight, weight_grad)
         return reduced.wait(), dw, None, None, None, None
 
 
-def add_weight_grad(weight: nn.Parameter, g: Cast, x: Cast) -> torch.Tensor | None:
+def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.Tensor | None:
     """dW = g x^T into `main_grad`, by the matmul itself where it can. g `[o, t]`, x `[i, t]`"""
     target = main_grad(weight)
     if target is None or target.dtype != torch.float32 or g.inverse.dim():
         dtype = weight.dtype if target is None else target.dtype
-        return accumulate_grad(weight, lambda: matmul(g, x, dtype))
-    add_fp8_product_(target, *g, *x)
+        return accumulate_grad(weight, lambda: fp8_matmul(g, x, dtype))
+    add_fp8_product_(target, g, x)
     weight.bucket.ready(weight)
     return None
 
 
-def start_gather(cast: Cast, axis: Axis) -> Callable[[], Cast]:
+def start_gather(cast: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
     """Begin to gather the rows of all ranks in FP8, with their scales if rows have such; returns the wait."""
     data = start_all_gather(cast.data.view(torch.uint8), axis)
     inverse = start_all_gather(cast.inverse, axis) if cast.inverse.dim() else Pending(cast.inverse)
-    return lambda: Cast(data.wait().view(cast.data.dtype), inverse.wait())
+    return lambda: Fp8Matrix(data.wait().view(cast.data.dtype), inverse.wait())
 
 
-def _kept(cast: Quantized) -> Cast:
+def _kept(cast: Quantized) -> Fp8Matrix:
     """What the weight gradient is made of: x transposed, or rows that are gathered first."""
     return cast.row if cast.flip is None else cast.flip

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from nanomegatron import fp8
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode, matmul
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales
 from nanomegatron.mesh import Axis
 from nanomegatron.ops import fp8_cast as ops_fp8_cast
+from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_decode
+from nanomegatron.ops.fp8_matmul import _torch_scale, fp8_matmul
 from tests.spmd import run_spmd
 
 CPU = torch.device("cpu")
@@ -29,7 +31,7 @@ def same(a, b):
 def limit_of_error(x, cast):
     """The largest error that docs/fp8.md allows each value, in float64."""
     unit, least = UNIT[cast.data.dtype]
-    scale = decode(Cast(torch.ones_like(cast.data), cast.inverse)).double()
+    scale = fp8_decode(Fp8Matrix(torch.ones_like(cast.data), cast.inverse)).double()
     return torch.maximum(unit * x.abs(), least * scale) * (1 + 2**-20)  # the scale is fp32, too
 
 
@@ -61,17 +63,17 @@ def test_matmuls_against_float64(name, gradient):
         (a, b), (x, y) = pick(*casts), [value.double() for value in pick(*both)]
         assert a.data.is_contiguous() and b.data.is_contiguous()
         assert a.data.dtype == (E4M3 if which == "y" else gradient) and b.data.dtype == E4M3
-        p, q = decode(a).double(), decode(b).double()
+        p, q = fp8_decode(a).double(), fp8_decode(b).double()
         error_a, error_b = limit_of_error(x, a), limit_of_error(y, b)
         assert ((p - x).abs() <= error_a).all() and ((q - y).abs() <= error_b).all()
         summed = len(p[0]) * 2.0**-24 * (p.abs() @ q.abs().t())
         bound = error_a @ y.abs().t() + x.abs() @ error_b.t() + error_a @ error_b.t()
         for dtype, rounding in (torch.float32, 2.0**-23), (torch.bfloat16, 2.0**-8):
-            found, exact = matmul(a, b, dtype), p @ q.t()
+            found, exact = fp8_matmul(a, b, dtype), p @ q.t()
             assert found.dtype == dtype
             assert ((found - exact).abs() <= summed + rounding * exact.abs()).all()
             assert ((found - x @ y.t()).abs() <= bound + summed + rounding * exact.abs()).all()
-        assert torch.equal(matmul(a, b, torch.float32, fast=True), matmul(a, b, torch.float32))
+        assert torch.equal(fp8_matmul(a, b, torch.float32, fast=True), fp8_matmul(a, b, torch.float32))
         share = (exact - x @ y.t()).norm() / (x @ y.t()).norm()
         assert share < (0.045 if a.data.dtype == E4M3 else 0.07)  # far less than the bound, as signs vary
 
@@ -104,7 +106,7 @@ def test_a_margin_leaves_room(name):
     assert (
         cast.row.data.float().unique() == 56.0 and cast.row.inverse.unique() == 0.0625 and cast.flip is None
     )
-    assert torch.equal(decode(cast.row), torch.full((2, 4), 3.5))
+    assert torch.equal(fp8_decode(cast.row), torch.full((2, 4), 3.5))
 
 
 # Of x, E4M3, two microbatches a step: the amaxes, then the scale that the next step has, for each way.
@@ -206,7 +208,7 @@ def agree(mesh, name, role):
     assert {key[2]: count for key, count in mesh.traffic.items()} == sent
     if name == "tensorwise":
         whole = new(name)[1].cast(both, role, "row").row
-        same(cast.row, Cast(whole.data.chunk(2)[mesh.rank], whole.inverse))
+        same(cast.row, Fp8Matrix(whole.data.chunk(2)[mesh.rank], whole.inverse))
     scales.end_step()
     if name == "delayed":
         assert mesh.traffic[axis.name, "all_reduce", "calls"] == 1
@@ -246,17 +248,17 @@ def test_zeros_infinity_and_nan(name):
     _, layer = new(name)
     zeros = layer.cast(torch.zeros(16, 16), "x")
     for copy in zeros:
-        assert (copy.inverse == 1.0).all() and not decode(copy).any()
+        assert (copy.inverse == 1.0).all() and not fp8_decode(copy).any()
     x = torch.ones(16, 16)
     x[3, 4], x[5, 6], x[7, 8] = INF, -INF, NAN
     row, flip = layer.cast(x, "x")
     for copy, what in (row, x), (flip, x.t()):
-        found = decode(copy)
+        found = fp8_decode(copy)
         assert torch.equal(found.isnan(), what.isnan())
         assert torch.equal(found[what == INF], torch.tensor([448.0]))
         assert torch.equal(found[what == -INF], torch.tensor([-448.0]))
         assert (found[what == 1.0] == 1.0).all()
-    y = matmul(row, layer.cast(torch.eye(16), "x").row, torch.float32)
+    y = fp8_matmul(row, layer.cast(torch.eye(16), "x").row, torch.float32)
     assert y[7].isnan().all() and y.isnan().sum() == 16
 
 
@@ -264,9 +266,9 @@ def test_overflow_saturates_for_one_step():
     scales, layer = new("delayed")
     scales.fresh = False
     x = torch.full((1, 2), 1000.0)
-    assert decode(layer.cast(x, "x", "row").row).tolist() == [[448.0, 448.0]]
+    assert fp8_decode(layer.cast(x, "x", "row").row).tolist() == [[448.0, 448.0]]
     scales.end_step()
-    torch.testing.assert_close(decode(layer.cast(x, "x", "row").row), x)
+    torch.testing.assert_close(fp8_decode(layer.cast(x, "x", "row").row), x)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -276,7 +278,7 @@ def test_an_outlier_costs_its_tensor_or_its_row_or_block(name):
     scales, layer = new(name)
     layer.cast(x, "x")
     scales.end_step()
-    found = decode(layer.cast(x, "x", "row").row)
+    found = fp8_decode(layer.cast(x, "x", "row").row)
     assert found[0, 0] == x[0, 0]
     lost = (found == 0.0).sum()
     if name in ("delayed", "tensorwise"):  # 1.0 is half the smallest step, and even is down; -1.5 is up
@@ -359,22 +361,22 @@ def test_turned_is_the_transposed_cast(name, role):
     else:
         assert turned.inverse.shape == flip.inverse.shape
         least = limit_of_error(torch.zeros(160, 64), turned)
-        assert ((decode(turned) - decode(row).t()).abs() <= least).all()
+        assert ((fp8_decode(turned) - fp8_decode(row).t()).abs() <= least).all()
 
 
 def test_gathered_blocks_are_multiplied_as_they_come():
     """The GPU wants the first dim of 1 x 128 scales contiguous, which gathering undoes."""
     (x, w, _), casts = operands("blockwise", shape=(48, 160, 256))
     row = casts[0].row
-    gathered = Cast(row.data, row.inverse.contiguous())
-    assert not gathered.inverse.t().is_contiguous() and fp8._laid_out(gathered, True).t().is_contiguous()
+    gathered = Fp8Matrix(row.data, row.inverse.contiguous())
+    assert not gathered.inverse.t().is_contiguous() and _torch_scale(gathered, True).t().is_contiguous()
     twos = casts[1].row  # squares side by side that torch 2.11 would misread
-    rows = fp8._laid_out(twos, True)
-    assert rows.t().is_contiguous() and torch.equal(decode(Cast(twos.data, rows)), decode(twos))
+    rows = _torch_scale(twos, True)
+    assert rows.t().is_contiguous() and torch.equal(fp8_decode(Fp8Matrix(twos.data, rows)), fp8_decode(twos))
     _, fours = operands("blockwise", shape=(48, 512, 160))
-    assert fp8._laid_out(fours[1].row, True).stride() == fours[1].row.inverse.stride() == (4, 1)
+    assert _torch_scale(fours[1].row, True).stride() == fours[1].row.inverse.stride() == (4, 1)
     assert torch.equal(
-        matmul(gathered, casts[1].row, torch.float32), matmul(row, casts[1].row, torch.float32)
+        fp8_matmul(gathered, casts[1].row, torch.float32), fp8_matmul(row, casts[1].row, torch.float32)
     )
 
 
@@ -384,4 +386,4 @@ def test_on_a_cpu_a_tensors_scale_is_that_of_its_rows(dtype):
     a, b = torch.randn(32, 64).to(E4M3), torch.randn(48, 64).to(E5M2)
     scales = torch.tensor(0.37), torch.tensor(1.23)
     expected = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype)
-    assert torch.equal(matmul(Cast(a, scales[0]), Cast(b, scales[1]), dtype), expected)
+    assert torch.equal(fp8_matmul(Fp8Matrix(a, scales[0]), Fp8Matrix(b, scales[1]), dtype), expected)

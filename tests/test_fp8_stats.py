@@ -9,8 +9,9 @@ import torch
 
 import train
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales, decode
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.report.counters import KINDS, Fp8Stats, cast_losses
 from nanomegatron.report.writers import read_jsonl
 from tests.layouts import FIVE_STEPS, flags_of, fp8
@@ -72,10 +73,10 @@ def test_losses_value_by_value(name, gradient):
     x[::3, 7], x[5], x[6, 3], x[7, 3], x[8, :140] = 0.0, 0.0, INF, NAN, -1e5
     for role in ("x", "w", "g"):
         cast = layer.cast(x, role, "row").row
-        scale = 1 / decode(cast._replace(data=torch.ones_like(x).to(cast.data.dtype))).double()
+        scale = 1 / fp8_decode(cast._replace(data=torch.ones_like(x).to(cast.data.dtype))).double()
         top, scaled = torch.finfo(cast.data.dtype).max, x.double() * scale
         saturated = (scaled.abs() > top * 1.00001).sum()
-        underflow = sum(q == 0 != v for q, v in zip(*(m.flatten().tolist() for m in (decode(cast), x))))
+        underflow = sum(q == 0 != v for q, v in zip(*(m.flatten().tolist() for m in (fp8_decode(cast), x))))
         assert [n.item() for n in cast_losses(x, cast)] == [saturated, underflow]
         assert saturated > 0 and underflow > 0
 
@@ -91,7 +92,7 @@ def test_scales_of_the_values_themselves_do_not_saturate(name):
         casts = [layer.cast(x, "x").row for x in inputs]
         scale, amax, saturated, underflow = row(told(stats), "fc1/x")
         assert saturated == 0.0 and amax == max(x.abs().max() for x in inputs)
-        lost = sum(((decode(q) == 0) & (x != 0)).sum().item() for x, q in zip(inputs, casts, strict=True))
+        lost = sum(((fp8_decode(q) == 0) & (x != 0)).sum().item() for x, q in zip(inputs, casts, strict=True))
         assert underflow == lost / (3 * 32 * 256)
         inverses = torch.cat([q.inverse.flatten() for q in casts])
         assert scale == pytest.approx(1 / inverses[inverses < 1].max().item(), rel=1e-6)

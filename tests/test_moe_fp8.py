@@ -12,10 +12,10 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.fp8_experts import GroupedFp8LinearFunction, quantize_experts
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Cast, Recipe, Scales, decode
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts
-from nanomegatron.ops.fp8_cast import fp8_cast_rows
+from nanomegatron.ops.fp8_cast import fp8_cast_rows, fp8_decode
 from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, ParamSpec, WeightGradStore, new_parameter, replica
@@ -50,7 +50,7 @@ def batch(sizes, extra=0, width=H, seed=1):
 
 def rows_of(x):
     """x as it is once cast with a scale for each row."""
-    return decode(Cast(*fp8_cast_rows(x, E4M3, 448.0)[0])).double()
+    return fp8_decode(fp8_cast_rows(x, E4M3, 448.0)[0]).double()
 
 
 def columns_of(x):

@@ -6,6 +6,7 @@ import torch
 from nanomegatron.ops.fp8_cast import (
     FORMATS,
     LARGEST,
+    Fp8Matrix,
     fp8_amax,
     fp8_cast,
     fp8_cast_blocks,
@@ -92,7 +93,7 @@ def test_blocks_have_their_own_scales(squares, power_of_two):
     assert flip_inverse.shape == ((3, 2) if squares else (300, 2))
     assert inverse.stride() == ((4, 1) if squares else (1, 200))
     for q, i, y in ((row, inverse, x), (flip, flip_inverse, x.t())):
-        error = (fp8_decode(q, i) - y).abs()  # half a step of a value, or of the smallest of its block
+        error = (fp8_decode(Fp8Matrix(q, i)) - y).abs()  # half a step of a value, or of its block's smallest
         assert (error <= y.abs() / 16 + i.repeat_interleave(128, 1)[:, : y.shape[1]].amax() * 2**-10).all()
         largest = q.float().abs().view(-1).max()
         assert largest <= 448.0 if power_of_two else largest == 448.0
@@ -123,7 +124,7 @@ def test_what_has_been_cast_is_cast_as_what_it_stands_for():
         fp8_cast_blocks(x, E5M2, False)[0],
         fp8_cast_blocks(x, E5M2, True)[0],
     ):
-        decoded = fp8_decode(q, inverse)
+        decoded = fp8_decode(Fp8Matrix(q, inverse))
         assert ((decoded - x).abs() <= x.abs() / 8 + 1e-6).all()
         for cast in (
             lambda *a: fp8_cast_rows(a[0], E5M2, 57344.0, "both", *a[1:]),
@@ -148,7 +149,7 @@ def test_small_and_empty_ones(shape, squares):
     assert (
         row.shape == shape
         and flip.shape == shape[::-1]
-        and torch.equal(fp8_decode(row, inverse), torch.ones(shape))
+        and torch.equal(fp8_decode(Fp8Matrix(row, inverse)), torch.ones(shape))
     )
 
 

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from benchmarks import bench_fp8
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops import kernels as ops_kernels
-from nanomegatron.ops.fp8_cast import FORMATS
+from nanomegatron.ops.fp8_cast import FORMATS, Fp8Matrix
 from nanomegatron.ops.fp8_matmul import WORKSPACE, add_fp8_product_, missing
 from tests import cuda_on_cpu
 
@@ -28,8 +29,13 @@ def case(shape, pair=PAIRS[0], device=CPU) -> list[torch.Tensor]:
     m, n, k = shape
     draw = functools.partial(torch.randint, device=device)
     a, b = (draw(-2, 3, (rows, k)).float().to(dtype) for rows, dtype in zip((m, n), pair))
-    inverses = torch.tensor(0.5, device=device), torch.tensor([4.0], device=device)
+    inverses = torch.tensor(0.5, device=device), torch.tensor(4.0, device=device)
     return [draw(-9, 10, (m, n)).float(), a, inverses[0], b, inverses[1]]
+
+
+def add(out, a, a_inverse, b, b_inverse, fast: bool = False, function: Callable = add_fp8_product_) -> None:
+    """`add_fp8_product_` of the tensors of a case."""
+    return function(out, Fp8Matrix(a, a_inverse), Fp8Matrix(b, b_inverse), fast)
 
 
 def wanted(out, a, a_inverse, b, b_inverse, times: int = 1) -> torch.Tensor:
@@ -42,7 +48,7 @@ def check(given: list[torch.Tensor], fast: bool = False) -> None:
     """Added twice, to the bit."""
     expected = wanted(*given, times=2)
     for _ in range(2):
-        assert add_fp8_product_(*given, fast) is None
+        assert add(*given, fast) is None
     assert torch.equal(given[0].double(), expected)
 
 
@@ -57,7 +63,7 @@ def test_any_numbers():
     a, b = (torch.randn(rows, 256).to(dtype) for rows, dtype in ((32, E5M2), (48, E4M3)))
     given = torch.randn(32, 48), a, torch.tensor(0.013), b, torch.tensor(1.7)
     expected = wanted(*given)
-    add_fp8_product_(*given)
+    add(*given)
     assert (given[0] - expected).norm() < 1e-6 * expected.norm()
 
 
@@ -65,7 +71,7 @@ def test_any_numbers():
 def test_nothing_to_add(shape):
     given = case(shape)
     before = given[0].clone()
-    add_fp8_product_(*given)
+    add(*given)
     assert torch.equal(given[0], before)
 
 
@@ -81,7 +87,7 @@ def test_what_is_refused():
     def refuses(text: str, **others: torch.Tensor) -> None:
         names = "out", "a", "a_inverse", "b", "b_inverse"
         with pytest.raises(ValueError, match=text):
-            add_fp8_product_(**(dict(zip(names, given)) | others))
+            add(**(dict(zip(names, given)) | others))
 
     refuses("float32 .= torch.float8_e5m2 x torch.float8_e5m2: must be fp32", a=a.to(E5M2), b=b.to(E5M2))
     refuses("bfloat16 .= torch.float8_e4m3fn", out=out.bfloat16())
@@ -94,9 +100,9 @@ def test_what_is_refused():
     refuses("b must be contiguous", b=case((16, 16, 96))[3][:, ::2])
     refuses("out must be contiguous", out=out.t().contiguous().t())
     refuses("a must be contiguous, on cpu", a=a.to("meta"))
-    refuses("begin at a multiple of 16 bytes", out=shifted(out, 3))
-    refuses("a must be .* multiple of 16 bytes", a=shifted(a.view(torch.uint8), 8).view(E4M3))
-    refuses("a_inverse must be .* multiple of 16 bytes", a_inverse=torch.ones(8)[1])
+    refuses("out must be .* aligned to 16 bytes", out=shifted(out, 3))
+    refuses("a must be .* aligned to 16 bytes", a=shifted(a.view(torch.uint8), 8).view(E4M3))
+    refuses("a_inverse must be .* aligned to 16 bytes", a_inverse=torch.ones(8)[1])
     refuses("b_inverse must be one fp32 element, not torch.float32 .16, 1.", b_inverse=torch.ones(16, 1))
     refuses("a_inverse must be one fp32 element", a_inverse=a_inverse.double())
 

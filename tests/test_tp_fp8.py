@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from nanomegatron.fp8 import RECIPES, Recipe, Scales, decode
+from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.tp import ColumnParallelLinear, LinearFunction, RowParallelLinear
 from tests.spmd import run_spmd
@@ -42,7 +43,7 @@ def test_one_layer_multiplies_what_was_cast(name, wgrad):
     y.backward(grad)
     other = layers(ONE, False, recipe)[1].fp8
     (xr, xf), (gr, gf), (wr, wf) = (
-        [decode(c).double() for c in other.cast(t.flatten(0, -2), role)]
+        [fp8_decode(c).double() for c in other.cast(t.flatten(0, -2), role)]
         for t, role in ((x, "x"), (grad, "g"), (fc1.weight, "w"))
     )
     dw = gf @ xf.t() if wgrad else grad.flatten(0, -2).double().t() @ x.flatten(0, -2).double()

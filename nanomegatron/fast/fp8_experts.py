@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from nanomegatron.fast.fp8_producers import CastFp8Function
-from nanomegatron.fp8 import E4M3, MULTIPLE, Cast, Fp8Linear, Scales, matmul
+from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Scales
 from nanomegatron.moe import Activation, GroupedExperts, accumulate_by_expert, weight_grad
+from nanomegatron.ops.fp8_cast import Fp8Matrix
+from nanomegatron.ops.fp8_matmul import fp8_matmul
 from nanomegatron.ops.grouped_mm import Groups
 from nanomegatron.param import accumulate_grad, run_or_defer
 from nanomegatron.recompute import source_of
@@ -59,19 +61,21 @@ def one_kernel(x: torch.Tensor, groups: Groups) -> bool:
     return groups.grouped and x.is_cuda and x.numel() > 0
 
 
-def grouped_fp8_mm(x: Cast, w: Cast, groups: Groups, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+def grouped_fp8_mm(
+    x: Fp8Matrix, w: Fp8Matrix, groups: Groups, dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
     """As `ops.grouped_mm.grouped_mm`, of w `[e, o, i]` with i in one piece and inverses `[e, o]`."""
     if one_kernel(x.data, groups):
         how = dict(offs=groups.offsets[1:], out_dtype=dtype, use_fast_accum=fast)
         return torch._scaled_grouped_mm(x.data, w.data.mT, x.inverse.flatten(), w.inverse, **how)
     y = x.inverse.new_empty(len(x.data), w.data.shape[1], dtype=dtype)
     for i, begin, end in groups.spans:
-        rows = Cast(x.data[begin:end], x.inverse[begin:end])
-        y[begin:end] = matmul(rows, Cast(w.data[i], w.inverse[i][:, None]), dtype, fast)
+        rows = Fp8Matrix(x.data[begin:end], x.inverse[begin:end])
+        y[begin:end] = fp8_matmul(rows, Fp8Matrix(w.data[i], w.inverse[i][:, None]), dtype, fast)
     return y
 
 
-def fp8_weight_grad(weight: nn.Parameter, a: Cast, b: Cast, groups: Groups) -> torch.Tensor | None:
+def fp8_weight_grad(weight: nn.Parameter, a: Fp8Matrix, b: Fp8Matrix, groups: Groups) -> torch.Tensor | None:
     """As `moe.weight_grad`, of the transposed copies. a `[o, r]`, b `[i, r]`"""
     if one_kernel(a.data, groups):
         scales = [c.inverse.flatten().repeat(groups.experts) for c in (a, b)]
@@ -81,7 +85,7 @@ def fp8_weight_grad(weight: nn.Parameter, a: Cast, b: Cast, groups: Groups) -> t
         )
 
     def add(out: torch.Tensor, begin: int, end: int) -> None:
-        out.add_(matmul(*(Cast(c.data[:, begin:end], c.inverse) for c in (a, b)), out.dtype))
+        out.add_(fp8_matmul(*(Fp8Matrix(c.data[:, begin:end], c.inverse) for c in (a, b)), out.dtype))
 
     return accumulate_by_expert(weight, groups, add)
 
@@ -112,16 +116,16 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         weight, groups, fp8, kept = ctx.weight, ctx.groups, ctx.fp8, ctx.saved_tensors
         row, flip = fp8.cast(grad.contiguous(), "g", "both" if fp8.recipe.wgrad else "row")
         dx = grouped_fp8_mm(row, fp8_parts(fp8, weight, groups, not ctx.transposed), groups, ctx.dtype)
-        pair = (flip, Cast(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
+        pair = (flip, Fp8Matrix(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
         a, b = reversed(pair) if ctx.transposed else pair
         multiply = fp8_weight_grad if fp8.recipe.wgrad else weight_grad
         return dx, run_or_defer(weight, partial(multiply, weight, a, b, groups)), None, None, None, None
 
 
-def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Cast:
+def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Fp8Matrix:
     """The weight `[e * o, i]` for `grouped_fp8_mm`, `[e, o, i]`, or `transposed`, `[e, i, o]`."""
     (row, scales), (flip, shared) = fp8.weight(weight)
     if not transposed:
-        return Cast(row.view(groups.experts, -1, row.shape[1]), scales.view(groups.experts, -1))
+        return Fp8Matrix(row.view(groups.experts, -1, row.shape[1]), scales.view(groups.experts, -1))
     parts = flip.view(len(flip), groups.experts, -1).transpose(0, 1)
-    return Cast(parts, shared.view(1, -1).expand(groups.experts, -1))
+    return Fp8Matrix(parts, shared.view(1, -1).expand(groups.experts, -1))

@@ -24,10 +24,10 @@ import functools
 import torch
 from torch import nn
 
-from nanomegatron.fp8 import Cast, Fp8Linear, Quantized
+from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.layers import MLP, Norm, activate, normalize
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.fp8_cast import Pair
+from nanomegatron.ops.fp8_cast import Fp8Matrix, Pair
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
@@ -156,4 +156,4 @@ class GatedFp8Function(torch.autograd.Function):
 
 
 def _with(pair: Pair, inverse: torch.Tensor) -> Quantized:
-    return Quantized(*(None if q is None else Cast(q, inverse) for q in pair))
+    return Quantized(*(None if q is None else Fp8Matrix(q, inverse) for q in pair))

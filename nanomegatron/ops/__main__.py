@@ -8,9 +8,8 @@ from nanomegatron.ops.paths import report
 
 def main(argv: list[str]) -> int:
     """Print the report; returns the exit code."""
-    argparse.ArgumentParser(prog="python -m nanomegatron ops", description="Paths of all ops.").parse_args(
-        argv
-    )
+    parser = argparse.ArgumentParser(prog="python -m nanomegatron ops", description="Paths of all ops.")
+    parser.parse_args(argv)
     return report()
 
 

@@ -15,6 +15,7 @@ others; its owner zeroes it. Where there is no kernel, plain torch gives the sam
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,16 @@ from nanomegatron.ops.kernels import FLOATS, TYPES, launch, usable
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
-Pair = tuple[torch.Tensor, torch.Tensor]  # a cast and its inverse
+OUTPUTS = ("row", "transposed", "both")
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # row-major and transposed, those that are wanted
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # scales; both they and their inverses are normal numbers
+
+
+class Fp8Matrix(NamedTuple):
+    """A matrix in FP8 that a matmul sums over the last dim of: about data * inverse."""
+
+    data: torch.Tensor  # [m, k], contiguous
+    inverse: torch.Tensor  # fp32: [] of the tensor, [m, 1] of rows, or of blocks as fp8_cast_blocks has them
 
 
 def fp8_limit(dtype: torch.dtype, margin: int = 0) -> float:
@@ -44,10 +53,7 @@ def fp8_amax(x: torch.Tensor, amax: torch.Tensor) -> None:
 def fp8_scale(
     amax: torch.Tensor, limit: float, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and inverses of amaxes, fp32, of any shape; an amax of zero or not finite has scale 1.
-
-    Raises ValueError.
-    """
+    """Scales and inverses of fp32 amaxes of any shape; 1 for one of zero or not finite. Raises ValueError."""
     if amax.dtype != torch.float32:
         raise ValueError(f"amaxes are fp32, not {amax.dtype}")
     amax = amax.contiguous()
@@ -99,14 +105,14 @@ def fp8_cast(
     dtype: torch.dtype,
     amax: torch.Tensor | None = None,
     outputs: str = "row",
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> Pair:
     """fp8(x * scale) row-major `[m, k]`, transposed `[k, m]`, or both, None for what `outputs` does not name.
 
     x: `[m, k]`, scale: fp32, one element; amax, one element, is raised to that of x, whatever the scale.
     outputs: "row", "transposed" or "both". Raises ValueError.
     """
     _check(x, dtype, amax, scale)
-    x, (row, flip) = x.contiguous(), _outputs(x, dtype, outputs)
+    x, (row, flip) = x.contiguous(), _empty(x, *x.shape, dtype, outputs)
     if usable(x, "fp8_cast"):
         launch("fp8_cast", x, row, flip, scale, amax, *x.shape, TYPES[x.dtype], TYPES[dtype])
         return row, flip
@@ -139,27 +145,27 @@ def fp8_cast_rows(
     limit: float,
     outputs: str = "row",
     inverse: torch.Tensor | None = None,
-) -> tuple[Pair | None, Pair | None]:
+) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
     """(q `[m, k]`, inverse `[m, 1]`) and (q of x^T `[k, m]`, inverse `[k, 1]`), each row with its own scale.
 
     Scales are powers of two, limit / amax rounded down. x may be of `dtype` with an `inverse` of its rows or
     blocks, and is what it stands for. Raises ValueError.
     """
-    source, (row, flip) = _source(x, dtype, inverse), _outputs(x, dtype, outputs)
+    source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
     if not x.numel() or not usable(x, "fp8_cast_rows", FLOATS + FORMATS):
         return _plainly(lambda y: fp8_cast_rows_ref(y, dtype, limit), x, inverse, outputs)
     inverses = [None if q is None else x.new_empty(len(q), 1, dtype=torch.float32) for q in (row, flip)]
     amax = None if flip is None else x.new_zeros(sum(x.shape), dtype=torch.float32)
     kind = float(limit), TYPES[x.dtype], TYPES[dtype]
     launch("fp8_cast_rows", *source, row, inverses[0], flip, inverses[1], amax, *x.shape, *kind)
-    return tuple(None if q is None else (q, i) for q, i in zip((row, flip), inverses))
+    return tuple(None if q is None else Fp8Matrix(q, i) for q, i in zip((row, flip), inverses))
 
 
-def fp8_cast_rows_ref(x: torch.Tensor, dtype: torch.dtype, limit: float) -> Pair:
+def fp8_cast_rows_ref(x: torch.Tensor, dtype: torch.dtype, limit: float) -> Fp8Matrix:
     """`fp8_cast_rows` of x row-major, in plain torch."""
     amax = x.abs().amax(dim=1, keepdim=True).float() if x.shape[1] else x.new_zeros(len(x), 1).float()
     scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two=True)
-    return fp8_cast_ref(x, scale, dtype).contiguous(), 1.0 / scale
+    return Fp8Matrix(fp8_cast_ref(x, scale, dtype).contiguous(), 1.0 / scale)
 
 
 def fp8_cast_blocks(
@@ -169,7 +175,7 @@ def fp8_cast_blocks(
     outputs: str = "row",
     power_of_two: bool = False,
     inverse: torch.Tensor | None = None,
-) -> tuple[Pair | None, Pair | None]:
+) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
     """(q `[m, k]`, inverse) and (q of x^T `[k, m]`, inverse), each block with the scale of its own amax.
 
     Blocks are 128 x 128 (`squares`), or 1 x 128 along the last dim of each output, so that the two are not
@@ -177,17 +183,17 @@ def fp8_cast_blocks(
     with rows a multiple of 4 apart, as `torch._scaled_mm` takes them (block counts rounded up).
     x, inverse: as of fp8_cast_rows. Raises ValueError.
     """
-    source, (row, flip) = _source(x, dtype, inverse), _outputs(x, dtype, outputs)
+    source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
     if not usable(x, "fp8_cast_blocks", FLOATS + FORMATS):
         return _plainly(lambda y: fp8_cast_blocks_ref(y, dtype, squares, power_of_two), x, inverse, outputs)
     inverses = [None if q is None else _inverse(q, squares) for q in (row, flip)]
     strides = [0 if i is None else i.stride(0) for i in inverses]
     kind = int(squares), int(power_of_two), TYPES[x.dtype], TYPES[dtype]
     launch("fp8_cast_blocks", *source, row, inverses[0], flip, inverses[1], *x.shape, *strides, *kind)
-    return tuple(None if q is None else (q, i) for q, i in zip((row, flip), inverses))
+    return tuple(None if q is None else Fp8Matrix(q, i) for q, i in zip((row, flip), inverses))
 
 
-def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> Fp8Matrix:
     """`fp8_cast_blocks` of x row-major, in plain torch."""
     (m, k), high = x.shape, BLOCK if squares else 1
     padded = F.pad(x.float(), (0, -k % BLOCK, 0, -m % high))
@@ -195,19 +201,12 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> tuple[torch.Te
     amax = padded.abs().amax(dim=(1, 3), keepdim=True)
     scale = _scale(amax, torch.full_like(amax, fp8_limit(dtype)), torch.ones_like(amax), power_of_two)
     q = fp8_cast_ref(padded, scale, dtype).flatten(2, 3).flatten(0, 1)[:m, :k].contiguous()
-    return q, _inverse(q, squares).copy_(1.0 / scale[:, 0, :, 0])
+    return Fp8Matrix(q, _inverse(q, squares).copy_(1.0 / scale[:, 0, :, 0]))
 
 
-def scale_of_rows(inverse: torch.Tensor, rows: int) -> torch.Tensor:
-    """One scale as that of each row `[rows, 1]`: what torch's fast FP8 matmul of a CPU takes.
-
-    For the scale of a tensor most CPUs have only its slow reference, which gives the same.
-    """
-    return inverse.reshape(1, 1).expand(rows, 1).contiguous()
-
-
-def fp8_decode(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """q * inverse in fp32, of one element, of rows or of blocks: what a GEMM of these computes with."""
+def fp8_decode(a: Fp8Matrix) -> torch.Tensor:
+    """data * inverse in fp32, of one element, of rows or of blocks: what a matmul computes with. `[m, k]`"""
+    q, inverse = a
     if inverse.dim() == 2 and inverse.shape != (len(q), 1):
         inverse = _of_rows(q, inverse).repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
     return q.float() * inverse
@@ -234,7 +233,7 @@ def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -
 
 def _plainly(cast: Callable, x: torch.Tensor, inverse: torch.Tensor | None, outputs: str) -> tuple:
     """A cast of x and one of x^T, those that are wanted, in plain torch."""
-    x = x if inverse is None else fp8_decode(x, inverse)
+    x = x if inverse is None else fp8_decode(Fp8Matrix(x, inverse))
     return None if outputs == "transposed" else cast(x), None if outputs == "row" else cast(x.t())
 
 
@@ -246,17 +245,12 @@ def _scale(amax, limits, otherwise, power_of_two=False) -> torch.Tensor:
     return scale.where((amax > 0) & amax.isfinite(), otherwise)
 
 
-def _outputs(
-    x: torch.Tensor, dtype: torch.dtype, outputs: str
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if outputs not in ("row", "transposed", "both"):
-        raise ValueError(f'outputs: "row", "transposed" or "both", not {outputs!r}')
-    row = (
-        torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-        if outputs != "transposed"
-        else None
-    )
-    return row, x.new_empty(x.shape[::-1], dtype=dtype) if outputs != "row" else None
+def _empty(x: torch.Tensor, m: int, k: int, dtype: torch.dtype, outputs: str) -> Pair:
+    """Memory for `[m, k]` and `[k, m]` on the device of x. Raises ValueError."""
+    if outputs not in OUTPUTS:
+        raise ValueError(f"outputs: {', '.join(OUTPUTS)}; not {outputs!r}")
+    row = None if outputs == "transposed" else x.new_empty(m, k, dtype=dtype)
+    return row, None if outputs == "row" else x.new_empty(k, m, dtype=dtype)
 
 
 def _inverse(q: torch.Tensor, squares: bool) -> torch.Tensor:
@@ -267,20 +261,17 @@ def _inverse(q: torch.Tensor, squares: bool) -> torch.Tensor:
     return q.new_empty(across, q.shape[0], dtype=torch.float32).t()
 
 
-def _check(x, dtype=None, *singles: torch.Tensor | None) -> None:
+def _check(x, dtype=None, *scalars: torch.Tensor | None) -> None:
     """Raises ValueError for what the kernels do not take."""
     if x.dtype not in FLOATS or (dtype is not None and (dtype not in FORMATS or x.dim() != 2)):
-        raise ValueError(
-            f"a matrix of fp32, bf16 or fp16 is cast to E4M3 or E5M2, not {x.dtype} {x.shape} to {dtype}"
-        )
-    for single in singles:
-        if single is not None and (
-            single.dtype != torch.float32 or single.numel() != 1 or single.device != x.device
-        ):
-            raise ValueError(f"scale and amax are one fp32 element on {x.device}, not {single}")
+        raise ValueError(f"a matrix of fp32, bf16, fp16 to E4M3 or E5M2, not {x.dtype} {x.shape} to {dtype}")
+    _check_scalars(x.device, *scalars)
 
 
-Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+def _check_scalars(device: torch.device, *scalars: torch.Tensor | None) -> None:
+    for x in scalars:
+        if x is not None and (x.dtype != torch.float32 or x.numel() != 1 or x.device != device):
+            raise ValueError(f"scale and amax are one fp32 element on {device}, not {x}")
 
 
 @dataclass(frozen=True)
@@ -297,18 +288,15 @@ class Fp8:
     outputs: str = "row"
 
     def __post_init__(self) -> None:
-        if self.dtype not in FORMATS or self.outputs not in ("row", "transposed", "both"):
-            raise ValueError(f"E4M3 or E5M2, row, transposed or both; not {self.dtype}, {self.outputs!r}")
-        for x in (self.scale, self.scale if self.amax is None else self.amax):
-            if x.dtype != torch.float32 or x.numel() != 1 or x.device != self.scale.device:
-                raise ValueError(f"scale and amax are one fp32 element on one device, not {x}")
+        if self.dtype not in FORMATS or self.outputs not in OUTPUTS:
+            raise ValueError(f"E4M3 or E5M2, {', '.join(OUTPUTS)}; not {self.dtype}, {self.outputs!r}")
+        _check_scalars(self.scale.device, self.scale, self.amax)
 
     def empty(self, x: torch.Tensor, m: int, k: int) -> Pair:
         """Memory for both, None for what is not wanted. Raises ValueError for an x that no kernel takes."""
         if x.dtype not in FLOATS or x.device != self.scale.device:
             raise ValueError(f"{x.dtype} on {x.device}: must be fp32, bf16 or fp16 on {self.scale.device}")
-        row = None if self.outputs == "transposed" else x.new_empty(m, k, dtype=self.dtype)
-        return row, None if self.outputs == "row" else x.new_empty(k, m, dtype=self.dtype)
+        return _empty(x, m, k, self.dtype, self.outputs)
 
     def of(self, y: torch.Tensor) -> Pair:
         """The cast of y."""

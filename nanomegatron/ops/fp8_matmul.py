@@ -1,54 +1,80 @@
-"""The matmul of FP8 weight gradients, which adds to those of earlier microbatches, and what it computes.
+"""FP8 matmuls, a [m, k] b [n, k]^T: torch's, with any scales, and one that adds to a weight gradient.
 
-    out [m, n] fp32  +=  a_inverse * b_inverse * a [m, k] b [n, k]^T       E4M3 or E5M2, not both E5M2
+    fp8_matmul         y [m, n]          =   a_inverse * b_inverse * a b^T     E4M3 or E5M2, not both E5M2
+    add_fp8_product_   out [m, n] fp32  +=   the same                          one scale a tensor
 
-Torch's FP8 matmul cannot add: by the reference below a temporary as large as `out` is written, and read again
-in a pass that adds. cuda/matmul_fp8.cu has cuBLASLt do it in the matmul; that takes 32 MiB for each stream.
+Torch's FP8 matmul cannot add: the reference writes a temporary as large as `out`, and reads it again in a
+pass that adds. cuda/matmul_fp8.cu has cuBLASLt do it in the matmul; that takes 32 MiB for each stream.
 """
 
 import functools
 import warnings
 
 import torch
+import torch.nn.functional as F
 
 from nanomegatron.ops import kernels as ops_kernels
-from nanomegatron.ops.fp8_cast import FORMATS, scale_of_rows
+from nanomegatron.ops.fp8_cast import BLOCK, FORMATS, Fp8Matrix, fp8_decode
 from nanomegatron.ops.kernels import TYPES, launch, usable
 
 ALIGN, BYTES = 16, 16  # sizes, and where memory begins: cuBLASLt asks for it
 WORKSPACE = 32 << 20  # as torch's own for Hopper
 
 
-def add_fp8_product_(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    a_inverse: torch.Tensor,
-    b: torch.Tensor,
-    b_inverse: torch.Tensor,
-    fast: bool = False,
-) -> None:
-    """out += a b^T, in place. out: fp32 `[m, n]`, a: FP8 `[m, k]`, b: FP8 `[n, k]`
+def fp8_matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+    """a b^T, summed in fp32. `[m, k], [n, k] -> [m, n]` in `dtype`
 
-    The inverses of their scales: fp32, one element. All sizes are multiples of 16. fast: sums lose bits, for
-    speed. A shape's first call cannot be part of a CUDA graph. Raises ValueError.
+    Both have scales of one kind. fast: on a GPU sums lose bits, for speed; blocks do without. torch raises
+    on a GPU that has no FP8, or no blocks (all but Hopper), and for n or k that are no multiples of 16.
     """
-    _check(out, a, a_inverse, b, b_inverse)
-    if not a.numel() or not b.numel():
-        return
-    if not usable(a, "add_fp8_product_", FORMATS) or missing():
-        add_fp8_product_ref_(out, a, a_inverse, b, b_inverse, fast)
-        return
-    work, sizes = _workspace(out.device), (*out.shape, a.shape[1])
-    kind = TYPES[a.dtype], TYPES[b.dtype], int(fast)
-    launch("fp8_matmul_add", out, a, a_inverse, b, b_inverse, work, WORKSPACE, *sizes, *kind)
+    m, gpu = len(a.data), a.data.is_cuda
+    rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))
+    blocks = a.inverse.dim() == 2 and not rows
+    if blocks and not gpu:  # torch has no kernel
+        return (fp8_decode(a) @ fp8_decode(b).t()).to(dtype)
+    if blocks and m % ALIGN:  # as in the sample at a run's end: cuBLAS has none for such
+        padding = 0, 0, 0, -m % ALIGN
+        data = F.pad(a.data.view(torch.uint8), padding).view(a.data.dtype)
+        a = Fp8Matrix(data, F.pad(a.inverse, padding))
+    scale_a, scale_b = _torch_scale(a, blocks), _torch_scale(b, blocks).t()
+    out = torch.bfloat16 if rows and gpu else dtype  # the GPU's kernel for rows has no other
+    fast = fast and not blocks
+    y = torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=out, use_fast_accum=fast)
+    return y[:m].to(dtype)
 
 
-def add_fp8_product_ref_(out, a, a_inverse, b, b_inverse, fast=False) -> None:
+def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:
+    """Its inverse in the shape and strides that torch wants, which those of gathered blocks do not have."""
+    q, inverse = a
+    if not inverse.dim():  # most CPUs have a fast kernel for scales of rows only, with the same result
+        return inverse if q.is_cuda else inverse.expand(len(q), 1).contiguous()
+    if not blocks:
+        return inverse.flatten()[:, None]
+    if len(inverse) < len(q) and inverse.shape[1] % 4:  # torch 2.11 misreads such scales of 128 x 128
+        inverse = inverse.repeat_interleave(BLOCK, 0)[: len(q)]
+    return inverse.t().contiguous().t() if len(inverse) == len(q) else inverse
+
+
+def add_fp8_product_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
+    """out += a b^T, in place, of tensors with one scale. out: fp32 `[m, n]`, a: `[m, k]`, b: `[n, k]`
+
+    All sizes are multiples of 16. fast: sums lose bits, for speed. A shape's first call cannot be part of a
+    CUDA graph. Raises ValueError.
+    """
+    _check(out, *a, *b)
+    if not a.data.numel() or not b.data.numel():
+        return
+    if not usable(a.data, "add_fp8_product_", FORMATS) or missing():
+        add_fp8_product_ref_(out, a, b, fast)
+        return
+    work, sizes = _workspace(out.device), (*out.shape, a.data.shape[1])
+    kind = TYPES[a.data.dtype], TYPES[b.data.dtype], int(fast)
+    launch("fp8_matmul_add", out, *a, *b, work, WORKSPACE, *sizes, *kind)
+
+
+def add_fp8_product_ref_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
     """`add_fp8_product_` by torch's matmul and a sum."""
-    if not a.is_cuda:
-        a_inverse, b_inverse = scale_of_rows(a_inverse, len(a)), scale_of_rows(b_inverse, len(b)).t()
-    y = torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=torch.float32, use_fast_accum=fast)
-    out.add_(y)
+    out.add_(fp8_matmul(a, b, torch.float32, fast))
 
 
 @functools.cache
@@ -83,8 +109,6 @@ def _check(out, a, a_inverse, b, b_inverse) -> None:
         raise ValueError(f"{shapes}: must be [m, n], [m, k] and [n, k], of multiples of {ALIGN}")
     for name, x in dict(out=out, a=a, b=b, a_inverse=a_inverse, b_inverse=b_inverse).items():
         if x.device != out.device or not x.is_contiguous() or x.data_ptr() % BYTES:
-            raise ValueError(
-                f"{name} must be contiguous, on {out.device} and begin at a multiple of {BYTES} bytes"
-            )
+            raise ValueError(f"{name} must be contiguous, on {out.device}, aligned to {BYTES} bytes")
         if name.endswith("inverse") and (x.dtype != torch.float32 or x.numel() != 1):
             raise ValueError(f"{name} must be one fp32 element, not {x.dtype} {list(x.shape)}")

@@ -30,22 +30,22 @@ from torch import nn
 
 from nanomegatron.comm import all_gather_text, all_reduce_
 from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fp8 import E4M3, OF_TENSORS, ROLES, Cast, Scales
+from nanomegatron.fp8 import E4M3, OF_TENSORS, ROLES, Scales
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.ops.fp8_cast import fp8_amax, fp8_decode, fp8_limit, fp8_scale
+from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_amax, fp8_decode, fp8_limit, fp8_scale
 from nanomegatron.router import Router, loss_weights
 
 KINDS = ("scale", "amax", "saturated", "underflow")
 ROUNDING = 1.0 + 2.0**-20  # the largest value times its scale may lie a bit above the limit
 
 
-def cast_losses(x: torch.Tensor, row: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_losses(x: torch.Tensor, row: Fp8Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     """How many values of x `[m, k]` saturated in its cast, and how many became zero; NaN does neither. 0-d"""
     top, inverse = torch.finfo(row.data.dtype).max * ROUNDING, row.inverse
     if inverse.shape in ((), (len(x), 1)):
         bound = (inverse * top).view(-1, 1)
     else:
-        bound = fp8_decode(inverse.new_full((1, 1), top).expand(x.shape), inverse)
+        bound = fp8_decode(Fp8Matrix(inverse.new_full((1, 1), top).expand(x.shape), inverse))
     zeros = (row.data.view(torch.uint8) & 0x7F) == 0
     return (x.abs() > bound).sum(), (zeros & (x != 0)).sum()
 
@@ -72,7 +72,7 @@ class Fp8Stats:
         self.scales.note = self._note
         self.scales.forget_weights()
 
-    def _note(self, slot: int, x: torch.Tensor, row: Cast) -> None:
+    def _note(self, slot: int, x: torch.Tensor, row: Fp8Matrix) -> None:
         at = self.mine.start + slot
         fp8_amax(x, self.amax[at])
         for count, more in zip(self.counts[:, at], (x.numel(), *cast_losses(x, row)), strict=True):

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales, decode, matmul
+from nanomegatron.fp8 import E4M3, E5M2, RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.fp8_cast import fp8_decode
+from nanomegatron.ops.fp8_matmul import fp8_matmul
 from nanomegatron.param import Init
 from nanomegatron.tp import ColumnParallelLinear
 
@@ -47,5 +49,5 @@ def test_matmuls_of_any_number_of_rows(recipe, m, k):
     layer = Scales(Recipe(recipe), GPU).layer("a")
     x, w = torch.randn(m, k, device=GPU).bfloat16(), torch.randn(256, k, device=GPU).bfloat16()
     a, b = layer.cast(x, "x", "row").row, layer.cast(w, "w", "row").row
-    y = matmul(a, b, torch.bfloat16)
-    assert y.shape == (m, 256) and off(y, decode(a).double() @ decode(b).double().t()) < 4e-3
+    y = fp8_matmul(a, b, torch.bfloat16)
+    assert y.shape == (m, 256) and off(y, fp8_decode(a).double() @ fp8_decode(b).double().t()) < 4e-3

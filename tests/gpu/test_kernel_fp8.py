@@ -5,6 +5,7 @@ import torch
 
 from nanomegatron.ops.fp8_cast import (
     FORMATS,
+    Fp8Matrix,
     fp8_amax,
     fp8_cast,
     fp8_cast_blocks,
@@ -340,5 +341,5 @@ def test_torch_multiplies_with_these_scales(weights, k):
     (a, a_inverse), _ = fp8_cast_blocks(x, FORMATS[0], False)
     (b, b_inverse), _ = fp8_cast_blocks(w, FORMATS[0], weights)
     y = torch._scaled_mm(a, b.t(), a_inverse, b_inverse.t(), out_dtype=torch.bfloat16)
-    exact = fp8_decode(a, a_inverse).double() @ fp8_decode(b, b_inverse).double().t()
+    exact = fp8_decode(Fp8Matrix(a, a_inverse)).double() @ fp8_decode(Fp8Matrix(b, b_inverse)).double().t()
     assert (y.double() - exact).norm() < 4e-3 * exact.norm()

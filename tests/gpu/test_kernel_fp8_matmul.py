@@ -5,9 +5,9 @@ import torch
 
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
-from nanomegatron.ops.fp8_matmul import add_fp8_product_, add_fp8_product_ref_, missing
+from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_, missing
 from nanomegatron.ops.kernels import launch, why_not, without_kernels
-from tests.test_ops_fp8_matmul import PAIRS, SHAPES, case, check, shifted, wanted
+from tests.test_ops_fp8_matmul import PAIRS, SHAPES, add, case, check, shifted, wanted
 
 GPU = torch.device("cuda")
 E4M3, E5M2 = FORMATS
@@ -51,8 +51,8 @@ def test_any_numbers(pair):
     out = torch.randn(1024, 512, device=GPU) * 0.1
     given, other = (out, a, a_inverse, b, b_inverse), out.clone()
     exact = wanted(*given)
-    add_fp8_product_(*given)
-    add_fp8_product_ref_(other, *given[1:])
+    add(*given)
+    add(other, *given[1:], function=add_fp8_product_ref_)
     found, theirs = ((x - exact).norm() / exact.norm() for x in (out, other))
     assert found < 2e-3 and found < 3 * theirs + 1e-6, (found, theirs)
 
@@ -61,7 +61,7 @@ def test_what_is_no_number_gets_there():
     out, a, a_inverse, b, b_inverse = case((32, 48, 64), PAIRS[2], GPU)
     a = a.float()
     a[3, 5], out[7, 9] = float("nan"), float("inf")
-    add_fp8_product_(out, a.to(E5M2), a_inverse, b, b_inverse)
+    add(out, a.to(E5M2), a_inverse, b, b_inverse)
     assert out[3].isnan().all() and out.isnan().sum() == 48 and out[7, 9] == float("inf")
 
 
@@ -69,7 +69,7 @@ def test_the_same_bits_every_time():
     (a, a_inverse), (b, b_inverse) = cast(512, 16384, E5M2, 1.0), cast(512, 16384, E4M3, 1.0)
     first, second = torch.ones(2, 512, 512, device=GPU)
     for out in (first, second):
-        add_fp8_product_(out, a, a_inverse, b, b_inverse)
+        add(out, a, a_inverse, b, b_inverse)
     assert torch.equal(first, second)
 
 
@@ -83,14 +83,14 @@ def test_places_that_are_aligned_to_16_bytes(elements):
 
 def test_scales_that_are_not_aligned_are_refused():
     out, a, a_inverse, b, b_inverse = case((32, 16, 48), device=GPU)
-    with pytest.raises(ValueError, match="b_inverse must .* begin at a multiple of 16"):
-        add_fp8_product_(out, a, a_inverse, b, torch.ones(8, device=GPU)[1])
+    with pytest.raises(ValueError, match="b_inverse must .* aligned to 16"):
+        add(out, a, a_inverse, b, torch.ones(8, device=GPU)[1])
 
 
 def test_two_formats_of_5_bits_are_refused():
     out, a, a_inverse, b, b_inverse = case((32, 16, 48), (E5M2, E5M2), GPU)
     with pytest.raises(ValueError, match="must be fp32"):
-        add_fp8_product_(out, a, a_inverse, b, b_inverse)
+        add(out, a, a_inverse, b, b_inverse)
     rest = ops_fp8_matmul._workspace(out.device), ops_fp8_matmul.WORKSPACE, 32, 16, 48
     with pytest.raises(RuntimeError, match="AlgoGetHeuristic: CUBLAS_STATUS_.*E5M2 x .16, 48. E5M2"):
         launch("fp8_matmul_add", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0)
@@ -103,12 +103,12 @@ def test_the_stream_of_the_moment():
     given[1].view(torch.uint8).zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        add_fp8_product_(*given)  # of zeros, so that nothing is made for the first time below
+        add(*given)  # of zeros, so that nothing is made for the first time below
         stream.synchronize()
         torch.cuda._sleep(50_000_000)
         given[1].copy_(a)
         for _ in range(2):
-            add_fp8_product_(*given)
+            add(*given)
         work = ops_fp8_matmul._workspace(given[0].device)
     assert not stream.query()  # nobody has waited
     assert work is not ops_fp8_matmul._workspace(given[0].device)
@@ -120,12 +120,12 @@ def test_two_streams_at_once():
     (a, a_inverse), (b, b_inverse) = cast(64, 65536, E5M2, 1.0), cast(64, 65536, E4M3, 1.0)
     outs, streams = torch.zeros(3, 64, 64, device=GPU), [torch.cuda.Stream() for _ in range(2)]
     for _ in range(20):
-        add_fp8_product_(outs[2], a, a_inverse, b, b_inverse)
+        add(outs[2], a, a_inverse, b, b_inverse)
     torch.cuda.synchronize()
     for _ in range(20):
         for out, stream in zip(outs, streams):
             with torch.cuda.stream(stream):
-                add_fp8_product_(out, a, a_inverse, b, b_inverse)
+                add(out, a, a_inverse, b, b_inverse)
     torch.cuda.synchronize()
     assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[2])
 
@@ -136,12 +136,12 @@ def test_a_graph_can_hold_it():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        add_fp8_product_(*given)
+        add(*given)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        add_fp8_product_(*given)
-    add_fp8_product_(*case((256, 512, 1024), PAIRS[2], GPU))  # elsewhere in between
+        add(*given)
+    add(*case((256, 512, 1024), PAIRS[2], GPU))  # elsewhere in between
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -150,9 +150,9 @@ def test_a_graph_can_hold_it():
 
 def test_nothing_is_allocated():
     given = case((512, 256, 1024), PAIRS[2], GPU)
-    add_fp8_product_(*given)
+    add(*given)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    add_fp8_product_(*given)
+    add(*given)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 

@@ -16,11 +16,12 @@ from nanomegatron.fast import fp8_experts
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
-from nanomegatron.fp8 import Recipe, Scales, decode
+from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.moe import GroupedExperts, route_and_combine
 from nanomegatron.ops import grouped_mm
+from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.ops.permute import route
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init
@@ -110,7 +111,7 @@ IN_A_LOOP = [(0, 0, 320, 0, 16, 64, 0, 16), (0,) * 7 + (1600,)]  # which need no
 
 
 def decoded(a, b, dtype, fast=False):
-    return (decode(a).double() @ decode(b).double().t()).to(dtype)
+    return (fp8_decode(a).double() @ fp8_decode(b).double().t()).to(dtype)
 
 
 def of_fp8(device, recipe, sizes, grouped, known):
@@ -147,7 +148,7 @@ def test_fp8_is_what_its_casts_give(sizes, wgrad, monkeypatch):
     """
     recipe = Recipe("rowwise", wgrad=wgrad)
     with monkeypatch.context() as patch:
-        patch.setattr(fp8_experts, "matmul", decoded)
+        patch.setattr(fp8_experts, "fp8_matmul", decoded)
         expected = of_fp8(GPU, recipe, sizes, False, False)
     for grouped, known in itertools.product({False, sizes in FP8_SIZES}, (False, True)):
         for ours, theirs in zip(of_fp8(GPU, recipe, sizes, grouped, known), expected, strict=True):
