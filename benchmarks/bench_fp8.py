@@ -136,7 +136,9 @@ def matmuls(layer: Layer) -> Iterator[Line]:
 def operands(cast: dict[str, Quantized], product: str) -> tuple[Fp8Matrix, Fp8Matrix]:
     """What y, dx or dW is a product of."""
     x, w, g = cast.values()
-    return {"y": (x.row, w.row), "dx": (g.row, w.flip), "dW": (g.flip, x.flip)}[product]
+    return {"y": (x.rowwise, w.rowwise), "dx": (g.rowwise, w.columnwise), "dW": (g.columnwise, x.columnwise)}[
+        product
+    ]
 
 
 def sums(layer: Layer) -> Iterator[Line]:
@@ -178,17 +180,17 @@ def casts(layer: Layer) -> Iterator[Line]:
 def cast_ways(layer: Layer, role: str, x: torch.Tensor) -> dict[str, tuple[int, Callable]]:
     """By name the bytes a value, scales left out, and what is run."""
     delayed, tensor, rows, blocks = (layer.fp8(recipe) for recipe in RECIPES)
-    made = [fp8.cast(x, role, "row").row for fp8 in (tensor, rows, blocks)]
+    made = [fp8.cast(x, role, "rowwise").rowwise for fp8 in (tensor, rows, blocks)]
     return {
         "copy": (4, x.clone),
-        "row": (3, lambda: delayed.cast(x, role, "row")),
+        "row": (3, lambda: delayed.cast(x, role, "rowwise")),
         "both": (4, lambda: delayed.cast(x, role)),
         "amax, both": (6, lambda: tensor.cast(x, role)),
         "turned bytes": (2, lambda: tensor.turned(made[0], role)),
-        "rows, row": (3, lambda: rows.cast(x, role, "row")),
+        "rows, row": (3, lambda: rows.cast(x, role, "rowwise")),
         "rows, both": (6, lambda: rows.cast(x, role)),
         "rows, turned": (3, lambda: rows.turned(made[1], role)),
-        "blocks, row": (3, lambda: blocks.cast(x, role, "row")),
+        "blocks, row": (3, lambda: blocks.cast(x, role, "rowwise")),
         "blocks, both": (4, lambda: blocks.cast(x, role)),
         "blocks, turned": (2, lambda: blocks.turned(made[2], role)),
     }

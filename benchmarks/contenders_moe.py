@@ -293,10 +293,10 @@ class Linear:
         layer = Scales(Recipe("rowwise", E4M3), self.x.device).layer("layer")
         groups, x, grad = self.groups(True), layer.cast(self.x, "x"), layer.cast(self.grad, "g")
         w = [fp8_parts(layer, self.weight, groups, flip) for flip in (self.transposed, not self.transposed)]
-        pair = (x.flip, grad.flip) if self.transposed else (grad.flip, x.flip)
+        pair = (x.columnwise, grad.columnwise) if self.transposed else (grad.columnwise, x.columnwise)
         runs = {
-            "y": lambda: grouped_fp8_mm(x.row, w[0], groups, self.dtype, fast=True),
-            "dx": lambda: grouped_fp8_mm(grad.row, w[1], groups, self.dtype),
+            "y": lambda: grouped_fp8_mm(x.rowwise, w[0], groups, self.dtype, fast=True),
+            "dx": lambda: grouped_fp8_mm(grad.rowwise, w[1], groups, self.dtype),
             "dW": lambda: fp8_weight_grad(self.weight, *pair, groups),
         }
         return Turn(runs[kind], partial(self.buckets.zero, 1), self.flops)

@@ -79,7 +79,7 @@ def casts(sizes: Sizes) -> Iterator[Case]:
         def with_scale(x=x):  # the largest are cut off
             return x(), torch.full((1,), 100.0, device=sizes.device)
 
-        ways = three(ours_cast("row"), cast)
+        ways = three(ours_cast("rowwise"), cast)
         yield case(f"fp8 cast {k}", 3 * values, with_scale, ways, lambda *x: exact_cast(*x)[::2])
         ways = three(ours_cast("both"), cast_both)
         yield case(f"fp8 cast+transpose {k}", 4 * values, with_scale, ways, exact_cast)
@@ -93,7 +93,7 @@ def block_casts(sizes: Sizes) -> Iterator[Case]:
     def inputs():
         return (sizes.normal(sizes.tokens, sizes.hidden),)
 
-    ways = three(ours_blocks(False, "row"), blocks, 1)
+    ways = three(ours_blocks(False, "rowwise"), blocks, 1)
     floor = 3 * values + 4 * lines
     yield case("fp8 blocks 1x128", floor, inputs, ways, lambda x: fp8_cast_blocks_ref(x, E4M3, False))
     ways = three(ours_blocks(False, "both"), lines_both)

@@ -1,10 +1,11 @@
 """FP8 recipes: which scale a tensor is cast with, who agrees on it, and the matmul of what has been cast.
 
 A linear layer has three tensors, x `[t, i]`, W `[o, i]` and g = dL/dy `[t, o]`, and three matmuls
-(`fp8_linear.py`). Each needs both operands contiguous in the dimension that it sums over, so a tensor is kept
-row-major, transposed, or both ("row", "flip"):
+(`fp8_linear.py`). Each needs both operands contiguous in the dimension that it sums over, so a tensor is cast
+as it is ("rowwise"), transposed ("columnwise"), or both:
 
-    y  [t, o] = x.row W.row^T        dx [t, i] = g.row W.flip^T        dW [o, i] = g.flip x.flip^T
+    y  [t, o] = x.rowwise W.rowwise^T                  dx [t, i] = g.rowwise W.columnwise^T
+    dW [o, i] = g.columnwise x.columnwise^T
 
 x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format.
 
@@ -18,7 +19,7 @@ x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344
                 copy; W 128 x 128  cast
 
 W is cast once a step, for all microbatches and both matmuls, from its value in 16 bits: at first use, or to
-the same bits by the optimizer (`fast/fp8_gather.py`), which makes the row-major copy; the transposed one is
+the same bits by the optimizer (`fast/fp8_gather.py`), which makes the rowwise copy; the columnwise one is
 made at first use. A flat shard may end inside a row or block, so under these the optimizer never casts.
 Experts (`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
 
@@ -49,6 +50,7 @@ from nanomegatron.ops.fp8_cast import (
     FORMATS,
     Fp8,
     Fp8Matrix,
+    Pair,
     fp8_amax,
     fp8_cast_blocks,
     fp8_cast_rows,
@@ -104,10 +106,19 @@ class Recipe:
 
 
 class Quantized(NamedTuple):
-    """The copies of x `[m, k]` that were asked for: of x itself, and of x^T `[k, m]`."""
+    """The FP8 copies of x `[m, k]` that were asked for."""
 
-    row: Fp8Matrix | None
-    flip: Fp8Matrix | None
+    rowwise: Fp8Matrix | None  # of x
+    columnwise: Fp8Matrix | None  # of x^T, [k, m]
+
+    @classmethod
+    def with_scale(cls, pair: Pair, inverse: torch.Tensor) -> "Quantized":
+        """Of what a cast with one scale made, and the scale's inverse."""
+        return cls(*(None if data is None else Fp8Matrix(data, inverse) for data in pair))
+
+    def saved_form(self) -> Fp8Matrix:
+        """What a layer keeps of its input for dW: columnwise, or rowwise where the backward gathers it."""
+        return self.rowwise if self.columnwise is None else self.columnwise
 
 
 def _agree_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
@@ -227,7 +238,7 @@ class Fp8Linear:
         axis: Axis | None = None,
         notes: bool = True,
     ) -> Quantized:
-        """x `[m, k]` in FP8 as what `role` says, "x", "w" or "g"; outputs: "row", "transposed" or "both".
+        """x `[m, k]` in FP8 as what `role` says, "x", "w" or "g"; outputs: "rowwise", "columnwise" or "both".
 
         axis: its ranks hold other rows or columns of the same tensor. tensorwise: one number goes over it.
         notes: the amax counts for later steps (delayed scaling), and the cast in statistics; neither does in
@@ -255,12 +266,12 @@ class Fp8Linear:
 
     def outputs(self, comm: str, trains: bool) -> str:
         """The copies of x to make: row, and transposed for dW, unless the backward gathers x."""
-        return "both" if trains and self.recipe.wgrad and comm != "gather" else "row"
+        return "both" if trains and self.recipe.wgrad and comm != "gather" else "rowwise"
 
     def watch(self, role: str, x: Callable[[], torch.Tensor], casts: Quantized, notes: bool = True) -> None:
         """Give the statistics of casts (report/counters.py) these, of x `[m, k]`."""
-        if self.scales.note and notes and casts.row is not None:
-            self.scales.note(self.slot(role), x(), casts.row)
+        if self.scales.note and notes and casts.rowwise is not None:
+            self.scales.note(self.slot(role), x(), casts.rowwise)
 
     def _cast(self, x: torch.Tensor, role: str, outputs: str, axis: Axis | None, notes: bool) -> Quantized:
         dtype, recipe = self.recipe.dtype(role), self.recipe
@@ -277,8 +288,7 @@ class Fp8Linear:
             limit = fp8_limit(dtype, recipe.margin)
             scale, inverse = fp8_scale(_agree_(amax, [axis] if axis else ()), limit)
             wanted = Fp8(dtype, scale, None, outputs)
-        copies = wanted.of(x)
-        return Quantized(*(None if q is None else Fp8Matrix(q, inverse) for q in copies))
+        return Quantized.with_scale(wanted.of(x), inverse)
 
     def _cast_parts(
         self, x: torch.Tensor, role: str, outputs: str, inverse: torch.Tensor | None = None
@@ -286,10 +296,10 @@ class Fp8Linear:
         """With a scale for each row or block. inverse: that of x, where x is FP8 itself."""
         dtype = self.recipe.dtype(role)
         if self.recipe.name == "rowwise":
-            pair = fp8_cast_rows(x, dtype, fp8_limit(dtype, self.recipe.margin), outputs, inverse)
+            copies = fp8_cast_rows(x, dtype, fp8_limit(dtype, self.recipe.margin), outputs, inverse)
         else:
-            pair = fp8_cast_blocks(x, dtype, role == "w", outputs, True, inverse)
-        return Quantized(*pair)
+            copies = fp8_cast_blocks(x, dtype, role == "w", outputs, True, inverse)
+        return Quantized(*copies)
 
     def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
         """Both copies of the local `[o, i]`, made at first use in a step. axis: what it is cut over.
@@ -315,4 +325,4 @@ class Fp8Linear:
         """
         if not row.inverse.dim():
             return Fp8Matrix(fp8_turn(row.data), row.inverse)
-        return self._cast_parts(row.data, role, "transposed", row.inverse).flip
+        return self._cast_parts(row.data, role, "columnwise", row.inverse).columnwise

@@ -28,7 +28,7 @@ from nanomegatron.comm import (
     reduce_scatter,
     start_all_gather,
 )
-from nanomegatron.fp8 import Fp8Linear, Quantized
+from nanomegatron.fp8 import Fp8Linear
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import add_fp8_product_, fp8_matmul
@@ -57,13 +57,13 @@ class Fp8LinearFunction(torch.autograd.Function):
         if cast is None:
             wanted, cut = fp8.outputs(comm, trains), None if comm == "copy" else axis
             cast = fp8.cast(x.flatten(0, -2), "x", wanted, cut, trains)
-        row = start_gather(cast.row, axis)() if comm == "gather" else cast.row
-        y = fp8_matmul(row, fp8.weight(weight, axis).row, x.dtype, fast=True).view(
+        row = start_gather(cast.rowwise, axis)() if comm == "gather" else cast.rowwise
+        y = fp8_matmul(row, fp8.weight(weight, axis).rowwise, x.dtype, fast=True).view(
             -1, *x.shape[1:-1], len(weight)
         )
         ctx.weight, ctx.axis, ctx.comm, ctx.fp8 = weight, axis, comm, fp8
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.save_for_backward(*(_kept(cast) if fp8.recipe.wgrad else (x,)))
+        ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
         if comm == "scatter":
             return reduce_scatter(y, axis)
         return all_reduce_(y, axis) if comm == "sum" else y
@@ -75,14 +75,14 @@ class Fp8LinearFunction(torch.autograd.Function):
         if (cast := source_of(grad).casts) is not None:
             row, flip = cast
         elif comm == "scatter":
-            row = start_gather(fp8.cast(rows, "g", "row", axis).row, axis)()
+            row = start_gather(fp8.cast(rows, "g", "rowwise", axis).rowwise, axis)()
             flip = fp8.turned(row, "g") if fp8.recipe.wgrad else None
         else:
-            wanted, cut = "both" if fp8.recipe.wgrad else "row", None if comm == "sum" else axis
+            wanted, cut = "both" if fp8.recipe.wgrad else "rowwise", None if comm == "sum" else axis
             row, flip = fp8.cast(rows, "g", wanted, cut)
         gathers_fp8_x, later = comm == "gather" and fp8.recipe.wgrad, is_deferred(weight)
         pending = start_gather(Fp8Matrix(*kept), axis) if gathers_fp8_x and not later else None
-        dx = fp8_matmul(row, fp8.weight(weight, axis).flip, ctx.dtype)
+        dx = fp8_matmul(row, fp8.weight(weight, axis).columnwise, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
         reduced = start_input_grad_sum(dx, axis, comm)
 
@@ -116,8 +116,3 @@ def start_gather(cast: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
     data = start_all_gather(cast.data.view(torch.uint8), axis)
     inverse = start_all_gather(cast.inverse, axis) if cast.inverse.dim() else Pending(cast.inverse)
     return lambda: Fp8Matrix(data.wait().view(cast.data.dtype), inverse.wait())
-
-
-def _kept(cast: Quantized) -> Fp8Matrix:
-    """What the weight gradient is made of: x transposed, or rows that are gathered first."""
-    return cast.row if cast.flip is None else cast.flip

@@ -56,7 +56,7 @@ def with_source(y: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor], x
 def saved_form(x: torch.Tensor) -> torch.Tensor:
     """What a linear layer saves of its input for the backward: x, or the bytes of an FP8 copy."""
     casts = source_of(x).casts
-    return x if casts is None else (casts.flip or casts.row).data
+    return x if casts is None else casts.saved_form().data
 
 
 @contextmanager

@@ -82,31 +82,33 @@ def test_scales_of_each_kind():
     """Shapes of inverses, and whose largest value reaches the format's."""
     (x, w, g), casts = operands("tensorwise")
     for value, cast, dtype in zip((x, w, g), casts, (E4M3, E4M3, E5M2), strict=True):
-        assert cast.row.inverse.shape == () and cast.row.inverse == cast.flip.inverse
-        torch.testing.assert_close(cast.row.inverse, value.abs().max() / torch.finfo(dtype).max)
-        assert cast.row.data.float().abs().max() == torch.finfo(dtype).max
+        assert cast.rowwise.inverse.shape == () and cast.rowwise.inverse == cast.columnwise.inverse
+        torch.testing.assert_close(cast.rowwise.inverse, value.abs().max() / torch.finfo(dtype).max)
+        assert cast.rowwise.data.float().abs().max() == torch.finfo(dtype).max
     (x, w, g), casts = operands("rowwise")
     for value, cast, dtype in zip((x, w, g), casts, (E4M3, E4M3, E5M2), strict=True):
-        for original, copy in (value, cast.row), (value.t(), cast.flip):
+        for original, copy in (value, cast.rowwise), (value.t(), cast.columnwise):
             assert copy.inverse.shape == (len(original), 1)
             least = original.abs().amax(1, keepdim=True) / torch.finfo(dtype).max
             assert torch.equal(copy.inverse, least.log2().ceil().exp2())
     (x, w, g), casts = operands("blockwise", shape=(48, 160, 256))
     shapes = [(48, 2), (160, 1), (2, 2), (2, 2), (48, 2), (256, 1)]
     assert [tuple(copy.inverse.shape) for cast in casts for copy in cast] == shapes
-    assert casts[0].row.inverse.t().is_contiguous()
+    assert casts[0].rowwise.inverse.t().is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
 def test_a_margin_leaves_room(name):
     scales, layer = new(name, margin=3)
     for _ in range(2):
-        cast = layer.cast(torch.full((2, 4), 3.5), "x", "row")
+        cast = layer.cast(torch.full((2, 4), 3.5), "x", "rowwise")
         scales.end_step()
     assert (
-        cast.row.data.float().unique() == 56.0 and cast.row.inverse.unique() == 0.0625 and cast.flip is None
+        cast.rowwise.data.float().unique() == 56.0
+        and cast.rowwise.inverse.unique() == 0.0625
+        and cast.columnwise is None
     )
-    assert torch.equal(fp8_decode(cast.row), torch.full((2, 4), 3.5))
+    assert torch.equal(fp8_decode(cast.rowwise), torch.full((2, 4), 3.5))
 
 
 # Of x, E4M3, two microbatches a step: the amaxes, then the scale that the next step has, for each way.
@@ -138,7 +140,7 @@ def test_a_history_by_hand(way):
             x = torch.tensor([[amax / 2, -amax]])
             for _ in range(2):  # a recomputed forward changes nothing, nor does an evaluation
                 layer.cast(1e3 * x, "x", notes=False)
-                cast = layer.cast(x, "x").row
+                cast = layer.cast(x, "x").rowwise
                 assert cast.inverse == 1 / torch.tensor(scale)
                 expected = (x * scale).clamp(-448, 448).to(E4M3)
                 assert torch.equal(cast.data.float().nan_to_num(9.0), expected.float().nan_to_num(9.0))
@@ -153,7 +155,7 @@ def test_the_first_step_casts_as_tensorwise_does():
     scales, layer = new("delayed", margin=1)
     batches = torch.randn(3, 8, 8) * 1e-6
     for x in batches:
-        same(layer.cast(x, "g").row, new("tensorwise", margin=1)[1].cast(x, "g").row)
+        same(layer.cast(x, "g").rowwise, new("tensorwise", margin=1)[1].cast(x, "g").rowwise)
         layer.cast(1e3 * x, "g", notes=False)
     scales.end_step()
     assert not scales.fresh and scales.scale[2] == 57344 / 2 / batches.abs().max()
@@ -166,8 +168,8 @@ def test_the_first_step_casts_as_tensorwise_does():
 
 def test_gradients_have_their_own_limit():
     scales, layer = new("delayed", margin=1)
-    layer.cast(torch.full((1, 1), 7.0), "g", "row")
-    layer.cast(torch.full((1, 1), 14.0), "w", "row")
+    layer.cast(torch.full((1, 1), 7.0), "g", "rowwise")
+    layer.cast(torch.full((1, 1), 14.0), "w", "rowwise")
     scales.end_step()
     assert scales.scale.tolist() == [1.0, 16.0, 4096.0]
 
@@ -181,8 +183,8 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
     scales, layer = new(name)
     weight = torch.nn.Parameter(torch.randn(32, 16))
     first = layer.weight(weight)
-    assert layer.weight(weight) is first and len(casts) == 1 and not first.row.inverse.requires_grad
-    assert first.row.data.shape == (32, 16) and first.flip.data.shape == (16, 32)
+    assert layer.weight(weight) is first and len(casts) == 1 and not first.rowwise.inverse.requires_grad
+    assert first.rowwise.data.shape == (32, 16) and first.columnwise.data.shape == (16, 32)
     for forget in scales.end_step, scales.forget_weights:
         with torch.no_grad():
             weight.mul_(2.0)
@@ -192,7 +194,7 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
         first = layer.weight(weight)
         assert layer.weight(weight) is first and len(casts) == 1
         if name != "delayed":
-            same(first.row, new(name)[1].weight(weight).row)
+            same(first.rowwise, new(name)[1].weight(weight).rowwise)
 
 
 def agree(mesh, name, role):
@@ -207,8 +209,8 @@ def agree(mesh, name, role):
     sent = {} if name != "tensorwise" else {"calls": 1, "bytes": 4}
     assert {key[2]: count for key, count in mesh.traffic.items()} == sent
     if name == "tensorwise":
-        whole = new(name)[1].cast(both, role, "row").row
-        same(cast.row, Fp8Matrix(whole.data.chunk(2)[mesh.rank], whole.inverse))
+        whole = new(name)[1].cast(both, role, "rowwise").rowwise
+        same(cast.rowwise, Fp8Matrix(whole.data.chunk(2)[mesh.rank], whole.inverse))
     scales.end_step()
     if name == "delayed":
         assert mesh.traffic[axis.name, "all_reduce", "calls"] == 1
@@ -217,10 +219,10 @@ def agree(mesh, name, role):
         assert scales.scale[slot] == torch.finfo(scales.recipe.dtype(role)).max / 8
         before = scales.scale.clone()
         for rank in range(2):  # no rank keeps what is no number, whichever had it
-            layer.cast(torch.full((1, 1), NAN if mesh.rank == rank else 1.0), "g", "row")
+            layer.cast(torch.full((1, 1), NAN if mesh.rank == rank else 1.0), "g", "rowwise")
             scales.end_step()
             assert torch.equal(scales.scale, before) and scales.history.isfinite().all()
-    return cast.row.inverse, scales.scale, scales.history
+    return cast.rowwise.inverse, scales.scale, scales.history
 
 
 @pytest.mark.parametrize("role", ["x", "w", "g"])
@@ -240,7 +242,7 @@ def test_a_nan_on_one_rank():
 def with_nan(mesh):
     _, layer = new("tensorwise")
     x = [torch.full((2, 2), NAN if mesh.rank == rank else 3.0) for rank in range(2)]
-    return [layer.cast(each, "x", "row", mesh.tp).row.inverse.item() for each in x]
+    return [layer.cast(each, "x", "rowwise", mesh.tp).rowwise.inverse.item() for each in x]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -258,7 +260,7 @@ def test_zeros_infinity_and_nan(name):
         assert torch.equal(found[what == INF], torch.tensor([448.0]))
         assert torch.equal(found[what == -INF], torch.tensor([-448.0]))
         assert (found[what == 1.0] == 1.0).all()
-    y = fp8_matmul(row, layer.cast(torch.eye(16), "x").row, torch.float32)
+    y = fp8_matmul(row, layer.cast(torch.eye(16), "x").rowwise, torch.float32)
     assert y[7].isnan().all() and y.isnan().sum() == 16
 
 
@@ -266,9 +268,9 @@ def test_overflow_saturates_for_one_step():
     scales, layer = new("delayed")
     scales.fresh = False
     x = torch.full((1, 2), 1000.0)
-    assert fp8_decode(layer.cast(x, "x", "row").row).tolist() == [[448.0, 448.0]]
+    assert fp8_decode(layer.cast(x, "x", "rowwise").rowwise).tolist() == [[448.0, 448.0]]
     scales.end_step()
-    torch.testing.assert_close(fp8_decode(layer.cast(x, "x", "row").row), x)
+    torch.testing.assert_close(fp8_decode(layer.cast(x, "x", "rowwise").rowwise), x)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -278,7 +280,7 @@ def test_an_outlier_costs_its_tensor_or_its_row_or_block(name):
     scales, layer = new(name)
     layer.cast(x, "x")
     scales.end_step()
-    found = fp8_decode(layer.cast(x, "x", "row").row)
+    found = fp8_decode(layer.cast(x, "x", "rowwise").rowwise)
     assert found[0, 0] == x[0, 0]
     lost = (found == 0.0).sum()
     if name in ("delayed", "tensorwise"):  # 1.0 is half the smallest step, and even is down; -1.5 is up
@@ -295,7 +297,7 @@ def trained(recipe, names, steps=3):
     for step in range(steps):
         for name, layer in scales.layers.items():
             for role in "xwg":
-                layer.cast(torch.full((1, 1), float(len(name) + step + ord(role))), role, "row")
+                layer.cast(torch.full((1, 1), float(len(name) + step + ord(role))), role, "rowwise")
         scales.end_step()
     return scales
 
@@ -315,7 +317,7 @@ def test_state_is_loaded_by_name():
     assert (other.spread == 1.0 / other.scale[:, None]).all()
     for both in scales, other:  # they go on alike; what was saved does not follow
         for _ in range(2):
-            both.layers["ccc"].cast(torch.full((1, 1), 2.0), "x", "row")
+            both.layers["ccc"].cast(torch.full((1, 1), 2.0), "x", "rowwise")
             both.end_step()
     assert all(torch.equal(value, scales.state()[name]) for name, value in other.state().items())
     assert not torch.equal(state["ccc.fp8_history"], scales.state()["ccc.fp8_history"])
@@ -334,7 +336,7 @@ def test_what_cannot_be_loaded_or_made():
     with pytest.raises(ValueError, match="history=0"):
         Recipe("delayed", history=0)
     with pytest.raises(ValueError, match="tuple"):
-        scales.layers["fc1"].cast(torch.ones(1, 1), "y", "row")
+        scales.layers["fc1"].cast(torch.ones(1, 1), "y", "rowwise")
     for name in "tensorwise", "rowwise", "blockwise":
         scales, _ = new(name)
         assert scales.state() == {}
@@ -367,16 +369,17 @@ def test_turned_is_the_transposed_cast(name, role):
 def test_gathered_blocks_are_multiplied_as_they_come():
     """The GPU wants the first dim of 1 x 128 scales contiguous, which gathering undoes."""
     (x, w, _), casts = operands("blockwise", shape=(48, 160, 256))
-    row = casts[0].row
+    row = casts[0].rowwise
     gathered = Fp8Matrix(row.data, row.inverse.contiguous())
     assert not gathered.inverse.t().is_contiguous() and _torch_scale(gathered, True).t().is_contiguous()
-    twos = casts[1].row  # squares side by side that torch 2.11 would misread
+    twos = casts[1].rowwise  # squares side by side that torch 2.11 would misread
     rows = _torch_scale(twos, True)
     assert rows.t().is_contiguous() and torch.equal(fp8_decode(Fp8Matrix(twos.data, rows)), fp8_decode(twos))
     _, fours = operands("blockwise", shape=(48, 512, 160))
-    assert _torch_scale(fours[1].row, True).stride() == fours[1].row.inverse.stride() == (4, 1)
+    assert _torch_scale(fours[1].rowwise, True).stride() == fours[1].rowwise.inverse.stride() == (4, 1)
     assert torch.equal(
-        fp8_matmul(gathered, casts[1].row, torch.float32), fp8_matmul(row, casts[1].row, torch.float32)
+        fp8_matmul(gathered, casts[1].rowwise, torch.float32),
+        fp8_matmul(row, casts[1].rowwise, torch.float32),
     )
 
 

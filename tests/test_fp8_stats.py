@@ -45,7 +45,7 @@ def test_counts_by_hand():
     layer.cast(torch.tensor([[500.0, -449.0, 448.0, 0.0], [2**-9, -(2**-10), 1e-5, 1.0]]), "x")
     layer.cast(torch.tensor([[1e4, -448.0, 448.0, 1e-4]]), "x")  # another microbatch
     layer.cast(torch.full((1, 4), 1e9), "x", notes=False)  # an evaluation, or about to be recomputed
-    layer.cast(torch.full((4, 1), 1e9), "x", "transposed")
+    layer.cast(torch.full((4, 1), 1e9), "x", "columnwise")
     for _ in range(3):
         layer.weight(weight)
     layer.cast(torch.tensor([[-57345.0, 57344.0, 2**-16, 2**-17]]), "g")
@@ -72,7 +72,7 @@ def test_losses_value_by_value(name, gradient):
     x = torch.randn(130, 150, dtype=torch.bfloat16) * torch.exp(8 * torch.randn(130, 150)).bfloat16()
     x[::3, 7], x[5], x[6, 3], x[7, 3], x[8, :140] = 0.0, 0.0, INF, NAN, -1e5
     for role in ("x", "w", "g"):
-        cast = layer.cast(x, role, "row").row
+        cast = layer.cast(x, role, "rowwise").rowwise
         scale = 1 / fp8_decode(cast._replace(data=torch.ones_like(x).to(cast.data.dtype))).double()
         top, scaled = torch.finfo(cast.data.dtype).max, x.double() * scale
         saturated = (scaled.abs() > top * 1.00001).sum()
@@ -89,7 +89,7 @@ def test_scales_of_the_values_themselves_do_not_saturate(name):
         stats.begin()
         inputs = [torch.randn(32, 256) * 10 ** (-8 * torch.rand(()) - 2) for _ in range(3)]
         inputs[1][3] = 0.0  # the scale of zeros is 1, and is not told
-        casts = [layer.cast(x, "x").row for x in inputs]
+        casts = [layer.cast(x, "x").rowwise for x in inputs]
         scale, amax, saturated, underflow = row(told(stats), "fc1/x")
         assert saturated == 0.0 and amax == max(x.abs().max() for x in inputs)
         lost = sum(((fp8_decode(q) == 0) & (x != 0)).sum().item() for x, q in zip(inputs, casts, strict=True))

@@ -101,7 +101,7 @@ def in_both(shapes: list[tuple], *few: tuple) -> list:
 @pytest.mark.parametrize("shape, dtype", in_both(FP8_SHAPES, (16, 0), (5, 8), (129, 127)), ids=str)
 def test_fp8(shape, dtype):
     for kind in DTYPES:
-        for outputs in ("row", "transposed", "both"):
+        for outputs in ("rowwise", "columnwise", "both"):
             fp8.test_cast(shape, kind, dtype, outputs)
         for squares in (False, True):
             fp8.test_blocks(shape, kind, dtype, squares, squares == (kind is BF16))
@@ -134,7 +134,7 @@ def test_fp8_of_all_fp8(dtype):
 def test_fp8_of_all_values(dtype):
     fp8.test_all_halves_between_values(dtype)
     for kind, scale in ((BF16, 1.37), (FP16, 1.0), (BF16, 2.0**126), (FP16, 1e4)):
-        for outputs in ("row", "both"):
+        for outputs in ("rowwise", "both"):
             fp8.test_all_values_of_16_bits(kind, dtype, scale, outputs)
 
 
@@ -150,7 +150,7 @@ def test_fp8_of_strange_blocks(squares):
 def test_fp8_amax_and_views(kind):
     for n in (1, 7, 8, 9, 1000, 200_003):  # the last: more than the blocks there are take at once
         fp8.test_amax(n, kind)
-    for outputs in ("row", "both"):
+    for outputs in ("rowwise", "both"):
         fp8.test_views_that_are_not_aligned(kind, outputs)
 
 

@@ -238,7 +238,7 @@ def test_statistics_know_the_format_of_gradients():
     stats.begin()
     buckets.zero(1)
     experts(batch(ROWS[0]), offsets_of(ROWS[0])).backward(g)
-    linear.cast(g, "g", "row")
+    linear.cast(g, "g", "rowwise")
     told = stats.by_name(stats.end().tolist())
     for layer, dtype in ((f"{INIT.name}.linear_fc2", E4M3), (linear.name.removesuffix(".weight"), E5M2)):
         _, inverse = fp8_cast_rows(g, dtype, torch.finfo(dtype).max)[0]

@@ -39,7 +39,7 @@ def near(found: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, s
 def both(pair, exact, spec: Fp8) -> None:
     """Both outputs and the amax; exact is float64."""
     row, flip = pair
-    assert (row is None) == (spec.outputs == "transposed") and (flip is None) == (spec.outputs == "row")
+    assert (row is None) == (spec.outputs == "columnwise") and (flip is None) == (spec.outputs == "rowwise")
     near(row, exact, spec.scale)
     near(flip, exact.t(), spec.scale)
     if row is not None and flip is not None:
@@ -61,7 +61,7 @@ def check_norm(case, from_one: bool, spec: Fp8, also: bool) -> None:
     assert (got.total is None) if residual is None else torch.equal(got.total, total)
     v = total.double().view(-1, weight.numel())
     exact = norm_ref(v, weight.double(), None if bias is None else bias.double(), EPS, from_one)
-    both((got.row, got.flip), exact, spec)
+    both((got.rowwise, got.columnwise), exact, spec)
     mean = v.mean(-1) if bias is not None else None
     assert (got.mean is None) == (mean is None)
     if mean is not None:
@@ -150,11 +150,11 @@ def test_references_round_once():
     x = torch.tensor([[1.0, 1.0]])
     weight = torch.tensor([1.0625 + 2**-10, 1.0])
     got = norm_fp8(x, None, weight, None, 0.0, False, wanted(scale=1.0), also=True)
-    assert got.row.float().tolist() == [[1.125, 1.0]] and got.out.tolist() == [[1.0625 + 2**-10, 1.0]]
+    assert got.rowwise.float().tolist() == [[1.125, 1.0]] and got.out.tolist() == [[1.0625 + 2**-10, 1.0]]
     assert fp8_cast_ref(got.out.bfloat16(), torch.tensor(1.0), E4M3).float()[0, 0] == 1.0
 
 
-@pytest.mark.parametrize("outputs", ["row", "transposed", "both"])
+@pytest.mark.parametrize("outputs", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_references(dtype, outputs):
     for biased, add in ((False, True), (True, False)):
@@ -165,7 +165,7 @@ def test_references(dtype, outputs):
 
 def test_no_rows_and_no_amax():
     got = norm_fp8(torch.zeros(0, 8), None, torch.ones(8), None, EPS, False, Fp8(E4M3, torch.ones(1)))
-    assert got.row.shape == (0, 8) and got.flip is None and got.rstd.shape == (0,)
+    assert got.rowwise.shape == (0, 8) and got.columnwise is None and got.rstd.shape == (0,)
     row, flip = gated_backward_fp8(torch.zeros(0, 8), torch.zeros(0, 16), SILU, wanted())
     assert row.shape == (0, 16) and flip.shape == (16, 0)
 
@@ -187,7 +187,7 @@ def test_adamw_with_a_copy_in_e4m3():
     "call, message",
     [
         (lambda: wanted(torch.bfloat16), "E4M3 or E5M2"),
-        (lambda: wanted(outputs="columns"), "transposed"),
+        (lambda: wanted(outputs="columns"), "columnwise"),
         (lambda: wanted(scale=[1.0, 2.0]), "one fp32 element"),
         (lambda: wanted(amax=[1.0, 2.0]), "one fp32 element"),
         (lambda: gated_fp8(torch.zeros(2, 4).double(), SILU, wanted()), "must be fp32"),
@@ -220,7 +220,7 @@ def unaligned(x: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(32, 264), (16, 4104), (7, 72), (19, 37), (1, 1), (3, 2049), (0, 16)])
 def test_norm_kernel(emulated, shape, dtype):
-    for i, outputs in enumerate(("row", "transposed", "both")):
+    for i, outputs in enumerate(("rowwise", "columnwise", "both")):
         for biased, add in ((False, True), (True, False), (True, True)):
             case = norm_case(*shape, dtype, biased, add, wide=add != biased)
             check_norm(case, add, wanted(FORMATS[i % 2], outputs), also=i != 1)
@@ -231,7 +231,7 @@ def test_norm_kernel(emulated, shape, dtype):
 @pytest.mark.parametrize("shape", [(16, 8192), (8, 16384)])
 def test_norm_of_rows_that_shared_memory_does_not_hold(emulated, shape):
     case = norm_case(*shape, torch.bfloat16, True, True)
-    check_norm(case, False, wanted(outputs="both" if shape[0] == 16 else "row"), also=False)
+    check_norm(case, False, wanted(outputs="both" if shape[0] == 16 else "rowwise"), also=False)
 
 
 def test_norm_of_what_is_no_number(emulated):
@@ -239,8 +239,8 @@ def test_norm_of_what_is_no_number(emulated):
     x[3, 5], x[7, 0] = NAN, INF
     check = norm_fp8(x, None, weight, None, EPS, False, spec := wanted())
     expected = norm_ref(x.float(), weight.float(), None, EPS)
-    assert spec.amax.isnan() and torch.equal(check.row.float().isnan(), expected.isnan())
-    assert torch.equal(check.flip.float().isnan(), expected.isnan().t())
+    assert spec.amax.isnan() and torch.equal(check.rowwise.float().isnan(), expected.isnan())
+    assert torch.equal(check.columnwise.float().isnan(), expected.isnan().t())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,7 +248,7 @@ def test_norm_of_what_is_no_number(emulated):
 @pytest.mark.parametrize("shape", [(144, 2 * 136), (5, 2 * 13), (2, 65, 2 * 24), (1, 2), (0, 16)])
 def test_gated_kernel(emulated, shape, act, dtype):
     case = gated_case(shape, dtype)
-    for i, outputs in enumerate(("row", "transposed", "both")):
+    for i, outputs in enumerate(("rowwise", "columnwise", "both")):
         check_gated(*case, act, FORMATS[i % 2], outputs)
     if shape[0] == 144:
         check_gated(*map(unaligned, case), act)

@@ -106,17 +106,17 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         """x: or a placeholder for it, with FP8 copies."""
         cast = source_of(x).casts or fp8.cast(x, "x", fp8.outputs("", trains), None, trains)
         ctx.weight, ctx.groups, ctx.transposed, ctx.fp8, ctx.dtype = weight, groups, transposed, fp8, x.dtype
-        ctx.save_for_backward(*((cast.flip or cast.row) if fp8.recipe.wgrad else (x,)))
+        ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
         return grouped_fp8_mm(
-            cast.row, fp8_parts(fp8, weight, groups, transposed), groups, x.dtype, fast=True
+            cast.rowwise, fp8_parts(fp8, weight, groups, transposed), groups, x.dtype, fast=True
         )
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, groups, fp8, kept = ctx.weight, ctx.groups, ctx.fp8, ctx.saved_tensors
-        row, flip = fp8.cast(grad.contiguous(), "g", "both" if fp8.recipe.wgrad else "row")
-        dx = grouped_fp8_mm(row, fp8_parts(fp8, weight, groups, not ctx.transposed), groups, ctx.dtype)
-        pair = (flip, Fp8Matrix(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
+        rowwise, columnwise = fp8.cast(grad.contiguous(), "g", "both" if fp8.recipe.wgrad else "rowwise")
+        dx = grouped_fp8_mm(rowwise, fp8_parts(fp8, weight, groups, not ctx.transposed), groups, ctx.dtype)
+        pair = (columnwise, Fp8Matrix(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)
         a, b = reversed(pair) if ctx.transposed else pair
         multiply = fp8_weight_grad if fp8.recipe.wgrad else weight_grad
         return dx, run_or_defer(weight, partial(multiply, weight, a, b, groups)), None, None, None, None

@@ -27,7 +27,6 @@ from torch import nn
 from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.layers import MLP, Norm, activate, normalize
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.fp8_cast import Fp8Matrix, Pair
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
@@ -115,7 +114,10 @@ class NormFp8Function(torch.autograd.Function):
         outputs, trains = how
         into, inverse = fp8.ahead("x", outputs, trains)
         made = norm_fp8(x, residual, weight, bias, eps, from_one, into)
-        x, casts = x if residual is None else made.total, _with((made.row, made.flip), inverse)
+        x, casts = (
+            x if residual is None else made.total,
+            Quantized.with_scale((made.rowwise, made.columnwise), inverse),
+        )
         fp8.watch("x", lambda: norm_ref(x, weight, bias, eps, from_one).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x, weight, bias, made.rstd, made.mean)
         ctx.eps, ctx.from_one = eps, from_one
@@ -139,7 +141,7 @@ class GatedFp8Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, before: Fp8Linear, after: Fp8Linear, outputs: str, trains: bool):
         into, inverse = after.ahead("x", outputs, trains)
-        casts = _with(gated_fp8(x, SILU, into), inverse)
+        casts = Quantized.with_scale(gated_fp8(x, SILU, into), inverse)
         after.watch("x", lambda: gated_ref(x, SILU).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
         ctx.before = before
@@ -150,10 +152,6 @@ class GatedFp8Function(torch.autograd.Function):
     def backward(ctx, grad):
         (x,), before = ctx.saved_tensors, ctx.before
         into, inverse = before.ahead("g", "both")
-        casts = _with(gated_backward_fp8(grad, x, SILU, into), inverse)
+        casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, into), inverse)
         before.watch("g", lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
         return fp8_placeholder(x, x.shape, casts), None, None, None, None
-
-
-def _with(pair: Pair, inverse: torch.Tensor) -> Quantized:
-    return Quantized(*(None if q is None else Fp8Matrix(q, inverse) for q in pair))

@@ -24,8 +24,8 @@ from nanomegatron.ops.kernels import FLOATS, TYPES, launch, usable
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
-OUTPUTS = ("row", "transposed", "both")
-Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # row-major and transposed, those that are wanted
+OUTPUTS = ("rowwise", "columnwise", "both")  # of [m, k]: itself, or its transpose
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # rowwise and columnwise, those that are wanted
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # scales; both they and their inverses are normal numbers
 
 
@@ -104,12 +104,12 @@ def fp8_cast(
     scale: torch.Tensor,
     dtype: torch.dtype,
     amax: torch.Tensor | None = None,
-    outputs: str = "row",
+    outputs: str = "rowwise",
 ) -> Pair:
-    """fp8(x * scale) row-major `[m, k]`, transposed `[k, m]`, or both, None for what `outputs` does not name.
+    """fp8(x * scale) rowwise `[m, k]`, columnwise `[k, m]`, or both; None for what `outputs` does not name.
 
     x: `[m, k]`, scale: fp32, one element; amax, one element, is raised to that of x, whatever the scale.
-    outputs: "row", "transposed" or "both". Raises ValueError.
+    outputs: "rowwise", "columnwise" or "both". Raises ValueError.
     """
     _check(x, dtype, amax, scale)
     x, (row, flip) = x.contiguous(), _empty(x, *x.shape, dtype, outputs)
@@ -143,7 +143,7 @@ def fp8_cast_rows(
     x: torch.Tensor,
     dtype: torch.dtype,
     limit: float,
-    outputs: str = "row",
+    outputs: str = "rowwise",
     inverse: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
     """(q `[m, k]`, inverse `[m, 1]`) and (q of x^T `[k, m]`, inverse `[k, 1]`), each row with its own scale.
@@ -172,7 +172,7 @@ def fp8_cast_blocks(
     x: torch.Tensor,
     dtype: torch.dtype,
     squares: bool,
-    outputs: str = "row",
+    outputs: str = "rowwise",
     power_of_two: bool = False,
     inverse: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
@@ -234,7 +234,7 @@ def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -
 def _plainly(cast: Callable, x: torch.Tensor, inverse: torch.Tensor | None, outputs: str) -> tuple:
     """A cast of x and one of x^T, those that are wanted, in plain torch."""
     x = x if inverse is None else fp8_decode(Fp8Matrix(x, inverse))
-    return None if outputs == "transposed" else cast(x), None if outputs == "row" else cast(x.t())
+    return None if outputs == "columnwise" else cast(x), None if outputs == "rowwise" else cast(x.t())
 
 
 def _scale(amax, limits, otherwise, power_of_two=False) -> torch.Tensor:
@@ -249,8 +249,8 @@ def _empty(x: torch.Tensor, m: int, k: int, dtype: torch.dtype, outputs: str) ->
     """Memory for `[m, k]` and `[k, m]` on the device of x. Raises ValueError."""
     if outputs not in OUTPUTS:
         raise ValueError(f"outputs: {', '.join(OUTPUTS)}; not {outputs!r}")
-    row = None if outputs == "transposed" else x.new_empty(m, k, dtype=dtype)
-    return row, None if outputs == "row" else x.new_empty(k, m, dtype=dtype)
+    row = None if outputs == "columnwise" else x.new_empty(m, k, dtype=dtype)
+    return row, None if outputs == "rowwise" else x.new_empty(k, m, dtype=dtype)
 
 
 def _inverse(q: torch.Tensor, squares: bool) -> torch.Tensor:
@@ -276,16 +276,16 @@ def _check_scalars(device: torch.device, *scalars: torch.Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class Fp8:
-    """What is wanted of a result y `[m, k]`: fp8(y * scale) row-major, transposed `[k, m]`, or both.
+    """What is wanted of a result y `[m, k]`: fp8(y * scale) rowwise, columnwise `[k, m]`, or both.
 
-    scale, amax: fp32, one element; amax, if there is one, is raised to the largest |y|. outputs: as fp8_cast
-    has them, "row", "transposed" or "both". Raises ValueError.
+    scale, amax: fp32, one element; amax, if there is one, is raised to the largest |y|. outputs: one
+    of OUTPUTS. Raises ValueError.
     """
 
     dtype: torch.dtype
     scale: torch.Tensor
     amax: torch.Tensor | None = None
-    outputs: str = "row"
+    outputs: str = "rowwise"
 
     def __post_init__(self) -> None:
         if self.dtype not in FORMATS or self.outputs not in OUTPUTS:

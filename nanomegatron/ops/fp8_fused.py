@@ -27,8 +27,8 @@ class Normed:
     backward. None is what is not wanted or, as the mean of RMSNorm, not there.
     """
 
-    row: torch.Tensor | None
-    flip: torch.Tensor | None
+    rowwise: torch.Tensor | None
+    columnwise: torch.Tensor | None
     out: torch.Tensor | None
     total: torch.Tensor | None
     rstd: torch.Tensor

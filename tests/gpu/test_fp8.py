@@ -48,6 +48,6 @@ def test_matmuls_of_any_number_of_rows(recipe, m, k):
     """As in generating; and of blocks whose number does not divide by 4."""
     layer = Scales(Recipe(recipe), GPU).layer("a")
     x, w = torch.randn(m, k, device=GPU).bfloat16(), torch.randn(256, k, device=GPU).bfloat16()
-    a, b = layer.cast(x, "x", "row").row, layer.cast(w, "w", "row").row
+    a, b = layer.cast(x, "x", "rowwise").rowwise, layer.cast(w, "w", "rowwise").rowwise
     y = fp8_matmul(a, b, torch.bfloat16)
     assert y.shape == (m, 256) and off(y, fp8_decode(a).double() @ fp8_decode(b).double().t()) < 4e-3

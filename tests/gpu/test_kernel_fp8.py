@@ -100,7 +100,7 @@ def test_the_kernels_are_there():
     assert why_not(torch.device("cuda", torch.cuda.current_device())) == ""
 
 
-@pytest.mark.parametrize("outputs", ["row", "transposed", "both"])
+@pytest.mark.parametrize("outputs", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -108,7 +108,7 @@ def test_cast(shape, kind, dtype, outputs):
     check_cast((torch.randn(shape, device=GPU) * 3).to(kind), number(37.5), dtype, outputs)
 
 
-@pytest.mark.parametrize("outputs", ["row", "both"])
+@pytest.mark.parametrize("outputs", ["rowwise", "both"])
 @pytest.mark.parametrize("scale", [1.0, 1.37, 2.0**-9, 1e4, 2.0**126])
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -130,7 +130,7 @@ def test_all_halves_between_values(dtype):
     check_cast(x[:, None].to(GPU), number(1.0), dtype, "both")
 
 
-@pytest.mark.parametrize("outputs", ["row", "both"])
+@pytest.mark.parametrize("outputs", ["rowwise", "both"])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_views_that_are_not_aligned(kind, outputs):
     data = torch.randn(64 * 256 + 1, device=GPU).to(kind)
@@ -149,7 +149,7 @@ def test_views_that_are_not_aligned(kind, outputs):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks(shape, kind, dtype, squares, power_of_two):
     x = spread(shape, kind)
-    for outputs in ("row", "transposed", "both"):
+    for outputs in ("rowwise", "columnwise", "both"):
         check_parts(fp8_cast_blocks, x, dtype, squares, outputs, power_of_two)
 
 
@@ -169,7 +169,7 @@ def test_blocks_of_strange_numbers(value, squares):
 @pytest.mark.parametrize("shape", SHAPES + LONG)
 def test_rows(shape, kind, dtype):
     x = spread(shape, kind)
-    for outputs in ("row", "transposed", "both"):
+    for outputs in ("rowwise", "columnwise", "both"):
         check_parts(fp8_cast_rows, x, dtype, fp8_limit(dtype, 3), outputs)
 
 
@@ -180,7 +180,7 @@ def test_rows_of_strange_numbers(value):
     x[:, 7] = value
     x[100, 200] = value
     for dtype in FORMATS:
-        for outputs in ("row", "both"):
+        for outputs in ("rowwise", "both"):
             check_parts(fp8_cast_rows, x, dtype, 448.0, outputs)
 
 
@@ -199,7 +199,7 @@ def test_turned_bytes(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES + LONG)
 def test_casts_of_casts(shape, dtype, inverses):
     q, inverse = coded(shape, dtype, inverses)
-    for outputs in ("row", "transposed", "both"):
+    for outputs in ("rowwise", "columnwise", "both"):
         check_parts(fp8_cast_rows, q, dtype, 448.0, outputs, inverse)
         for squares in (False, True):
             check_parts(fp8_cast_blocks, q, dtype, squares, outputs, not squares, inverse)
@@ -214,7 +214,7 @@ def test_casts_of_all_casts(dtype, power_of_two):
     inverse = inverse.log2().round().exp2() if power_of_two else inverse
     shifted = torch.cat((every.flatten()[:1], every.flatten()))[1:].view(256, 256)
     for q in (every, every.t().contiguous(), shifted):
-        for outputs in ("row", "both"):
+        for outputs in ("rowwise", "both"):
             check_parts(fp8_cast_rows, q.view(dtype), dtype, 448.0, outputs, inverse)
             check_parts(fp8_cast_blocks, q.view(dtype), dtype, False, outputs, True, inverse)
 

@@ -26,7 +26,7 @@ from tests.test_ops_fused_fp8 import (
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-OUTPUTS = ("row", "transposed", "both")
+OUTPUTS = ("rowwise", "columnwise", "both")
 E4M3, E5M2 = FORMATS
 # Whole ones, kept in shared memory or too long for it (16 bits: over 7168, 14336 row-major); then odd ones.
 NORMS = [(16, 8), (32, 64), (48, 264), (400, 1024), (4096, 4096), (176, 7168), (64, 8192), (32, 16384)]
@@ -90,7 +90,7 @@ def test_a_large_mean():
     x, _, weight, bias = there(norm_case(64, 4096, torch.float32, True, False))
     x += 1000
     got = norm_fp8(x, None, weight, bias, EPS, False, wanted := spec(scale=10.0))
-    near(got.row, norm_ref(x.double(), weight.double(), bias.double(), EPS), wanted.scale, 1e-3)
+    near(got.rowwise, norm_ref(x.double(), weight.double(), bias.double(), EPS), wanted.scale, 1e-3)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -101,19 +101,19 @@ def test_nan_and_inf_stay_in_their_row(h, biased):
     x[3, 5], x[17, h - 1], x[33, 0] = NAN, INF, -INF
     got = norm_fp8(x, None, weight, bias, EPS, False, wanted := spec())
     rows = torch.tensor([r for r in range(64) if r not in (3, 17, 33)], device=GPU)
-    assert torch.equal(got.row.view(torch.uint8)[rows], clean.row.view(torch.uint8)[rows])
-    assert torch.equal(got.flip.view(torch.uint8)[:, rows], clean.flip.view(torch.uint8)[:, rows])
+    assert torch.equal(got.rowwise.view(torch.uint8)[rows], clean.rowwise.view(torch.uint8)[rows])
+    assert torch.equal(got.columnwise.view(torch.uint8)[:, rows], clean.columnwise.view(torch.uint8)[:, rows])
     v = x.float()
     off = v - v.mean(-1, keepdim=True) if biased else v
     y = off * (off.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight + (bias if biased else 0)
-    assert torch.equal(got.row.float().isnan(), y.isnan()) and wanted.amax.isnan()
+    assert torch.equal(got.rowwise.float().isnan(), y.isnan()) and wanted.amax.isnan()
 
 
 def test_saturation_and_amax_over_calls():
     x, _, weight, _ = there(norm_case(32, 256, torch.bfloat16, False, False))
     wanted = spec(scale=1e6)
     got = norm_fp8(x, None, weight, None, EPS, False, wanted)
-    assert got.row.float().abs().max() == 448 and not got.row.float().isnan().any()
+    assert got.rowwise.float().abs().max() == 448 and not got.rowwise.float().isnan().any()
     first = wanted.amax.clone()
     norm_fp8(x / 2**20, None, weight * 0, None, EPS, False, wanted)
     assert wanted.amax == first  # the larger one stays
@@ -192,7 +192,14 @@ def test_the_same_bits_every_time():
     for _ in range(3):
         wanted = [spec() for _ in range(3)]
         got = norm_fp8(*norm, EPS, False, wanted[0])
-        now = [got.row, got.flip, got.total, got.rstd, got.mean, *gated_fp8(unit[0], SILU, wanted[1])]
+        now = [
+            got.rowwise,
+            got.columnwise,
+            got.total,
+            got.rstd,
+            got.mean,
+            *gated_fp8(unit[0], SILU, wanted[1]),
+        ]
         now += [*gated_backward_fp8(unit[1], unit[0], SILU, wanted[2]), *(w.amax for w in wanted)]
         every.append(now)
         assert all(same_bytes(a, b) for a, b in zip(every[0], now, strict=True))
@@ -258,8 +265,8 @@ def test_more_than_two_to_the_31_elements():
     for begin in (0, 2**18, 2**19 - 16):
         part = slice(begin, begin + 32)
         exact = norm_ref(x[part].double(), weight.double(), None, EPS)
-        near(got.row[part], exact, wanted.scale)
-        near(got.flip[:, part].contiguous(), exact.t(), wanted.scale)
+        near(got.rowwise[part], exact, wanted.scale)
+        near(got.columnwise[:, part].contiguous(), exact.t(), wanted.scale)
     del got
     x = x.view(rows * 2, h // 2)
     grad = torch.ones(rows * 2, h // 4, dtype=torch.bfloat16, device=GPU)
@@ -280,7 +287,7 @@ def test_one_rounding_beside_two():
     got = norm_fp8(x, None, weight, None, EPS, False, wanted := spec(scale=20.0), also=True)
     twice = fp8_cast_ref(got.out, wanted.scale, E4M3).float()
     exact = norm_ref(x.double(), weight.double(), None, EPS) * 20
-    other = got.row.float() != twice
+    other = got.rowwise.float() != twice
     assert 0 < other.double().mean() < 0.1
-    off = [(q.double() - exact)[other].abs() for q in (got.row.float(), twice)]
+    off = [(q.double() - exact)[other].abs() for q in (got.rowwise.float(), twice)]
     assert (off[0] <= off[1] + 1e-4 * exact[other].abs()).all()
