@@ -82,8 +82,8 @@ class Layer:
     def fp8(self, recipe: str) -> Fp8Linear:
         """Its FP8 state. Delayed scaling as in later steps, but its scales are 1."""
         scales = Scales(Recipe(recipe), self.device)
-        scales.fresh = False
-        return scales.layer(self.name)
+        scales.no_history_yet = False
+        return scales.add_layer(self.name)
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,13 @@ def cast_ways(layer: Layer, role: str, x: torch.Tensor) -> dict[str, tuple[int, 
         "row": (3, lambda: delayed.cast(x, role, "rowwise")),
         "both": (4, lambda: delayed.cast(x, role)),
         "amax, both": (6, lambda: tensor.cast(x, role)),
-        "turned bytes": (2, lambda: tensor.turned(made[0], role)),
+        "turned bytes": (2, lambda: tensor.requantize_transposed(made[0], role)),
         "rows, row": (3, lambda: rows.cast(x, role, "rowwise")),
         "rows, both": (6, lambda: rows.cast(x, role)),
-        "rows, turned": (3, lambda: rows.turned(made[1], role)),
+        "rows, turned": (3, lambda: rows.requantize_transposed(made[1], role)),
         "blocks, row": (3, lambda: blocks.cast(x, role, "rowwise")),
         "blocks, both": (4, lambda: blocks.cast(x, role)),
-        "blocks, turned": (2, lambda: blocks.turned(made[2], role)),
+        "blocks, turned": (2, lambda: blocks.requantize_transposed(made[2], role)),
     }
 
 
@@ -247,7 +247,7 @@ def kept(small: bool, device: torch.device) -> dict[str, float]:
             scales = Scales(Recipe(name), device)
             for linear in layer.modules():
                 if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                    use_fp8(linear, scales.layer(linear.weight.spec.name))
+                    use_fp8(linear, scales.add_layer(linear.weight.spec.name))
             quantize_early(layer)
         layer(x, batch, rotary).sum().backward()
         scales.end_step()

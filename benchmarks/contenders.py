@@ -70,7 +70,7 @@ class Ours:
         )
         self.scales = None
         if fp8 := config.precision.fp8_layers(config.model.num_layers):
-            self.scales = Scales(Recipe.of(config.precision), mesh.device, (mesh.tp, mesh.dp_cp))
+            self.scales = Scales(Recipe.from_config(config.precision), mesh.device, (mesh.tp, mesh.dp_cp))
             quantize_layers(self.model, self.scales, fp8)
         paths = paths_for(config, mesh)
         install(Stages([self.model]), paths)

@@ -290,7 +290,7 @@ class Linear:
 
     def fp8(self, kind: str) -> Turn:
         """By casts that are there."""
-        layer = Scales(Recipe("rowwise", E4M3), self.x.device).layer("layer")
+        layer = Scales(Recipe("rowwise", E4M3), self.x.device).add_layer("layer")
         groups, x, grad = self.groups(True), layer.cast(self.x, "x"), layer.cast(self.grad, "g")
         w = [fp8_parts(layer, self.weight, groups, flip) for flip in (self.transposed, not self.transposed)]
         pair = (x.columnwise, grad.columnwise) if self.transposed else (grad.columnwise, x.columnwise)

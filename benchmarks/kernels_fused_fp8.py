@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels_common import Case, Sizes, case, compiled, forward
-from nanomegatron.ops.fp8_cast import Fp8
+from nanomegatron.ops.fp8_cast import Fp8Output
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.swiglu import SILU, gated_ref
 
 E4M3, E5M2, EPS = torch.float8_e4m3fn, torch.float8_e5m2, 1e-5
 
 
-def wanted(x: torch.Tensor, dtype: torch.dtype, scale: float) -> Fp8:
+def wanted(x: torch.Tensor, dtype: torch.dtype, scale: float) -> Fp8Output:
     """Both copies and the amax."""
     numbers = torch.tensor([scale, 0.0], device=x.device)
-    return Fp8(dtype, numbers[0], numbers[1], "both")
+    return Fp8Output(dtype, numbers[0], numbers[1], "both")
 
 
 def cast(y: torch.Tensor, dtype: torch.dtype, scale: float) -> tuple[torch.Tensor, ...]:

@@ -36,7 +36,7 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("fp8_cast", &fp8_cast);
     module.def("fp8_cast_blocks", &fp8_cast_blocks);
     module.def("fp8_cast_rows", &fp8_cast_rows);
-    module.def("fp8_turn", &fp8_turn);
+    module.def("fp8_transpose", &fp8_transpose);
     module.def("fp8_scale", &fp8_scale);
     module.def("fp8_update", &fp8_update);
     module.def("fp8_matmul_ready", &fp8_matmul_ready);

@@ -14,9 +14,9 @@
 //     squares    128 x 128, one for both; inverse [m/128, k/128] and [k/128, m/128], rows a `stride` apart
 //
 // x may be FP8 itself, with an inverse of each row or block, and is cast as what it stands for; where it has
-// but one scale, its bytes are turned as they are.
+// but one scale, its bytes are transposed as they are.
 //
-// Bytes an element of 16 bits: amax 2, cast 3, cast with its transpose 4; an FP8 one turned 2.
+// Bytes an element of 16 bits: amax 2, cast 3, cast with its transpose 4; an FP8 one transposed 2.
 //
 // A tile is 128 x 128 in registers, a thread has 8 x 8. Rows leave from there, 128 bytes each; columns are
 // turned in registers 8 x 8 and pass shared memory in pieces of 8 bytes, whose place is XORed so that no
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of(SCALES, sizeof(T)))
 
 template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, 6)
-    fp8_turned(uint8_t* flip, const uint8_t* x, int64_t m, int64_t k, unsigned per_row) {
+    fp8_transposed(uint8_t* flip, const uint8_t* x, int64_t m, int64_t k, unsigned per_row) {
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const int64_t row = blockIdx.x / per_row * static_cast<int64_t>(TILE);
     const int64_t column = blockIdx.x % per_row * static_cast<int64_t>(TILE);
@@ -274,10 +274,11 @@ void fp8_cast_blocks(Address x, Address inverse, int64_t down, int64_t across, A
     check_launch("fp8_cast_blocks");
 }
 
-void fp8_turn(Address x, Address flip, int64_t m, int64_t k, Address stream) {
+void fp8_transpose(Address x, Address flip, int64_t m, int64_t k, Address stream) {
     if (m * k == 0) return;
     const Tiles tiles(m, k);
-    auto* kernel = whole_rows(x.value | flip.value, m, k, true) ? fp8_turned<true> : fp8_turned<false>;
+    const bool whole = whole_rows(x.value | flip.value, m, k, true);
+    auto* kernel = whole ? fp8_transposed<true> : fp8_transposed<false>;
     kernel<<<tiles.count, THREADS, 0, stream>>>(flip, x, m, k, tiles.per_row);
-    check_launch("fp8_turn");
+    check_launch("fp8_transpose");
 }

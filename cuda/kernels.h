@@ -63,7 +63,7 @@ void fp8_cast_blocks(Address x, Address inverse, int64_t down, int64_t across, A
 void fp8_cast_rows(Address x, Address inverse, int64_t down, int64_t across, Address row, Address row_inverse,
                    Address flip, Address flip_inverse, Address amax, int64_t m, int64_t k, float limit,
                    int type, int format, Address stream);
-void fp8_turn(Address x, Address flip, int64_t m, int64_t k, Address stream);
+void fp8_transpose(Address x, Address flip, int64_t m, int64_t k, Address stream);
 void fp8_scale(Address amax, Address scale, Address inverse, int64_t n, float limit, int power_of_two,
                Address stream);
 void fp8_update(Address history, Address scale, Address inverse, Address limits, int64_t n, int64_t length,

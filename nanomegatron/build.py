@@ -149,7 +149,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     stages = Stages(chunks, mesh, parallel.schedule, group)
     if fp8 := config.precision.fp8_layers(config.model.num_layers):
-        stages.scales = Scales(Recipe.of(config.precision), init.device, (mesh.tp, mesh.dp_cp))
+        stages.scales = Scales(Recipe.from_config(config.precision), init.device, (mesh.tp, mesh.dp_cp))
         for chunk in chunks:
             quantize_layers(chunk, stages.scales, fp8)
     return stages
@@ -174,6 +174,6 @@ def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> 
     for layer in model.layers:
         for linear in layer.modules() if layer.layer in layers else ():
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                use_fp8(linear, scales.layer(linear.weight.spec.name))
+                use_fp8(linear, scales.add_layer(linear.weight.spec.name))
             elif isinstance(linear, GroupedExperts):
                 quantize_experts(linear, scales)

@@ -1,4 +1,4 @@
-"""FP8 recipes: which scale a tensor is cast with, who agrees on it, and the matmul of what has been cast.
+"""FP8 recipes: with which scale a tensor is quantized, from which amax, and which ranks agree on it.
 
 A linear layer has three tensors, x `[t, i]`, W `[o, i]` and g = dL/dy `[t, o]`, and three matmuls
 (`fp8_linear.py`). Each needs both operands contiguous in the dimension that it sums over, so a tensor is cast
@@ -7,33 +7,31 @@ as it is ("rowwise"), transposed ("columnwise"), or both:
     y  [t, o] = x.rowwise W.rowwise^T                  dx [t, i] = g.rowwise W.columnwise^T
     dW [o, i] = g.columnwise x.columnwise^T
 
-x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format.
+x and W are E4M3 (3 bits of mantissa, up to 448), g is E5M2 (2 bits, up to 57344) in the hybrid format. A
+scale is limit / amax: amax the largest |x|, limit = the format's largest value / 2^margin.
 
     recipe      a scale for each   amax                      agreed over     when            W is cast
-    delayed     tensor             of earlier steps;         tp, dp, cp      end_step: one   by the optimizer,
-                                   a cast notes its own      (Scales.axes)   max of all      or at first use
+    delayed     tensor             of earlier steps; a       tp, dp, cp      end_step: one   by the optimizer,
+                                   cast records its own      (Scales.axes)   max of all      or at first use
     tensorwise  tensor             of this one: a pass       tp, where the   every cast:     at first use, or
                                    before the cast           tensor is cut   one number      by the optimizer
     rowwise     row of each copy   of this row               -               -               at first use
     blockwise   1 x 128 of each    of this block, in the     -               -               at first use
                 copy; W 128 x 128  cast
 
-W is cast once a step, for all microbatches and both matmuls, from its value in 16 bits: at first use, or to
-the same bits by the optimizer (`fast/fp8_gather.py`), which makes the rowwise copy; the columnwise one is
-made at first use. A flat shard may end inside a row or block, so under these the optimizer never casts.
-Experts (`fast/fp8_experts.py`) are in FP8 under rowwise only, with gradients in E4M3; else in bf16.
+W is cast once a step, for all microbatches and both matmuls, from its 16-bit value: at first use, or to the
+same bits by the optimizer (`fast/fp8_gather.py`), which makes the rowwise copy; the columnwise one is made at
+first use. A flat shard may end inside a row or block, so under these the optimizer never casts.
 
 A row or block that tp cuts has a scale for each part: results depend on tp, within the error of the format.
-Scales of rows and blocks are powers of two: a second cast along the other dim (`turned`) is exact but for
-underflow.
+Scales of rows and blocks are powers of two: requantizing along the other dim (`requantize_transposed`) is
+exact but for underflow.
 
-Delayed scaling has no earlier amaxes in its first step, which casts as tensorwise does. Microbatches and
-recomputed forwards raise one amax, and the history moves once a step, so neither a schedule nor recomputing
-changes a scale. (Transformer Engine moves it with every microbatch, and begins with scale 1.) The scale is
-limit / amax, limit = largest value / 2^margin, amax that of the last step (most_recent) or the largest in the
-history (max).
+Delayed scaling has no history in its first step, which casts as tensorwise does. Microbatches and recomputed
+forwards raise one amax, and the history moves once a step, so neither a schedule nor recomputing changes a
+scale. Its amax is that of the last step (most_recent) or the largest in the history (max).
 
-What zeros, infinities, NaN and outliers do, and the bounds of the error, are in docs/fp8.md.
+Zeros, infinities, NaN, outliers, error bounds and how Transformer Engine differs: docs/fp8.md.
 (FP8: arXiv 2209.05433; blocks: 2412.19437)
 """
 
@@ -48,29 +46,29 @@ from nanomegatron.config.settings import PrecisionConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import (
     FORMATS,
-    Fp8,
     Fp8Matrix,
+    Fp8Output,
     Pair,
     fp8_amax,
     fp8_cast_blocks,
     fp8_cast_rows,
     fp8_limit,
     fp8_scale,
-    fp8_turn,
+    fp8_transpose,
     fp8_update,
 )
 
 E4M3, E5M2 = FORMATS
-OF_TENSORS = ("delayed", "tensorwise")  # have a scale for each
-RECIPES = (*OF_TENSORS, "rowwise", "blockwise")
+PER_TENSOR = ("delayed", "tensorwise")  # recipes with one scale a tensor
+RECIPES = (*PER_TENSOR, "rowwise", "blockwise")
 ROLES = ("x", "w", "g")
 MULTIPLE = 16  # of all sizes of FP8 matmuls
-ALIGN = 4  # a matmul on a GPU reads a tensor's scale at a multiple of 16 bytes
+INVERSE_STRIDE = 4  # a matmul on a GPU reads a tensor's inverse scale at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the tensors of linear layers are cast. Raises ValueError for what there is not."""
+    """How the tensors of linear layers are quantized. Raises ValueError for settings that do not exist."""
 
     name: str  # of RECIPES
     gradient: torch.dtype = E5M2  # inputs and weights are E4M3
@@ -82,23 +80,32 @@ class Recipe:
 
     def __post_init__(self) -> None:
         known = self.name in RECIPES and self.gradient in FORMATS and self.algo in ("most_recent", "max")
-        if not known or self.history < 1 or (self.gather and self.name not in OF_TENSORS):
+        if not known or self.history < 1 or (self.gather and self.name not in PER_TENSOR):
             raise ValueError(
                 f"{self}: recipes are {', '.join(RECIPES)}; algo is most_recent or max, history at least 1; "
-                f"gather is for {' and '.join(OF_TENSORS)}"
+                f"gather is for {' and '.join(PER_TENSOR)}"
             )
 
     @classmethod
-    def of(cls, config: PrecisionConfig) -> "Recipe":
-        """What the settings of a run ask for."""
-        gradient = E5M2 if config.fp8_format == "hybrid" else E4M3
-        history = config.fp8_amax_history_len, config.fp8_amax_compute_algo
-        weights = config.fp8_wgrad, config.fp8_param_gather
-        return cls(config.fp8_recipe, gradient, config.fp8_margin, *history, *weights)
+    def from_config(cls, config: PrecisionConfig) -> "Recipe":
+        """The recipe that a run's settings ask for."""
+        return cls(
+            name=config.fp8_recipe,
+            gradient=E5M2 if config.fp8_format == "hybrid" else E4M3,
+            margin=config.fp8_margin,
+            history=config.fp8_amax_history_len,
+            algo=config.fp8_amax_compute_algo,
+            wgrad=config.fp8_wgrad,
+            gather=config.fp8_param_gather,
+        )
 
     def dtype(self, role: str) -> torch.dtype:
         """The format of x, w or g."""
         return self.gradient if role == "g" else E4M3
+
+    def limit(self, role: str) -> float:
+        """What the largest value of x, w or g is scaled to; not blockwise."""
+        return fp8_limit(self.dtype(role), self.margin)
 
     def cast_by_optimizer(self, sharded: bool) -> bool:
         """Whether the optimizer casts the weights; sharded: it holds shards of them only."""
@@ -117,11 +124,11 @@ class Quantized(NamedTuple):
         return cls(*(None if data is None else Fp8Matrix(data, inverse) for data in pair))
 
     def saved_form(self) -> Fp8Matrix:
-        """What a layer keeps of its input for dW: columnwise, or rowwise where the backward gathers it."""
+        """What a layer saves of its input for dW: columnwise, or rowwise where the backward gathers it."""
         return self.rowwise if self.columnwise is None else self.columnwise
 
 
-def _agree_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
+def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
     """The largest over the axes, in place; NaN travels as infinity, since not every reduction keeps it."""
     for axis in axes:
         if axis.size > 1:
@@ -132,21 +139,21 @@ def _agree_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
 class Scales:
     """The FP8 state of all linear layers of a model, or of one stage of it.
 
-    Each layer has three slots of the tensors below, for x, w and g, which delayed scaling uses; tensorwise
-    uses those of weights that the optimizer casts.
+    Each layer has three slots of the tensors below, for x, w and g. Delayed scaling uses them; tensorwise
+    only those of weights that the optimizer casts.
     axes: those over which delayed amaxes are agreed, so that all ranks cast with one scale (tp, dp_cp).
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, axes: Sequence[Axis] = ()) -> None:
         self.recipe, self.axes = recipe, tuple(axes)
         self.layers: dict[str, Fp8Linear] = {}
-        self.fresh = True  # delayed: no step has ended yet
-        self.note: Callable | None = None  # (slot, x, its cast): statistics, of report/counters.py
-        self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 of this step
+        self.no_history_yet = True  # delayed: no step has ended
+        self.stats_hook: Callable | None = None  # (slot, x, its rowwise copy), of report/counters.py
+        self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 is this step's
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
-        self._invert()
+        self._update_inverses()
 
-    def layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8Linear":
+    def add_layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8Linear":
         """The state of a new layer; `name` is its own among all layers of the model. Raises ValueError.
 
         gradient: the format of its gradients, if it takes no other.
@@ -154,11 +161,11 @@ class Scales:
         if name in self.layers:
             raise ValueError(f"there is an FP8 layer {name} already")
         recipe = replace(self.recipe, gradient=gradient or self.recipe.gradient)
-        limits = [fp8_limit(recipe.dtype(role), recipe.margin) for role in ROLES]
+        limits = self.limits.new_tensor([recipe.limit(role) for role in ROLES])
         self.history = torch.cat((self.history, self.history.new_zeros(len(self.history), len(ROLES))), dim=1)
-        self.limits = torch.cat((self.limits, self.limits.new_tensor(limits)))
-        self.scale = torch.cat((self.scale, self.scale.new_ones(len(ROLES))))
-        self._invert()
+        self.limits = torch.cat((self.limits, limits))
+        self.scale = torch.cat((self.scale, torch.ones_like(limits)))
+        self._update_inverses()
         self.layers[name] = Fp8Linear(name, self, len(ROLES) * len(self.layers), recipe)
         return self.layers[name]
 
@@ -168,32 +175,32 @@ class Scales:
         delayed: all amaxes of this step go over each axis in one all-reduce.
         """
         if self.recipe.name == "delayed" and self.layers:
-            _agree_(self.history[0], self.axes)
+            all_reduce_amax_(self.history[0], self.axes)
             most_recent = self.recipe.algo == "most_recent"
             fp8_update(self.history, self.scale, torch.empty_like(self.scale), self.limits, most_recent)
-            self._invert()
-            self.fresh = False
-        self.forget_step()
+            self._update_inverses()
+            self.no_history_yet = False
+        self.discard_step()
 
-    def forget_weights(self) -> None:
-        """Fp8Matrix weights again when they are used next, if the optimizer has not done it by then."""
+    def discard_step(self) -> None:
+        """Discard this step's amaxes, as after a warm-up step, and the casts of weights that they include."""
+        self.history[:1] = 0.0
+        self.clear_weight_cache()
+
+    def clear_weight_cache(self) -> None:
+        """Cast weights again at their next use, unless the optimizer casts them before."""
         for layer in self.layers.values():
-            layer.cached = layer.taken = None
+            layer.cached_weight = layer.optimizer_cast = None
 
-    def scale_weights(self) -> None:
-        """Scales of weights from the amaxes that the optimizer has noted of them in this step.
+    def update_weight_scales(self) -> None:
+        """Scales of weights from the amaxes that the optimizer has recorded of them in this step.
 
         Communicates these over each axis, in one all-reduce.
         """
-        of = slice(ROLES.index("w"), None, len(ROLES))
-        amax = _agree_(self.history[0, of].clone(), self.axes)
-        self.scale[of] = fp8_scale(amax, fp8_limit(E4M3, self.recipe.margin))[0]
-        self._invert()
-
-    def forget_step(self) -> None:
-        """After a warm-up step discard its amaxes, and the casts of weights, which note theirs again."""
-        self.history[:1] = 0.0
-        self.forget_weights()
+        weights = slice(ROLES.index("w"), None, len(ROLES))
+        amax = all_reduce_amax_(self.history[0, weights].clone(), self.axes)
+        self.scale[weights] = fp8_scale(amax, self.recipe.limit("w"))[0]
+        self._update_inverses()
 
     def state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint between steps, by layer: amaxes `[history, 3]` and scales `[3]` of x, w, g."""
@@ -205,124 +212,124 @@ class Scales:
         return found
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `state` gave of these layers, among others. Raises ValueError where one is missing."""
-        mine = self.state()
-        if missing := sorted(mine.keys() - state.keys()):
+        """Restore these layers from what `state` returned. Raises ValueError where one is missing."""
+        expected = self.state()
+        if missing := sorted(expected.keys() - state.keys()):
             raise ValueError(f"no FP8 scales of {', '.join(missing)}")
-        for name, layer in self.layers.items() if mine else ():
+        for name, layer in self.layers.items() if expected else ():
             self.history[:, layer.slots] = state[f"{name}.fp8_history"].to(self.history.device)
             self.scale[layer.slots] = state[f"{name}.fp8_scale"].to(self.scale.device)
-        self._invert()
-        self.fresh = not bool((self.history != 0).any() | (self.scale != 1).any())  # of a run in 16 bits
-        self.forget_weights()
+        self._update_inverses()
+        # Zeros and ones come from a run in 16 bits, which has no history.
+        self.no_history_yet = not bool((self.history != 0).any() | (self.scale != 1).any())
+        self.clear_weight_cache()
 
-    def _invert(self) -> None:
-        """Inverses where matmuls read them, `[n, ALIGN]`; new ones, since casts keep views of their own."""
-        self.spread = (1.0 / self.scale)[:, None].repeat(1, ALIGN)
+    def _update_inverses(self) -> None:
+        """`[n, INVERSE_STRIDE]`, where matmuls read them; a new tensor, since casts keep views of theirs."""
+        self.inverses = (1.0 / self.scale)[:, None].repeat(1, INVERSE_STRIDE)
 
 
 class Fp8Linear:
-    """What one linear layer casts with: `Scales.layer` makes it."""
+    """The FP8 state of one linear layer, and its casts: `Scales.add_layer` makes it."""
 
     def __init__(self, name: str, scales: Scales, first: int, recipe: Recipe) -> None:
         self.name, self.scales, self.recipe = name, scales, recipe
         self.slots = slice(first, first + len(ROLES))
-        self.cached: Quantized | None = None
-        self.taken: Fp8Matrix | None = None  # of the weight, row-major, by the optimizer
-
-    def cast(
-        self,
-        x: torch.Tensor,
-        role: str,
-        outputs: str = "both",
-        axis: Axis | None = None,
-        notes: bool = True,
-    ) -> Quantized:
-        """x `[m, k]` in FP8 as what `role` says, "x", "w" or "g"; outputs: "rowwise", "columnwise" or "both".
-
-        axis: its ranks hold other rows or columns of the same tensor. tensorwise: one number goes over it.
-        notes: the amax counts for later steps (delayed scaling), and the cast in statistics; neither does in
-        an evaluation.
-        """
-        x = x.detach()
-        copies = self._cast(x, role, outputs, axis, notes)
-        self.watch(role, lambda: x, copies, notes)
-        return copies
+        self.cached_weight: Quantized | None = None  # of this step
+        self.optimizer_cast: Fp8Matrix | None = None  # the weight, rowwise
 
     def slot(self, role: str) -> int:
         """Where the numbers of x, w or g are in `Scales`."""
         return self.slots.start + ROLES.index(role)
 
     @property
-    def knows_scales(self) -> bool:
-        """Whether there are scales before there are tensors: of delayed scaling, but in its first step."""
-        return self.recipe.name == "delayed" and not self.scales.fresh
+    def has_scale(self) -> bool:
+        """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
+        return self.recipe.name == "delayed" and not self.scales.no_history_yet
 
-    def ahead(self, role: str, outputs: str, notes: bool = True) -> tuple[Fp8, torch.Tensor]:
-        """For a kernel that writes x, w or g in FP8: type, scale and amax slot; and the scale's inverse."""
-        slot, s = self.slot(role), self.scales
-        amax = s.history[0, slot] if notes else None
-        return Fp8(self.recipe.dtype(role), s.scale[slot], amax, outputs), s.spread[slot, 0]
+    def cast(
+        self, x: torch.Tensor, role: str, copies: str = "both", axis: Axis | None = None, record: bool = True
+    ) -> Quantized:
+        """Quantize x `[m, k]` as the tensor `role`, "x", "w" or "g".
 
-    def outputs(self, comm: str, trains: bool) -> str:
-        """The copies of x to make: row, and transposed for dW, unless the backward gathers x."""
-        return "both" if trains and self.recipe.wgrad and comm != "gather" else "rowwise"
+        copies: "rowwise", "columnwise" or "both". axis: its ranks hold other rows or columns of the same
+        tensor; tensorwise: one number goes over it. record: the amax counts for later steps (delayed
+        scaling), and the cast in statistics; neither does in an evaluation.
+        """
+        x = x.detach()
+        if self.recipe.name in PER_TENSOR:
+            quantized = self._cast_tensor(x, role, copies, axis, record)
+        else:
+            quantized = self._cast_parts(x, role, copies)
+        self.record_stats(role, lambda: x, quantized, record)
+        return quantized
 
-    def watch(self, role: str, x: Callable[[], torch.Tensor], casts: Quantized, notes: bool = True) -> None:
-        """Give the statistics of casts (report/counters.py) these, of x `[m, k]`."""
-        if self.scales.note and notes and casts.rowwise is not None:
-            self.scales.note(self.slot(role), x(), casts.rowwise)
-
-    def _cast(self, x: torch.Tensor, role: str, outputs: str, axis: Axis | None, notes: bool) -> Quantized:
-        dtype, recipe = self.recipe.dtype(role), self.recipe
-        if recipe.name in ("rowwise", "blockwise"):
-            return self._cast_parts(x, role, outputs)
-        if self.knows_scales:
-            wanted, inverse = self.ahead(role, outputs, notes)
+    def _cast_tensor(
+        self, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
+    ) -> Quantized:
+        """With one scale: that of the history, or of x itself."""
+        if self.has_scale:
+            output, inverse = self.known_scale(role, copies, record)
         else:
             amax = x.new_zeros((), dtype=torch.float32)
             fp8_amax(x, amax)
-            if notes and recipe.name == "delayed":  # for delayed scaling's next step
-                noted = self.scales.history[0, self.slot(role)]
-                noted.copy_(torch.maximum(noted, amax))
-            limit = fp8_limit(dtype, recipe.margin)
-            scale, inverse = fp8_scale(_agree_(amax, [axis] if axis else ()), limit)
-            wanted = Fp8(dtype, scale, None, outputs)
-        return Quantized.with_scale(wanted.of(x), inverse)
+            if record and self.recipe.name == "delayed":
+                recorded = self.scales.history[0, self.slot(role)]
+                recorded.copy_(torch.maximum(recorded, amax))
+            all_reduce_amax_(amax, [axis] if axis else ())
+            scale, inverse = fp8_scale(amax, self.recipe.limit(role))
+            output = Fp8Output(self.recipe.dtype(role), scale, None, copies)
+        return Quantized.with_scale(output.cast(x), inverse)
 
     def _cast_parts(
-        self, x: torch.Tensor, role: str, outputs: str, inverse: torch.Tensor | None = None
+        self, x: torch.Tensor, role: str, copies: str, inverse: torch.Tensor | None = None
     ) -> Quantized:
         """With a scale for each row or block. inverse: that of x, where x is FP8 itself."""
         dtype = self.recipe.dtype(role)
         if self.recipe.name == "rowwise":
-            copies = fp8_cast_rows(x, dtype, fp8_limit(dtype, self.recipe.margin), outputs, inverse)
-        else:
-            copies = fp8_cast_blocks(x, dtype, role == "w", outputs, True, inverse)
-        return Quantized(*copies)
+            return Quantized(*fp8_cast_rows(x, dtype, self.recipe.limit(role), copies, inverse))
+        squares = role == "w"
+        return Quantized(*fp8_cast_blocks(x, dtype, squares, copies, power_of_two=True, inverse=inverse))
+
+    def known_scale(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
+        """For a kernel that itself writes x, w or g in FP8: what it is to write; and the scale's inverse."""
+        slot, scales = self.slot(role), self.scales
+        amax = scales.history[0, slot] if record else None
+        output = Fp8Output(self.recipe.dtype(role), scales.scale[slot], amax, copies)
+        return output, scales.inverses[slot, 0]
+
+    def record_stats(
+        self, role: str, x: Callable[[], torch.Tensor], quantized: Quantized, record: bool = True
+    ) -> None:
+        """Count a cast of x `[m, k]` in the statistics (report/counters.py), in steps that log them."""
+        if self.scales.stats_hook and record and quantized.rowwise is not None:
+            self.scales.stats_hook(self.slot(role), x(), quantized.rowwise)
 
     def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
         """Both copies of the local `[o, i]`, made at first use in a step. axis: what it is cut over.
 
         Raises RuntimeError where neither a cast nor the weight is there.
         """
-        if self.cached is None and self.taken is not None:
-            self.cached = Quantized(self.taken, self.turned(self.taken, "w"))
-        elif self.cached is None and not any(param.stride()):  # it was freed: fast/fp8_gather.py
-            raise RuntimeError(f"{self.name}: the optimizer's cast was forgotten; call end_step before it")
-        elif self.cached is None:
-            self.cached = self.cast(param, "w", "both", axis)
-        return self.cached
+        if self.cached_weight is None:
+            if self.optimizer_cast is not None:
+                columnwise = self.requantize_transposed(self.optimizer_cast, "w")
+                self.cached_weight = Quantized(self.optimizer_cast, columnwise)
+            elif any(param.stride()):
+                self.cached_weight = self.cast(param, "w", "both", axis)
+            else:  # it was freed: fast/fp8_gather.py
+                raise RuntimeError(f"{self.name}: the optimizer's cast was discarded; call end_step first")
+        return self.cached_weight
 
-    def take(self, data: torch.Tensor) -> None:
-        """The optimizer's cast of the weight `[o, i]`, E4M3, with the scale of now."""
-        self.taken, self.cached = Fp8Matrix(data, self.scales.spread[self.slot("w"), 0]), None
+    def set_optimizer_cast(self, data: torch.Tensor) -> None:
+        """Use the optimizer's cast of the weight `[o, i]`, E4M3, made with the current scale."""
+        self.optimizer_cast = Fp8Matrix(data, self.scales.inverses[self.slot("w"), 0])
+        self.cached_weight = None
 
-    def turned(self, row: Fp8Matrix, role: str) -> Fp8Matrix:
-        """The transposed copy of what was cast row-major and gathered. `[m, k] -> [k, m]`
+    def requantize_transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
+        """The columnwise copy, from a rowwise one that was gathered. `[m, k] -> [k, m]`
 
         The same bytes where the tensor has one scale; else what they stand for, cast along the other dim.
         """
-        if not row.inverse.dim():
-            return Fp8Matrix(fp8_turn(row.data), row.inverse)
-        return self._cast_parts(row.data, role, "columnwise", row.inverse).columnwise
+        if not rowwise.inverse.dim():
+            return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.inverse)
+        return self._cast_parts(rowwise.data, role, "columnwise", rowwise.inverse).columnwise

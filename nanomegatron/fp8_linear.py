@@ -1,17 +1,16 @@
 """The linear function of tp.py with its three matmuls in FP8.
 
-    x ---- cast ----> x row [t, i] -------------------.                     y  = x W^T
-       \\                                               \\
-        `---------->  x flip [i, t]  kept, in place of x \\
-                                                          W row [o, i], W flip [i, o]: cast once a step
-                                                         /
-    dy --- cast ----> g row [t, o] ---------------------'                     dx = dy W
-       `----------->  g flip [o, t]  with x flip into main_grad               dW = dy^T x
+    x ---- cast ---> x rowwise [t, i] ------------.                              y  = x W^T
+       \\                                           \\
+        `----------> x columnwise [i, t]  saved     \\
+                                                      W rowwise [o, i], W columnwise [i, o]: cast once a step
+                                                     /
+    dy --- cast ---> g rowwise [t, o] --------------'                            dx = dy W
+       `-----------> g columnwise [o, t]  with x columnwise into main_grad       dW = dy^T x
 
-Both operands of an FP8 matmul are contiguous in the dimension it sums over, hence a row-major and a
-transposed copy (flip) of each. Under sequence parallelism ("gather", "scatter") only rows are cast; their
-bytes are gathered, half of bf16's, and transposed then (`turned`). "gather" keeps its row shard and gathers
-it again in the backward. Without FP8 weight gradients x is kept in 16 bits. One scale a tensor is one scale
+Under sequence parallelism ("gather", "scatter") only the rowwise copy is cast; its bytes are gathered, half
+of bf16's, and transposed then (`requantize_transposed`). "gather" saves its shard of rows and gathers it
+again in the backward. Without FP8 weight gradients x is saved in 16 bits. One scale a tensor is one scale
 over tp, so that the result does not depend on tp (`fp8.py` says which recipe agrees on it, and when). Scales
 of rows on a GPU round dW to bf16 before it is added.
 """
@@ -28,7 +27,7 @@ from nanomegatron.comm import (
     reduce_scatter,
     start_all_gather,
 )
-from nanomegatron.fp8 import Fp8Linear
+from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import add_fp8_product_, fp8_matmul
@@ -53,51 +52,64 @@ class Fp8LinearFunction(torch.autograd.Function):
     def forward(
         ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, fp8: Fp8Linear, trains: bool
     ) -> torch.Tensor:
-        cast = source_of(x).casts  # where a norm or activation has written FP8 (fast/fp8_producers.py)
-        if cast is None:
-            wanted, cut = fp8.outputs(comm, trains), None if comm == "copy" else axis
-            cast = fp8.cast(x.flatten(0, -2), "x", wanted, cut, trains)
-        row = start_gather(cast.rowwise, axis)() if comm == "gather" else cast.rowwise
-        y = fp8_matmul(row, fp8.weight(weight, axis).rowwise, x.dtype, fast=True).view(
-            -1, *x.shape[1:-1], len(weight)
-        )
+        x_fp8 = source_of(x).casts  # where a norm or activation has written FP8 (fast/fp8_producers.py)
+        if x_fp8 is None:
+            x_fp8 = cast_input(fp8, x, axis, comm, trains)
         ctx.weight, ctx.axis, ctx.comm, ctx.fp8 = weight, axis, comm, fp8
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
+        ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
+        rows = start_gather(x_fp8.rowwise, axis)() if comm == "gather" else x_fp8.rowwise
+        y = fp8_matmul(rows, fp8.weight(weight, axis).rowwise, x.dtype, fast=True)
+        y = y.view(-1, *x.shape[1:-1], len(weight))
         if comm == "scatter":
             return reduce_scatter(y, axis)
         return all_reduce_(y, axis) if comm == "sum" else y
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, axis, comm, fp8 = ctx.weight, ctx.axis, ctx.comm, ctx.fp8
-        rows, kept = grad.flatten(0, -2), ctx.saved_tensors
-        if (cast := source_of(grad).casts) is not None:
-            row, flip = cast
-        elif comm == "scatter":
-            row = start_gather(fp8.cast(rows, "g", "rowwise", axis).rowwise, axis)()
-            flip = fp8.turned(row, "g") if fp8.recipe.wgrad else None
-        else:
-            wanted, cut = "both" if fp8.recipe.wgrad else "rowwise", None if comm == "sum" else axis
-            row, flip = fp8.cast(rows, "g", wanted, cut)
-        gathers_fp8_x, later = comm == "gather" and fp8.recipe.wgrad, is_deferred(weight)
-        pending = start_gather(Fp8Matrix(*kept), axis) if gathers_fp8_x and not later else None
-        dx = fp8_matmul(row, fp8.weight(weight, axis).columnwise, ctx.dtype)
+        weight, axis, comm, fp8, saved = ctx.weight, ctx.axis, ctx.comm, ctx.fp8, ctx.saved_tensors
+        g_rowwise, g_columnwise = cast_grad(fp8, grad, axis, comm)
+        gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
+        gathers_now = gathers_fp8_x and not is_deferred(weight)
+        pending = start_gather(Fp8Matrix(*saved), axis) if gathers_now else None
+        dx = fp8_matmul(g_rowwise, fp8.weight(weight, axis).columnwise, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
         reduced = start_input_grad_sum(dx, axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
             if not fp8.recipe.wgrad:
-                x = all_gather(kept[0], axis) if comm == "gather" else kept[0]
+                x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
                 g = all_gather(grad, axis) if comm == "scatter" else grad
                 return accumulate_weight_grad(weight, x, g)
-            if not gathers_fp8_x:
-                return add_weight_grad(weight, flip, Fp8Matrix(*kept))
-            x = (pending or start_gather(Fp8Matrix(*kept), axis))()
-            return add_weight_grad(weight, flip, fp8.turned(x, "x"))
+            x = Fp8Matrix(*saved)
+            if gathers_fp8_x:
+                x = fp8.requantize_transposed((pending or start_gather(x, axis))(), "x")
+            return add_weight_grad(weight, g_columnwise, x)
 
         dw = run_or_defer(weight, weight_grad)
         return reduced.wait(), dw, None, None, None, None
+
+
+def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
+    """The copies of x `[..., i]` that a layer needs. tensorwise: one number goes over an axis that cuts x."""
+    cut = None if comm == "copy" else axis
+    return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), cut, trains)
+
+
+def input_copies(fp8: Fp8Linear, comm: str, trains: bool) -> str:
+    """Which copies of x a layer needs: columnwise too for dW, unless its backward gathers x."""
+    return "both" if trains and fp8.recipe.wgrad and comm != "gather" else "rowwise"
+
+
+def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
+    """The copies of dL/dy `[..., o]` that the backward needs; "scatter" gathers its rows over the axis."""
+    if (casts := source_of(grad).casts) is not None:
+        return casts
+    g, wgrad = grad.flatten(0, -2), fp8.recipe.wgrad
+    if comm == "scatter":
+        rowwise = start_gather(fp8.cast(g, "g", "rowwise", axis).rowwise, axis)()
+        return Quantized(rowwise, fp8.requantize_transposed(rowwise, "g") if wgrad else None)
+    return fp8.cast(g, "g", "both" if wgrad else "rowwise", None if comm == "sum" else axis)
 
 
 def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.Tensor | None:
@@ -111,8 +123,8 @@ def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.T
     return None
 
 
-def start_gather(cast: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
+def start_gather(matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
     """Begin to gather the rows of all ranks in FP8, with their scales if rows have such; returns the wait."""
-    data = start_all_gather(cast.data.view(torch.uint8), axis)
-    inverse = start_all_gather(cast.inverse, axis) if cast.inverse.dim() else Pending(cast.inverse)
-    return lambda: Fp8Matrix(data.wait().view(cast.data.dtype), inverse.wait())
+    data = start_all_gather(matrix.data.view(torch.uint8), axis)
+    inverse = start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
+    return lambda: Fp8Matrix(data.wait().view(matrix.data.dtype), inverse.wait())

@@ -97,4 +97,4 @@ def warm_up_step(run: Run) -> None:
     warm_up(run.model, step, run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size))
     run.grads.grad_sync()
     if run.model.scales is not None:
-        run.model.scales.forget_step()
+        run.model.scales.discard_step()

@@ -19,7 +19,7 @@ UNIT = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}  # of a value, and
 def new(name, *axes, **more):
     """Scales with one layer, and that."""
     scales = Scales(Recipe(name, **more), CPU, axes)
-    return scales, scales.layer("fc1")
+    return scales, scales.add_layer("fc1")
 
 
 def same(a, b):
@@ -132,14 +132,14 @@ WAYS = [{}, {"history": 3}, {"history": 3, "algo": "max"}, {"history": 3, "algo"
 @pytest.mark.parametrize("way", range(4))
 def test_a_history_by_hand(way):
     scales, layer = new("delayed", **WAYS[way])
-    scales.layer("another")
-    scales.fresh = False  # as after a step without amaxes
+    scales.add_layer("another")
+    scales.no_history_yet = False  # as after a step without amaxes
     scale = 1.0
     for amaxes, following in STEPS:
         for amax in amaxes:
             x = torch.tensor([[amax / 2, -amax]])
             for _ in range(2):  # a recomputed forward changes nothing, nor does an evaluation
-                layer.cast(1e3 * x, "x", notes=False)
+                layer.cast(1e3 * x, "x", record=False)
                 cast = layer.cast(x, "x").rowwise
                 assert cast.inverse == 1 / torch.tensor(scale)
                 expected = (x * scale).clamp(-448, 448).to(E4M3)
@@ -147,7 +147,7 @@ def test_a_history_by_hand(way):
         scales.end_step()
         scale = following[way]
         assert scales.scale.tolist() == [scale, 1.0, 1.0, 1.0, 1.0, 1.0]
-        assert (scales.spread == 1 / scales.scale[:, None]).all() and scales.spread.shape == (6, 4)
+        assert (scales.inverses == 1 / scales.scale[:, None]).all() and scales.inverses.shape == (6, 4)
 
 
 def test_the_first_step_casts_as_tensorwise_does():
@@ -156,14 +156,14 @@ def test_the_first_step_casts_as_tensorwise_does():
     batches = torch.randn(3, 8, 8) * 1e-6
     for x in batches:
         same(layer.cast(x, "g").rowwise, new("tensorwise", margin=1)[1].cast(x, "g").rowwise)
-        layer.cast(1e3 * x, "g", notes=False)
+        layer.cast(1e3 * x, "g", record=False)
     scales.end_step()
-    assert not scales.fresh and scales.scale[2] == 57344 / 2 / batches.abs().max()
+    assert not scales.no_history_yet and scales.scale[2] == 57344 / 2 / batches.abs().max()
     again = new("delayed", margin=1)[0]
     again.load(new("delayed", margin=1)[0].state())
-    assert again.fresh, "a run in 16 bits has no amaxes"
+    assert again.no_history_yet, "a run in 16 bits has no amaxes"
     again.load(scales.state())
-    assert not again.fresh
+    assert not again.no_history_yet
 
 
 def test_gradients_have_their_own_limit():
@@ -185,7 +185,7 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
     first = layer.weight(weight)
     assert layer.weight(weight) is first and len(casts) == 1 and not first.rowwise.inverse.requires_grad
     assert first.rowwise.data.shape == (32, 16) and first.columnwise.data.shape == (16, 32)
-    for forget in scales.end_step, scales.forget_weights:
+    for forget in scales.end_step, scales.clear_weight_cache:
         with torch.no_grad():
             weight.mul_(2.0)
         casts.clear()
@@ -200,10 +200,10 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
 def agree(mesh, name, role):
     """Rank 1 has the larger values; scales and amaxes are those of both, and so is what is sent."""
     scales, layer = new(name, mesh.tp, mesh.dp_cp, history=2)
-    scales.layer("fc2")
+    scales.add_layer("fc2")
     both = torch.arange(1.0, 9.0).view(4, 2)
     x, axis = both.chunk(2)[mesh.rank], mesh.tp if mesh.tp.size == 2 else mesh.dp_cp
-    scales.fresh = False
+    scales.no_history_yet = False
     mesh.traffic.clear()
     cast = layer.weight(x, axis) if role == "w" else layer.cast(x, role, "both", axis)
     sent = {} if name != "tensorwise" else {"calls": 1, "bytes": 4}
@@ -266,7 +266,7 @@ def test_zeros_infinity_and_nan(name):
 
 def test_overflow_saturates_for_one_step():
     scales, layer = new("delayed")
-    scales.fresh = False
+    scales.no_history_yet = False
     x = torch.full((1, 2), 1000.0)
     assert fp8_decode(layer.cast(x, "x", "rowwise").rowwise).tolist() == [[448.0, 448.0]]
     scales.end_step()
@@ -293,7 +293,7 @@ def trained(recipe, names, steps=3):
     """Scales of these layers after some steps in which each has its own values."""
     scales = Scales(recipe, CPU)
     for name in names:
-        scales.layer(name)
+        scales.add_layer(name)
     for step in range(steps):
         for name, layer in scales.layers.items():
             for role in "xwg":
@@ -312,9 +312,9 @@ def test_state_is_loaded_by_name():
     other = trained(recipe, ["ccc", "a"], steps=1)
     weight = other.layers["a"].weight(torch.ones(2, 2))
     other.load(state)
-    assert weight is not None and other.layers["a"].cached is None
+    assert weight is not None and other.layers["a"].cached_weight is None
     assert all(torch.equal(value, state[name]) for name, value in other.state().items())
-    assert (other.spread == 1.0 / other.scale[:, None]).all()
+    assert (other.inverses == 1.0 / other.scale[:, None]).all()
     for both in scales, other:  # they go on alike; what was saved does not follow
         for _ in range(2):
             both.layers["ccc"].cast(torch.full((1, 1), 2.0), "x", "rowwise")
@@ -328,7 +328,7 @@ def test_what_cannot_be_loaded_or_made():
     with pytest.raises(ValueError, match="no FP8 scales of fc1.fp8_history, fc1.fp8_scale"):
         scales.load({})
     with pytest.raises(ValueError, match="fc1 already"):
-        scales.layer("fc1")
+        scales.add_layer("fc1")
     with pytest.raises(ValueError, match="recipes are delayed"):
         Recipe("mxfp8")
     with pytest.raises(ValueError, match="algo is most_recent or max"):
@@ -347,23 +347,23 @@ def test_what_cannot_be_loaded_or_made():
 
 @pytest.mark.parametrize("role", ["x", "g"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_turned_is_the_transposed_cast(name, role):
-    """Tensor scales: to the bit. Powers of two: nothing is rounded twice but near zero. Notes no amax."""
+def test_requantizing_gives_the_transposed_cast(name, role):
+    """Tensor scales: to the bit. Powers of two: nothing is rounded twice but near zero. Records no amax."""
     scales, layer = new(name)
     x = torch.randn(64, 160)
     layer.cast(x, role)
     scales.end_step()
-    row, flip = layer.cast(x, role)
-    noted = scales.history.clone()
-    turned = layer.turned(row, role)
-    assert turned.data.is_contiguous() and turned.data.shape == (160, 64)
-    assert torch.equal(scales.history, noted)
+    rowwise, expected = layer.cast(x, role)
+    recorded = scales.history.clone()
+    columnwise = layer.requantize_transposed(rowwise, role)
+    assert columnwise.data.is_contiguous() and columnwise.data.shape == (160, 64)
+    assert torch.equal(scales.history, recorded)
     if name in ("delayed", "tensorwise"):
-        same(turned, flip)
+        same(columnwise, expected)
     else:
-        assert turned.inverse.shape == flip.inverse.shape
-        least = limit_of_error(torch.zeros(160, 64), turned)
-        assert ((fp8_decode(turned) - fp8_decode(row).t()).abs() <= least).all()
+        assert columnwise.inverse.shape == expected.inverse.shape
+        least = limit_of_error(torch.zeros(160, 64), columnwise)
+        assert ((fp8_decode(columnwise) - fp8_decode(rowwise).t()).abs() <= least).all()
 
 
 def test_gathered_blocks_are_multiplied_as_they_come():

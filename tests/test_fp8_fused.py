@@ -29,7 +29,7 @@ def layer_of(recipe, dtype=torch.float32, early=True, **more):
     scales = Scales(Recipe(recipe), CPU)
     attention, mlp = layer.self_attention, layer.mlp
     for linear in attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2:
-        use_fp8(linear, scales.layer(linear.weight.spec.name))
+        use_fp8(linear, scales.add_layer(linear.weight.spec.name))
     if early:
         quantize_early(layer)
     return layer, scales

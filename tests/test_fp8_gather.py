@@ -218,7 +218,7 @@ def test_whoever_comes_too_early_or_too_late_is_told():
     assert weight.isnan().all()
     optimizer.step(torch.tensor(1.0))
     scales.end_step()  # in the wrong order
-    with pytest.raises(RuntimeError, match="linear_qkv.weight: the optimizer's cast was forgotten"):
+    with pytest.raises(RuntimeError, match="linear_qkv.weight: the optimizer's cast was discarded"):
         step_of(model, buckets, batch)
 
 
@@ -236,11 +236,11 @@ def test_a_rehearsal_leaves_no_trace():
     model, scales, buckets, optimizer = built("delayed")
     batch = torch.randint(29, (4, 17), generator=torch.Generator().manual_seed(1))
     step_of(model, buckets, batch)
-    scales.forget_step()
+    scales.discard_step()
     assert not scales.history.any()
     optimizer.cast_weights()
     optimizer.cast_weights()
-    assert scales.history[0, 1::3].all() and all(layer.taken for layer in scales.layers.values())
+    assert scales.history[0, 1::3].all() and all(layer.optimizer_cast for layer in scales.layers.values())
     with pytest.raises(ValueError, match="gather=True"):
         Recipe("rowwise", gather=True)
 
@@ -263,7 +263,7 @@ def test_fp8_weights_are_two_casts_and_perhaps_16_bits(sharding, gather, recipe,
     fp8 = memory(replace(run, precision=precision, parallel=parallel), *where)
     assert bf16["FP8 weights"] == 0 and fp8["FP8 weights"] == 2 * matrices
     assert bf16["weights"] - fp8["weights"] == (2 - kept) * matrices
-    assert Recipe.of(precision).cast_by_optimizer(sharding != "no_shard") == (kept == 0)
+    assert Recipe.from_config(precision).cast_by_optimizer(sharding != "no_shard") == (kept == 0)
     part = replace(precision, fp8_recipe="rowwise", fp8_param_gather=False, first_last_layers_bf16=True)
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
     ranks = memory_of_ranks(replace(run, precision=part, parallel=parallel), *where)

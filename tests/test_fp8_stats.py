@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 def new(recipe: Recipe, *names: str) -> tuple:
     scales = Scales(recipe, CPU)
-    layers = [scales.layer(name) for name in names or ("fc1.weight",)]
+    layers = [scales.add_layer(name) for name in names or ("fc1.weight",)]
     return Fp8Stats(scales, ALONE, ALONE), scales, *layers
 
 
@@ -39,12 +39,12 @@ def row(numbers: dict, tensor: str) -> list[float]:
 def test_counts_by_hand():
     """Delayed, scale 1: E4M3 goes to 448 and down to 2^-9, E5M2 to 57344 and down to 2^-16; ties to zero."""
     stats, scales, layer = new(Recipe("delayed"))
-    scales.fresh = False
+    scales.no_history_yet = False
     layer.weight(weight := torch.tensor([[448.0, 449.0, 1.0, 0.0]]))  # of an evaluation before
     stats.begin()
     layer.cast(torch.tensor([[500.0, -449.0, 448.0, 0.0], [2**-9, -(2**-10), 1e-5, 1.0]]), "x")
     layer.cast(torch.tensor([[1e4, -448.0, 448.0, 1e-4]]), "x")  # another microbatch
-    layer.cast(torch.full((1, 4), 1e9), "x", notes=False)  # an evaluation, or about to be recomputed
+    layer.cast(torch.full((1, 4), 1e9), "x", record=False)  # an evaluation, or about to be recomputed
     layer.cast(torch.full((4, 1), 1e9), "x", "columnwise")
     for _ in range(3):
         layer.weight(weight)
@@ -112,14 +112,14 @@ def test_other_steps_do_nothing(monkeypatch):
     """Only between `begin` and `end` is there anything to call."""
     stats, scales, one, two = new(Recipe("tensorwise"), "a.weight", "b.weight")
     calls = []
-    monkeypatch.setattr(stats, "_note", lambda slot, *_: calls.append(slot))
+    monkeypatch.setattr(stats, "_record", lambda slot, *_: calls.append(slot))
     weight, x = torch.randn(16, 16), torch.randn(16, 16)
-    for noted in (False, True, False):
-        if noted:
+    for recorded in (False, True, False):
+        if recorded:
             stats.begin()
-        assert bool(scales.note) is noted
+        assert bool(scales.stats_hook) is recorded
         one.cast(x, "x"), two.weight(weight), two.cast(x, "g")
-        if noted:
+        if recorded:
             stats.end()
         scales.end_step()
     assert calls == [0, 4, 5]
@@ -144,9 +144,9 @@ def test_names_of_a_pipeline_of_unequal_ranks():
 def _on_a_stage(world: World) -> dict:
     mesh = Mesh.build(ParallelConfig(pipeline_model_parallel_size=3), world, CPU)
     scales = Scales(Recipe("delayed"), CPU)
-    scales.fresh = False
+    scales.no_history_yet = False
     layers = [
-        scales.layer(name) for name in (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]
+        scales.add_layer(name) for name in (["a.weight", "b.weight"], [], ["long name.weight"])[mesh.pp.rank]
     ]
     stats = Fp8Stats(scales, mesh.world, mesh.pp)
     stats.begin()

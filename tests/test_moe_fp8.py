@@ -67,7 +67,7 @@ def layer(size, recipe):
     spec = ParamSpec((replica("w.weight", size, Mesh().etp),), size, writes_grad=True)
     model = torch.nn.Module()
     model.weight = new_parameter(spec, Init(seed=3, std=0.3))
-    fp8 = Scales(recipe, CPU).layer("w.weight", E4M3)
+    fp8 = Scales(recipe, CPU).add_layer("w.weight", E4M3)
     return model.weight, Buckets(model, ParallelConfig(), ALONE), fp8
 
 
@@ -206,16 +206,16 @@ def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
     assert experts.multiple == 16 and scales.state() == {}
     roles, types, multiply = [], set(), torch._scaled_mm
 
-    def casting(real, x, role, *args):
+    def casting(real, x, role, *args, **how):
         roles.append(role)
-        return real(x, role, *args)
+        return real(x, role, *args, **how)
 
     def multiplying(a, b, *args, **how):
         types.update((a.dtype, b.dtype))
         return multiply(a, b, *args, **how)
 
     for fp8 in scales.layers.values():
-        monkeypatch.setattr(fp8, "_cast", partial(casting, fp8._cast))
+        monkeypatch.setattr(fp8, "cast", partial(casting, fp8.cast))
     monkeypatch.setattr(torch, "_scaled_mm", multiplying)
     buckets.zero(2)
     for _ in range(2):
@@ -233,7 +233,7 @@ def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
 def test_statistics_know_the_format_of_gradients():
     """The scale that is told is the smallest of those that rows were cast with."""
     experts, buckets, scales = built(recipe=Recipe("rowwise", gradient=E5M2))
-    linear = scales.layer("decoder.layers.1.self_attention.linear_qkv.weight")
+    linear = scales.add_layer("decoder.layers.1.self_attention.linear_qkv.weight")
     stats, g = Fp8Stats(scales, Axis.single(), Axis.single()), batch(ROWS[0], seed=2)
     stats.begin()
     buckets.zero(1)

@@ -14,7 +14,7 @@ from nanomegatron.ops.fp8_cast import (
     fp8_decode,
     fp8_limit,
     fp8_scale,
-    fp8_turn,
+    fp8_transpose,
     fp8_update,
 )
 
@@ -132,13 +132,16 @@ def test_what_has_been_cast_is_cast_as_what_it_stands_for():
         ):
             for (a, b), (c, d) in zip(cast(q, inverse), cast(decoded), strict=True):
                 assert torch.equal(a.view(torch.uint8), c.view(torch.uint8)) and torch.equal(b, d)
-    assert torch.equal(fp8_turn(q).view(torch.uint8), q.view(torch.uint8).t()) and fp8_turn(q).is_contiguous()
+    assert (
+        torch.equal(fp8_transpose(q).view(torch.uint8), q.view(torch.uint8).t())
+        and fp8_transpose(q).is_contiguous()
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (1, 1)])
 def test_rows_that_are_small_or_empty(shape):
     (row, inverse), (flip, flip_inverse) = fp8_cast_rows(torch.zeros(shape), E5M2, 1.0, "both")
-    assert row.shape == shape and flip.shape == fp8_turn(row).shape == shape[::-1]
+    assert row.shape == shape and flip.shape == fp8_transpose(row).shape == shape[::-1]
     assert inverse.tolist() == [[1.0]] * shape[0] and flip_inverse.tolist() == [[1.0]] * shape[1]
 
 
@@ -169,7 +172,7 @@ def test_small_and_empty_ones(shape, squares):
         (lambda: fp8_cast_rows(CODED, E4M3, 448.0, inverse=torch.ones(3, 1)), "is not cast to"),
         (lambda: fp8_cast_rows(CODED, E4M3, 448.0, inverse=torch.ones(2, 1).half()), "is not cast to"),
         (lambda: fp8_cast_rows(torch.ones(2, 2), E4M3, 448.0, "column"), "outputs"),
-        (lambda: fp8_turn(torch.ones(2, 2)), "a matrix of FP8"),
+        (lambda: fp8_transpose(torch.ones(2, 2)), "a matrix of FP8"),
         (lambda: fp8_scale(torch.ones(2).half(), 448.0), "fp32"),
         (lambda: fp8_update(torch.ones(2, 3), torch.ones(2), torch.ones(3), torch.ones(3)), "must be fp32"),
     ],

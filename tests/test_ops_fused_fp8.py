@@ -8,7 +8,7 @@ import torch
 from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.ops import fp8_fused as ops_fused_fp8
 from nanomegatron.ops.adamw import FlatState, Segments, adamw_flat_, cast_flat_
-from nanomegatron.ops.fp8_cast import FORMATS, Fp8, fp8_cast_ref
+from nanomegatron.ops.fp8_cast import FORMATS, Fp8Output, fp8_cast_ref
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.norm import norm_ref
 from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
@@ -19,8 +19,8 @@ EPS, NAN, INF = 1e-5, float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def wanted(dtype=E4M3, outputs="both", scale=37.5, amax=0.0, device="cpu") -> Fp8:
-    return Fp8(dtype, torch.tensor(scale, device=device), torch.tensor(amax, device=device), outputs)
+def wanted(dtype=E4M3, outputs="both", scale=37.5, amax=0.0, device="cpu") -> Fp8Output:
+    return Fp8Output(dtype, torch.tensor(scale, device=device), torch.tensor(amax, device=device), outputs)
 
 
 def near(found: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, slack: float = 1e-5) -> None:
@@ -36,7 +36,7 @@ def near(found: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, s
     assert ((low <= found.float()) & (found.float() <= high) | nan | exact.isinf()).all()
 
 
-def both(pair, exact, spec: Fp8) -> None:
+def both(pair, exact, spec: Fp8Output) -> None:
     """Both outputs and the amax; exact is float64."""
     row, flip = pair
     assert (row is None) == (spec.outputs == "columnwise") and (flip is None) == (spec.outputs == "rowwise")
@@ -54,7 +54,7 @@ def norm_case(rows, h, dtype, biased, add, wide=False):
     return x, residual, torch.randn(h).to(kind), torch.randn(h).to(kind) if biased else None
 
 
-def check_norm(case, from_one: bool, spec: Fp8, also: bool) -> None:
+def check_norm(case, from_one: bool, spec: Fp8Output, also: bool) -> None:
     x, residual, weight, bias = case
     got = norm_fp8(*case, EPS, from_one, spec, also)
     total = x if residual is None else x + residual
@@ -164,7 +164,7 @@ def test_references(dtype, outputs):
 
 
 def test_no_rows_and_no_amax():
-    got = norm_fp8(torch.zeros(0, 8), None, torch.ones(8), None, EPS, False, Fp8(E4M3, torch.ones(1)))
+    got = norm_fp8(torch.zeros(0, 8), None, torch.ones(8), None, EPS, False, Fp8Output(E4M3, torch.ones(1)))
     assert got.rowwise.shape == (0, 8) and got.columnwise is None and got.rstd.shape == (0,)
     row, flip = gated_backward_fp8(torch.zeros(0, 8), torch.zeros(0, 16), SILU, wanted())
     assert row.shape == (0, 16) and flip.shape == (16, 0)

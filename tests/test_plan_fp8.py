@@ -53,7 +53,7 @@ def test_experts_in_fp8(changes, recipe):
     for run in runs:
         scales = Scales(Recipe(recipe), torch.device("cpu"))
         kept.append(bytes_kept(run.model, 32, 16, torch.bfloat16, scales=scales))
-        casts = [layer.cached for layer in scales.layers.values()]
+        casts = [layer.cached_weight for layer in scales.layers.values()]
         assert memory(run, 128, CPU)["FP8 weights"] == sum(c.data.numel() for pair in casts for c in pair)
     two, three = (memory(run, 128, CPU)["activations"] for run in runs)
     assert three - two == pytest.approx(kept[1] - kept[0], rel=0.02)

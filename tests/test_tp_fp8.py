@@ -22,7 +22,7 @@ def layers(tp, sequence_parallel, recipe, dtype=torch.float32):
     fc1 = ColumnParallelLinear(H, F, tp, init.at("fc1"), bias=False, sequence_parallel=sequence_parallel)
     fc2 = RowParallelLinear(F, H, tp, init.at("fc2"), bias=False, sequence_parallel=sequence_parallel)
     for name, layer in (("fc1", fc1), ("fc2", fc2)):
-        use_fp8(layer, scales.layer(name))
+        use_fp8(layer, scales.add_layer(name))
     return scales, fc1, fc2
 
 

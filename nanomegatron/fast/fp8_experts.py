@@ -17,6 +17,7 @@ from torch import nn
 
 from nanomegatron.fast.fp8_producers import CastFp8Function
 from nanomegatron.fp8 import E4M3, MULTIPLE, Fp8Linear, Scales
+from nanomegatron.fp8_linear import cast_input
 from nanomegatron.moe import Activation, GroupedExperts, accumulate_by_expert, weight_grad
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import fp8_matmul
@@ -30,7 +31,7 @@ def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
     if scales.recipe.name != "rowwise":
         return
     first, second = (
-        scales.layer(f"{experts.name}.{name}.weight", E4M3) for name in ("linear_fc1", "linear_fc2")
+        scales.add_layer(f"{experts.name}.{name}.weight", E4M3) for name in ("linear_fc1", "linear_fc2")
     )
     experts.multiple, experts.linear = MULTIPLE, partial(fp8_linear, first, second)
     if second.recipe.wgrad:
@@ -52,8 +53,7 @@ def fp8_linear(
 
 def quantizing_activate(second: Fp8Linear, act: Activation, x: torch.Tensor) -> torch.Tensor:
     """A `GroupedExperts.act` whose result only the second layer reads: a placeholder with FP8 copies."""
-    trains = torch.is_grad_enabled()
-    return CastFp8Function.apply(act(x), second, second.outputs("", trains), trains, None)
+    return CastFp8Function.apply(act(x), second, None, "", torch.is_grad_enabled())
 
 
 def one_kernel(x: torch.Tensor, groups: Groups) -> bool:
@@ -104,7 +104,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         trains: bool,
     ) -> torch.Tensor:
         """x: or a placeholder for it, with FP8 copies."""
-        cast = source_of(x).casts or fp8.cast(x, "x", fp8.outputs("", trains), None, trains)
+        cast = source_of(x).casts or cast_input(fp8, x, None, "", trains)
         ctx.weight, ctx.groups, ctx.transposed, ctx.fp8, ctx.dtype = weight, groups, transposed, fp8, x.dtype
         ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
         return grouped_fp8_mm(

@@ -7,12 +7,12 @@ and between steps there are no 16-bit weights. These are rebuilt from the main w
 four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB, not 112.5
 (benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
 
-    end_step       amaxes of the step that ends -> scales                              delayed
-    AdamW          main weights -> bytes, in its own pass; records each weight's amax
-    scale_weights  the amaxes of all weights, over all ranks -> scales                  tensorwise: the bytes
-    cast           main weights -> bytes again                                          above were made with
-    gather         bytes of all shards                                                  the old ones
-    first use      transposed copy (fp8.py)
+    end_step              amaxes of the step that ends -> scales                       delayed
+    AdamW                 main weights -> bytes, in its own pass; records each weight's amax
+    update_weight_scales  the amaxes of all weights, over all ranks -> scales           tensorwise: the bytes
+    cast                  main weights -> bytes again                                   above were made with
+    gather                bytes of all shards                                           the old ones
+    first use             columnwise copy (fp8.py)
 
 What is cast is the main weight rounded to 16 bits, which is the weight that a checkpoint has. A step that is
 skipped casts as well: its weights are the old ones, their scales may be new.
@@ -34,7 +34,7 @@ from nanomegatron.optim import ShardState, ShardUpdates, segment_kind
 class WeightCasts:
     """The FP8 copies of a bucket's weights, in place of `dp.GatheredParams`; all weights are bf16.
 
-    whole: their bytes `[size]`, row-major, at the places of the parameters; shard: this rank's.
+    whole: their bytes `[size]`, rowwise, at the places of the parameters; shard: this rank's.
     """
 
     itemsize = 1
@@ -61,7 +61,7 @@ class WeightCasts:
     @property
     def waits(self) -> bool:
         """Whether scales need the amaxes of all weights: tensorwise, and delayed before its first step."""
-        return not self.layers[0].knows_scales
+        return not self.layers[0].has_scale
 
     def cast_scales(self, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales of the weights in this shard, and zeros for their amaxes, on the main weights' device."""
@@ -70,7 +70,7 @@ class WeightCasts:
         return scale, torch.zeros_like(scale)
 
     def record_amax(self, amax: torch.Tensor) -> None:
-        """Record the amaxes of the weights, for later steps and `scale_weights`."""
+        """Record the amaxes of the weights, for later steps and `update_weight_scales`."""
         recorded = self.scales.history[0]
         amax = torch.maximum(recorded.index_select(0, self.slots), amax.to(recorded.device))
         recorded.index_copy_(0, self.slots, amax)
@@ -85,13 +85,13 @@ class WeightCasts:
         """Begin to gather the bytes, and let FP8 layers use them as their weights."""
         self.bucket.start_gather()
         for layer, cast in zip(self.layers, self.bucket.views(self.whole), strict=True):
-            layer.take(cast.view(E4M3))
+            layer.set_optimizer_cast(cast.view(E4M3))
         self.free_params()
 
     def free_params(self) -> None:
         """Free the bf16 parameters while the FP8 copy is current."""
         bucket = self.bucket
-        if bucket.data is None or self.layers[0].taken is None:
+        if bucket.data is None or self.layers[0].optimizer_cast is None:
             return
         bucket.data, nan = None, torch.full((), torch.nan, dtype=bucket.dtype, device=bucket.device)
         for param in bucket.params:
@@ -149,7 +149,7 @@ class CastUpdates(ShardUpdates):
         waiting = []
         casting = [shard for shard in shards if isinstance(shard.bucket.gathered, WeightCasts)]
         for scales in {shard.bucket.gathered.scales for shard in casting}:
-            scales.forget_step()
+            scales.discard_step()
         for shard in casting:
             shard.publish()
             self._start_gather(shard, waiting)
@@ -167,7 +167,7 @@ class CastUpdates(ShardUpdates):
     def _cast_again(self, waiting: list[ShardState]) -> None:
         """Cast with scales from the amaxes of all weights, and gather."""
         if waiting:
-            waiting[0].bucket.gathered.scales.scale_weights()
+            waiting[0].bucket.gathered.scales.update_weight_scales()
         for shard in waiting:
             shard.publish()
             shard.bucket.gathered.start_gather()

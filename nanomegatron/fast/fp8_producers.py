@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from nanomegatron.fp8 import Fp8Linear, Quantized
+from nanomegatron.fp8_linear import cast_input, input_copies
 from nanomegatron.layers import MLP, Norm, activate, normalize
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
@@ -42,13 +43,12 @@ def accepts_fp8(linear: nn.Module) -> bool:
 def copies_for(linear: nn.Module) -> tuple[str, bool]:
     """The copies of its input that an FP8 layer wants, and whether it trains."""
     trains = torch.is_grad_enabled()
-    return linear.fp8.outputs(linear.comm, trains), trains
+    return input_copies(linear.fp8, linear.comm, trains), trains
 
 
 def quantized_for(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """x for the layer that reads it and nothing else does: a placeholder."""
-    axis = None if linear.comm == "copy" else linear.tp
-    return CastFp8Function.apply(x, linear.fp8, *copies_for(linear), axis)
+    return CastFp8Function.apply(x, linear.fp8, linear.tp, linear.comm, torch.is_grad_enabled())
 
 
 class QuantizingNorm:
@@ -61,7 +61,7 @@ class QuantizingNorm:
         self, layer: Norm, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fp8 = self.linear.fp8
-        if not (layer.fused and fp8.knows_scales):
+        if not (layer.fused and fp8.has_scale):
             y, total = normalize(layer, x, residual)
             return quantized_for(self.linear, y), total
         how = layer.weight, layer.bias, layer.eps, layer.from_one, fp8, copies_for(self.linear)
@@ -73,7 +73,7 @@ class QuantizingNorm:
 def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     """An `MLP.act` whose result is quantized, and so is its gradient where both layers allow it."""
     first, second = mlp.linear_fc1, mlp.linear_fc2
-    both = accepts_fp8(first) and first.fp8.knows_scales and second.fp8.knows_scales
+    both = accepts_fp8(first) and first.fp8.has_scale and second.fp8.has_scale
     if mlp.fused and first.bias is None and both:
         return GatedFp8Function.apply(x, first.fp8, second.fp8, *copies_for(second))
     return quantized_for(second, activate(mlp, x))
@@ -92,11 +92,11 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class CastFp8Function(torch.autograd.Function):
-    """A cast by itself: x `[..., k] ->` a placeholder. See `Fp8Linear.cast`."""
+    """A cast by itself: x `[..., k] ->` a placeholder. See `fp8_linear.cast_input`."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, fp8: Fp8Linear, outputs: str, trains: bool, axis: Axis | None):
-        return fp8_placeholder(x, x.shape, fp8.cast(x.flatten(0, -2), "x", outputs, axis, trains))
+    def forward(ctx, x: torch.Tensor, fp8: Fp8Linear, axis: Axis | None, comm: str, trains: bool):
+        return fp8_placeholder(x, x.shape, cast_input(fp8, x, axis, comm, trains))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -111,14 +111,12 @@ class NormFp8Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps: float, from_one: bool, fp8: Fp8Linear, how: tuple):
-        outputs, trains = how
-        into, inverse = fp8.ahead("x", outputs, trains)
-        made = norm_fp8(x, residual, weight, bias, eps, from_one, into)
-        x, casts = (
-            x if residual is None else made.total,
-            Quantized.with_scale((made.rowwise, made.columnwise), inverse),
-        )
-        fp8.watch("x", lambda: norm_ref(x, weight, bias, eps, from_one).flatten(0, -2), casts, trains)
+        copies, trains = how
+        output, inverse = fp8.known_scale("x", copies, trains)
+        made = norm_fp8(x, residual, weight, bias, eps, from_one, output)
+        x = x if residual is None else made.total
+        casts = Quantized.with_scale((made.rowwise, made.columnwise), inverse)
+        fp8.record_stats("x", lambda: norm_ref(x, weight, bias, eps, from_one).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x, weight, bias, made.rstd, made.mean)
         ctx.eps, ctx.from_one = eps, from_one
         ctx.set_materialize_grads(False)
@@ -135,14 +133,14 @@ class NormFp8Function(torch.autograd.Function):
 class GatedFp8Function(torch.autograd.Function):
     """SwiGLU between two linear layers: `[..., 2f] ->` a placeholder `[..., f]`, and one for the gradient.
 
-    before, after: of the two; outputs: the copies that the second wants.
+    before, after: of the two; copies: those that the second wants.
     """
 
     @staticmethod
-    def forward(ctx, x, before: Fp8Linear, after: Fp8Linear, outputs: str, trains: bool):
-        into, inverse = after.ahead("x", outputs, trains)
-        casts = Quantized.with_scale(gated_fp8(x, SILU, into), inverse)
-        after.watch("x", lambda: gated_ref(x, SILU).flatten(0, -2), casts, trains)
+    def forward(ctx, x, before: Fp8Linear, after: Fp8Linear, copies: str, trains: bool):
+        output, inverse = after.known_scale("x", copies, trains)
+        casts = Quantized.with_scale(gated_fp8(x, SILU, output), inverse)
+        after.record_stats("x", lambda: gated_ref(x, SILU).flatten(0, -2), casts, trains)
         ctx.save_for_backward(x)
         ctx.before = before
         return fp8_placeholder(x, (*x.shape[:-1], x.shape[-1] // 2), casts)
@@ -151,7 +149,7 @@ class GatedFp8Function(torch.autograd.Function):
     @once
     def backward(ctx, grad):
         (x,), before = ctx.saved_tensors, ctx.before
-        into, inverse = before.ahead("g", "both")
-        casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, into), inverse)
-        before.watch("g", lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
+        output, inverse = before.known_scale("g", "both")
+        casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, output), inverse)
+        before.record_stats("g", lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
         return fp8_placeholder(x, x.shape, casts), None, None, None, None

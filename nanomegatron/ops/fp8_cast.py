@@ -128,14 +128,14 @@ def fp8_cast_ref(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
-def fp8_turn(q: torch.Tensor) -> torch.Tensor:
+def fp8_transpose(q: torch.Tensor) -> torch.Tensor:
     """The bytes of q^T: `[m, k] -> [k, m]`. Raises ValueError."""
     if q.dtype not in FORMATS or q.dim() != 2:
-        raise ValueError(f"a matrix of FP8 is turned, not {q.dtype} {q.shape}")
-    if not usable(q, "fp8_turn", FORMATS):
+        raise ValueError(f"a matrix of FP8 is transposed, not {q.dtype} {q.shape}")
+    if not usable(q, "fp8_transpose", FORMATS):
         return q.t().contiguous()
     flip = q.new_empty(q.shape[::-1])
-    launch("fp8_turn", q.contiguous(), flip, *q.shape)
+    launch("fp8_transpose", q.contiguous(), flip, *q.shape)
     return flip
 
 
@@ -275,7 +275,7 @@ def _check_scalars(device: torch.device, *scalars: torch.Tensor | None) -> None:
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8Output:
     """What is wanted of a result y `[m, k]`: fp8(y * scale) rowwise, columnwise `[k, m]`, or both.
 
     scale, amax: fp32, one element; amax, if there is one, is raised to the largest |y|. outputs: one
@@ -298,6 +298,6 @@ class Fp8:
             raise ValueError(f"{x.dtype} on {x.device}: must be fp32, bf16 or fp16 on {self.scale.device}")
         return _empty(x, m, k, self.dtype, self.outputs)
 
-    def of(self, y: torch.Tensor) -> Pair:
+    def cast(self, y: torch.Tensor) -> Pair:
         """The cast of y."""
         return fp8_cast(y, self.scale, self.dtype, self.amax, self.outputs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanomegatron.ops.fp8_cast import Fp8, Pair
+from nanomegatron.ops.fp8_cast import Fp8Output, Pair
 from nanomegatron.ops.kernels import TYPES, launch, usable
 from nanomegatron.ops.norm import check, norm_ref
 from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
@@ -42,7 +42,7 @@ def norm_fp8(
     bias: torch.Tensor | None,
     eps: float,
     from_one: bool,
-    wanted: Fp8,
+    wanted: Fp8Output,
     also: bool = False,
 ) -> Normed:
     """The norm of x, or of x + residual, in FP8, and with `also` in the type of x too. See `ops_norm.norm`.
@@ -72,21 +72,21 @@ def norm_fp8_ref(x, residual, weight, bias, eps, from_one, wanted, also=False) -
     y = norm_ref(wide, weight, bias, eps, from_one)
     mean = None if bias is None else wide.mean(dim=-1)
     rstd = ((wide if mean is None else wide - mean[:, None]).square().mean(dim=-1) + eps).rsqrt()
-    return Normed(*wanted.of(y), y.to(x.dtype).view(x.shape) if also else None, total, rstd, mean)
+    return Normed(*wanted.cast(y), y.to(x.dtype).view(x.shape) if also else None, total, rstd, mean)
 
 
-def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8) -> Pair:
+def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
     """act(gate) * up of x = [gate; up] in FP8. `[..., 2f] -> [rows, f], [f, rows]` Raises ValueError."""
     rows, f = _halved(x)
     pair = wanted.empty(x, rows, f)
     if not usable(x, "gated_fp8"):
-        return wanted.of(gated_ref(x.float().reshape(rows, 2 * f), act))
+        return wanted.cast(gated_ref(x.float().reshape(rows, 2 * f), act))
     tensors = x.contiguous(), *pair, wanted.scale, wanted.amax
     launch("swiglu_fp8_forward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
 
 
-def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp8) -> Pair:
+def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
     """The gradient by x in FP8, of one by act(gate) * up. `[..., f], [..., 2f] -> [rows, 2f], [2f, rows]`
 
     Raises ValueError for tensors that do not fit.
@@ -97,7 +97,7 @@ def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp
         raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}, halved")
     if not usable(x, "gated_backward_fp8"):
         grad, x = grad.float().reshape(rows, f), x.float().reshape(rows, 2 * f)
-        return wanted.of(gated_backward_ref(grad, x, act))
+        return wanted.cast(gated_backward_ref(grad, x, act))
     tensors = grad.contiguous(), x.contiguous(), *pair, wanted.scale, wanted.amax
     launch("swiglu_fp8_backward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair

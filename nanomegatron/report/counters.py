@@ -13,7 +13,7 @@ Fp8Stats, in every N-th step (--log-fp8-stats N): a row for each tensor x, w, g 
     underflow    share that became zero and was not
 
 What an evaluation casts does not count, nor does the first forward of a layer that is recomputed. Each tensor
-counts as cast row-major: with scales of rows or blocks the transposed copy loses other values, of the same
+counts as cast rowwise: with scales of rows or blocks the columnwise copy loses other values, of the same
 order. A tensor that tp ranks have alike counts once a rank, which changes no share. All experts of a layer
 count as one, padding included. Such a step costs three passes over what is cast (blocks two more in fp32) and
 memory of one |x|; weights that the optimizer casts are gathered in 16 bits and cast again.
@@ -30,7 +30,7 @@ from torch import nn
 
 from nanomegatron.comm import all_gather_text, all_reduce_
 from nanomegatron.config.settings import TransformerConfig
-from nanomegatron.fp8 import E4M3, OF_TENSORS, ROLES, Scales
+from nanomegatron.fp8 import E4M3, PER_TENSOR, ROLES, Scales
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_amax, fp8_decode, fp8_limit, fp8_scale
 from nanomegatron.router import Router, loss_weights
@@ -65,14 +65,14 @@ class Fp8Stats:
         self.mine = slice(first, first + len(ROLES) * len(scales.layers))
 
     def begin(self) -> None:
-        """Count from here on; forgets the casts of weights, so that theirs count too."""
+        """Count from here on; clears the weight cache, so that the casts of weights count too."""
         tensors = len(ROLES) * len(self.names)
         self.counts = torch.zeros(3, tensors, dtype=torch.float64, device=self.device)  # values, then losses
         self.amax = torch.zeros(tensors, device=self.device)
-        self.scales.note = self._note
-        self.scales.forget_weights()
+        self.scales.stats_hook = self._record
+        self.scales.clear_weight_cache()
 
-    def _note(self, slot: int, x: torch.Tensor, row: Fp8Matrix) -> None:
+    def _record(self, slot: int, x: torch.Tensor, row: Fp8Matrix) -> None:
         at = self.mine.start + slot
         fp8_amax(x, self.amax[at])
         for count, more in zip(self.counts[:, at], (x.numel(), *cast_losses(x, row)), strict=True):
@@ -84,10 +84,12 @@ class Fp8Stats:
         Communicates two small all-reduces over world.
         """
         scales, recipe = self.scales, self.scales.recipe
-        scales.note = None
+        scales.stats_hook = None
         most = torch.zeros(2, len(self.amax), device=self.device)
         most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
-        if recipe.name == "delayed" and not scales.fresh:  # else, on all ranks that have any, those of now
+        if (
+            recipe.name == "delayed" and not scales.no_history_yet
+        ):  # else, on all ranks that have any, those of now
             most[1, self.mine] = scales.scale
         amax, scale = all_reduce_(most, self.world, "max")
         values, saturated, underflow = all_reduce_(self.counts, self.world)
@@ -95,7 +97,7 @@ class Fp8Stats:
         for i, role in enumerate(ROLES):
             limit = fp8_limit(recipe.dtype(role), 0 if blocks else recipe.margin)
             of = slice(i, None, len(ROLES))
-            now = fp8_scale(amax[of], limit, power_of_two=recipe.name not in OF_TENSORS)[0]
+            now = fp8_scale(amax[of], limit, power_of_two=recipe.name not in PER_TENSOR)[0]
             if role == "g":  # of experts in E4M3, whatever the others' format
                 ratio = fp8_limit(recipe.gradient) / fp8_limit(E4M3)
                 now /= now.new_tensor([ratio if ".experts." in name else 1.0 for name in self.names])

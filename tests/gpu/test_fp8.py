@@ -27,7 +27,7 @@ def test_a_layer_is_near_float64(recipe, gradient, shape):
     scales = Scales(Recipe(recipe, gradient), GPU)
     init = Init(dtype=torch.bfloat16, device=GPU, name="linear")
     linear = ColumnParallelLinear(i, o, Axis.single("tp"), init, bias=False)
-    use_fp8(linear, scales.layer("a"))
+    use_fp8(linear, scales.add_layer("a"))
     for _ in range(2):  # delayed: the second time with the scales of the first
         x = torch.randn(t, 1, i, device=GPU).bfloat16().requires_grad_()
         g, linear.weight.grad = 1e-3 * torch.randn(t, 1, o, device=GPU).bfloat16(), None
@@ -46,7 +46,7 @@ def test_a_layer_is_near_float64(recipe, gradient, shape):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_matmuls_of_any_number_of_rows(recipe, m, k):
     """As in generating; and of blocks whose number does not divide by 4."""
-    layer = Scales(Recipe(recipe), GPU).layer("a")
+    layer = Scales(Recipe(recipe), GPU).add_layer("a")
     x, w = torch.randn(m, k, device=GPU).bfloat16(), torch.randn(256, k, device=GPU).bfloat16()
     a, b = layer.cast(x, "x", "rowwise").rowwise, layer.cast(w, "w", "rowwise").rowwise
     y = fp8_matmul(a, b, torch.bfloat16)

@@ -16,7 +16,7 @@ from nanomegatron.ops.fp8_cast import (
     fp8_decode,
     fp8_limit,
     fp8_scale,
-    fp8_turn,
+    fp8_transpose,
     fp8_update,
     fp8_update_ref,
 )
@@ -191,7 +191,7 @@ def test_turned_bytes(shape, dtype):
     bytes_ = torch.randint(256, (shape[0] * shape[1] + 1,), dtype=torch.uint8, device=GPU)
     for part in (bytes_[:-1], bytes_[1:]):  # the second is not aligned
         q = part.view(shape)
-        assert torch.equal(fp8_turn(q.view(dtype)).view(torch.uint8), q.t())
+        assert torch.equal(fp8_transpose(q.view(dtype)).view(torch.uint8), q.t())
 
 
 @pytest.mark.parametrize("inverses", INVERSES)
@@ -293,7 +293,7 @@ def test_nothing_beside_the_outputs_is_written(shape):
     one, two = inverses[4:]
     launch("fp8_cast_rows", x, None, 0, 0, row, one, None, None, None, m, k, 448.0, *kinds)
     launch("fp8_cast_rows", x, None, 0, 0, row, one, flip, two, amax, m, k, 448.0, *kinds)
-    launch("fp8_turn", row, flip, m, k)
+    launch("fp8_transpose", row, flip, m, k)
     for whole, _ in [*buffers, (guard, amax)]:
         assert (whole[:band] == 0x5A).all() and (whole[-band:] == 0x5A).all()
     for inverse in inverses:  # and each element of what has no pattern of its own was
@@ -321,7 +321,7 @@ def test_more_than_2_to_the_31_elements(more):
         same(row[start : start + 8192], expected)
         same(alone[start : start + 8192], expected)
         same(flip[:, start : start + 8192].contiguous(), expected.t().contiguous())
-    assert torch.equal(fp8_turn(row).view(torch.uint8), flip.view(torch.uint8))
+    assert torch.equal(fp8_transpose(row).view(torch.uint8), flip.view(torch.uint8))
     (row, inverse), (flip, flip_inverse) = fp8_cast_rows(x, FORMATS[0], 448.0, "both")
     for start in range(0, m, 8192):
         expected, inverses = fp8_cast_rows_ref(x[start : start + 8192], FORMATS[0], 448.0)
