@@ -6,8 +6,8 @@
               tensor, fast and exact sums; a row; a block. TFLOP/s, beside bf16
     sum       dW of the first microbatch, written into main_grad (fp32), and of a later one: added by a pass
               over what the matmul wrote, or by the matmul (bf16, and FP8 with a scale a tensor). TFLOP/s
-    cast      a bf16 matrix x, W or g, each way a recipe does it; `turned`: an FP8 one of which the transposed
-              copy is made. GB/s of what must be read and written, and of the pass that an amax takes
+    cast      a bf16 matrix x, W or g, each way a recipe does it; `turned`: the columnwise copy is made of
+              the rowwise one. GB/s of what must be read and written, and of the pass that an amax takes
     layer     forward and backward of a layer as in training, between casts of its weight. TFLOP/s
 
 Rows are two sequences of 8192. All ways of a line take turns (kernels.py). What is multiplied is random: of

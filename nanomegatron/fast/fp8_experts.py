@@ -107,9 +107,8 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         cast = source_of(x).casts or cast_input(fp8, x, None, "", trains)
         ctx.weight, ctx.groups, ctx.transposed, ctx.fp8, ctx.dtype = weight, groups, transposed, fp8, x.dtype
         ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
-        return grouped_fp8_mm(
-            cast.rowwise, fp8_parts(fp8, weight, groups, transposed), groups, x.dtype, fast=True
-        )
+        w = fp8_parts(fp8, weight, groups, transposed)
+        return grouped_fp8_mm(cast.rowwise, w, groups, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -124,8 +123,9 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
 
 def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Fp8Matrix:
     """The weight `[e * o, i]` for `grouped_fp8_mm`, `[e, o, i]`, or `transposed`, `[e, i, o]`."""
-    (row, scales), (flip, shared) = fp8.weight(weight)
+    experts, (rowwise, columnwise) = groups.experts, fp8.weight(weight)
     if not transposed:
-        return Fp8Matrix(row.view(groups.experts, -1, row.shape[1]), scales.view(groups.experts, -1))
-    parts = flip.view(len(flip), groups.experts, -1).transpose(0, 1)
-    return Fp8Matrix(parts, shared.view(1, -1).expand(groups.experts, -1))
+        data = rowwise.data.view(experts, -1, rowwise.data.shape[1])
+        return Fp8Matrix(data, rowwise.inverse.view(experts, -1))
+    data = columnwise.data.view(len(columnwise.data), experts, -1).transpose(0, 1)
+    return Fp8Matrix(data, columnwise.inverse.view(1, -1).expand(experts, -1))

@@ -73,8 +73,8 @@ class QuantizingNorm:
 def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     """An `MLP.act` whose result is quantized, and so is its gradient where both layers allow it."""
     first, second = mlp.linear_fc1, mlp.linear_fc2
-    both = accepts_fp8(first) and first.fp8.has_scale and second.fp8.has_scale
-    if mlp.fused and first.bias is None and both:
+    can_fuse_cast = mlp.fused and first.bias is None and accepts_fp8(first)
+    if can_fuse_cast and first.fp8.has_scale and second.fp8.has_scale:
         return GatedFp8Function.apply(x, first.fp8, second.fp8, *copies_for(second))
     return quantized_for(second, activate(mlp, x))
 
