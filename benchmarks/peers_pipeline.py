@@ -99,7 +99,7 @@ class PipelinePeer(Peer):
         self.config, self.mesh, self.kind, self.dtype = config, mesh, SCHEDULES[schedule], dtype
         self.mine, self.count = ours.placed[mesh.pp.rank], len(ours) * mesh.pp.size
         self.schedule, self.microbatches = None, 0
-        self._rehearse()
+        self._warm_up()
 
     def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """batches: tokens and one more, `[b, s + 1]` each. Returns the mean loss on every rank, 0-d."""
@@ -121,7 +121,7 @@ class PipelinePeer(Peer):
         return all_reduce_(total, self.mesh.pp)
 
     def _schedule(self, microbatches: int) -> object:
-        """Torch's schedule, with new stages and their buffers for the messages of so many microbatches."""
+        """Torch's schedule, with new stages and their buffers for the messages of that many microbatches."""
 
         def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return self.loss(logits, labels) / microbatches
@@ -134,7 +134,7 @@ class PipelinePeer(Peer):
         what = stages[0] if self.kind is Schedule1F1B else stages
         return self.kind(what, microbatches, loss, scale_grads=False)
 
-    def _rehearse(self) -> None:
+    def _warm_up(self) -> None:
         """Every stage once, forward and backward, by itself.
 
         What is compiled and loaded then needs no message, nor does it hold one up: until a message on its

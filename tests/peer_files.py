@@ -2,7 +2,7 @@
 
 import torch
 
-from nanomegatron.comm import barrier
+from nanomegatron import comm
 from nanomegatron.fast.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
@@ -31,23 +31,23 @@ class FileMemory(PeerMemory):
         names = [f"{self.folder}/{self.kind}-{size}-{rank}" for rank in self.axis.ranks]
         shape = self.slots, size
         torch.from_file(names[self.axis.rank], True, self.slots * size, dtype=torch.uint8).fill_(255)
-        barrier(self.axis)
+        comm.barrier(self.axis)
         maps = [torch.from_file(name, True, self.slots * size, dtype=torch.uint8) for name in names]
         return [whole.view(shape) for whole in maps]
 
-    def mark(self, k):
+    def record(self, k):
         return None
 
-    def line_up(self, mark):
-        barrier(self.axis)
+    def barrier_before_copies(self, ready):
+        comm.barrier(self.axis)
 
     def copy(self, *copies):
         self.late += (late := [LateCopy(self, *pair) for _, *pair in copies])
         return late
 
-    def join(self):
+    def wait_copies(self):
         if self.late:
             self.late[-1].wait()
 
-    def meet(self):
-        barrier(self.axis)
+    def barrier(self):
+        comm.barrier(self.axis)

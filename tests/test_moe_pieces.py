@@ -185,8 +185,8 @@ def in_step(mesh, folder):
     axis, log, rank, size = mesh.etp_ep, [], mesh.etp_ep.rank, mesh.etp_ep.size
     peers = share_files(axis, folder)
     memory = peers.memory(axis, mesh.device, "reduce_scatter")
-    line_up, copy = memory.line_up, memory.copy
-    memory.line_up = lambda mark: log.append("line up") or line_up(mark)
+    barrier, copy = memory.barrier_before_copies, memory.copy
+    memory.barrier_before_copies = lambda ready: log.append("barrier") or barrier(ready)
     memory.copy = lambda *copies: log.append("copy") or copy(*copies)
 
     def make(to, out):
@@ -196,7 +196,7 @@ def in_step(mesh, folder):
     found = scatter_pieces(make, torch.empty(2 * size, 3), axis, peers).wait()
     assert (found == 10 * sum(range(size)) + size * rank).all()
     first, *others = [(rank + step) % size for step in range(1, size)]
-    assert log == [first, *["line up"] * (size > 2), *others, rank, "copy"]
+    assert log == [first, *["barrier"] * (size > 2), *others, rank, "copy"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -67,7 +67,7 @@ def test_pieces_make_the_whole(world, files, tmp_path):
 
 
 @spmd(world=3, tp=3)
-def test_one_meeting_a_call_is_enough(mesh, tmp_path):
+def test_one_barrier_a_call_is_enough(mesh, tmp_path):
     """Ranks that dawdle each at another place: nobody overwrites what another has still to read."""
     axis, n, i = mesh.tp, 4, 8
     peers = share_files(axis, tmp_path)

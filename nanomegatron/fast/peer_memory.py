@@ -5,21 +5,22 @@ Memory on every GPU of an axis that its peers read and write themselves, over NV
 `PeerMemory` is for activations, which tp ranks send as they are made, and for keys and values, which cp ranks
 send each other (`transfers.py`).
 
-    rank 0                  rank 1                  call       n           n + 1       n + 2
-    [ slot 0 | slot 1 ]     [ slot 0 | slot 1 ]     slot       0           1           0
-         ^                       |                  stream   --work--meet----work--meet----work--meet-->
+    rank 0                  rank 1                  call       n              n + 1          n + 2
+    [ slot 0 | slot 1 ]     [ slot 0 | slot 1 ]     slot       0              1              0
+         ^                       |                  stream   --work--barrier--work--barrier--work--barrier->
          +--- a copy engine -----+
 
 The copies run on a stream of their own and take no multiprocessor from the matmuls. NVLink multicast is not
 used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
 `peer_access.py` says which axes may do this.
 
-**Why one meeting a call is enough.** Every call works in one slot only, they take turns, and it meets once.
-`begin` puts a call of a rank behind all that the rank did in the call before, its copies included. So who has
-met in call n + 1 knows that no rank writes into a slot in the name of call n any more. With two slots call
-n + 2, which comes after that meeting, may write into the slot of call n, here and on the peers, before it
-meets, if what call n brought is not needed after the meeting of call n + 1: with more slots, that many calls
-later. This asks of the ranks what every collective asks: the same calls in the same order, of the same sizes.
+**Why one barrier a call is enough.** Every call works in one slot, slots take turns, and a call has one
+barrier. `begin` orders a call of a rank after all work of its call before, copies included. So once a rank
+has passed the barrier of call n + 1, no rank writes into the slot of call n on behalf of call n any more.
+With two slots call n + 2, which comes after that barrier, may write into the slot of call n, here and on the
+peers, before its own barrier, if the data of call n is not needed after the barrier of call n + 1; with more
+slots, that many calls later. As for every collective, all ranks make the same calls, in the same order and of
+the same sizes.
 
 Gain: on 4 H200 a tp layer's gather and matmul in 1.53 ms where NCCL before it takes 2.06
 (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
@@ -52,11 +53,11 @@ def share_memory(axis: Axis, device: torch.device, *shape: int) -> tuple[Any, li
 class PeerMemory:
     """Buffers of one kind of collective over an axis, as drawn above, and the stream of its copies.
 
-    `kind` is what `axis.traffic` calls it. A call is `begin`, work with `of`, `mark` and `copy`, one `meet`;
-    what is read after the meeting was written by everybody before it. A `line_up` before the copies is behind
-    the meeting of the call before, and in front of this one's, on all ranks. Views and events are made once
-    and used again, for the host's sake (0.14 ms a call instead of 0.2). An event recorded again stands for
-    more work of the same stream, never for less.
+    `kind` is what `axis.traffic` calls it. A call is `begin`, work with `of`, `record` and `copy`, and one
+    `barrier`: what is read after it was written by all ranks before it. A `barrier_before_copies` comes, on
+    all ranks, after the barrier of the call before and before this one's. Views and events are made once and
+    used again, which saves host time (0.14 ms a call instead of 0.2). An event that is recorded again stands
+    for more work of the same stream, never for less.
     """
 
     def __init__(self, axis: Axis, device: torch.device, kind: str, slots: int = 2) -> None:
@@ -72,7 +73,7 @@ class PeerMemory:
         if size > self.size:
             self.memory, self.size = self.allocate(size), size
             self.views.clear()
-        self.join()
+        self.wait_copies()
         self.slot = (self.slot + 1) % self.slots
 
     def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -92,37 +93,37 @@ class PeerMemory:
         """
         torch.cuda.synchronize(self.device)
         self.stream = torch.cuda.Stream(self.device, priority=-1)
-        self.marks, self.done = ([torch.cuda.Event() for _ in range(self.axis.size)] for _ in range(2))
+        self.ready, self.done = ([torch.cuda.Event() for _ in range(self.axis.size)] for _ in range(2))
         self.last = self.done[0]
         self.handle, memory = share_memory(self.axis, self.device, self.slots, size)
         return memory
 
-    def mark(self, k: int) -> torch.cuda.Event:
-        """What the current stream has been given so far, for `copy` to wait for. k: 0 ... axis.size - 1"""
-        self.marks[k].record()
-        return self.marks[k]
+    def record(self, k: int) -> torch.cuda.Event:
+        """An event after the current stream's work so far, for `copy` to wait for. k: 0 ... axis.size - 1"""
+        self.ready[k].record()
+        return self.ready[k]
 
     def copy(self, *copies: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]) -> list[torch.cuda.Event]:
-        """Begin out.copy_(source) for each (mark, out, source), in order; an event for the end of each."""
+        """Begin out.copy_(source) for each (event, out, source), in order; an event for the end of each."""
         self.done += [torch.cuda.Event() for _ in copies[len(self.done) :]]
         with torch.cuda.stream(self.stream):
-            for (mark, out, source), done in zip(copies, self.done):
-                mark.wait(self.stream)
+            for (ready, out, source), done in zip(copies, self.done):
+                ready.wait(self.stream)
                 out.copy_(source)
                 done.record(self.stream)
         self.last = self.done[len(copies) - 1]
         return self.done[: len(copies)]
 
-    def join(self) -> None:
+    def wait_copies(self) -> None:
         """Hold up the current stream until all copies begun are done."""
         self.last.wait()
 
-    def line_up(self, mark: torch.cuda.Event) -> None:
-        """Hold up the copies to come until every rank has come to its mark."""
+    def barrier_before_copies(self, ready: torch.cuda.Event) -> None:
+        """Hold up later copies until every rank has reached its event."""
         with torch.cuda.stream(self.stream):
-            mark.wait(self.stream)
+            ready.wait(self.stream)
             self.handle.barrier(channel=0)
 
-    def meet(self) -> None:
-        """Hold up the current stream until that of every rank has come here."""
+    def barrier(self) -> None:
+        """Hold up the current stream until the streams of all ranks have reached this point."""
         self.handle.barrier(channel=0)

@@ -2,8 +2,9 @@
 
     rank 0 of 4    gather_pieces                         scatter_pieces
 
-    work           [meet][ own ][ 1    ][ 2    ][ 3 ]    [ for 1 ][ for 2 ][ for 3 ][ own    ][meet][sum]
-    copies               [  1   ][  2   ][  3   ]                 [ to 1  ][ to 2  ][ to 3 ]
+    work           [bar][ own ][ 1    ][ 2    ][ 3 ]     [ for 1 ][ for 2 ][ for 3 ][ own    ][bar][sum]
+    copies              [  1   ][  2   ][  3   ]                  [ to 1  ][ to 2  ][ to 3 ]
+    bar: barrier
 
 Rank r begins with its own block, fetches those of r + 1, r + 2, ... one after the other, so that no two ranks
 fetch from the same one, and works on each as it arrives. Scattering goes the other way: the blocks for the
@@ -45,10 +46,10 @@ def gather_pieces(
     memory.begin(x.nbytes, gathered)
     theirs = memory.of(x.shape, x.dtype)
     theirs[axis.rank].copy_(x)
-    memory.meet()
-    ranks, mark = [*others(axis), axis.rank], memory.mark(0)
+    memory.barrier()
+    ranks, ready = [*others(axis), axis.rank], memory.record(0)
     blocks = [slice(rank * n, (rank + 1) * n) for rank in ranks]
-    pulls = [(mark, gathered[rows], theirs[rank]) for rows, rank in zip(blocks, ranks)]
+    pulls = [(ready, gathered[rows], theirs[rank]) for rows, rank in zip(blocks, ranks)]
     return gathered, list(zip(blocks, memory.copy(*pulls)))
 
 
@@ -70,7 +71,7 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
     """`scatter_pieces` into every rank's memory, at the place that is ours there.
 
     in_step: no rank pushes before all have their first block, so that none is pushed to by two at once, which
-    takes longer than in turn. Not beside matmuls, which may leave the kernel that meets no room.
+    takes longer than in turn. Not beside matmuls, which may leave the barrier's kernel no room.
     """
     axis, parts = memory.axis, whole.chunk(memory.axis.size)
     memory.begin(whole.nbytes, whole)
@@ -78,10 +79,10 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
     pushes = []
     for k, rank in enumerate(others(axis)):
         make(rank, parts[rank])
-        mark = memory.mark(k)
-        pushes.append((mark, theirs[rank][axis.rank], parts[rank]))
+        ready = memory.record(k)
+        pushes.append((ready, theirs[rank][axis.rank], parts[rank]))
         if in_step and k == 0 and axis.size > 2:
-            memory.line_up(mark)
+            memory.barrier_before_copies(ready)
     mine = theirs[axis.rank]
     make(axis.rank, mine[axis.rank])
     memory.copy(*pushes)
@@ -96,8 +97,8 @@ class _Sum:
         self.memory, self.mine, self.result = memory, mine, result
 
     def wait(self) -> None:
-        self.memory.join()
-        self.memory.meet()
+        self.memory.wait_copies()
+        self.memory.barrier()
         sum_parts(self.mine, self.result)  # bf16 too is added in fp32 and rounded once
 
 

@@ -4,8 +4,8 @@ A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`):
 
     gather_matmul, rank 0 of 4                          matmul_scatter, rank 0 of 4
 
-    matmuls  [meet][ own ][ x1 W ][ x2 W ][ x3 W ]      [ for 1 ][ for 2 ][ for 3 ][ own    ][meet][sum]
-    copies         [  x1 ][  x2 ][  x3 ]                         [ to 1  ][ to 2  ][ to 3 ]
+    matmuls  [bar][ own ][ x1 W ][ x2 W ][ x3 W ]       [ for 1 ][ for 2 ][ for 3 ][ own    ][bar][sum]
+    copies        [  x1 ][  x2 ][  x3 ]                          [ to 1  ][ to 2  ][ to 3 ]
 
 Blocks are fetched and pushed as `pieces.py` says, by copy engines between the GPUs. Where GPUs cannot
 reach each other's memory, and on CPUs, the pieces are sent by collectives: the matmul of a rank's own rows
@@ -16,7 +16,7 @@ Gain: four linear layers of a Llama-3-8B block on 4 H200, 8192 rows, bf16: forwa
 2.06 with NCCL before or behind them, 1.53 in pieces; with backward 3.86, 6.30 and 4.80 ms
 (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 Left over are smaller matmuls that fit the GPU less well, the sum, and for qkv and o copies that take longer
-than the matmul. Tried and no better: two matmul streams, half blocks, meeting beside the own matmul; all
+than the matmul. Tried and no better: two matmul streams, half blocks, the barrier beside the own matmul; all
 copies at once is worse. A call takes the host 0.14 ms, so with few rows this does not pay.
 (Decomposed collectives: Wang et al., ASPLOS 2023; Megatron-LM's --tp-comm-overlap.)
 """

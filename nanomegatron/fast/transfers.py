@@ -78,7 +78,7 @@ class PeerRing:
         memory, axis, copies = self.memory, self.axis, []
         sent = [x for part in parts for x in part]
         memory.begin(room, *sent)
-        mark = memory.mark(0)
+        ready = memory.record(0)
 
         def all_rows(total: int, rank: int) -> torch.Tensor:
             return memory.of((len(like), total, *like[0].shape[1:]), like[0].dtype)[rank % axis.size]
@@ -86,12 +86,12 @@ class PeerRing:
         for part, transfer in zip(parts, plan.sends, strict=True):
             begin, total = transfer.place
             there = all_rows(total, axis.rank + transfer.by)[:, begin : begin + transfer.rows]
-            copies += [(mark, *pair) for pair in zip(there, part, strict=True)]
+            copies += [(ready, *pair) for pair in zip(there, part, strict=True)]
         memory.copy(*copies)
         here = all_rows(sum(transfer.rows for transfer in plan.recvs), axis.rank)
         return Pending(here.unbind(0), [self], sent)
 
     def wait(self) -> None:
         """Hold up the current stream until every rank has pushed what it began to."""
-        self.memory.join()
-        self.memory.meet()
+        self.memory.wait_copies()
+        self.memory.barrier()
