@@ -44,6 +44,7 @@ from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
 from nanomegatron.schedules import (
+    STEP,
     Exchange,
     Message,
     Op,
@@ -218,14 +219,14 @@ class Executor:
     def run(self, ops: list[Op], exchanges: list[Exchange]) -> None:
         """All of it, in order."""
         stages, rank = self.stages, self.stages.pp.rank
-        counts = Counter(message.source for exchange in exchanges for message in exchange.takes)
+        counts = Counter(message.source for exchange in exchanges for message in exchange.receives)
         inboxes = {
             source: Inbox(stages.links[source, rank], count, self.empty, ahead=not stages.on_gpu)
             for source, count in counts.items()
         }
         outbox = Outbox(most_open(ops))
         for op, exchange in zip(ops, exchanges, strict=True):
-            for message in exchange.takes:
+            for message in exchange.receives:
                 self.arrived[message[2:]] = inboxes[message.source].take(message, self.tracer)
             stage = stages.placed[rank][op.chunk]
             with self.tracer.op(op):
@@ -233,7 +234,7 @@ class Executor:
             if exchange.sends is not None:
                 outbox.send(made, stages.links[rank, exchange.sends.destination])
             elif made is not None:  # the next stage is here, too
-                self.arrived[op.kind[0], stage + (1 if op.kind == "F" else -1), op.microbatch] = made
+                self.arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = made
         outbox.close()
 
     def do(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:

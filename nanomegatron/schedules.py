@@ -15,10 +15,10 @@ m >= 2p - 1. Sources are arXiv numbers. Nothing here needs torch or a second pro
 In the pictures a row is a rank and a cell a unit of time; F0b is the forward of microbatch 0 through chunk b.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 
@@ -28,6 +28,9 @@ class Op(NamedTuple):
     kind: str
     chunk: int
     microbatch: int
+
+
+STEP = {"F": 1, "B": -1, "BW": -1, "W": 0}  # stages from an op to the one that its result goes to
 
 
 class Message(NamedTuple):
@@ -47,7 +50,7 @@ class Exchange(NamedTuple):
     and keeps them for the ops that use them.
     """
 
-    takes: tuple[Message, ...]
+    receives: tuple[Message, ...]
     uses: Message | None
     sends: Message | None
 
@@ -223,48 +226,44 @@ def embedding_ranks(placed: list[list[int]]) -> tuple[int, int]:
 def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchange]]:
     """The messages of every op of every rank, derived from lists and placement, so that both ends agree.
 
-    What is on a link (an ordered pair of ranks) and in which order, the sender's list says.
+    The sender's list gives the order of the messages on a link.
 
     Raises: ValueError where an op uses what is never sent, or nothing uses what is sent.
     """
-    rank_of, links = owners(placed), {}
+    rank_of, links, early = owners(placed), defaultdict(deque), set()
 
-    def message(kind: str, stage: int, step: int, microbatch: int) -> Message | None:
-        """To `stage` from the one `step` before it, if both are there and on different ranks."""
-        ends = rank_of.get(stage - step), rank_of.get(stage)
-        return None if None in ends or ends[0] == ends[1] else Message(*ends, kind, stage, microbatch)
+    def message(op: Op, stage: int) -> Message | None:
+        """Of the op's kind, to a stage from the one before it (F) or after it (B), if that is elsewhere."""
+        ends = rank_of.get(stage - STEP[op.kind]), rank_of.get(stage)
+        if None in ends or ends[0] == ends[1]:
+            return None
+        return Message(*ends, op.kind[0], stage, op.microbatch)
 
-    pairs = []
+    uses, sends = [], []  # by rank and op
     for ops, stages in zip(lists, placed):
-        pairs.append([])
-        for op in ops:
-            stage, step = stages[op.chunk], {"F": 1, "B": -1, "BW": -1, "W": 0}[op.kind]  # W: nothing moves
-            sends = message(op.kind[0], stage + step, step, op.microbatch)
-            pairs[-1].append((message(op.kind[0], stage, step, op.microbatch), sends))
-            if sends:
-                links.setdefault(sends[:2], deque()).append(sends)
-    exchanges = []
-    for rank_pairs in pairs:
-        early: set[Message] = set()
-        exchanges.append([Exchange(_take(uses, links, early), uses, sends) for uses, sends in rank_pairs])
-        if early:
-            raise ValueError(f"messages that no op uses: {sorted(early)}")
-    if left := [message for link in links.values() for message in link]:
-        raise ValueError(f"messages that no op uses: {left}")
+        uses.append([message(op, stages[op.chunk]) for op in ops])
+        sends.append([message(op, stages[op.chunk] + STEP[op.kind]) for op in ops])
+        for sent in filter(None, sends[-1]):
+            links[sent[:2]].append(sent)
+    exchanges = [
+        [Exchange(_receive(used, links, early), used, sent) for used, sent in zip(*of_rank)]
+        for of_rank in zip(uses, sends)
+    ]
+    if unused := [*early, *chain(*links.values())]:
+        raise ValueError(f"messages that no op uses: {sorted(unused)}")
     return exchanges
 
 
-def _take(uses: Message | None, links: dict, early: set[Message]) -> tuple[Message, ...]:
-    """Receive up to and with what the op uses; `early` holds what was received and not used yet."""
-    taken = []
+def _receive(uses: Message | None, links: dict, early: set[Message]) -> tuple[Message, ...]:
+    """Receive messages up to the one that an op uses; `early`: those received and not used yet."""
+    received = []
     while uses and uses not in early:
-        link = links.get(uses[:2])
-        if not link:
+        if not links[uses[:2]]:
             raise ValueError(f"{uses} is never sent")
-        taken.append(link.popleft())
-        early.add(taken[-1])
+        received.append(links[uses[:2]].popleft())
+        early.add(received[-1])
     early.discard(uses)
-    return tuple(taken)
+    return tuple(received)
 
 
 def simulate(
@@ -284,25 +283,24 @@ def simulate(
     costs = {"F": 1, "B": 1, "W": 1} | dict(costs or {})
     costs.setdefault("BW", costs["B"] + costs["W"])
     rank_of, done, runs = owners(placed), {}, [[] for _ in lists]
-    moving = True
-    while moving:
-        moving = False
+    moved = True
+    while moved:
+        moved, waiting = False, []
         for rank, (ops, run) in enumerate(zip(lists, runs)):
             while len(run) < len(ops):
                 op = ops[len(run)]
                 stage = placed[rank][op.chunk]
                 needs = _needs(op, stage, rank_of)
-                if any(need not in done for need in needs):
+                if missing := [need for need in needs if need not in done]:
+                    waiting.append((rank, op, missing))
                     break
                 ready = [done[need] + message_time * (rank_of[need[1]] != rank) for need in needs]
                 start = max([run[-1].end if run else 0, *ready])
                 run.append(Event(rank, op, start, start + costs.get((op.kind, stage), costs[op.kind])))
                 done[op.kind[0], stage, op.microbatch] = run[-1].end
-                moving = True
-    stuck = [(rank, ops[len(run)]) for rank, (ops, run) in enumerate(zip(lists, runs)) if len(run) < len(ops)]
-    if stuck:
-        missing = [[n for n in _needs(op, placed[r][op.chunk], rank_of) if n not in done] for r, op in stuck]
-        raise ValueError("deadlock: " + "; ".join(_waits(*at, needs) for at, needs in zip(stuck, missing)))
+                moved = True
+    if waiting:
+        raise ValueError("deadlock: " + "; ".join(_describe(*wait) for wait in waiting))
     return timeline_of(runs)
 
 
@@ -316,8 +314,8 @@ def _needs(op: Op, stage: int, rank_of: dict[int, int]) -> list[tuple[str, int, 
     return [need for need in needs if need[1] in rank_of]
 
 
-def _waits(rank: int, op: Op, needs: list[tuple[str, int, int]]) -> str:
-    what = " and ".join(f"{kind} of stage {stage}, microbatch {i}" for kind, stage, i in needs)
+def _describe(rank: int, op: Op, missing: list[tuple[str, int, int]]) -> str:
+    what = " and ".join(f"{kind} of stage {stage}, microbatch {i}" for kind, stage, i in missing)
     return f"rank {rank} at {op.kind} of chunk {op.chunk}, microbatch {op.microbatch}, waits for {what}"
 
 

@@ -168,12 +168,12 @@ def test_messages_run_on_links_that_keep_their_order(name, chunks):
             moved = False
             for rank, steps in enumerate(exchanges):
                 while at[rank] < len(steps):
-                    takes, uses, sends = steps[at[rank]]
+                    receives, uses, sends = steps[at[rank]]
                     if any(
-                        len(links[source, rank]) < n for source, n in Counter(t[0] for t in takes).items()
+                        len(links[source, rank]) < n for source, n in Counter(t[0] for t in receives).items()
                     ):
                         break
-                    for message in takes:
+                    for message in receives:
                         assert links[message.source, rank].popleft() == message
                         waiting[rank].add(message)
                     if uses:
@@ -184,7 +184,7 @@ def test_messages_run_on_links_that_keep_their_order(name, chunks):
                         sent[sends[2:]] += 1
                     at[rank], moved = at[rank] + 1, True
                     shared = name == "zb-v" or (name == "interleaved" and p == 2 and m % 2)
-                    assert shared or takes == ((uses,) if uses else ())
+                    assert shared or receives == ((uses,) if uses else ())
         assert at == [len(ops) for ops in lists] and not any(links.values()) and not any(waiting)
         rank_of = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
         last = p * chunks - 1

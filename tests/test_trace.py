@@ -46,7 +46,7 @@ def pretend(mesh: Mesh, tracer: trace.Tracer, seen: list, step: tuple[str, int, 
     barrier(mesh.world)
     zero = now()
     for op, exchange, event in zip(lists[rank], exchanges[rank], mine):
-        for message in exchange.takes:
+        for message in exchange.receives:
             tracer.receive(message, Pending(torch.empty(0)))
             sleep_until(zero + UNIT * (sends[message].end + TRAVEL))
             waited = now()
@@ -312,7 +312,7 @@ def recording(late: float = 0.0, microbatches: int = 2) -> Recording:
     events = [[e for e in simulate(lists, placed).events if e.rank == rank] for rank in (0, 1)]
     exchanges = messages(lists, placed)
     ends = {x.sends: e.end for of_rank, run in zip(exchanges, events) for x, e in zip(of_rank, run)}
-    arrivals = [[Arrival(m, ends[m]) for x in of_rank for m in x.takes] for of_rank in exchanges]
+    arrivals = [[Arrival(m, ends[m]) for x in of_rank for m in x.receives] for of_rank in exchanges]
     last = events[0][-1]
     events[0][-1] = last._replace(start=last.start + late, end=last.end + late)
     arrivals[0][-1] = arrivals[0][-1]._replace(time=arrivals[0][-1].time + late)

@@ -121,22 +121,22 @@ class Tracer(NoTracer):
         if step is None:
             return []
         exchanges = messages(step.lists, step.placed)
-        takes = [[message for exchange in ours for message in exchange.takes] for ours in exchanges]
-        table = self._gather(step, takes)
+        receives = [[message for exchange in ours for message in exchange.receives] for ours in exchanges]
+        table = self._gather(step, receives)
         if self.mesh.rank > 0:
             return []
         paths: list[Path] = []
         with self.attempt("trace"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            paths, self.summary = write(_recording(self.mesh, step, takes, table), self.folder)
+            paths, self.summary = write(_recording(self.mesh, step, receives, table), self.folder)
         return paths
 
-    def _gather(self, step: _Step, takes: list[list[Message]]) -> list[list[float]]:
+    def _gather(self, step: _Step, receives: list[list[Message]]) -> list[list[float]]:
         """A row for each rank, in seconds by rank 0's clock: start and end of its ops, then the arrivals."""
         mesh, read = self.mesh, step.clock.seconds
         mine = [read(mark) for op in step.lists[mesh.pp.rank] for mark in step.ops[op]]
-        mine += [read(step.arrivals[message]) for message in takes[mesh.pp.rank]]
-        width = max(2 * len(ops) + len(taken) for ops, taken in zip(step.lists, takes))
+        mine += [read(step.arrivals[message]) for message in receives[mesh.pp.rank]]
+        width = max(2 * len(ops) + len(received) for ops, received in zip(step.lists, receives))
         row = torch.full((1, width), torch.nan, dtype=torch.float64)
         row[0, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
         world = replace(mesh.world, traffic=Counter())  # what is sent here is not the step's
@@ -145,16 +145,16 @@ class Tracer(NoTracer):
         return (table - ahead[:, None]).tolist()
 
 
-def _recording(mesh: Mesh, step: _Step, takes: list[list[Message]], table: list[list[float]]) -> Recording:
+def _recording(mesh: Mesh, step: _Step, receives: list[list[Message]], table: list[list[float]]) -> Recording:
     """What the rows of the table say, in milliseconds since the first op began."""
     apart = len(table) // mesh.pp.size  # ranks next to each other in a pipeline: pp varies slowest
     zero = min(row[0] for row in table)
     events, arrivals = [], []
     for rank, row in enumerate(table):
         times = [1e3 * (time - zero) for time in row]
-        ops, taken = step.lists[rank // apart], takes[rank // apart]
+        ops, received = step.lists[rank // apart], receives[rank // apart]
         events.append([Event(rank, op, *times[2 * i : 2 * i + 2]) for i, op in enumerate(ops)])
-        arrivals.append([Arrival(m, time) for m, time in zip(taken, times[2 * len(ops) :])])
+        arrivals.append([Arrival(m, time) for m, time in zip(received, times[2 * len(ops) :])])
     labels = [_label(mesh, rank) for rank in range(len(table))]
     drawn = mesh.pp.ranks if mesh.pp.size > 1 else mesh.dp_cp.ranks[:8]
     return Recording(step.iteration, step.lists, step.placed, labels, drawn, events, arrivals)
