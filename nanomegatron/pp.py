@@ -8,14 +8,7 @@
     rank 2 of 3           [F0][B0][F1][B1]    ...
 
 Messages travel beside the computation: sends are asynchronous, and at most one receive a link is in flight
-ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known beforehand. On a
-CPU, where the host computes, it posts a link's next receive as soon as the last message has arrived. On a GPU
-the host runs ahead of the stream anyway, and posts it when it comes to the op: then the message depends only
-on launched ops.
-
-(A message in flight is a kernel that waits for the other rank. Whatever synchronizes the GPU waits with it,
-and two ranks that do so can wait for each other for ever. Loading a kernel for its first use synchronizes:
-hence `warm_up`. So does cudaFree, when the caching allocator runs out: leave memory unused.)
+ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known beforehand.
 
 A forward leaves only the autograd graph for its backward. Its output is sent and freed: the graph ends in
 `InjectOutputGrad`, whose 0-d output is the root of the backward and returns the gradient that was received;
@@ -37,23 +30,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nanomegatron import schedules
 from nanomegatron.comm import Pending, start_receive, start_send
 from nanomegatron.fp8 import Scales
 from nanomegatron.mesh import Link, Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
-from nanomegatron.schedules import (
-    STEP,
-    Exchange,
-    Message,
-    Op,
-    embedding_ranks,
-    messages,
-    most_open,
-    placement,
-    schedule,
-)
+from nanomegatron.schedules import STEP, Exchange, Message, Op, embedding_ranks, most_open
 
 Lists = list[list[Op]]
 
@@ -77,7 +61,7 @@ class Stages(nn.ModuleList):
         self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
         self.name, self.group = name, group
         self.scales: Scales | None = None  # where linear layers are FP8
-        self.placed = placement(name, self.pp.size, len(chunks))
+        self.placed = schedules.placement(name, self.pp.size, len(chunks))
         self.first_rank, self.last_rank = embedding_ranks(self.placed)
         weight = next(self.parameters())
         self.dtype, self.device, self.on_gpu = weight.dtype, weight.device, weight.is_cuda
@@ -114,10 +98,10 @@ class Stages(nn.ModuleList):
 def _plan(
     name: str, stages: int, microbatches: int, chunks: int, group: int | None, forward_only: bool
 ) -> tuple[Lists, list[list[Exchange]]]:
-    lists = schedule(name, stages, microbatches, chunks, group)
+    lists = schedules.schedule(name, stages, microbatches, chunks, group)
     if forward_only:
         lists = [[op for op in ops if op.kind == "F"] for ops in lists]
-    return lists, messages(lists, placement(name, stages, chunks))
+    return lists, schedules.messages(lists, schedules.placement(name, stages, chunks))
 
 
 class InjectOutputGrad(torch.autograd.Function):
@@ -156,11 +140,15 @@ class NoTracer:
 
 
 class Inbox:
-    """The messages of a link, in the order of sending; `ahead`: the next receive is always posted."""
+    """The messages of a link, in the order in which they are sent.
+
+    On a CPU, where the host computes, the next receive is posted as soon as a message has arrived (`ahead`).
+    On a GPU the host runs ahead of the stream anyway and posts it when it reaches the op: then the message
+    depends only on launched ops.
+    """
 
     def __init__(self, link: Link, count: int, empty: Callable[[], torch.Tensor], ahead: bool) -> None:
         self.link, self.left, self.empty, self.ahead = link, count, empty, ahead
-        self.pending: Pending | None = None
         if ahead:
             self._post()
 
@@ -230,11 +218,11 @@ class Executor:
                 self.arrived[message[2:]] = inboxes[message.source].take(message, self.tracer)
             stage = stages.placed[rank][op.chunk]
             with self.tracer.op(op):
-                made = self.do(op, self.arrived.pop((op.kind[0], stage, op.microbatch), None))
+                output = self.do(op, self.arrived.pop((op.kind[0], stage, op.microbatch), None))
             if exchange.sends is not None:
-                outbox.send(made, stages.links[rank, exchange.sends.destination])
-            elif made is not None:  # the next stage is here, too
-                self.arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = made
+                outbox.send(output, stages.links[rank, exchange.sends.destination])
+            elif output is not None:  # the next stage is on this rank, too
+                self.arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = output
         outbox.close()
 
     def do(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
@@ -286,24 +274,25 @@ def execute(
     """
     lists, exchanges = stages.plan(microbatches, forward_only)
     rank = stages.pp.rank
-    with torch.no_grad() if forward_only else nullcontext():
+    with torch.set_grad_enabled(not forward_only):
         Executor(stages, step, shape, tracer or NoTracer()).run(lists[rank], exchanges[rank])
 
 
 def warm_up(
     stages: Stages, step: Callable[[GPTModel, int], torch.Tensor], shape: tuple[int, int, int]
 ) -> None:
-    """Microbatch 0 through every chunk by itself, forward and backward, with zeros for what would come.
+    """This rank's ops of a schedule of one microbatch, with zeros for messages; nothing is communicated.
 
-    For a GPU, before the first `execute`: it loads the kernels and makes the handles, which would hold up the
-    GPU in the middle of a schedule. Gradients are added and reported as by `execute`. No messages.
+    For GPUs, before the first `execute`. A message in flight there is a kernel that waits for the other rank,
+    and whatever synchronizes the GPU waits with it: two ranks that do so can deadlock. Loading a kernel for
+    its first use synchronizes, hence this function. (So does cudaFree, when the caching allocator runs out:
+    leave memory unused.) Gradients are added and reported as by `execute`.
     """
     executor = Executor(stages, step, shape, NoTracer())
-    kinds = {op.kind for op in stages.plan(1)[0][stages.pp.rank]}
-    for chunk, model in enumerate(stages):
-        for kind in sorted(kinds, key="F B BW W".split().index):
-            alone = model.pre_process if kind == "F" else model.post_process  # nothing would come
-            executor.do(Op(kind, chunk, 0), None if alone else executor.empty().zero_())
+    for op in stages.plan(1)[0][stages.pp.rank]:
+        chunk = stages[op.chunk]
+        at_end = chunk.pre_process if op.kind == "F" else chunk.post_process  # no message arrives
+        executor.do(op, None if at_end else executor.empty().zero_())
 
 
 def forward_backward(
@@ -327,14 +316,13 @@ def forward_backward(
     others an empty list.
     """
     several = isinstance(data_iterator, list | tuple)
-    iterators = data_iterator if several else [data_iterator] * len(model)
     if len(model) > 1 and not several and data_iterator is not None:
         raise ValueError(f"data_iterator: one for each of the {len(model)} chunks of this rank is needed")
+    iterators = dict(zip(model, data_iterator if several else [data_iterator] * len(model)))
     reports = []
 
     def step(chunk: GPTModel, _: int) -> torch.Tensor:
-        index = next(i for i, own in enumerate(model) if own is chunk)
-        output, loss_func = forward_step_func(iterators[index], chunk)
+        output, loss_func = forward_step_func(iterators[chunk], chunk)
         if not chunk.post_process:
             return output
         loss, *tokens, report = loss_func(output)

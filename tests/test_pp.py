@@ -14,7 +14,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.build import build
-from nanomegatron.comm import start_receive, start_send
+from nanomegatron.comm import barrier, start_receive, start_send
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, OptimizerConfig, ParallelConfig
 from nanomegatron.data.loader import BatchLoader
@@ -24,7 +24,7 @@ from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import Axis
 from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages, execute
+from nanomegatron.pp import Stages, execute, warm_up
 from tests.spmd import run_spmd, spmd
 
 VOCAB, PADDED, LENGTH, MICRO, M = 61, 64, 16, 2, 6
@@ -168,6 +168,24 @@ def test_weight_gradients_are_put_off_without_buckets_too(family, schedule):
     for name, grad in whole.items():
         if "linear_qkv.k.bias" not in name:
             assert (total[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@spmd(world=2, pp=2, pipeline_schedule="zb-v")
+def test_warm_up_runs_every_op_without_messages(mesh):
+    """One rank after the other, so that a receive would hang."""
+    stages = stages_of(mesh, LLAMA, LAYOUTS["zb-v"])
+    buckets = Buckets(stages, ParallelConfig(pipeline_model_parallel_size=2), mesh)
+
+    def step(chunk: GPTModel, i: int) -> torch.Tensor:
+        out = chunk(*microbatch(i))
+        return out.mean() if chunk.post_process else out
+
+    for rank in range(2):
+        if rank == mesh.pp.rank:
+            buckets.zero()
+            warm_up(stages, step, stages.shape(LENGTH, MICRO))
+        barrier(mesh.pp)
+    buckets.grad_sync()  # raises where a gradient is missing
 
 
 def works_of_backward(mesh) -> list[str]:
