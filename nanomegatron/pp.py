@@ -21,10 +21,11 @@ bit; except those of tied embeddings, whose two uses are added in another order.
 (arXiv 1811.06965, 2006.09503, 2104.04473; zero bubble 2401.10241)
 """
 
-import functools
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,8 @@ from nanomegatron.param import WeightGradStore
 from nanomegatron.recompute import CaptureInputGrad
 from nanomegatron.schedules import STEP, Exchange, Message, Op, embedding_ranks, most_open
 
-Lists = list[list[Op]]
+Plan = tuple[list[list[Op]], list[list[Exchange]]]  # by rank
+Links = dict[tuple[int, int], Link]  # by sender and receiver
 
 
 class Stages(nn.ModuleList):
@@ -62,6 +64,7 @@ class Stages(nn.ModuleList):
         self.name, self.group = name, group
         self.scales: Scales | None = None  # where linear layers are FP8
         self.placed = schedules.placement(name, self.pp.size, len(chunks))
+        self.plans: dict[tuple[int, bool], Plan] = {}
         self.first_rank, self.last_rank = embedding_ranks(self.placed)
         weight = next(self.parameters())
         self.dtype, self.device, self.on_gpu = weight.dtype, weight.device, weight.is_cuda
@@ -84,24 +87,19 @@ class Stages(nn.ModuleList):
         """Whether this is the one rank of its tp x pp group whose loss counts."""
         return self.has_loss and self.tp.rank == 0
 
-    def plan(self, microbatches: int, forward_only: bool = False) -> tuple[Lists, list[list[Exchange]]]:
+    def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
         """The ops of every rank, and their messages."""
-        return _plan(self.name, self.pp.size, microbatches, len(self), self.group, forward_only)
+        if (microbatches, forward_only) not in self.plans:
+            lists = schedules.schedule(self.name, self.pp.size, microbatches, len(self), self.group)
+            if forward_only:
+                lists = [[op for op in ops if op.kind == "F"] for ops in lists]
+            self.plans[microbatches, forward_only] = lists, schedules.messages(lists, self.placed)
+        return self.plans[microbatches, forward_only]
 
     def shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
         """Of every message; seq_length: the tokens of a row that this cp rank has."""
         cut = self.tp.size if self.config.sequence_parallel and self.training else 1
         return seq_length // cut, micro_batch_size, self.config.hidden_size
-
-
-@functools.lru_cache
-def _plan(
-    name: str, stages: int, microbatches: int, chunks: int, group: int | None, forward_only: bool
-) -> tuple[Lists, list[list[Exchange]]]:
-    lists = schedules.schedule(name, stages, microbatches, chunks, group)
-    if forward_only:
-        lists = [[op for op in ops if op.kind == "F"] for ops in lists]
-    return lists, schedules.messages(lists, schedules.placement(name, stages, chunks))
 
 
 class InjectOutputGrad(torch.autograd.Function):
@@ -140,92 +138,71 @@ class NoTracer:
 
 
 class Inbox:
-    """The messages of a link, in the order in which they are sent.
+    """Receives messages, on each link in the order in which they are sent.
 
     On a CPU, where the host computes, the next receive is posted as soon as a message has arrived (`ahead`).
     On a GPU the host runs ahead of the stream anyway and posts it when it reaches the op: then the message
     depends only on launched ops.
     """
 
-    def __init__(self, link: Link, count: int, empty: Callable[[], torch.Tensor], ahead: bool) -> None:
-        self.link, self.left, self.empty, self.ahead = link, count, empty, ahead
-        if ahead:
-            self._post()
+    def __init__(self, links: Links, exchanges: list[Exchange], empty: Callable, ahead: bool) -> None:
+        self.links, self.empty, self.ahead = links, empty, ahead
+        self.left = Counter(message[:2] for exchange in exchanges for message in exchange.receives)
+        self.pending: dict[tuple[int, int], Pending] = {}
+        for link in self.left if ahead else ():
+            self._post(link)
 
-    def _post(self) -> None:
-        if self.left:
-            self.left -= 1
-            self.pending = start_receive(self.empty, self.link)
+    def _post(self, link: tuple[int, int]) -> None:
+        if self.left[link]:
+            self.left[link] -= 1
+            self.pending[link] = start_receive(self.empty, self.links[link])
 
-    def take(self, message: Message, tracer: NoTracer) -> torch.Tensor:
-        """Wait for the next message, which is this one."""
+    def receive(self, message: Message, tracer: NoTracer) -> torch.Tensor:
+        """Wait for this message, the next one of its link."""
+        link = message[:2]
         if not self.ahead:
-            self._post()
-        pending = self.pending
+            self._post(link)
+        pending = self.pending.pop(link)
         tracer.receive(message, pending)
         x = pending.wait()
         tracer.received(message)
         if self.ahead:
-            self._post()
+            self._post(link)
         return x
 
 
 class Outbox:
-    """Messages in flight; each holds its tensor until it has been sent.
+    """Sends messages; each holds its tensor until it has been sent.
 
     Gloo says only to a waiter that a send is done. So wait for the oldest when a link has more sends in
     flight than this rank ever has forwards without their backward: its receiver has taken it by then.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most, self.in_flight = most, {}
+    def __init__(self, links: Links, most: int) -> None:
+        self.links, self.most, self.in_flight = links, most, defaultdict(deque)
 
-    def send(self, x: torch.Tensor, link: Link) -> None:
+    def send(self, x: torch.Tensor, message: Message) -> None:
         """Send, and free what has arrived."""
-        in_flight = self.in_flight.setdefault(link.axis, deque())
-        in_flight.append(start_send(x, link))
+        in_flight = self.in_flight[message[:2]]
+        in_flight.append(start_send(x, self.links[message[:2]]))
         while in_flight and (in_flight[0].done or len(in_flight) > self.most):
             in_flight.popleft().wait()
 
     def close(self) -> None:
         """Return when everything has been sent; on a GPU, let the stream wait for it."""
-        for in_flight in self.in_flight.values():
-            for pending in in_flight:
-                pending.wait()
+        for pending in chain(*self.in_flight.values()):
+            pending.wait()
 
 
-class Executor:
-    """Runs one rank's list of ops; see `execute`."""
+class OpRunner:
+    """Computes the ops of a rank, and keeps what one op leaves for a later one."""
 
-    def __init__(self, stages: Stages, step: Callable, shape: tuple[int, ...], tracer: NoTracer) -> None:
-        self.stages, self.step, self.tracer = stages, step, tracer
-        self.empty = functools.partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
-        self.arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
+    def __init__(self, stages: Stages, step: Callable[[GPTModel, int], torch.Tensor]) -> None:
+        self.stages, self.step = stages, step
         self.states: dict[tuple[int, int], ForwardState] = {}  # by chunk and microbatch
         self.works: dict[tuple[int, int], list] = {}
 
-    def run(self, ops: list[Op], exchanges: list[Exchange]) -> None:
-        """All of it, in order."""
-        stages, rank = self.stages, self.stages.pp.rank
-        counts = Counter(message.source for exchange in exchanges for message in exchange.receives)
-        inboxes = {
-            source: Inbox(stages.links[source, rank], count, self.empty, ahead=not stages.on_gpu)
-            for source, count in counts.items()
-        }
-        outbox = Outbox(most_open(ops))
-        for op, exchange in zip(ops, exchanges, strict=True):
-            for message in exchange.receives:
-                self.arrived[message[2:]] = inboxes[message.source].take(message, self.tracer)
-            stage = stages.placed[rank][op.chunk]
-            with self.tracer.op(op):
-                output = self.do(op, self.arrived.pop((op.kind[0], stage, op.microbatch), None))
-            if exchange.sends is not None:
-                outbox.send(output, stages.links[rank, exchange.sends.destination])
-            elif output is not None:  # the next stage is on this rank, too
-                self.arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = output
-        outbox.close()
-
-    def do(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
+    def run(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
         """One op: received and returned are activations for F, their gradients for B and BW."""
         place = op.chunk, op.microbatch
         if op.kind == "F":
@@ -244,14 +221,12 @@ class Executor:
 
     def _forward(self, place: tuple[int, int], received: torch.Tensor | None) -> torch.Tensor | None:
         chunk = self.stages[place[0]]
-        output_grad: list[torch.Tensor] = []
-        input_grad: list[torch.Tensor] = []
-        follow = torch.is_grad_enabled()
+        output_grad, input_grad = [], []
         if received is not None:
-            leaf = torch.empty(0, requires_grad=True) if follow else None  # makes autograd follow
+            leaf = torch.empty(0, requires_grad=True)  # makes autograd follow
             chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
         y = self.step(chunk, place[1])
-        if follow:
+        if torch.is_grad_enabled():
             root = y if chunk.post_process else InjectOutputGrad.apply(y, output_grad)
             self.states[place] = ForwardState(root, output_grad, input_grad)
         return None if chunk.post_process else y.detach()
@@ -273,9 +248,23 @@ def execute(
     neighbouring stages.
     """
     lists, exchanges = stages.plan(microbatches, forward_only)
-    rank = stages.pp.rank
+    rank, runner, tracer = stages.pp.rank, OpRunner(stages, step), tracer or NoTracer()
+    empty = partial(torch.empty, shape, dtype=stages.dtype, device=stages.device)
+    inbox = Inbox(stages.links, exchanges[rank], empty, ahead=not stages.on_gpu)
+    outbox = Outbox(stages.links, most_open(lists[rank]))
+    arrived: dict[tuple[str, int, int], torch.Tensor] = {}  # by kind, stage and microbatch
     with torch.set_grad_enabled(not forward_only):
-        Executor(stages, step, shape, tracer or NoTracer()).run(lists[rank], exchanges[rank])
+        for op, exchange in zip(lists[rank], exchanges[rank], strict=True):
+            for message in exchange.receives:
+                arrived[message[2:]] = inbox.receive(message, tracer)
+            stage = stages.placed[rank][op.chunk]
+            with tracer.op(op):
+                output = runner.run(op, arrived.pop((op.kind[0], stage, op.microbatch), None))
+            if exchange.sends is not None:
+                outbox.send(output, exchange.sends)
+            elif output is not None:  # the next stage is on this rank, too
+                arrived[op.kind[0], stage + STEP[op.kind], op.microbatch] = output
+    outbox.close()
 
 
 def warm_up(
@@ -288,11 +277,12 @@ def warm_up(
     its first use synchronizes, hence this function. (So does cudaFree, when the caching allocator runs out:
     leave memory unused.) Gradients are added and reported as by `execute`.
     """
-    executor = Executor(stages, step, shape, NoTracer())
+    runner = OpRunner(stages, step)
+    zeros = partial(torch.zeros, shape, dtype=stages.dtype, device=stages.device)
     for op in stages.plan(1)[0][stages.pp.rank]:
         chunk = stages[op.chunk]
         at_end = chunk.pre_process if op.kind == "F" else chunk.post_process  # no message arrives
-        executor.do(op, None if at_end else executor.empty().zero_())
+        runner.run(op, None if at_end else zeros())
 
 
 def forward_backward(
@@ -305,15 +295,14 @@ def forward_backward(
     micro_batch_size: int,
     forward_only: bool = False,
 ) -> list[Any]:
-    """What Megatron's `get_forward_backward_func()` gives, for a forward step written for it.
+    """As the function that Megatron's `get_forward_backward_func()` gives, for a forward step written for it.
 
     forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, what to report), or
     (loss, tokens, what to report) for a loss that is a sum. The loss is divided by the number of microbatches
     (and of tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
-    seq_length: of whole rows, which cp cuts. Gradients go where those of the model go: into `dp.Buckets`,
-    whose `zero` comes before and `grad_sync` after this (it sums those of a tied embedding on two ranks,
-    too); without buckets into `.grad`. Returns what each microbatch reports on the last stage's rank, on
-    others an empty list.
+    seq_length: of whole rows, which cp cuts. Gradients are added to `dp.Buckets`, between its `zero` and
+    `grad_sync`, or without buckets to `.grad`. Returns what each microbatch reports on the last stage's rank,
+    on others an empty list.
     """
     several = isinstance(data_iterator, list | tuple)
     if len(model) > 1 and not several and data_iterator is not None:
