@@ -26,11 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanomegatron.config.settings import CP_TYPES, ParallelConfig
-from nanomegatron.cp import ALL, RingFunction, Shard, Step, context_attention
+from nanomegatron.cp import RingFunction, Shard, Step, context_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.mesh import Axis, Mesh, World
 from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
+from nanomegatron.ops.merge import ALL
 
 aten = torch.ops.aten
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -25,18 +25,9 @@ A rank has n heads of queries, g of keys and of values (of its own share over tp
                               send             | dk1   | dk0   | dk3   | dk2    their keys a step behind, and
                               receive          | dk0   | dk3   | dk2   | dk1    come home after a full turn
 
-In a step the queries of chunks p, 2cp-1-p meet the keys of chunks j, 2cp-1-j; masked blocks are left out:
-
-    j = p      the same two chunks                          causal, as if they were one sequence
-    j < p      only chunk j comes before the queries        all queries x the first half of the keys
-    j > p      chunk p is before all of these keys          the second half of the queries x all keys
-
-Attention to a part of the keys is o_i with the log-sum-exp l_i of its scores; over all keys it is, in fp32,
-
-    l = log sum_i exp(l_i)        o = sum_i exp(l_i - l) o_i
-
-In the backward the probabilities of a part are exp(scores - l): it needs o and l of all keys, nothing else of
-other parts. So every part is the kernel's own forward or backward, called directly.
+Attention to a part of the keys gives o_i, and l_i, the log-sum-exp of its scores. Parts are merged in fp32 to
+l = log sum exp(l_i) and o = sum exp(l_i - l) o_i. The backward of a part needs o and l of all keys, nothing
+else of other parts: so each part is the kernel's own forward and backward, called directly.
 
 Each document is cut zigzag by itself. The remainder of its length divided by 2 * cp is dealt out one token a
 rank, round robin across documents: ranks have equally many tokens, none is padding. A layer with a sliding
@@ -58,9 +49,8 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Block, Mask, attend, attend_backward, core_attention, ranges, to_device
-from nanomegatron.ops.merge import Part, merge_rows
+from nanomegatron.ops.merge import ALL, Part, merge_rows
 
-ALL = slice(None)
 Rows = slice | torch.Tensor  # of dim 0: a slice, or indices
 
 
@@ -118,7 +108,11 @@ class Shard:
     def query_key_rows(self, own: int, other: int, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """A rank's queries that see keys of another, and these keys, among the tokens of each.
 
-        (begin, end) for each document that has both, `[2, docs]`.
+            other = own    all queries, all keys                          causal, as if in one sequence
+            other < own    all queries, the first half of the keys        (the second chunk comes later)
+            other > own    the second half of the queries, all keys       (the first chunk comes before)
+
+        (begin, end) for each document that has both, `[2, docs]`. No score is computed to be masked.
         """
         q_sizes, k_sizes = (np.diff(self.chunks(rank, group))[..., 0] for rank in (own, other))
         q_ends, k_ends = (sizes.cumsum().reshape(sizes.shape) for sizes in (q_sizes, k_sizes))

@@ -30,12 +30,12 @@ import numpy as np
 import torch
 
 from nanomegatron.comm import Pending
-from nanomegatron.cp import ALL, Rows, Shard, context_attention, step_gradients, ulysses_attention
+from nanomegatron.cp import Rows, Shard, context_attention, step_gradients, ulysses_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Block, Mask, attend, ranges, to_device
-from nanomegatron.ops.merge import MOST, Part, merge_rows
+from nanomegatron.ops.merge import ALL, MOST, Part, merge_rows
 
 ROUND = 2  # other ranks whose keys arrive at a time
 
