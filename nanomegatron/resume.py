@@ -10,7 +10,6 @@ There is no random state to keep: weights come from (seed, name), the order of t
 asked for, run by run), dropout from (seed, sample, place). So a run resumes to the bit, under any layout.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,7 +30,6 @@ from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.hf import is_hf_folder
-from nanomegatron.config.model import TransformerConfig
 from nanomegatron.run import Run
 
 
@@ -102,7 +100,7 @@ def load_checkpoint(run: Run) -> None:
         elif run.config.run.eval_only:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
-    for note in [*loaded.notes, *computed_otherwise(root, loaded.config_toml, run.config.model)]:
+    for note in loaded.notes:
         run.log.warn(note)
     if loaded.state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
         run.log.warn(f"{root} was trained on {loaded.state['tokenizer']}, the data here is another's ids")
@@ -118,23 +116,13 @@ def load_checkpoint(run: Run) -> None:
         run.optimizer.reset_main()
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
-    how = (
-        " (weights alone, each expert as the MLP)" if source.upcycling else " (weights alone)" * only_weights
-    )
+    how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
     run.log.line(f"resumed {root}, step {loaded.iteration}{how}")
-    now = environment_info(run)
-    before = now | loaded.state["circumstances"]  # one that is not known has not changed
-    changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]
+    before, now = loaded.state["circumstances"], environment_info(run)
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)
-
-
-def computed_otherwise(root: str, settings: str, model: TransformerConfig) -> Iterator[str]:
-    """What an earlier version of this program, which wrote a checkpoint, did not compute as this one does."""
-    gelu = not (model.swiglu or model.squared_relu)
-    if gelu and model.disable_bias_linear and "bias-gelu-fusion" not in settings:
-        yield f"{root} was trained with GELU in its tanh form; without biases it is exact, as in Megatron"
 
 
 def restore_progress(run: Run, root: str, state: dict) -> None:
