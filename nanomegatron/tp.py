@@ -66,6 +66,7 @@ from nanomegatron.param import (
     stacked,
 )
 
+Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]  # y, or (y, bias) with skip_bias_add
 WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # has a second backward
 
 
@@ -167,12 +168,12 @@ class ColumnParallelLinear(nn.Module):
         """What is sent for it, as `LinearFunction` says."""
         return "gather" if self.sequence_parallel and self.training else "copy"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        y = self.linear(x, self.weight, self.tp, self.comm)
+    def forward(self, x: torch.Tensor) -> Output:
+        y, bias = self.linear(x, self.weight, self.tp, self.comm), self.bias
         if self.gather_output:
-            bias = None if self.bias is None else gather_from(self.bias, self.tp)
-            return _with_bias(gather_from(y, self.tp), bias, self.skip_bias_add)
-        return _with_bias(y, self.bias, self.skip_bias_add)
+            y = gather_from(y, self.tp)
+            bias = None if bias is None else gather_from(bias, self.tp)
+        return _with_bias(y, bias, self.skip_bias_add)
 
 
 class RowParallelLinear(nn.Module):
@@ -214,17 +215,15 @@ class RowParallelLinear(nn.Module):
         """What is sent for it, as `LinearFunction` says."""
         return "scatter" if self.sequence_parallel and self.training else "sum"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor) -> Output:
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp)
         y = self.linear(x, self.weight, self.tp, self.comm)
         return _with_bias(y, self.bias, self.skip_bias_add)
 
 
-def _with_bias(
-    y: torch.Tensor, bias: torch.Tensor | None, apart: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-    if apart:
+def _with_bias(y: torch.Tensor, bias: torch.Tensor | None, skip_add: bool) -> Output:
+    if skip_add:
         return y, bias
     return y if bias is None else y + bias
 
