@@ -47,7 +47,8 @@ Links = dict[tuple[int, int], Link]  # by sender and receiver
 class Stages(nn.ModuleList):
     """The chunks of the model that this rank holds, in the order of the model, and how they are run.
 
-    Without the other arguments the whole model on one rank.
+    Without the other arguments the whole model on one rank. `reads_tokens`: this rank has the first or the
+    last stage; `has_loss`: the last one; `is_loss_rank`: the loss of this rank of its tp x pp group counts.
     """
 
     def __init__(
@@ -65,27 +66,15 @@ class Stages(nn.ModuleList):
         self.scales: Scales | None = None  # where linear layers are FP8
         self.placed = schedules.placement(name, self.pp.size, len(chunks))
         self.plans: dict[tuple[int, bool], Plan] = {}
-        self.first_rank, self.last_rank = embedding_ranks(self.placed)
+        first_rank, self.last_rank = embedding_ranks(self.placed)
+        self.reads_tokens = self.pp.rank in (first_rank, self.last_rank)
+        self.has_loss = self.pp.rank == self.last_rank
+        self.is_loss_rank = self.has_loss and self.tp.rank == 0
         weight = next(self.parameters())
         self.dtype, self.device, self.on_gpu = weight.dtype, weight.device, weight.is_cuda
         self.wgrad_store = WeightGradStore()
         for param in self.parameters():
             param.wgrad_store = self.wgrad_store
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether this rank has the first or the last stage."""
-        return self.pp.rank in (self.first_rank, self.last_rank)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self.pp.rank == self.last_rank
-
-    @property
-    def is_loss_rank(self) -> bool:
-        """Whether this is the one rank of its tp x pp group whose loss counts."""
-        return self.has_loss and self.tp.rank == 0
 
     def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
         """The ops of every rank, and their messages."""
