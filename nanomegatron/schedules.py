@@ -300,7 +300,8 @@ def simulate(
                 done[op.kind[0], stage, op.microbatch] = run[-1].end
                 moved = True
     if waiting:
-        raise ValueError("deadlock: " + "; ".join(_describe(*wait) for wait in waiting))
+        waits = (f"rank {rank} at {op} waits for {missing}" for rank, op, missing in waiting)
+        raise ValueError(f"deadlock: {'; '.join(waits)} (kind, stage, microbatch)")
     return timeline_of(runs)
 
 
@@ -312,11 +313,6 @@ def _needs(op: Op, stage: int, rank_of: dict[int, int]) -> list[tuple[str, int, 
     if op.kind != "F":
         needs.append(("B", stage + 1, op.microbatch))
     return [need for need in needs if need[1] in rank_of]
-
-
-def _describe(rank: int, op: Op, missing: list[tuple[str, int, int]]) -> str:
-    what = " and ".join(f"{kind} of stage {stage}, microbatch {i}" for kind, stage, i in missing)
-    return f"rank {rank} at {op.kind} of chunk {op.chunk}, microbatch {op.microbatch}, waits for {what}"
 
 
 def timeline_of(runs: list[list[Event]]) -> Timeline:
