@@ -137,26 +137,21 @@ class Inbox:
     def __init__(self, links: Links, exchanges: list[Exchange], empty: Callable, ahead: bool) -> None:
         self.links, self.empty, self.ahead = links, empty, ahead
         self.left = Counter(message[:2] for exchange in exchanges for message in exchange.receives)
-        self.pending: dict[tuple[int, int], Pending] = {}
-        for link in self.left if ahead else ():
-            self._post(link)
+        self.posted = {link: self._post(link) for link in self.left} if ahead else {}
 
-    def _post(self, link: tuple[int, int]) -> None:
-        if self.left[link]:
-            self.left[link] -= 1
-            self.pending[link] = start_receive(self.empty, self.links[link])
+    def _post(self, link: tuple[int, int]) -> Pending:
+        return start_receive(self.empty, self.links[link])
 
     def receive(self, message: Message, tracer: NoTracer) -> torch.Tensor:
         """Wait for this message, the next one of its link."""
         link = message[:2]
-        if not self.ahead:
-            self._post(link)
-        pending = self.pending.pop(link)
+        pending = self.posted.pop(link, None) or self._post(link)
         tracer.receive(message, pending)
         x = pending.wait()
         tracer.received(message)
-        if self.ahead:
-            self._post(link)
+        self.left[link] -= 1
+        if self.ahead and self.left[link]:
+            self.posted[link] = self._post(link)
         return x
 
 
