@@ -157,7 +157,7 @@ def scales_after(world, steps: int) -> list[float]:
     ours = known["fp8 delayed"].builds["ours"]()
     for _ in range(steps):
         ours.step([torch.randint(96, (2, 65), generator=torch.Generator().manual_seed(1))])
-    assert all(layer.cached is None for layer in ours.scales.layers.values())
+    assert all(layer.cached_weight is None for layer in ours.scales.layers.values())
     return ours.scales.scale.tolist()
 
 
