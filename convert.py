@@ -26,6 +26,45 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+LAYOUT_FLAGS = [
+    f"--{end}{kind}-parallel-size" for end in ("target-", "") for kind in ("tensor", "pipeline", "expert")
+]
+LAYOUT_FLAGS += [f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")]
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; leaves with exit code 2 where argparse refuses it. Raises ValueError."""
+    p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0])
+    p.add_argument("--source", required=True, choices=("hf", "megatron"), help="what --input-path holds")
+    p.add_argument("--target", required=True, choices=("hf", "megatron"), help="what is to be written")
+    p.add_argument("--input-path", "--load-dir", required=True, help="folder to read")
+    p.add_argument("--output-path", "--save-dir", required=True, help="folder to make")
+    p.add_argument("--ckpt-step", type=int, help="iteration to read; the newest")
+    for flag in LAYOUT_FLAGS:
+        p.add_argument(flag, type=int, dest="layout", help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    target = Path(args.output_path)
+    if args.source == args.target:
+        raise ValueError(f"--source {args.source} --target {args.target}: nothing to convert")
+    if not Path(args.input_path).is_dir():
+        raise ValueError(f"--input-path {args.input_path}: no such folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--output-path {target}: exists; give a new folder")
+    return args
+
+
+def refused(error: Exception) -> int:
+    """Print an error; returns its exit code."""
+    print(f"convert.py: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":  # in less time than it takes to import torch
+    try:
+        arguments(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(refused(error))
+
 import torch
 
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
@@ -47,31 +86,18 @@ from nanomegatron.data.tokenizer import tokenizer_from_spec
 from nanomegatron.mesh import Mesh, World
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
-LAYOUT_FLAGS = [
-    f"--{end}{kind}-parallel-size" for end in ("target-", "") for kind in ("tensor", "pipeline", "expert")
-]
-LAYOUT_FLAGS += [f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")]
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0])
-    p.add_argument("--source", required=True, choices=("hf", "megatron"), help="what --input-path holds")
-    p.add_argument("--target", required=True, choices=("hf", "megatron"), help="what is to be written")
-    p.add_argument("--input-path", "--load-dir", required=True, help="folder to read")
-    p.add_argument("--output-path", "--save-dir", required=True, help="folder to make")
-    p.add_argument("--ckpt-step", type=int, help="iteration to read; the newest")
-    for flag in LAYOUT_FLAGS:
-        p.add_argument(flag, type=int, dest="layout", help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
+    try:
+        args = arguments(argv)
+    except ValueError as error:
+        return refused(error)
     source, target = Path(args.input_path), Path(args.output_path).absolute()
     temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
     try:
-        if args.source == args.target:
-            raise ValueError(f"--source {args.source} --target {args.target}: nothing to convert")
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ValueError(f"--output-path {target}: exists; give a new folder")
         temporary.mkdir(parents=True)
         to_ours = args.source == "hf"
         notes = list((to_megatron if to_ours else to_hf_folder)(source, temporary, target, args.ckpt_step))
@@ -80,8 +106,7 @@ def main(argv: list[str] | None = None) -> int:
                 sync(file)
         os.replace(temporary, target)
     except (ValueError, OSError, CheckpointError, SaveError) as error:
-        print(f"convert.py: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if args.layout:

@@ -5,7 +5,7 @@ import sys
 
 # Command: the module whose `main(argv)` it is, imported when asked for, and what it does.
 COMMANDS = {
-    "generate": ("nanomegatron.commands.generate", "continue a text with a trained model"),
+    "generate": ("nanomegatron.commands.generate_args", "continue a text with a trained model"),
     "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why; on a GPU a self-test"),
     "schedules": ("nanomegatron.commands.schedules", "print or draw a pipeline schedule"),
 }

@@ -374,14 +374,23 @@ finally:
 """
 
 
-@pytest.mark.parametrize("flags", ["--foo", "--num-layers 100000000", "--help all", "--tp 2 --device cpu"])
-def test_it_is_answered_before_torch_is_imported(flags, tmp_path):
+TRAIN = ["--foo", "--num-layers 100000000", "--help all", "--tp 2 --device cpu"]
+GENERATE = ["--top-k -1", "--pp 2 --nproc 3", "--prompt-file x"]
+WRONG = [f"train.py {flags}" for flags in TRAIN]
+WRONG += [f"nanomegatron/__main__.py generate --load x {flags}" for flags in GENERATE]
+WRONG += ["preprocess.py --workers 0 --input x --output-prefix y --tokenizer-type ByteTokenizer"]
+WRONG += [f"convert.py --source hf --target {to} --input-path x --output-path y" for to in ("hf", "megatron")]
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_it_is_answered_before_torch_is_imported(line, tmp_path):
     """In less than a second of CPU time, the start of the interpreter included."""
+    program, *flags = line.split()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", NO_TORCH, str(ROOT / "train.py"), *flags.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", NO_TORCH, str(ROOT / program), *flags]
+    path = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == (train.DONE if "help" in flags else train.BAD_CONFIG), done.stderr
+    assert done.returncode == (train.DONE if "--help" in flags else train.BAD_CONFIG), done.stderr
     assert "AssertionError" not in done.stderr and (done.stdout + done.stderr).strip()
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1

@@ -216,7 +216,7 @@ def test_bad_input_leaves_nothing_behind(tmp_path, capsys):
         assert message in capsys.readouterr().err
         assert files(tmp_path).keys() == before.keys() and not out.exists()
 
-    refused(tmp_path / "nowhere", out, "megatron", "nowhere/config.json")
+    refused(tmp_path / "nowhere", out, "megatron", "nowhere: no such folder")
     refused(theirs, out, "hf", "no checkpoint there")
     refused(theirs, theirs, "megatron", "exists; give a new folder")
     config = theirs / "config.json"

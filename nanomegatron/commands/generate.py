@@ -21,12 +21,13 @@ from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.commands.generate_args import parse
 from nanomegatron.config.cli import build as from_settings
 from nanomegatron.config.cli import from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
-from nanomegatron.generate import Sampling, generate, stream
+from nanomegatron.generate import generate, stream
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
@@ -43,45 +44,6 @@ def main(argv: list[str]) -> int:
         return run_rank(world, args)
     codes = launch(run_rank, args.nproc, (args,))
     return max(codes, key=lambda code: (code in (BAD_ARGUMENTS, NO_CHECKPOINT), abs(code)))
-
-
-def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
-    """The command line; leaves with exit code 2 where it is wrong. `world_size`: processes of torchrun."""
-    parser = argparse.ArgumentParser(prog="python -m nanomegatron generate", description="Continue a text.")
-    add = parser.add_argument
-    add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt, or of a Hugging Face model")
-    add("--ckpt-step", type=int, help="iteration to load; the newest")
-    add("--prompt", action="append", default=[], help="text to continue, may be repeated; none: read stdin")
-    add("--prompt-file", action="append", default=[], help="file whose text is a prompt")
-    add("--max-new-tokens", type=int, default=200, help="longest continuation, in tokens")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    add("--top-k", type=int, default=40, help="choose among the K likeliest tokens; 0: all")
-    add("--top-p", type=float, default=0.95, help="choose among the likeliest tokens of this share")
-    add("--seed", type=int, default=0, help="of the random choices")
-    add("--num-samples", type=int, default=1, help="continuations of each prompt")
-    add("--nproc", type=int, help="processes to start on this machine; --tp x --pp")
-    tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-    add("--tp", tp, type=int, help="processes that share each layer; --nproc / --pp")
-    add("--pp", pp, type=int, default=1, help="pipeline stages")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
-    args = parser.parse_args(argv)
-    args.nproc = world_size if world_size > 1 else args.nproc or (args.tp or 1) * args.pp
-    args.tp = args.tp or args.nproc // max(args.pp, 1)
-    try:
-        args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed).check()
-        for flag, value in (("max-new-tokens", args.max_new_tokens), ("num-samples", args.num_samples)):
-            if value < 1:
-                raise ValueError(f"--{flag} {value}: give 1 or more")
-        if args.tp * args.pp != args.nproc or min(args.tp, args.pp) < 1:
-            raise ValueError(
-                f"--tp {args.tp} --pp {args.pp} on {args.nproc} processes: their product must be that number"
-            )
-        args.prompt += [Path(name).read_text(encoding="utf-8") for name in args.prompt_file]
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if not args.prompt and args.nproc > 1:
-        parser.error("prompts are read from stdin by one process alone: give --prompt")
-    return args
 
 
 def run_rank(world: World, args: argparse.Namespace) -> int:

@@ -25,9 +25,14 @@ def early_answer(argv: list[str]) -> int | None:
     return None
 
 
+def processes_of_torchrun() -> int:
+    """The number of processes that torchrun has started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def early_errors(parsed: Parsed) -> list[str]:
     """What is wrong with a command line on every device that it may run on."""
-    run, world = parsed.config.run, int(os.environ.get("WORLD_SIZE", 1))
+    run, world = parsed.config.run, processes_of_torchrun()
     kinds = ("cpu", "cuda") if run.device == "auto" else (run.device,)
     size = world if world > 1 else run.nproc
     found, *others = (validate(parsed.config, size, kind) for kind in kinds)

@@ -1,0 +1,23 @@
+"""How generation chooses tokens."""
+
+from typing import NamedTuple
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen: first the `top_k` likeliest, then of these the fewest that reach `top_p`."""
+
+    temperature: float = 1.0  # 0: the likeliest
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    seed: int = 0  # of the first prompt; each has the next one
+    eod: int | None = None  # ends a text
+
+    def check(self) -> "Sampling":
+        """Raises ValueError where a setting makes no sense."""
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature {self.temperature}: give 0 (the likeliest token) or more")
+        if self.top_k < 0:
+            raise ValueError(f"top-k {self.top_k}: give the number of tokens to choose from, 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p}: give a probability above 0, at most 1")
+        return self
