@@ -96,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--null-tokenizer-eod-id", type=int, help="id that ends a document of NullTokenizer (the last)"
     )
+    p.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of Megatron's JSON vocabulary (v2)")
+    p.add_argument("--tiktoken-num-special-tokens", type=int, help="special tokens before it (1000)")
     p.add_argument(
         "--append-eod", action="store_true", help="end every document with the end-of-document token"
     )
@@ -135,7 +137,8 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
         print(f"--partitions {arguments.partitions}: not needed, the result is the same", file=sys.stderr)
     a = arguments
     model = a.tokenizer_model, a.vocab_file, a.merge_file
-    tokenizer = build_tokenizer(a.tokenizer_type, *model, a.vocab_size, a.null_tokenizer_eod_id)
+    tiktoken = a.tiktoken_pattern, a.tiktoken_num_special_tokens
+    tokenizer = build_tokenizer(a.tokenizer_type, *model, a.vocab_size, a.null_tokenizer_eod_id, *tiktoken)
     keys, files = tuple(a.json_keys), input_files(a.input)
     if plain := [f for f in files if kind(f) == ".txt" and keys != ("text",)]:
         raise ValueError(

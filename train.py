@@ -69,6 +69,7 @@ from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run, due
 from nanomegatron.step import (
     build_loaders,
+    empty_unused_memory,
     forward_microbatch,
     forward_step,
     step_batches,
@@ -292,6 +293,7 @@ def train_step(run: Run) -> StepReport:
     with timers("forward-backward"):
         shape = run.model.shape(data.seq_length // mesh.cp.size, data.micro_batch_size)
         execute(run.model, step, len(microbatches), shape, tracer=tracer)
+    empty_unused_memory(run, level=1)
     with timers("all-grads-sync"):
         run.grads.grad_sync()
     local_loss = loss if run.model.is_loss_rank else torch.zeros_like(loss)  # of all dp ranks, each once
@@ -309,6 +311,7 @@ def train_step(run: Run) -> StepReport:
         if run.model.scales is not None:
             run.model.scales.end_step()
         stats = run.optimizer.step(shared[0])
+    empty_unused_memory(run, level=2)
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()
     report = StepReport(batch, shared, stats, extras, clock, timers.take(), mesh.traffic)
@@ -344,6 +347,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
             return output
 
         execute(run.model, step, len(batches), shape, forward_only=True)
+        empty_unused_memory(run, level=1)
     local_total = total if run.model.is_loss_rank else torch.zeros_like(total)
     loss, tokens = comm.all_reduce_(local_total, run.mesh.world).tolist()
     loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()

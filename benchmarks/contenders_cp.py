@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanomegatron.config.settings import CP_TYPES, ParallelConfig
+from nanomegatron.config.parallel import CP_TYPES, ParallelConfig
 from nanomegatron.cp import RingFunction, Shard, Step, context_attention
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from nanomegatron.comm import Pending, all_reduce_, start_all_gather, start_all_reduce_, start_reduce_scatter
-from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.merge import add_
 from nanomegatron.param import Part, main_grad

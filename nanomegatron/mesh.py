@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 P2P_MAX_CTAS = 2  # multiprocessors that a link takes from matmuls: its messages have the time of an op

@@ -88,6 +88,12 @@ def forward_step(
     return step
 
 
+def empty_unused_memory(run: Run, level: int) -> None:
+    """Give the GPU memory that torch caches back, if --empty-unused-memory-level is at least `level`."""
+    if run.config.run.empty_unused_memory_level >= level:
+        torch.cuda.empty_cache()
+
+
 def warm_up_step(run: Run) -> None:
     """A microbatch through each chunk of this rank by itself; its gradients are discarded. See pp.py."""
     data = run.config.data

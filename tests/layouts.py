@@ -9,7 +9,8 @@ A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
     co           optimizer states on the host (bf16 alone)
     fp           all fast paths that can run; else the plain forms, and fast ones that other words ask for
     pp2 pp4      pipeline stages; behind them v2, v4 for chunks that take turns (interleaved), zb and zbv for
-                 weight gradients put off (zb-h1, zb-v), gp for gpipe, uneven for a split by cost
+                 weight gradients put off (zb-h1, zb-v), gp for gpipe, uneven for a split by cost,
+                 ly for one in letters, with stages that have no layer
     cp2 cp4      processes that share each row, in a ring; a2a, ag (all-gather), hi (a2a between two, a ring
                  of these), mx (another way in each layer)
     ep2 ep4      processes of these that share the experts, et with each expert whole on one, not cut over tp
@@ -76,6 +77,7 @@ FLAGS = {
     "zbv": "--pipeline-schedule zb-v",
     "gp": "--pipeline-schedule gpipe",
     "uneven": "--pipeline-split flops",
+    "ly": "--pipeline-model-parallel-layout Ett||(t,)*2|L",
     "cp": "--context-parallel-size {}",
     "a2a": "--cp-comm-type a2a",
     "ag": "--cp-comm-type allgather",
@@ -230,6 +232,7 @@ NAMED = [
     ("pp4zb", "gpt"),
     ("pp4zbvunevenfp", "llama"),
     ("pp2uneven", "llama"),
+    ("pp2ly", "gpt"),
     ("pp2dp2z1", "gpt"),
     ("pp2zbdp2z2bkfp", "gpt"),
     ("pp2v2dp2z1ovbk", "llama"),

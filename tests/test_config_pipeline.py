@@ -7,7 +7,7 @@ import pytest
 from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.config.split import stage_layers
+from nanomegatron.config.split import layout_sizes, stage_layers
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 "
@@ -24,6 +24,7 @@ NAMES = {  # short for the flags below
     "EMBEDDING": "--account-for-embedding-in-pipeline-split",
     "LOSS": "--account-for-loss-in-pipeline-split",
     "SPLIT": "--pipeline-split",
+    "LAYOUT": "--pipeline-model-parallel-layout",
 }
 
 
@@ -71,7 +72,21 @@ PP 2 --tp 2 | 6 | --tensor-model-parallel-size 2 x PP 2: must divide the number 
 PP 4 | 2 | PP 4: must divide the number of processes, 2; use --nproc 4 or a size of 1, 2
 PP 2 --tp 2 --dp 2 | 4 | -size 2: 4 processes / --tensor-model-parallel-size 2 / PP 2 give 1
 PP 2 --global-batch-size 6 | 8 | --global-batch-size 6: must divide by --micro-batch-size 1 x dp 4 = 4
---pipeline-model-parallel-layout E|L | 1 | --pipeline-model-parallel-layout: | FIRST, LAST or SPLIT flops
+LAYOUT EttttttttL | 1 | LAYOUT EttttttttL: needs PP greater than 1
+PP 2 LAYOUT Etttt!ttttL SIZE 2 | 2 | LAYOUT Etttt!ttttL: not with SIZE
+PP 2 LAYOUT Etttt!tttL | 2 | LAYOUT Etttt!tttL: has 7 layers (t), not --num-layers 8
+PP 2 LAYOUT Et!t*5!ttL | 2 | has 3 stages, which must divide by PP 2
+PP 2 LAYOUT Etttt!tttmL | 2 | LAYOUT Etttt!tttmL: 'm': there is no multi-token prediction
+PP 2 LAYOUT Etttt!ttxtL | 2 | LAYOUT Etttt!ttxtL: 'x': must be E, t, L, ! or (...)*n
+PP 2 LAYOUT Etttt!(tt)*(2)L | 2 | '(': must be E, t, L
+PP 2 LAYOUT tttt!ttttL | 2 | must begin with its only E and end with its only L
+PP 2 LAYOUT Etttt!ttttLL | 2 | must begin with its only E
+PP 2 LAYOUT E!t*1000000L | 2 | LAYOUT E!t*1000000L: '0': must be
+PP 2 LAYOUT E(t*99999)*99999!L | 2 | is longer than 100000 layers and stages
+PP 3 LAYOUT Et*4!!t*4L | 3 | LAYOUT Et*4!!t*4L: leaves nothing for pipeline rank 1
+PP 2 LAYOUT Et*4!t*4L FIRST 4 | 2 | FIRST or LAST, LAYOUT: only one
+PP 2 LAYOUT Et*4!t*4L VPP 2 | 2 | VPP 2: LAYOUT Et*4!t*4L has 1 on each of 2 ranks; leave it out
+PP 2 LAYOUT Et!t!ttt!tttL SCHEDULE 1f1b | 2 | SCHEDULE 1f1b: has 1 of | not 2
 --delay-wgrad-compute | 1 | --delay-wgrad-compute: | SCHEDULE zb-h1 or zb-v puts weight gradients off
 --trace-dir x --trace-iterations | 1 | --trace-iterations: takes at least one value
 --trace-iterations 0 3 | 1 | --trace-iterations 0 3: each must be greater than 0
@@ -86,7 +101,7 @@ CASES = [[cell.strip() for cell in spelled(line).split(" | ")] for line in WRONG
     "case", CASES, ids=[line.rpartition("|")[2].strip() for line in WRONG.strip().splitlines()]
 )
 def test_each_error_has_value_rule_and_fix(case):
-    flags, world, *parts = case
+    flags, world, *parts = (cell.replace("!", "|") for cell in case)  # a stage ends at |
     parsed = parse(f"{GOOD} {flags}".split())
     messages = [*parsed.errors, *validate(parsed.config, int(world))]
     assert any(all(part in message for part in parts) for message in messages), messages
@@ -110,6 +125,9 @@ PP 3 FIRST 3 LAST 1 | 3 | 1f1b | 1 | 3 4 1
 PP 3 LOSS | 3 | 1f1b | 1 | 3 3 2
 PP 5 SIZE 1 EMBEDDING LOSS | 5 | interleaved | 2 | 0 1 1 1 1 1 1 1 1 0
 PP 3 SPLIT flops | 3 | 1f1b | 1 | 3 3 2
+PP 2 LAYOUT E,t*5!tttL | 2 | 1f1b | 1 | 5 3
+PP 2 LAYOUT Ett!(ttt!)*2L | 2 | interleaved | 2 | 2 3 3 0
+PP 2 VPP 2 LAYOUT Ett!ttt!ttt!L SCHEDULE zb-v | 2 | zb-v | 2 | 2 3 3 0
 PP 2 --train-samples 20 | 4 | 1f1b | 1 | 4 4
 PP 2 --use-distributed-optimizer --overlap-grad-reduce --bf16 --optimizer-cpu-offload | 4 | 1f1b | 1 | 4 4
 --profile --profile-ranks 0 1 --trace-dir x --trace-iterations 3 7 | 2 | 1f1b | 1 | 8
@@ -118,7 +136,7 @@ PP 2 --use-distributed-optimizer --overlap-grad-reduce --bf16 --optimizer-cpu-of
 
 @pytest.mark.parametrize("line", RIGHT.strip().splitlines())
 def test_what_is_right_is_resolved_and_can_be_read_again(line):
-    flags, world, schedule, chunks, layers = line.split("|")
+    flags, world, schedule, chunks, layers = (cell.replace("!", "|") for cell in line.split("|"))
     config, world = config_of(flags), int(world)
     assert validate(config, world) == []
     config = resolve(config, world)
@@ -129,6 +147,19 @@ def test_what_is_right_is_resolved_and_can_be_read_again(line):
     assert config.data.global_batch_size == parallel.data_parallel_size
     assert resolve(config, world) == config and validate(config, world) == []
     assert from_toml(to_toml(config)) == config
+
+
+LAYOUTS = ["EttL", "Ett|(tt|)*2t,L", "E|t*3|(t|)*4|tL", "E||(tt,)*3|L", "Et*2|tt|t|L", "(E)*1(t|t)*7L", "E|L"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_in_letters_is_megatrons(layout):
+    """The layers of every stage as Megatron Core's own parser has them."""
+    module = "megatron.core.transformer.pipeline_parallel_layer_layout"
+    parser = pytest.importorskip(module).PipelineParallelLayerLayout
+    theirs = [[kind.name for kind in stage] for stage in parser.parse_str_to_list(layout)]
+    assert layout_sizes(layout) == [stage.count("decoder") for stage in theirs]
+    assert (theirs[0][0], theirs[-1][-1]) == ("embedding", "loss")
 
 
 def test_settings_of_a_library_user_need_no_resolving():

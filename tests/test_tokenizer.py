@@ -1,5 +1,6 @@
 """Tokenizers against the libraries themselves; GPT-2 against a vocabulary written in its own file format."""
 
+import base64
 import hashlib
 import json
 import subprocess
@@ -208,6 +209,60 @@ def test_sidecar_gives_pattern_and_special_tokens(rank_file, tmp_path):
     assert ours.encode("12345 and more") == plain.encode("12345 and more")
     assert ours.decode([65, 750, 801]) == plain.decode([65]) + "<|end|>"  # 750 stands for nothing
     assert ours.fingerprint != build_tokenizer("TikTokenizer", str(rank_file)).fingerprint
+
+
+@pytest.fixture(scope="module")
+def json_vocabulary(rank_file, tmp_path_factory):
+    """Megatron's form of a vocabulary: the bytes, then the merged tokens, each an object."""
+    merged = [token for token in read_ranks(Path(rank_file)) if len(token) > 1]
+    tokens = [bytes([b]) for b in range(256)] + merged
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for i, token in enumerate(tokens)
+    ]
+    path = tmp_path_factory.mktemp("json") / "vocabulary.json"
+    path.write_text(json.dumps(entries))
+    return path, len(tokens)
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+@pytest.mark.parametrize("special, left_out", [(7, 0), (40, 30)])
+def test_megatrons_json_vocabulary(json_vocabulary, pattern, special, left_out):
+    """The ids, the size and the end of a document of Megatron Core's own TikTokenizer."""
+    library = pytest.importorskip("megatron.core.tokenizers.text.libraries.tiktoken_tokenizer")
+    path, count = json_vocabulary
+    size = count + special - left_out
+    theirs = library.TikTokenTokenizer(
+        str(path), num_special_tokens=special, pattern=pattern, vocab_size=size
+    )
+    ours = build_tokenizer("TikTokenizer", str(path), vocab_size=size, pattern=pattern, special=special)
+    assert (ours.vocab_size, ours.eod) == (size, theirs.eos_id)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.tokenizer.encode_ordinary(text)  # no special tokens in it
+        assert ours.decode(ours.encode(text)) == text
+    assert tokenizer_from_spec(json.loads(json.dumps(ours.spec))).fingerprint == ours.fingerprint
+
+
+def test_wrong_json_vocabularies_are_refused(json_vocabulary, rank_file, tmp_path):
+    path, count = json_vocabulary
+    entries, bad = json.loads(path.read_text()), tmp_path / "bad.json"
+
+    def message(change=None, model=bad, **flags) -> str:
+        changed = json.loads(json.dumps(entries))
+        bad.write_text(change if isinstance(change, str) else json.dumps(change(changed)))
+        with pytest.raises(ValueError) as error:
+            build_tokenizer("TikTokenizer", str(model), **{"vocab_size": count + 7, "special": 7} | flags)
+        return str(error.value)
+
+    assert "must be a JSON list" in message("{}") and "not JSON" in message("[" * 50000)
+    assert "entry 3, " in message(lambda e: [*e[:3], {"token_bytes": "Aw=="}])
+    assert 'must have "rank" 3 and the "token_bytes" of that byte' in message(lambda e: [*e[:3], e[4]])
+    assert "entry 300" in message(lambda e: [*e[:300], e[299] | {"rank": 300}])
+    assert "entry 0, 7" in message(lambda e: [7, *e[1:]])
+    assert f"has {count} tokens; give --vocab-size {count + 7} or less" in message(list, vocab_size=count + 8)
+    assert "--tiktoken-num-special-tokens 6: must be 7 or more" in message(list, special=6)
+    plain = {"model": rank_file, "vocab_size": None}
+    assert "--tiktoken-pattern v1: is for Megatron's JSON" in message(list, pattern="v1", **plain)
 
 
 def test_llama3_itself(tmp_path):

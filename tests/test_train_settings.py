@@ -37,6 +37,19 @@ def ramp(corpus, tmp_path_factory) -> tuple[Path, list[dict]]:  # noqa: F811
     return folder, run_spmd(run_train, 1, arguments(corpus, RAMP, more), str(folder))[0]
 
 
+def test_cached_memory_is_given_back(corpus, tmp_path, monkeypatch):  # noqa: F811
+    """Level 1: once in each of 2 steps and 2 evaluations of a batch; 2: after the optimizer, too."""
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    for level in (0, 1, 2):
+        more = f"--train-iters 2 --lr-warmup-iters 0 --eval-iters 1 --eval-interval 1 --run-name {level}"
+        argv = arguments(corpus, more, f"--empty-unused-memory-level {level}")
+        assert train.main(argv) == train.DONE
+        assert len(calls) == (0, 4, 6)[level]
+        calls.clear()
+
+
 def test_batches_grow(ramp):
     """Two increments of 12 samples each; rates count samples, speeds the step's own batch."""
     folder, steps = ramp

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.config.split import stage_layers
+from nanomegatron.config.split import LAYOUT, layout_sizes, stage_layers
 from nanomegatron.schedules import CHUNKS
 
 TP, CP, PP = (f"--{name}-parallel-size" for name in ("tensor-model", "context", "pipeline-model"))
@@ -131,6 +131,8 @@ def with_virtual_stages(config: Config) -> ParallelConfig:
     """The layout with the number of pieces of a rank, not their size. Raises ValueError if there is none."""
     parallel, layers = config.parallel, config.model.num_layers
     size, pp = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    if (layout := parallel.pipeline_model_parallel_layout) and pp > 1:
+        return _with_stages_of(layout, parallel, pp)
     if size is None:
         return parallel
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
@@ -144,6 +146,17 @@ def with_virtual_stages(config: Config) -> ParallelConfig:
     return replace(
         parallel, num_layers_per_virtual_pipeline_stage=None, num_virtual_stages_per_pipeline_rank=pieces
     )
+
+
+def _with_stages_of(layout: str, parallel: ParallelConfig, pp: int) -> ParallelConfig:
+    """The layout with as many pieces of a rank as --pipeline-model-parallel-layout has."""
+    pieces, rest = divmod(stages := len(layout_sizes(layout)), pp)
+    vpp = parallel.num_virtual_stages_per_pipeline_rank
+    if rest:
+        raise ValueError(f"{LAYOUT} {layout}: has {stages} stages, which must divide by {PP} {pp}")
+    if vpp not in (None, pieces):
+        raise ValueError(f"{VPP} {vpp}: {LAYOUT} {layout} has {pieces} on each of {pp} ranks; leave it out")
+    return replace(parallel, num_virtual_stages_per_pipeline_rank=pieces)
 
 
 def _schedule(parallel: ParallelConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a run is: seven small dataclasses, the only definition of every setting (config/model.py has one).
+"""What a run is: seven small dataclasses, the only definition of every setting.
 
 A field is a setting; its name with dashes is its flag, and its key in a TOML file:
 
@@ -6,9 +6,10 @@ A field is a setting; its name with dashes is its flag, and its key in a TOML fi
     class OptimizerConfig:                      --weight-decay 0.1        (command line)
         weight_decay: float = ...               weight-decay = 0.1        (configs/*.toml)
 
-Names and meanings are Megatron-LM's. `config/rules.py` has what else a field declares, `config/cli.py` turns
-the fields into flags and reads TOML files, `config/check.py` reports everything that is wrong with a run at
-once. No torch in any of them: a bad command line is answered before a second is spent.
+Names and meanings are Megatron-LM's. The settings of parallelism are in `config/parallel.py`, those of the
+model in `config/model.py`. `config/rules.py` has what else a field declares, `config/cli.py` turns the fields
+into flags and reads TOML files, `config/check.py` reports everything that is wrong with a run at once. No
+torch in any of them: a bad command line is answered before a second is spent.
 """
 
 import functools
@@ -16,13 +17,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanomegatron.config.model import ALL_TO_ALL, TransformerConfig, moe
+from nanomegatron.config.model import TransformerConfig, moe
+from nanomegatron.config.parallel import ONE_SIZE, SHARDED, ParallelConfig
 from nanomegatron.config.rules import common, setting
-from nanomegatron.schedules import CHUNKS, NAMES
 
-CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 MOST_ITERS, MOST_SEQUENCES = 10**7, 2**24  # of a run, whose table has a row an iteration; of a batch
-CP_NAMES = (*CP_TYPES, "all_gather")  # allgather, as Megatron's code spells it
 FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
@@ -35,135 +34,17 @@ TOKENIZERS = {  # kind -> what it needs
     **dict.fromkeys(BY_MODEL.split(), "--tokenizer-model"),
 }
 # Conditions that several settings have, or that are long
-PP = "--pipeline-model-parallel-size greater than 1"
-ONE_SIZE = f"{PP}, whose messages are all of one size"
-OPTIM = "--use-distributed-optimizer"
-NO_SHARD = "--data-parallel-sharding-strategy no_shard"
-SHARDED = "--use-distributed-optimizer or --data-parallel-sharding-strategy optim or optim_grads"
-PAD = "--moe-pad-expert-input-to-capacity, which would pad each half of the tokens to it"
 BF16, MAIN = "--bf16, the type of all else", "--bf16 or --fp16; fp32 weights are the main weights"
-SIZE = "--num-layers-per-virtual-pipeline-stage; give the number of pieces with --vpp instead"
 CUT = "--fp8-recipe rowwise or blockwise, whose rows or blocks shards cut; use delayed or tensorwise"
+ENDS_IN_BF16 = "--first-last-layers-bf16"
 DELAYED, CURRENT = "--fp8-recipe delayed", "--fp8-recipe tensorwise or rowwise or blockwise"
-ENDS_IN_BF16, EQUALLY_MANY = "--first-last-layers-bf16", "whose ranks need equally many microbatches"
 VARYING = dict.fromkeys(("linear", "cosine"), ("--start-weight-decay", "--end-weight-decay"))
 VARIES, OFFLOAD = "--weight-decay-incr-style linear or cosine", "--optimizer-cpu-offload"
 FP32_MOMENTS = f"{OFFLOAD}, which keeps moments in fp32"
+TIKTOKEN = "--tokenizer-type TikTokenizer"
 TOKENIZER, PRECISION_AWARE = "--tokenizer-type", "--use-precision-aware-optimizer"
-pipeline = functools.partial(setting, part_of=PP)
-context = functools.partial(setting, part_of="--context-parallel-size greater than 1")
 fp8 = functools.partial(setting, part_of="--fp8-format")
 moment = functools.partial(setting, choices="fp32 bf16", needs=PRECISION_AWARE, excludes=FP32_MOMENTS)
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How the processes are laid out. data parallel = world / (tp * cp * pp)."""
-
-    tensor_model_parallel_size: int = common(1, "processes that share each layer", "tp")
-    pipeline_model_parallel_size: int = common(1, "processes that share the layers, in turn", "pp")
-    num_layers_per_virtual_pipeline_stage: int | None = pipeline(None, "layers per piece of a pipeline rank")
-    num_virtual_stages_per_pipeline_rank: int | None = common(None, "pieces per rank", "vpp", excludes=SIZE)
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = pipeline(
-        None,
-        "microbatches of a piece before the next piece's turn",
-        at_least="--pipeline-model-parallel-size",
-    )
-    pipeline_schedule: str | None = pipeline(
-        None, "order of work on a pipeline rank; 1f1b, with --vpp interleaved", choices=NAMES, most_used=True
-    )
-    pipeline_split: str = pipeline(
-        "even",
-        "balance layers, or cost with that of the output layer",
-        choices="even flops",
-        excludes=SIZE,
-    )
-    decoder_first_pipeline_num_layers: int | None = pipeline(None, "layers of the first rank", excludes=SIZE)
-    decoder_last_pipeline_num_layers: int | None = pipeline(None, "layers of the last rank", excludes=SIZE)
-    account_for_embedding_in_pipeline_split: bool = pipeline(False, "count the embedding as a layer")
-    account_for_loss_in_pipeline_split: bool = pipeline(False, "count output layer and loss as a layer")
-    context_parallel_size: int = common(1, "processes that share each sequence", "cp")
-    cp_comm_type: tuple[str, ...] = context(("p2p",), "one way, or one per layer", choices=CP_NAMES)
-    hierarchical_context_parallel_sizes: tuple[int, ...] = context(
-        (), "size of a2a groups, number in the p2p ring", count=2, needs="--cp-comm-type a2a+p2p"
-    )
-    dynamic_context_parallel: bool = context(
-        False,
-        "long documents on all cp ranks, short ones on few",
-        needs="--variable-seq-lengths, documents of different lengths",
-        excludes=(
-            f"--data-parallel-sharding-strategy optim_grads, {EQUALLY_MANY}; use optim",
-            f"--num-experts, {EQUALLY_MANY}",
-            "--trace-dir, where all ranks do the same ops; use --profile",
-            "--cp-comm-type a2a+p2p; use p2p, a2a or allgather",
-            ONE_SIZE,
-        ),
-    )
-    max_seqlen_per_dp_cp_rank: int | None = context(
-        None, "tokens per cp rank and microbatch; --seq-length / cp", needs="--dynamic-context-parallel"
-    )
-    expert_model_parallel_size: int = moe(1, "processes that share the experts", "ep")
-    expert_tensor_parallel_size: int | None = setting(None, "processes that share each expert; --tp", "etp")
-    overlap_moe_expert_parallel_comm: bool = moe(
-        False,
-        "exchange half the tokens during the others' matmuls",
-        needs=ALL_TO_ALL,
-        excludes=PAD,
-        fast_path=True,
-    )
-    data_parallel_size: int | None = common(None, "checked against the world size when given", "dp")
-    fast_paths: bool | None = setting(None, "fast paths, or plain forms; fast on GPUs only", names_run=False)
-    tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls; with --sp", fast_path=True)
-    use_distributed_optimizer: bool = setting(False, "shard optimizer states over dp", excludes=NO_SHARD)
-    data_parallel_sharding_strategy: str | None = setting(
-        None, "the same, or gradients too", choices="no_shard optim optim_grads"
-    )
-    overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
-    overlap_param_gather: bool = setting(
-        False, "gather parameters by buckets in the forward", needs=SHARDED, brings=OPTIM
-    )
-    ddp_bucket_size: int | None = setting(None, "elements per bucket; all, or max(40M, 1M x dp) where useful")
-    ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
-    grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16, not fp32", needs="--bf16")
-    peer_memory: bool = setting(True, "GPUs of a machine copy into each other's memory; without: NCCL does")
-    distributed_backend: str | None = setting(None, "nccl on GPUs only", choices="nccl gloo", names_run=False)
-    distributed_timeout_minutes: float = setting(10.0, "longest wait", at_most=1e5, names_run=False)
-
-    @property
-    def sharding(self) -> str:
-        """What is sharded over the dp ranks."""
-        default = "optim" if self.use_distributed_optimizer else "no_shard"
-        return self.data_parallel_sharding_strategy or default
-
-    def bucket_size(self, ranks: int) -> int:
-        """Elements of a bucket over this many ranks: as set, or large enough to keep a network busy."""
-        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
-
-    @property
-    def schedule(self) -> str:
-        """The name of the pipeline schedule."""
-        several = (self.num_virtual_stages_per_pipeline_rank or 1) > 1
-        return self.pipeline_schedule or ("interleaved" if several else "1f1b")
-
-    @property
-    def chunks(self) -> int:
-        """Pieces of the model that a pipeline rank holds; `resolve` has made a number of their size."""
-        return self.num_virtual_stages_per_pipeline_rank or CHUNKS.get(self.pipeline_schedule, 1)
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Processes that share one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-
-    @property
-    def ranks_per_replica(self) -> int:
-        """Processes that work on one microbatch: world / this is the number of data-parallel replicas."""
-        return self.model_parallel_size * self.context_parallel_size
-
-    def cp_types(self, num_layers: int) -> list[str]:
-        """How each layer's attention communicates over cp; all_gather is Megatron code's allgather."""
-        types = [name.replace("all_gather", "allgather") for name in self.cp_comm_type]
-        return types * num_layers if len(types) == 1 else types
 
 
 @dataclass(frozen=True)
@@ -297,6 +178,10 @@ class DataConfig:
     vocab_size: int | None = setting(
         None, "token ids, with that of the end of a document; the tokenizer's", at_most=2**31
     )
+    tiktoken_pattern: str | None = setting(
+        None, "how Megatron's JSON vocabulary splits text; v2", choices="v1 v2", needs=TIKTOKEN
+    )
+    tiktoken_num_special_tokens: int | None = setting(None, "its special tokens; 1000", needs=TIKTOKEN)
     null_tokenizer_eod_id: int | None = setting(None, "id that ends a document; the last", above=-math.inf)
     make_vocab_size_divisible_by: int = setting(128, "round the vocabulary up to this x tp", resumable=True)
 
@@ -351,6 +236,9 @@ class RunConfig:
     profile_step_start: int = setting(10, "the step --profile begins with", at_least=0)
     profile_step_end: int = setting(12, "the step it ends before")
     profile_ranks: tuple[int, ...] = setting((0,), "the ranks it looks at", at_least=0)
+    empty_unused_memory_level: int = setting(
+        0, "give cached GPU memory back: 1 after the backward, 2 after the optimizer too", choices=(0, 1, 2)
+    )
     record_memory_history: bool = setting(False, "write who allocated what on the GPU, for torch's viewer")
     memory_snapshot_path: str = setting("snapshot.pickle", "file of --record-memory-history")
     metrics_jsonl: str | None = common(None, "one JSON object a step; runs/NAME/metrics.jsonl")

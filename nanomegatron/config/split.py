@@ -5,15 +5,19 @@
     by cost, the output layer being worth 2.4 layers            9 9 8 6                 9.0
     the same, 2 pieces a rank: stages 0 to 3, then 4 to 7       5 5 4 4, 4 4 4 2        9.0
 
-All ranks wait for the busiest one. The even split and its four settings are Megatron's, whose versions have
-lost layers that did not divide: here that is an error, and that every layer has its place is asserted.
+All ranks wait for the busiest one. --pipeline-model-parallel-layout writes any other split down. The even
+split and its four settings are Megatron's, whose versions have lost layers that did not divide: here that is
+an error, and that every layer has its place is asserted.
 """
 
-from nanomegatron.config.settings import ParallelConfig
+import re
+
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-FLOPS = "--pipeline-split flops"
+FLOPS, LAYOUT = "--pipeline-split flops", "--pipeline-model-parallel-layout"
+MOST_LETTERS = 100_000
 
 
 def stage_layers(parallel: ParallelConfig, num_layers: int, head: float = 1.0) -> list[range]:
@@ -31,6 +35,7 @@ def stage_layers(parallel: ParallelConfig, num_layers: int, head: float = 1.0) -
         embedding=parallel.account_for_embedding_in_pipeline_split,
         loss=parallel.account_for_loss_in_pipeline_split,
         head=head if parallel.pipeline_split == "flops" else None,
+        layout=parallel.pipeline_model_parallel_layout,
     )
 
 
@@ -43,6 +48,7 @@ def split_layers(
     embedding: bool = False,
     loss: bool = False,
     head: float | None = None,
+    layout: str | None = None,
 ) -> list[range]:
     """The layers of every stage, in order; a stage may have none.
 
@@ -51,13 +57,22 @@ def split_layers(
     embedding, loss: count as a layer, of which the first and the last stage have one less.
     head: what the output layer costs, in layers. Layers then go one by one to the rank with the least to do.
 
+    layout: --pipeline-model-parallel-layout, which names the layers of every stage.
+
     Raises: ValueError with a fix for what does not divide, for a rank without work, for two ways at once.
     """
-    ways = [first is not None or last is not None, embedding or loss, head is not None]
+    ways = [first is not None or last is not None, embedding or loss, head is not None, layout is not None]
     if sum(ways) > 1:
-        names = (f"{FIRST} or {LAST}", "--account-for-...-in-pipeline-split", FLOPS)
+        names = (f"{FIRST} or {LAST}", "--account-for-...-in-pipeline-split", FLOPS, LAYOUT)
         raise ValueError(f"{', '.join(name for name, used in zip(names, ways) if used)}: only one of them")
-    if head is None:
+    if layout is not None:
+        sizes = layout_sizes(layout)
+        if sum(sizes) != num_layers:
+            raise ValueError(f"{LAYOUT} {layout}: has {sum(sizes)} layers (t), not --num-layers {num_layers}")
+        for rank in set(range(len(placed))) - set(embedding_ranks(placed)):
+            if not any(sizes[stage] for stage in placed[rank]):
+                raise ValueError(f"{LAYOUT} {layout}: leaves nothing for pipeline rank {rank}")
+    elif head is None:
         counts = _even(num_layers, embedding + loss, placed, (first, last))
         sizes = [counts[rank] // len(placed[rank]) for _, rank in sorted(owners(placed).items())]
         sizes[0] -= embedding
@@ -67,6 +82,27 @@ def split_layers(
     ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     assert ends[-1] == num_layers
     return [range(end - size, end) for end, size in zip(ends, sizes)]
+
+
+def layout_sizes(layout: str) -> list[int]:
+    """Layers of each stage of --pipeline-model-parallel-layout: "Ett|(t|)*2L" -> [2, 1, 1, 0].
+
+    As Megatron reads it: stages end at "|", commas mean nothing, first (...)*n is repeated, then a letter*n.
+
+    Raises: ValueError for what Megatron refuses, and for "m": there is no multi-token prediction.
+    """
+    text = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d{1,6})", r"(.)\*(\d{1,6})"):
+        found = re.findall(repeated, text)
+        if sum(len(part) * int(times) for part, times in found) > MOST_LETTERS:
+            raise ValueError(f"{LAYOUT} {layout:.60}: is longer than {MOST_LETTERS} layers and stages")
+        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+    if unknown := re.search("[^EtL|]", text):
+        why = "there is no multi-token prediction" if unknown[0] == "m" else "must be E, t, L, | or (...)*n"
+        raise ValueError(f"{LAYOUT} {layout:.60}: {unknown[0]!r}: {why}")
+    if not re.fullmatch("E[t|]*L", text):
+        raise ValueError(f"{LAYOUT} {layout:.60}: must begin with its only E and end with its only L")
+    return [stage.count("t") for stage in text.split("|")]
 
 
 def _even(

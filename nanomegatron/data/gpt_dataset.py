@@ -300,7 +300,8 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
     if data.tokenizer_type or data.mock_data:
         kind = data.tokenizer_type or "NullTokenizer"
         files = data.tokenizer_model, data.vocab_file, data.merge_file
-        return build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id)
+        tiktoken = data.tiktoken_pattern, data.tiktoken_num_special_tokens
+        return build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id, *tiktoken)
     prefix = next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
     sidecar = IndexedDataset(prefix).sidecar()
     if sidecar is None:

@@ -27,12 +27,20 @@ from typing import Protocol
 import tiktoken
 
 from nanomegatron.data.ascii_bpe import AsciiEncoder
-from nanomegatron.data.vocabulary import byte_alphabet, check_ids, read_ranks, read_table
+from nanomegatron.data.vocabulary import byte_alphabet, check_ids, read_megatron_ranks, read_ranks, read_table
 
 EOD = "<|endoftext|>"
 # GPT-2's: contractions, words, numbers, punctuation, space. `++` never gives back what it took, so that a
 # megabyte of one letter costs no megabyte of stack.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# Megatron's two for its JSON vocabularies: Mistral's tekken is v2.
+MEGATRON_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+MEGATRON_SPECIAL = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()  # and <SPECIAL_7> and so on behind them
 # Names of the end of a document in Hugging Face vocabularies, where no tokenizer_config.json says.
 _HF_EODS = (EOD, "<|end_of_text|>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>")
 
@@ -99,11 +107,25 @@ class TikTokenizer:
     A rank file has a line `base64(token) rank` a token. Text is split as GPT-2 does and the one special token
     is <|endoftext|>, behind the ranks, unless FILE.json says otherwise:
     `{"pattern": "...", "special_tokens": {"<|end_of_text|>": 128001}, "eod": "<|end_of_text|>"}`.
+
+    A model FILE.json is Megatron's JSON vocabulary: `special` tokens first, of which </s> ends a document,
+    then those of the file up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        vocab_size: int | None = None,
+        pattern: str | None = None,
+        special: int | None = None,
+    ) -> None:
         path = Path(model)
-        if path.is_file():
+        if path.is_file() and path.suffix == ".json":
+            self._use_megatron(path, vocab_size or 2**17, pattern or "v2", special or 1000)
+        elif pattern or special:
+            given = f"--tiktoken-pattern {pattern}" if pattern else f"--tiktoken-num-special-tokens {special}"
+            raise ValueError(f"{given}: is for Megatron's JSON vocabulary, --tokenizer-model FILE.json")
+        elif path.is_file():
             sidecar, keys = Path(f"{path}.json"), ("pattern", "special_tokens", "eod")
             settings = read_table(sidecar, keys) if sidecar.is_file() else {}
             self._use_ranks(read_ranks(path), path, **settings)
@@ -119,6 +141,20 @@ class TikTokenizer:
         else:
             names = ", ".join(tiktoken.list_encoding_names())
             raise ValueError(f"--tokenizer-model {model}: no such file, and not one of {names}")
+
+    def _use_megatron(self, path: Path, vocab_size: int, pattern: str, special: int) -> None:
+        if not len(MEGATRON_SPECIAL) <= special < vocab_size:
+            least = f"must be {len(MEGATRON_SPECIAL)} or more, and less than --vocab-size {vocab_size}"
+            raise ValueError(f"--tiktoken-num-special-tokens {special}: {least}")
+        names = MEGATRON_SPECIAL + [f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), special)]
+        tables = dict(
+            mergeable_ranks=read_megatron_ranks(path, vocab_size - special, special),
+            special_tokens={name: i for i, name in enumerate(names)},
+        )
+        encoding = tiktoken.Encoding(path.name, pat_str=MEGATRON_PATTERNS[pattern], **tables)
+        settings = {"vocab_size": vocab_size, "pattern": pattern, "special": special}
+        spec = {"type": "TikTokenizer", "model": str(path.absolute()), **settings}
+        self._use(encoding, names.index("</s>"), spec, pattern)
 
     def _use_ranks(
         self, ranks: dict[bytes, int], path: Path, pattern="", special_tokens=None, eod=EOD
@@ -292,15 +328,22 @@ def build_tokenizer(
     merge_file: str | None = None,
     vocab_size: int | None = None,
     eod: int | None = None,
+    pattern: str | None = None,
+    special: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of these flags; `kind` is a class name of this module, `eod` is NullTokenizer's.
+    """The tokenizer of these flags; `kind` is a class name of this module.
+
+    eod is NullTokenizer's; pattern and special are of a TikTokenizer's JSON vocabulary, as in Megatron.
 
     Raises ValueError for an unknown kind, a flag that is missing, and a file or library that is not there.
     """
     arguments = {
         "ByteTokenizer": (ByteTokenizer, {}),
         "NullTokenizer": (partial(NullTokenizer, eod=eod), {"--vocab-size": vocab_size}),
-        "TikTokenizer": (TikTokenizer, {"--tokenizer-model": model}),
+        "TikTokenizer": (
+            partial(TikTokenizer, vocab_size=vocab_size, pattern=pattern, special=special),
+            {"--tokenizer-model": model},
+        ),
         "Llama3Tokenizer": (Llama3Tokenizer, {"--tokenizer-model": model}),
         "GPT2BPETokenizer": (GPT2BPETokenizer, {"--vocab-file": vocab_file, "--merge-file": merge_file}),
         "HuggingFaceTokenizer": (HuggingFaceTokenizer, {"--tokenizer-model": model}),
@@ -321,10 +364,9 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
 
     (And in its folder hf, where convert.py keeps what came with a model.)
     """
-    unknown = set(spec) - {"type", "model", "vocab_file", "merge_file", "vocab_size", "eod"}
-    kinds = {"vocab_size": int, "eod": int}
-    wrong = any(type(value) is not kinds.get(name, str) for name, value in spec.items())
-    if "type" not in spec or unknown or wrong:
+    kinds = dict.fromkeys(("type", "model", "vocab_file", "merge_file", "pattern"), str)
+    kinds |= dict.fromkeys(("vocab_size", "eod", "special"), int)
+    if "type" not in spec or any(type(value) is not kinds.get(name) for name, value in spec.items()):
         raise ValueError(f"{spec}: not the description of a tokenizer; give --tokenizer-type")
     found = dict(spec)
     for name, value in spec.items():

@@ -28,6 +28,34 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
+def read_megatron_ranks(path: Path, most: int, offset: int) -> dict[bytes, int]:
+    """token -> id of the first `most` tokens of Megatron's JSON vocabulary; ids begin at `offset`.
+
+    The file is a list of {"rank": 0, "token_bytes": "AA==", "token_str": "..."}, the 256 bytes first (so is
+    the "vocab" of Mistral's tekken.json). Raises ValueError with the entry that is wrong.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: must be a JSON list of tokens, not a {type(entries).__name__}")
+    ranks: dict[bytes, int] = {}
+    for i, entry in enumerate(entries[:most]):
+        try:
+            token = base64.b64decode(entry["token_bytes"], validate=True)
+            right = entry["rank"] == i and token not in ranks and (i >= 256 or token == bytes([i]))
+        except (KeyError, TypeError, ValueError):
+            right = False
+        if not right:
+            due = f'"rank" {i} and the "token_bytes" of ' + ("that byte" if i < 256 else "a new token")
+            raise ValueError(f"{path}: entry {i}, {str(entry)[:60]}, must have {due}")
+        ranks[token] = offset + i
+    if len(ranks) < most:
+        raise ValueError(f"{path}: has {len(ranks)} tokens; give --vocab-size {len(ranks) + offset} or less")
+    return ranks
+
+
 def write_ranks(path: Path, tokens: Iterable[bytes]) -> None:
     """A tiktoken rank file; `tokens` in the order of their ids."""
     path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens)))

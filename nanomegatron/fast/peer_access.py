@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from nanomegatron.comm import Pending
-from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.fast.peer_memory import PeerMemory, symmetric
 from nanomegatron.fast.transfers import PeerRing, start_transfers
 from nanomegatron.mesh import Axis, Mesh

@@ -1,0 +1,134 @@
+"""How a run is laid out over its processes: the settings of every parallel dimension. See settings.py."""
+
+import functools
+from dataclasses import dataclass
+
+from nanomegatron.config.model import ALL_TO_ALL, moe
+from nanomegatron.config.rules import common, setting
+from nanomegatron.schedules import CHUNKS, NAMES
+
+CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
+CP_NAMES = (*CP_TYPES, "all_gather")  # allgather, as Megatron's code spells it
+PP = "--pipeline-model-parallel-size greater than 1"
+ONE_SIZE = f"{PP}, whose messages are all of one size"
+NO_SHARD = "--data-parallel-sharding-strategy no_shard"
+PAD = "--moe-pad-expert-input-to-capacity, which would pad each half of the tokens to it"
+SIZE = "--num-layers-per-virtual-pipeline-stage; give the number of pieces with --vpp instead"
+OPTIM = "--use-distributed-optimizer"
+SHARDED = "--use-distributed-optimizer or --data-parallel-sharding-strategy optim or optim_grads"
+EQUALLY_MANY = "whose ranks need equally many microbatches"
+pipeline = functools.partial(setting, part_of=PP)
+context = functools.partial(setting, part_of="--context-parallel-size greater than 1")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the processes are laid out. data parallel = world / (tp * cp * pp)."""
+
+    tensor_model_parallel_size: int = common(1, "processes that share each layer", "tp")
+    pipeline_model_parallel_size: int = common(1, "processes that share the layers, in turn", "pp")
+    num_layers_per_virtual_pipeline_stage: int | None = pipeline(None, "layers per piece of a pipeline rank")
+    num_virtual_stages_per_pipeline_rank: int | None = common(None, "pieces per rank", "vpp", excludes=SIZE)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = pipeline(
+        None,
+        "microbatches of a piece before the next piece's turn",
+        at_least="--pipeline-model-parallel-size",
+    )
+    pipeline_schedule: str | None = pipeline(
+        None, "order of work on a pipeline rank; 1f1b, with --vpp interleaved", choices=NAMES, most_used=True
+    )
+    pipeline_split: str = pipeline(
+        "even",
+        "balance layers, or cost with that of the output layer",
+        choices="even flops",
+        excludes=SIZE,
+    )
+    decoder_first_pipeline_num_layers: int | None = pipeline(None, "layers of the first rank", excludes=SIZE)
+    decoder_last_pipeline_num_layers: int | None = pipeline(None, "layers of the last rank", excludes=SIZE)
+    account_for_embedding_in_pipeline_split: bool = pipeline(False, "count the embedding as a layer")
+    account_for_loss_in_pipeline_split: bool = pipeline(False, "count output layer and loss as a layer")
+    pipeline_model_parallel_layout: str | None = pipeline(
+        None, 'each stage in letters, E embedding, t layer, L loss: "Ett|(ttt|)*2tL"', excludes=SIZE
+    )
+    context_parallel_size: int = common(1, "processes that share each sequence", "cp")
+    cp_comm_type: tuple[str, ...] = context(("p2p",), "one way, or one per layer", choices=CP_NAMES)
+    hierarchical_context_parallel_sizes: tuple[int, ...] = context(
+        (), "size of a2a groups, number in the p2p ring", count=2, needs="--cp-comm-type a2a+p2p"
+    )
+    dynamic_context_parallel: bool = context(
+        False,
+        "long documents on all cp ranks, short ones on few",
+        needs="--variable-seq-lengths, documents of different lengths",
+        excludes=(
+            f"--data-parallel-sharding-strategy optim_grads, {EQUALLY_MANY}; use optim",
+            f"--num-experts, {EQUALLY_MANY}",
+            "--trace-dir, where all ranks do the same ops; use --profile",
+            "--cp-comm-type a2a+p2p; use p2p, a2a or allgather",
+            ONE_SIZE,
+        ),
+    )
+    max_seqlen_per_dp_cp_rank: int | None = context(
+        None, "tokens per cp rank and microbatch; --seq-length / cp", needs="--dynamic-context-parallel"
+    )
+    expert_model_parallel_size: int = moe(1, "processes that share the experts", "ep")
+    expert_tensor_parallel_size: int | None = setting(None, "processes that share each expert; --tp", "etp")
+    overlap_moe_expert_parallel_comm: bool = moe(
+        False,
+        "exchange half the tokens during the others' matmuls",
+        needs=ALL_TO_ALL,
+        excludes=PAD,
+        fast_path=True,
+    )
+    data_parallel_size: int | None = common(None, "checked against the world size when given", "dp")
+    fast_paths: bool | None = setting(None, "fast paths, or plain forms; fast on GPUs only", names_run=False)
+    tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls; with --sp", fast_path=True)
+    use_distributed_optimizer: bool = setting(False, "shard optimizer states over dp", excludes=NO_SHARD)
+    data_parallel_sharding_strategy: str | None = setting(
+        None, "the same, or gradients too", choices="no_shard optim optim_grads"
+    )
+    overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
+    overlap_param_gather: bool = setting(
+        False, "gather parameters by buckets in the forward", needs=SHARDED, brings=OPTIM
+    )
+    ddp_bucket_size: int | None = setting(None, "elements per bucket; all, or max(40M, 1M x dp) where useful")
+    ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
+    grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16, not fp32", needs="--bf16")
+    peer_memory: bool = setting(True, "GPUs of a machine copy into each other's memory; without: NCCL does")
+    distributed_backend: str | None = setting(None, "nccl on GPUs only", choices="nccl gloo", names_run=False)
+    distributed_timeout_minutes: float = setting(10.0, "longest wait", at_most=1e5, names_run=False)
+
+    @property
+    def sharding(self) -> str:
+        """What is sharded over the dp ranks."""
+        default = "optim" if self.use_distributed_optimizer else "no_shard"
+        return self.data_parallel_sharding_strategy or default
+
+    def bucket_size(self, ranks: int) -> int:
+        """Elements of a bucket over this many ranks: as set, or large enough to keep a network busy."""
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
+
+    @property
+    def schedule(self) -> str:
+        """The name of the pipeline schedule."""
+        several = (self.num_virtual_stages_per_pipeline_rank or 1) > 1
+        return self.pipeline_schedule or ("interleaved" if several else "1f1b")
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of the model that a pipeline rank holds; `resolve` has made a number of their size."""
+        return self.num_virtual_stages_per_pipeline_rank or CHUNKS.get(self.pipeline_schedule, 1)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that share one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Processes that work on one microbatch: world / this is the number of data-parallel replicas."""
+        return self.model_parallel_size * self.context_parallel_size
+
+    def cp_types(self, num_layers: int) -> list[str]:
+        """How each layer's attention communicates over cp; all_gather is Megatron code's allgather."""
+        types = [name.replace("all_gather", "allgather") for name in self.cp_comm_type]
+        return types * num_layers if len(types) == 1 else types
