@@ -108,7 +108,11 @@ def parser() -> argparse.ArgumentParser:
         "--log-interval", type=int, help="documents between two lines of progress; every few seconds without"
     )
     p.add_argument(
-        "--skip-bad-lines", type=int, default=0, metavar="N", help="leave out up to N, told in PREFIX.skipped"
+        "--skip-bad-lines",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out up to N, listed in PREFIX.skipped",
     )
     p.add_argument(
         "--partitions",
@@ -160,8 +164,8 @@ def tokenize(
 ) -> list[str]:
     """Files to PREFIX_KEY_document.{bin,idx,json}, one triple a key; a line of report each.
 
-    Up to `skip_bad_lines` bad lines are left out, and told in PREFIX.skipped. Raises ValueError for one more,
-    and for no token at all; then nothing of these names has changed.
+    Up to `skip_bad_lines` bad lines are left out, and listed in PREFIX.skipped. Raises ValueError for one
+    more, and for no token at all; then nothing of these names has changed.
     """
     work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
     progress = Progress(sum(os.path.getsize(f) for f in files), log_interval)

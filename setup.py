@@ -41,30 +41,30 @@ def _above(nvcc: str | None) -> Path | None:
     """nvcc's toolkit: where its own driver says it is, since the program in PATH may be a script."""
     if nvcc is None:
         return None
-    top = re.search(r"TOP=(.+)", _told(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull))
+    top = re.search(r"TOP=(.+)", _output_of(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull))
     return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
 def archs_here() -> list[str]:
     """Of the GPUs here that can run the kernels, as nvcc has them ("90a"); Hopper's where there is no GPU."""
-    told = _told("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-    numbers = {int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", told, re.M)} or {90}
+    answer = _output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    numbers = {int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", answer, re.M)} or {90}
     # "a": what only this one generation has
     return [f"{number}{'a' * (number >= 90)}" for number in sorted(numbers) if number >= 80]
 
 
-def why_not(cuda: Path | None, archs: list[str]) -> str | None:
+def build_error(cuda: Path | None, archs: list[str]) -> str | None:
     """What keeps this machine from having the kernels, or None."""
     if cuda is None:
         return "no nvcc in CUDA_HOME, PATH or pip packages"
-    release = re.search(r"release (\d+)\.\d+", _told(cuda / "bin/nvcc", "--version"))
+    release = re.search(r"release (\d+)\.\d+", _output_of(cuda / "bin/nvcc", "--version"))
     if release is None or int(release[1]) < 12:
         version = release[0] if release else "of an unknown release"
         return f"{cuda}/bin/nvcc is {version}, CUDA 12.0 is needed (CUDA_HOME names another)"
     return None if archs else "the GPUs here are older than sm_80 (Ampere)"
 
 
-def _told(*command: str | Path) -> str:
+def _output_of(*command: str | Path) -> str:
     """What a program prints; nothing where it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -91,7 +91,7 @@ class BuildKernels(build_ext):
         """Compile and link; or say why not, and remove what an earlier build left. Raises PlatformError."""
         self.cuda = find_cuda()
         self.codes = self.archs.replace(",", " ").split() if self.archs else archs_here()
-        if reason := why_not(self.cuda, self.codes):
+        if reason := build_error(self.cuda, self.codes):
             print(f"{reason}: installed without CUDA kernels", file=sys.stderr)
             for ext in self.extensions:
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)

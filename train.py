@@ -378,7 +378,7 @@ def finish(run: Run) -> int:
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:
-        text = f"stopped by {run.stop} after step {run.iteration}; the same command goes on from there"
+        text = f"stopped by {run.stop} after step {run.iteration}; the same command resumes from there"
         return preempted(log, text, iteration=run.iteration)
     if not config.data.mock_data:
         show_sample(run.model, run.tokenizer, config.run.seed, run.mesh, log)

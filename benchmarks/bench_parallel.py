@@ -44,7 +44,7 @@ from benchmarks.kernel_times import profiled  # noqa: E402
 from nanomegatron.comm import all_reduce_, barrier  # noqa: E402
 from nanomegatron.config.settings import ParallelConfig  # noqa: E402
 from nanomegatron.mesh import Mesh, World, pick_device  # noqa: E402
-from nanomegatron.ops.kernels import why_not  # noqa: E402
+from nanomegatron.ops.kernels import kernels_unavailable  # noqa: E402
 from nanomegatron.plan.gpus import device_peak  # noqa: E402
 from nanomegatron.plan.layer import Machine  # noqa: E402
 from nanomegatron.plan.memory import memory  # noqa: E402
@@ -103,7 +103,7 @@ class Sitting:
     @property
     def planned_on(self) -> Machine:
         """What the planner has to know of this machine."""
-        return Machine(gpu=self.cuda, kernels=not why_not(self.device))
+        return Machine(gpu=self.cuda, kernels=not kernels_unavailable(self.device))
 
     def run(self, phase: Phase) -> None:
         """Build, warm up, time, profile and free the contenders of a phase."""

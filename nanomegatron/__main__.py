@@ -1,4 +1,4 @@
-"""`python -m nanomegatron COMMAND ...`: what there is beside train.py, preprocess.py and convert.py."""
+"""`python -m nanomegatron COMMAND ...`: the commands beside train.py, preprocess.py and convert.py."""
 
 import importlib
 import sys

@@ -248,7 +248,7 @@ def all_gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
 
 
 def barrier(axis: Axis) -> None:
-    """Return when every rank of the axis has come here."""
+    """Return when every rank of the axis has called this."""
     if axis.size > 1:
         dist.barrier(group=axis.group)
 

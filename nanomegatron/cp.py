@@ -1,6 +1,6 @@
 """Context parallelism: attention over rows whose tokens are sharded over the ranks of an axis.
 
-Everything but attention works on each token by itself. A causal query sees what comes before it, so equal
+Everything but attention works on each token by itself. A causal query attends to earlier tokens, so equal
 slices of a row would be unequal work. A row is cut into 2 * cp chunks, and rank r has chunks r and 2cp-1-r:
 
     cp 4     chunk   0  1  2  3 | 4  5  6  7           zigzag: queries see equally many keys on every rank
@@ -348,7 +348,7 @@ def ulysses_attention(
     """
     (s, b, n, d), g, ranks = q.shape, k.shape[2], axis.size
     if n % ranks or (g % ranks and ranks % g):
-        raise ValueError(f"{n} query, {g} key/value heads cannot be shared out to {ranks} ranks (a2a)")
+        raise ValueError(f"{n} query, {g} key/value heads cannot be divided over {ranks} ranks (a2a)")
     order = shard.order(1, ranks, q.device)
     k, v = (x.repeat_interleave(max(ranks // g, 1), dim=2) for x in (k, v))
     blocks = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], dim=3)  # [s, b, ranks, heads, d]

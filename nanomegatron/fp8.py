@@ -129,7 +129,7 @@ class Quantized(NamedTuple):
 
 
 def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
-    """The largest over the axes, in place; NaN travels as infinity, since not every reduction keeps it."""
+    """The largest over the axes, in place; NaN is sent as infinity, since not every reduction keeps it."""
     for axis in axes:
         if axis.size > 1:
             all_reduce_(amax.nan_to_num_(torch.inf, torch.inf), axis, "max")

@@ -61,7 +61,7 @@ class Part:
         return local.narrow(self.dim, self.local_start, self.stop - self.start)
 
     def span(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
-        """(begin, end) of the slice inside the flattened local tensor, where it lies in one piece."""
+        """(begin, end) of the slice inside the flattened local tensor, if it is contiguous."""
         if self.dim != 0:
             return 0, math.prod(local_shape)
         row = math.prod(local_shape[1:])

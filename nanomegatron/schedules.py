@@ -109,7 +109,7 @@ def interleaved(
 
     A group runs through chunk 0, then chunk 1 ...; backwards do the same from the last chunk down. Megatron's
     order wherever Megatron takes the sizes. It refuses a last group of fewer than `stages` microbatches, the
-    order of which can deadlock; here they are shared out among the other groups, at the same bubble.
+    order of which can deadlock; here they are divided among the other groups, at the same bubble.
 
     rank 0  F0a  F1a  F0b  F1b  .    .    BW0b===== .    BW1b===== BW0a===== BW1a=====
     rank 1  .    F0a  F1a  F0b  BW0b===== F1b  BW1b===== BW0a===== BW1a=====

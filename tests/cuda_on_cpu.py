@@ -183,13 +183,13 @@ def _built(names: tuple[str, ...]) -> ModuleType:
 def run_here(monkeypatch, names: tuple[str, ...], *modules: ModuleType) -> None:
     """Until a test ends, `modules` (ops_*.py, tests of tests/gpu) launch the kernels of these files here."""
 
-    def why_not(device: torch.device) -> str:
+    def kernels_unavailable(device: torch.device) -> str:
         return "they are switched off" if without_kernels.off else ""
 
     here = {
         "launch": launcher(_built(names)),
         "usable": lambda x, op="", types=FLOATS: x.dtype in types and not without_kernels.off,
-        "why_not": why_not,
+        "kernels_unavailable": kernels_unavailable,
         "CUDA": torch.device("cpu"),
         "GPU": torch.device("cpu"),
     }

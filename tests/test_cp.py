@@ -199,7 +199,7 @@ def test_heads_that_cannot_be_shared_out(mesh):
     for n, g, sizes in ((6, 6, "6 query, 6"), (12, 3, "12 query, 3")):
         shard = Shard(mesh.cp, S, ("a2a",))
         q, k = torch.randn(12, 1, n, 8), torch.randn(12, 1, g, 8)
-        with pytest.raises(ValueError, match=f"{sizes} key/value heads cannot be shared out to 4 ranks"):
+        with pytest.raises(ValueError, match=f"{sizes} key/value heads cannot be divided over 4 ranks"):
             context_attention(q, k, k, shard, 0, Mask(), "flash")
 
 

@@ -184,5 +184,5 @@ def test_a_checkpoint_without_biases_leaves_them(tmp_path):
     model.layers[0].bias.fill_(0.5)
     pieces = training_pieces(buckets.params, {}, ALONE) + state_pieces(module_states(model), ALONE)
     (note,) = load(tmp_path, pieces, ALONE).notes
-    assert "has no model/0.router.bias of this shape: 2 such begin anew" in note
+    assert "has no model/0.router.bias of this shape: 2 such start from zero" in note
     assert model.layers[0].bias.tolist() == [0.5] * EXPERTS

@@ -36,7 +36,7 @@ def setup_of(folder: Path):
 
 
 SETUP = setup_of(ROOT)
-needs_nvcc = pytest.mark.skipif(bool(SETUP.why_not(SETUP.find_cuda(), ["90a"])), reason="no nvcc here")
+needs_nvcc = pytest.mark.skipif(bool(SETUP.build_error(SETUP.find_cuda(), ["90a"])), reason="no nvcc here")
 
 
 class Kernels(NamedTuple):
@@ -59,7 +59,7 @@ def kernels(archs, tmp_path_factory) -> Kernels:
     sources = [ROOT / "cuda/bindings.cpp", *sorted((ROOT / "cuda").glob("*.cu"))]
     rules = SETUP.rules(cuda, archs, sources, folder / "_kernels.so", strict=True)
     headers = [path.read_text() for path in sorted((ROOT / "cuda").glob("*.*h"))]
-    versions = [SETUP._told(program, "--version") for program in (cuda / "bin/nvcc", "g++")]
+    versions = [SETUP._output_of(program, "--version") for program in (cuda / "bin/nvcc", "g++")]
     same = [rules.split("\nbuild ")[0].replace(str(ROOT), ""), *headers, *versions, pybind11.__version__]
     stamps = {f"{path.name}.o": stamp(path.name, path.read_text(), *same) for path in sources}
     CACHE.mkdir(exist_ok=True)
@@ -256,10 +256,10 @@ def test_old_compilers_and_old_gpus_get_no_kernels(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     program(old / "bin/nvcc", "Cuda compilation tools, release 11.8, V11.8.89")
     program(new / "bin/nvcc", "Cuda compilation tools, release 12.0, V12.0.76")
-    assert SETUP.why_not(None, ["90a"]).startswith("no nvcc in CUDA_HOME")
-    assert "is release 11.8, CUDA 12.0 is needed" in SETUP.why_not(old, ["90a"])
-    assert "older than sm_80" in SETUP.why_not(new, [])
-    assert SETUP.why_not(new, ["80"]) is None
+    assert SETUP.build_error(None, ["90a"]).startswith("no nvcc in CUDA_HOME")
+    assert "is release 11.8, CUDA 12.0 is needed" in SETUP.build_error(old, ["90a"])
+    assert "older than sm_80" in SETUP.build_error(new, [])
+    assert SETUP.build_error(new, ["80"]) is None
 
 
 @pytest.mark.parametrize("where", ["--build-lib={}/lib", "--inplace"])
@@ -284,6 +284,6 @@ def test_without_a_compiler_the_package_is_installed_and_says_so(where, tmp_path
 def test_a_missing_build_tool_is_named(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)  # as if not installed
     monkeypatch.setattr(SETUP.shutil, "which", lambda name: None)
-    monkeypatch.setattr(SETUP, "why_not", lambda *_: None)
+    monkeypatch.setattr(SETUP, "build_error", lambda *_: None)
     with pytest.raises(PlatformError, match="pip install pybind11 ninja"):
         SETUP.BuildKernels(Distribution()).run()

@@ -39,7 +39,7 @@ def test_a_line_that_is_cut_short_stays_by_itself(tmp_path):
         assert [r["iteration"] for r in read_jsonl(path)] == [1, 5]
     assert len(path.read_text().splitlines()) == 3
     said = log.stream.getvalue()
-    assert said.count(f"! {path}: File too large; the run goes on without it\n") == 1
+    assert said.count(f"! {path}: File too large; the run continues without it\n") == 1
     assert said.count(f"! {tmp_path / 'status.json'}: File too large") == 1
     assert json.loads((tmp_path / "status.json").read_text())["iteration"] == 5
     assert not list(tmp_path.glob("*.tmp"))

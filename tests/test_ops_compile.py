@@ -328,11 +328,11 @@ def test_the_switch_holds_on_every_thread_and_nests(monkeypatch):
     with pytest.raises(KeyError), ops_kernels.without_kernels():
         with ops_kernels.without_kernels():
             pass
-        thread = threading.Thread(target=lambda: seen.append(ops_kernels.why_not(cpu)))
+        thread = threading.Thread(target=lambda: seen.append(ops_kernels.kernels_unavailable(cpu)))
         thread.start()
         thread.join()
         raise KeyError
-    assert seen == ["they are switched off"] and ops_kernels.why_not(cpu) == ""
+    assert seen == ["they are switched off"] and ops_kernels.kernels_unavailable(cpu) == ""
 
 
 class OnGpu:
@@ -364,7 +364,7 @@ def test_dispatch_is_compiled_in(monkeypatch):
     monkeypatch.setattr(ops_kernels, "_unfit_once", lambda device: "")
 
     def function(x):
-        kernels = not ops_kernels.why_not(x.device) and not ops_kernels.usable(x, "an op")
+        kernels = not ops_kernels.kernels_unavailable(x.device) and not ops_kernels.usable(x, "an op")
         return x + (1 if kernels else 2)
 
     compiled, x = torch.compile(function, backend="eager", fullgraph=True), torch.zeros(2)

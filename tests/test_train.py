@@ -236,7 +236,7 @@ def test_the_program_leaves_with_its_ranks(number, corpus, tmp_path):
         process.send_signal(number)
     output = finished(process, -number if number == signal.SIGKILL else train.PREEMPTED)
     if number != signal.SIGKILL:
-        assert "the same command goes on from there" in output
+        assert "the same command resumes from there" in output
         status = json.loads((tmp_path / "runs/test/status.json").read_text())
         assert status["exit_code"] == train.PREEMPTED
 

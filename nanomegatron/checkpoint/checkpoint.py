@@ -216,7 +216,7 @@ def load(
     shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
     new = {piece.key for piece in pieces if piece.optional and shapes.get(piece.key) != piece.shape}
     if new:
-        notes = [*notes, f"{folder} has no {min(new)} of this shape: {len(new)} such begin anew"]
+        notes = [*notes, f"{folder} has no {min(new)} of this shape: {len(new)} such start from zero"]
         pieces = [piece for piece in pieces if piece.key not in new]
     _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors:

@@ -62,7 +62,7 @@ class Piece:
     data: torch.Tensor
     owner: bool = True  # this rank writes it; of the ranks that hold the same rectangle exactly one does
     optional: bool = False  # a load may leave it as it is
-    range: tuple[Rectangle, int, int] | None = None  # the box and range it is of; without one all of itself
+    range: tuple[Rectangle, int, int] | None = None  # the box and range it is of; None: the whole tensor
 
 
 # Rectangles: (offset, shape) in the coordinates of a global tensor.

@@ -84,7 +84,7 @@ TOKENIZER_FILES = {  # what our tokenizers' files are called in a Hugging Face f
     "SentencePieceTokenizer": {"model": "tokenizer.model"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
 }
-# Tensors of old files that hold no weights: masks and tables that the model computes.
+# Tensors of older files that hold no weights: masks and tables that the model computes.
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 NUMBER = r"(?<=\.)\d+(?=\.)"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -54,7 +54,7 @@ class Rules:
     part_of: str = ""  # the condition under which it means something; then `needs` and `excludes` count
     needs: Conditions = ()
     excludes: Conditions = ()
-    brings: Conditions = ()  # set beside it, with a note, while `needs` are unmet; may end in " if CONDITION"
+    brings: Conditions = ()  # set beside it, with a note, if `needs` fail; may end in " if CONDITION"
     fast_path: bool = False  # asks for a fast path, which --no-fast-paths excludes
     resumable: bool | None = None
     names_run: bool | None = None

@@ -9,7 +9,7 @@ A field is a setting; its name with dashes is its flag, and its key in a TOML fi
 Names and meanings are Megatron-LM's. The settings of parallelism are in `config/parallel.py`, those of the
 model in `config/model.py`. `config/rules.py` has what else a field declares, `config/cli.py` turns the fields
 into flags and reads TOML files, `config/check.py` reports everything that is wrong with a run at once. No
-torch in any of them: a bad command line is answered before a second is spent.
+torch in any of them: a bad command line is answered in less than a second.
 """
 
 import functools

@@ -131,7 +131,7 @@ def _even(
 
 
 def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]:
-    """Layers of every stage: shared out among the ranks, then among the pieces of each."""
+    """Layers of every stage: divided among the ranks, then among the pieces of each."""
     last = max(map(max, placed))
     starts = [[head if stage == last else 0.0 for stage in stages] for stages in placed]
     counts = _share_out(num_layers, [sum(start) for start in starts])

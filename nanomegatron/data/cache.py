@@ -1,7 +1,7 @@
 """Arrays that take long to make: made by one process, kept as files, mapped by all.
 
 A file's name is the hash of everything the arrays depend on, so a changed setting never meets an old file.
-Beside them lies a description with the SHA-256 of each, written last: what differs from it is made again.
+Beside them lies a description with the SHA-256 of each, written last: a file that differs from it is rebuilt.
 """
 
 import hashlib

@@ -7,8 +7,8 @@ many processes share the work, and a microbatch is a piece of the order, cut by 
     rank 0      24 25         28 29                 BatchLoader.get(24), get(28), ...
     rank 1            26 27         30 31
 
-So a run goes on from the number of consumed samples, on any number of processes. Threads read the next
-microbatches while this one is trained on; each is a function of its number, and they are handed out in order,
+So a run resumes from the number of consumed samples, on any number of processes. Threads read the next
+microbatches while this one is trained on; each is a function of its number, and they are returned in order,
 so their count changes nothing.
 """
 

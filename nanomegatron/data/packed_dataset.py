@@ -160,7 +160,7 @@ class PackLoader:
 
 
 def load_pack(texts: Sequence[np.ndarray], ids: np.ndarray, tokens: int, seq_length: int) -> Batch:
-    """Samples in one row of so many `tokens`, padded. ids: their numbers in the order of the run.
+    """Samples packed in one row of `tokens` tokens, padded. ids: their numbers in the order of the run.
 
     `positions` of the batch are places in the whole run, `sample_ids` is 0: for dropout masks.
     """

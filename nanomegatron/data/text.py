@@ -5,7 +5,7 @@
                         lines, parse them
                         and tokenize
 
-A few chunks a worker are under way, never more, so memory stays small whatever the size of the input. Each
+A few chunks a worker are in flight, never more, so memory stays small whatever the size of the input. Each
 document carries its file and line, and whatever is wrong with it is reported as `file:line: reason`.
 """
 

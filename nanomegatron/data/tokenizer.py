@@ -360,7 +360,7 @@ def build_tokenizer(
 
 
 def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokenizer:
-    """The tokenizer that a dataset or checkpoint names; files that have moved are looked for in `beside`.
+    """The tokenizer that a dataset or checkpoint names; files that have moved are searched in `beside`.
 
     (And in its folder hf, where convert.py keeps what came with a model.)
     """

@@ -85,7 +85,7 @@ class OverlappedMoe:
     """
 
     def __init__(self, peers: PeerAccess | None, halves: bool = False) -> None:
-        """halves: of a rank's tokens take turns (--overlap-moe-expert-parallel-comm), by collectives."""
+        """halves: of a rank's tokens alternate (--overlap-moe-expert-parallel-comm), by collectives."""
         self.peers, self.halves = None if halves else peers, halves  # peer memory serves one call at a time
 
     def install(self, layer: MoELayer) -> None:
@@ -180,7 +180,7 @@ class AllGatherInPieces(TokenDispatch):
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
         """Sends each rank its sums while those of the next are added. Finishes as `TokenDispatch.combine`.
 
-        recompute: functions for the backward to call while the gradient of the result travels.
+        recompute: functions for the backward to call while the gradient of the result is in flight.
         """
         forward = partial(start_pieces, axis=self.mesh.etp_ep, peers=self.peers)
         exchange = AsyncExchange(None, forward, recompute)
@@ -193,8 +193,8 @@ class AsyncAllToAll(TokenDispatch):
 
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
         super().__init__(experts)
-        travels = x.requires_grad and self.mesh.ep.size > 1
-        self.x, self.wgrads = x, OverlappedWgrads(experts.weight1, beside_nccl=True) if travels else None
+        communicates = x.requires_grad and self.mesh.ep.size > 1
+        self.x, self.wgrads = x, OverlappedWgrads(experts.weight1, beside_nccl=True) if communicates else None
 
     @staticmethod
     def set_routing(ways: list["AsyncAllToAll"], ids: Sequence[torch.Tensor]) -> None:
@@ -298,7 +298,7 @@ class AsyncHostCopy:
 
 
 def start(x: torch.Tensor, exchange: AsyncExchange) -> Finish:
-    """Start an exchange of x; the call that ends it returns what has come. Differentiable."""
+    """Start an exchange of x; the returned call waits and gives the received rows. Differentiable."""
     return partial(FinishExchange.apply, StartExchange.apply(x, exchange), exchange)
 
 

@@ -37,7 +37,7 @@ Arriving = tuple[torch.Tensor, torch.Tensor, list[tuple[slice, Any]]]  # x, and 
 
 
 class AsyncExchange:
-    """Rows on their way to other ranks, and in the backward their gradients on the way back.
+    """Rows in flight to other ranks; in the backward their gradients in flight back.
 
     meanwhile: functions that the backward calls, once, while gradients are in flight.
     """

@@ -14,7 +14,7 @@ The copies run on a stream of their own and take no multiprocessor from the matm
 used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
 `peer_access.py` says which axes may do this.
 
-**Why one barrier a call is enough.** Every call works in one slot, slots take turns, and a call has one
+**Why one barrier a call is enough.** Every call works in one slot, slots alternate, and a call has one
 barrier. `begin` orders a call of a rank after all work of its call before, copies included. So once a rank
 has passed the barrier of call n + 1, no rank writes into the slot of call n on behalf of call n any more.
 With two slots call n + 2, which comes after that barrier, may write into the slot of call n, here and on the

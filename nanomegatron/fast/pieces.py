@@ -12,7 +12,7 @@ others first, its own, which goes nowhere, last; then each rank adds the blocks 
 and rounds once. That may be as late as the sum is wanted. The copies are made by copy engines between the
 GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each other's memory, and on CPUs, whole collectives run
 beside the work, and sum in the blocks' type. So they do without `peers`: several calls at once would have to
-take turns in peer memory.
+alternate in peer memory.
 
 Gain: that of `tp_overlap.py` and `moe_pieces.py` (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """

@@ -49,7 +49,7 @@ class RoundStep(NamedTuple):
     places: Rows
 
 
-class Round(NamedTuple):
+class RingStep(NamedTuple):
     """What a rank does with the keys of a few others, in its first round with its own; ranks may be groups.
 
     Keys are those of one rank behind those of the other: for a step they are a slice.
@@ -74,7 +74,7 @@ class Ring:
 
     def __init__(self, peers: PeerAccess) -> None:
         self.peers = peers
-        self.plans: WeakKeyDictionary[Shard, dict[tuple, list[Round]]] = WeakKeyDictionary()
+        self.plans: WeakKeyDictionary[Shard, dict[tuple, list[RingStep]]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -99,7 +99,7 @@ class Ring:
 
         return ulysses_attention(q, k, v, inner, shard, ring) if inner else ring(q, k, v)
 
-    def rounds(self, shard: Shard, group: int, device: torch.device) -> list[Round]:
+    def rounds(self, shard: Shard, group: int, device: torch.device) -> list[RingStep]:
         """What this rank does; with a group of more than one, what its group of neighbours does."""
         plans = self.plans.setdefault(shard, {})
         if (group, device) not in plans:
@@ -115,7 +115,7 @@ class RoundsFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, rounds: list[Round], peers: PeerAccess, backend: str):
+    def forward(ctx, q, k, v, axis: Axis, rounds: list[RingStep], peers: PeerAccess, backend: str):
         total = LseAccumulator(q, sum(len(this.steps) for this in rounds))
         for this, kv in ring_kv(k, v, axis, rounds, peers):
             for step in this.steps:
@@ -132,7 +132,7 @@ class RoundsFunction(torch.autograd.Function):
         dq = LseAccumulator(q, sum(len(this.steps) for this in rounds))
         dkv = [LseAccumulator(x, 1 + sum(len(this.keys) for this in rounds)) for x in (k, v)]
         send = exchange(peers, axis, k, "gradients of keys", kept=len(rounds) - 1)
-        in_flight: list[tuple[Round, Pending]] = []
+        in_flight: list[tuple[RingStep, Pending]] = []
 
         def receive() -> None:
             this, arriving = in_flight.pop()
@@ -160,7 +160,7 @@ class LseAccumulator:
     """Parts that are for some of the tokens of `like`, merged: `rows` like it, fp32 in between.
 
     With log-sum-exps of scores, `lse` `[b, n, s]`, averages over all keys so far; without, sums. Parts wait
-    until there are as many as can be merged at once: what lies in a ring's memory does so no longer than it
+    until there are as many as can be merged at once: what is in a ring's memory stays no longer than it
     may.
     """
 
@@ -186,8 +186,8 @@ class LseAccumulator:
 
 
 def ring_kv(
-    k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[Round], peers: PeerAccess
-) -> Iterator[tuple[Round, Sequence[torch.Tensor]]]:
+    k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[RingStep], peers: PeerAccess
+) -> Iterator[tuple[RingStep, Sequence[torch.Tensor]]]:
     """Each round, its keys and values `[tokens, b, g, d]`; those of the next are in flight meanwhile."""
     own = kv = k.contiguous(), v.contiguous()
     send = exchange(peers, axis, k, "keys", kept=1)
@@ -205,7 +205,7 @@ def exchange(peers: PeerAccess, axis: Axis, k: torch.Tensor, name: str, kept: in
     return peers.ring(axis, k.device, name, 2 * k.nbytes * min(ROUND, axis.size - 1), kept)
 
 
-def grads_to_return(this: Round, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+def grads_to_return(this: RingStep, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
     """The gradients of keys and values that the steps of a round have found, for each rank that sent some."""
     for _, size, (begin, _) in this.there.recvs:
         for step, (_, *grads) in zip(this.steps, found, strict=True):
@@ -213,7 +213,7 @@ def grads_to_return(this: Round, found: list[Sequence[torch.Tensor]]) -> Iterato
                 yield [x[begin - step.keys.start :][:size] for x in grads]
 
 
-def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[Round]:
+def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[RingStep]:
     """What this group of ranks does: the keys of `ROUND` others arrive at a time, of nearer ones first."""
     size = shard.axis.size // group
     distances = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
@@ -230,7 +230,7 @@ class Planner:
         self.tokens = len(shard.places) * group
         self.rows = functools.cache(functools.partial(shard.query_key_rows, group=group))
 
-    def round(self, by: Sequence[int]) -> Round:
+    def round(self, by: Sequence[int]) -> RingStep:
         """With the keys of the ranks that are so far before this one."""
         steps = [
             self.step((self.own - d) % self.size, slice(begin, begin + rows))
@@ -243,7 +243,7 @@ class Planner:
         sent = [bounds for bounds in sent if bounds.size]
         keys = [self.selection(bounds) for bounds in sent]
         key_places = [self.places(bounds) for bounds in sent]
-        return Round(steps, keys, key_places, self.transfers(by, 1), self.transfers(by, -1))
+        return RingStep(steps, keys, key_places, self.transfers(by, 1), self.transfers(by, -1))
 
     def step(self, other: int, keys: slice) -> RoundStep:
         """Attention to the keys of another rank, which are these among all at hand."""

@@ -81,7 +81,7 @@ class OverlappedLinearFunction(torch.autograd.Function):
 def gather_matmul(
     x: torch.Tensor, weight: torch.Tensor, axis: Axis, peers: PeerAccess | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """all_gather(x) @ weight, and the gathered x, which is the caller's for good. Not for autograd.
+    """all_gather(x) @ weight, and the gathered x, which the caller may keep. Not for autograd.
 
     x: [n, i] this rank's rows; weight: [i, o] of any strides -> [n * size, o], [n * size, i]
     """

@@ -60,7 +60,7 @@ def start_transfers(
 class PeerRing:
     """`start_transfers` by copy engines: each rank pushes tensors into another's memory.
 
-    One call at a time. What arrives lies in the memory of the ring, and is to be read before one waits for
+    One call at a time. What arrives is in the memory of the ring, and is to be read before one waits for
     the `kept`-th call after it.
     """
 

@@ -49,7 +49,7 @@ class Signals:
             self.count += 1
             if self.count > 1:
                 name = signal.Signals(number).name
-                why = f"left at once by a second signal, {name}; the same command goes on from the last save"
+                why = f"left at once by a second signal, {name}; the same command resumes from the last save"
                 log.status("failed", exit_code=128 + number, message=why)
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)

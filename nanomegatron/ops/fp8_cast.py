@@ -218,7 +218,7 @@ def _of_rows(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -> tuple:
-    """What the kernels are told of x: x, the inverses of each row, and how far apart these are."""
+    """The kernels' arguments for x: x, the inverses of each row, and how far apart these are."""
     if inverse is None:
         _check(x, dtype)
         return x.contiguous(), None, 0, 0

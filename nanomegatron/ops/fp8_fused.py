@@ -21,7 +21,7 @@ from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm in FP8, `[rows, h]` and `[h, rows]`, and what comes with it.
+    """A norm in FP8, `[rows, h]` and `[h, rows]`, and its by-products.
 
     out, total: the same and the sum before it, in the type and shape of x. rstd, mean: fp32 `[rows]`, for the
     backward. None is what is not wanted or, as the mean of RMSNorm, not there.

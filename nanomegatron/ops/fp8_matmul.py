@@ -79,7 +79,7 @@ def add_fp8_product_ref_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bo
 
 @functools.cache
 def missing() -> str:
-    """Why cuBLASLt cannot be called, told in a warning too; "" where it can."""
+    """Why cuBLASLt cannot be called, with a warning; "" where it can."""
     try:
         ops_kernels._kernels.fp8_matmul_ready()
     except RuntimeError as error:

@@ -61,7 +61,7 @@ class Switch:
 without_kernels = Switch()
 
 
-def why_not(device: torch.device) -> str:
+def kernels_unavailable(device: torch.device) -> str:
     """Why kernels do not run on a device; "" where they do."""
     return "they are switched off" if without_kernels.off else _unfit(device)
 
@@ -92,7 +92,7 @@ def usable(x: torch.Tensor, op: str, types: tuple[torch.dtype, ...] = FLOATS) ->
     """Whether kernels can take x. Where they cannot, on a GPU, a warning says so, once an op and dtype."""
     if not x.is_cuda:
         return False
-    if x.dtype in types and not why_not(x.device):
+    if x.dtype in types and not kernels_unavailable(x.device):
         return True
     if not without_kernels.off:
         _tell(op, x.dtype, x.device)

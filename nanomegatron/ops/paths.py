@@ -16,7 +16,7 @@ from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adam
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
 from nanomegatron.ops.fp8_matmul import missing
-from nanomegatron.ops.kernels import FLOATS, why_not
+from nanomegatron.ops.kernels import FLOATS, kernels_unavailable
 from nanomegatron.ops.merge import Part, merge_rows, merge_rows_ref
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
 from nanomegatron.ops.permute import permute, route, unpermute
@@ -45,14 +45,14 @@ def paths(device: torch.device, off: Collection[str] = ()) -> dict[str, str]:
     off: ops whose kernels are not wanted.
     """
     plain = {op: f"torch {'fused' if op in FUSED else 'reference'}" for op in (*KERNELS, *TORCHS)}
-    why = {op: why_not(device) or ("switched off" if op in off else "") for op in KERNELS}
+    why = {op: kernels_unavailable(device) or ("switched off" if op in off else "") for op in KERNELS}
     ours = {op: f"{plain[op]} ({why[op]})" if why[op] else "kernel" for op in KERNELS}
     return ours | {op: f"{plain[op]} (has no kernel)" for op in TORCHS}
 
 
 def summary(device: torch.device, model: TransformerConfig) -> str:
     """`paths` of a model in one line."""
-    if why := why_not(device):
+    if why := kernels_unavailable(device):
         why = "none for cpu" if device.type == "cpu" else f"none, {why}"
         return f"{why}: torch's fused {', '.join(FUSED)}; reference for the rest"
     off = [op for switch, ops in SWITCHES.items() if not getattr(model, switch) for op in ops]
@@ -184,10 +184,10 @@ def report() -> int:
         print("device    no GPU here: all ops run in plain torch on the CPU")
     else:
         major, minor = torch.cuda.get_device_capability(device)
-        fits = why_not(device) or f"the kernels run; cuBLASLt: {missing() or 'there'}"
+        fits = kernels_unavailable(device) or f"the kernels run; cuBLASLt: {missing() or 'there'}"
         print(f"device    {torch.cuda.get_device_name(device)}, sm_{major}{minor}: {fits}")
     print("\n" + "\n".join(f"{op:<16} {path}" for op, path in paths(device or torch.device("cpu")).items()))
-    if device is None or why_not(device):
+    if device is None or kernels_unavailable(device):
         return 0
     print("\nlargest error    fp32     bf16     fp16")
     return 0 if self_test(device) else 1

@@ -106,9 +106,9 @@ class Sizes:
         """The mode of each layer's attention; a window needs all keys at once."""
         model, parallel = self.model, self.parallel
         cp, modes = parallel.context_parallel_size, []
-        by_heads = {"a2a": cp, "a2a+p2p": next(iter(parallel.hierarchical_context_parallel_sizes), 1)}
+        head_ranks = {"a2a": cp, "a2a+p2p": next(iter(parallel.hierarchical_context_parallel_sizes), 1)}
         for name, window in zip(parallel.cp_types(model.num_layers), model.windows, strict=True):
-            heads = by_heads.get(name, 1)
+            heads = head_ranks.get(name, 1)
             modes.append(CPMode(heads, cp // heads, name == "allgather" or window is not None))
         return modes
 

@@ -76,7 +76,7 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[d
         chunks = [StageChunk(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
         peak = peak_over_schedule(ops, [chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in chunks])
         parts = states(sizes, vocab, [layer for stage in stages for layer in layers[stage]], chunks)
-        for name in ("activations", "logits and loss", "backward of a layer", "weight gradients put off"):
+        for name in ("activations", "logits and loss", "backward of a layer", "deferred weight gradients"):
             parts[name] = peak[name]
         messages = 5 if len(placed) > 1 else 0
         parts["messages"] = messages * sizes.h * sizes.value + ring_buffers(sizes)
@@ -208,7 +208,7 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
     last_layers = max(0, recomputed * layer + inside - freed_loss)
     return ChunkMemory(
         kept=Counter({"activations": activations(sizes, chunk), "logits and loss": logits}),
-        deferred=Counter({"weight gradients put off": deferred}),
+        deferred=Counter({"deferred weight gradients": deferred}),
         forward=forward,
         backward=Counter({"logits and loss": loss, "backward of a layer": last_layers}),
         ending=Counter({"backward of a layer": max(0, group * layer + inside - freed)}),

@@ -18,7 +18,7 @@ from nanomegatron.dp import Buckets
 from nanomegatron.flops import parameter_count, stage_layers
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
-from nanomegatron.ops.kernels import why_not
+from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.paths import summary
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import check_room, chunks_kept, describe, memory_of_ranks
@@ -75,7 +75,7 @@ def host_memory() -> float:
 
 def machine_of(mesh: Mesh) -> Machine:
     """What the planner asks about a rank's machine."""
-    return Machine(gpu=mesh.device.type == "cuda", kernels=not why_not(mesh.device))
+    return Machine(gpu=mesh.device.type == "cuda", kernels=not kernels_unavailable(mesh.device))
 
 
 def buckets_text(buckets: Buckets) -> str:
@@ -107,7 +107,7 @@ def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> I
     if len(grows) > 1:
         shown = [*grows[:3], "...", *grows[-2:]] if len(grows) > 6 else grows
         yield f"batch   {', '.join(shown)} | {samples} samples in all"
-    yield f"files   {folder}/ | Ctrl-C saves and stops, the same command goes on from there"
+    yield f"files   {folder}/ | Ctrl-C saves and stops, the same command resumes from there"
 
 
 def commit() -> str:

@@ -119,7 +119,7 @@ class RunLog:
             if what not in self._failed:
                 self._failed.add(what)
                 why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                self.warn(f"{what}: {why}; the run goes on without it")
+                self.warn(f"{what}: {why}; the run continues without it")
 
     # Text
 

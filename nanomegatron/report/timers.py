@@ -40,7 +40,7 @@ class Clock:
         return self
 
     def milliseconds(self) -> float:
-        """The span; waits until the device has come to its end."""
+        """The span; waits until the device has reached its end."""
         if not self.cuda:
             return 1e3 * (self.end - self.begin)
         self.end.synchronize()
@@ -61,7 +61,7 @@ class Clock:
         return after - before, event, (before + after) / 2
 
     def seconds(self, mark: Any) -> float:
-        """The moment of a mark on the host's clock; waits until the device has come to it."""
+        """The moment of a mark on the host's clock; waits until the device has reached it."""
         if not self.cuda:
             return mark
         mark.synchronize()

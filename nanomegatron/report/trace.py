@@ -2,7 +2,7 @@
 
     begin          with op(F0.1): ...         receive, received         end
       |            [============]                   |                    |
-    base event     mark       mark            mark: it has come     gather, align, write
+    base event     mark       mark            mark: it arrived      gather, align, write
 
 A mark is an event on a GPU's stream, or the time on a CPU (`timers.Clock`); the host never waits for the
 device while the step runs. A message begins with the end of the op that sends it, on the sender's clock, and
@@ -83,7 +83,7 @@ class Tracer(NoTracer):
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
-        """Around the computation of an op whose message has come."""
+        """Around the computation of an op whose message has arrived."""
         with (
             torch.cuda.nvtx.range(op_name(op)) if self.cuda else nullcontext(),
             self.timers(TIMERS[op.kind], level=2),

@@ -20,7 +20,7 @@ from nanomegatron.ops.fp8_cast import (
     fp8_update,
     fp8_update_ref,
 )
-from nanomegatron.ops.kernels import FLOATS, TYPES, launch, why_not, without_kernels
+from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch, without_kernels
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -97,7 +97,7 @@ def coded(shape: tuple[int, int], dtype: torch.dtype, inverses: str) -> tuple[to
 
 
 def test_the_kernels_are_there():
-    assert why_not(torch.device("cuda", torch.cuda.current_device())) == ""
+    assert kernels_unavailable(torch.device("cuda", torch.cuda.current_device())) == ""
 
 
 @pytest.mark.parametrize("outputs", ["rowwise", "columnwise", "both"])

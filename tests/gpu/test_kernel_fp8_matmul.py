@@ -6,7 +6,7 @@ import torch
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
 from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_, missing
-from nanomegatron.ops.kernels import launch, why_not, without_kernels
+from nanomegatron.ops.kernels import kernels_unavailable, launch, without_kernels
 from tests.test_ops_fp8_matmul import PAIRS, SHAPES, add, case, check, shifted, wanted
 
 GPU = torch.device("cuda")
@@ -20,7 +20,7 @@ ODD = (1040, 528, 2064), (16, 4096, 16), (4096, 16, 4096), (16, 16, 16384), (48,
 @pytest.fixture(autouse=True)
 def by_the_library(monkeypatch):
     """Torch's matmul is not there to fall back on."""
-    assert not why_not(GPU) and not missing()
+    assert not kernels_unavailable(GPU) and not missing()
     monkeypatch.setattr(ops_fp8_matmul, "add_fp8_product_ref_", None)
 
 

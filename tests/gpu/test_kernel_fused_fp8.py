@@ -6,7 +6,7 @@ import torch
 from nanomegatron.ops.adamw import CHUNK
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast_ref
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
-from nanomegatron.ops.kernels import FLOATS, TYPES, launch, why_not
+from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch
 from nanomegatron.ops.norm import NormFunction, norm_ref
 from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
 from tests.test_ops_fused_fp8 import (
@@ -59,7 +59,7 @@ def same_bytes(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def test_the_kernels_are_there():
-    assert why_not(torch.device("cuda", torch.cuda.current_device())) == ""
+    assert kernels_unavailable(torch.device("cuda", torch.cuda.current_device())) == ""
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import why_not
+from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.swiglu import GELU, SILU, GatedFunction, gated_ref
 
 GPU = torch.device("cuda")
@@ -37,7 +37,7 @@ def check(x: torch.Tensor, act: int) -> None:
 
 
 def test_the_kernels_are_there():
-    assert why_not(torch.device("cuda", torch.cuda.current_device())) == ""
+    assert kernels_unavailable(torch.device("cuda", torch.cuda.current_device())) == ""
 
 
 @pytest.mark.parametrize("act", [SILU, GELU])

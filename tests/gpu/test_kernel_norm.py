@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import TYPES, launch, why_not
+from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch
 from nanomegatron.ops.norm import NormFunction, add_norm, norm, norm_ref
 
 CUDA = torch.device("cuda", 0)
@@ -74,7 +74,7 @@ def tensors(rows, h, dtype, biased, wide=False, scale=1.0):
 
 def ours(x, residual, weight, bias, dy, dtotal, from_one):
     """Outputs and gradients by the kernels."""
-    assert why_not(CUDA) == ""
+    assert kernels_unavailable(CUDA) == ""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, residual, weight, bias)]
     outs = NormFunction.apply(*leaves, EPS, from_one)
     outs = outs if residual is not None else (outs,)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import TYPES, launch, why_not
+from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch
 from nanomegatron.ops.rope import rope, rope_packed, rope_ref
 
 CUDA = torch.device("cuda", 0)
@@ -26,8 +26,8 @@ SHAPES = [  # s, b, n, g, d, r
 
 @pytest.fixture(autouse=True)
 def built():
-    if why_not(CUDA):
-        pytest.skip(why_not(CUDA))
+    if kernels_unavailable(CUDA):
+        pytest.skip(kernels_unavailable(CUDA))
 
 
 def angles(s, b, half):

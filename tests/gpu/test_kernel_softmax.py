@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import TYPES, launch, why_not
+from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch
 from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 
 CUDA = torch.device("cuda", 0)
@@ -37,8 +37,8 @@ HIDDEN = [(1, 1, 1, 1), (1, 1, 1, 0), (0, 1, 1, 1), (0, 0, 1, 1), (1, 0, 1, 1), 
 
 @pytest.fixture(autouse=True)
 def built():
-    if why_not(CUDA):
-        pytest.skip(why_not(CUDA))
+    if kernels_unavailable(CUDA):
+        pytest.skip(kernels_unavailable(CUDA))
 
 
 def guarded(shape, dtype, shift=0):

@@ -15,7 +15,7 @@ from nanomegatron.ops import paths as ops_report
 from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops import softmax as ops_softmax
 from nanomegatron.ops import swiglu as ops_mlp
-from nanomegatron.ops.kernels import FLOATS, why_not, without_kernels
+from nanomegatron.ops.kernels import FLOATS, kernels_unavailable, without_kernels
 
 CUDA = torch.device("cuda", 0)
 TP = Axis("tp", 1, 0, (0,))
@@ -26,7 +26,7 @@ RELATIVE = {torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # f
 
 @pytest.fixture(autouse=True)
 def fresh():
-    assert why_not(CUDA) == ""
+    assert kernels_unavailable(CUDA) == ""
     torch._dynamo.reset()
 
 
