@@ -13,7 +13,8 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint.checkpoint import save, training_pieces
-from nanomegatron.commands.generate import load_model, main, pieces_of_text
+from nanomegatron.commands.generate import load_model, pieces_of_text
+from nanomegatron.commands.generate_args import main
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig

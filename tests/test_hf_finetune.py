@@ -7,7 +7,7 @@ import torch
 
 import convert
 import train
-from nanomegatron.commands import generate
+from nanomegatron.commands import generate_args
 from tests.hf_models import VOCAB, data, hugging_face, save
 from tests.test_convert import byte_tokenizer
 
@@ -82,5 +82,5 @@ def test_contradictions_with_the_weights_are_named(folder, capsys):
 
 def test_generating_from_a_folder(folder, capsys):
     flags = ["--prompt", "abc", "--max-new-tokens", "4", "--temperature", "0", "--device", "cpu"]
-    assert generate.main(["--load", "theirs", *flags]) == 0
+    assert generate_args.main(["--load", "theirs", *flags]) == 0
     assert capsys.readouterr().out.startswith("a b c")

@@ -21,7 +21,6 @@ from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.commands.generate_args import parse
 from nanomegatron.config.cli import build as from_settings
 from nanomegatron.config.cli import from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
@@ -36,10 +35,9 @@ from nanomegatron.pp import Stages
 DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
 
 
-def main(argv: list[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Generate here or on `--nproc` processes of this machine; returns the exit code."""
     world = World.from_environment()
-    args = parse(argv, world.size)
     if world.size > 1 or args.nproc == 1:
         return run_rank(world, args)
     codes = launch(run_rank, args.nproc, (args,))

@@ -10,8 +10,8 @@ from nanomegatron.config.sampling import Sampling
 
 def main(argv: list[str]) -> int:
     """Leave with exit code 2 if the command line is wrong, else generate."""
-    parse(argv, processes_of_torchrun())
-    return importlib.import_module("nanomegatron.commands.generate").main(argv)
+    args = parse(argv, processes_of_torchrun())
+    return importlib.import_module("nanomegatron.commands.generate").run(args)
 
 
 def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
@@ -49,5 +49,5 @@ def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not args.prompt and args.nproc > 1:
-        parser.error("prompts are read from stdin by one process alone: give --prompt")
+        parser.error("only a single process reads prompts from stdin: give --prompt")
     return args

@@ -121,8 +121,8 @@ class TikTokenizer:
     ) -> None:
         path = Path(model)
         if path.is_file() and path.suffix == ".json":
-            self._use_megatron(path, vocab_size or 2**17, pattern or "v2", special or 1000)
-        elif pattern or special:
+            self._use_megatron(path, vocab_size or 2**17, pattern or "v2", special)
+        elif pattern or special is not None:
             given = f"--tiktoken-pattern {pattern}" if pattern else f"--tiktoken-num-special-tokens {special}"
             raise ValueError(f"{given}: is for Megatron's JSON vocabulary, --tokenizer-model FILE.json")
         elif path.is_file():
@@ -142,15 +142,14 @@ class TikTokenizer:
             names = ", ".join(tiktoken.list_encoding_names())
             raise ValueError(f"--tokenizer-model {model}: no such file, and not one of {names}")
 
-    def _use_megatron(self, path: Path, vocab_size: int, pattern: str, special: int) -> None:
+    def _use_megatron(self, path: Path, vocab_size: int, pattern: str, special: int | None) -> None:
+        special = 1000 if special is None else special
         if not len(MEGATRON_SPECIAL) <= special < vocab_size:
             least = f"must be {len(MEGATRON_SPECIAL)} or more, and less than --vocab-size {vocab_size}"
             raise ValueError(f"--tiktoken-num-special-tokens {special}: {least}")
         names = MEGATRON_SPECIAL + [f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), special)]
-        tables = dict(
-            mergeable_ranks=read_megatron_ranks(path, vocab_size - special, special),
-            special_tokens={name: i for i, name in enumerate(names)},
-        )
+        ranks = read_megatron_ranks(path, vocab_size - special, special)
+        tables = {"mergeable_ranks": ranks, "special_tokens": {name: i for i, name in enumerate(names)}}
         encoding = tiktoken.Encoding(path.name, pat_str=MEGATRON_PATTERNS[pattern], **tables)
         settings = {"vocab_size": vocab_size, "pattern": pattern, "special": special}
         spec = {"type": "TikTokenizer", "model": str(path.absolute()), **settings}

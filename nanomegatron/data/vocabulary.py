@@ -34,10 +34,7 @@ def read_megatron_ranks(path: Path, most: int, offset: int) -> dict[bytes, int]:
     The file is a list of {"rank": 0, "token_bytes": "AA==", "token_str": "..."}, the 256 bytes first (so is
     the "vocab" of Mistral's tekken.json). Raises ValueError with the entry that is wrong.
     """
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
+    entries = _json(path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: must be a JSON list of tokens, not a {type(entries).__name__}")
     ranks: dict[bytes, int] = {}
@@ -73,16 +70,20 @@ def byte_alphabet() -> dict[str, int]:
 
 def read_table(path: Path, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """A JSON object, with no other keys than these. Raises ValueError."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path}: not JSON ({why})") from None
+    table = _json(path)
     if not isinstance(table, dict):
         raise ValueError(f"{path}: must be a JSON object, not a {type(table).__name__}")
     if unknown := sorted(table.keys() - keys) if keys is not None else []:
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; it may have {', '.join(sorted(keys))}")
     return table
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path}: not JSON ({why})") from None
 
 
 def check_ids(path: Path, *tables: Any) -> None:
