@@ -29,7 +29,7 @@ Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 
 
 class SelfAttention(nn.Module):
-    """Causal self attention with grouped queries: `[s, b, h] -> [s, b, h]`; under sequence parallelism s/tp.
+    """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, and y alike.
 
     context: attention over the ranks of cp, as `cp.context_attention`.
     """
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """rotary: cos and sin of the positions of x; cache: keeps this layer's keys and values."""
+        """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: cos, sin of its positions; cache: keeps keys, values."""
         q, k, v = self._queries_keys_values(x, rotary)
         if cache is not None:
             k, v = cache(self.layer, k, v)

@@ -33,12 +33,12 @@ class Batch:
 
     @property
     def embedded_positions(self) -> torch.Tensor:
-        """The positions that learned embeddings use, `[s]` or `[b, s]`."""
+        """The positions that learned embeddings use -> `[s]` or `[b, s]`"""
         return self.positions if self.position_ids is None else self.position_ids
 
     @property
     def rotary_positions(self) -> torch.Tensor:
-        """Those that rotary embeddings use: places in the row where attention crosses documents."""
+        """Those of rotary embeddings -> `[s]` or `[b, s]`: in the row where attention crosses documents."""
         return self.positions if self.cu_seqlens is None else self.embedded_positions
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":

@@ -43,7 +43,7 @@ _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def count(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
-    """Note in `axis.traffic` that `tensor` is sent."""
+    """Note in `axis.traffic` that `tensor` `[...]` is sent."""
     axis.traffic[axis.name, kind, "calls"] += 1
     axis.traffic[axis.name, kind, "bytes"] += tensor.numel() * tensor.element_size()
 
@@ -58,15 +58,15 @@ def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
 class Pending:
     """Communication in flight: what is sent and the result belong to it until `wait` gives the result.
 
-    works: what torch gives for it, or others with the same `wait`. On a GPU waiting holds up the current
-    stream, not the host.
+    works: torch's handles, or others with the same `wait`; sent `[...]`: buffers to keep until then. On a GPU
+    `wait` holds up the current stream, not the host.
     """
 
     def __init__(self, result: Any, works: Sequence[Any] = (), sent: Sequence[torch.Tensor] = ()) -> None:
         self.result, self.works, self.sent = result, works, sent
 
     def wait(self) -> Any:
-        """The result; a second call returns at once."""
+        """The result; a second call returns immediately."""
         for work in self.works:
             work.wait()
         self.works, self.sent = (), ()
@@ -74,12 +74,12 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once, as far as is known: gloo reports it only to a waiter."""
+        """Whether `wait` would return immediately, as far as is known: gloo reports it only to a waiter."""
         return all(work.is_completed() for work in self.works)
 
 
 def start_send(x: torch.Tensor, link: Link) -> Pending:
-    """Begin to send x over a link, whose receiver takes messages in the order in which they are sent."""
+    """Begin to send x `[...]` over a link, whose receiver takes messages in the order they are sent."""
     x = x.contiguous()
     count(link.axis, "send", x)
     return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x])
@@ -106,9 +106,9 @@ def start_messages(
     result: Any,
     axis: Axis,
 ) -> Pending:
-    """Begin to send and receive tensors: (contiguous tensor, the other rank on the axis, modulo its size).
+    """Begin to send and receive tensors: pairs (contiguous tensor, the other rank, modulo the axis's size).
 
-    Messages between two ranks arrive in the order in which they are begun.
+    sends, receives `[...]`. Messages between two ranks arrive in the order in which they are begun.
     """
     for x, _ in sends:
         count(axis, "send", x)
@@ -119,7 +119,7 @@ def start_messages(
 
 
 def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to send x to the next rank of the axis; the result is that of the rank before, of equal shape."""
+    """Begin to send x `[...]` to the next rank of the axis, and to receive that of the rank before."""
     if axis.size == 1:
         return Pending(x)
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -127,7 +127,7 @@ def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Begin to reduce x over the axis in place."""
+    """Begin to reduce x `[...]` over the axis in place."""
     if axis.size == 1:
         return Pending(x)
     count(axis, "all_reduce", x)
@@ -135,9 +135,9 @@ def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
-    """Begin to lay the ranks' x one after the other along dim 0: `[n, ...] -> [n * size, ...]`.
+    """Begin to concatenate the ranks' x `[n, ...]` along dim 0, into out `[n*size, ...]`.
 
-    `out` may be a tensor of which x is this rank's slice.
+    x may be this rank's slice of `out`.
     """
     if axis.size == 1:
         return Pending(x if out is None else out)
@@ -150,7 +150,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
 def start_reduce_scatter(
     x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum"
 ) -> Pending:
-    """Begin to reduce x and give this rank its slice along dim 0: `[n, ...] -> [n / size, ...]`.
+    """Begin to reduce x `[n, ...]` and write this rank's slice along dim 0 into out `[n/size, ...]`.
 
     x may be overwritten; `out` may be this rank's slice of it.
     """
@@ -171,7 +171,7 @@ def start_all_to_all(
     receive: list[int] | None = None,
     rows: int = 0,
 ) -> Pending:
-    """Begin an all-to-all along dim 0: rank r gets every rank's r-th block, in rank order.
+    """Begin an all-to-all of x `[n, ...]` along dim 0: rank r gets every rank's r-th block, in rank order.
 
     Blocks are equal, or `send[r]` rows go to rank r and `receive[r]` rows come from it. The result has
     at least `rows` rows, undefined beyond those received.
@@ -195,28 +195,28 @@ def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
 
 
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """Reduce x over the axis in place and return it; for buffers with no other use."""
+    """Reduce x `[...]` over the axis in place -> x `[...]`. For buffers with no other use."""
     return start_all_reduce_(x, axis, op).wait()
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """x reduced over the axis, the same on every rank: `[...] -> [...]`."""
+    """x `[...]` reduced over the axis -> `[...]`, the same on every rank."""
     return x if axis.size == 1 else all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op)
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """The ranks' x one after the other along dim: `[n, ...] -> [n * size, ...]`."""
+    """The ranks' x `[n, ...]` concatenated -> `[n*size, ...]`, or along another dim."""
     parts = start_all_gather(x, axis).wait()
     return parts if dim == 0 or axis.size == 1 else torch.cat(parts.chunk(axis.size), dim)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's slice along dim 0 of the sum over the axis: `[n, ...] -> [n / size, ...]`."""
+    """This rank's slice along dim 0 of x `[n, ...]` summed over the axis -> `[n/size, ...]`"""
     return start_reduce_scatter(x, axis).wait()
 
 
 def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """This rank's equal share of x along dim; nothing is sent."""
+    """This rank's equal share of x `[n, ...]` -> `[n/size, ...]`, or of another dim. Nothing is sent."""
     if axis.size == 1:
         return x
     _check_divides(x, axis, dim)
@@ -224,7 +224,7 @@ def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 
 
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Overwrite x with the one of the axis's rank `source`."""
+    """Overwrite x `[...]` with that of the axis's rank `source` -> x `[...]`"""
     if axis.size > 1:
         count(axis, "broadcast", x)
         dist.broadcast(x, axis.ranks[source], group=axis.group)

@@ -160,7 +160,7 @@ class Shard:
     def order(self, group: int, among: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The permutation that puts the tokens of `among` ranks, rank after rank, in the order of the row.
 
-        And its inverse. This rank is among them.
+        This rank is among them. Returns it and its inverse -> `[n]`, `[n]`, n tokens of these ranks.
         """
         first = self.axis.rank // (group * among) * among
         order = np.argsort(np.concatenate([self.token_indices(first + i, group) for i in range(among)]))
@@ -201,11 +201,11 @@ def context_attention(
     backend: str,
     fused_softmax: bool = True,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries `[s/cp, b, n, d]` to all keys; k, v `[s/cp, b, g, d]`.
+    """Causal attention of this rank's queries to all keys.
 
-    mask: of the whole row; fused_softmax: as for `core_attention`, which a2a calls. Returns `[s/cp, b, n*d]`.
-    Communicates over the axis of the shard, as its type of the layer says. Raises ValueError where heads do
-    not divide.
+    q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
+    mask: of the whole row; fused_softmax: as for `core_attention`, which a2a calls. Communicates over the
+    axis of the shard, as its type of the layer says. Raises ValueError where heads do not divide.
     """
     kind, axis, device = shard.types[layer], shard.axis, q.device
 
@@ -227,7 +227,10 @@ def context_attention(
 
 
 class RingFunction(torch.autograd.Function):
-    """p2p, as drawn above: context `[s/cp, b, n, d]`. steps: `Shard.ring`."""
+    """p2p, as drawn above. q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
+
+    steps: `Shard.ring`.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, axis: Axis, steps: list[Step | None], backend: str) -> torch.Tensor:
@@ -261,9 +264,10 @@ class RingFunction(torch.autograd.Function):
 
 
 def ring_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis) -> Iterator[torch.Tensor]:
-    """Keys and values `[2, s/cp, b, g, d]` of this rank, of the one before it, and so on.
+    """Keys and values of this rank, of the one before it, and so on.
 
-    Those of the next step are in flight while one computes with the present ones.
+    k, v `[s/cp, b, g, d]` -> kv `[2, s/cp, b, g, d]`, cp times. Those of the next step are in flight while
+    one computes with the present ones.
     """
     kv = torch.stack((k, v))
     for _ in range(axis.size - 1):
@@ -276,7 +280,10 @@ def ring_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis) -> Iterator[torch.Tens
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, rows: Rows, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Merge attention of some rows to more keys into out `[s, b, n, d]` and lse `[b, n, s]`, both fp32."""
+    """Merge attention of some rows to more keys into out `[s, b, n, d]` and lse `[b, n, s]`, both fp32.
+
+    part `[rows, b, n, d]` and part_lse `[b, n, rows]`: of these rows to those keys.
+    """
     total = torch.logaddexp(lse[..., rows], part_lse)
     weights = ((x - total).exp().permute(2, 0, 1)[..., None] for x in (lse[..., rows], part_lse))
     out[rows] = next(weights) * out[rows] + next(weights) * part
@@ -286,7 +293,7 @@ def merge_(
 def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend: str) -> tuple:
     """Gradients of a step's queries, keys and values.
 
-    known: dout, q, out and lse, the last two of attention to all keys.
+    kv `[2, s, b, g, d]`; known: dout, q, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]` of attention to all keys.
     """
     dout, q, out = (x[step.queries] for x in known[:3])
     k, v = (x[step.keys] for x in kv)
@@ -294,7 +301,10 @@ def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend
 
 
 class GatherFunction(torch.autograd.Function):
-    """allgather: context `[s/cp, b, n, d]`; keys and values are gathered again for the backward."""
+    """allgather: q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
+
+    Keys and values are gathered again for the backward.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, axis: Axis, steps: list[Step], order: tuple, backend: str) -> torch.Tensor:
@@ -330,7 +340,7 @@ class GatherFunction(torch.autograd.Function):
 
 
 def gather_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
-    """Keys and values of all ranks in the order of the row, `[2, s, b, g, d]`."""
+    """k, v `[s/cp, b, g, d]` of all ranks in the order of the row, order `[s]` -> `[2, s, b, g, d]`"""
     return start_all_gather(torch.stack((k, v), 1), axis).wait()[order].transpose(0, 1)
 
 
@@ -344,7 +354,8 @@ def ulysses_attention(
 ) -> torch.Tensor:
     """a2a: attend(q, k, v) with all tokens of the axis, in the row's order, and this rank's share of heads.
 
-    Where there are fewer key/value heads than ranks, those that share one are each sent a copy.
+    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`. Where there are
+    fewer key/value heads than ranks, those that share one are each sent a copy.
     """
     (s, b, n, d), g, ranks = q.shape, k.shape[2], axis.size
     if n % ranks or (g % ranks and ranks % g):
@@ -360,7 +371,7 @@ def ulysses_attention(
 
 
 class Reorder(torch.autograd.Function):
-    """x[order]; the backward needs no sums, as index_select's would: it is the inverse permutation."""
+    """x[order] for x `[n, ...]`, order, inverse `[n]` -> `[n, ...]`. Backward: the inverse, no sums."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

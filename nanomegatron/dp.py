@@ -56,7 +56,7 @@ class Slice:
     saver: bool  # of the ranks that hold this range, the one that saves it and counts it in a norm
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The range, flat: a view."""
+        """The range, a view: shard `[size/ranks]` -> `[stop - start]`"""
         return shard[self.start : self.stop]
 
 
@@ -73,16 +73,16 @@ class ShardComm:
         self.description = f"collectives ({reason})" if reason else "collectives"
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A whole flat tensor `[size]`, to be sharded; all ranks make the same ones in the same order."""
+        """A whole flat tensor -> `[size]`, to be sharded. All ranks make the same ones in the same order."""
         return torch.zeros(size, dtype=dtype, device=self.device)
 
     def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
-        """Begin to reduce over the axis; the result is this rank's shard of `whole`."""
+        """Begin to reduce whole `[size]` over the axis; the result is this rank's shard of it."""
         own = whole.chunk(self.axis.size)[self.axis.rank]
         return start_reduce_scatter(whole, self.axis, own, op)
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
-        """Begin to fetch the other ranks' shards of `whole`."""
+        """Begin to gather the other ranks' shards of whole `[size]`, in place."""
         own = whole.chunk(self.axis.size)[self.axis.rank]
         return start_all_gather(own, self.axis, whole)
 
@@ -104,7 +104,7 @@ class GatheredParams:
         self.shard = self.whole[bucket.shard]
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
-        """Convert this rank's fp32 main parameters to `out`, like `shard`; both `[size / ranks]`."""
+        """Convert this rank's fp32 main parameters to the type of `shard`: main, out `[size/ranks]`."""
         out.copy_(main)
 
     def free_params(self) -> None:
@@ -150,7 +150,7 @@ class Bucket:
         self.start_step(1)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in a flat tensor `[size]`, in their shapes."""
+        """The parameters' places in flat `[size]`, in their shapes -> `[...]`, one each."""
         return [flat[b : b + p.numel()].view(p.shape) for b, p in zip(self.begins, self.params, strict=True)]
 
     def _slices(self) -> Iterator[Slice]:
@@ -184,7 +184,7 @@ class Bucket:
         self.counts, self.seen, self.microbatches = Counter(), 0, microbatches
 
     def add(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Add a contribution to the gradient of `param`, and count it. grad: of its shape"""
+        """Add a contribution to the gradient of `param`, and count it. grad `[...]`: of its shape"""
         add_(main_grad(param), grad)
         self.ready(param)
 
@@ -194,7 +194,7 @@ class Bucket:
         if self.counts[param] > self.microbatches * param.spec.uses:
             raise RuntimeError(
                 f"{param.spec.name}: gradient number {self.counts[param]}, where each of {self.microbatches} "
-                f"microbatches has {param.spec.uses}; tell zero() how many microbatches follow"
+                f"microbatches has {param.spec.uses}; give zero() the number of microbatches that follow"
             )
         self.seen += 1
         if self.seen % self.uses == 0:

@@ -120,7 +120,7 @@ class Quantized(NamedTuple):
 
     @classmethod
     def with_scale(cls, pair: Pair, inverse: torch.Tensor) -> "Quantized":
-        """Of what a cast with one scale made, and the scale's inverse."""
+        """Of what a cast with one scale made, and the scale's inverse `[]`."""
         return cls(*(None if data is None else Fp8Matrix(data, inverse) for data in pair))
 
     def saved_form(self) -> Fp8Matrix:
@@ -129,7 +129,7 @@ class Quantized(NamedTuple):
 
 
 def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
-    """The largest over the axes, in place; NaN is sent as infinity, since not every reduction keeps it."""
+    """The largest amax `[...]` over the axes, in place -> `[...]`; NaN, which reductions lose, as inf."""
     for axis in axes:
         if axis.size > 1:
             all_reduce_(amax.nan_to_num_(torch.inf, torch.inf), axis, "max")
@@ -203,7 +203,7 @@ class Scales:
         self._update_inverses()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint between steps, by layer: amaxes `[history, 3]` and scales `[3]` of x, w, g."""
+        """For a checkpoint between steps, of x, w, g of each layer -> amaxes `[history, 3]`, scales `[3]`"""
         found = {}
         if self.recipe.name == "delayed":
             for name, layer in self.layers.items():
@@ -212,7 +212,7 @@ class Scales:
         return found
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore these layers from what `state` returned. Raises ValueError where one is missing."""
+        """Restore these layers. state `[history, 3]` or `[3]`: as above. Raises ValueError if incomplete."""
         expected = self.state()
         if missing := sorted(expected.keys() - state.keys()):
             raise ValueError(f"no FP8 scales of {', '.join(missing)}")
@@ -292,7 +292,7 @@ class Fp8Linear:
         return Quantized(*fp8_cast_blocks(x, dtype, squares, copies, power_of_two=True, inverse=inverse))
 
     def known_scale(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
-        """For a kernel that itself writes x, w or g in FP8: what it is to write; and the scale's inverse."""
+        """For a kernel that itself writes x, w or g in FP8 -> its output, and the scale's inverse `[]`"""
         slot, scales = self.slot(role), self.scales
         amax = scales.history[0, slot] if record else None
         output = Fp8Output(self.recipe.dtype(role), scales.scale[slot], amax, copies)
@@ -306,7 +306,7 @@ class Fp8Linear:
             self.scales.stats_hook(self.slot(role), x(), quantized.rowwise)
 
     def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
-        """Both copies of the local `[o, i]`, made at first use in a step. axis: what it is cut over.
+        """Both copies of the local param `[o, i]`, cast at first use in a step. axis: what it is cut over.
 
         Raises RuntimeError where neither a cast nor the weight is there.
         """
@@ -321,7 +321,7 @@ class Fp8Linear:
         return self.cached_weight
 
     def set_optimizer_cast(self, data: torch.Tensor) -> None:
-        """Use the optimizer's cast of the weight `[o, i]`, E4M3, made with the current scale."""
+        """Use the optimizer's cast of the weight: data `[o, i]`, E4M3, made with the current scale."""
         self.optimizer_cast = Fp8Matrix(data, self.scales.inverses[self.slot("w"), 0])
         self.cached_weight = None
 

@@ -46,7 +46,7 @@ def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
 
 
 class Fp8LinearFunction(torch.autograd.Function):
-    """`tp.LinearFunction` in FP8, with the same `comm`; the result has the type of x."""
+    """`tp.LinearFunction` in FP8, with the same `comm`. x `[..., i]`, weight `[o, i]` -> `[..., o]`"""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ def input_copies(fp8: Fp8Linear, comm: str, trains: bool) -> str:
 
 
 def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
-    """The copies of dL/dy `[..., o]` that the backward needs; "scatter" gathers its rows over the axis."""
+    """The copies of grad `[..., o]` that the backward needs; "scatter" gathers its rows over the axis."""
     if (casts := source_of(grad).casts) is not None:
         return casts
     g, wgrad = grad.flatten(0, -2), fp8.recipe.wgrad
@@ -113,7 +113,7 @@ def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quan
 
 
 def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.Tensor | None:
-    """dW = g x^T into `main_grad`, by the matmul itself where it can. g `[o, t]`, x `[i, t]`"""
+    """Add dW = g x^T to `main_grad`, in the matmul where it can. g `[o, t]`, x `[i, t]` -> `[o, i]`, None"""
     target = main_grad(weight)
     if target is None or target.dtype != torch.float32 or g.inverse.dim():
         dtype = weight.dtype if target is None else target.dtype

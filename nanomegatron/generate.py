@@ -32,7 +32,7 @@ from nanomegatron.report.log import RunLog
 class KVCache:
     """Keys and values of all positions so far, of this rank's heads: `[max_length, b, g, d]` each, a layer.
 
-    A `model.Cache`: takes the new ones of a layer, `[s, b, g, d]`, and returns views of all, `[t, b, g, d]`.
+    A `model.Cache`: takes a layer's new k, v `[s, b, g, d]` -> views of all, `[t, b, g, d]`, `[t, b, g, d]`
     """
 
     def __init__(self, max_length: int) -> None:
@@ -68,7 +68,7 @@ def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, t
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """A token for each row of logits `[b, V]`: ids `[b]`.
+    """A token for each row of logits `[b, V]` -> ids `[b]`
 
     `generators`: one on the CPU for each row, whose next number is looked up in the row's cumulative weights.
     """

@@ -31,7 +31,10 @@ from nanomegatron.tp import (
 
 
 def hidden_dropout(x: torch.Tensor, p: float, batch: Batch, site: int) -> torch.Tensor:
-    """Dropout of the residual stream, the same under any layout; `site` numbers the places from 0."""
+    """Dropout of the residual stream, the same under any layout. x `[s, b, h]` -> alike `[s, b, h]`
+
+    `site` numbers the places from 0.
+    """
     if p == 0.0 or batch.dropout_seed is None:
         return x
     return dropout(x, p, batch.dropout_seed, site, batch.residual_positions, batch.sample_ids)
@@ -40,7 +43,7 @@ def hidden_dropout(x: torch.Tensor, p: float, batch: Batch, site: int) -> torch.
 def normalize(
     layer: "Norm", x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = norm(x + residual), and x + residual. All `[..., h]`"""
+    """y = norm(x + residual), and x + residual. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
     how = layer.weight, layer.bias, layer.eps, layer.from_one
     if residual is not None and layer.fused:
         return add_norm(x, residual, *how)
@@ -49,7 +52,7 @@ def normalize(
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dim; the weight is the same on every rank of `axis`.
+    """RMSNorm or LayerNorm over the last dim, one weight on all of `axis`. x `[..., h]` -> `[..., h]`
 
     partial: its ranks normalize different parts of the data (heads, or pieces of the sequence).
     """
@@ -74,7 +77,7 @@ class Norm(nn.Module):
         return self._recomputable(*self.op(self, x))[0]
 
     def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and this sum."""
+        """The norm of x + residual, and this sum. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
         return self._recomputable(*self.op(self, x, residual))
 
     def _recomputable(self, y: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,12 +87,12 @@ class Norm(nn.Module):
 
 
 def activate(mlp: "MLP", x: torch.Tensor) -> torch.Tensor:
-    """The activation between the layers of an MLP. `[..., 2f]` of gated units, or `[..., f]` -> `[..., f]`"""
+    """The activation between an MLP's two layers. x `[..., f]` or `[..., 2*f]` (gated) -> `[..., f]`"""
     return mlp.activation(x)
 
 
 class MLP(nn.Module):
-    """The two-layer feed-forward network: `[s, b, h] -> [s, b, h]`, inner features cut over tp."""
+    """Two-layer feed-forward network, its features cut over tp. x `[s, b, h]` -> `[s, b, h]`, or of s/tp."""
 
     act: Callable[["MLP", torch.Tensor], torch.Tensor] = staticmethod(activate)
 
@@ -125,7 +128,7 @@ class MLP(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Word and learned position embeddings: tokens `[b, s]` -> `[s, b, h]`, or this rank's `[s/tp, b, h]`."""
+    """Word and learned position embeddings. tokens `[b, s]` -> `[s, b, h]` or this rank's `[s/tp, b, h]`"""
 
     def __init__(
         self,
@@ -175,7 +178,10 @@ class OutputLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, loss_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """Loss `[b, s]` for labels, or logits `[s, b, V/tp]`."""
+        """x `[s, b, h]` or `[s/tp, b, h]` -> logits `[s, b, V/tp]` or, with labels, the loss `[b, s]`
+
+        labels, loss_weights `[b, s]`: as those of a `Batch`.
+        """
         cut = self.sequence_parallel and self.training
         if labels is not None and self.loss is not None:
             return self.loss(x, self.weight, labels, loss_weights, self.tp, self.vocab_size, cut)

@@ -112,7 +112,7 @@ class LossScaler:
         self.hysteresis_left = self.hysteresis  # bad steps that do not halve the scale
 
     def update(self, finite: torch.Tensor) -> None:
-        """Adapt the scale to one step; finite: 0-d, 1 or 0."""
+        """Adapt the scale to one step. finite `[]`: 1 or 0"""
         if not self.dynamic:
             return
         good, left = (self.good_in_a_row + 1) * finite, self.hysteresis_left - (1 - finite)

@@ -43,7 +43,7 @@ from nanomegatron.tp import vocab_spec
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual: `[s, b, h] -> [s, b, h]`."""
+    """Attention and MLP, each with norm and residual. x `[s, b, h]` -> `[s, b, h]`, or of s/tp."""
 
     def __init__(
         self,
@@ -149,15 +149,16 @@ class GPTModel(nn.Module):
             self.output_layer = OutputLayer(config, vocab_size, words, tp)
 
     def set_input_tensor(self, x: torch.Tensor) -> None:
-        """What the stage before has made, for the next forward of a stage without embedding: `[s, b, h]`."""
+        """x `[s, b, h]` or `[s/tp, b, h]`: from the stage before, for the next forward of this one."""
         self.input_tensor = x
 
     def forward(
         self, batch: Batch, labels: torch.Tensor | None = None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """labels `[b, s]` -> loss `[b, s]` fp32, the same on all tp ranks; none -> logits `[s, b, V/tp]`.
+        """labels `[b, s]` -> loss `[b, s]` or `[s, b, V/tp]` or `[s, b, h]` or `[s/tp, b, h]`
 
-        A stage that is not the last gives `[s, b, h]`, with sequence parallelism this rank's `[s/tp, b, h]`.
+        The loss, fp32 and the same on all tp ranks; without labels logits. A stage that is not the last gives
+        the residual stream, with sequence parallelism cut over tp.
         Raises RuntimeError for a loss in eval mode that autograd follows, under sequence parallelism: the
         ranks would have whole gradients where `dp.py` adds up summands; and without a needed input tensor.
         """

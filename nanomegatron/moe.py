@@ -67,7 +67,7 @@ Dispatched = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # what `TokenD
 
 
 def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The data flow of a mixture of experts: `[s, b, h] -> [s, b, h]`"""
+    """The data flow of a mixture of experts. x `[s, b, h]` -> `[s, b, h]`"""
     tokens = x.flatten(0, 1)
     probs, ids = layer.router(tokens, batch)
     dispatch = layer.dispatch_class(layer.experts)  # the state of this forward
@@ -77,7 +77,7 @@ def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch
 
 
 class MoELayer(nn.Module):
-    """Router, experts and shared experts: `[s, b, h] -> [s, b, h]`, under sequence parallelism of s/tp."""
+    """Router, experts and shared experts. x `[s, b, h]` -> `[s, b, h]`, with sequence parallelism of s/tp."""
 
     run: Callable[["MoELayer", torch.Tensor, Batch], torch.Tensor] = staticmethod(route_and_combine)
 
@@ -111,7 +111,7 @@ class MoELayer(nn.Module):
         return recomputed(run, x) if self.recompute else run(x)
 
     def shared(self, x: torch.Tensor) -> torch.Tensor:
-        """The shared experts of every token."""
+        """The shared experts of every token. x `[s, b, h]` -> `[s, b, h]`"""
         return recomputed(self._shared, x) if self.recompute_shared else self._shared(x)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,12 +138,12 @@ class TokenDispatch:
         return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
 
     def route(self, ids: torch.Tensor, capacity: int | None, first: int = 0) -> Routing:
-        """Sort the copies of all tokens here by this rank's experts. first: the id of global expert 0."""
+        """Sort the copies of all tokens here by this rank's experts. ids `[t, k]`; first: the lowest id."""
         rows = None if capacity is None else capacity * self.mesh.etp_ep.size
         return route(ids - (first + self.mesh.ep.rank * self.local), self.local, self.multiple, rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
-        """Sort this rank's tokens by ep ranks: one copy of a token for each rank with any of its experts."""
+        """Sort this rank's tokens by ep ranks: a copy for each rank with any of its experts. ids `[t, k]`"""
         owner = ids.div(self.local, rounding_mode="floor")
         repeated = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
         most = None if capacity is None else min(capacity * self.local, len(ids))
@@ -154,7 +154,7 @@ class AllGatherDispatch(TokenDispatch):
     """All-gather and reduce-scatter over etp x ep; all ranks have the same number of tokens."""
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
-        """All-gathers x, probs and ids; gradients of the first two are reduce-scattered."""
+        """All-gathers x `[t, h]`, probs, ids `[t, k]`; gradients of x and probs are reduce-scattered."""
         axis, capacity = self.mesh.etp_ep, self.capacity(len(ids))
         x, self.probs, ids = gather_seq(x, axis), gather_seq(probs, axis), all_gather(ids, axis)
         self.routing, ends = self.route(ids, capacity), None
@@ -163,6 +163,7 @@ class AllGatherDispatch(TokenDispatch):
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """Reduce-scatters partial sums of each token. rows `[r, h]` -> `[t, h]`"""
         return scatter_seq(self.unpermute(rows, self.routing, self.probs), self.mesh.etp_ep)
 
 
@@ -170,7 +171,7 @@ class AllToAllDispatch(TokenDispatch):
     """All-to-all over ep, then over etp. Ranks may have different numbers of tokens without a capacity."""
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
-        """Exchanges sizes, then x, probs and ids, over ep and over etp; the backward returns gradients."""
+        """Exchanges sizes, then x `[t, h]`, probs, ids `[t, k]` over ep and etp; the backward gradients."""
         ep, etp, capacity = self.mesh.ep, self.mesh.etp, self.capacity(len(ids))
         # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives
         self.to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
@@ -192,7 +193,7 @@ class AllToAllDispatch(TokenDispatch):
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exchanges partial sums, over etp, where they are added, and over ep."""
+        """Exchanges partial sums, over etp, where they are added, and over ep. rows `[r, h]` -> `[t, h]`"""
         (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
@@ -203,7 +204,7 @@ class AllToAllDispatch(TokenDispatch):
 def accumulate_by_expert(
     weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None]
 ) -> torch.Tensor | None:
-    """The gradient of the stacked weights: `add(out [o, i], begin, end)` adds that of one expert's rows."""
+    """The gradient of stacked weights -> `[e*o, i]`; `add(out [o, i], begin, end)`: of an expert's rows."""
     target = main_grad(weight)
     total = torch.zeros_like(weight) if target is None else target
     each = total.view(groups.experts, -1, weight.shape[1])
@@ -222,9 +223,9 @@ def accumulate_by_expert(
 def weight_grad(
     weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
 ) -> torch.Tensor | None:
-    """a^T b of each expert's rows, added to `main_grad`. a `[r, m]`, b `[r, n]` -> `[e * m, n]`
+    """a^T b of each expert's rows, added to `main_grad`. a `[r, m]`, b `[r, n]` -> `[e*m, n]`
 
-    The `run_or_defer` inside runs at once where a pipeline has deferred the call of this.
+    The `run_or_defer` inside runs immediately where a pipeline has deferred the call of this.
     """
     if groups.one_kernel(a, a.shape[1], b.shape[1]):
         return accumulate_grad(weight, lambda: grouped_outer(a, b, groups).view_as(weight))
@@ -236,9 +237,9 @@ def weight_grad(
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """Every expert's linear layer on its rows: x `[r, i]` -> `[r, o]`
+    """Each expert's linear layer on its rows.
 
-    weight `[e * o, i]`, or `transposed` `[e * i, o]`.
+    x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
     """
 
     @staticmethod
@@ -258,7 +259,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts on rows in their order: `[r, h] -> [r, h]`; over etp a summand.
+    """This rank's experts on rows in their order. rows `[r, h]` -> `[r, h]`, over etp a summand
 
     rows [r, h]          offsets [e + 1]: expert i has the rows offsets[i] ... offsets[i + 1]
 

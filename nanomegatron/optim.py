@@ -66,8 +66,8 @@ class ShardState:
     ) -> None:
         """One step from the bucket's `grad_shard` to the shard of what is gathered. All on the device.
 
-        step: its number, 0-d; values: its `step_values` `[3]`. The gradients are divided by `grad_scale`
-        first; where `skip` is 1 nothing changes.
+        step `[]`: its number; values `[3]`: its `step_values`. The gradients are divided by grad_scale `[]`
+        first; where skip `[]` is 1 nothing changes.
         """
         numbers = step, values, grad_scale, skip
         if usable(self.bucket.grad_shard, "adamw"):
@@ -77,7 +77,7 @@ class ShardState:
             self.publish()
 
     def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
-        """The same in one launch; numbers: the arguments of `update`."""
+        """The same in one launch; numbers `[...]`: the arguments of `update`."""
         copy = self.bucket.gathered.shard if self.mixed else None
         state = FlatState(self.main, copy, self.bucket.grad_shard, self.exp_avg, self.exp_avg_sq)
         adamw_flat_(state, self.segments, numbers, self.betas_eps)
@@ -90,7 +90,10 @@ class ShardState:
         grad_scale: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Update main parameters and moments from fp32 `grads`, all on one device."""
+        """Update main parameters and moments from fp32 grads `[size/ranks]`, all on one device.
+
+        step, grad_scale, skip `[]`, values `[3]`: as in `update`.
+        """
         config = self.config
         moments = self.exp_avg.float(), self.exp_avg_sq.float()
         for kind in sorted({kind for *_, kind in self.segments.ranges}):
@@ -123,7 +126,7 @@ class ShardUpdates:
         self.state = state
 
     def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """Update all shards and start their gathers; numbers: the arguments of `ShardState.update`."""
+        """Update all shards and start their gathers; numbers `[...]`: as those of `ShardState.update`."""
         for shard in shards:
             shard.update(*numbers)
             shard.bucket.start_gather()
@@ -176,7 +179,7 @@ class Optimizer:
     def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from the summed gradients, unless the loss or the norm is not finite.
 
-        loss: 0-d, the global one, so that every rank decides alike. FP8 weights are cast with the scales of
+        loss `[]`: the global one, so that every rank decides alike. FP8 weights are cast with the scales of
         `Scales.end_step`, which is called before. Communicates the norm over all ranks, and the parameters.
         """
         squares = self._over_parts(self._grads())
@@ -210,7 +213,7 @@ class Optimizer:
         return [shard.bucket.grad_shard for shard in self.shards]
 
     def _over_parts(self, flat: list[torch.Tensor], zeros: bool = False) -> torch.Tensor:
-        """Sums of squares, or numbers of zeros, of the parts that count here, fp64 `[parts]`."""
+        """Sums of squares, or numbers of zeros, of the parts that count here -> fp64 `[parts]`"""
         pairs = zip(flat, self.segments, strict=True)
         each = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
         return torch.cat([sums.to(self.values.device) for sums in each])
@@ -219,11 +222,11 @@ class Optimizer:
         return all_reduce_(squares.sum(), self.buckets.world).sqrt()
 
     def params_norm(self) -> torch.Tensor:
-        """L2 norm of all parameters, each once: 0-d. Communicates a number as the gradients' norm does."""
+        """L2 norm of all parameters, each once -> `[]`. Communicates a number as the gradients' norm does."""
         return self._norm(self._over_parts([shard.main for shard in self.shards]))
 
     def num_zeros(self) -> torch.Tensor:
-        """Gradients that are zero, padding not counted: 0-d. Communicates a number."""
+        """Gradients that are zero, padding not counted -> `[]`. Communicates a number."""
         zeros = self._over_parts(self._grads(), zeros=True).sum().long()
         return all_reduce_(zeros, self.buckets.world)
 
@@ -233,7 +236,7 @@ class Optimizer:
             shard.reset_main()
 
     def states(self) -> dict[str, list[tuple[Slice, torch.Tensor]]]:
-        """What a checkpoint holds beside the parameters: by kind, flat ranges of parts, views."""
+        """What a checkpoint holds beside the parameters, by kind -> flat ranges of parts `[n]`, views"""
         kinds = (["main"] if self.shards[0].mixed else []) + ["exp_avg", "exp_avg_sq"]
         return {
             kind: [

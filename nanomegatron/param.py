@@ -57,7 +57,7 @@ class Part:
         return tuple(self.start if d == self.dim else 0 for d in range(len(self.shape)))
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
-        """The slice inside the local tensor, without padding: a view."""
+        """The slice inside the tensor local `[...]`, without padding -> `[...]`, a view"""
         return local.narrow(self.dim, self.local_start, self.stop - self.start)
 
     def span(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class Part:
         return self.local_start * row, (self.local_start + self.stop - self.start) * row
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The slice of a whole global tensor: a view."""
+        """The slice of the global tensor whole `[...]` -> `[...]`, a view"""
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
@@ -162,14 +162,14 @@ def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.
 
 
 def draw(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
-    """The whole global tensor `name`, fp32, normal with mean 0 and deviation `init.std`."""
+    """The whole global tensor `name` -> `[...]`, fp32, normal with mean 0 and deviation `init.std`"""
     digest = hashlib.sha256(f"{init.seed}:{name}".encode()).digest()
     generator = torch.Generator(init.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(shape, device=init.device).normal_(0.0, init.std, generator=generator)
 
 
 def main_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Where gradients of the parameter are to be added now; None where no bucket wants them.
+    """Where gradients of the parameter are added now -> `[...]` of its shape, or None without a bucket.
 
     A bucket that frees its gradients between microbatches allocates them.
     """
@@ -218,7 +218,7 @@ def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
 def run_or_defer(
     param: nn.Parameter, work: Callable[[], torch.Tensor | None], beside_nccl: bool = False
 ) -> torch.Tensor | None:
-    """Run `work` now, or leave it in the parameter's store; returns the gradient for autograd, or None.
+    """Run `work` now, or leave it in the parameter's store -> the gradient `[...]` for autograd, or None.
 
     beside_nccl: the work shares the GPU with NCCL's kernels (a grouped matmul does not: its thread blocks
     expect all multiprocessors from the start, and end later by as much as they wait).
@@ -230,7 +230,7 @@ def run_or_defer(
 
 
 def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Add one gradient contribution to `main_grad` and report it; without a bucket return it to autograd."""
+    """Add a contribution to `main_grad` and report it -> None, or without a bucket `[...]` for autograd."""
     target, made = main_grad(param), grad()
     if target is None:
         return made
@@ -238,7 +238,7 @@ def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> to
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-    """The weight gradient grad^T x, summed over all rows, into `main_grad`. x `[..., i]`, grad `[..., o]`"""
+    """Add the weight gradient grad^T x to `main_grad`. x `[..., i]`, grad `[..., o]` -> `[o, i]` or None"""
     x, grad, target = x.flatten(0, -2), grad.flatten(0, -2), main_grad(weight)
     if target is None:
         return grad.t() @ x
@@ -248,9 +248,10 @@ def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Te
 
 
 def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """target += grad^T x; the sums of products are rounded to the target's type only.
+    """target += grad^T x; the sums are rounded to the target's type only.
 
-    On a GPU the matmul adds by itself; torch has no CPU kernel that adds 16 bits into fp32.
+    target `[o, i]`, grad `[t, o]`, x `[t, i]`. On a GPU the matmul itself accumulates; torch has no CPU
+    kernel that adds 16 bits into fp32.
     """
     if not x.is_cuda:
         wide = torch.promote_types(x.dtype, target.dtype)

@@ -92,7 +92,7 @@ class Stages(nn.ModuleList):
 
 
 class InjectOutputGrad(torch.autograd.Function):
-    """The end of a stage's graph: a backward from here begins with the gradient in `received`."""
+    """The end of a stage's graph. x `[s, b, h]` -> `[]`; backward from here starts from `received`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, received: list) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Inbox:
         return start_receive(self.empty, self.links[link])
 
     def receive(self, message: Message, tracer: NoTracer) -> torch.Tensor:
-        """Wait for this message, the next one of its link."""
+        """Wait for this message, the next one of its link -> `[s, b, h]` or `[s/tp, b, h]`"""
         link = message[:2]
         pending = self.posted.pop(link, None) or self._post(link)
         tracer.receive(message, pending)
@@ -166,7 +166,7 @@ class Outbox:
         self.links, self.most, self.in_flight = links, most, defaultdict(deque)
 
     def send(self, x: torch.Tensor, message: Message) -> None:
-        """Send, and free what has arrived."""
+        """Send x `[s, b, h]` or `[s/tp, b, h]`, and free what has arrived."""
         in_flight = self.in_flight[message[:2]]
         in_flight.append(start_send(x, self.links[message[:2]]))
         while in_flight and (in_flight[0].done or len(in_flight) > self.most):
@@ -187,7 +187,7 @@ class OpRunner:
         self.works: dict[tuple[int, int], list] = {}
 
     def run(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
-        """One op: received and returned are activations for F, their gradients for B and BW."""
+        """One op: on activations for F, on their gradients for B, BW. received `[s, b, h]` -> `[s, b, h]`"""
         place = op.chunk, op.microbatch
         if op.kind == "F":
             return self._forward(place, received)

@@ -39,29 +39,30 @@ class Source:
 
     @torch.enable_grad()  # with the copies that a backward reads
     def again(self) -> torch.Tensor:
+        """The tensor recomputed -> `[...]`"""
         return self.make(self.x)
 
 
 def source_of(x: torch.Tensor) -> Source:
-    """The source of a tensor; an empty one if it has none."""
+    """The source of x `[...]`; an empty one if it has none."""
     return getattr(x, "source", None) or Source()
 
 
 def with_source(y: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-    """Let readers of y = make(x) keep x in its place."""
+    """Let readers of y = make(x) keep x in its place. x, y `[...]`"""
     if torch.is_grad_enabled():
         y.source = Source(source_of(y).casts, make, x.detach())
 
 
 def saved_form(x: torch.Tensor) -> torch.Tensor:
-    """What a linear layer saves of its input for the backward: x, or the bytes of an FP8 copy."""
+    """What a linear layer saves of its input x `[...]` -> x `[...]`, or the bytes of an FP8 copy"""
     casts = source_of(x).casts
     return x if casts is None else casts.saved_form().data
 
 
 @contextmanager
 def keeping(x: torch.Tensor, prefetch: list[Callable] | None = None) -> Iterator[None]:
-    """Run the reader of x inside: autograd keeps the source of x in place of x, or of a view of all of it.
+    """Run the reader of x inside: autograd keeps the source of x `[...]` in its place.
 
     prefetch: gets a function that recomputes x before the backward asks for it, to run beside communication.
     """
@@ -88,10 +89,11 @@ def keeping(x: torch.Tensor, prefetch: list[Callable] | None = None) -> Iterator
 
 
 class RecomputeFunction(torch.autograd.Function):
-    """run(*tensors) keeping only its inputs or their sources, each cut over `spread` until the backward."""
+    """run(*tensors), keeping only its inputs or their sources, cut over `spread` until the backward."""
 
     @staticmethod
-    def forward(ctx, run: Callable, spread: Axis, _: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, run: Callable, spread: Axis, leaf: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """tensors `[...]` -> `[...]`. leaf `[0]`: makes autograd follow where no input has a gradient."""
         ctx.run, ctx.spread, ctx.shapes = run, spread, [x.shape for x in tensors]
         sources = [source_of(x) for x in tensors]
         ctx.sources = [replace(source, casts=None) if source.make else source for source in sources]
@@ -122,7 +124,10 @@ class RecomputeFunction(torch.autograd.Function):
 
 
 class CaptureInputGrad(torch.autograd.Function):
-    """x itself; its gradient is stored in `grads` as it is. (A leaf would lay it out like x: other bits.)"""
+    """x `[...]` -> `[...]` itself; its gradient is stored in `grads`. (A leaf's would be laid out like x.)
+
+    leaf `[0]`: makes autograd follow where x has no gradient.
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, leaf: torch.Tensor | None, grads: list) -> torch.Tensor:
@@ -136,10 +141,10 @@ class CaptureInputGrad(torch.autograd.Function):
 
 
 def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None) -> torch.Tensor:
-    """run(*tensors), keeping only the tensors for the backward, over the ranks of `spread` where given.
+    """run(*tensors), keeping only the tensors for the backward, cut over `spread` where given.
 
-    The parameters that `run` uses get their gradients as usual. With `spread` an all-gather of each tensor
-    precedes the backward.
+    tensors `[...]` -> `[...]`. The parameters that `run` uses get their gradients as usual. With `spread` an
+    all-gather of each tensor precedes the backward.
     """
     if not torch.is_grad_enabled():
         return run(*tensors)

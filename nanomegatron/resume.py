@@ -66,7 +66,7 @@ def environment_info(run: Run) -> dict:
 
 
 def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Tensor]]:
-    """What a checkpoint holds, with `states` of the optimizer; and, of FP8, copies of amaxes and scales."""
+    """What a checkpoint holds, with `states` of the optimizer -> pieces, and copies of FP8 scales `[...]`"""
     scales = run.model.scales
     fp8 = {} if scales is None else {f"fp8/{name}": x for name, x in scales.state().items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)

@@ -65,9 +65,9 @@ def choose(
     bias: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts and their weights: logits fp32 `[t, E]` -> probs `[t, k]`, ids int64 `[t, k]`.
+    """Each token's experts and their weights. logits fp32 `[t, E]` -> probs `[t, k]`, ids int64 `[t, k]`
 
-    bias `[E]` is added to sigmoid scores for the choice only. table: of `sinkhorn` `[t, E]`, in training,
+    bias `[E]` is added to sigmoid scores for the choice only. table `[t, E]`: of `sinkhorn`, in training,
     which then chooses; of equally good experts the first.
     """
     k, sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"
@@ -88,7 +88,7 @@ def choose(
 
 @torch.no_grad()
 def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """ids int64 `[t, k]` of the best experts by scores `[t, E]`, with a limit only of the best groups.
+    """The best experts by scores `[t, E]` -> ids int64 `[t, k]`; with a limit only those of the best groups.
 
     A group of neighbours is as good as the sum of its k / limit best experts.
     """
@@ -102,11 +102,12 @@ def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tenso
 
 @torch.no_grad()
 def sinkhorn(logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None) -> torch.Tensor:
-    """exp(logits) `[t, E]` with rows and columns scaled until all rows have one sum, and all columns.
+    """exp(logits) with rows and columns scaled until all rows have one sum, and all columns.
 
-    Over the tokens of all ranks of the axis, or those that are `real` `[t, 1]`. Each round all-reduces E
-    numbers, and the host waits. A few tokens with logits far apart would take thousands of rounds, hence the
-    limit. In fp64: entries that are equal stay equal in any order of the ranks' sums. (arXiv 2202.01169)
+    logits `[t, E]` -> `[t, E]`, over the tokens of all ranks of the axis, or the real `[t, 1]` ones. Each
+    round all-reduces E numbers, and the host waits. A few tokens with logits far apart would take thousands
+    of rounds, hence the limit. In fp64: entries that are equal stay equal in any order of the ranks' sums.
+    (arXiv 2202.01169)
     """
     table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
     tokens = table.new_ones(len(table)) if real is None else real[:, 0].double()
@@ -130,9 +131,9 @@ def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
 
 @torch.no_grad()
 def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """ids `[t, k]`, with -1 for the copies beyond an expert's capacity.
+    """The ids with -1 for the copies beyond an expert's capacity. probs, ids `[t, k]` -> `[t, k]`
 
-    It keeps those of the largest probs `[t, k]`, or by policy "position" the first.
+    It keeps those of the largest probs, or by policy "position" the first.
     """
     t, rank, capacity = len(ids), probs, expert_capacity(len(ids), config)
     if capacity is None or capacity >= t:
@@ -145,9 +146,9 @@ def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> t
 
 
 def count(ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Copies for each expert, int64 `[columns, E]`, of tokens `[s, columns]` whose experts are ids `[t, k]`.
+    """Copies for each expert, of tokens `[s, columns]` with the experts ids `[t, k]` -> int64 `[columns, E]`
 
-    of: only of the copies where this, `[t, k]` or `[t, 1]`, is true.
+    of `[t, k]` or `[t, 1]`: count only the copies where this is true.
     """
     place = torch.arange(len(ids), device=ids.device)[:, None] % columns * experts + ids
     ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
@@ -156,9 +157,9 @@ def count(ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | 
 
 
 def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """This rank's summand of E sum f_e P_e, of each column of the batch, times the tokens of all ranks.
+    """This rank's summand of E sum f_e P_e, over columns of the batch, times the tokens of all ranks.
 
-    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]` of the copies on all ranks.
+    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]` of the copies on all ranks -> `[]`
     """
     columns, experts = counts.shape
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
@@ -166,18 +167,18 @@ def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def z_loss(logits: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of logsumexp(logits)^2 over the tokens, or those that are `real` `[t, 1]`. logits `[t, E]`"""
+    """The sum of logsumexp(logits)^2 over tokens, or only real `[t, 1]` ones. logits `[t, E]` -> `[]`"""
     squares = logits.logsumexp(-1, keepdim=True).square()
     return (squares if real is None else squares * real).sum()
 
 
 def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b of 16-bit matrices in fp32: sums of exact products, on a GPU at the speed of 16 bits."""
+    """a b in fp32, of 16-bit matrices at their speed. a `[m, k]`, b `[k, n]` -> `[m, n]`"""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 class GateFunction(torch.autograd.Function):
-    """x W^T `[t, E]` of x `[t, h]`, W `[E, h]`, multiplied in a type of its own; saves x in its own type."""
+    """x W^T multiplied in `dtype`; x is saved in its own. x `[t, h]`, weight `[E, h]` -> `[t, E]`"""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -208,7 +209,10 @@ class GateFunction(torch.autograd.Function):
 
 
 class LossFunction(torch.autograd.Function):
-    """probs as they are; the backward also starts that of `loss`, with the gradient `scale`; both 0-d."""
+    """probs `[t, k]` -> `[t, k]` as they are; the backward also starts that of `loss`.
+
+    loss, scale `[]`: the loss and its gradient.
+    """
 
     @staticmethod
     def forward(ctx, probs: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -231,7 +235,7 @@ class Choice(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses the experts of this rank's tokens: x `[t, h]` -> probs fp32 `[t, k]`, ids int32 `[t, k]`.
+    """Chooses the experts of this rank's tokens. x `[t, h]` -> probs fp32 `[t, k]`, ids int32 `[t, k]`
 
     counts, dropped     int64 `[E]`: this rank's copies since `begin_step`, and how many of them were dropped
     values              `[len(losses)]`: its summands of the losses since then; those of all microbatches and
@@ -259,7 +263,7 @@ class Router(nn.Module):
         self.register_buffer("values", torch.zeros(len(self.losses), device=init.device), persistent=False)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Views of what a checkpoint keeps beside parameters, by global name."""
+        """Views of what a checkpoint keeps beside parameters, by global name -> `[E]`"""
         name = self.weight.spec.name.removesuffix(".weight")
         return {} if self.expert_bias is None else {f"{name}.expert_bias": self.expert_bias}
 
@@ -274,7 +278,7 @@ class Router(nn.Module):
         return self.balance(choice, batch), choice.ids
 
     def choose(self, x: torch.Tensor, batch: Batch) -> Choice:
-        """The first step: the experts of each token, as far as their capacity allows."""
+        """The first step: the experts of each token of x `[t, h]`, as far as their capacity allows."""
         config, t, real, table = self.config, len(x), None, None
         if batch.cu_seqlens is not None:
             positions = batch.residual_positions
@@ -286,7 +290,7 @@ class Router(nn.Module):
         return Choice(probs, drop(probs, best, config).int(), best, logits, real)
 
     def balance(self, choice: Choice, batch: Batch) -> torch.Tensor:
-        """The second: in training count the copies and attach the losses to probs, which it returns."""
+        """The second: in training count the copies and attach the losses to probs -> `[t, k]`"""
         probs, ids, best, _, real = choice
         if not (self.training and torch.is_grad_enabled()):
             return probs

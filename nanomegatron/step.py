@@ -51,16 +51,16 @@ def forward_microbatch(
     dropout_seed: int | None = None,
     aux_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last stage's loss of each token of the batch, `[b, s]` fp32; of other stages the activations.
+    """The last stage's loss of each token, fp32, or other stages' activations -> `[b, s]` or `[s, b, h]`
 
-    weights: what the losses will be multiplied by; aux_scale: the same for those of routers.
+    weights `[b, s]`: what the losses will be multiplied by; aux_scale `[]`: the same for those of routers.
     """
     batch = replace(batch, dropout_seed=dropout_seed, loss_weights=weights, aux_scale=aux_scale)
     return chunk(batch, batch.labels)
 
 
 def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
-    """Unmasked tokens of the global batch, at least 1, on the last stage, int64. Communicates over dp_cp."""
+    """Unmasked tokens of the global batch, 1 at least -> int64 `[]` on the last stage. Reduced over dp_cp."""
     if not run.model.has_loss:
         return None
     local = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
@@ -70,7 +70,10 @@ def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
 def forward_step(
     run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
 ) -> Callable[[GPTModel, int], torch.Tensor]:
-    """What `pp.execute` runs for microbatch i of a chunk; the last stage adds its loss to `total`."""
+    """What `pp.execute` runs for microbatch i of a chunk; the last stage adds its loss to total `[]`.
+
+    tokens `[]`: as `token_count` counts them.
+    """
     scale = run.optimizer.scaler.scale * run.grads.grad_scale
     aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:

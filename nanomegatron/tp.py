@@ -71,7 +71,9 @@ WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # has a seco
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x W^T for a local weight `[o, i]`, with the communication of its place in a column-row pair.
+    """y = x W^T for a local weight `[m, n]`, with the communication of its place in a column-row pair.
+
+    x `[..., n]` -> `[..., m]`, in these shapes:
 
     comm        x                 y                 forward                       backward
     "copy"      [s, b, i]         [s, b, o/tp]      -                             all-reduce dx
@@ -110,17 +112,17 @@ class LinearFunction(torch.autograd.Function):
 
 
 def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
-    """Begin to sum the input gradient of a linear layer over the ranks that used its input."""
+    """Begin to sum the input gradient dx `[s, b, i]` of a linear layer over the ranks that used its input."""
     if comm == "copy":
         return start_all_reduce_(dx, axis)
     return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layer whose output features are cut over tp. x `[s, b, i]` -> `[s, b, o/tp]`
+    """Output features cut over tp. x `[s, b, i]` or `[s/tp, b, i]` -> `[s, b, o/tp]` or `[s, b, o]`
 
     `output_size` is a number, or the sizes of the parts of a fused layer by name ({"q": 64, "k": 16, "v":
-    16}): each part is cut by itself, so a rank's output is its own [q; k; v]. A pair (16, 2) is sharded over
+    16}): each part is cut separately, so a rank's output is its own [q; k; v]. A pair (16, 2) is sharded over
     tp/2 groups; the 2 neighbouring ranks of a group hold the same slice. With `sequence_parallel` x
     is `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank. `skip_bias_add` gives
     (y, bias) instead of their sum. linear: (x, weight, axis, comm) -> y, which communicates over tp as
@@ -177,7 +179,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer whose input features are cut over tp. x `[s, b, i/tp]` -> `[s, b, o]`
+    """Input features cut over tp. x `[s, b, i/tp]` or `[s, b, i]` -> `[s, b, o]` or `[s/tp, b, o]`
 
     With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on
     all ranks. The bias is replicated and added once the summands are together, or with `skip_bias_add` given
@@ -278,9 +280,9 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose rows are cut over tp. ids `[b, s]` -> `[s, b, h]`, all-reduced over tp.
+    """Embedding whose rows are cut over tp. ids `[b, s]` -> `[s, b, h]` or `[s/tp, b, h]`
 
-    With `sequence_parallel` the result is this rank's `[s/tp, b, h]` of the sum. weight: an existing one to
+    The sum over tp: all-reduced, or with `sequence_parallel` reduce-scattered. weight: an existing one to
     share.
     """
 
@@ -314,9 +316,10 @@ def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
 def over_shards(
     maximum: torch.Tensor, total: torch.Tensor, target: torch.Tensor, tp: Axis
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cross_entropy_stats` of the shards -> log-sum-exp and the label's logit of the whole rows `[t]`.
+    """`cross_entropy_stats` of the shards combined: log-sum-exp and the label's logit of the whole rows.
 
-    One all-gather over tp, so that every rank adds the same numbers in the same order.
+    maximum, total, target `[t]` -> `[t]`, `[t]`. One all-gather over tp, so that every rank adds the same
+    numbers in the same order.
     """
     shards = all_gather(torch.stack((maximum + total.log(), target))[None], tp)
     return shards[:, 0].logsumexp(0), shards[:, 1].sum(0)
@@ -325,8 +328,9 @@ def over_shards(
 class CrossEntropyFunction(torch.autograd.Function):
     """Loss of each token from logits that are cut over tp; see `vocab_parallel_cross_entropy`.
 
-    Keeps the logits and one log-sum-exp a token; fp32 logits of the whole sequence never exist. The backward
-    writes the gradient over the logits. Of the columns the first `real` are vocabulary, the others padding.
+    logits `[t, V/tp]`, labels `[t]`, counted from this rank's first column -> `[t]` fp32. Keeps the logits
+    and one log-sum-exp a token; fp32 logits of the whole sequence never exist. The backward writes the
+    gradient over the logits. Of the columns the first `real` are vocabulary, the others padding.
     """
 
     @staticmethod
@@ -348,7 +352,7 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """-log softmax(logits)[label] of each token, fp32, the same on all ranks of tp.
 
-    logits: `[s, b, V/tp]`, labels: `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding and take no
+    logits `[s, b, V/tp]`, labels `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding and take no
     part, so the loss does not depend on tp. One all-gather over tp: `2*s*b` numbers from each rank.
     """
     first, real = own_columns(logits.shape[-1], tp, vocab_size)
