@@ -79,14 +79,14 @@ from nanomegatron.checkpoint.hf import (
     places,
 )
 from nanomegatron.checkpoint.manifest import DTYPES, Manifest
-from nanomegatron.config.cli import build, from_toml, to_toml
+from nanomegatron.config.cli import build_config, from_toml, to_toml
 from nanomegatron.config.hf import settings_of, to_hf
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.data.tokenizer import tokenizer_from_spec
 from nanomegatron.mesh import Mesh, World
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
-TYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> Iterator[str]:
     """Write the checkpoint of a Hugging Face folder into `temporary`, to be called `target`; yields notes."""
     there = Folder(source)
-    config = build(there.settings)
+    config = build_config(there.settings)
     vocab_size = config.data.vocab_size
     parts = model_parts(config.model, vocab_size)
     found = there.match(parts)
@@ -245,7 +245,7 @@ class Weights:
         """A tensor of the checkpoint."""
         if (saved := self.manifest.tensors.get(key)) is None:
             raise CheckpointError(f"{self.folder}: {key} is missing")
-        data = torch.empty(saved.shape, dtype=TYPES[saved.dtype])
+        data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
         fill(self.folder, self.manifest, [Piece(key, saved.shape, (0,) * len(saved.shape), data)])
         return data
 
@@ -273,7 +273,7 @@ class Weights:
         for name, ((place, key), *_) in self.parts.items():
             saved = self.manifest.tensors[key]
             shape = place.shape(saved.shape)
-            begin, end = end, end + math.prod(shape) * TYPES[saved.dtype].itemsize
+            begin, end = end, end + math.prod(shape) * TORCH_DTYPES[saved.dtype].itemsize
             entries[name] = {"dtype": saved.dtype, "shape": shape, "data_offsets": (begin, end)}
         text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
         text += b" " * (-len(text) % 8)

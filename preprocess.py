@@ -43,7 +43,7 @@ from nanomegatron.data.text import (
 )
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 
-TOKENIZERS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
+TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         "--json-keys", nargs="+", default=["text"], help="keys whose text is taken, a dataset each"
     )
     p.add_argument("--output-prefix", help="writes PREFIX_KEY_document.{bin,idx,json}")
-    p.add_argument("--tokenizer-type", choices=TOKENIZERS)
+    p.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES)
     p.add_argument(
         "--tokenizer-model", help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"
     )

@@ -42,7 +42,7 @@ _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_int
 _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def count(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
+def count_traffic(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
     """Note in `axis.traffic` that `tensor` `[...]` is sent."""
     axis.traffic[axis.name, kind, "calls"] += 1
     axis.traffic[axis.name, kind, "bytes"] += tensor.numel() * tensor.element_size()
@@ -81,7 +81,7 @@ class Pending:
 def start_send(x: torch.Tensor, link: Link) -> Pending:
     """Begin to send x `[...]` over a link, whose receiver takes messages in the order they are sent."""
     x = x.contiguous()
-    count(link.axis, "send", x)
+    count_traffic(link.axis, "send", x)
     return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x])
 
 
@@ -111,7 +111,7 @@ def start_messages(
     sends, receives `[...]`. Messages between two ranks arrive in the order in which they are begun.
     """
     for x, _ in sends:
-        count(axis, "send", x)
+        count_traffic(axis, "send", x)
     both = [(dist.isend, *message) for message in sends] + [(dist.irecv, *message) for message in receives]
     messages = [dist.P2POp(do, x, axis.ranks[peer % axis.size], axis.group) for do, x, peer in both]
     works = dist.batch_isend_irecv(messages) if messages else []
@@ -130,7 +130,7 @@ def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin to reduce x `[...]` over the axis in place."""
     if axis.size == 1:
         return Pending(x)
-    count(axis, "all_reduce", x)
+    count_traffic(axis, "all_reduce", x)
     return Pending(x, [dist.all_reduce(x, _reduction(x, axis, op), group=axis.group, async_op=True)])
 
 
@@ -143,7 +143,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
         return Pending(x if out is None else out)
     x = x.contiguous()
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
-    count(axis, "all_gather", out)
+    count_traffic(axis, "all_gather", out)
     return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x])
 
 
@@ -157,7 +157,7 @@ def start_reduce_scatter(
     if axis.size == 1:
         return Pending(x if out is None else out)
     _check_divides(x, axis, 0)
-    count(axis, "reduce_scatter", x)
+    count_traffic(axis, "reduce_scatter", x)
     x = x.contiguous()
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
     work = _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True)
@@ -179,7 +179,7 @@ def start_all_to_all(
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    count(axis, "all_to_all", x)
+    count_traffic(axis, "all_to_all", x)
     received = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty(max(received, rows), *x.shape[1:])
     work = dist.all_to_all_single(out[:received], x, receive, send, group=axis.group, async_op=True)
@@ -226,7 +226,7 @@ def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrite x `[...]` with that of the axis's rank `source` -> x `[...]`"""
     if axis.size > 1:
-        count(axis, "broadcast", x)
+        count_traffic(axis, "broadcast", x)
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 

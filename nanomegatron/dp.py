@@ -242,7 +242,7 @@ def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
     return mesh.edp if param.spec.expert else mesh.dp_cp
 
 
-def split(params: Iterable[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
+def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
     """The parameters in lists of at least `size` elements, the last perhaps of fewer.
 
     A tied embedding, full at the very end, is in a list of its own and delays no other; where two pipeline
@@ -300,7 +300,7 @@ class Buckets:
             kind = gathered(param, shards) if gathered else GatheredParams
             groups.setdefault((axis, shards, param.dtype, kind), []).append(param)
         for (axis, shards, dtype, kind), params in groups.items():
-            members = split(params, bucket_size(parallel, axis.size))
+            members = split_into_buckets(params, bucket_size(parallel, axis.size))
             each = (kind.itemsize or dtype.itemsize) + (0 if self.pooled else grad_dtype.itemsize)
             size = each * sum(lay_out(m, SHARD_ALIGN * axis.size)[1] for m in members)
             self.comms.append(comm := shard_comm(shards, params[0].device, size))

@@ -116,7 +116,7 @@ def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
     """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
     model, length = config.model, config.data.seq_length
     layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
-    return split.stage_layers(config.parallel, model.num_layers, (whole / layers - 1) * model.num_layers)
+    return split.stage_ranges(config.parallel, model.num_layers, (whole / layers - 1) * model.num_layers)
 
 
 def _keys(s: int, window: int | None) -> int:

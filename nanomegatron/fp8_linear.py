@@ -58,7 +58,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.weight, ctx.axis, ctx.comm, ctx.fp8 = weight, axis, comm, fp8
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
-        rows = start_gather(x_fp8.rowwise, axis)() if comm == "gather" else x_fp8.rowwise
+        rows = start_fp8_gather(x_fp8.rowwise, axis)() if comm == "gather" else x_fp8.rowwise
         y = fp8_matmul(rows, fp8.weight(weight, axis).rowwise, x.dtype, fast=True)
         y = y.view(-1, *x.shape[1:-1], len(weight))
         if comm == "scatter":
@@ -71,7 +71,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         g_rowwise, g_columnwise = cast_grad(fp8, grad, axis, comm)
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
         gathers_now = gathers_fp8_x and not is_deferred(weight)
-        pending = start_gather(Fp8Matrix(*saved), axis) if gathers_now else None
+        pending = start_fp8_gather(Fp8Matrix(*saved), axis) if gathers_now else None
         dx = fp8_matmul(g_rowwise, fp8.weight(weight, axis).columnwise, ctx.dtype)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
         reduced = start_input_grad_sum(dx, axis, comm)
@@ -83,7 +83,7 @@ class Fp8LinearFunction(torch.autograd.Function):
                 return accumulate_weight_grad(weight, x, g)
             x = Fp8Matrix(*saved)
             if gathers_fp8_x:
-                x = fp8.requantize_transposed((pending or start_gather(x, axis))(), "x")
+                x = fp8.requantize_transposed((pending or start_fp8_gather(x, axis))(), "x")
             return add_weight_grad(weight, g_columnwise, x)
 
         dw = run_or_defer(weight, weight_grad)
@@ -107,7 +107,7 @@ def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quan
         return casts
     g, wgrad = grad.flatten(0, -2), fp8.recipe.wgrad
     if comm == "scatter":
-        rowwise = start_gather(fp8.cast(g, "g", "rowwise", axis).rowwise, axis)()
+        rowwise = start_fp8_gather(fp8.cast(g, "g", "rowwise", axis).rowwise, axis)()
         return Quantized(rowwise, fp8.requantize_transposed(rowwise, "g") if wgrad else None)
     return fp8.cast(g, "g", "both" if wgrad else "rowwise", None if comm == "sum" else axis)
 
@@ -123,7 +123,7 @@ def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.T
     return None
 
 
-def start_gather(matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
+def start_fp8_gather(matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
     """Begin to gather the rows of all ranks in FP8, with their scales if rows have such; returns the wait."""
     data = start_all_gather(matrix.data.view(torch.uint8), axis)
     inverse = start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)

@@ -27,7 +27,7 @@ class Schedule:
     wsd_decay: int = 0
 
     @staticmethod
-    def of(config: OptimizerConfig, length: int, global_batch_size: int) -> "Schedule":
+    def from_config(config: OptimizerConfig, length: int, global_batch_size: int) -> "Schedule":
         """The schedule of a run of `length` samples; an iteration counts for `global_batch_size` of them."""
         decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * global_batch_size or length
         if config.lr_warmup_fraction is not None:
@@ -87,7 +87,7 @@ def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
     """
     optimizer, batch, before = config.optimizer, config.data.global_batch_size, samples_before
     length = config.run.train_samples or (len(before) - 1) * batch
-    schedule = Schedule.of(optimizer, length, batch)
+    schedule = Schedule.from_config(optimizer, length, batch)
     rates = vocabulary = [schedule.at(n) for n in before]
     if optimizer.decoupled_lr is not None:
         low = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr

@@ -35,7 +35,7 @@ from nanomegatron.ops.kernels import usable
 from nanomegatron.param import ParamSpec
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def segment_kind(spec: ParamSpec) -> int:
@@ -55,8 +55,8 @@ class ShardState:
         self.bucket, self.config = bucket, config
         self.mixed = bucket.dtype != torch.float32
         self.main = bucket.data[bucket.shard].float().to(device or bucket.device)  # in fp32 the parameters
-        self.exp_avg = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_dtype])
-        self.exp_avg_sq = torch.zeros_like(self.main, dtype=DTYPES[config.exp_avg_sq_dtype])
+        self.exp_avg = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_dtype])
+        self.exp_avg_sq = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_sq_dtype])
         ranges = [(piece.start, piece.stop, segment_kind(piece.param.spec)) for piece in bucket.slices]
         self.segments = Segments.merged(ranges, self.main.device)
         self.betas_eps = config.adam_beta1, config.adam_beta2, config.adam_eps

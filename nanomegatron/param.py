@@ -155,13 +155,13 @@ def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.
         if fill is not None:
             part.view(local).fill_(fill)
         elif init.device.type != "meta":
-            part.view(local).copy_(part.of(draw(part.name, part.shape, init)))
+            part.view(local).copy_(part.of(draw_normal(part.name, part.shape, init)))
     param = nn.Parameter(local)
     param.spec = spec
     return param
 
 
-def draw(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
+def draw_normal(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
     """The whole global tensor `name` -> `[...]`, fp32, normal with mean 0 and deviation `init.std`"""
     digest = hashlib.sha256(f"{init.seed}:{name}".encode()).digest()
     generator = torch.Generator(init.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -25,7 +25,7 @@ from nanomegatron.checkpoint.checkpoint import (
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.source import Source, find_source
+from nanomegatron.checkpoint.source import LoadSource, find_source
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import to_toml
@@ -140,7 +140,7 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
         )
 
 
-def load_hf_folder(run: Run, source: Source) -> None:
+def load_hf_folder(run: Run, source: LoadSource) -> None:
     """Take the weights of a Hugging Face model, for the experts those of its MLPs. Raises ValueError."""
     parameters, model, upcycling = run.model.parameters, run.config.model, source.upcycling
     notes = load_weights(source.root, parameters(), model, run.model.vocab_size, upcycling)

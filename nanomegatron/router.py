@@ -145,7 +145,9 @@ def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> t
     return ids.where(kept.gather(1, ids), -1)
 
 
-def count(ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None) -> torch.Tensor:
+def count_copies(
+    ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None
+) -> torch.Tensor:
     """Copies for each expert, of tokens `[s, columns]` with the experts ids `[t, k]` -> int64 `[columns, E]`
 
     of `[t, k]` or `[t, 1]`: count only the copies where this is true.
@@ -294,10 +296,10 @@ class Router(nn.Module):
         probs, ids, best, _, real = choice
         if not (self.training and torch.is_grad_enabled()):
             return probs
-        self.counts += count(best, self.config.num_experts, of=real)[0]
+        self.counts += count_copies(best, self.config.num_experts, of=real)[0]
         if self.config.moe_expert_capacity_factor:
             lost = ids < 0 if real is None else (ids < 0) & real
-            self.dropped += count(best, self.config.num_experts, of=lost)[0]
+            self.dropped += count_copies(best, self.config.num_experts, of=lost)[0]
         if not self.losses or batch.aux_scale is None:
             return probs
         return LossFunction.apply(probs, self._loss(choice, batch), batch.aux_scale)
@@ -331,7 +333,7 @@ class Router(nn.Module):
         if self.expert_bias is not None or config.moe_router_group_topk:
             ids = scores.topk(config.moe_router_topk).indices
         scores = scores if real is None else scores * real
-        counts, values = count(ids, config.num_experts, columns, real), []
+        counts, values = count_copies(ids, config.num_experts, columns, real), []
         for name in self.losses:
             if name == "z_loss":
                 values.append(z_loss(logits, real))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import hf
-from nanomegatron.config.cli import build
+from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import read_folder
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage
@@ -132,7 +132,7 @@ def by_files(family: str, tensors: dict) -> dict:
 
 def ours(folder, tp: Axis | None = None, dtype=torch.float32, experts=None, **changes) -> GPTModel:
     """Our model of the folder's config.json with its weights."""
-    config = build(read_folder(folder)[1] | changes)
+    config = build_config(read_folder(folder)[1] | changes)
     sizes = dict(vocab_size=config.data.vocab_size, max_sequence_length=config.model.max_position_embeddings)
     stage = Stage(mesh=experts or Mesh())
     model = GPTModel(config.model, **sizes, tp=tp, init=Init(dtype=dtype), stage=stage)

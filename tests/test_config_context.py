@@ -163,7 +163,7 @@ def test_sizes_of_a_replica():
 def test_tokens_of_a_rank_follow_from_the_length():
     """Where they are not given all ranks together can take one document of the greatest length."""
     for flags, most in (("LENGTHS", 24), ("DYNAMIC LENGTHS", 24), ("DYNAMIC LENGTHS MOST 30", 30)):
-        assert Ranks.of(resolve(config_of(f"CP 4 {flags}"), 4)).limit == most
+        assert Ranks.from_config(resolve(config_of(f"CP 4 {flags}"), 4)).limit == most
 
 
 def test_documents_are_told_by_the_data():

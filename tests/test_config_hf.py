@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from nanomegatron.config.cli import build, parse
+from nanomegatron.config.cli import build_config, parse
 from nanomegatron.config.hf import read_folder, settings_of, to_hf
 from tests.hf_models import FAMILIES, LLAMA, LLAMA3, VOCAB, YARN, Folders, their_logits, transformers
 
@@ -37,13 +37,13 @@ def test_both_spellings_mean_the_same(folders, name):
 @torch.no_grad()
 def test_what_is_written_is_the_same_model_to_transformers(folders, name):
     theirs, folder = folders(name)
-    table = to_hf(build(read_folder(folder)[1]))
+    table = to_hf(build_config(read_folder(folder)[1]))
     assert table["model_type"] in (name.split("-")[0], "llama")  # a Mistral without a window is a Llama
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(table)))
     again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     again.load_state_dict(theirs.state_dict())
     assert torch.equal(their_logits(name, again), their_logits(name, theirs))
-    assert to_hf(build(settings_of(json.loads(config.to_json_string(use_diff=False))))) == table
+    assert to_hf(build_config(settings_of(json.loads(config.to_json_string(use_diff=False))))) == table
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_this_model_has_not_is_refused(change, message):
 def test_a_model_of_no_family_is_refused(change, message):
     llama = settings_of(LLAMA | {"model_type": "llama"})
     with pytest.raises(ValueError, match=message):
-        to_hf(build(llama | change))
+        to_hf(build_config(llama | change))
 
 
 def test_how_it_was_trained_is_no_part_of_a_model(folders):
@@ -119,19 +119,19 @@ def test_how_it_was_trained_is_no_part_of_a_model(folders):
     training |= dict(recompute_method="block", recompute_num_layers=1, distribute_saved_activations=True)
     training |= dict(recompute_modules=("mlp",), hidden_dropout=0.1, bias_swiglu_fusion=False)
     training |= dict(rope_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False)
-    assert to_hf(build(settings | training)) == to_hf(build(settings))
+    assert to_hf(build_config(settings | training)) == to_hf(build_config(settings))
     settings = read_folder(folders("qwen3_moe")[1])[1]
     training |= dict(moe_aux_loss_coeff=0.1, moe_token_dispatcher_type="alltoall", moe_grouped_gemm=False)
     training |= dict(moe_expert_capacity_factor=2.0, moe_router_dtype="fp32", moe_z_loss_coeff=0.1)
-    assert to_hf(build(settings | training)) == to_hf(build(settings))
+    assert to_hf(build_config(settings | training)) == to_hf(build_config(settings))
 
 
 def test_position_interpolation_is_the_linear_scaling():
     settings = settings_of(LLAMA | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 8}})
     assert settings["rotary_seq_len_interpolation_factor"] == 8.0 and not settings.get("use_rope_scaling")
-    assert to_hf(build(settings))["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert to_hf(build_config(settings))["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     plain = settings | {"rotary_seq_len_interpolation_factor": 1.0}
-    assert to_hf(build(plain))["rope_scaling"] is None
+    assert to_hf(build_config(plain))["rope_scaling"] is None
 
 
 def test_layer_types_make_a_pattern():
@@ -139,7 +139,7 @@ def test_layer_types_make_a_pattern():
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     settings = settings_of(table | {"layer_types": kinds, "sliding_window": 5})
     assert settings["window_attn_skip_freq"] == "[1]*2+[0]*1+[1]*2+[0]*1"
-    assert to_hf(build(settings))["layer_types"] == kinds
+    assert to_hf(build_config(settings))["layer_types"] == kinds
 
 
 def test_which_layers_have_experts():
@@ -147,8 +147,8 @@ def test_which_layers_have_experts():
     table = LLAMA | {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_local_experts": 16}
     settings = settings_of(table | {"mlp_only_layers": [3], "decoder_sparse_step": 2})
     assert settings["moe_layer_freq"] == "[0]*1+[1]*1+[0]*3+[1]*1" and settings["num_experts"] == 16
-    assert build(settings).model.moe_layers == [False, True, False, False, False, True]
-    assert to_hf(build(settings))["mlp_only_layers"] == [0, 2, 3, 4]
+    assert build_config(settings).model.moe_layers == [False, True, False, False, False, True]
+    assert to_hf(build_config(settings))["mlp_only_layers"] == [0, 2, 3, 4]
     assert "moe_layer_freq" not in settings_of(table) and settings_of(table)["moe_router_topk"] == 8
     for family in ("mixtral", "qwen2_moe", "qwen3_moe"):
         bare = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"} | {"model_type": family}
@@ -166,7 +166,7 @@ def test_load_and_config_take_the_shape_of_a_folder(folders):
         parse(["--config", folder, "--seq-length", "32"]),
     )
     assert not loaded.errors + named.errors
-    assert loaded.config.model == named.config.model == build(read_folder(folder)[1]).model
+    assert loaded.config.model == named.config.model == build_config(read_folder(folder)[1]).model
     assert any("that of --load" in note for note in loaded.notes)
     assert (named.config.data.seq_length, named.config.data.vocab_size) == (32, VOCAB)
     assert (

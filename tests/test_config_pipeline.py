@@ -7,7 +7,7 @@ import pytest
 from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.config.split import layout_sizes, stage_layers
+from nanomegatron.config.split import layout_sizes, stage_ranges
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 "
@@ -142,7 +142,7 @@ def test_what_is_right_is_resolved_and_can_be_read_again(line):
     config = resolve(config, world)
     parallel = config.parallel
     assert (parallel.schedule, parallel.chunks) == (schedule.strip(), int(chunks))
-    assert [len(part) for part in stage_layers(parallel, 8)] == [*map(int, layers.split())]
+    assert [len(part) for part in stage_ranges(parallel, 8)] == [*map(int, layers.split())]
     assert parallel.data_parallel_size == world // parallel.ranks_per_replica
     assert config.data.global_batch_size == parallel.data_parallel_size
     assert resolve(config, world) == config and validate(config, world) == []
@@ -171,9 +171,9 @@ def test_settings_of_a_library_user_need_no_resolving():
 
 def test_the_head_weighs_in_the_split_by_cost():
     parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_split="flops")
-    assert [len(part) for part in stage_layers(parallel, 32, head=2.4)] == [9, 9, 8, 6]
+    assert [len(part) for part in stage_ranges(parallel, 32, head=2.4)] == [9, 9, 8, 6]
     even = ParallelConfig(pipeline_model_parallel_size=4)
-    assert [len(part) for part in stage_layers(even, 32, head=2.4)] == [8, 8, 8, 8]
+    assert [len(part) for part in stage_ranges(even, 32, head=2.4)] == [8, 8, 8, 8]
 
 
 def test_the_number_of_pieces_puts_their_size_away(tmp_path):

@@ -13,7 +13,7 @@ import convert
 from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.commands.generate import load_model
-from nanomegatron.config.cli import build, from_toml, parse, to_toml
+from nanomegatron.config.cli import build_config, from_toml, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.tokenizer import build_tokenizer
@@ -70,7 +70,8 @@ def test_round_trip_of_shards_in_bf16(tmp_path, name):
     assert run(tmp_path / "theirs", tmp_path / "ours") == 0
     config = from_toml(load(tmp_path / "ours", [], ALONE).config_toml)
     assert (
-        config.dtype_name == "bfloat16" and config.model == build(read_folder(tmp_path / "theirs")[1]).model
+        config.dtype_name == "bfloat16"
+        and config.model == build_config(read_folder(tmp_path / "theirs")[1]).model
     )
     assert run(tmp_path / "ours", tmp_path / "again", "hf") == 0
     assert files(tmp_path / "again") == files(tmp_path / "theirs")
@@ -120,7 +121,7 @@ def test_settings_of_the_kept_folder(tmp_path):
     assert not is_hf_folder(tmp_path / "ours")
     assert (
         parse(["--config", str(tmp_path / "ours/hf")]).config.model
-        == build(read_folder(tmp_path / "theirs")[1]).model
+        == build_config(read_folder(tmp_path / "theirs")[1]).model
     )
     state = load(tmp_path / "ours", [], ALONE).state
     assert state["tokenizer"] == {"type": "NullTokenizer", "vocab_size": VOCAB}  # none there
@@ -130,7 +131,7 @@ def test_settings_of_the_kept_folder(tmp_path):
 def trained_here(root: Path, dtype=torch.float32, **shape) -> GPTModel:
     """A checkpoint of iteration 7, as train.py saves one."""
     shape = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64) | shape
-    config = build(shape | {"bf16": dtype == torch.bfloat16})
+    config = build_config(shape | {"bf16": dtype == torch.bfloat16})
     config = replace(config, data=DataConfig(tokenizer_type="ByteTokenizer"))
     init = Init(seed=3, dtype=dtype)
     model = GPTModel(config.model, vocab_size=VOCAB, max_sequence_length=64, init=init)
@@ -247,7 +248,7 @@ def test_damage_is_found(tmp_path, capsys, name):
 
 def test_the_step_that_is_asked_for(tmp_path):
     trained_here(tmp_path / "ckpt")
-    save(tmp_path / "ckpt", 9, [Piece("x", (1,), (0,), torch.ones(1))], {}, to_toml(build({})), ALONE)
+    save(tmp_path / "ckpt", 9, [Piece("x", (1,), (0,), torch.ones(1))], {}, to_toml(build_config({})), ALONE)
     assert run(tmp_path / "ckpt", tmp_path / "theirs", "hf", "--ckpt-step", "7") == 0
     assert run(tmp_path / "ckpt", tmp_path / "other", "hf", "--ckpt-step", "8") == 2
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
-from nanomegatron.dp import Buckets, lay_out, split
+from nanomegatron.dp import Buckets, lay_out, split_into_buckets
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from nanomegatron.report.banner import buckets_text
 from tests.checkpoints import ALONE
@@ -96,7 +96,7 @@ def test_buckets_are_split_by_size():
     params.insert(1, parameter("tied", (3,), uses=2, tied=True))
 
     def names(size):
-        return ["".join(p.spec.name[0] for p in members) for members in split(params, size)]
+        return ["".join(p.spec.name[0] for p in members) for members in split_into_buckets(params, size)]
 
     assert names(10) == ["0", "t", "12", "3", "4"] and names(1) == ["0", "t", "1", "2", "3", "4"]
     assert names(math.inf) == ["0t1234"]

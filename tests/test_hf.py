@@ -5,7 +5,7 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import hf
-from nanomegatron.config.cli import build
+from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel
@@ -186,7 +186,7 @@ def test_experts_that_do_not_fit_are_said(folders, tmp_path):
 
 def test_weights_are_cast_and_it_is_said(folders, tmp_path):
     _, folder = folders("llama")
-    config = build(read_folder(folder)[1])
+    config = build_config(read_folder(folder)[1])
     model = GPTModel(config.model, vocab_size=VOCAB, max_sequence_length=64, init=Init(dtype=torch.bfloat16))
     assert hf.load_weights(folder, model.parameters(), config.model, VOCAB) == ["weights cast from float32"]
     full = ours(folder)

@@ -13,7 +13,7 @@ import pytest
 from nanomegatron.config.settings import Config, DataConfig, RunConfig
 from nanomegatron.report.log import KEYS, RunLog
 from nanomegatron.report.plots import plot_experts, plot_loss, smoothed
-from nanomegatron.report.writers import EXPERTS, missing_extras, read_jsonl, step_scalars
+from nanomegatron.report.writers import EXPERT_TAGS, missing_extras, read_jsonl, step_scalars
 
 
 def config(**run) -> Config:
@@ -318,7 +318,7 @@ def test_a_step_with_experts_tells_how_even_their_load_is(tmp_path):
     assert f"| {told} loss scale" in line
     assert read_jsonl(tmp_path / "metrics.jsonl")[10]["moe_load_imbalance"] == 12.0
     assert step_scalars(busy(3)).items() >= {"load_balancing_loss": 3.0, "load-imbalance": 4.0}.items()
-    assert not EXPERTS.values() & step_scalars(record(3)).keys()
+    assert not EXPERT_TAGS.values() & step_scalars(record(3)).keys()
 
 
 def test_details_of_layers_have_a_file_of_their_own(tmp_path):

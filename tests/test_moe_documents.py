@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanomegatron.router import count, load_loss, z_loss
+from nanomegatron.router import count_copies, load_loss, z_loss
 from tests.moe_routers import E, H, batch_of, close, router_of, settings
 from tests.spmd import run_spmd
 from tests.test_cp_dynamic import arguments, documents, outcome, train_on_a_rank
@@ -81,10 +81,10 @@ def test_padding_counts_nowhere(padding):
     y = x.detach()[:real].clone().requires_grad_()
     logits = y @ router.weight.detach().t()
     ids = logits.topk(2).indices
-    counts, scores = count(ids, E), logits.softmax(-1)
+    counts, scores = count_copies(ids, E), logits.softmax(-1)
     losses = [load_loss(scores, counts), load_loss(scores, counts), z_loss(logits)]
     close(router.values, torch.stack(losses).detach())
     sum(a * b for a, b in zip((0.3, 0.5, 0.2), losses, strict=True)).backward()
     close(x.grad[:real], y.grad)
     assert not x.grad[real:].any() and torch.equal(router.counts, counts[0])
-    assert torch.equal(router.dropped, count(ids, E, of=kept[:real] < 0)[0])
+    assert torch.equal(router.dropped, count_copies(ids, E, of=kept[:real] < 0)[0])

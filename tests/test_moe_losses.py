@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanomegatron.comm import own_slice
 from nanomegatron.recompute import recomputed
-from nanomegatron.router import choose, count, load_loss, z_loss
+from nanomegatron.router import choose, count_copies, load_loss, z_loss
 from tests.moe_routers import (
     GROUPS,
     SIGMOID,
@@ -26,8 +26,8 @@ from tests.spmd import run_spmd
 
 def test_counts_of_columns():
     ids = torch.tensor([[0, 1], [2, 3], [0, 2], [2, 7]])  # tokens of samples 0, 1, 0, 1
-    assert count(ids, E, 2).tolist() == [[2, 1, 1, 0, 0, 0, 0, 0], [0, 0, 2, 1, 0, 0, 0, 1]]
-    assert count(ids, E, of=ids == 2).tolist() == [[0, 0, 3, 0, 0, 0, 0, 0]]
+    assert count_copies(ids, E, 2).tolist() == [[2, 1, 1, 0, 0, 0, 0, 0], [0, 0, 2, 1, 0, 0, 0, 1]]
+    assert count_copies(ids, E, of=ids == 2).tolist() == [[0, 0, 3, 0, 0, 0, 0, 0]]
 
 
 def test_losses_by_hand():
@@ -36,7 +36,9 @@ def test_losses_by_hand():
     ids = logits.topk(2).indices
     f = np.bincount(ids.flatten().numpy(), minlength=E) / 40
     expected = E * sum(f[e] * scores[:, e].mean() for e in range(E))
-    assert load_loss(torch.tensor(scores), count(ids, E)).item() == pytest.approx(20 * expected, rel=1e-6)
+    assert load_loss(torch.tensor(scores), count_copies(ids, E)).item() == pytest.approx(
+        20 * expected, rel=1e-6
+    )
     squares = [np.log(np.exp(row).sum()) ** 2 for row in logits.numpy()]
     assert z_loss(logits).item() == pytest.approx(sum(squares), rel=1e-6)
     even = load_loss(torch.full((8, E), 1 / E), torch.full((1, E), 2))

@@ -16,7 +16,7 @@ from nanomegatron.router import (
     GateFunction,
     best_experts,
     choose,
-    count,
+    count_copies,
     drop,
     expert_capacity,
     move_expert_biases,
@@ -229,7 +229,7 @@ def test_copies_over_the_capacity_are_dropped(policy, factor):
 def test_all_tokens_to_one_expert():
     config = settings(1, router_pre_softmax=True, expert_capacity_factor=2.0, token_drop_policy="position")
     probs, ids = choose(torch.eye(E)[5].expand(16, E) * 9, config)
-    assert count(ids, E).tolist() == [[0] * 5 + [16, 0, 0]]
+    assert count_copies(ids, E).tolist() == [[0] * 5 + [16, 0, 0]]
     kept = drop(probs, ids, config)
     assert (kept[:, 0] == 5).tolist() == [True] * 4 + [False] * 12
 
@@ -337,7 +337,7 @@ def test_forced_choices_are_even_and_pass_gradients():
     batch = batch_of(4, s=128, seed=3)
     (_, ids), (_, again) = router(x.requires_grad_(), batch), router(x, batch)
     assert torch.equal(ids, again)
-    assert count(ids.long(), E).float().div(512 * 2 / E).sub(1).abs().max() < 0.2
+    assert count_copies(ids.long(), E).float().div(512 * 2 / E).sub(1).abs().max() < 0.2
     logits = router._logits(x, batch)
     grad = torch.randn_like(logits)
     close(torch.autograd.grad(logits, x, grad)[0], grad @ router.weight)

@@ -58,7 +58,7 @@ def test_schedule_is_megatrons(style, wsd_style):
 
 def test_schedule_lengths_are_counted_in_samples():
     def of(**settings):
-        found = Schedule.of(OptimizerConfig(**settings), length=800, global_batch_size=8)
+        found = Schedule.from_config(OptimizerConfig(**settings), length=800, global_batch_size=8)
         return found.warmup, found.decay, found.wsd_decay
 
     assert of() == (0, 800, 0)

@@ -9,7 +9,7 @@ from nanomegatron.param import (
     ParamSpec,
     WeightGradStore,
     accumulate_grad,
-    draw,
+    draw_normal,
     is_deferred,
     new_parameter,
     replica,
@@ -65,7 +65,7 @@ def test_any_cut_gives_the_same_weights(kind, dtype):
     init = Init(seed=7, dtype=dtype, std=0.5)
     whole = {n: put_together([new_parameter(SPECS[kind](a), init) for a in axes(n)]) for n in (1, 2, 4)}
     for name, tensor in whole[1].items():
-        assert torch.equal(tensor, draw(name, tensor.shape, init).to(dtype).float())
+        assert torch.equal(tensor, draw_normal(name, tensor.shape, init).to(dtype).float())
         assert torch.equal(tensor, whole[2][name]) and torch.equal(tensor, whole[4][name])
 
 
@@ -137,7 +137,9 @@ def test_weights_depend_on_seed_and_name():
 
 def test_values_are_stable():
     """Old runs can be repeated: literal values of torch's CPU generator."""
-    found = draw("decoder.layers.0.mlp.linear_fc1.weight", (2, 2), Init(1234, std=0.02)).flatten().tolist()
+    found = (
+        draw_normal("decoder.layers.0.mlp.linear_fc1.weight", (2, 2), Init(1234, std=0.02)).flatten().tolist()
+    )
     assert found == pytest.approx([-0.0015471466, -0.0208222941, -0.0155407339, -0.0139091648], abs=1e-8)
 
 

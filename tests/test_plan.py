@@ -24,7 +24,7 @@ from nanomegatron.param import Init
 from nanomegatron.plan import fast as plan_fast
 from nanomegatron.plan import memory as plan_memory
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes
-from nanomegatron.plan.memory import describe, memory
+from nanomegatron.plan.memory import describe_memory, memory
 from nanomegatron.pp import Stages
 from tests.spmd import run_spmd
 
@@ -226,4 +226,4 @@ def test_a_fused_loss_keeps_no_logits():
 
 def test_description():
     parts = {"weights": 2**30, "main weights": 0, "activations": 3 * 2**30}
-    assert describe(parts) == "predicted peak per rank 4.00 GiB (weights 25 %, activations 75 %)"
+    assert describe_memory(parts) == "predicted peak per rank 4.00 GiB (weights 25 %, activations 75 %)"

@@ -107,7 +107,7 @@ def test_packs_of_documents():
     in_fp8 = replace(dynamic, precision=PrecisionConfig(bf16=True, fp8_format="hybrid"))
     for run, tokens in (fixed, 2000), (dynamic, 3001), (in_fp8, 3001):
         assert Sizes(run, CUDA).tokens == tokens
-        assert Ranks.of(run).room(1) == pytest.approx(tokens, rel=0.01)
+        assert Ranks.from_config(run).room(1) == pytest.approx(tokens, rel=0.01)
 
 
 def kept_on_a_rank(mesh, cases, types) -> list[float]:

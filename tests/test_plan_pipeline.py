@@ -22,7 +22,7 @@ from nanomegatron.plan.memory import (
     StageChunk,
     chunk_memory,
     chunks_kept,
-    describe,
+    describe_memory,
     memory,
     memory_of_ops,
     memory_of_ranks,
@@ -214,4 +214,6 @@ def test_gpipe_keeps_every_microbatch():
 
 def test_description_of_a_pipeline():
     ranks = [{"weights": 2**30}, {"weights": 2**30, "messages": 2**30}, {"weights": 2**30}]
-    assert describe(*ranks) == "predicted peak of pipeline rank 1 2.00 GiB (weights 50 %, messages 50 %)"
+    assert (
+        describe_memory(*ranks) == "predicted peak of pipeline rank 1 2.00 GiB (weights 50 %, messages 50 %)"
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from nanomegatron import schedules
 from nanomegatron.__main__ import main
-from nanomegatron.report.schedule_draw import draw, text
+from nanomegatron.report.schedule_draw import draw_timeline, text
 from nanomegatron.schedules import (
     Event,
     Message,
@@ -343,7 +343,7 @@ def test_drawing(tmp_path, capsys, monkeypatch):
     assert run(capsys, "--schedule", "zb-v", "--png", str(picture))[0] == 0
     blue = (abs(imread(picture)[..., :3] - [0, 114 / 255, 178 / 255]) < 0.01).all(-1)
     assert blue.mean() > 0.03
-    draw(simulate(schedule("1f1b", 2, 3), placement("1f1b", 2)), tmp_path / "a.svg", "two ranks")
+    draw_timeline(simulate(schedule("1f1b", 2, 3), placement("1f1b", 2)), tmp_path / "a.svg", "two ranks")
     assert "<svg" in (tmp_path / "a.svg").read_text()
     code, out = run(capsys, "--png", str(tmp_path / "a.xyz"))
     assert code == 2 and "xyz" in out.err

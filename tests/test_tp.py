@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nanomegatron.comm import all_gather, all_reduce, own_slice
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.mesh import Axis
-from nanomegatron.param import Init, draw
+from nanomegatron.param import Init, draw_normal
 from nanomegatron.tp import (
     ColumnParallelLinear,
     LinearFunction,
@@ -32,7 +32,7 @@ def fill(*modules):
     whole = {}
     for param in (p for module in modules for p in module.parameters()):
         for part in param.spec.parts:
-            whole[part.name] = draw(part.name, part.shape, replace(INIT, std=0.5)).requires_grad_()
+            whole[part.name] = draw_normal(part.name, part.shape, replace(INIT, std=0.5)).requires_grad_()
             part.view(param.data).copy_(part.of(whole[part.name].detach()))
     return whole
 

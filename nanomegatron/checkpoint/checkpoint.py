@@ -39,7 +39,7 @@ from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     Rectangle,
-    describe,
+    describe_piece,
     merge,
     rectangles,
     shard_name,
@@ -327,6 +327,6 @@ def _on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, l
     try:
         result = work(*args) if work else None
     except Exception as caught:  # whatever it is, the other ranks wait to hear of it
-        error = describe(caught)
+        error = describe_piece(caught)
     lines = [line for text in all_gather_text(error, mesh.world, mesh.device) for line in text.splitlines()]
     return result, list(dict.fromkeys(lines))

@@ -40,9 +40,9 @@ from nanomegatron.checkpoint.manifest import (
     Rectangle,
     SavedFile,
     SavedTensor,
-    check,
+    check_manifest,
     entry_name,
-    parse,
+    parse_manifest,
     rectangles,
     shard_name,
     to_json,
@@ -185,8 +185,8 @@ def read_manifest(folder: Path) -> Manifest:
     if expected != _sum_line(data).encode():
         raise CheckpointError(f"{path} is damaged: {MANIFEST_SUM} has another SHA-256")
     try:
-        manifest = parse(data)
-        check(manifest.tensors, manifest.files)
+        manifest = parse_manifest(data)
+        check_manifest(manifest.tensors, manifest.files)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return manifest

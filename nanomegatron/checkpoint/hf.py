@@ -75,8 +75,8 @@ decoder.layers.*.mlp.linear_fc2                 transformer.h.*.mlp.c_proj   tra
 decoder.final_layernorm                         transformer.ln_f
 output_layer                                    lm_head
 """
-TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL}
-TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
+WEIGHT_TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL}
+WEIGHT_TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
 HEADER = ".header"  # NAME.header: the bytes of the weight file NAME before its first tensor
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 TOKENIZER_FILES = {  # what our tokenizers' files are called in a Hugging Face folder
@@ -86,8 +86,8 @@ TOKENIZER_FILES = {  # what our tokenizers' files are called in a Hugging Face f
 }
 # Tensors of older files that hold no weights: masks and tables that the model computes.
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
-NUMBER = r"(?<=\.)\d+(?=\.)"
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INDEX = r"(?<=\.)\d+(?=\.)"
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The settings that decide a tensor's shape, beside --hidden-size.
 HINTS = {
     "shared_experts": "--moe-shared-expert-intermediate-size",
@@ -131,7 +131,7 @@ def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dic
 
     theirs: the names that a folder has. Saved without the language model's head, they lack their prefix.
     """
-    rows = filter(None, TABLES.get(family, LLAMA).splitlines())
+    rows = filter(None, WEIGHT_TABLES.get(family, LLAMA).splitlines())
     table = {ours: rest for ours, *rest in map(str.split, rows)}
     prefix = table["embedding.word_embeddings"][0].split(".")[0] + "."
     theirs = list(theirs)
@@ -139,8 +139,8 @@ def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dic
     found = {}
     for ours in names:
         stem, kind = ours.rsplit(".", 1)
-        numbers = re.findall(NUMBER, stem)  # of the layer, of the expert
-        if (stem := re.sub(NUMBER, "*", stem)) not in table:
+        numbers = re.findall(INDEX, stem)  # of the layer, of the expert
+        if (stem := re.sub(INDEX, "*", stem)) not in table:
             raise ValueError(f"{ours}: the Hugging Face family {family} has nothing like it")
         name, *how = table[stem]
         name = name.removeprefix(prefix if bare else "").replace("*", "{}").format(*numbers)
@@ -176,7 +176,7 @@ class Folder:
                 errors.append(f"{place.name}: missing, wanted {wanted}; see --num-layers{hint}")
             elif (shape := list(there.shape)) != wanted:
                 errors.append(f"{place.name}: is {shape}, wanted {wanted}; see --hidden-size{hint}")
-            elif there.dtype not in FLOATS:
+            elif there.dtype not in FLOAT_DTYPES:
                 errors.append(f"{place.name}: is {there.dtype}, wanted weights that are not quantized")
         for name in sorted(self.tensors.keys() - {place.name for place in found.values()}):
             if name == "lm_head.weight":

@@ -57,7 +57,7 @@ class CheckpointError(Exception):
     """A checkpoint cannot be used; the text says which file or tensor, and why."""
 
 
-def describe(error: BaseException) -> str:
+def describe_piece(error: BaseException) -> str:
     """The error in one line."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
@@ -181,7 +181,7 @@ def tiling_error(shape: tuple[int, ...], boxes: Mapping[Rectangle, list[Range]])
     return "" if wrong is None else f"at {list(wrong)} along dims {cut} boxes overlap"
 
 
-def check(tensors: dict[str, SavedTensor], files: dict[int, SavedFile]) -> None:
+def check_manifest(tensors: dict[str, SavedTensor], files: dict[int, SavedFile]) -> None:
     """Raise CheckpointError unless files hold each tensor exactly once and have room for what they hold."""
     cuts = {id(tensor.boxes): (key, tensor) for key, tensor in tensors.items()}  # those in common once
     for key, tensor in cuts.values():
@@ -235,7 +235,7 @@ def merge(indices: Iterable[Path]) -> tuple[dict[str, SavedTensor], dict[int, Sa
     tensors: dict[str, SavedTensor] = {}
     files: dict[int, SavedFile] = {}
     for path in indices:
-        part = parse(path.read_bytes())
+        part = parse_manifest(path.read_bytes())
         files |= part.files
         for key, mine in part.tensors.items():
             whole = tensors.setdefault(key, SavedTensor(mine.dtype, mine.shape, {}))
@@ -247,14 +247,14 @@ def merge(indices: Iterable[Path]) -> tuple[dict[str, SavedTensor], dict[int, Sa
     for tensor in tensors.values():
         for ranges in tensor.boxes.values():
             ranges.sort()
-    check(tensors, files)
+    check_manifest(tensors, files)
     return tensors, files
 
 
 # Reading.
 
 
-def parse(text: bytes) -> Manifest:
+def parse_manifest(text: bytes) -> Manifest:
     """A manifest, of any version, or one rank's part of it, which `check` has not seen.
 
     Raises CheckpointError.
@@ -270,7 +270,7 @@ def parse(text: bytes) -> Manifest:
         tensors, files = {1: _version_1, 2: _version_2}[version](entry)
         return Manifest(_size(entry["iteration"]), entry["state"], entry["config"], tensors, files)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(describe(error)) from None
+        raise CheckpointError(describe_piece(error)) from None
 
 
 def _version_2(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile]]:

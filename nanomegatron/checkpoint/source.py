@@ -28,7 +28,7 @@ data-path data-args-path train-data-path split mock-data variable-seq-lengths se
 """.split()
 
 
-class Source(NamedTuple):
+class LoadSource(NamedTuple):
     """What a run resumes from: a folder of checkpoints, and which iteration if not the newest."""
 
     root: str
@@ -37,7 +37,7 @@ class Source(NamedTuple):
     upcycling: bool  # its weights are of a dense model, this one has experts
 
 
-def find_source(whole: Config, mesh: Mesh) -> Source:
+def find_source(whole: Config, mesh: Mesh) -> LoadSource:
     """The run's own folder if it has a checkpoint, or else --load.
 
     --eval-only wants what --load names, whatever the run has; --finetune and --moe-use-upcycling are for a
@@ -55,9 +55,9 @@ def find_source(whole: Config, mesh: Mesh) -> Source:
             "would take; give a new --run-name and --load this folder"
         )
     if newest >= 0 and step is None and not (eval_only and config.load):
-        return Source(config.save, None, only_weights=False, upcycling=False)
+        return LoadSource(config.save, None, only_weights=False, upcycling=False)
     upcycling = config.moe_use_upcycling
-    return Source(config.load or config.save, step, config.finetune or upcycling, upcycling)
+    return LoadSource(config.load or config.save, step, config.finetune or upcycling, upcycling)
 
 
 def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted: int) -> list[int]:

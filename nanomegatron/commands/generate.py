@@ -21,30 +21,30 @@ from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.config.cli import build as from_settings
-from nanomegatron.config.cli import from_toml
+from nanomegatron.config.cli import build_config, from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
+from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.generate import generate, stream
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages
 
-DONE, BAD_ARGUMENTS, NO_CHECKPOINT, INTERRUPTED = 0, 2, 3, 130
+INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate here or on `--nproc` processes of this machine; returns the exit code."""
     world = World.from_environment()
     if world.size > 1 or args.nproc == 1:
-        return run_rank(world, args)
-    codes = launch(run_rank, args.nproc, (args,))
-    return max(codes, key=lambda code: (code in (BAD_ARGUMENTS, NO_CHECKPOINT), abs(code)))
+        return generate_on_rank(world, args)
+    codes = launch(generate_on_rank, args.nproc, (args,))
+    return max(codes, key=lambda code: (code in (BAD_CONFIG, NO_CHECKPOINT), abs(code)))
 
 
-def run_rank(world: World, args: argparse.Namespace) -> int:
+def generate_on_rank(world: World, args: argparse.Namespace) -> int:
     """One process: load, generate, and on rank 0 print; returns the exit code."""
 
     def say(text: str) -> None:
@@ -65,7 +65,7 @@ def run_rank(world: World, args: argparse.Namespace) -> int:
         else:
             interact(model, tokenizer, args)
     except (CheckpointError, ValueError) as error:
-        code = NO_CHECKPOINT if isinstance(error, CheckpointError) else BAD_ARGUMENTS
+        code = NO_CHECKPOINT if isinstance(error, CheckpointError) else BAD_CONFIG
         say(str(error))
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -105,7 +105,7 @@ def load_hf_model(
     root: str | Path, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[Stages, Tokenizer, Config]:
     """The same of a Hugging Face folder as it is. Raises ValueError."""
-    config = from_settings(read_folder(root)[1])
+    config = build_config(read_folder(root)[1])
     vocab_size = config.data.vocab_size
     model = new_model(config, mesh, vocab_size)
     for note in load_weights(root, model.parameters(), config.model, vocab_size):

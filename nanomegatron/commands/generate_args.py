@@ -10,11 +10,11 @@ from nanomegatron.config.sampling import Sampling
 
 def main(argv: list[str]) -> int:
     """Leave with exit code 2 if the command line is wrong, else generate."""
-    args = parse(argv, processes_of_torchrun())
+    args = parse_args(argv, processes_of_torchrun())
     return importlib.import_module("nanomegatron.commands.generate").run(args)
 
 
-def parse(argv: list[str], world_size: int = 1) -> argparse.Namespace:
+def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     """The command line; leaves with exit code 2 where it is wrong. `world_size`: processes of torchrun."""
     parser = argparse.ArgumentParser(prog="python -m nanomegatron generate", description="Continue a text.")
     add = parser.add_argument

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nanomegatron.report.schedule_draw import draw, text
+from nanomegatron.report.schedule_draw import draw_timeline, text
 from nanomegatron.schedules import NAMES, placement, schedule, simulate
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         print(text(timeline, colour=sys.stdout.isatty()))
         if args.png:
             title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
-            draw(timeline, args.png, title)
+            draw_timeline(timeline, args.png, title)
     except (ValueError, ImportError, OSError) as error:
         print(f"schedules: {error}", file=sys.stderr)
         return 2

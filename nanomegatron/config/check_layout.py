@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import Config, ParallelConfig
-from nanomegatron.config.split import LAYOUT, layout_sizes, stage_layers
+from nanomegatron.config.split import LAYOUT, layout_sizes, stage_ranges
 from nanomegatron.schedules import CHUNKS
 
 TP, CP, PP = (f"--{name}-parallel-size" for name in ("tensor-model", "context", "pipeline-model"))
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-SIZES, MOST = "hierarchical_context_parallel_sizes", "--max-seqlen-per-dp-cp-rank"
+SIZES, MAX_SEQLEN = "hierarchical_context_parallel_sizes", "--max-seqlen-per-dp-cp-rank"
 VPP, PER_PIECE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
@@ -85,7 +85,7 @@ def _sequences(config: Config) -> Iterator[str]:
     most, length = parallel.max_seqlen_per_dp_cp_rank or data.seq_length, data.seq_length
     if most * cp < length and parallel.dynamic_context_parallel:
         hold = f"must hold --seq-length {length}; give {-(-length // cp)} or more"
-        yield f"{MOST} {most}: x {CP} {cp} = {most * cp}: {hold}"
+        yield f"{MAX_SEQLEN} {most}: x {CP} {cp} = {most * cp}: {hold}"
     yield from _cp_types(config, cp)
 
 
@@ -122,7 +122,7 @@ def _pipeline(config: Config) -> Iterator[str]:
         parallel = with_virtual_stages(config)
         yield from (errors := [*_schedule(parallel)])
         if not errors:
-            stage_layers(parallel, config.model.num_layers)
+            stage_ranges(parallel, config.model.num_layers)
     except ValueError as error:
         yield str(error)
 

@@ -122,7 +122,7 @@ def drop_alternatives(earlier: dict[str, Any], later: dict[str, Any]) -> dict[st
     return {name: value for name, value in earlier.items() if name not in dropped}
 
 
-def build(values: dict[str, Any]) -> Config:
+def build_config(values: dict[str, Any]) -> Config:
     """A Config with these fields set and the others at their defaults."""
     parts = {}
     for part in dataclasses.fields(Config):
@@ -217,11 +217,11 @@ class _Reader:
 
     def with_companions(self, values: dict[str, Any]) -> Config:
         """The config with what settings bring along, each with a note."""
-        config, companions = build(values), _Reader()
+        config, companions = build_config(values), _Reader()
         for option, owner in brought(config, self.values):
             companions.read_flags(option.split())
             self.notes.append(f"{option}: set, which {owner} needs")
-        return build(values | companions.values) if companions.values else config
+        return build_config(values | companions.values) if companions.values else config
 
     def _nearest(self, name: str) -> str:
         names = map(flag, (*self.settings, *self.aliases, "config", "print_config", "help"))
@@ -342,7 +342,7 @@ def from_toml(text: str) -> Config:
     reader.read_table(tomllib.loads(text), "config")
     if reader.errors:
         raise ConfigError(reader.errors)
-    return build(reader.values)
+    return build_config(reader.values)
 
 
 def help_text(everything: bool) -> str:

@@ -22,9 +22,9 @@ from typing import Any
 from nanomegatron.config.rules import declared
 from nanomegatron.config.settings import Config, TransformerConfig
 
-TABLES = tomllib.loads((Path(__file__).parent / "hf_families.toml").read_text())
-FAMILIES, YARN, LLAMA3 = TABLES["families"], TABLES["yarn"], TABLES["llama3"]
-DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
+HF_TABLES = tomllib.loads((Path(__file__).parent / "hf_families.toml").read_text())
+FAMILIES, YARN, LLAMA3 = HF_TABLES["families"], HF_TABLES["yarn"], HF_TABLES["llama3"]
+HF_DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
 # Beginnings of the names of settings that only training reads, besides those that a run may change.
 TRAINING = """
 hidden_dropout attention_dropout init_method_std moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype
@@ -65,7 +65,7 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     if family.endswith("moe") and "num_local_experts" in hf:  # transformers 5 writes so
         hf = {"num_experts": hf["num_local_experts"]} | hf
     hf, settings = family_table(family, "left_out") | hf, family_table(family, "settings")
-    for key, values in TABLES["only"].items():
+    for key, values in HF_TABLES["only"].items():
         if (value := hf.get(key)) is not None and value not in values:
             errors.append(f"{key} = {value!r:.80}: here is {' or '.join(map(repr, values)) or None}")
     for name, key in family_table(family, "keys").items():
@@ -92,13 +92,13 @@ def _positive(value: Any, kind: Any) -> bool:
 def _plain(hf: dict, family: str) -> dict[str, Any]:
     """Precision, activation, tied weights; biases, which Llama may have in every linear layer."""
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r}: here are {', '.join(DTYPES)}")
+    if dtype not in HF_DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: here are {', '.join(HF_DTYPES)}")
     biases = {key: bool(hf.get(key)) for key in ("attention_bias", "mlp_bias")}
     if any(biases.values()) and not (all(biases.values()) and family == "llama"):
         given = ", ".join(f"{key} = {value}" for key, value in biases.items())
         raise ValueError(f"{given}: here is a {family} without{' either or with both' * (family == 'llama')}")
-    settings = DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings")}
+    settings = HF_DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings")}
     if family == "gpt2":
         kind = hf["activation_function"]
         which = {"squared_relu": True} if kind == "relu2" else {"bias_gelu_fusion": kind != "gelu"}
@@ -114,14 +114,14 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
     base = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
     kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", kind)
-    if kind not in TABLES["rope"]:
-        raise ValueError(f"rope_type = {kind!r}: here are {', '.join(TABLES['rope'])}")
-    if "original_max_position_embeddings" in TABLES["rope"][kind]:
+    if kind not in HF_TABLES["rope"]:
+        raise ValueError(f"rope_type = {kind!r}: here are {', '.join(HF_TABLES['rope'])}")
+    if "original_max_position_embeddings" in HF_TABLES["rope"][kind]:
         rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     if kind != "default" and not _positive(rope.get("factor"), float):
         raise ValueError(f"rope_type = {kind!r}, factor = {rope.get('factor')!r}: must be above 0")
     rope = {key: value for key, value in rope.items() if value is not None}
-    if strange := rope.keys() - TABLES["rope"][kind]:
+    if strange := rope.keys() - HF_TABLES["rope"][kind]:
         raise ValueError(f"rope_type = {kind!r} with {', '.join(sorted(strange))}: here without")
     settings = {"position_embedding_type": "rope", "rotary_base": float(base)}
     if kind == "llama3":

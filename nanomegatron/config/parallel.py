@@ -9,15 +9,15 @@ from nanomegatron.schedules import CHUNKS, NAMES
 
 CP_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 CP_NAMES = (*CP_TYPES, "all_gather")  # allgather, as Megatron's code spells it
-PP = "--pipeline-model-parallel-size greater than 1"
-ONE_SIZE = f"{PP}, whose messages are all of one size"
+PP_ABOVE_1 = "--pipeline-model-parallel-size greater than 1"
+ONE_SIZE = f"{PP_ABOVE_1}, whose messages are all of one size"
 NO_SHARD = "--data-parallel-sharding-strategy no_shard"
 PAD = "--moe-pad-expert-input-to-capacity, which would pad each half of the tokens to it"
 SIZE = "--num-layers-per-virtual-pipeline-stage; give the number of pieces with --vpp instead"
 OPTIM = "--use-distributed-optimizer"
 SHARDED = "--use-distributed-optimizer or --data-parallel-sharding-strategy optim or optim_grads"
 EQUALLY_MANY = "whose ranks need equally many microbatches"
-pipeline = functools.partial(setting, part_of=PP)
+pipeline = functools.partial(setting, part_of=PP_ABOVE_1)
 context = functools.partial(setting, part_of="--context-parallel-size greater than 1")
 
 

@@ -20,7 +20,7 @@ FLOPS, LAYOUT = "--pipeline-split flops", "--pipeline-model-parallel-layout"
 MOST_LETTERS = 100_000
 
 
-def stage_layers(parallel: ParallelConfig, num_layers: int, head: float = 1.0) -> list[range]:
+def stage_ranges(parallel: ParallelConfig, num_layers: int, head: float = 1.0) -> list[range]:
     """The layers of every pipeline stage, of a resolved config.
 
     head: for --pipeline-split flops what the output layer costs, in layers.

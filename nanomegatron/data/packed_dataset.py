@@ -107,7 +107,7 @@ class PackLoader:
         self._dataset, self._data, self._eod, self._mesh = dataset, config.data, eod, mesh
         self._cost = partial(cost, config.model, padded_vocab_size)
         self._types = config.parallel.cp_types(config.model.num_layers)
-        self.ranks = Ranks.of(config)
+        self.ranks = Ranks.from_config(config)
         self._pool = ThreadPoolExecutor(1, "batches") if config.data.num_workers else None
         self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}
 

@@ -45,7 +45,7 @@ class Ranks:
     dynamic: bool = False  # else all groups are those of cp
 
     @classmethod
-    def of(cls, config: Config) -> "Ranks":
+    def from_config(cls, config: Config) -> "Ranks":
         """Those of a resolved config."""
         parallel, precision = config.parallel, config.precision
         cp = parallel.context_parallel_size

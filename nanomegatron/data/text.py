@@ -82,7 +82,7 @@ class Encoded(NamedTuple):
     text_bytes: np.ndarray
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """Whole lines of a file, `number` that of the first; 0 for a whole file of plain text."""
 
     path: str
@@ -136,7 +136,7 @@ def unpacked(path: str, raw: BinaryIO) -> BinaryIO:
     return raw
 
 
-def blocks(files: Iterable[str], on_bytes: Callable[[int], None] = lambda count: None) -> Iterator[Block]:
+def blocks(files: Iterable[str], on_bytes: Callable[[int], None] = lambda count: None) -> Iterator[TextBlock]:
     """All files in pieces of about CHUNK_BYTES; `on_bytes` learns how much of the files was read."""
     done = 0
     for path in files:
@@ -144,11 +144,11 @@ def blocks(files: Iterable[str], on_bytes: Callable[[int], None] = lambda count:
         with open(path, "rb") as raw, unpacked(path, raw) as file:
             try:
                 if kind(path) == ".txt":
-                    yield Block(path, 0, file.read())
+                    yield TextBlock(path, 0, file.read())
                 else:
                     while data := file.read(CHUNK_BYTES):
                         data += file.readline()  # up to the end of its last line
-                        yield Block(path, number, data)
+                        yield TextBlock(path, number, data)
                         number += data.count(b"\n")
                         on_bytes(done + raw.tell())
             except (gzip.BadGzipFile, EOFError, zlib.error, *_zstd_errors()) as error:
@@ -168,7 +168,7 @@ def lines(files: Iterable[str]) -> Iterator[Line]:
         yield from block.lines()
 
 
-def chunks(pieces: Iterable[Block]) -> Iterator[list[Block]]:
+def chunks(pieces: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
     """Lists of blocks of about CHUNK_BYTES together: small files are not worth a task each."""
     chunk, size = [], 0
     for block in pieces:
@@ -226,7 +226,7 @@ def _again(spec: str, fingerprint: str) -> Portable:
 
 
 def encode(
-    chunk: list[Block], portable: Portable, keys: tuple[str, ...], append_eod: bool
+    chunk: list[TextBlock], portable: Portable, keys: tuple[str, ...], append_eod: bool
 ) -> tuple[list[Encoded], list[str]]:
     """What a worker does: the good lines under each key, and what is wrong with the others.
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanomegatron.comm import Pending, count
+from nanomegatron.comm import Pending, count_traffic
 from nanomegatron.dp import ShardComm
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.peer_memory import share_memory
@@ -59,7 +59,7 @@ class PeerShards:
         """Begin to reduce `whole`, by collectives if not of `zeros`; the result is this rank's shard."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_reduce_scatter(whole, op)
-        count(self.axis, "reduce_scatter", whole)
+        count_traffic(self.axis, "reduce_scatter", whole)
         ranks, mine = self.tensors[whole.data_ptr()], self._shard(whole, self.axis.rank)
         if whole.dtype not in self.buffers:
             self.buffers[whole.dtype] = whole.new_empty(len(self.others), self.PIECE)
@@ -79,7 +79,7 @@ class PeerShards:
         """Begin to fetch the other ranks' shards of `whole`. By collectives if it is not of `zeros`."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_all_gather(whole)
-        count(self.axis, "all_gather", whole)
+        count_traffic(self.axis, "all_gather", whole)
         ranks = self.tensors[whole.data_ptr()]
         with self._after_barrier():
             for rank in self.others:

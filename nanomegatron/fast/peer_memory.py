@@ -36,7 +36,7 @@ try:
 except ImportError:  # it is torch's own business, and may go
     symmetric = None
 
-from nanomegatron.comm import count
+from nanomegatron.comm import count_traffic
 from nanomegatron.mesh import Axis
 
 
@@ -69,7 +69,7 @@ class PeerMemory:
     def begin(self, size: int, *sent: torch.Tensor) -> None:
         """Begin a call that needs `size` bytes on every rank; `sent` are the tensors that count as that."""
         for x in sent:
-            count(self.axis, self.kind, x)
+            count_traffic(self.axis, self.kind, x)
         if size > self.size:
             self.memory, self.size = self.allocate(size), size
             self.views.clear()

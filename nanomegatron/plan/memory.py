@@ -90,7 +90,7 @@ def chunks_kept(config: Config) -> list[int]:
     return [most_open(ops) for ops in _pipeline(config)[0]]
 
 
-def describe(*ranks: dict[str, float]) -> str:
+def describe_memory(*ranks: dict[str, float]) -> str:
     """One line about the pipeline rank that needs most: the sum in GiB and the share of each part."""
     worst = max(ranks, key=_total)
     total = _total(worst)

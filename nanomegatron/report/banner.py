@@ -21,7 +21,7 @@ from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.paths import summary
 from nanomegatron.plan.layer import Machine
-from nanomegatron.plan.memory import check_room, chunks_kept, describe, memory_of_ranks
+from nanomegatron.plan.memory import check_room, chunks_kept, describe_memory, memory_of_ranks
 from nanomegatron.pp import Stages
 
 
@@ -37,7 +37,7 @@ def banner(
     yield f"nanomegatron 0.1 | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
-    yield f"memory  {describe(*memory_of_ranks(config, model.vocab_size, machine_of(mesh)))}"
+    yield f"memory  {describe_memory(*memory_of_ranks(config, model.vocab_size, machine_of(mesh)))}"
     if grads and (sharding := buckets_text(grads)):
         yield f"dp      {sharding}"
     if mesh.pp.size > 1:
@@ -186,7 +186,7 @@ def batch_text(config: Config) -> str:
     if not data.variable_seq_lengths:
         each = f"{micro} x {batch // micro // dp} microbatches x dp {dp}"
         return f"samples of {data.seq_length} tokens | batch {batch} = {each}"
-    ranks = Ranks.of(config)
+    ranks = Ranks.from_config(config)
     groups = " or ".join(map(str, ranks.sizes))
     packs = f"in packs of up to {ranks.room(1)} tokens a rank, each on {groups} of dp {dp} x cp {ranks.cp}"
     return f"documents of up to {data.seq_length} tokens | batch {batch} {packs}"

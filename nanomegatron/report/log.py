@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from nanomegatron.config.settings import Config
 from nanomegatron.report.writers import (
-    EXPERTS,
+    EXPERT_TAGS,
     JsonLines,
     Lines,
     missing_extras,
@@ -336,7 +336,7 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
         f"learning rate: {mean['next_lr']:.6E}",
         f"global batch size: {mean['global_batch_size']:5d}",
         f"lm loss: {mean['lm_loss']:.6E}",
-        *(f"{tag.replace('-', ' ')}: {mean[key]:.6E}" for key, tag in EXPERTS.items() if key in mean),
+        *(f"{tag.replace('-', ' ')}: {mean[key]:.6E}" for key, tag in EXPERT_TAGS.items() if key in mean),
         f"loss scale: {mean.get('loss_scale', 1.0):.1f}",
         f"grad norm: {mean['grad_norm']:.3f}",
         *([f"num zeros: {mean['num_zeros']:.0f}"] if "num_zeros" in mean else []),
@@ -359,7 +359,7 @@ def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
         if mean[key] is not None:
             mean[key] = sum(record[key] * record["step_time_ms"] for record in records) / milliseconds
     mean["lm_loss"] = sum(losses) / len(losses) if losses else math.nan
-    mean |= {key: sum(r[key] for r in records) / len(records) for key in EXPERTS if key in mean}
+    mean |= {key: sum(r[key] for r in records) / len(records) for key in EXPERT_TAGS if key in mean}
     mean["step_time_ms"] = milliseconds / len(records)
     mean["skipped"] = sum(bool(record.get("skipped")) for record in records)
     mean["nan"] = sum(not math.isfinite(record["lm_loss"]) for record in records)

@@ -43,10 +43,10 @@ def text(timeline: Timeline, colour: bool = False) -> str:
     if colour:
         kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in events)]
         lines.append("        " + " ".join(_painted(f" {MEANING[k]} ", shade(k, 0, 1)) for k in kinds))
-    return "\n".join([*lines, summary(timeline)])
+    return "\n".join([*lines, timeline_summary(timeline)])
 
 
-def summary(timeline: Timeline) -> str:
+def timeline_summary(timeline: Timeline) -> str:
     """Bubble and peak activations in words."""
     peaks = [" ".join(map(str, peak)) for peak in (timeline.peak_until_backward, timeline.peak_until_weight)]
     kept = f"{peaks[0]} until B, {peaks[1]} until W" if peaks[0] != peaks[1] else peaks[0]
@@ -90,7 +90,7 @@ def canvas(what: str | Path, size: tuple[float, float], dpi: int = 120) -> Any:
     return figure
 
 
-def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
+def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
     """Draw bars in time, a row a rank, to a file of the kind its name says (.png, .svg, .pdf).
 
     Raises: ImportError without matplotlib, ValueError for a kind of file that it cannot write.
@@ -99,7 +99,7 @@ def draw(timeline: Timeline, path: str | Path, title: str = "") -> None:
     axes = figure.add_subplot()
     bars(axes, timeline)
     legend(axes, timeline)
-    axes.set_title(f"{title}\n{summary(timeline)}".strip(), fontsize=9)
+    axes.set_title(f"{title}\n{timeline_summary(timeline)}".strip(), fontsize=9)
     figure.savefig(path)
 
 

@@ -172,7 +172,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
-    """What `comm.count` has counted as lines of a table, a row a kind of communication."""
+    """What `comm.count_traffic` has counted as lines of a table, a row a kind of communication."""
     kinds = sorted({key[:2] for key in traffic})
     rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
     return [

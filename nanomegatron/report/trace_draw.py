@@ -103,7 +103,7 @@ def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
     """Write iteration-N.json, .svg and .png (without matplotlib the first): the files; lines for the log."""
     planned, measured = recording.timelines()
     stem = folder / f"iteration-{recording.iteration}"
-    paths, lines = [stem.with_suffix(".json")], describe(recording, planned, measured)
+    paths, lines = [stem.with_suffix(".json")], describe_trace(recording, planned, measured)
     paths[0].write_text(json.dumps({"traceEvents": chrome(recording), "displayTimeUnit": "ms"}))
     pictures = [stem.with_suffix(suffix) for suffix in (".svg", ".png")]
     try:
@@ -114,7 +114,7 @@ def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
     return paths, [*lines, f"wrote {', '.join(map(str, paths))}; https://ui.perfetto.dev shows the .json"]
 
 
-def describe(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
+def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
     """Both bubbles and the cost of each kind of op; the longest waits, and the one furthest beyond plan."""
     took: dict[str, list[float]] = {}
     for event in measured.events:

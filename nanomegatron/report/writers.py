@@ -132,7 +132,7 @@ def missing_extras(config: Config) -> list[str]:
 # Tags that begin like this; the rest vs samples too.
 BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/", "experts/")
 # What a step of a model with experts reports, each the mean over layers (report/counters.py), and its tag.
-EXPERTS = {
+EXPERT_TAGS = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
@@ -156,7 +156,7 @@ def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
         "skipped-train-samples": record.get("skipped_samples") or None,
         "num-zeros": record.get("num_zeros"),
         "params-norm": record.get("params_norm"),
-        **{tag: record.get(key) for key, tag in EXPERTS.items()},
+        **{tag: record.get(key) for key, tag in EXPERT_TAGS.items()},
     }
     return {tag: value for tag, value in tags.items() if value is not None}
 
