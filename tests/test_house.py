@@ -15,7 +15,7 @@ BUDGETS = {
     "data": 2340,
     "fast": 2450,
     "faults": 330,
-    "ops": 2900,
+    "ops": 2930,
     "plan": 600,
     "report": 2050,
 }

@@ -25,7 +25,7 @@ DECOUPLED, DECAY = 1, 2  # bits of a segment's kind: the second learning rate, w
 class Segments:
     """Ranges (start, stop, kind) of a flat tensor.
 
-    table: the same for the device, rows (start, stop, first block, kind); blocks: how many there are in all.
+    table: the same on the device, int64 `[ranges, 4]`, rows (start, stop, first block, kind); blocks: of all.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -60,7 +60,7 @@ class Segments:
         return self if self.table.device == device else replace(self, table=self.table.to(device))
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """Raises ValueError where tensors are not flat, contiguous, of one length and here, or too short."""
+        """tensors: `[n]` each. Raises ValueError if not contiguous, of one n and on this device, or short."""
         length, device = len(tensors[0]), self.table.device
         for x in tensors:
             if x.dim() != 1 or len(x) != length or not x.is_contiguous() or x.device != device:
@@ -94,17 +94,17 @@ class FlatState:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of the kernel."""
+        """In the order of the kernel. -> main `[n]`, params `[n]`, grads `[n]`, moments `[n]` and `[n]`"""
         return self.main, self.params, self.grads, self.exp_avg, self.exp_avg_sq
 
 
 def join_halves(params: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers that are kept as bf16 `params` and int16 `remainders`."""
+    """params, remainders `[n]`, bf16 and int16 -> fp32 `[n]`, the numbers whose halves these are."""
     return ((params.view(torch.int16).int() << 16) + remainders.int()).view(torch.float32)
 
 
 def split_halves(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 -> bf16, rounded to nearest (ties away from 0), and int16 that give it back to the bit."""
+    """main fp32 `[n]` -> bf16 `[n]`, to nearest (ties from 0), and int16 `[n]` to restore it exactly."""
     bits = main.where(~main.isnan(), main.new_full((), float("nan"))).view(torch.int32)
     remainders = bits.to(torch.int16)  # keeps the lower half
     return ((bits - remainders) >> 16).to(torch.int16).view(torch.bfloat16), remainders
@@ -119,10 +119,10 @@ def adamw_flat_(
 ) -> None:
     """One AdamW step over the segments of a flat shard, in place, in one launch.
 
-    numbers: (step, values, grad_scale, skip), fp32 on the device: the number of this update, from 1; the two
-    learning rates and the weight decay `[3]`; what gradients are divided by first; not 0 where nothing may
-    change but a copy in E4M3, whose scale may be a new one, and its amax. hyper: (beta1, beta2, eps). seed:
-    from 0 on, moments in bf16 are rounded at random, by a hash of (seed, step, index), up with the
+    numbers `[]` or `[3]`: (step, values, grad_scale, skip), fp32 on the device: the number of this update,
+    from 1; `[3]`, the two learning rates and the weight decay; the divisor of the gradients; not 0 where
+    nothing may change but a copy in E4M3 (its scale may be new) and its amax. hyper: (beta1, beta2, eps).
+    seed: from 0 on, moments in bf16 are rounded at random, by a hash of (seed, step, index), up with the
     probability that keeps their mean; else to nearest.
     Raises ValueError for other shapes, types or devices. See `adamw_flat_ref_`.
     """
@@ -154,7 +154,7 @@ def adamw_flat_(
 def cast_flat_(
     main: torch.Tensor, copy: torch.Tensor, segments: Segments, scale: torch.Tensor, amax: torch.Tensor
 ) -> None:
-    """The copy in E4M3 that `adamw_flat_` would leave of `main` as it is, and its amax; alike flat."""
+    """Cast main fp32 `[n]` to copy `[n]`, E4M3, as `adamw_flat_` does; scale, amax `[segments]`."""
     state, one = FlatState(main, copy, main, main, main, scale, amax), torch.ones(3, device=main.device)
     adamw_flat_(state, segments, (one[0], one, one[0], one[0]), (0.9, 0.95, 1e-8))
 
@@ -216,7 +216,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def sums_of_squares(
     x: torch.Tensor, segments: Segments, count: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of each segment of a flat tensor its sum of squares and its number of zeros, both float64 `[segments]`.
+    """Of each segment of x `[n]`: -> the sum of squares fp64 `[segments]`, the zeros fp64 `[segments]`.
 
     Deterministic. Without `count`, zeros may be None: only the kernel counts them at no cost. Raises
     ValueError for other shapes or devices.
@@ -247,10 +247,11 @@ def adamw_(
     grad_scale: torch.Tensor,
     skip: torch.Tensor,
 ) -> None:
-    """One AdamW step over fp32 tensors, in place, everything that changes read from the device.
+    """One AdamW step over fp32 tensors, in place; reads everything that changes from the device.
 
-    hyper: (beta1, beta2, eps, weight_decay). step: number of this update, from 1. The gradient is divided by
-    `grad_scale` first (loss scale and clipping in one); where `skip` is 1 nothing changes. See `adamw_ref_`.
+    params, grads, moments: `[...]` each, in the same order; step, lr, grad_scale, skip: `[]`. hyper: (beta1,
+    beta2, eps, weight_decay). step: number of this update, from 1. The gradient is divided by `grad_scale`
+    first (loss scale and clipping in one); where `skip` is 1 nothing changes. See `adamw_ref_`.
     """
     beta1, beta2, eps, weight_decay = hyper
     torch._fused_adamw_(

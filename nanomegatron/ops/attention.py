@@ -56,7 +56,7 @@ class Mask:
     max_seqlen: int | None = None  # of the longest document
 
     def hidden(self, b: int, s: int, t: int, device: torch.device) -> torch.Tensor:
-        """True where a query does not see a key, `[b or 1, 1, s, t]`."""
+        """True where a query does not see a key. -> bool `[b, 1, s, t]` or `[1, 1, s, t]`"""
         hidden = Block(self.causal, self.window).hidden(s, t, device)[None, None]
         if self.cu_seqlens is not None:
             places = torch.arange(b * s, device=device, dtype=self.cu_seqlens.dtype)
@@ -101,7 +101,7 @@ def core_attention(
 
     drop: the unfused path's dropout of the probabilities `[b, n, s, t]`; without it, and in the other paths,
     torch's generator draws. fused_softmax: the unfused path's softmax is one kernel where there is one.
-    Returns the context `[s, b, n*d]` and the log-sum-exp `[b, n, s]`, fp32. Nothing is communicated.
+    -> the context `[s, b, n*d]` and the log-sum-exp fp32 `[b, n, s]`. Nothing is communicated.
     """
     (s, b, n, d), t = q.shape, k.shape[0]
     if mask.window is not None and mask.window >= t - 1:
@@ -164,7 +164,7 @@ class Block:
         return Block(causal, window, *bounds, *(int(x.max()) for x in lengths))
 
     def hidden(self, s: int, t: int, device: torch.device) -> torch.Tensor:
-        """True where a query does not see a key, `[s, t]`."""
+        """True where a query does not see a key. -> bool `[s, t]`"""
         query, key = torch.arange(s, device=device)[:, None], torch.arange(t, device=device)
         own, hidden = query + (t - s), torch.zeros(s, t, dtype=torch.bool, device=device)
         if self.cu_q is not None:
@@ -185,7 +185,7 @@ def ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """x on the device; the host does not wait for the copy."""
+    """x on the device; the host does not wait for the copy. -> `[...]`"""
     tensor = torch.from_numpy(x)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -195,9 +195,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q `[s, b, n, d]` to k, v `[t, b, g, d]`, n a multiple of g (query head i reads i*g/n).
 
-    Strides are free but for the last dim. backend: as attention.choose_backend has it. dropout: of the
-    probabilities; the unfused backend has none. Returns the output `[s, b, n, d]` and the log-sum-exp
-    `[b, n, s]`, fp32.
+    Only the last dim must be contiguous. backend: a result of choose_backend. dropout: of the probabilities;
+    the unfused backend has none. -> the output `[s, b, n, d]` and the log-sum-exp fp32 `[b, n, s]`
     """
     if backend == "unfused":
         return _unfused(q, k, v, block)
@@ -224,7 +223,7 @@ def attend_backward(
     block: Block,
     backend: str,
 ) -> Grads:
-    """Gradients of q `[s, b, n, d]` and k, v `[t, b, g, d]` by this block, from that of the output.
+    """Gradients of q `[s, b, n, d]` and k, v `[t, b, g, d]` by this block, from dout `[s, b, n, d]`.
 
     out `[s, b, n, d]`, lse `[b, n, s]`: over all keys that these queries see, in this block or another.
     """
@@ -335,7 +334,7 @@ def _cpu_parts(
 
 
 def one_per_query(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Key or value heads repeated until there are as many as query heads, `[b, g, t, d] -> [b, n, t, d]`."""
+    """Key or value heads x `[b, g, t, d]`, each repeated for its n/g query heads. -> `[b, n, t, d]`"""
     return x if x.shape[1] == n else x.repeat_interleave(n // x.shape[1], dim=1)
 
 

@@ -13,7 +13,7 @@ CHUNK = 2048  # tokens whose logits the reference takes to fp32 at once
 
 
 def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`cross_entropy_stats` in plain torch: specification and oracle."""
+    """`cross_entropy_stats` in plain torch. logits `[t, V]`, labels `[t]` -> `[t]`, `[t]`, `[t]`"""
     if logits.shape[-1] == 0:
         zeros = torch.zeros(labels.shape, device=labels.device)
         return zeros - float("inf"), zeros, zeros
@@ -28,7 +28,10 @@ def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple
 def cross_entropy_grad_ref(
     logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, z_loss: float = 0.0
 ) -> torch.Tensor:
-    """What `cross_entropy_grad_` writes without padded columns, in plain torch: specification and oracle."""
+    """What `cross_entropy_grad_` writes without padded columns, in plain torch: specification and oracle.
+
+    logits `[t, V]`, labels, lse, grad `[t]` -> `[t, V]`
+    """
     if logits.shape[-1] == 0:
         return logits
     result = (logits.float() - lse[:, None]).exp_()
@@ -43,8 +46,8 @@ def cross_entropy_grad_ref(
 def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Maximum, sum of exp(logit - maximum) and the label's logit of each row, in fp32.
 
-    logits: `[t, V]`, rows may lie apart; labels: `[t]` int64; a label outside 0..V-1 (of another shard) gives
-    the logit 0, and no columns at all (a shard of padding) the statistics of an empty sum.
+    logits: `[t, V]`, rows may lie apart; labels: `[t]` int64 -> `[t]`, `[t]`, `[t]`. A label outside 0..V-1
+    (of another shard) gives the logit 0, no columns at all (a shard of padding) those of an empty sum.
     Raises ValueError for other shapes, types or devices.
     """
     _check(logits, labels)
@@ -62,13 +65,12 @@ def cross_entropy_grad_(
     real: int | None = None,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """grad * (exp(logits - lse) - onehot(labels)) written over the logits, which it returns, detached.
-
-    Under torch.compile a new tensor is returned, and the logits stay.
+    """grad * (exp(logits - lse) - onehot(labels)), in place; returns the logits, detached.
 
     logits: `[t, V]`, of which the first `real` columns count (all, if None) and the others become 0; labels:
-    `[t]` int64; lse, grad: `[t]`. With `z_loss` the gradient of lse - target + z_loss * lse^2. Autograd
-    notices the change where these logits are saved for a backward.
+    int64 `[t]`; lse, grad: `[t]` -> `[t, V]`. With `z_loss` the gradient of lse - target + z_loss * lse^2.
+    Autograd notices the change where these logits are saved for a backward. Under torch.compile the result is
+    a new tensor and the logits stay.
     Raises ValueError for other shapes, types or devices.
     """
     _check(logits, labels, lse, grad)

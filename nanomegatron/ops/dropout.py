@@ -11,8 +11,8 @@ def dropout(
 ) -> torch.Tensor:
     """Dropout whose mask is a function of (seed, sample, site, position, feature) and of nothing else.
 
-    x: `[s, b, h]`, positions: `[s]`, sample_ids: `[b]`. The same under any layout and when recomputed; `site`
-    numbers the places in the model. 24 bits decide, so p is met to 6e-8.
+    x: `[s, b, h]`, positions: `[s]`, sample_ids: `[b]` -> `[s, b, h]`. The same under any layout and when
+    recomputed; `site` numbers the places in the model. 24 bits decide, so p is met to 6e-8.
     """
     features = torch.arange(x.shape[-1], device=x.device)
     return _drop(x, p, _hashed(seed, site, sample_ids, positions[:, None]), features)
@@ -21,7 +21,10 @@ def dropout(
 def jitter(
     x: torch.Tensor, eps: float, seed: int, site: int, positions: torch.Tensor, sample_ids: torch.Tensor
 ) -> torch.Tensor:
-    """x times numbers from 1 - eps to 1 + eps, a function of what the mask of `dropout` is a function of."""
+    """x `[s, b, h]` times random numbers from 1 - eps to 1 + eps, by the counters of `dropout`.
+
+    positions: `[s]`, sample_ids: `[b]` -> `[s, b, h]`
+    """
     features = torch.arange(x.shape[-1], device=x.device)
     bits = _bits(_hashed(seed, site, sample_ids, positions[:, None]), features)
     return x * (1.0 - eps + 2.0 * eps * (bits / 2**24)).to(x.dtype)
@@ -38,8 +41,8 @@ def attention_dropout(
 ) -> torch.Tensor:
     """Dropout of attention probabilities, a function of (seed, site, sample, head, query, key).
 
-    probs: `[b, n, s, t]`, positions: of the queries `[s]` and of the keys `[t]`, sample_ids: `[b]`,
-    heads: `[n]`, as numbered over all ranks.
+    probs: `[b, n, s, t]`, positions: `[s]` of the queries and `[t]` of the keys, sample_ids: `[b]`, heads:
+    `[n]`, as numbered over all ranks -> `[b, n, s, t]`
     """
     queries, keys = positions
     return _drop(probs, p, _hashed(seed, site, sample_ids[:, None, None], heads[:, None], queries), keys)

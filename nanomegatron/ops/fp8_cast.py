@@ -42,7 +42,7 @@ def fp8_limit(dtype: torch.dtype, margin: int = 0) -> float:
 
 
 def fp8_amax(x: torch.Tensor, amax: torch.Tensor) -> None:
-    """amax = max(amax, |x|), in place. x: any shape, amax: fp32, one element. Raises ValueError."""
+    """amax = max(amax, |x|), in place. x: `[...]`, amax: fp32 `[]` or `[1]`. Raises ValueError."""
     _check(x, None, amax)
     if usable(x, "fp8_amax"):
         launch("fp8_amax", x.contiguous(), amax, x.numel(), TYPES[x.dtype])
@@ -53,7 +53,7 @@ def fp8_amax(x: torch.Tensor, amax: torch.Tensor) -> None:
 def fp8_scale(
     amax: torch.Tensor, limit: float, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and inverses of fp32 amaxes of any shape; 1 for one of zero or not finite. Raises ValueError."""
+    """amax fp32 `[...]` -> scales `[...]`, inverses `[...]`: 1 for zero or not finite. Raises ValueError."""
     if amax.dtype != torch.float32:
         raise ValueError(f"amaxes are fp32, not {amax.dtype}")
     amax = amax.contiguous()
@@ -75,8 +75,8 @@ def fp8_update(
     """The scales of n tensors for the next step, from amaxes; the history moves on, in place, all fp32.
 
     history: `[length, n]`, row 0 of the step that ends, row j of j steps before; it moves down a row, row 0
-    becomes zero. The rest: `[n]`. amax: row 0 (`most_recent`), or the largest of a column. An amax of zero or
-    not finite keeps the scale; such an entry is not kept itself, it moves on as zero. Raises ValueError.
+    becomes zero. scale, inverse, limits: `[n]`. amax: row 0 (`most_recent`) or the largest of a column. An
+    amax of zero or not finite keeps the scale and moves on as zero. Raises ValueError.
     """
     length, n = history.shape
     for x, shape in (history, (length, n)), (scale, (n,)), (inverse, (n,)), (limits, (n,)):
@@ -108,7 +108,7 @@ def fp8_cast(
 ) -> Pair:
     """fp8(x * scale) rowwise `[m, k]`, columnwise `[k, m]`, or both; None for what `outputs` does not name.
 
-    x: `[m, k]`, scale: fp32, one element; amax, one element, is raised to that of x, whatever the scale.
+    x: `[m, k]`; scale, amax: fp32 `[]` or `[1]`; amax is raised to that of x, whatever the scale.
     outputs: "rowwise", "columnwise" or "both". Raises ValueError.
     """
     _check(x, dtype, amax, scale)
@@ -123,13 +123,13 @@ def fp8_cast(
 
 
 def fp8_cast_ref(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp8(x * scale), saturating, to nearest even; NaN stays NaN."""
+    """fp8(x * scale), saturating, to nearest even; NaN stays NaN. x, scale `[...]` -> `[...]`"""
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
 def fp8_transpose(q: torch.Tensor) -> torch.Tensor:
-    """The bytes of q^T: `[m, k] -> [k, m]`. Raises ValueError."""
+    """The bytes of q^T: q `[m, k]` -> `[k, m]`. Raises ValueError."""
     if q.dtype not in FORMATS or q.dim() != 2:
         raise ValueError(f"a matrix of FP8 is transposed, not {q.dtype} {q.shape}")
     if not usable(q, "fp8_transpose", FORMATS):
@@ -146,10 +146,10 @@ def fp8_cast_rows(
     outputs: str = "rowwise",
     inverse: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
-    """(q `[m, k]`, inverse `[m, 1]`) and (q of x^T `[k, m]`, inverse `[k, 1]`), each row with its own scale.
+    """x `[m, k]` in FP8 with a scale for each row, and x^T `[k, m]`, inverses fp32 `[m, 1]` and `[k, 1]`.
 
-    Scales are powers of two, limit / amax rounded down. x may be of `dtype` with an `inverse` of its rows or
-    blocks, and is what it stands for. Raises ValueError.
+    Scales are powers of two, limit / amax rounded down. x may be FP8 of `dtype` already, with the inverse
+    `[m, 1]` of its rows or `[...]` of its blocks: then the numbers it stands for are cast. Raises ValueError.
     """
     source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
     if not x.numel() or not usable(x, "fp8_cast_rows", FLOATS + FORMATS):
@@ -162,7 +162,7 @@ def fp8_cast_rows(
 
 
 def fp8_cast_rows_ref(x: torch.Tensor, dtype: torch.dtype, limit: float) -> Fp8Matrix:
-    """`fp8_cast_rows` of x row-major, in plain torch."""
+    """`fp8_cast_rows` of x `[m, k]` row-major, in plain torch."""
     amax = x.abs().amax(dim=1, keepdim=True).float() if x.shape[1] else x.new_zeros(len(x), 1).float()
     scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two=True)
     return Fp8Matrix(fp8_cast_ref(x, scale, dtype).contiguous(), 1.0 / scale)
@@ -176,12 +176,12 @@ def fp8_cast_blocks(
     power_of_two: bool = False,
     inverse: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
-    """(q `[m, k]`, inverse) and (q of x^T `[k, m]`, inverse), each block with the scale of its own amax.
+    """x `[m, k]` in FP8 and x^T `[k, m]`, each block with the scale of its own amax.
 
     Blocks are 128 x 128 (`squares`), or 1 x 128 along the last dim of each output, so that the two are not
     each other's transpose. Inverses are fp32: `[m, k/128]` with the first dim contiguous, or `[m/128, k/128]`
     with rows a multiple of 4 apart, as `torch._scaled_mm` takes them (block counts rounded up).
-    x, inverse: as of fp8_cast_rows. Raises ValueError.
+    x, inverse `[...]`: as of fp8_cast_rows. Raises ValueError.
     """
     source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
     if not usable(x, "fp8_cast_blocks", FLOATS + FORMATS):
@@ -205,7 +205,7 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> Fp8Matrix:
 
 
 def fp8_decode(a: Fp8Matrix) -> torch.Tensor:
-    """data * inverse in fp32, of one element, of rows or of blocks: what a matmul computes with. `[m, k]`"""
+    """data * inverse, of one element, of rows or of blocks: what a matmul computes with. -> fp32 `[m, k]`"""
     q, inverse = a
     if inverse.dim() == 2 and inverse.shape != (len(q), 1):
         inverse = _of_rows(q, inverse).repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
@@ -293,11 +293,11 @@ class Fp8Output:
         _check_scalars(self.scale.device, self.scale, self.amax)
 
     def empty(self, x: torch.Tensor, m: int, k: int) -> Pair:
-        """Memory for both, None for what is not wanted. Raises ValueError for an x that no kernel takes."""
+        """Memory for both; None: not wanted. x: `[...]`. Raises ValueError for an x that no kernel takes."""
         if x.dtype not in FLOATS or x.device != self.scale.device:
             raise ValueError(f"{x.dtype} on {x.device}: must be fp32, bf16 or fp16 on {self.scale.device}")
         return _empty(x, m, k, self.dtype, self.outputs)
 
     def cast(self, y: torch.Tensor) -> Pair:
-        """The cast of y."""
+        """The cast of y `[m, k]`."""
         return fp8_cast(y, self.scale, self.dtype, self.amax, self.outputs)

@@ -45,9 +45,9 @@ def norm_fp8(
     wanted: Fp8Output,
     also: bool = False,
 ) -> Normed:
-    """The norm of x, or of x + residual, in FP8, and with `also` in the type of x too. See `ops_norm.norm`.
+    """The norm of x, or of x + residual, in FP8, and with `also` in the type of x too. See `norm.norm`.
 
-    Raises ValueError for tensors that do not fit.
+    x, residual `[..., h]`, weight, bias `[h]`. Raises ValueError for tensors that do not fit.
     """
     check(x, residual, weight, bias)
     h = weight.numel()
@@ -76,7 +76,7 @@ def norm_fp8_ref(x, residual, weight, bias, eps, from_one, wanted, also=False) -
 
 
 def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
-    """act(gate) * up of x = [gate; up] in FP8. `[..., 2f] -> [rows, f], [f, rows]` Raises ValueError."""
+    """act(gate) * up in FP8 of x `[..., 2*f]`, [gate; up]. -> `[rows, f]`, `[f, rows]`. Raises ValueError."""
     rows, f = _halved(x)
     pair = wanted.empty(x, rows, f)
     if not usable(x, "gated_fp8"):
@@ -87,7 +87,9 @@ def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
 
 
 def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
-    """The gradient by x in FP8, of one by act(gate) * up. `[..., f], [..., 2f] -> [rows, 2f], [2f, rows]`
+    """The gradient by x in FP8, from that by act(gate) * up.
+
+    grad `[..., f]`, x `[..., 2*f]` -> `[rows, 2*f]`, `[2*f, rows]`
 
     Raises ValueError for tensors that do not fit.
     """

@@ -22,7 +22,7 @@ WORKSPACE = 32 << 20  # as torch's own for Hopper
 
 
 def fp8_matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
-    """a b^T, summed in fp32. `[m, k], [n, k] -> [m, n]` in `dtype`
+    """a b^T, summed in fp32: a `[m, k]`, b `[n, k]` -> `[m, n]` in `dtype`.
 
     Both have scales of one kind. fast: on a GPU sums lose bits, for speed; blocks do without. torch raises
     on a GPU that has no FP8, or no blocks (all but Hopper), and for n or k that are no multiples of 16.
@@ -73,7 +73,7 @@ def add_fp8_product_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool =
 
 
 def add_fp8_product_ref_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
-    """`add_fp8_product_` by torch's matmul and a sum."""
+    """`add_fp8_product_` by torch's matmul and a sum. out: fp32 `[m, n]`"""
     out.add_(fp8_matmul(a, b, torch.float32, fast))
 
 

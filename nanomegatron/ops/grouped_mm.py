@@ -57,14 +57,14 @@ class Groups:
         return self.covers
 
     def one_kernel(self, rows: torch.Tensor, *features: int) -> bool:
-        """Whether to multiply all groups of `rows` by matrices of these sizes in one grouped matmul."""
+        """Whether one grouped matmul multiplies all groups of rows `[r, i]`, by matrices of these sizes."""
         known = self.ends is not None
         large = known and self.ends[-1] * prod(features) >= LARGE * self.experts
         return self.grouped and not large and fits(rows, *features)
 
 
 def fits(rows: torch.Tensor, *sizes: int) -> bool:
-    """Whether `torch._grouped_mm` supports such rows, and features of these sizes."""
+    """Whether `torch._grouped_mm` supports rows `[r, i]`, and features of these sizes."""
     return rows.dtype == torch.bfloat16 and len(rows) > 0 and all(size % 8 == 0 for size in sizes)
 
 

@@ -89,7 +89,7 @@ def _unfit_once(device: torch.device) -> str:
 
 
 def usable(x: torch.Tensor, op: str, types: tuple[torch.dtype, ...] = FLOATS) -> bool:
-    """Whether kernels can take x. Where they cannot, on a GPU, a warning says so, once an op and dtype."""
+    """Whether kernels can take x `[...]`. If not, on a GPU, a warning says so, once an op and dtype."""
     if not x.is_cuda:
         return False
     if x.dtype in types and not kernels_unavailable(x.device):
@@ -137,7 +137,7 @@ def once(backward: Callable, instead: str = PLAIN) -> Callable:
 
 
 def launch(name: str, *args: torch.Tensor | float | None) -> None:
-    """Run a kernel on the current stream of the first argument's device. Raises RuntimeError."""
+    """Run a kernel on the current stream of the device of args `[...]`, all there. Raises RuntimeError."""
     device = args[0].device
     numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     if device.index == torch.cuda.current_device():

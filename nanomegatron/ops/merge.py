@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 def merge_rows(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
-    """Write one to four parts, joined, to out `[s, b, n, d]`; log-sum-exps `[b, n, s]` where parts have them.
+    """Write one to four parts, joined, to out `[s, b, n, d]`. -> log-sum-exps `[b, n, s]` if parts have them
 
     With these, rows are averages, weighted by their exponentials; without, they are added. The first part and
     out are fp32 or of the type of the others. Out may be the first part, if that has all places.
@@ -51,7 +51,7 @@ def _entry(part: Part) -> list[int]:
 
 
 def add_(total: torch.Tensor, part: torch.Tensor) -> None:
-    """total += part, of the same shape; the kernel where the total is fp32 and the part is of 16 bits."""
+    """total += part, both `[...]`; by the kernel where total `[...]` is fp32 and part `[...]` of 16 bits."""
     if total.dtype == part.dtype or total.dtype != torch.float32 or not usable(part, "add_"):
         total.add_(part)
         return
@@ -70,7 +70,7 @@ def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def merge_rows_ref(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
-    """`merge_rows` in plain torch: specification and oracle."""
+    """`merge_rows` in plain torch: specification and oracle. out `[s, b, n, d]` -> `[b, n, s]`"""
     wide = [_spread(part, len(out)) for part in parts]
     if parts[0].lse is None:
         out.copy_(sum(rows for rows, _ in wide))

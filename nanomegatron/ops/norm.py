@@ -17,7 +17,7 @@ PARTS = 8  # rows of sums over rows a multiprocessor may write: as many blocks a
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, from_one: bool = False
 ) -> torch.Tensor:
-    """The norm over the last dim: `[..., h] -> [..., h]`, weight and bias `[h]` of the type of x or fp32.
+    """The norm over the last dim: x `[..., h]` -> `[..., h]`; weight, bias `[h]` of the type of x or fp32.
 
     x / sqrt(mean(x^2) + eps) * weight; with a bias (x - mean) / sqrt(var + eps) * weight + bias. Statistics
     are fp32. from_one: the weight counts from 1 (`--apply-layernorm-1p`).
@@ -38,7 +38,9 @@ def add_norm(
     eps: float,
     from_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm` of x + residual, and this sum, rounded to their type: the new residual. 2 x `[..., h]`
+    """`norm` of x + residual, and this sum, rounded to their type: the new residual.
+
+    x, residual `[..., h]`, weight, bias `[h]` -> `[..., h]`, `[..., h]`
 
     Raises ValueError for tensors that do not fit.
     """
@@ -52,7 +54,10 @@ def add_norm(
 def norm_ref(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, from_one: bool = False
 ) -> torch.Tensor:
-    """`norm` in plain torch, whose norms have fp32 statistics: specification and oracle."""
+    """`norm` in plain torch, whose norms have fp32 statistics: specification and oracle.
+
+    x `[..., h]`, weight, bias `[h]` -> `[..., h]`
+    """
     same = weight.dtype == x.dtype and not from_one
     wide = x.dtype if same else torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + 1 if from_one else weight.to(wide)
@@ -62,7 +67,7 @@ def norm_ref(
 
 
 def by_kernel(x, residual, weight, bias, eps: float, from_one: bool = False) -> torch.Tensor | tuple:
-    """`norm` or, with a residual, `add_norm` by the kernels, for tensors that `check` has seen."""
+    """`norm` or, with a residual, `add_norm` by the kernels, of checked tensors. -> `[..., h]`, `[..., h]`"""
     if not torch.compiler.is_compiling():
         return NormFunction.apply(x, residual, weight, bias, eps, from_one)
     out, total, _, _ = norm_op(x, residual, weight, bias, eps, from_one)
@@ -126,9 +131,10 @@ def norm_backward(
     eps: float,
     from_one: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients by x, to which `grad_total` is added, weight and bias of a norm of x: of `grad`.
+    """Backward of a norm: the gradients of x, to which `grad_total` is added, of weight and of bias.
 
-    kept: x, weight, bias, and of the forward rstd and mean, fp32 `[rows]`. For other forwards than above.
+    grad, grad_total `[..., h]`, kept `[..., h]`, `[h]` or `[rows]`: x, weight, bias, and of the forward rstd
+    and mean, fp32 -> `[..., h]`, `[h]`, `[h]`. For forwards other than those above.
     """
     x, weight, bias, rstd, mean = kept
     if grad is None:  # only the sum was used
@@ -184,7 +190,7 @@ differentiable(
 def check(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    """Raise ValueError where tensors do not fit together."""
+    """Raise ValueError unless x, residual `[..., h]` and weight, bias `[h]` fit together."""
     if not x.is_floating_point() or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"a norm of {x.dtype} with a weight of {weight.dtype}: needs that type or fp32")
     if weight.dim() != 1 or x.shape[-1:] != weight.shape:

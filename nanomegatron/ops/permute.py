@@ -85,12 +85,12 @@ def _route_to_capacity(ids: torch.Tensor, experts: int, capacity: int) -> Routin
 
 
 def padded(counts: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Rows of experts that have these numbers of copies."""
+    """counts `[..., experts]` -> `[..., experts]`, the rows of experts with these numbers of copies."""
     return (counts.clamp(min=multiple > 1) + multiple - 1) // multiple * multiple
 
 
 def route_ref(ids: torch.Tensor, experts: int, multiple: int, rows: int) -> Routing:
-    """`route` in plain torch: a stable sort."""
+    """`route` in plain torch: a stable sort. ids: `[t, k]`"""
     flat = ids.flatten().long().where((ids.flatten() >= 0) & (ids.flatten() < experts), experts)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]
     ends = padded(counts, multiple).cumsum(0)
@@ -115,7 +115,7 @@ def permute(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None
 
 
 def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """`permute` in plain torch."""
+    """`permute` in plain torch. x `[t, h]`, probs `[t, k]` -> `[rows, h]`"""
     source, k = routing.source.long(), routing.position.shape[1]
     x = x if len(x) else F.pad(x, (0, 0, 0, 1))  # all rows are padding
     rows = x.float()[source.clamp(min=0) // max(k, 1)]  # whose gradients are added in fp32
@@ -136,7 +136,7 @@ def unpermute(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = No
 
 
 def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """`unpermute` in plain torch."""
+    """`unpermute` in plain torch. z `[rows, h]`, probs `[t, k]` -> `[t, h]`"""
     position = routing.position.long()
     z = z if len(z) else F.pad(z, (0, 0, 0, 1))  # all are dropped
     kept = position >= 0
@@ -147,9 +147,9 @@ def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None 
 
 
 def permute_block(out, x, routing, probs=None, z=None, fused: bool = True) -> torch.Tensor | None:
-    """Those rows of out that a block of tokens has, x `[n, h]` times probs `[n, k]`, and of padding.
+    """Write to out `[rows, h]` the rows of a block of tokens, x `[n, h]` times probs `[n, k]`, and padding.
 
-    Gives with z `[rows, h]` <x[t], z[position[t, j]]> `[n, k]`. Not for autograd. Raises ValueError.
+    With z `[rows, h]`: -> <x[t], z[position[t, j]]> `[n, k]`. Not for autograd. Raises ValueError.
     """
     _check(x, routing, probs, len(routing.position))
     if fused and usable(x, "permute"):
@@ -190,7 +190,7 @@ def _unpermute(z, routing, probs, x=None, out=None) -> tuple[torch.Tensor, torch
 
 
 class PermuteFunction(torch.autograd.Function):
-    """`permute` by the kernel."""
+    """`permute` by the kernel. x `[t, h]`, probs `[t, k]` -> `[rows, h]`"""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, routing: Routing, probs: torch.Tensor | None) -> torch.Tensor:
@@ -208,7 +208,7 @@ class PermuteFunction(torch.autograd.Function):
 
 
 class UnpermuteFunction(torch.autograd.Function):
-    """`unpermute` by the kernel."""
+    """`unpermute` by the kernel. z `[rows, h]`, probs `[t, k]` -> `[t, h]`"""
 
     @staticmethod
     def forward(ctx, z: torch.Tensor, routing: Routing, probs: torch.Tensor | None) -> torch.Tensor:

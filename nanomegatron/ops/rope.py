@@ -27,7 +27,7 @@ LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's; positi
 def rope_angles(positions: torch.Tensor, config: TransformerConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position * frequency, fp32, for the r features of a head that are rotated.
 
-    positions `[s]` -> 2 x `[s, 1, 1, r/2]`, `[b, s]` -> 2 x `[s, b, 1, r/2]`.
+    positions `[s]` or `[b, s]` -> `[s, 1, 1, r/2]` or `[s, b, 1, r/2]`, `[s, 1, 1, r/2]` or `[s, b, 1, r/2]`
     """
     size = 1.0
     if config.position_embedding_type == "yarn":
@@ -39,7 +39,7 @@ def rope_angles(positions: torch.Tensor, config: TransformerConfig) -> tuple[tor
 
 
 def rope_frequencies(config: TransformerConfig, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Radians that each pair turns from one position to the next, fp32 `[r/2]`."""
+    """Radians that each pair turns from one position to the next. -> fp32 `[r/2]`"""
     features, base = int(config.head_dim * config.rotary_percent), config.rotary_base
     pairs = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
     frequencies = 1.0 / base**pairs
@@ -79,7 +79,10 @@ def _mscale(config: TransformerConfig, weight: float) -> float:
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the first r features of each head in x `[s, b, n, d]`; cos, sin: `[s, 1 or b, 1, r/2]`."""
+    """Rotate the first r features of each head of x.
+
+    x `[s, b, n, d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`
+    """
     if not usable(x, "rope"):
         return rope_ref(x, cos, sin, interleaved)
     tables = _tables(x, x.shape[-1], cos, sin)
@@ -96,11 +99,12 @@ def rope_packed(
     sin: torch.Tensor,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of a packed projection `[s, b, sum(widths)]`, the first two as by `rope`.
+    """Split a projection into queries, keys and values, and rotate the first two as `rope` does.
 
-    widths: of the three parts, multiples of the head size d. Returns `[s, b, heads, d]` each. On a GPU they
-    are views of `packed`, which is rotated in place: nothing else may need what it was. (Not so under
-    torch.compile, or where elements share memory.) Raises ValueError for a leaf that wants a gradient.
+    packed `[s, b, (n+2*g)*d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`,
+    `[s, b, g, d]`, `[s, b, g, d]`. widths: of the three parts, multiples of the head size d. On a GPU the
+    results are views of `packed`, which is rotated in place: nothing else may need its old values. (Not so
+    under torch.compile, or where elements share memory.) Raises ValueError for a leaf that wants a gradient.
     """
     own = packed.stride(-1) == 1 and all(step > 0 for step, n in zip(packed.stride(), packed.shape) if n > 1)
     if torch.compiler.is_compiling() or not usable(packed, "rope") or not own:
@@ -114,7 +118,10 @@ def rope_packed(
 def rope_ref(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """`rope` in plain torch: specification and oracle."""
+    """`rope` in plain torch: specification and oracle.
+
+    x `[s, b, n, d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`
+    """
     turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     if interleaved:
         first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
@@ -173,7 +180,10 @@ differentiable(
 
 
 class RopeFunction(torch.autograd.Function):
-    """`rope` by the kernel, out of place: the op that made x (a norm) may need it."""
+    """`rope` by the kernel, out of place: the op that made x (a norm) may need it.
+
+    x `[s, b, n, d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`
+    """
 
     @staticmethod
     def forward(

@@ -17,7 +17,9 @@ def scaled_softmax(
     window: int | None = None,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scores * scale) over the keys that a query sees, in fp32: `[b, n, s, t]`, and `[b, n, s]`.
+    """softmax(scores * scale) over the keys that a query sees, computed in fp32, and its log-sum-exp.
+
+    scores `[b, n, s, t]`, hidden bool `[b, n, s, t]` or `[...]` -> `[b, n, s, t]`, fp32 `[b, n, s]`
 
     Query i is at place i + t - s. It sees no key behind its place if `causal`, none more than `window` before
     it, and none where `hidden` is True (bool, broadcast to the scores). A query that sees nothing gives NaN
@@ -54,7 +56,7 @@ def scaled_softmax(
 def scaled_softmax_ref(
     scores: torch.Tensor, scale: float, hidden: torch.Tensor | None, causal: bool, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scaled_softmax` in plain torch: specification and oracle."""
+    """`scaled_softmax` in plain torch. scores, hidden `[b, n, s, t]` -> `[b, n, s, t]`, `[b, n, s]`"""
     s, t = scores.shape[-2:]
     place = torch.arange(t - s, t, device=scores.device)[:, None]
     key = torch.arange(t, device=scores.device)
@@ -68,7 +70,7 @@ def scaled_softmax_ref(
 
 
 class SoftmaxFunction(torch.autograd.Function):
-    """`scaled_softmax` by the kernel."""
+    """`scaled_softmax` by the kernel. scores `[b, n, s, t]`"""
 
     @staticmethod
     def forward(

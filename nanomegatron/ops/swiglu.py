@@ -16,17 +16,17 @@ SILU, GELU = 0, 1  # as swiglu.cu has them
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of x = [gate; up]. `[..., 2f] -> [..., f]` (arXiv 2002.05202)"""
+    """silu(gate) * up of x `[..., 2*f]`, which is [gate; up]. -> `[..., f]` (arXiv 2002.05202)"""
     return gated(x, SILU)
 
 
 def gelu(x: torch.Tensor, tanh: bool = True) -> torch.Tensor:
-    """GELU in its tanh form, as GPT-2 and Megatron's fused path have it, or exact. `[..., f] -> [..., f]`"""
+    """GELU in the tanh form of GPT-2 and Megatron's fused path, or exact. x `[..., f]` -> `[..., f]`"""
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2. `[..., f] -> [..., f]` (arXiv 2109.08668)"""
+    """max(x, 0)^2. x `[..., f]` -> `[..., f]` (arXiv 2109.08668)"""
     return F.relu(x).square()
 
 
@@ -38,7 +38,7 @@ def activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tens
 
 
 def gated(x: torch.Tensor, act: int) -> torch.Tensor:
-    """act(gate) * up of x = [gate; up]. `[..., 2f] -> [..., f]`  Raises ValueError for an odd size."""
+    """act(gate) * up of x `[..., 2*f]`, [gate; up]. -> `[..., f]`  Raises ValueError for an odd size."""
     if x.shape[-1] % 2:
         raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
     if not usable(x, "gated"):
@@ -47,20 +47,20 @@ def gated(x: torch.Tensor, act: int) -> torch.Tensor:
 
 
 def gated_ref(x: torch.Tensor, act: int) -> torch.Tensor:
-    """act(gate) * up in plain torch: specification and oracle."""
+    """act(gate) * up in plain torch: specification and oracle. x `[..., 2*f]` -> `[..., f]`"""
     gate, up = x.chunk(2, dim=-1)
     return (F.silu(gate) if act == SILU else F.gelu(gate, approximate="tanh")) * up
 
 
 def gated_backward_ref(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
-    """The gradient by x of act(gate) * up, in plain torch. `[..., f], [..., 2f] -> [..., 2f]`"""
+    """The gradient by x of act(gate) * up, in plain torch. grad `[..., f]`, x `[..., 2*f]` -> `[..., 2*f]`"""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         return torch.autograd.grad(gated_ref(x, act), x, grad)[0]
 
 
 class GatedFunction(torch.autograd.Function):
-    """act(gate) * up by the kernel. `[..., 2f] -> [..., f]`"""
+    """act(gate) * up by the kernel. x `[..., 2*f]` -> `[..., f]`"""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, act: int) -> torch.Tensor:
