@@ -4,7 +4,8 @@
     python tools/links.py --write    renew the line numbers, then check
 
 A link to code is `[GPTModel.forward](../nanomegatron/model.py#L42)`. Its text is the qualified name of a
-class, function, method or constant that the file defines. Links to the web and in blocks of code are not checked.
+class, function, method or constant that the file defines. Links to the web are not checked, nor blocks of
+code.
 """
 
 import argparse
