@@ -49,7 +49,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_exchange
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Block, Mask, attend, attend_backward, core_attention, ranges, to_device
-from nanomegatron.ops.merge import ALL, Part, merge_rows
+from nanomegatron.ops.merge import ALL, PartialRows, merge_rows
 
 Rows = slice | torch.Tensor  # of dim 0: a slice, or indices
 
@@ -312,7 +312,7 @@ class GatherFunction(torch.autograd.Function):
         parts, out = [], q.new_empty(q.shape)
         for step in steps:
             part, lse = attend(q[step.queries], *kv[:, step.keys], step.block, backend)
-            parts.append(Part(part, step.queries, lse))
+            parts.append(PartialRows(part, step.queries, lse))
         lse = merge_rows(parts, out)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = axis, steps, order, backend
@@ -326,7 +326,7 @@ class GatherFunction(torch.autograd.Function):
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for step in steps:
             part, *grads = step_gradients(step, kv, (dout, q, *out_lse), backend)
-            parts.append(Part(part, step.queries))
+            parts.append(PartialRows(part, step.queries))
             for total, grad in zip(dkv, grads, strict=True):
                 if isinstance(step.keys, slice):
                     total[step.keys] += grad

@@ -174,7 +174,9 @@ class Optimizer:
         self.scaler = LossScaler(precision, device)
         owned = [[s for s in reversed(shard.bucket.slices) if s.saver] for shard in self.shards]
         self.part_names = [piece.part.name for pieces in owned for piece in pieces]
-        self.segments = [Segments.of(((s.start, s.stop, 0) for s in pieces), device) for pieces in owned]
+        self.segments = [
+            Segments.from_ranges(((s.start, s.stop, 0) for s in pieces), device) for pieces in owned
+        ]
 
     def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from the summed gradients, unless the loss or the norm is not finite.

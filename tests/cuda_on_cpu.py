@@ -166,7 +166,7 @@ def _make(path: Path, command: list[str]) -> None:
 
 
 def launcher(module: ModuleType):
-    """What `ops_kernels.launch` is, with kernels that run here: for tests to put in its place."""
+    """What `ops_kernels.launch_kernel` is, with kernels that run here: for tests to put in its place."""
 
     def launch(name: str, *args: torch.Tensor | float | None) -> None:
         numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
@@ -187,7 +187,7 @@ def run_here(monkeypatch, names: tuple[str, ...], *modules: ModuleType) -> None:
         return "they are switched off" if without_kernels.off else ""
 
     here = {
-        "launch": launcher(_built(names)),
+        "launch_kernel": launcher(_built(names)),
         "usable": lambda x, op="", types=FLOATS: x.dtype in types and not without_kernels.off,
         "kernels_unavailable": kernels_unavailable,
         "CUDA": torch.device("cpu"),

@@ -235,16 +235,23 @@ def test_paths_with_kernels(monkeypatch):
 
 def test_the_line_of_a_run_says_what_has_no_kernel_and_why(monkeypatch):
     model, gpu = TransformerConfig(), torch.device("cuda", 0)
-    assert ops_report.summary(CPU, model) == (
+    assert ops_report.describe_kernels(CPU, model) == (
         "none for cpu: torch's fused rms_norm, layer_norm, adamw_, gelu; reference for the rest"
     )
     monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "the extension is not built")
-    assert ops_report.summary(gpu, model).startswith("none, the extension is not built: torch's fused ")
+    assert ops_report.describe_kernels(gpu, model).startswith(
+        "none, the extension is not built: torch's fused "
+    )
     monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "")
     monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(archs="sm_90a"))
     rest = ["torch fused (has no kernel): gelu", "torch reference (has no kernel): squared_relu, dropout"]
-    assert ops_report.summary(gpu, model).split(" | ") == [f"sm_90a: {', '.join(ops_report.KERNELS)}", *rest]
-    told = ops_report.summary(gpu, replace(model, rope_fusion=False, persist_layer_norm=False)).split(" | ")
+    assert ops_report.describe_kernels(gpu, model).split(" | ") == [
+        f"sm_90a: {', '.join(ops_report.KERNELS)}",
+        *rest,
+    ]
+    told = ops_report.describe_kernels(
+        gpu, replace(model, rope_fusion=False, persist_layer_norm=False)
+    ).split(" | ")
     assert told[0].startswith("sm_90a: swiglu, ") and told[3:] == rest
     assert told[1] == "torch fused (switched off): rms_norm, layer_norm"
     assert told[2] == "torch reference (switched off): add_norm, rope"

@@ -49,7 +49,7 @@ def test_it_is_torchs_adamw():
         dict(params=params[1:], lr=3e-3, weight_decay=0),
     ]
     theirs = torch.optim.AdamW(groups, betas=HYPER[:2], eps=HYPER[2])
-    segments, gap = Segments.of([(0, 7, DECAY), (9, n, DECOUPLED)], CPU), s.main[7:9].clone()
+    segments, gap = Segments.from_ranges([(0, 7, DECAY), (9, n, DECOUPLED)], CPU), s.main[7:9].clone()
     for step in (1.0, 2.0, 3.0):
         s.grads.copy_(torch.randn(n) * 8)
         params[0].grad, params[1].grad = s.grads[:7] / 8, s.grads[9:] / 8
@@ -65,7 +65,7 @@ def test_halves_are_the_same_numbers(moments):
     whole = state(50, torch.bfloat16, moments, torch.bfloat16)
     upper, lower = split_halves(whole.main)
     halves = FlatState(lower, upper, *(x.clone() for x in whole.tensors[2:]))
-    segments = Segments.of([(0, 50, DECAY)], CPU)
+    segments = Segments.from_ranges([(0, 50, DECAY)], CPU)
     for s in (whole, halves):
         adamw_flat_(s, segments, told(), HYPER)
     assert torch.equal(join_halves(halves.params, halves.main), whole.main)
@@ -90,7 +90,9 @@ def test_a_skipped_step_changes_nothing(halves):
     s = state(30, torch.bfloat16, torch.bfloat16, halves=halves)
     s.grads[3] = float("nan")
     before = copied(s)
-    adamw_flat_(s, Segments.of([(0, 30, DECAY)], CPU), told(skip=1.0, scale=float("inf")), HYPER, seed=1)
+    adamw_flat_(
+        s, Segments.from_ranges([(0, 30, DECAY)], CPU), told(skip=1.0, scale=float("inf")), HYPER, seed=1
+    )
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(s.tensors, before.tensors))
 
 
@@ -99,7 +101,7 @@ def test_rounding_at_random_keeps_the_mean():
     s = state(n, moments=torch.bfloat16)
     for x, value in ((s.exp_avg, 1.0), (s.exp_avg_sq, 2.0), (s.grads, 1.01)):
         x.fill_(value)
-    segments, again = Segments.of([(0, n, 0)], CPU), copied(s)
+    segments, again = Segments.from_ranges([(0, n, 0)], CPU), copied(s)
     adamw_flat_(s, segments, told(), HYPER, seed=5)
     m, v = 0.9 + 0.1 * 1.01, 0.95 * 2 + 0.05 * 1.01**2
     assert abs(s.exp_avg.double().mean() - m) < 1e-4 and abs(s.exp_avg_sq.double().mean() - v) < 1e-4
@@ -123,7 +125,7 @@ def test_blocks_of_segments_cover_them_once():
         (8 + 2 * CHUNK, 9 + 3 * CHUNK, 3),
         (4 * CHUNK - 1, 6 * CHUNK, 0),
     ]
-    segments, seen = Segments.of(ranges, CPU), torch.zeros(6 * CHUNK)
+    segments, seen = Segments.from_ranges(ranges, CPU), torch.zeros(6 * CHUNK)
     for block in range(segments.blocks):
         start, stop, first, kind = segments.table[int((segments.table[:, 2] <= block).sum()) - 1].tolist()
         base = start // 8 * 8 + (block - first) * CHUNK
@@ -145,11 +147,11 @@ def test_neighbours_of_a_kind_are_merged():
 def test_sums_of_squares(dtype):
     x = torch.randn(40).to(dtype)
     x[5:8] = 0
-    sums, zeros = sums_of_squares(x, Segments.of([(30, 40, 0), (0, 10, 0), (12, 12, 0)], CPU))
+    sums, zeros = sums_of_squares(x, Segments.from_ranges([(30, 40, 0), (0, 10, 0), (12, 12, 0)], CPU))
     expected = [x[30:].double().norm() ** 2, x[:10].double().norm() ** 2, 0.0]
     torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64))
     assert zeros.tolist() == [0, 3, 0]
-    assert sums_of_squares(x, Segments.of([], CPU))[0].shape == (0,)
+    assert sums_of_squares(x, Segments.from_ranges([], CPU))[0].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -168,16 +170,16 @@ def test_what_does_not_fit_is_refused(change, said):
     given = dict(main=torch.zeros(8), params=None, grads=torch.zeros(8), exp_avg=torch.zeros(8))
     s = FlatState(**(given | dict(exp_avg_sq=torch.zeros(8)) | change))
     with pytest.raises(ValueError, match=said):
-        adamw_flat_(s, Segments.of([(0, 8, 0)], CPU), told(), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), told(), HYPER)
 
 
 def test_segments_and_numbers_that_do_not_fit_are_refused():
     s = state(8)
     with pytest.raises(ValueError, match="ends at 9, the tensors at 8"):
-        adamw_flat_(s, Segments.of([(0, 9, 0)], CPU), told(), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 9, 0)], CPU), told(), HYPER)
     with pytest.raises(ValueError, match="range 3..2"):
-        Segments.of([(3, 2, 0)], CPU)
+        Segments.from_ranges([(3, 2, 0)], CPU)
     with pytest.raises(ValueError, match="must be fp32"):
-        adamw_flat_(s, Segments.of([(0, 8, 0)], CPU), told(values=(1.0,)), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), told(values=(1.0,)), HYPER)
     with pytest.raises(ValueError, match="must be fp32"):
-        adamw_flat_(s, Segments.of([(0, 8, 0)], CPU), tuple(x.double() for x in told()), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), tuple(x.double() for x in told()), HYPER)

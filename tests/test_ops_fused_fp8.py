@@ -99,7 +99,7 @@ def adamw_case(n: int, ranges, offset=0, device="cpu", copy=E4M3) -> tuple[FlatS
     scale, amax = torch.rand(count, device=device) * 100 + 30, torch.zeros(count, device=device)
     s = FlatState(flat(), flat(copy), flat(torch.bfloat16), flat(), flat(scale=0.1).square(), scale, amax)
     told = tuple(torch.tensor(x, device=device) for x in (3.0, (1e-2, 3e-3, 0.1), 8.0, 0.0))
-    return s, Segments.of(ranges, torch.device(device)), told
+    return s, Segments.from_ranges(ranges, torch.device(device)), told
 
 
 def check_adamw(case) -> None:

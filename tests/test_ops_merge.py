@@ -34,7 +34,7 @@ def test_of_any_strides(weighted, run_here):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("number", range(1, merge.MOST + 1))
+@pytest.mark.parametrize("number", range(1, merge.MAX_PARTS + 1))
 def test_one_to_four_parts_that_may_leave_places_out(number, weighted, run_here):
     merge.test_one_to_four_parts_that_may_leave_places_out(number, weighted)
 

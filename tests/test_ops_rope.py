@@ -139,7 +139,7 @@ def fake(name: str, *args) -> None:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(ops_rope, "usable", lambda *x: True)
-    monkeypatch.setattr(ops_rope, "launch", fake)
+    monkeypatch.setattr(ops_rope, "launch_kernel", fake)
 
 
 def tables(s, b, half):
@@ -189,7 +189,7 @@ def test_packed_without_a_kernel_and_without_a_gradient(monkeypatch):
     plain = rope_packed(packed, [16, 8, 8], 8, *angles)
     assert torch.equal(packed, before)
     monkeypatch.setattr(ops_rope, "usable", lambda *x: True)
-    monkeypatch.setattr(ops_rope, "launch", fake)
+    monkeypatch.setattr(ops_rope, "launch_kernel", fake)
     with torch.no_grad():
         for found, right in zip(rope_packed(packed, [16, 8, 8], 8, *angles), plain, strict=True):
             torch.testing.assert_close(found, right)

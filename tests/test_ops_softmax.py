@@ -14,7 +14,7 @@ HEADER = (Path(__file__).parent.parent / "cuda" / "kernels.h").read_text()
 
 
 def named(name: str, args: tuple) -> dict:
-    """What a kernel gets, by the names in kernels.h (the stream comes last, from `launch`)."""
+    """What a kernel gets, by the names in kernels.h (the stream comes last, from `launch_kernel`)."""
     declared = re.search(rf"void {name}\((.*?)\);", HEADER, re.DOTALL)[1].split(",")
     names = [parameter.split()[-1] for parameter in declared]
     assert names[-1] == "stream" and len(args) == len(names) - 1
@@ -43,7 +43,7 @@ def fake(name: str, *args) -> None:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(ops_softmax, "usable", lambda *x: True)
-    monkeypatch.setattr(ops_softmax, "launch", fake)
+    monkeypatch.setattr(ops_softmax, "launch_kernel", fake)
 
 
 def by_hand(scores, scale, hidden):

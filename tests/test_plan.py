@@ -49,7 +49,7 @@ def config(model: TransformerConfig, s: int, b: int, tp: int = 1, dtype: str = "
 
 
 def test_numbers_are_those_of_the_code_that_allocates():
-    assert cross_entropy.CHUNK == plan_memory.LOSS_CHUNK
+    assert cross_entropy.CHUNK_TOKENS == plan_memory.LOSS_CHUNK
     assert FusedLossFunction.chunk == plan_fast.FUSED_LOSS_CHUNK
     assert ring.ROUND == plan_fast.RING_ROUND
     assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE

@@ -42,7 +42,7 @@ def close(found, expected):
 
 def cross_entropy(mesh, vocab, chunk):
     """Padding columns hold large numbers, which must play no part; the chunks cut the 10 tokens unevenly."""
-    ops_loss.CHUNK = chunk
+    ops_loss.CHUNK_TOKENS = chunk
     whole = 3 * torch.randn(5, 2, PADDED)
     whole[..., vocab:] = 100.0
     labels = torch.randint(vocab, (2, 5))
@@ -299,7 +299,7 @@ def unfused_loss(x, weight, labels, weights, tp, vocab):
 def test_peak_memory(monkeypatch, dtype, vocab):
     """As the docstring says: 10 (in fp32 8) bytes a logit of a chunk; unfused all logits once and 8 (4)."""
     monkeypatch.setattr(FusedLossFunction, "chunk", 8)
-    monkeypatch.setattr(ops_loss, "CHUNK", 8)
+    monkeypatch.setattr(ops_loss, "CHUNK_TOKENS", 8)
     copies = 2 if dtype == torch.bfloat16 else 1  # in fp32 the logits need no copy in fp32
     small = 1.5  # all that is no logits: x, dx, and numbers for each token
     found, largest = peak(fused_linear_cross_entropy, dtype, 8, vocab)

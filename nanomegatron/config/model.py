@@ -16,7 +16,7 @@ from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.config.rules import common, setting
 
 WIDEST = 2**20  # hidden size
-MAX_EXPERTS = 1024  # as ops/permute.py has it
+MAX_EXPERTS = 1024  # as cuda/permute.cu has it
 MOE, SHARED = "--num-experts", "--moe-shared-expert-intermediate-size"
 CAPACITY, ALL_TO_ALL = "--moe-expert-capacity-factor", "--moe-token-dispatcher-type alltoall"
 SINKHORN, SIGMOID = "--moe-router-load-balancing-type sinkhorn", "--moe-router-score-function sigmoid"

@@ -55,7 +55,7 @@ class WeightCasts:
             if start < stop:
                 ranges.append((start - first, stop - first, segment_kind(param.spec)))
                 slots.append(layer.slot("w"))
-        self.segments = Segments.of(ranges, bucket.device)  # one of each weight
+        self.segments = Segments.from_ranges(ranges, bucket.device)  # one of each weight
         self.slots = torch.tensor(slots, dtype=torch.int64, device=bucket.device)
 
     @property
@@ -64,19 +64,25 @@ class WeightCasts:
         return not self.layers[0].has_scale
 
     def cast_scales(self, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales of the weights in this shard, and zeros for their amaxes, on the main weights' device."""
+        """For the weights in this shard -> scales fp32 `[weights]`, and zeros `[weights]` for their amaxes.
+
+        main fp32 `[size/ranks]`: the main weights, on whose device both are.
+        """
         self.main, self.segments = main, self.segments.on(main.device)
         scale = self.scales.scale.index_select(0, self.slots).to(main.device)
         return scale, torch.zeros_like(scale)
 
     def record_amax(self, amax: torch.Tensor) -> None:
-        """Record the amaxes of the weights, for later steps and `update_weight_scales`."""
+        """Record the amax `[weights]` of those in this shard, for later steps and `update_weight_scales`."""
         recorded = self.scales.history[0]
         amax = torch.maximum(recorded.index_select(0, self.slots), amax.to(recorded.device))
         recorded.index_copy_(0, self.slots, amax)
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
-        """Cast fp32 main weights `[size / ranks]` into bytes `out`, on their device; record their amaxes."""
+        """Cast fp32 main weights into bytes, on their device, and record their amaxes.
+
+        main fp32 `[size/ranks]`, out uint8 `[size/ranks]`
+        """
         scale, amax = self.cast_scales(main)
         cast_flat_(main, out.view(E4M3), self.segments, scale, amax)
         self.record_amax(amax)
@@ -119,7 +125,7 @@ class CastShard(ShardState):
     """A shard of weights that AdamW's kernel casts to FP8."""
 
     def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
-        """As `ShardState`, and the cast in the same launch."""
+        """As `ShardState`, and the cast in the same launch. numbers `[...]`: the arguments of `update`"""
         casts = self.bucket.gathered
         scale, amax = casts.cast_scales(self.main)
         copy, grads = casts.shard.view(E4M3), self.bucket.grad_shard
@@ -137,7 +143,10 @@ class CastUpdates(ShardUpdates):
     """Updates that cast FP8 weights; where scales need all amaxes, casts and gathers come last."""
 
     def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """As `ShardUpdates`. Communicates the amaxes where scales need them, in one all-reduce an axis."""
+        """As `ShardUpdates`, numbers `[...]` too.
+
+        Communicates the amaxes where scales need them, in one all-reduce an axis.
+        """
         waiting = []
         for shard in shards:
             shard.update(*numbers)

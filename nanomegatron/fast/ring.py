@@ -35,7 +35,7 @@ from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.transfers import Transfer, TransferPlan
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Block, Mask, attend, ranges, to_device
-from nanomegatron.ops.merge import ALL, MOST, Part, merge_rows
+from nanomegatron.ops.merge import ALL, MAX_PARTS, PartialRows, merge_rows
 
 ROUND = 2  # other ranks whose keys arrive at a time
 
@@ -69,6 +69,7 @@ class RingStep(NamedTuple):
 class Ring:
     """`SelfAttention.context`: this ring for p2p and a2a+p2p; other kinds and windows are as in the core.
 
+    q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
     The rounds of a shard are planned once, and kept while the shard is.
     """
 
@@ -108,8 +109,9 @@ class Ring:
 
 
 class RoundsFunction(torch.autograd.Function):
-    """Context `[s/cp, b, n, d]`. Keys and values for the next round are sent while one is computed.
+    """q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`, in the rounds of a ring.
 
+    Keys and values for the next round are sent while one is computed.
     In the backward they are sent again, and after each round the gradients that it has found, to the ranks
     whose keys they are of. After the last round only the sum for the queries hides that.
     """
@@ -157,7 +159,7 @@ class RoundsFunction(torch.autograd.Function):
 
 
 class LseAccumulator:
-    """Parts that are for some of the tokens of `like`, merged: `rows` like it, fp32 in between.
+    """Parts that are for some of the tokens of like `[s, b, n, d]`, merged: `rows`, fp32 in between.
 
     With log-sum-exps of scores, `lse` `[b, n, s]`, averages over all keys so far; without, sums. Parts wait
     until there are as many as can be merged at once: what is in a ring's memory stays no longer than it
@@ -167,13 +169,13 @@ class LseAccumulator:
     def __init__(self, like: torch.Tensor, parts: int) -> None:
         """parts: how many will be added."""
         self.like, self.left, self.rows, self.lse = like, parts, None, None
-        self.waiting: list[Part] = []
+        self.waiting: list[PartialRows] = []
 
     def add(self, places: Rows, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        """Rows `[count, b, n, d]` for some of the tokens, and the log-sum-exps `[b, n, count]`."""
+        """part `[rows, b, n, d]` for some of the tokens, and their log-sum-exps lse `[b, n, rows]`."""
         self.left -= 1
-        self.waiting.append(Part(part, places, lse))
-        if self.left and len(self.waiting) < MOST:
+        self.waiting.append(PartialRows(part, places, lse))
+        if self.left and len(self.waiting) < MAX_PARTS:
             return
         if len(self.waiting) == 1 and isinstance(places, slice) and len(part) == len(self.like):
             self.rows, self.lse = part, lse
@@ -182,13 +184,16 @@ class LseAccumulator:
             dtype = torch.float32 if self.left else self.like.dtype
             self.rows = self.like.new_empty(self.like.shape, dtype=dtype)
         self.lse = merge_rows(self.waiting, self.rows)
-        self.waiting = [Part(self.rows, ALL, self.lse)]
+        self.waiting = [PartialRows(self.rows, ALL, self.lse)]
 
 
 def ring_kv(
     k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[RingStep], peers: PeerAccess
 ) -> Iterator[tuple[RingStep, Sequence[torch.Tensor]]]:
-    """Each round, its keys and values `[tokens, b, g, d]`; those of the next are in flight meanwhile."""
+    """Each round, and its keys and values; those of the next are in flight meanwhile.
+
+    k, v `[s/cp, b, g, d]` -> two of `[tokens, b, g, d]` a round
+    """
     own = kv = k.contiguous(), v.contiguous()
     send = exchange(peers, axis, k, "keys", kept=1)
     for this, following in zip(rounds, [*rounds[1:], None], strict=True):
@@ -201,12 +206,15 @@ def ring_kv(
 
 
 def exchange(peers: PeerAccess, axis: Axis, k: torch.Tensor, name: str, kept: int) -> Callable[..., Pending]:
-    """How keys or their gradients, and those of values, are sent in a round."""
+    """How keys k `[s/cp, b, g, d]` or their gradients, and those of values, are sent in a round."""
     return peers.ring(axis, k.device, name, 2 * k.nbytes * min(ROUND, axis.size - 1), kept)
 
 
 def grads_to_return(this: RingStep, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """The gradients of keys and values that the steps of a round have found, for each rank that sent some."""
+    """The gradients of keys and values that the steps of a round have found, for each rank that sent some.
+
+    found `[queries, b, n, d]` or `[keys, b, g, d]`: dq, dk, dv of a step -> `[rows, b, g, d]`: dk, dv
+    """
     for _, size, (begin, _) in this.there.recvs:
         for step, (_, *grads) in zip(this.steps, found, strict=True):
             if step.keys.start <= begin < step.keys.stop:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanomegatron.ops.fp8_cast import fp8_amax, fp8_cast_ref
-from nanomegatron.ops.kernels import TYPES, launch, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
-CHUNK, ALIGN = 8192, 8  # elements of a block; where packs begin, as adamw.cu has it
+CHUNK, PACK = 8192, 8  # elements of a block; where packs begin, as adamw.cu has it
 FP8 = torch.float8_e4m3fn
 DECOUPLED, DECAY = 1, 2  # bits of a segment's kind: the second learning rate, weight decay
 
@@ -33,14 +33,14 @@ class Segments:
     blocks: int
 
     @classmethod
-    def of(cls, ranges: Iterable[tuple[int, int, int]], device: torch.device) -> "Segments":
+    def from_ranges(cls, ranges: Iterable[tuple[int, int, int]], device: torch.device) -> "Segments":
         """Raises ValueError for a range that ends before it begins."""
         ranges, rows, blocks = tuple(ranges), [], 0
         for start, stop, kind in ranges:
             if not 0 <= start <= stop:
                 raise ValueError(f"range {start}..{stop}: must not end before it begins")
             rows.append((start, stop, blocks, kind))
-            blocks += -(-(stop - start // ALIGN * ALIGN) // CHUNK) if start < stop else 0
+            blocks += -(-(stop - start // PACK * PACK) // CHUNK) if start < stop else 0
         table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
         return cls(ranges, table, blocks)
 
@@ -53,7 +53,7 @@ class Segments:
                 whole[-1] = whole[-1][0], stop, kind
             else:
                 whole.append((start, stop, kind))
-        return cls.of(whole, device)
+        return cls.from_ranges(whole, device)
 
     def on(self, device: torch.device) -> "Segments":
         """The same for tensors of another device."""
@@ -148,7 +148,7 @@ def adamw_flat_(
     sizes = len(segments.ranges), segments.blocks, CHUNK
     types = int(not whole), -1 if params is None else TYPES[params.dtype], *(TYPES[x.dtype] for x in others)
     arguments = *sizes, *numbers, *hyper, seed, *types, state.scale, state.amax
-    launch("adamw", *state.tensors, segments.table, *arguments)
+    launch_kernel("adamw", *state.tensors, segments.table, *arguments)
 
 
 def cast_flat_(
@@ -227,7 +227,7 @@ def sums_of_squares(
             x.new_empty(2, n, dtype=torch.float64) for n in (len(segments.ranges), segments.blocks)
         )
         sizes = len(segments.ranges), segments.blocks, CHUNK
-        launch("sums_of_squares", out, partial, x, segments.table, *sizes, TYPES[x.dtype])
+        launch_kernel("sums_of_squares", out, partial, x, segments.table, *sizes, TYPES[x.dtype])
         return out.unbind()
     pieces = [x[start:stop] for start, stop, _ in segments.ranges]
     norms = torch._foreach_norm(pieces, dtype=torch.float64) if pieces else []  # fp32 sums are off by 1e-5

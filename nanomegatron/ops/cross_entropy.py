@@ -7,9 +7,9 @@ Letters in shapes: t tokens, V columns here, `real` of them vocabulary and the o
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, functional, launch, usable
+from nanomegatron.ops.kernels import TYPES, functional, launch_kernel, usable
 
-CHUNK = 2048  # tokens whose logits the reference takes to fp32 at once
+CHUNK_TOKENS = 2048  # tokens whose logits the reference takes to fp32 at once
 
 
 def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -52,7 +52,10 @@ def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     """
     _check(logits, labels)
     if not usable(logits, "cross_entropy"):
-        chunks = [cross_entropy_stats_ref(*chunk) for chunk in zip(logits.split(CHUNK), labels.split(CHUNK))]
+        chunks = [
+            cross_entropy_stats_ref(*chunk)
+            for chunk in zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        ]
         return tuple(torch.cat(column) for column in zip(*chunks))
     return (stats_op if torch.compiler.is_compiling() else _stats)(logits, labels).unbind()
 
@@ -78,7 +81,7 @@ def cross_entropy_grad_(
     if not 0 <= real <= logits.shape[1]:
         raise ValueError(f"real {real}: of {logits.shape[1]} columns")
     if not usable(logits, "cross_entropy"):
-        for x, *numbers in zip(*(t.split(CHUNK) for t in (logits, labels, lse, grad))):
+        for x, *numbers in zip(*(t.split(CHUNK_TOKENS) for t in (logits, labels, lse, grad))):
             x[:, :real] = cross_entropy_grad_ref(x[:, :real], *numbers, z_loss)
         logits[:, real:] = 0
         return logits
@@ -97,7 +100,7 @@ def _stats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     if not _in_rows(logits):
         logits = logits.contiguous()
     stats, sizes = torch.empty(3, logits.shape[0], device=logits.device), (*logits.shape, logits.stride(0))
-    launch("cross_entropy_stats", stats, logits, labels.contiguous(), *sizes, TYPES[logits.dtype])
+    launch_kernel("cross_entropy_stats", stats, logits, labels.contiguous(), *sizes, TYPES[logits.dtype])
     return stats
 
 
@@ -107,7 +110,7 @@ def _grad(logits, labels, lse, grad, real: int, z_loss: float, out=None) -> torc
         out = logits.new_empty(logits.shape)
     numbers = labels.contiguous(), *(x.float().contiguous() for x in (lse, grad))
     sizes = len(logits), real, logits.shape[1], out.stride(0), logits.stride(0), TYPES[logits.dtype]
-    launch("cross_entropy_grad", out, logits, *numbers, z_loss, *sizes)
+    launch_kernel("cross_entropy_grad", out, logits, *numbers, z_loss, *sizes)
     return out
 
 

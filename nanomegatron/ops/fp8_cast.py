@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.kernels import FLOATS, TYPES, launch, usable
+from nanomegatron.ops.kernels import FLOATS, TYPES, launch_kernel, usable
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
@@ -45,7 +45,7 @@ def fp8_amax(x: torch.Tensor, amax: torch.Tensor) -> None:
     """amax = max(amax, |x|), in place. x: `[...]`, amax: fp32 `[]` or `[1]`. Raises ValueError."""
     _check(x, None, amax)
     if usable(x, "fp8_amax"):
-        launch("fp8_amax", x.contiguous(), amax, x.numel(), TYPES[x.dtype])
+        launch_kernel("fp8_amax", x.contiguous(), amax, x.numel(), TYPES[x.dtype])
     elif x.numel():
         amax.copy_(torch.maximum(amax, x.abs().amax().float().view(amax.shape)))
 
@@ -59,7 +59,7 @@ def fp8_scale(
     amax = amax.contiguous()
     if usable(amax, "fp8_scale"):
         scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
-        launch("fp8_scale", amax, scale, inverse, amax.numel(), limit, int(power_of_two))
+        launch_kernel("fp8_scale", amax, scale, inverse, amax.numel(), limit, int(power_of_two))
         return scale, inverse
     scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two)
     return scale, 1.0 / scale
@@ -84,7 +84,7 @@ def fp8_update(
         if kind != (shape, torch.float32, history.device, True):
             raise ValueError(f"scales, history {kind}: must be fp32 {list(shape)} on {history.device}")
     if usable(history, "fp8_update"):
-        launch("fp8_update", history, scale, inverse, limits, n, length, int(most_recent))
+        launch_kernel("fp8_update", history, scale, inverse, limits, n, length, int(most_recent))
     elif history.numel():
         fp8_update_ref(history, scale, inverse, limits, most_recent)
 
@@ -114,7 +114,7 @@ def fp8_cast(
     _check(x, dtype, amax, scale)
     x, (row, flip) = x.contiguous(), _empty(x, *x.shape, dtype, outputs)
     if usable(x, "fp8_cast"):
-        launch("fp8_cast", x, row, flip, scale, amax, *x.shape, TYPES[x.dtype], TYPES[dtype])
+        launch_kernel("fp8_cast", x, row, flip, scale, amax, *x.shape, TYPES[x.dtype], TYPES[dtype])
         return row, flip
     if amax is not None:
         fp8_amax(x, amax)
@@ -135,7 +135,7 @@ def fp8_transpose(q: torch.Tensor) -> torch.Tensor:
     if not usable(q, "fp8_transpose", FORMATS):
         return q.t().contiguous()
     flip = q.new_empty(q.shape[::-1])
-    launch("fp8_transpose", q.contiguous(), flip, *q.shape)
+    launch_kernel("fp8_transpose", q.contiguous(), flip, *q.shape)
     return flip
 
 
@@ -157,7 +157,7 @@ def fp8_cast_rows(
     inverses = [None if q is None else x.new_empty(len(q), 1, dtype=torch.float32) for q in (row, flip)]
     amax = None if flip is None else x.new_zeros(sum(x.shape), dtype=torch.float32)
     kind = float(limit), TYPES[x.dtype], TYPES[dtype]
-    launch("fp8_cast_rows", *source, row, inverses[0], flip, inverses[1], amax, *x.shape, *kind)
+    launch_kernel("fp8_cast_rows", *source, row, inverses[0], flip, inverses[1], amax, *x.shape, *kind)
     return tuple(None if q is None else Fp8Matrix(q, i) for q, i in zip((row, flip), inverses))
 
 
@@ -189,7 +189,7 @@ def fp8_cast_blocks(
     inverses = [None if q is None else _inverse(q, squares) for q in (row, flip)]
     strides = [0 if i is None else i.stride(0) for i in inverses]
     kind = int(squares), int(power_of_two), TYPES[x.dtype], TYPES[dtype]
-    launch("fp8_cast_blocks", *source, row, inverses[0], flip, inverses[1], *x.shape, *strides, *kind)
+    launch_kernel("fp8_cast_blocks", *source, row, inverses[0], flip, inverses[1], *x.shape, *strides, *kind)
     return tuple(None if q is None else Fp8Matrix(q, i) for q, i in zip((row, flip), inverses))
 
 

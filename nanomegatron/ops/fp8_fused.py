@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from nanomegatron.ops.fp8_cast import Fp8Output, Pair
-from nanomegatron.ops.kernels import TYPES, launch, usable
-from nanomegatron.ops.norm import check, norm_ref
+from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
+from nanomegatron.ops.norm import check_norm, norm_ref
 from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
 
 
@@ -49,7 +49,7 @@ def norm_fp8(
 
     x, residual `[..., h]`, weight, bias `[h]`. Raises ValueError for tensors that do not fit.
     """
-    check(x, residual, weight, bias)
+    check_norm(x, residual, weight, bias)
     h = weight.numel()
     rows = x.numel() // max(h, 1)
     pair = wanted.empty(x, rows, h)
@@ -61,7 +61,7 @@ def norm_fp8(
     mean = None if bias is None else torch.empty_like(rstd)
     types = int(from_one), TYPES[x.dtype], TYPES[weight.dtype], TYPES[wanted.dtype]
     tensors = x, residual, weight, bias, *pair, out, total, rstd, mean, wanted.scale, wanted.amax
-    launch("norm_fp8", *tensors, rows, h, eps, *types)
+    launch_kernel("norm_fp8", *tensors, rows, h, eps, *types)
     return Normed(*pair, out, total, rstd, mean)
 
 
@@ -82,7 +82,7 @@ def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
     if not usable(x, "gated_fp8"):
         return wanted.cast(gated_ref(x.float().reshape(rows, 2 * f), act))
     tensors = x.contiguous(), *pair, wanted.scale, wanted.amax
-    launch("swiglu_fp8_forward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
+    launch_kernel("swiglu_fp8_forward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
 
 
@@ -101,7 +101,7 @@ def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp
         grad, x = grad.float().reshape(rows, f), x.float().reshape(rows, 2 * f)
         return wanted.cast(gated_backward_ref(grad, x, act))
     tensors = grad.contiguous(), x.contiguous(), *pair, wanted.scale, wanted.amax
-    launch("swiglu_fp8_backward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
+    launch_kernel("swiglu_fp8_backward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
 
 

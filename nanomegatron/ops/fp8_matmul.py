@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import BLOCK, FORMATS, Fp8Matrix, fp8_decode
-from nanomegatron.ops.kernels import TYPES, launch, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
 ALIGN, BYTES = 16, 16  # sizes, and where memory begins: cuBLASLt asks for it
 WORKSPACE = 32 << 20  # as torch's own for Hopper
@@ -69,7 +69,7 @@ def add_fp8_product_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool =
         return
     work, sizes = _workspace(out.device), (*out.shape, a.data.shape[1])
     kind = TYPES[a.data.dtype], TYPES[b.data.dtype], int(fast)
-    launch("fp8_matmul_add", out, *a, *b, work, WORKSPACE, *sizes, *kind)
+    launch_kernel("fp8_matmul_add", out, *a, *b, work, WORKSPACE, *sizes, *kind)
 
 
 def add_fp8_product_ref_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:

@@ -3,9 +3,9 @@
     a tensor on a GPU, the extension is there, built for this GPU      the kernel of cuda/
     anything else, and all `with without_kernels():`                   the reference, plain torch
 
-A kernel gets addresses, sizes and the current stream, and believes them: the caller of `launch` has made all
-tensors contiguous, on one device, of the types and shapes that the .cu file states. Launching takes some
-microseconds of the host and waits for nothing.
+A kernel gets addresses, sizes and the current stream, and checks none: the caller of `launch_kernel` has made
+all tensors contiguous, on one device, of the types and shapes that the .cu file states. A launch is
+asynchronous and takes some microseconds of the host.
 
     eager       an autograd.Function, which calls the kernel's binding directly: the least time on the host
     compiled    a custom op of the same code, its backward another; functional, nothing is written in place
@@ -136,7 +136,7 @@ def once(backward: Callable, instead: str = PLAIN) -> Callable:
     return run
 
 
-def launch(name: str, *args: torch.Tensor | float | None) -> None:
+def launch_kernel(name: str, *args: torch.Tensor | float | None) -> None:
     """Run a kernel on the current stream of the device of args `[...]`, all there. Raises RuntimeError."""
     device = args[0].device
     numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, launch, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
-MOST = 4  # parts at a time
+MAX_PARTS = 4  # at a time
 ALL = slice(None)
 
 
-class Part(NamedTuple):
+class PartialRows(NamedTuple):
     """Rows `[count, b, n, d]` for some of s places, and the log-sum-exps of their scores `[b, n, count]`.
 
     at: a slice of the places, or for each of them the number of its row, -1 for none, int64 `[s]`.
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     lse: torch.Tensor | None = None
 
 
-def merge_rows(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
+def merge_rows(parts: Sequence[PartialRows], out: torch.Tensor) -> torch.Tensor | None:
     """Write one to four parts, joined, to out `[s, b, n, d]`. -> log-sum-exps `[b, n, s]` if parts have them
 
     With these, rows are averages, weighted by their exponentials; without, they are added. The first part and
@@ -30,19 +30,21 @@ def merge_rows(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
     """
     if not usable(parts[-1].rows, "merge_rows"):
         return merge_rows_ref(parts, out)
-    parts = [Part(p.rows.contiguous(), p.at, p.lse if p.lse is None else p.lse.contiguous()) for p in parts]
+    parts = [
+        PartialRows(p.rows.contiguous(), p.at, p.lse if p.lse is None else p.lse.contiguous()) for p in parts
+    ]
     first, last, (s, b, n, d) = parts[0], parts[-1], out.shape
     lse = None if first.lse is None else first.lse.new_empty(b, n, s)
     table = torch.tensor([_entry(part) for part in parts])
     types = (TYPES[x.dtype] for x in (out, first.rows, last.rows))
     whole = out.contiguous()
-    launch("merge_rows", whole, lse, table, len(parts), s, b * n, d, *types)
+    launch_kernel("merge_rows", whole, lse, table, len(parts), s, b * n, d, *types)
     if whole is not out:
         out.copy_(whole)
     return lse
 
 
-def _entry(part: Part) -> list[int]:
+def _entry(part: PartialRows) -> list[int]:
     """Of the kernel's table."""
     listed = not isinstance(part.at, slice)
     addresses = part.rows, part.at if listed else None, part.lse
@@ -57,19 +59,19 @@ def add_(total: torch.Tensor, part: torch.Tensor) -> None:
         return
     rows = -1, 1, 1, 8 if part.numel() % 8 == 0 else 1
     out = total.view(rows)
-    merge_rows([Part(out), Part(part.view(rows))], out)
+    merge_rows([PartialRows(out), PartialRows(part.view(rows))], out)
 
 
 def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
     """Write the sum of parts `[k, ...]` to out `[...]`, of their type: added in fp32, rounded once."""
-    if len(parts) > MOST or out.numel() % 8 or not usable(out, "sum_parts"):
+    if len(parts) > MAX_PARTS or out.numel() % 8 or not usable(out, "sum_parts"):
         torch.sum(parts, 0, out=out)
         return
     rows = -1, 1, 1, 8
-    merge_rows([Part(part.view(rows)) for part in parts], out.view(rows))
+    merge_rows([PartialRows(part.view(rows)) for part in parts], out.view(rows))
 
 
-def merge_rows_ref(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | None:
+def merge_rows_ref(parts: Sequence[PartialRows], out: torch.Tensor) -> torch.Tensor | None:
     """`merge_rows` in plain torch: specification and oracle. out `[s, b, n, d]` -> `[b, n, s]`"""
     wide = [_spread(part, len(out)) for part in parts]
     if parts[0].lse is None:
@@ -82,7 +84,7 @@ def merge_rows_ref(parts: Sequence[Part], out: torch.Tensor) -> torch.Tensor | N
     return total
 
 
-def _spread(part: Part, s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _spread(part: PartialRows, s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A part's rows at their places among s zeros, in fp32, and its log-sum-exps among -inf."""
     rows, at, lse = part
     if not isinstance(at, slice):

@@ -9,7 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
 
 PARTS = 8  # rows of sums over rows a multiprocessor may write: as many blocks as fit one
 
@@ -24,7 +24,7 @@ def norm(
 
     Raises ValueError for tensors that do not fit.
     """
-    check(x, None, weight, bias)
+    check_norm(x, None, weight, bias)
     if usable(x, "norm"):
         return by_kernel(x, None, weight, bias, eps, from_one)
     return norm_ref(x, weight, bias, eps, from_one)
@@ -44,7 +44,7 @@ def add_norm(
 
     Raises ValueError for tensors that do not fit.
     """
-    check(x, residual, weight, bias)
+    check_norm(x, residual, weight, bias)
     if usable(x, "add_norm"):
         return by_kernel(x, residual, weight, bias, eps, from_one)
     total = x + residual
@@ -106,7 +106,7 @@ def _forward(x, residual, weight, bias, eps: float, from_one: bool) -> tuple[tor
     mean = None if bias is None else torch.empty_like(rstd)
     tensors = out, total, rstd, mean, x, residual, weight, bias
     types = TYPES[x.dtype], TYPES[weight.dtype]
-    launch("norm_forward", *tensors, rows, h, eps, int(from_one), *types)
+    launch_kernel("norm_forward", *tensors, rows, h, eps, int(from_one), *types)
     return out, total, rstd, mean
 
 
@@ -120,7 +120,7 @@ def _backward(grad, grad_total, x, weight, rstd, mean, from_one: bool) -> tuple[
     sums = x.new_empty(2 - (mean is None), parts, h, dtype=torch.float32)
     tensors = dx, dweight, dbias, sums, grad, grad_total, x, rstd, mean, weight
     types = TYPES[x.dtype], TYPES[weight.dtype]
-    launch("norm_backward", *tensors, rows, h, parts, int(from_one), *types)
+    launch_kernel("norm_backward", *tensors, rows, h, parts, int(from_one), *types)
     return dx, dweight, dbias
 
 
@@ -187,7 +187,7 @@ differentiable(
 )
 
 
-def check(
+def check_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """Raise ValueError unless x, residual `[..., h]` and weight, bias `[h]` fit together."""

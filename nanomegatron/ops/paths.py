@@ -17,7 +17,7 @@ from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_st
 from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
 from nanomegatron.ops.fp8_matmul import missing
 from nanomegatron.ops.kernels import FLOATS, kernels_unavailable
-from nanomegatron.ops.merge import Part, merge_rows, merge_rows_ref
+from nanomegatron.ops.merge import PartialRows, merge_rows, merge_rows_ref
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
 from nanomegatron.ops.permute import permute, route, unpermute
 from nanomegatron.ops.rope import rope, rope_ref
@@ -50,7 +50,7 @@ def paths(device: torch.device, off: Collection[str] = ()) -> dict[str, str]:
     return ours | {op: f"{plain[op]} (has no kernel)" for op in TORCHS}
 
 
-def summary(device: torch.device, model: TransformerConfig) -> str:
+def describe_kernels(device: torch.device, model: TransformerConfig) -> str:
     """`paths` of a model in one line."""
     if why := kernels_unavailable(device):
         why = "none for cpu" if device.type == "cpu" else f"none, {why}"
@@ -120,7 +120,9 @@ def _merged(merge: Callable) -> Callable:
     def run(first, part):
         lses = (x.detach()[..., 0].permute(1, 2, 0).float() for x in (first, part))
         out, ends = torch.empty_like(first), (slice(None), slice(T - 9, T))
-        parts = (Part(x.detach(), at, lse) for x, at, lse in zip((first, part), ends, lses, strict=True))
+        parts = (
+            PartialRows(x.detach(), at, lse) for x, at, lse in zip((first, part), ends, lses, strict=True)
+        )
         return out, merge([*parts], out)
 
     return run
@@ -130,7 +132,7 @@ def _adamw(update: Callable) -> Callable:
     def run(p, g):
         one, segments = (
             p.new_ones((), dtype=torch.float32),
-            Segments.of([(0, 50, DECAY), (50, H, 0)], p.device),
+            Segments.from_ranges([(0, 50, DECAY), (50, H, 0)], p.device),
         )
         moments = torch.zeros(2, H, device=p.device)
         state = FlatState(p.detach().float().clone(), None, g.detach().float(), *moments)

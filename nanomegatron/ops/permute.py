@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.kernels import FLOATS, TYPES, launch, once, usable
+from nanomegatron.config.model import MAX_EXPERTS
+from nanomegatron.ops.kernels import FLOATS, TYPES, launch_kernel, once, usable
 
-MAX_EXPERTS, COPIES = 1024, 1024  # as permute.cu has them: experts at most, copies of a block
+BLOCK_COPIES = 1024  # copies of a block, as permute.cu has it
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ def route(ids: torch.Tensor, experts: int, multiple: int = 1, capacity: int | No
     if not usable(ids, "route", (torch.int32,)):
         return route_ref(ids, experts, multiple, rows)
     ids = ids.contiguous()
-    position, source, work = (ids.new_empty(s) for s in (ids.shape, rows, -(-copies // COPIES) * experts))
+    position, source, work = (
+        ids.new_empty(s) for s in (ids.shape, rows, -(-copies // BLOCK_COPIES) * experts)
+    )
     routing = Routing(position, source, ids.new_empty(experts + 1), ids.new_empty(experts))
     tables = (position, source, routing.offsets, routing.counts, work)
-    launch("moe_route", ids, *tables, copies, experts, multiple, rows)
+    launch_kernel("moe_route", ids, *tables, copies, experts, multiple, rows)
     return routing
 
 
@@ -176,7 +179,7 @@ def _permute(x, routing, probs, z=None, out=None) -> tuple[torch.Tensor, torch.T
     out = x.new_empty(len(source), x.shape[1]) if out is None else out
     dots = None if z is None else x.new_empty(position.shape, dtype=torch.float32)
     sizes = (*position.shape, len(source), x.shape[1])
-    launch("moe_permute", x, out, probs, position, source, z, dots, *sizes, TYPES[x.dtype])
+    launch_kernel("moe_permute", x, out, probs, position, source, z, dots, *sizes, TYPES[x.dtype])
     return out, dots
 
 
@@ -185,7 +188,9 @@ def _unpermute(z, routing, probs, x=None, out=None) -> tuple[torch.Tensor, torch
     position = routing.position
     y = z.new_empty(len(position), z.shape[1]) if out is None else out
     dots = None if x is None else z.new_empty(position.shape, dtype=torch.float32)
-    launch("moe_unpermute", z, y, probs, position, x, dots, *position.shape, z.shape[1], TYPES[z.dtype])
+    launch_kernel(
+        "moe_unpermute", z, y, probs, position, x, dots, *position.shape, z.shape[1], TYPES[z.dtype]
+    )
     return y, dots
 
 

@@ -19,7 +19,7 @@ import math
 import torch
 
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
 
 LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's; positions and turns in them
 
@@ -156,7 +156,7 @@ def _turn(out: torch.Tensor, parts: tuple, tables: tuple, interleaved: bool, bac
     args = [x for p in given for x in ((None, 0, 0, 0) if p is None else (p, *p.stride()[:3]))]
     heads = [0 if p is None else p.shape[2] for p in given]
     sizes = (*out.shape[:2], *heads, out.shape[-1], 2 * tables[0].shape[-1], tables[0].shape[1])
-    launch(
+    launch_kernel(
         "rope", out, *out.stride()[:3], *args, *tables, *sizes, int(interleaved), int(back), TYPES[out.dtype]
     )
 

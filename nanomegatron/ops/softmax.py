@@ -6,7 +6,7 @@ What the causal mask and a window hide follows from the position, so no mask of 
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
 
 
 def scaled_softmax(
@@ -95,7 +95,7 @@ def _forward(scores, scale: float, hidden, causal: bool, window, inplace: bool =
     out = x if inplace else torch.empty_like(x)
     lse = x.new_empty(x.shape[:-1], dtype=torch.float32)
     sees = _sees(x, scale, hidden, causal, window)
-    launch("softmax_forward", out, lse, x, *sees, TYPES[x.dtype])
+    launch_kernel("softmax_forward", out, lse, x, *sees, TYPES[x.dtype])
     if not x.shape[-1]:
         lse.fill_(-torch.inf)  # an empty row has nothing to launch for
     return out, lse
@@ -105,7 +105,7 @@ def _backward(grad, out, hidden, scale: float, causal: bool, window) -> torch.Te
     out = out.contiguous()
     dx = torch.empty_like(out)  # the gradient may be somebody else's too, so it is not written over
     sees = _sees(out, scale, hidden, causal, window)
-    launch("softmax_backward", dx, grad.contiguous(), out, *sees, TYPES[out.dtype])
+    launch_kernel("softmax_backward", dx, grad.contiguous(), out, *sees, TYPES[out.dtype])
     return dx
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch, once, usable
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
 
 SILU, GELU = 0, 1  # as swiglu.cu has them
 
@@ -78,14 +78,14 @@ class GatedFunction(torch.autograd.Function):
 def _forward(x: torch.Tensor, act: int) -> torch.Tensor:
     x, f = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], f)
-    launch("swiglu_forward", out, x, x.numel() // max(2 * f, 1), f, act, TYPES[x.dtype])
+    launch_kernel("swiglu_forward", out, x, x.numel() // max(2 * f, 1), f, act, TYPES[x.dtype])
     return out
 
 
 def _backward(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
     x, f = x.contiguous(), x.shape[-1] // 2
     dx, rows = torch.empty_like(x), x.numel() // max(2 * f, 1)
-    launch("swiglu_backward", dx, grad.contiguous(), x, rows, f, act, TYPES[x.dtype])
+    launch_kernel("swiglu_backward", dx, grad.contiguous(), x, rows, f, act, TYPES[x.dtype])
     return dx
 
 

@@ -37,7 +37,7 @@ from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_fligh
 from nanomegatron.schedules import Op, most_open, placement, schedule
 
 # As the code that allocates has them; tests/test_plan.py compares.
-LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK
+LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
 REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
 
 

@@ -19,7 +19,7 @@ from nanomegatron.flops import parameter_count, stage_layers
 from nanomegatron.mesh import Mesh
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
-from nanomegatron.ops.paths import summary
+from nanomegatron.ops.paths import describe_kernels
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import check_room, chunks_kept, describe_memory, memory_of_ranks
 from nanomegatron.pp import Stages
@@ -174,7 +174,7 @@ def kernel_lines(config: Config, device: torch.device) -> Iterator[str]:
     documents = data.reset_attention_mask or data.variable_seq_lengths
     if core == "fused" and (documents or any(w is not None for w in model.windows)):
         core += ", flash for windows and documents"
-    yield f"kernels {summary(device, model)} | attention {core}"
+    yield f"kernels {describe_kernels(device, model)} | attention {core}"
     if model.attention_dropout and core != "unfused":
         yield "note    the fused kernel's attention dropout depends on the layout; unfused does not"
 

@@ -103,7 +103,7 @@ def test_a_step(main, grads, avg, avg_sq, offset):
         (CHUNK + 3, CHUNK + 4, 3),
         (CHUNK + 7, n - 3, DECOUPLED | DECAY),
     ]
-    segments, before, now = Segments.of(ranges, CUDA), copied(s), told()
+    segments, before, now = Segments.from_ranges(ranges, CUDA), copied(s), told()
     expected = exact(s, segments, now)
     adamw_flat_(s, segments, now, HYPER)
     compare(s, expected)
@@ -122,7 +122,7 @@ def test_halves_are_the_same_numbers(moments):
     whole = state(n, BF16, FP32, (moments, moments))
     upper, lower = split_halves(whole.main)
     halves = FlatState(lower, upper, *(x.clone() for x in whole.tensors[2:]))
-    segments = Segments.of([(0, n, DECAY)], CUDA)
+    segments = Segments.from_ranges([(0, n, DECAY)], CUDA)
     for step in range(1, 6):
         for s in (whole, halves):
             adamw_flat_(s, segments, told(float(step)), HYPER)
@@ -137,7 +137,9 @@ def test_a_skipped_step_changes_nothing(main):
     s = state(1000, main)
     s.grads[3] = float("nan")
     before = copied(s)
-    adamw_flat_(s, Segments.of([(0, 1000, DECAY)], CUDA), told(skip=1.0, scale=float("inf")), HYPER, seed=3)
+    adamw_flat_(
+        s, Segments.from_ranges([(0, 1000, DECAY)], CUDA), told(skip=1.0, scale=float("inf")), HYPER, seed=3
+    )
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(s.tensors, before.tensors)
@@ -154,7 +156,7 @@ def test_numbers_out_of_the_ordinary(main):
     s.grads.copy_(torch.tensor([0.0, -0.0, inf, -inf, float("nan"), 1e30, -1e30, 1e-30] * 2, device=CUDA))
     if main != "halves":
         s.main[8:] = torch.tensor([inf, -inf, float("nan"), 3e38, -3e38, 1e-40, 0.0, -0.0], device=CUDA)
-    other, segments = copied(s), Segments.of([(0, 16, DECAY)], CUDA)
+    other, segments = copied(s), Segments.from_ranges([(0, 16, DECAY)], CUDA)
     adamw_flat_(s, segments, told(), HYPER)
     adamw_flat_ref_(other, segments, told(), HYPER)
     for ours, theirs in zip(numbers(s), numbers(other), strict=True):
@@ -168,7 +170,7 @@ def test_rounding_at_random_is_the_references():
     """The same random numbers; one in thousands differs, where fp32 was rounded otherwise."""
     n = 20 * CHUNK + 5
     s = state(n, BF16, FP32, (BF16, BF16))
-    nearest, other, segments = copied(s), copied(s), Segments.of([(2, n, DECAY)], CUDA)
+    nearest, other, segments = copied(s), copied(s), Segments.from_ranges([(2, n, DECAY)], CUDA)
     for seed in (0, 7, 2**40 + 3):
         adamw_flat_(s, segments, told(), HYPER, seed=seed)
         adamw_flat_ref_(other, segments, told(), HYPER, seed=seed)
@@ -183,7 +185,7 @@ def test_rounding_at_random_is_the_references():
 @pytest.mark.parametrize("step", [1.0, 2.0, 1000.0, 300000.0])
 def test_bias_correction(step):
     """1 - 0.999 in fp32 is wrong by 5e-5."""
-    s, segments, hyper = state(100, None), Segments.of([(0, 100, DECAY)], CUDA), (0.9, 0.999, 1e-8)
+    s, segments, hyper = state(100, None), Segments.from_ranges([(0, 100, DECAY)], CUDA), (0.9, 0.999, 1e-8)
     s.main.zero_(), s.exp_avg.zero_(), s.exp_avg_sq.zero_()
     adamw_flat_(s, segments, told(step), hyper)
     g = s.grads.double() / 8
@@ -198,7 +200,7 @@ def test_many_segments():
     ends = sorted(random.sample(range(1, 200_000), 901))
     ranges = [(a, b, i % 4) for i, (a, b) in enumerate(itertools.pairwise(ends)) if i % 7]
     ranges.insert(300, (ranges[300][0],) * 2 + (0,))
-    s, segments = state(200_000, "halves", BF16, (BF16, FP32)), Segments.of(ranges, CUDA)
+    s, segments = state(200_000, "halves", BF16, (BF16, FP32)), Segments.from_ranges(ranges, CUDA)
     expected, before = exact(s, segments, told()), copied(s)
     adamw_flat_(s, segments, told(), HYPER)
     compare(s, expected)
@@ -216,15 +218,15 @@ def test_nothing_to_do():
     s = state(8, None)
     before = copied(s)
     for ranges in ([], [(3, 3, 0)]):
-        adamw_flat_(s, Segments.of(ranges, CUDA), told(), HYPER)
-        sums, zeros = sums_of_squares(s.grads, Segments.of(ranges, CUDA))
+        adamw_flat_(s, Segments.from_ranges(ranges, CUDA), told(), HYPER)
+        sums, zeros = sums_of_squares(s.grads, Segments.from_ranges(ranges, CUDA))
         assert sums.tolist() == zeros.tolist() == [0.0] * len(ranges)
     assert torch.equal(s.main, before.main)
 
 
 def test_twice_the_same_bits():
     s = state(50 * CHUNK + 11, BF16, FP32, (BF16, BF16))
-    other, segments = copied(s), Segments.of([(1, 50 * CHUNK + 11, DECAY)], CUDA)
+    other, segments = copied(s), Segments.from_ranges([(1, 50 * CHUNK + 11, DECAY)], CUDA)
     first = torch.stack(sums_of_squares(s.grads, segments))
     assert all(torch.equal(first, torch.stack(sums_of_squares(s.grads, segments))) for _ in range(5))
     for one in (s, other):
@@ -239,7 +241,7 @@ def test_sums_of_squares(dtype, offset):
     x = banded(torch.randn(n, device=CUDA).to(dtype), offset)
     x[100:200] = 0
     ranges = [(0, 150, 0), (150, 151, 0), (151, 4 * CHUNK, 0), (4 * CHUNK + 3, n, 0), (150, n, 0)]
-    sums, zeros = sums_of_squares(x, Segments.of(ranges, CUDA))
+    sums, zeros = sums_of_squares(x, Segments.from_ranges(ranges, CUDA))
     exact = torch.stack([x[a:b].double().square().sum() for a, b, _ in ranges])
     torch.testing.assert_close(sums, exact, rtol=1e-12, atol=0)
     assert zeros.tolist() == [float((x[a:b] == 0).sum()) for a, b, _ in ranges]
@@ -248,7 +250,7 @@ def test_sums_of_squares(dtype, offset):
 def test_squares_of_large_and_broken_numbers():
     """fp32 would overflow at 1e19."""
     x = torch.tensor([1e30, -1e30, float("inf"), float("nan"), -0.0, 1e-30], device=CUDA)
-    sums, zeros = sums_of_squares(x, Segments.of([(i, i + 1, 0) for i in range(6)], CUDA))
+    sums, zeros = sums_of_squares(x, Segments.from_ranges([(i, i + 1, 0) for i in range(6)], CUDA))
     torch.testing.assert_close(sums, x.double().square(), rtol=1e-12, atol=0, equal_nan=True)
     assert zeros.tolist() == [0, 0, 0, 0, 1, 0]
 
@@ -261,9 +263,9 @@ def test_more_than_two_billion_elements():
     tail = state(n - begin, "halves", BF16, (BF16, BF16))
     for x, y in zip(s.tensors, tail.tensors, strict=True):
         x[begin:].copy_(y)
-    adamw_flat_(s, Segments.of([(0, 1000, 0), (begin, n, DECAY)], CUDA), told(), HYPER)
-    adamw_flat_(tail, Segments.of([(0, n - begin, DECAY)], CUDA), told(), HYPER)
+    adamw_flat_(s, Segments.from_ranges([(0, 1000, 0), (begin, n, DECAY)], CUDA), told(), HYPER)
+    adamw_flat_(tail, Segments.from_ranges([(0, n - begin, DECAY)], CUDA), told(), HYPER)
     assert all(torch.equal(x[begin:], y) for x, y in zip(s.tensors, tail.tensors, strict=True))
-    sums, zeros = sums_of_squares(s.grads, Segments.of([(0, n, 0), (begin, n, 0)], CUDA))
+    sums, zeros = sums_of_squares(s.grads, Segments.from_ranges([(0, n, 0), (begin, n, 0)], CUDA))
     torch.testing.assert_close(sums, tail.grads.double().square().sum().expand(2), rtol=1e-12, atol=0)
     assert zeros[0] == begin + (tail.grads == 0).sum()

@@ -20,7 +20,7 @@ from nanomegatron.ops.fp8_cast import (
     fp8_update,
     fp8_update_ref,
 )
-from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch, without_kernels
+from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch_kernel, without_kernels
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -284,16 +284,16 @@ def test_nothing_beside_the_outputs_is_written(shape):
     guard, amax = guarded(m + k, torch.float32)
     amax.zero_()
     kinds = TYPES[x.dtype], TYPES[FORMATS[0]]
-    launch("fp8_cast", x, row, None, number(1.0), number(0.0), m, k, *kinds)
-    launch("fp8_cast", x, row, flip, number(1.0), number(0.0), m, k, *kinds)
+    launch_kernel("fp8_cast", x, row, None, number(1.0), number(0.0), m, k, *kinds)
+    launch_kernel("fp8_cast", x, row, flip, number(1.0), number(0.0), m, k, *kinds)
     for squares in (1, 0):
         one, two = inverses[:2] if squares else inverses[2:4]
         where = m, k, across, down, squares
-        launch("fp8_cast_blocks", x, None, 0, 0, row, one, flip, two, *where, 0, *kinds)
+        launch_kernel("fp8_cast_blocks", x, None, 0, 0, row, one, flip, two, *where, 0, *kinds)
     one, two = inverses[4:]
-    launch("fp8_cast_rows", x, None, 0, 0, row, one, None, None, None, m, k, 448.0, *kinds)
-    launch("fp8_cast_rows", x, None, 0, 0, row, one, flip, two, amax, m, k, 448.0, *kinds)
-    launch("fp8_transpose", row, flip, m, k)
+    launch_kernel("fp8_cast_rows", x, None, 0, 0, row, one, None, None, None, m, k, 448.0, *kinds)
+    launch_kernel("fp8_cast_rows", x, None, 0, 0, row, one, flip, two, amax, m, k, 448.0, *kinds)
+    launch_kernel("fp8_transpose", row, flip, m, k)
     for whole, _ in [*buffers, (guard, amax)]:
         assert (whole[:band] == 0x5A).all() and (whole[-band:] == 0x5A).all()
     for inverse in inverses:  # and each element of what has no pattern of its own was

@@ -6,7 +6,7 @@ import torch
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
 from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_, missing
-from nanomegatron.ops.kernels import kernels_unavailable, launch, without_kernels
+from nanomegatron.ops.kernels import kernels_unavailable, launch_kernel, without_kernels
 from tests.test_ops_fp8_matmul import PAIRS, SHAPES, add, case, check, shifted, wanted
 
 GPU = torch.device("cuda")
@@ -93,7 +93,7 @@ def test_two_formats_of_5_bits_are_refused():
         add(out, a, a_inverse, b, b_inverse)
     rest = ops_fp8_matmul._workspace(out.device), ops_fp8_matmul.WORKSPACE, 32, 16, 48
     with pytest.raises(RuntimeError, match="AlgoGetHeuristic: CUBLAS_STATUS_.*E5M2 x .16, 48. E5M2"):
-        launch("fp8_matmul_add", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0)
+        launch_kernel("fp8_matmul_add", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0)
 
 
 def test_the_stream_of_the_moment():
@@ -166,6 +166,6 @@ def test_another_device():
 
 def test_kernels_switched_off(monkeypatch):
     monkeypatch.setattr(ops_fp8_matmul, "add_fp8_product_ref_", add_fp8_product_ref_)
-    monkeypatch.setattr(ops_fp8_matmul, "launch", None)
+    monkeypatch.setattr(ops_fp8_matmul, "launch_kernel", None)
     with without_kernels():
         check(case((64, 48, 32), PAIRS[2], GPU))

@@ -6,7 +6,7 @@ import torch
 from nanomegatron.ops.adamw import CHUNK
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast_ref
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
-from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch
+from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch_kernel
 from nanomegatron.ops.norm import NormFunction, norm_ref
 from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
 from tests.test_ops_fused_fp8 import (
@@ -131,7 +131,7 @@ def test_the_backward_takes_these_statistics(h):
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
     sizes = 48, h, 4, 0, TYPES[x.dtype], TYPES[x.dtype]
     tensors = dx, dweight, dbias, sums, grad, None, got.total, got.rstd, got.mean, weight
-    launch("norm_backward", *tensors, *sizes)
+    launch_kernel("norm_backward", *tensors, *sizes)
     assert torch.equal(total, got.total)
     torch.testing.assert_close(got.out, y, rtol=2**-7, atol=2**-12)
     for ours, theirs in ((dx, leaves[0].grad), (dweight, leaves[2].grad), (dbias, leaves[3].grad)):
@@ -236,7 +236,7 @@ def test_norms_write_nothing_outside(shape, kind):
     scale, amax = torch.ones((), device=GPU), guarded.new(1, dtype=torch.float32).zero_()
     types = 0, TYPES[kind], TYPES[kind], TYPES[E4M3]
     for pair in ((row, flip), (row, None), (None, flip)):
-        launch("norm_fp8", *case, *pair, out, total, rstd, mean, scale, amax, rows, h, EPS, *types)
+        launch_kernel("norm_fp8", *case, *pair, out, total, rstd, mean, scale, amax, rows, h, EPS, *types)
         guarded.check()
     assert same_bytes(row.t().contiguous(), flip)
 
@@ -251,8 +251,8 @@ def test_gated_units_write_nothing_outside(shape):
     for keep in (slice(0, 2), slice(0, 1), slice(1, 2)):
         some_y, some_dx = [None, None], [None, None]
         some_y[keep], some_dx[keep] = y[keep], dx[keep]
-        launch("swiglu_fp8_forward", x, *some_y, scale, amax, *kinds)
-        launch("swiglu_fp8_backward", grad, x, *some_dx, scale, amax, *kinds)
+        launch_kernel("swiglu_fp8_forward", x, *some_y, scale, amax, *kinds)
+        launch_kernel("swiglu_fp8_backward", grad, x, *some_dx, scale, amax, *kinds)
         guarded.check()
     assert same_bytes(y[0].t().contiguous(), y[1]) and same_bytes(dx[0].t().contiguous(), dx[1])
 

@@ -9,7 +9,7 @@ from nanomegatron.ops.cross_entropy import (
     cross_entropy_stats,
     cross_entropy_stats_ref,
 )
-from nanomegatron.ops.kernels import TYPES, launch
+from nanomegatron.ops.kernels import TYPES, launch_kernel
 
 CUDA = torch.device("cuda", 0)
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -108,7 +108,7 @@ def test_gradient_beside_the_logits(offsets, dtype):
     lse = x.float().logsumexp(-1)
     args = (labels, lse, grad, 0.0, t, columns, columns + 4, width, columns, TYPES[dtype])
     right = out[:, columns + 4 :].clone()
-    launch("cross_entropy_grad", out, x, *args)
+    launch_kernel("cross_entropy_grad", out, x, *args)
     exact = exact_grad(x, labels, lse, grad, 0.0)
     torch.testing.assert_close(out[:, :columns].double(), exact, rtol=EPS[dtype] + 1e-5, atol=1e-6)
     assert (out[:, columns : columns + 4] == 0).all() and torch.equal(out[:, columns + 4 :], right)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nanomegatron.ops.merge import ALL, MOST, Part, add_, merge_rows, sum_parts
+from nanomegatron.ops.merge import ALL, MAX_PARTS, PartialRows, add_, merge_rows, sum_parts
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -47,7 +47,7 @@ def part_of(shape, kind, dtype, weighted):
     if weighted:
         lse = torch.randn(b, n, len(places), device=GPU) * 5
         lse.view(-1)[-1] = -torch.inf
-    return Part(rows, at, lse), places
+    return PartialRows(rows, at, lse), places
 
 
 def check(shape, dtype, first_type, out_type, weighted, kinds, strided=False):
@@ -57,7 +57,7 @@ def check(shape, dtype, first_type, out_type, weighted, kinds, strided=False):
     parts = [part for part, _ in told]
     if strided:
         parts = [
-            Part(
+            PartialRows(
                 p.rows.transpose(0, 1).contiguous().transpose(0, 1),
                 p.at,
                 p.lse if p.lse is None else p.lse.transpose(0, 2).contiguous().transpose(0, 2),
@@ -88,7 +88,7 @@ def test_against_float64(dtype, shape, kind, weighted):
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("number", range(1, MOST + 1))
+@pytest.mark.parametrize("number", range(1, MAX_PARTS + 1))
 def test_one_to_four_parts_that_may_leave_places_out(number, weighted):
     for kinds in itertools.combinations_with_replacement(KINDS, number):
         check((6, 2, 3, 16), torch.bfloat16, torch.bfloat16, torch.bfloat16, weighted, kinds)
@@ -114,10 +114,10 @@ def test_parts_are_the_whole():
         parts = [scores[..., keys] for keys in order]
         lses = [part.logsumexp(-1).permute(1, 2, 0).contiguous() for part in parts]
         parts = [part.softmax(-1) @ values[keys] for part, keys in zip(parts, order, strict=True)]
-        parts = [Part(rows, ALL, lse) for rows, lse in zip(parts, lses, strict=True)]
+        parts = [PartialRows(rows, ALL, lse) for rows, lse in zip(parts, lses, strict=True)]
         merge_rows(parts, out)
         torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
-        two = Part(torch.empty_like(out))
+        two = PartialRows(torch.empty_like(out))
         two = two._replace(lse=merge_rows(parts[:2], two.rows))
         merge_rows([two, parts[2]], two.rows)
         torch.testing.assert_close(two.rows, whole, rtol=1e-5, atol=1e-5)

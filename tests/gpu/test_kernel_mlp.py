@@ -70,9 +70,9 @@ def test_nothing_is_written_beside():
     space = torch.full((3, 4, 32), 7.0, device=GPU)
     x = torch.randn(4, 64, device=GPU)
     torch.cuda.synchronize()
-    from nanomegatron.ops.kernels import TYPES, launch
+    from nanomegatron.ops.kernels import TYPES, launch_kernel
 
-    launch("swiglu_forward", space[1], x, 4, 32, SILU, TYPES[x.dtype])
+    launch_kernel("swiglu_forward", space[1], x, 4, 32, SILU, TYPES[x.dtype])
     assert (space[0] == 7).all() and (space[2] == 7).all()
     torch.testing.assert_close(space[1], gated_ref(x, SILU))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch, without_kernels
+from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel, without_kernels
 from nanomegatron.ops.permute import Routing, permute, route, unpermute
 
 GPU = torch.device("cuda")
@@ -154,7 +154,7 @@ def test_nothing_beside_the_outputs_is_written(h):
 
     shapes = [(tokens, k), (rows,), (experts + 1,), (experts,), (experts,)]
     tables = [guarded(*shape, dtype=torch.int32) for shape in shapes]
-    launch("moe_route", ids, *(inner for _, inner in tables), tokens * k, experts, 16, rows)
+    launch_kernel("moe_route", ids, *(inner for _, inner in tables), tokens * k, experts, 16, rows)
     for field, (_, inner) in zip(FIELDS, tables, strict=False):
         assert torch.equal(inner, getattr(expected, field)), field
     x, z = torch.randn(tokens, h, device=GPU), torch.randn(rows, h, device=GPU)
@@ -162,8 +162,8 @@ def test_nothing_beside_the_outputs_is_written(h):
     outs = [guarded(rows, h), guarded(tokens, k), guarded(tokens, h), guarded(tokens, k)]
     out, dprobs, y, others = (inner for _, inner in outs)
     position, source, kind = expected.position, expected.source, TYPES[x.dtype]
-    launch("moe_permute", x, out, probs, position, source, z, dprobs, tokens, k, rows, h, kind)
-    launch("moe_unpermute", z, y, probs, position, x, others, tokens, k, h, kind)
+    launch_kernel("moe_permute", x, out, probs, position, source, z, dprobs, tokens, k, rows, h, kind)
+    launch_kernel("moe_unpermute", z, y, probs, position, x, others, tokens, k, h, kind)
     for whole, inner in (*tables, *outs):
         assert (whole[:band] == -77).all() and (whole[-band:] == -77).all()
         assert (inner != -77).all()

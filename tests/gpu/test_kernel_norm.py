@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch
+from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel
 from nanomegatron.ops.norm import NormFunction, add_norm, norm, norm_ref
 
 CUDA = torch.device("cuda", 0)
@@ -267,8 +267,10 @@ def test_nothing_is_written_outside(shape, dtype):
     dweight, dbias = (guarded.new(h, dtype=dtype) for _ in range(2))
     for parts in (1, min(rows, 5), rows):  # fewer blocks than would like to run
         sums = guarded.new(2, parts, h, dtype=torch.float32)
-        launch("norm_forward", y, total, rstd, mean, x, residual, weight, bias, rows, h, EPS, 0, kind, kind)
-        launch(
+        launch_kernel(
+            "norm_forward", y, total, rstd, mean, x, residual, weight, bias, rows, h, EPS, 0, kind, kind
+        )
+        launch_kernel(
             *("norm_backward", dx, dweight, dbias, sums, dy, dtotal, total, rstd, mean, weight),
             *(rows, h, parts, 0, kind, kind),
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch
+from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel
 from nanomegatron.ops.rope import rope, rope_packed, rope_ref
 
 CUDA = torch.device("cuda", 0)
@@ -103,7 +103,7 @@ def test_nothing_else_is_touched(shift, interleaved, dtype):
     q, k = heads.split([n, g, g], dim=2)[:2]
     args = (heads, *heads.stride()[:3], q, *q.stride()[:3], k, *k.stride()[:3], None, 0, 0, 0, cos, sin)
     sizes = (s, b, n, g, 0, d, r, 1, int(interleaved))
-    launch("rope", *args, *sizes, 0, TYPES[dtype])
+    launch_kernel("rope", *args, *sizes, 0, TYPES[dtype])
     old = before[64 + shift : 64 + shift + size].view_as(heads)
     assert torch.equal(heads[:, :, n + g :], old[:, :, n + g :]) and torch.equal(heads[..., r:], old[..., r:])
     assert torch.equal(room[: 64 + shift], before[: 64 + shift])
@@ -111,9 +111,11 @@ def test_nothing_else_is_touched(shift, interleaved, dtype):
     assert not torch.equal(heads[:, :, : n + g, :r], old[:, :, : n + g, :r])
     again = before.clone()
     other = again[64 + shift : 64 + shift + size].view_as(heads)
-    launch("rope", other, *args[1:4], other, *args[5:8], other[:, :, n:], *args[9:], *sizes, 0, TYPES[dtype])
+    launch_kernel(
+        "rope", other, *args[1:4], other, *args[5:8], other[:, :, n:], *args[9:], *sizes, 0, TYPES[dtype]
+    )
     assert torch.equal(again, room)  # twice the same bits
-    launch("rope", *args, *sizes, 1, TYPES[dtype])
+    launch_kernel("rope", *args, *sizes, 1, TYPES[dtype])
     close(heads, old.double(), dtype)
 
 

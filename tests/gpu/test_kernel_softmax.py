@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch
+from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel
 from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 
 CUDA = torch.device("cuda", 0)
@@ -67,8 +67,8 @@ def compare(dtype, shape, causal, window, hidden=None, scale=0.25, shift=0):
         hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
         mask = (hidden, *hidden.stride()[:3])
     args = (scale, *shape, int(causal), -1 if window is None else window, *mask, TYPES[dtype])
-    launch("softmax_forward", out, lse, scores, *args)
-    launch("softmax_backward", dx, grad, out, *args)
+    launch_kernel("softmax_forward", out, lse, scores, *args)
+    launch_kernel("softmax_backward", dx, grad, out, *args)
     assert out_intact() and lse_intact() and dx_intact()
 
     wide = scores.double().requires_grad_()
@@ -83,8 +83,8 @@ def compare(dtype, shape, causal, window, hidden=None, scale=0.25, shift=0):
     torch.testing.assert_close(dx.double(), right, **bounds)
 
     again, lse_again, dx_again = scores, torch.empty_like(lse), grad  # in place, twice the same bits
-    launch("softmax_forward", again, lse_again, scores, *args)
-    launch("softmax_backward", dx_again, grad, out, *args)
+    launch_kernel("softmax_forward", again, lse_again, scores, *args)
+    launch_kernel("softmax_backward", dx_again, grad, out, *args)
     for a, b in ((again, out), (lse_again, lse), (dx_again, dx)):
         assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
 
@@ -196,7 +196,7 @@ def test_more_elements_than_32_bits_count():
     grad = torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
     wide = grad[1:, 8:, -64:].double()
     args = (1.0, *shape, 1, -1, None, 0, 0, 0, TYPES[torch.bfloat16])
-    launch("softmax_backward", grad, grad, probs, *args)
+    launch_kernel("softmax_backward", grad, grad, probs, *args)
     y = probs[1:, 8:, -64:].double()
     right = y * (wide - (wide * y).sum(-1, keepdim=True))
     torch.testing.assert_close(grad[1:, 8:, -64:].double(), right, rtol=5e-3, atol=1e-6)

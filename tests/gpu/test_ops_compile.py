@@ -127,7 +127,7 @@ def test_a_second_derivative_is_refused_by_name():
 def test_the_switch_holds_in_what_is_computed_again(monkeypatch):
     """A checkpoint's second forward runs on autograd's thread for the GPU."""
     launched = []
-    monkeypatch.setattr("nanomegatron.ops.swiglu.launch", lambda name, *_: launched.append(name))
+    monkeypatch.setattr("nanomegatron.ops.swiglu.launch_kernel", lambda name, *_: launched.append(name))
     x = torch.randn(4, 64, device=CUDA, requires_grad=True)
     with without_kernels():
         checkpoint(ops_mlp.swiglu, x, use_reentrant=False).sum().backward()
