@@ -101,9 +101,7 @@ class Worker:
     def __init__(self, side: str, checkout: Path, gpus: int, folder: Path) -> None:
         self.side, self.folder, self.gpus, self.turn = side, folder / side, gpus, 0
         self.folder.mkdir()
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-        script = str(ROOT / "tools/gpu_gate_worker.py")
-        command = [sys.executable, *(launcher if gpus > 1 else []), script, str(self.folder)]
+        command = [*launcher(gpus), str(ROOT / "tools/gpu_gate_worker.py"), str(self.folder)]
         path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
         how = dict(cwd=checkout, env=os.environ | {"PYTHONPATH": path}, start_new_session=True)
         with (self.folder / "log.txt").open("w") as log:
@@ -139,6 +137,19 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def launcher(gpus: int) -> list[str]:
+    """The words before a program that runs on so many GPUs of this machine."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    return [sys.executable, *(torchrun if gpus > 1 else [])]
+
+
+def commit_of(checkout: Path) -> str:
+    """What git says of a folder."""
+    describe = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(describe, cwd=checkout, capture_output=True, text=True)
+    return git.stdout.strip() or "unknown"
 
 
 def repetition(case: Case, workers: dict[str, Worker], order: tuple[str, ...]) -> dict[str, dict]:
@@ -227,9 +238,7 @@ def compare(args: argparse.Namespace, cases: list[Case], checkouts: dict[str, Pa
     begin, turns = time.monotonic(), {case.name: {side: [] for side in SIDES} for case in cases}
     result: dict = {"date": time.strftime("%Y-%m-%dT%H:%M:%S"), "gpus": args.gpus}
     for side, at in checkouts.items():
-        describe = ["git", "describe", "--always", "--dirty"]
-        git = subprocess.run(describe, cwd=at, capture_output=True, text=True)
-        result[side] = {"folder": str(at), "commit": git.stdout.strip() or "unknown"}
+        result[side] = {"folder": str(at), "commit": commit_of(at)}
     result |= {"limit_percent": args.limit, "kernels": build_kernels(checkouts), "error": ""}
     workers: dict[str, Worker] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-gate-", ignore_cleanup_errors=True) as folder:
