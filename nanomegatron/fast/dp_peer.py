@@ -48,7 +48,7 @@ class PeerShards:
         self.collectives = ShardComm(axis, device, 0)
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that all ranks make together; later ones lie behind it."""
+        """A flat tensor that all ranks make together -> `[size]`; later ones lie behind it."""
         nbytes = size * dtype.itemsize
         begin, self.used = self.used, self.used + -(-nbytes // self.ALIGN) * self.ALIGN
         views = [arena[begin : begin + nbytes].view(dtype) for arena in self.arenas]
@@ -56,7 +56,7 @@ class PeerShards:
         return views[self.axis.rank].zero_()
 
     def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
-        """Begin to reduce `whole`, by collectives if not of `zeros`; the result is this rank's shard."""
+        """Begin to reduce whole `[size]`, by collectives if not of `zeros`; the result: this rank's shard."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_reduce_scatter(whole, op)
         count_traffic(self.axis, "reduce_scatter", whole)
@@ -76,7 +76,7 @@ class PeerShards:
             return Pending(mine, [self.stream.record_event()])
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
-        """Begin to fetch the other ranks' shards of `whole`. By collectives if it is not of `zeros`."""
+        """Begin to fetch the other ranks' shards of whole `[size]`; by collectives if not of `zeros`."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_all_gather(whole)
         count_traffic(self.axis, "all_gather", whole)

@@ -46,25 +46,31 @@ def fp8_linear(
     groups: Groups,
     transposed: bool,
 ) -> torch.Tensor:
-    """A `GroupedExperts.linear`; the second layer is the one with a transposed weight."""
+    """A `GroupedExperts.linear`; the second layer is the one with a transposed weight.
+
+    x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
+    """
     groups, fp8 = groups.covering(len(x)), second if transposed else first
     return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, torch.is_grad_enabled())
 
 
 def quantizing_activate(second: Fp8Linear, act: Activation, x: torch.Tensor) -> torch.Tensor:
-    """A `GroupedExperts.act` whose result only the second layer reads: a placeholder with FP8 copies."""
+    """A `GroupedExperts.act` whose result only the second layer reads: a placeholder with FP8 copies.
+
+    x `[r, 2*f]` (gated) or `[r, f]` -> `[r, f]`
+    """
     return CastFp8Function.apply(act(x), second, None, "", torch.is_grad_enabled())
 
 
 def one_kernel(x: torch.Tensor, groups: Groups) -> bool:
-    """Whether to use `torch._scaled_grouped_mm` for FP8 rows, or transposed ones."""
+    """Whether to use `torch._scaled_grouped_mm` for FP8 rows x `[r, i]` or `[o, r]`, transposed ones."""
     return groups.grouped and x.is_cuda and x.numel() > 0
 
 
 def grouped_fp8_mm(
     x: Fp8Matrix, w: Fp8Matrix, groups: Groups, dtype: torch.dtype, fast: bool = False
 ) -> torch.Tensor:
-    """As `ops.grouped_mm.grouped_mm`, of w `[e, o, i]` with i in one piece and inverses `[e, o]`."""
+    """As `ops.grouped_mm`: x `[r, i]`, w `[e, o, i]`, i in one piece, with inverses `[e, o]` -> `[r, o]`"""
     if one_kernel(x.data, groups):
         how = dict(offs=groups.offsets[1:], out_dtype=dtype, use_fast_accum=fast)
         return torch._scaled_grouped_mm(x.data, w.data.mT, x.inverse.flatten(), w.inverse, **how)
@@ -76,7 +82,7 @@ def grouped_fp8_mm(
 
 
 def fp8_weight_grad(weight: nn.Parameter, a: Fp8Matrix, b: Fp8Matrix, groups: Groups) -> torch.Tensor | None:
-    """As `moe.weight_grad`, of the transposed copies. a `[o, r]`, b `[i, r]`"""
+    """As `moe.weight_grad`, of the transposed copies. a `[m, r]`, b `[n, r]` -> `[e*m, n]`, or None"""
     if one_kernel(a.data, groups):
         scales = [c.inverse.flatten().repeat(groups.experts) for c in (a, b)]
         how = dict(offs=groups.offsets[1:], out_dtype=torch.bfloat16)
@@ -91,7 +97,11 @@ def fp8_weight_grad(weight: nn.Parameter, a: Fp8Matrix, b: Fp8Matrix, groups: Gr
 
 
 class GroupedFp8LinearFunction(torch.autograd.Function):
-    """`moe.GroupedLinearFunction` in FP8. Rows that belong to no expert are zeros, given to the last."""
+    """`moe.GroupedLinearFunction` in FP8. Rows that belong to no expert are zeros, given to the last.
+
+    x `[r, i]`, or a placeholder for it with FP8 copies, weight `[e*o, i]` or `[e*i, o]` (transposed)
+    -> `[r, o]`
+    """
 
     @staticmethod
     def forward(
@@ -103,7 +113,6 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         fp8: Fp8Linear,
         trains: bool,
     ) -> torch.Tensor:
-        """x: or a placeholder for it, with FP8 copies."""
         cast = source_of(x).casts or cast_input(fp8, x, None, "", trains)
         ctx.weight, ctx.groups, ctx.transposed, ctx.fp8, ctx.dtype = weight, groups, transposed, fp8, x.dtype
         ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
@@ -122,7 +131,7 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
 
 
 def fp8_parts(fp8: Fp8Linear, weight: nn.Parameter, groups: Groups, transposed: bool) -> Fp8Matrix:
-    """The weight `[e * o, i]` for `grouped_fp8_mm`, `[e, o, i]`, or `transposed`, `[e, i, o]`."""
+    """The weight `[e*o, i]` for `grouped_fp8_mm`, `[e, o, i]`; or, transposed, as `[e, i, o]`."""
     experts, (rowwise, columnwise) = groups.experts, fp8.weight(weight)
     if not transposed:
         data = rowwise.data.view(experts, -1, rowwise.data.shape[1])

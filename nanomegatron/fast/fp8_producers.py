@@ -47,12 +47,15 @@ def copies_for(linear: nn.Module) -> tuple[str, bool]:
 
 
 def quantized_for(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """x for the layer that reads it and nothing else does: a placeholder."""
+    """x `[..., i]` for the layer that reads it, as nothing else does -> a placeholder `[..., i]`"""
     return CastFp8Function.apply(x, linear.fp8, linear.tp, linear.comm, torch.is_grad_enabled())
 
 
 class QuantizingNorm:
-    """A `Norm.op` whose result `linear` reads, and nothing else does."""
+    """A `Norm.op` whose result `linear` reads, and nothing else does.
+
+    x, residual `[s, b, h]` or `[s/tp, b, h]` -> a placeholder `[..., h]`, and the sum of both `[..., h]`
+    """
 
     def __init__(self, linear: nn.Module) -> None:
         self.linear = linear
@@ -71,7 +74,10 @@ class QuantizingNorm:
 
 
 def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
-    """An `MLP.act` whose result is quantized, and so is its gradient where both layers allow it."""
+    """An `MLP.act` whose result is quantized, and so is its gradient where both layers allow it.
+
+    x `[..., 2*f]` (gated) or `[..., f]` -> a placeholder `[..., f]`; f/tp of the features are here.
+    """
     first, second = mlp.linear_fc1, mlp.linear_fc2
     can_fuse_cast = mlp.fused and first.bias is None and accepts_fp8(first)
     if can_fuse_cast and first.fp8.has_scale and second.fp8.has_scale:
@@ -80,7 +86,10 @@ def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...], casts: Quantized) -> torch.Tensor:
-    """A tensor of NaN with no memory whose source has the FP8 copies of the true one."""
+    """A tensor of NaN with no memory whose source has the FP8 copies of the true one -> `[...]`, of `shape`
+
+    like `[...]`: has its type and device.
+    """
     x = _nan(like.dtype, like.device).expand(shape)
     x.source = Source(casts)
     return x
@@ -92,7 +101,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class CastFp8Function(torch.autograd.Function):
-    """A cast by itself: x `[..., k] ->` a placeholder. See `fp8_linear.cast_input`."""
+    """A cast by itself: x `[..., k]` -> a placeholder `[..., k]`. See `fp8_linear.cast_input`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, fp8: Fp8Linear, axis: Axis | None, comm: str, trains: bool):
@@ -104,9 +113,10 @@ class CastFp8Function(torch.autograd.Function):
 
 
 class NormFp8Function(torch.autograd.Function):
-    """`ops_norm.norm`, or with a residual `add_norm`, for a linear layer: `[..., h] ->` a placeholder.
+    """`ops.norm.norm` or, with a residual, `add_norm`, for a linear layer.
 
-    fp8, how: the layer's state, and what it wants (`copies_for`).
+    x, residual `[..., h]`, weight, bias `[h]` -> a placeholder `[..., h]`, with a residual also the sum
+    `[..., h]`. fp8, how: the layer's state, and what it wants (`copies_for`).
     """
 
     @staticmethod
@@ -131,9 +141,10 @@ class NormFp8Function(torch.autograd.Function):
 
 
 class GatedFp8Function(torch.autograd.Function):
-    """SwiGLU between two linear layers: `[..., 2f] ->` a placeholder `[..., f]`, and one for the gradient.
+    """SwiGLU between two linear layers: x `[..., 2*f]` -> a placeholder `[..., f]`
 
-    before, after: of the two; copies: those that the second wants.
+    In the backward another one for the gradient. before, after: of the two layers; copies: those that the
+    second wants.
     """
 
     @staticmethod

@@ -38,9 +38,11 @@ from nanomegatron.tp import WHOLE_LOGITS, over_shards, own_columns
 class FusedLossFunction(torch.autograd.Function):
     """Loss of each token and, in the same pass, its gradients; see `fused_linear_cross_entropy`.
 
-    x is `[s, b, h]` or, cut along the sequence, `[s/tp, b, h]`; the labels are `[1, s*b]` or
-    `[tp, s*b/tp]`, a row for each rank's tokens. A chunk has as many tokens of each rank, so that it is
-    gathered and its gradient scattered by itself. Without `loss_weights` (of the labels' shape) only losses.
+    x `[s, b, h]` or `[s/tp, b, h]`, weight `[V/tp, h]`, labels, loss_weights `[1, s*b]` or `[tp, s*b/tp]`
+    -> `[1, s*b]` or `[tp, s*b/tp]`
+
+    With x cut along the sequence the others have a row for each rank's tokens. A chunk has as many tokens of
+    each rank, so that it is gathered and its gradient scattered by itself. No `loss_weights`: only losses.
     """
 
     chunk = 2048  # tokens
@@ -102,10 +104,11 @@ def chunk_loss(
     tp: Axis,
     real: int,
 ) -> tuple[torch.Tensor, Pending | None]:
-    """Losses `[t]` of the rows `[t, h]`, and their gradient on its way through `reduce`; adds dW to `target`.
+    """Losses of the rows, and their gradient in flight through `reduce`; adds dW to `target`.
 
-    numbers: labels `[t]`, counted from this rank's first column, and loss weights `[t]` where gradients are
-    wanted. A function of its own, so that its logits are freed before the next chunk's are made.
+    rows `[t, h]`, weight, target `[V/tp, h]`, numbers `[t]` -> `[t]`, and dx `[t, h]` before it is reduced.
+    numbers: labels, counted from this rank's first column, and loss weights where gradients are wanted. A
+    function of its own, so that its logits are freed before the next chunk's are made.
     """
     labels, *loss_weights = numbers
     logits = rows @ weight.t()
@@ -129,8 +132,9 @@ def fused_linear_cross_entropy(
 ) -> torch.Tensor:
     """-log softmax(x W^T)[label] of each token, fp32, the same on all ranks of tp; logits live a chunk long.
 
-    x: `[s, b, h]`, the same on all ranks, or with `sequence_parallel` this rank's `[s/tp, b, h]`; weight:
-    `[V/tp, h]`; labels, loss_weights: `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding.
+    x `[s, b, h]` or `[s/tp, b, h]`, weight `[V/tp, h]`, labels, loss_weights `[b, s]` -> `[b, s]`
+    x is the same on all ranks or, with `sequence_parallel`, cut over them. Columns past `vocab_size` are
+    padding.
 
     Where autograd wants gradients they are made here, in the forward, so the factor of each token's loss must
     be known: `loss_weights` is all of it (mask, 1/tokens, loss scale), and the loss is used as

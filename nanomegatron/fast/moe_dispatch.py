@@ -1,41 +1,11 @@
 """Same result as `moe.MoELayer.run`, with its communication beside other work.
 
-**Sizes.** How many rows come is known on the GPU, and messages and memory need it on the host. The numbers
-start on their way before the router's losses are computed, and are read after all else is launched, for
-both halves at once if there are halves: the one time that the host waits, and not for the GPU's whole queue.
-Where every expert's rows are padded to one capacity, or one rank has all experts, it does not wait.
+    AllGatherInPieces    each rank fetches the others' tokens, a rank's at a time, beside the work on them
+    AsyncAllToAll        each token is sent to the ranks of its experts; shared experts may run meanwhile
 
-**All-gather** in the blocks of the ranks (`moe_pieces.py`), beside the work on them, and of x before the
-router knows its ids. Of 4 ranks, where GPUs access each other's memory:
-
-    forward
-        network         x1 ----> x2 ----> x3 ---->                      to 1 --> to 2 --> to 3 -->
-        GPU       copy  router  losses  own  x1  x2  x3  experts  for 1 for 2 for 3 own     wait  sum
-    backward
-        network         dy1 ---> dy2 ---> dy3 --->                to 1 --> to 2 --> to 3 -->
-        GPU       copy  again  own  dy1  dy2  dy3  experts  for 1 for 2 for 3 own  first dW  router  sum
-
-Over the network are copies by copy engines, which take no multiprocessors from the GPU; `own`, `x1`: that
-rank's tokens permuted, `for 1`, `own`: their sums; `again`: activations that experts recompute. So
-recomputation runs between the gradients of y and their permutation; weight gradients of the experts' first
-layers and the router's backward between the gradients of x and their sum. Elsewhere collectives replace the
-copies: own tokens are permuted beside them, the others' when all have come, and beside the way back in the
-backward is the sum of the weight gradients. Probs and ids always travel by collectives: probs beside the
-experts.
-
-**All-to-all** hides only that sum and the recomputation, or also other work with one of two settings, of
-which the second works with the all-gather too, by collectives:
-
-    --moe-shared-expert-overlap
-        network            dispatch ------------->                         combine ->
-        GPU       permute       shared experts      experts of all tokens            sum
-
-    --overlap-moe-expert-parallel-comm, halves 1 and 2 of a rank's tokens
-        network              dispatch 1 -> dispatch 2 ---->  combine 1 ----->  combine 2 -->
-        GPU       permute 1  permute 2     experts of 1      experts of 2      sum 1         sum 2
-
-A backward reads them from right to left: autograd runs first what was made last, so what stands between start
-and end of an exchange stands between those of its gradients' way back.
+Their docstrings have the timelines. A backward reads these from right to left: autograd runs first what was
+made last, so what stands between start and end of an exchange stands between those of its gradients' way
+back.
 
 Gain: one layer of Qwen3-30B-A3B by all-gather on four H200, forward and backward: 9.18 ms, 10.64 with whole
 collectives (benchmarks/results/2026-11-22-moe-layer-four-in-step.json, -pieces-before.json).
@@ -78,10 +48,15 @@ Finish = Callable[[], torch.Tensor]
 
 
 class OverlappedMoe:
-    """A `MoELayer.run` that overlaps communication with other work.
+    """A `MoELayer.run` that overlaps communication with other work. x `[s, b, h]` -> `[s, b, h]`, or of s/tp
 
     Each dispatch is made of its tokens, then goes in steps, of which those that start something return what
     finishes it: set_routing (of all parts of a batch at once), start_dispatch, start_combine.
+
+    How many rows arrive is known on the GPU, and messages and memory need it on the host. The numbers start
+    on their way before the router's losses are computed, and are read after all else is launched, for both
+    halves at once if there are halves: the one time that the host waits, and not for the GPU's whole queue.
+    Where every expert's rows are padded to one capacity, or one rank has all experts, it does not wait.
     """
 
     def __init__(self, peers: PeerAccess | None, halves: bool = False) -> None:
@@ -95,7 +70,7 @@ class OverlappedMoe:
             weight.spec = replace(weight.spec, uses=2)
 
     def describe(self, axis: Axis, dispatcher: str) -> str:
-        """How tokens travel, for the banner."""
+        """How tokens are sent, for the banner."""
         if dispatcher == "alltoall":
             return "tokens sent by asynchronous all-to-all"
         by = self.peers.describe(axis) if self.peers else "asynchronous collectives"
@@ -136,7 +111,10 @@ def run_experts(
     ends: list[int] | None,
     recompute: list[Callable] | None,
 ) -> torch.Tensor:
-    """The experts on their rows `[r, h]`; their backward leaves `wgrads` deferred."""
+    """The experts on their rows; their backward leaves `wgrads` deferred.
+
+    rows `[r, h]`, offsets int32 `[e + 1]` -> `[r, h]`
+    """
     if wgrads is None:
         return experts(rows, offsets, ends, recompute)
     rows = InBackward.apply(rows, wgrads.stop)
@@ -144,7 +122,25 @@ def run_experts(
 
 
 class AllGatherInPieces(TokenDispatch):
-    """All-gather and reduce-scatter over etp x ep. x leaves before the router knows its ids."""
+    """All-gather and reduce-scatter over etp x ep, in the blocks of the ranks (`moe_pieces.py`).
+
+    x `[t, h]` is sent before the router knows its ids. Of 4 ranks, where GPUs access each other's memory:
+
+    forward
+        network         x1 ----> x2 ----> x3 ---->                      to 1 --> to 2 --> to 3 -->
+        GPU       copy  router  losses  own  x1  x2  x3  experts  for 1 for 2 for 3 own     wait  sum
+    backward
+        network         dy1 ---> dy2 ---> dy3 --->                to 1 --> to 2 --> to 3 -->
+        GPU       copy  again  own  dy1  dy2  dy3  experts  for 1 for 2 for 3 own  first dW  router  sum
+
+    Over the network are copies by copy engines, which take no multiprocessors from the GPU; `own`, `x1`: that
+    rank's tokens permuted, `for 1`, `own`: their sums; `again`: activations that experts recompute. So
+    recomputation runs between the gradients of y and their permutation; weight gradients of the experts'
+    first layers and the router's backward between the gradients of x and their sum. Elsewhere collectives
+    replace the copies: own tokens are permuted beside them, the others' when all have arrived, and beside the
+    way back in the backward is the sum of the weight gradients. Probs and ids are always sent by collectives,
+    probs beside the experts.
+    """
 
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
         super().__init__(experts)
@@ -169,7 +165,7 @@ class AllGatherInPieces(TokenDispatch):
                 way.ends = AsyncHostCopy(way.routing.offsets).read if axis.size > 1 else lambda: None
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
-        """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
+        """probs fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
         self.probs = start_gather(probs, self.mesh.etp_ep)
         fused = self.config.moe_permute_fusion
         self.blocks = RankBlocks(self.routing, self.mesh.etp_ep, fused, self.peers)
@@ -180,7 +176,8 @@ class AllGatherInPieces(TokenDispatch):
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
         """Sends each rank its sums while those of the next are added. Finishes as `TokenDispatch.combine`.
 
-        recompute: functions for the backward to call while the gradient of the result is in flight.
+        rows `[r, h]`, the sums `[t, h]`; recompute: functions for the backward to call while the gradient of
+        the result is in flight.
         """
         forward = partial(start_pieces, axis=self.mesh.etp_ep, peers=self.peers)
         exchange = AsyncExchange(None, forward, recompute)
@@ -189,7 +186,19 @@ class AllGatherInPieces(TokenDispatch):
 
 
 class AsyncAllToAll(TokenDispatch):
-    """All-to-all over ep, then over etp."""
+    """All-to-all over ep, then over etp, of x `[t, h]`.
+
+    It hides the sum of weight gradients and recomputed activations, with one of two settings also other work;
+    the second works with `AllGatherInPieces` too, by collectives:
+
+    --moe-shared-expert-overlap
+        network            dispatch ------------->                         combine ->
+        GPU       permute       shared experts      experts of all tokens            sum
+
+    --overlap-moe-expert-parallel-comm, halves 1 and 2 of a rank's tokens
+        network              dispatch 1 -> dispatch 2 ---->  combine 1 ----->  combine 2 -->
+        GPU       permute 1  permute 2     experts of 1      experts of 2      sum 1         sum 2
+    """
 
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
         super().__init__(experts)
@@ -198,7 +207,10 @@ class AsyncAllToAll(TokenDispatch):
 
     @staticmethod
     def set_routing(ways: list["AsyncAllToAll"], ids: Sequence[torch.Tensor]) -> None:
-        """Sends ep + E counts of each part to all of etp x ep, by one message, and to the host."""
+        """Sends ep + E counts of each part to all of etp x ep, by one message, and to the host.
+
+        ids int32 `[t, k]`
+        """
         first = ways[0]
         for way, part in zip(ways, ids, strict=True):
             way.ids, way.rows_each = part, way.capacity(len(part))
@@ -228,7 +240,7 @@ class AsyncAllToAll(TokenDispatch):
         return row[:ep], row[ep:][:ranks], list(accumulate(row[ep + ranks :], initial=0))
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
-        """probs: fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
+        """probs fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
         choices = torch.cat((probs, self.ids + 1.0), dim=1)  # rows of padding are 0: no expert
         x, choices = (self.permute(v, self.to_ranks) for v in (self.x, choices))
         ep, etp = self.mesh.ep, self.mesh.etp
@@ -257,7 +269,7 @@ class AsyncAllToAll(TokenDispatch):
         return self.permute(rows, self.routing), routing.offsets, ends
 
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
-        """Finishes as `TokenDispatch.combine`. recompute: as AllGatherInPieces takes it."""
+        """Finishes as `TokenDispatch.combine`. rows `[r, h]`; recompute: as AllGatherInPieces takes it."""
         (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
@@ -267,7 +279,7 @@ class AsyncAllToAll(TokenDispatch):
 
 
 def beside(wgrads: OverlappedWgrads | None) -> list[Callable]:
-    """What the backward runs while the gradients of tokens travel."""
+    """What the backward runs while the gradients of tokens are in flight."""
     return [] if wgrads is None else [wgrads.run]
 
 
@@ -282,7 +294,7 @@ def cut_to(routing: Routing, ends: list[int] | None) -> Routing:
 
 
 class AsyncHostCopy:
-    """Numbers of the GPU in flight to the host, since this was made."""
+    """A tensor of the GPU, numbers `[...]`, in flight to the host since this was made."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.event = numbers.to("cpu", non_blocking=True), None
@@ -298,12 +310,12 @@ class AsyncHostCopy:
 
 
 def start(x: torch.Tensor, exchange: AsyncExchange) -> Finish:
-    """Start an exchange of x; the returned call waits and gives the received rows. Differentiable."""
+    """Start an exchange of x `[n, ...]`; the returned call gives the rows received. Differentiable."""
     return partial(FinishExchange.apply, StartExchange.apply(x, exchange), exchange)
 
 
 def start_gather(x: torch.Tensor, axis: Axis) -> Finish:
-    """`comm.gather_seq` in flight between two calls."""
+    """`comm.gather_seq` of x `[n, ...]`, in flight between two calls; the second gives `[n*size, ...]`."""
     if axis.size == 1:
         return lambda: x
     return start(
@@ -314,7 +326,10 @@ def start_gather(x: torch.Tensor, axis: Axis) -> Finish:
 def start_exchange(
     x: torch.Tensor, axis: Axis, send: list[int], receive: list[int], meanwhile: list[Callable] | None = None
 ) -> Finish:
-    """`comm.all_to_all` in flight between two calls. Rows of x beyond those sent may get any gradient."""
+    """`comm.all_to_all` of x `[n, ...]`, in flight between two calls; the second gives the rows received.
+
+    Rows of x beyond those sent may get any gradient.
+    """
     if axis.size == 1:
         return lambda: x[: sum(send)]
 
@@ -326,6 +341,6 @@ def start_exchange(
 
 
 def split(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
-    """The rows of x in parts, as even as can be, some perhaps empty."""
+    """x `[t, ...]` in parts -> `[t/parts, ...]` each, as even as can be, some perhaps empty"""
     places = [len(x) * i // parts for i in range(parts + 1)]
     return [x] if parts == 1 else x.split([end - start for start, end in pairwise(places)])

@@ -50,6 +50,7 @@ class AsyncExchange:
         self.pending: list = []  # the one in flight; `pop` releases it
 
     def wait(self) -> torch.Tensor:
+        """The rows received -> `[n, ...]`"""
         return self.pending.pop().wait()
 
     def run_meanwhile(self) -> None:
@@ -58,7 +59,10 @@ class AsyncExchange:
 
 
 class StartExchange(torch.autograd.Function):
-    """Starts an exchange of x; in the backward waits for its gradient."""
+    """Starts an exchange; in the backward waits for the gradient of x.
+
+    x `[n, ...]` -> `[0]`, which only ties FinishExchange to this
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, exchange: AsyncExchange) -> torch.Tensor:
@@ -73,7 +77,10 @@ class StartExchange(torch.autograd.Function):
 
 
 class FinishExchange(torch.autograd.Function):
-    """Waits for an exchange, from the output of its StartExchange; in the backward starts the way back."""
+    """Waits for an exchange; in the backward starts the way back.
+
+    The output of its StartExchange _ `[0]` -> the rows received `[n, ...]`
+    """
 
     @staticmethod
     def forward(ctx, _: torch.Tensor, exchange: AsyncExchange) -> torch.Tensor:
@@ -87,7 +94,7 @@ class FinishExchange(torch.autograd.Function):
 
 
 class InBackward(torch.autograd.Function):
-    """x itself; calls a function when the backward comes here."""
+    """x `[...]` -> `[...]`, itself; calls a function when the backward comes here."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
@@ -127,13 +134,13 @@ class OverlappedWgrads:
 
 
 def start_pieces(x: torch.Tensor, axis: Axis, peers: PeerAccess | None) -> Arriving:
-    """Start to gather x over the axis."""
+    """Start to gather x `[t, h]` over the axis."""
     x = x.contiguous()
     return x, *gather_pieces(x, axis, peers)
 
 
 class RankBlocks:
-    """The order of all ranks' tokens for the experts here, and the axis that their blocks travel over.
+    """The order of all ranks' tokens for the experts here, and the axis over which they are sent.
 
     routing: its source must be as long as there are rows before any are permuted. What needs no length is
     done when this is made.
@@ -148,7 +155,10 @@ class RankBlocks:
         return slice(rank * n, (rank + 1) * n)
 
     def permute(self, arriving: Arriving, probs=None, z=None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`ops.permute.permute` of blocks as they come; with z also the gradient of probs."""
+        """`ops.permute.permute` of blocks of tokens as they arrive; with z also the gradient of probs.
+
+        probs fp32 `[t*ranks, k]`, z `[r, h]` -> `[r, h]`, `[t*ranks, k]`
+        """
         x, gathered, arrivals = arriving
         out = x.new_empty(len(self.routing.source), x.shape[1])
         dots = None if z is None else torch.empty_like(probs)
@@ -168,7 +178,10 @@ class RankBlocks:
         return out, dots
 
     def unpermute(self, z: torch.Tensor, probs: torch.Tensor | None = None) -> Pending:
-        """Start to send each rank `ops.permute.unpermute` of its tokens; in the end the sum of the parts."""
+        """Start to send each rank `ops.permute.unpermute` of its tokens; the result is the sum of the parts.
+
+        z `[r, h]`, probs fp32 `[t*ranks, k]`; the result `[t, h]`
+        """
         z = z.contiguous()
 
         def make(rank: int, out: torch.Tensor) -> None:
@@ -180,7 +193,10 @@ class RankBlocks:
 
 
 class GatherPermute(torch.autograd.Function):
-    """The end of a gather, with rows in order of experts; in the backward starts the reduce-scatter."""
+    """The end of a gather, with rows in order of experts; in the backward starts the reduce-scatter.
+
+    The output of the StartExchange _ `[0]` -> `[r, h]`
+    """
 
     @staticmethod
     def forward(ctx, _: torch.Tensor, exchange: AsyncExchange, blocks: RankBlocks) -> torch.Tensor:
@@ -196,7 +212,10 @@ class GatherPermute(torch.autograd.Function):
 
 
 class UnpermuteScatter(torch.autograd.Function):
-    """The start of the reduce-scatter of rows z times probs fp32 `[t, k]`; the backward ends the gather."""
+    """The start of the reduce-scatter of rows times probs; the backward ends the gather.
+
+    z `[r, h]`, probs fp32 `[t*ranks, k]` -> `[0]`, for FinishExchange
+    """
 
     @staticmethod
     def forward(

@@ -28,8 +28,8 @@ HOST = torch.device("cpu")
 class HostStaging:
     """Copies shards of gradients to the host, in the same order every step, and parameters back.
 
-    grads: the shards, final when a step fetches its first one. prefetch: copy the next shard while the host
-    updates this one. On a CPU all are plain copies.
+    grads `[size/ranks]`: the shards, final when a step fetches its first one. prefetch: copy the next shard
+    while the host updates this one. On a CPU all are plain copies.
     """
 
     def __init__(self, grads: Sequence[torch.Tensor], device: torch.device, prefetch: bool) -> None:
@@ -43,8 +43,9 @@ class HostStaging:
         self.turns = Counter()
 
     def fetch(self, numbers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The next shard of gradients and a step's 0-d numbers in host memory; the host waits for them.
+        """The next shard of gradients -> `[size/ranks]`, and a step's numbers `[...]`, in host memory.
 
+        The host waits for them.
         The buffer of a shard is used again by the next but one.
         """
         if not self.waiting and not self.copying:  # the first one of a step
@@ -61,7 +62,10 @@ class HostStaging:
         return self.buffers[key][:size], self.numbers
 
     def send(self, write: Callable[[torch.Tensor], None], out: torch.Tensor) -> None:
-        """Begin to copy to `out` on the device what `write` writes on the host; the device's stream waits."""
+        """Begin to copy to out `[size/ranks]` on the device what `write` writes on the host.
+
+        The device's current stream waits for it.
+        """
         key = self._buffer("out", out.dtype)
         self._wait_copy(key)
         staged = self.buffers[key][: len(out)]
@@ -106,7 +110,7 @@ class HostShard(ShardState):
         self.staging = staging
 
     def update(self, *numbers: torch.Tensor) -> None:
-        """As `ShardState`; the host waits for the gradients."""
+        """As `ShardState`, numbers `[...]` too; the host waits for the gradients."""
         grads, numbers = self.staging.fetch(numbers)
         self.adamw(grads.float(), *numbers)
         self.publish()

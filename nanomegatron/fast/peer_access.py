@@ -2,12 +2,6 @@
 
 Asked of the machines, then tried by a copy between each pair of GPUs.
 
-An axis shares memory in all of its groups or in none, and every rank of the world comes to the same answer.
-torch counts for each process how often it has met others to share memory, in whichever group, and waits
-forever for a process that has met fewer: with cp 3 and ep 4 on machines of eight GPUs the cp group {6, 7, 8}
-spans two machines and {3, 4, 5} does not. If the second shared memory and the first did not, ranks 4 and 5 of
-the ep group {4, 5, 6, 7} would have met others and 6 and 7 would not.
-
 A driver can report access between two GPUs that does not work (an IOMMU, a virtual machine). So every rank
 pushes numbers to its peers and pulls theirs, once, before anything relies on it.
 
@@ -73,7 +67,7 @@ class PeerAccess:
         return self.errors.get(axis.name, "no GPU")
 
     def describe(self, axis: Axis, otherwise: str = "asynchronous collectives") -> str:
-        """How tensors travel over this axis beside the work on others, for a person to read."""
+        """How tensors are sent over this axis beside the work on others, for a person to read."""
         error = self.error(axis)
         return f"{otherwise} ({error})" if error else "GPU copy engines"
 
@@ -108,6 +102,12 @@ def peer_access_errors(
     axes: the groups of each, `world` among them; communicators: this rank's, by the ranks of the group. All
     ranks of the world call it together. Raises RuntimeError where memory cannot be mapped or a copy never
     ends.
+
+    An axis shares memory in all of its groups or in none. torch counts for each process how often it has met
+    others to share memory, in whichever group, and waits forever for a process that has met fewer: with cp 3
+    and ep 4 on machines of eight GPUs the cp group {6, 7, 8} spans two machines and {3, 4, 5} does not. If
+    the second shared memory and the first did not, ranks 4 and 5 of the ep group {4, 5, 6, 7} would have met
+    others and 6 and 7 would not.
     """
     (everyone,) = axes["world"]
     if device.type != "cuda" or len(everyone) == 1:

@@ -14,14 +14,6 @@ The copies run on a stream of their own and take no multiprocessor from the matm
 used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
 `peer_access.py` says which axes may do this.
 
-**Why one barrier a call is enough.** Every call works in one slot, slots alternate, and a call has one
-barrier. `begin` orders a call of a rank after all work of its call before, copies included. So once a rank
-has passed the barrier of call n + 1, no rank writes into the slot of call n on behalf of call n any more.
-With two slots call n + 2, which comes after that barrier, may write into the slot of call n, here and on the
-peers, before its own barrier, if the data of call n is not needed after the barrier of call n + 1; with more
-slots, that many calls later. As for every collective, all ranks make the same calls, in the same order and of
-the same sizes.
-
 Gain: on 4 H200 a tp layer's gather and matmul in 1.53 ms where NCCL before it takes 2.06
 (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """
@@ -41,9 +33,9 @@ from nanomegatron.mesh import Axis
 
 
 def share_memory(axis: Axis, device: torch.device, *shape: int) -> tuple[Any, list[torch.Tensor]]:
-    """Bytes of this shape on every rank of the axis, mapped here, and torch's handle, which has a barrier.
+    """Torch's handle, which has a barrier, and memory of every rank of the axis, mapped here -> uint8 `[...]`
 
-    All ranks of the axis call it together.
+    Each rank's is `shape` bytes. All ranks of the axis call it together.
     """
     own = symmetric.empty(math.prod(shape), dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, axis.group.group_name)
@@ -52,6 +44,14 @@ def share_memory(axis: Axis, device: torch.device, *shape: int) -> tuple[Any, li
 
 class PeerMemory:
     """Buffers of one kind of collective over an axis, as drawn above, and the stream of its copies.
+
+    **Why one barrier a call is enough.** Every call works in one slot, slots alternate, and a call has one
+    barrier. `begin` orders a call of a rank after all work of its call before, copies included. So once a
+    rank has passed the barrier of call n + 1, no rank writes into the slot of call n on behalf of call n any
+    more. With two slots call n + 2, which is after that barrier, may write into the slot of call n, here and
+    on the peers, before its own barrier, if the data of call n is not needed after the barrier of call n + 1;
+    with more slots, that many calls later. As for every collective, all ranks make the same calls, in the
+    same order and of the same sizes.
 
     `kind` is what `axis.traffic` calls it. A call is `begin`, work with `of`, `record` and `copy`, and one
     `barrier`: what is read after it was written by all ranks before it. A `barrier_before_copies` comes, on
@@ -67,7 +67,7 @@ class PeerMemory:
         self.views: dict[tuple, list[torch.Tensor]] = {}
 
     def begin(self, size: int, *sent: torch.Tensor) -> None:
-        """Begin a call that needs `size` bytes on every rank; `sent` are the tensors that count as that."""
+        """Begin a call that needs `size` bytes on every rank. sent `[...]`: tensors that count as that"""
         for x in sent:
             count_traffic(self.axis, self.kind, x)
         if size > self.size:
@@ -77,7 +77,7 @@ class PeerMemory:
         self.slot = (self.slot + 1) % self.slots
 
     def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """The beginning of this call's slot as a tensor, on each rank."""
+        """The beginning of this call's slot on each rank -> `[...]`, of this shape and type"""
         key = self.slot, shape, dtype
         if key not in self.views:
             if len(self.views) > 100:  # of sequences of all lengths
@@ -87,9 +87,9 @@ class PeerMemory:
         return self.views[key]
 
     def allocate(self, size: int) -> list[torch.Tensor]:
-        """New slots of `size` bytes; every rank takes part, and the device has finished all earlier calls.
+        """New slots of each rank -> uint8 `[slots, size]`. The device finishes all earlier calls before.
 
-        The old ones are let go by the caller: none before all ranks have come here.
+        All ranks take part. The caller frees the old ones: no rank does before all have come here.
         """
         torch.cuda.synchronize(self.device)
         self.stream = torch.cuda.Stream(self.device, priority=-1)
@@ -104,7 +104,10 @@ class PeerMemory:
         return self.ready[k]
 
     def copy(self, *copies: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]) -> list[torch.cuda.Event]:
-        """Begin out.copy_(source) for each (event, out, source), in order; an event for the end of each."""
+        """Begin out.copy_(source) for each (event, out, source), in order; an event for the end of each.
+
+        copies `[...]`: both tensors of one shape.
+        """
         self.done += [torch.cuda.Event() for _ in copies[len(self.done) :]]
         with torch.cuda.stream(self.stream):
             for (ready, out, source), done in zip(copies, self.done):

@@ -1,18 +1,8 @@
 """Same result as `comm.all_gather` and `comm.reduce_scatter`, in blocks of the ranks, to work on one by one.
 
-    rank 0 of 4    gather_pieces                         scatter_pieces
-
-    work           [bar][ own ][ 1    ][ 2    ][ 3 ]     [ for 1 ][ for 2 ][ for 3 ][ own    ][bar][sum]
-    copies              [  1   ][  2   ][  3   ]                  [ to 1  ][ to 2  ][ to 3 ]
-    bar: barrier
-
-Rank r begins with its own block, fetches those of r + 1, r + 2, ... one after the other, so that no two ranks
-fetch from the same one, and works on each as it arrives. Scattering goes the other way: the blocks for the
-others first, its own, which goes nowhere, last; then each rank adds the blocks that it was given, in fp32,
-and rounds once. That may be as late as the sum is wanted. The copies are made by copy engines between the
-GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each other's memory, and on CPUs, whole collectives run
-beside the work, and sum in the blocks' type. So they do without `peers`: several calls at once would have to
-alternate in peer memory.
+The copies are made by copy engines between the GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each
+other's memory, and on CPUs, whole collectives run beside the work, and sum in the blocks' type. So they do
+without `peers`: several calls at once would have to alternate in peer memory.
 
 Gain: that of `tp_overlap.py` and `moe_pieces.py` (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """
@@ -34,7 +24,16 @@ Make = Callable[[int, torch.Tensor], Any]
 def gather_pieces(
     x: torch.Tensor, axis: Axis, peers: PeerAccess | None
 ) -> tuple[torch.Tensor, list[tuple[slice, Any]]]:
-    """Begin to gather x: the result, and (rows, what to wait for) as they arrive; all with the last."""
+    """Begin to gather x, a rank's block at a time.
+
+    Rank r begins with its own block, fetches those of r + 1, r + 2, ... one after the other, so that no two
+    ranks fetch from the same one, and works on each as it arrives:
+
+    rank 0 of 4    work     [barrier][ own ][ 1    ][ 2    ][ 3 ]
+                   copies            [  1   ][  2   ][  3   ]
+
+    x `[n, ...]` -> `[n*size, ...]`, and (rows of it, what to wait for) as they arrive; all with the last
+    """
     if axis.size == 1:
         return x, []
     memory, n = peers.memory(axis, x.device, "all_gather") if peers and x.numel() else None, x.shape[0]
@@ -56,8 +55,14 @@ def gather_pieces(
 def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis, peers: PeerAccess | None) -> Pending:
     """Begin to sum the ranks' blocks: `make(rank, out)` makes the one for a rank; the result: this rank's.
 
-    whole: `[n * size, ...]`, room for all blocks. Of those that copy engines carry none may begin before one
-    has waited for the one before.
+    The blocks for the others are made first, a rank's own, which goes nowhere, last; then each rank adds the
+    blocks that it was given, in fp32, and rounds once. That may be as late as the sum is wanted.
+
+    rank 0 of 4    work     [ for 1 ][ for 2 ][ for 3 ][ own    ][barrier][sum]
+                   copies            [ to 1  ][ to 2  ][ to 3 ]
+
+    whole `[n*size, ...]`: room for all blocks; the result `[n, ...]`. Of those that copy engines carry none
+    may begin before one has waited for the one before.
     """
     memory = peers.memory(axis, whole.device, "reduce_scatter") if peers and whole.numel() else None
     if memory is not None:
@@ -68,7 +73,7 @@ def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis, peers: PeerAcces
 
 
 def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bool = False) -> Pending:
-    """`scatter_pieces` into every rank's memory, at the place that is ours there.
+    """`scatter_pieces` into every rank's memory, at the place that is ours there. whole `[n*size, ...]`
 
     in_step: no rank pushes before all have their first block, so that none is pushed to by two at once, which
     takes longer than in turn. Not beside matmuls, which may leave the barrier's kernel no room.

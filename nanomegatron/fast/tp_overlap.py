@@ -1,16 +1,10 @@
 """Same result as `tp.LinearFunction` with --sequence-parallel, its collectives in pieces beside the matmuls.
 
-A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`):
-
-    gather_matmul, rank 0 of 4                          matmul_scatter, rank 0 of 4
-
-    matmuls  [bar][ own ][ x1 W ][ x2 W ][ x3 W ]       [ for 1 ][ for 2 ][ for 3 ][ own    ][bar][sum]
-    copies        [  x1 ][  x2 ][  x3 ]                          [ to 1  ][ to 2  ][ to 3 ]
-
-Blocks are fetched and pushed as `pieces.py` says, by copy engines between the GPUs. Where GPUs cannot
-reach each other's memory, and on CPUs, the pieces are sent by collectives: the matmul of a rank's own rows
-hides part of the gather, that of the second half of every block hides part of the reduce-scatter, whose sum
-is then made in x's type.
+A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`): see the timelines of
+`gather_matmul` and `matmul_scatter`. Blocks are fetched and pushed as `pieces.py` says, by copy engines
+between the GPUs. Where GPUs cannot reach each other's memory, and on CPUs, the pieces are sent by
+collectives: the matmul of a rank's own rows hides part of the gather, that of the second half of every block
+hides part of the reduce-scatter, whose sum is then made in x's type.
 
 Gain: four linear layers of a Llama-3-8B block on 4 H200, 8192 rows, bf16: forward 1.21 ms for the matmuls,
 2.06 with NCCL before or behind them, 1.53 in pieces; with backward 3.86, 6.30 and 4.80 ms
@@ -34,7 +28,10 @@ from nanomegatron.tp import LinearFunction
 class OverlappedLinear:
     """A `linear` of tp.py whose gathers and reduce-scatters overlap with its matmuls.
 
-    peers: how pieces travel; None: by collectives.
+    x `[s, b, i]` or `[s/tp, b, i]` or `[s, b, i/tp]`, weight `[o/tp, i]` or `[o, i/tp]`
+    -> `[s, b, o/tp]` or `[s, b, o]` or `[s/tp, b, o]`, each with its `comm` as in `tp.LinearFunction`
+
+    peers: how pieces are sent; None: by collectives.
     """
 
     def __init__(self, peers: PeerAccess | None) -> None:
@@ -47,7 +44,10 @@ class OverlappedLinear:
 
 
 class OverlappedLinearFunction(torch.autograd.Function):
-    """`tp.LinearFunction` for "gather" and "scatter"; in the backward the gather of x runs beside matmuls."""
+    """`tp.LinearFunction` for "gather" and "scatter"; in the backward the gather of x runs beside matmuls.
+
+    x `[s/tp, b, i]` or `[s, b, i/tp]`, weight `[o/tp, i]` or `[o, i/tp]` -> `[s, b, o/tp]` or `[s/tp, b, o]`
+    """
 
     @staticmethod
     def forward(
@@ -83,7 +83,10 @@ def gather_matmul(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """all_gather(x) @ weight, and the gathered x, which the caller may keep. Not for autograd.
 
-    x: [n, i] this rank's rows; weight: [i, o] of any strides -> [n * size, o], [n * size, i]
+    rank 0 of 4    matmuls  [barrier][ own ][ x1 W ][ x2 W ][ x3 W ]
+                   copies            [  x1 ][  x2 ][  x3 ]
+
+    x `[n, i]` this rank's rows, weight `[i, o]` of any strides -> `[n*size, o]`, `[n*size, i]`
     """
     if axis.size == 1:
         return x @ weight, x
@@ -99,7 +102,7 @@ def gather_matmul(
 
 
 def start_gather(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -> Pending:
-    """Begin all_gather(x), to run beside matmuls: [n, ...] -> [n * size, ...]. Must be waited for."""
+    """Begin all_gather of x `[n, ...]`, to run beside matmuls; the result `[n*size, ...]` is waited for."""
     if axis.size == 1:
         return Pending(x)
     gathered, arrivals = gather_pieces(x, axis, peers)
@@ -111,7 +114,10 @@ def matmul_scatter(
 ) -> torch.Tensor:
     """This rank's rows of the sum over the ranks of x @ weight. Not for autograd.
 
-    x: [n * size, i]; weight: [i, o] of any strides -> [n, o]
+    rank 0 of 4    matmuls  [ for 1 ][ for 2 ][ for 3 ][ own    ][barrier][sum]
+                   copies            [ to 1  ][ to 2  ][ to 3 ]
+
+    x `[n*size, i]`, weight `[i, o]` of any strides -> `[n, o]`
 
     Raises ValueError where the rows do not divide by the ranks.
     """

@@ -40,7 +40,8 @@ def start_transfers(
 ) -> Pending:
     """Begin to send the tensors of each part, by messages. The result: for each of `like` all that arrives.
 
-    like: tensors as they are sent and arrive, but for the number of rows.
+    parts `[rows, ...]`: of each transfer its tensors; like `[n, ...]`: tensors as they are sent and arrive,
+    but for the number of rows.
     """
     rows = [transfer.rows for transfer in plan.recvs]
     outs = [x.new_empty(sum(rows), *x.shape[1:]) for x in like]
@@ -74,7 +75,10 @@ class PeerRing:
         plan: TransferPlan,
         room: int,
     ) -> Pending:
-        """As the function; room: bytes that on no rank arrive more than these."""
+        """As the function; room: bytes that on no rank arrive more than these.
+
+        parts `[rows, ...]`, like `[n, ...]`
+        """
         memory, axis, copies = self.memory, self.axis, []
         sent = [x for part in parts for x in part]
         memory.begin(room, *sent)
