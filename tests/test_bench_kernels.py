@@ -1,72 +1,102 @@
-"""The cases of benchmarks/kernels.py, tiny and on a CPU: torch's ways give what is expected."""
+"""The benchmark of kernels, tiny and on a CPU: its forms compute the same, and it runs to its end."""
+
+import json
+import math
 
 import pytest
 import torch
 
-from benchmarks import kernels_table
-from benchmarks.kernels import error
-from benchmarks.kernels_cases import Sizes, cases
+from benchmarks import kernels
+from benchmarks.forms import SMALL, alternating
+from benchmarks.session import Run, call, error, lines
 
-TINY = Sizes(
-    tokens=128,
-    hidden=128,
-    ffn=256,
-    heads=4,
-    groups=2,
-    head=16,
-    vocab=96,
-    scores=((2, 32), (1, 64)),
-    experts=4,
-    elements=1000,
-    device="cpu",
-)
-NAMES = [case.name for case in cases(TINY)]
-
-
-def found(name: str):
-    return next(case for case in cases(TINY) if case.name == name)
+CASES = {case.name: case for case in kernels.cases(SMALL(device="cpu"))}
+FORMS = "ours", "torch", "torch bf16", "megatron"  # those that need no GPU
 
 
 def test_names_differ():
-    assert len(set(NAMES)) == len(NAMES)
-    for name in [*kernels_table.SHARES, *kernels_table.FACTORS]:
-        assert any(case.startswith(name) for case in NAMES), name
+    names = [case.name for case in kernels.cases(SMALL(device="cpu"))]
+    assert len(names) == len(CASES) > 30
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_peers_do_the_same(name):
+def test_gates_are_of_forms():
+    for case in CASES.values():
+        assert next(iter(case.forms)) == "ours" and case.bytes > 0
+        assert case.gate.keys() <= {"share", *case.forms}, case.name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forms_compute_the_same(name):
     """Also when they run again; what has no kernel here is the reference."""
-    case = found(name)
-    expected, exact = case.expected(), name.startswith("fp8")
-    for way in ("kernel", "torch", "torch bf16", "megatron"):
-        if way in case.ways:
-            run = case.ways[way]()
-            off = error(case, way, run, expected)
-            assert off <= (0 if exact else 1 / 4 if "to fp8" in name else 0.03), (way, off)
-            for _ in range(40):
-                results = run()
-            assert all(t.float().isfinite().all() for t in results)
+    case, expected = CASES[name], CASES[name].expected()
+    for form in set(FORMS) & case.forms.keys():
+        run = case.forms[form]()
+        off = error(run, call(run), expected)
+        assert off <= (0 if name.startswith("fp8") else 1 / 4 if "to fp8" in name else 0.03), (form, off)
+        for _ in range(40):
+            results = call(run)
+        assert all(t.float().isfinite().all() for t in results)
 
 
-def test_table_and_gates():
-    ways = {"kernel": (10.0, 0.8), "compile": (15.0, 0.5), "liger": (30.0, 0.3)}
-    row = dict(case="rms norm bwd", floor_bytes=1)
-    row["ways"] = {n: dict(us=us, gb_per_s=1.0, share=s, error=0.0) for n, (us, s) in ways.items()}
-    row["ways"]["torch"] = dict(failed="ImportError")
-    result = dict(device="x", torch="y", copy_bytes_per_s=1e12, rows=[row])
-    assert "| rms norm bwd | kernel | 10.0 | 1 | 80.0 % | 0.0e+00 | 1.50 (compile) |" in kernels_table.table(
-        result
-    )
-    (line,) = kernels_table.gates(result["rows"])
-    assert "gate 75 met | goal 85 MISSED | 1.50 x compile, 2.0 MISSED | 1.50 x the best other" in line
+def test_errors_are_seen():
+    """Of shapes, of a result too few, and NaN."""
+    expected, run = (torch.tensor([1.0, -4.0]),), Run(lambda: None)
+    assert error(run, torch.tensor([1.0, -3.0]), expected) == 0.25
+    assert math.isnan(error(run, torch.tensor([torch.nan, -4.0]), expected))
+    doubled = Run(lambda: None, finish=lambda x: (2 * x,), part=lambda x: x[1:])
+    assert error(doubled, torch.tensor([-2.0]), expected) == 0
+    for wrong in (torch.ones(3), (torch.ones(2), torch.ones(2))):
+        with pytest.raises(ValueError):
+            error(run, wrong, expected)
 
 
 @pytest.mark.parametrize("floor, count", [(1, 16), (200 * 2**20, 3), (2**30, 1)])
-def test_copies_take_turns(floor, count):
-    from benchmarks.kernels_common import in_turns
-
+def test_copies_alternate(floor, count):
     seen = []
-    run = in_turns(floor, lambda x: lambda: (seen.append(x.data_ptr()), x)[1:], lambda: (torch.ones(9),))
+    run = alternating(floor, lambda x: lambda: (seen.append(x.data_ptr()), x)[1:], lambda: (torch.ones(9),))
     for _ in range(2 * count):
         run()
     assert len(set(seen)) == count and seen[:count] == seen[count:]
+
+
+def test_program(tmp_path, capsys):
+    """A table on the console, a JSON file that says the same; what fails is left out."""
+    out = tmp_path / "kernels.json"
+    flags = "--small --form ours --form torch --form liger --samples 3 --out"
+    kernels.main(["rms norm", "moe permute", *flags.split(), str(out)])
+    result, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert list(result["cases"]) == [
+        "rms norm fwd",
+        "rms norm bwd",
+        "moe permute",
+        "moe permute bwd with probs",
+    ]
+    assert result["device"] == "cpu" and result["ranks"] == 1 and not result["skipped"]
+    for name, case in result["cases"].items():
+        assert case["forms"].keys() - {"liger"} == {"ours", "torch"}
+        for form in ("ours", "torch"):
+            row = case["forms"][form]
+            assert 0 < row["min_ms"] <= row["ms"] <= row["max_ms"] and row["error"] < 0.03
+            assert row["gb_per_s"] == pytest.approx(CASES[name].bytes / row["ms"] / 1e6)
+        assert printed.count(f"| {name} | ours | {case['forms']['ours']['ms']:.4f} |") == 1
+    assert "No module named 'liger_kernel'" in result["cases"]["rms norm fwd"]["forms"]["liger"]["failed"][0]
+    assert "| rms norm fwd | liger | failed: ModuleNotFoundError" in printed
+
+
+def test_no_such_case_and_no_time(tmp_path):
+    with pytest.raises(SystemExit, match="no case begins with norm; there are rms norm fwd, "):
+        kernels.main(["--small", "norm"])
+    kernels.main(["--small", "rms", "--minutes", "0", "--out", str(tmp_path / "k.json")])
+    result = json.loads((tmp_path / "k.json").read_text())
+    assert result["skipped"] == ["rms norm fwd", "rms norm bwd"] and not result["cases"]
+
+
+def test_gates():
+    """Of the first form's share and of its factor to others; what is not known is not missed."""
+    times = {"ours": (10.0, 0.8), "compile": (15.0, 0.5), "liger": (30.0, 0.3)}
+    rows = {name: dict(ms=ms, share=share, host_ms=1.0) for name, (ms, share) in times.items()}
+    gate = {"share": 0.85, "compile": 2.0, "liger": 3.0, "torch": 9.0}
+    found = lines("rms norm bwd", dict(gate=gate, forms=rows | {"torch": dict(failed=["ImportError"])}))
+    assert found[1].startswith("| rms norm bwd | compile | 15.0000 |  |  | 50.0 % | 1.500 |")
+    missed = ["0.80 of 0.85 (share)", "1.50 of 2.0 (compile)"]
+    assert found[4:] == [f"rms norm bwd misses its gate: {what}" for what in missed]

@@ -1,0 +1,289 @@
+"""Cases of the kernels of norms, the MLP, the loss, the optimizer and the experts' permutation.
+
+Bytes are what must be read and written at least; inputs are bf16. Weights of norms are below 1, so that
+gradients in place never grow; cross entropy's gradient, ours and Liger's, takes the place of the logits, so
+later calls see gradients: as many bytes, and finite.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.forms import Sizes, backward, case, compiled, forms, forward, in_float64, liger, passes, wide
+from benchmarks.session import Case
+from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, sums_of_squares
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.norm import add_norm, norm
+from nanomegatron.ops.permute import Routing, permute, route_ref, unpermute
+from nanomegatron.ops.swiglu import swiglu
+
+EPS = 1e-5
+RMS = EPS, 0.0, "llama"  # Liger's: with Llama's casts, as by default
+
+
+def norms(s: Sizes) -> Iterator[Case]:
+    """Forward 4 bytes a value, 8 with the add; backward 6 and 8."""
+    x, bias, values = s.normal(s.tokens, s.hidden), s.normal(s.hidden), s.tokens * s.hidden
+    gate = {"share": 0.85}, {"share": 0.75, "compile": 2.0}
+
+    def weight():
+        return torch.rand(s.hidden, device=s.device).mul(0.4).add(0.5).bfloat16()
+
+    def ours(x, w, b=None):
+        return norm(x, w, b, EPS)
+
+    common = dict(moved=(4 * values, 6 * values), gate=gate)
+    peer = forward(lambda x, w: liger("rms_norm_forward")(x, w, *RMS, None)[0]), liger_rms_backward
+    yield from passes("rms norm", (x, weight), 2, (x,), ours, rms, liger=peer, **common)
+    peer = forward(lambda x, w, b: liger("layer_norm_forward")(x, w, b, EPS)[0]), liger_layer_backward
+    yield from passes("layer norm", (x, weight, bias), 3, (x,), ours, layer, liger=peer, **common)
+    ours_add, common["moved"] = lambda x, w, r: add_norm(x, r, w, None, EPS), (8 * values, 8 * values)
+    peer = forward(lambda x, w, r: liger("fused_add_rms_norm_forward")(x, r, w, *RMS)[:2]), liger_add_backward
+    yield from passes("add+rms norm", (x, weight, x), 2, (x, x), ours_add, add_rms, liger=peer, **common)
+
+
+def rms(x, w):
+    return F.rms_norm(x, w.shape, w, EPS)
+
+
+def layer(x, w, b):
+    return F.layer_norm(x, w.shape, w, b, EPS)
+
+
+def add_rms(x, w, residual):
+    total = x + residual
+    return rms(total, w), total
+
+
+def liger_rms_backward(x, w, grad):
+    """In place, as by default: dx over grad. Else it fills dx with zeros first."""
+    _, x, rstd, block, warps, mode = liger("rms_norm_forward")(x, w, *RMS, None)
+    return lambda: liger("rms_norm_backward")(grad, x, w, rstd, 0.0, mode, block, warps, True, None)
+
+
+def liger_layer_backward(x, w, b, grad):
+    _, x, mean, rstd, *_ = liger("layer_norm_forward")(x, w, b, EPS)
+    return lambda: liger("layer_norm_backward")(grad, x, w, b, mean, rstd)
+
+
+def liger_add_backward(x, w, residual, grad, grad_total):
+    _, total, rstd, block, warps, stages, mode = liger("fused_add_rms_norm_forward")(x, residual, w, *RMS)
+    given = grad, grad_total, total, w, rstd, 0.0, mode, block, warps, stages, False
+    return lambda: liger("fused_add_rms_norm_backward")(*given)[::2]
+
+
+def swiglus(s: Sizes) -> Iterator[Case]:
+    """x `[tokens, 2 ffn]`: 6 bytes a value of the result, backward 10.
+
+    Liger's gate and up are two tensors, which is not counted against it. Its gradients take their place, and
+    are the inputs of its next call: hence a small one from above.
+    """
+    x, grad, values = s.normal(s.tokens, 2 * s.ffn), s.normal(s.tokens, s.ffn, scale=0.1), s.tokens * s.ffn
+
+    def liger_forward(x):
+        a, b = (part.contiguous() for part in x.chunk(2, dim=-1))
+        return lambda: liger("swiglu_forward")(a, b)[2]
+
+    def liger_backward(x, grad):
+        a, b = (part.contiguous() for part in x.chunk(2, dim=-1))
+        return lambda: liger("swiglu_backward")(a, b, grad)
+
+    more = dict(moved=(6 * values, 10 * values), liger=(liger_forward, liger_backward))
+    more["gate"] = {"share": 0.88}, {"share": 0.80, "liger": 1.4}
+    more["finish"] = {}, {"liger": lambda a, b: (torch.cat((a, b), dim=-1),)}
+    yield from passes("swiglu", (x,), 1, (grad,), swiglu, gated, **more)
+
+
+def gated(x):
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+LIGER_LOSS = None, -100, 0.0, 0.0  # weight, ignored label, z loss, label smoothing
+
+
+def cross_entropies(s: Sizes) -> Iterator[Case]:
+    """Logits `[tokens, vocab]`, bytes each: statistics 2, gradient 4, both 6.
+
+    torch takes them to fp32, as is the custom; "torch bf16" leaves that to its kernels and rounds the loss.
+    """
+    moved, gate = 2 * s.tokens * s.vocab, {"share": 0.80}
+    inputs = s.normal(s.tokens, s.vocab), lambda: torch.randint(s.vocab, (s.tokens,), device=s.device)
+
+    def liger_losses(logits, labels):  # without gradients
+        return liger("cross_entropy_forward")(logits, labels, *LIGER_LOSS, "none", None, False)[0]
+
+    def bf16_grad(logits, labels, grad):
+        return backward(F.cross_entropy, (1, 1))(logits, labels, grad.bfloat16())
+
+    ways = forms(forward(cross_entropy_stats), losses, liger=forward(liger_losses))
+    of_stats = {"ours": lambda maximum, total, target: (maximum + total.log() - target,)}
+    yield case("cross entropy fwd", moved, inputs, ways, gate=gate, finish=of_stats)
+    ways = forms(ours_grad, mean, (1, 1)) | {"torch bf16": bf16_grad}
+    yield case(
+        "cross entropy grad", 2 * moved, (*inputs, lambda: torch.ones((), device=s.device)), ways, gate=gate
+    )
+    ways = {"ours": ours_both, "torch": both(mean), "torch bf16": both(F.cross_entropy)}
+    ways |= {"compile": both(compiled(mean)), "liger": liger_both}
+    yield case("cross entropy fwd+bwd", 3 * moved, inputs, ways, gate=gate | {"liger": 3.0})
+
+
+def losses(logits, labels):
+    return F.cross_entropy(wide(logits), labels, reduction="none")
+
+
+def mean(logits, labels):
+    return F.cross_entropy(wide(logits), labels)
+
+
+def both(function):
+    """A way that runs forward and backward."""
+
+    def way(logits, labels):
+        logits.requires_grad_()
+
+        def run():
+            with torch.enable_grad():
+                loss = function(logits, labels)
+            return loss.detach(), *torch.autograd.grad(loss, logits)
+
+        return run
+
+    return way
+
+
+def ours_grad(logits, labels, grad):
+    """The second pass by itself."""
+    maximum, total, _ = cross_entropy_stats(logits, labels)
+    lse, grads = maximum + total.log(), (grad / len(labels)).expand(len(labels)).contiguous()
+    return lambda: cross_entropy_grad_(logits, labels, lse, grads)
+
+
+def ours_both(logits, labels):
+    """Both passes, and what Python makes of the statistics between them."""
+    grads = torch.full((len(labels),), 1 / len(labels), device=logits.device)
+
+    def run():
+        maximum, total, target = cross_entropy_stats(logits, labels)
+        lse = maximum + total.log()
+        return (lse - target).mean(), cross_entropy_grad_(logits, labels, lse, grads)
+
+    return run
+
+
+def liger_both(logits, labels):
+    """Loss and gradient in one kernel; the gradient from above is 1, so the backward has nothing to do."""
+    logits.requires_grad_()
+    one = torch.ones((), device=logits.device)
+
+    def run():
+        loss, *_, grad = liger("cross_entropy_forward")(logits, labels, *LIGER_LOSS, "mean", None, False)
+        return loss, liger("cross_entropy_backward")(grad, one).detach()
+
+    return run
+
+
+HYPER, LR, WEIGHT_DECAY, STEP = (0.9, 0.95, 1e-8), 1e-4, 0.1, 10.0
+
+
+def adamws(s: Sizes) -> Iterator[Case]:
+    """30 bytes an element: 16 read, 14 written, gradients and moments in fp32. The norm: 4."""
+    n, flat = s.elements, s.normal(s.elements, dtype=torch.float32)
+    inputs = (
+        flat,
+        s.normal(n),
+        flat,
+        flat,
+        lambda: flat().square_(),
+        lambda: torch.full((), STEP, device=s.device),
+    )
+    ways = forms(ours_adamw, fused, one_pass=stepped)
+    yield case("adamw", 30 * n, inputs, ways, in_float64(forward(stepped)), gate={"share": 0.88})
+
+    def squares(grads):
+        segments = Segments.from_ranges([(0, n, 0)], grads.device)
+        return lambda: sums_of_squares(grads, segments)
+
+    ways = forms(squares, torch.linalg.vector_norm, one_pass=lambda x: torch.linalg.vector_norm(x))
+    finish = {"ours": lambda sums, _: (sums.sum().sqrt(),)}
+    yield case("gradient norm", 4 * n, (flat,), ways, finish=finish)
+
+
+def stepped(main, params, grads, exp_avg, exp_avg_sq, step):
+    """AdamW in place, a line at a time: compiled it is one pass."""
+    beta1, beta2, eps = HYPER
+    exp_avg.mul_(beta1).add_(grads, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+    root = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
+    main.mul_(1 - LR * WEIGHT_DECAY).sub_(LR * (exp_avg / (1 - beta1**step)) / root)
+    params.copy_(main)
+    return main, params, exp_avg, exp_avg_sq
+
+
+def fused(main, params, grads, exp_avg, exp_avg_sq, step):
+    """torch's kernel and a copy. With a gradient scale it would write the gradients too, so there is none."""
+    beta1, beta2, eps = HYPER
+    settings = dict(lr=LR, beta1=beta1, beta2=beta2, weight_decay=WEIGHT_DECAY, eps=eps)
+    settings |= dict(amsgrad=False, maximize=False, grad_scale=None, found_inf=None)
+    torch._fused_adamw_([main], [grads], [exp_avg], [exp_avg_sq], [], [step], **settings)
+    params.copy_(main)
+    return main, params, exp_avg, exp_avg_sq
+
+
+def ours_adamw(main, params, grads, exp_avg, exp_avg_sq, step):
+    """One segment; scale and skip are read from the device."""
+    state = FlatState(main, params, grads, exp_avg, exp_avg_sq)
+    segments = Segments.from_ranges([(0, len(main), DECAY)], main.device)
+    values = torch.tensor([LR, LR, WEIGHT_DECAY], device=main.device)
+    given = step, values, torch.ones_like(step), torch.zeros_like(step)
+
+    def run():
+        adamw_flat_(state, segments, given, HYPER)
+        return main, params, exp_avg, exp_avg_sq
+
+    return run
+
+
+def permutes(s: Sizes) -> Iterator[Case]:
+    """x `[t, h]`, k copies: 2 h t (k + 1); with what the probabilities' gradients read besides, backward."""
+    t, h, k = s.tokens, s.hidden, s.topk
+    routing = routed(s)
+    source, position = routing.source.long(), routing.position.long()
+    token = source // k
+    x, z, probs = s.normal(t, h), s.normal(t * k, h), lambda: torch.rand(t, k, device=s.device)
+
+    def permuted(x, probs):  # by torch
+        return (x.index_select(0, token) * probs.flatten()[source, None]).to(x.dtype)
+
+    def ours(z, probs):
+        return unpermute(z, routing, probs)
+
+    def added(z, probs):  # rows times their probabilities, added to their tokens
+        rows = (z * probs.flatten()[source, None]).to(z.dtype)
+        return z.new_zeros(len(probs), z.shape[1]).index_add_(0, token, rows)
+
+    def gathered(z, probs):  # the same with no atomics
+        return (z[position] * probs[:, :, None]).sum(dim=1).to(z.dtype)
+
+    def gathered_backward(x, probs, grad):  # of `permuted`
+        rows = grad[position].float()
+        return (rows * probs[:, :, None]).sum(dim=1).to(x.dtype), (rows * x[:, None]).sum(dim=-1)
+
+    ways = forms(forward(lambda x: permute(x, routing)), lambda x: x.index_select(0, token))
+    yield case("moe permute", 2 * h * t * (k + 1), (x,), ways)
+    ways = forms(forward(ours), added, one_pass=gathered)
+    yield case("moe unpermute", 2 * h * t * (k + 1), (z, probs), ways)
+    ways = forms(backward(lambda x, probs: permute(x, routing, probs), (2, 1)), permuted, (2, 1))
+    ways["compile"] = forward(compiled(gathered_backward))
+    yield case("moe permute bwd with probs", 2 * h * t * (k + 2), (x, probs, z), ways)
+    ways = forms(backward(ours, (2, 1)), added, (2, 1))
+    yield case("moe unpermute bwd with probs", 2 * h * t * (2 * k + 1), (z, probs, x), ways)
+
+
+def routed(s: Sizes) -> Routing:
+    """Each token to `topk` different experts, at random; no padding."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.rand(s.tokens, s.experts, generator=generator).topk(s.topk).indices.int()
+    made = vars(route_ref(ids, s.experts, 1, ids.numel()))
+    return Routing(**{name: table.to(s.device) for name, table in made.items()})

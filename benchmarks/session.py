@@ -1,0 +1,334 @@
+"""How kernels and layers are measured: cases are data; one timing loop, one file of results, one table.
+
+A case is one thing to compute and the forms that compute it: ours, torch's, torch.compile's, a library's. All
+forms of a case are built and warmed up, then interleaved, A B C A B C. A sample is as many calls as take
+`--sample-ms`, between two events on the stream; the median of the samples counts.
+
+    host  [queue n calls       ]                  launches are not in the times, as in training, where the
+    GPU   [sleep               ][meet][n calls]   host is ahead; a form that waits for the GPU shows that
+                                      ^-----^     meet: an all-reduce of the ranks; the slowest rank counts
+
+GB/s and TFLOP/s are of what the case must move or compute at least, so a form that moves more shows; shares
+are of the bandwidth of a 1 GiB copy and of the dense bf16 peak. `error` is of the first call's results: the
+largest difference to what is expected, relative to the largest expected value. A form that fails is left
+out; the JSON, written after each case, says why.
+"""
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.kernel_times import profiled
+from nanomegatron.comm import all_gather, all_reduce_, any_rank
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.plan.gpus import device_peak
+from nanomegatron.report.timers import Clock
+
+CLOCK, MAX_SLEEP = 2e9, 50e-3  # of the GPU, in Hz; seconds that it sleeps at most
+HEAD = "| case | form | ms | GB/s | TFLOP/s | of peak | time / first | error | host ms | MiB sent | GiB |"
+NVIDIA_SMI = "nvidia-smi --query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv,noheader"
+
+
+@dataclass
+class Run:
+    """One form of a case, built."""
+
+    call: Callable[[], object]
+    prepare: Callable[[], object] | None = None  # before every call, untimed
+    bytes: float = 0.0  # 0: as the case says
+    finish: Callable[..., tuple] | None = None  # turns results into what is expected
+    part: Callable[[torch.Tensor], torch.Tensor] | None = None  # of what is expected: this rank's
+    alone: bool = False  # by each rank for itself: the mean of their times counts, and there is no error
+    facts: dict = field(default_factory=dict)  # what else the JSON says
+
+
+Build = Callable[[], Run | Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed, and by which forms. A list of builders: the first that works on every rank."""
+
+    name: str
+    forms: dict[str, Build | list[Build]]
+    bytes: float = 0.0
+    flops: float = 0.0
+    expected: Callable[[], tuple[torch.Tensor, ...]] | None = None
+    gate: dict[str, float] = field(default_factory=dict)  # least `share`; least factor to a form by name
+
+
+class FailedSomewhere(Exception):
+    """Something did not work on one of the ranks."""
+
+
+class Session:
+    """Everything that is measured by one command."""
+
+    def __init__(self, args: argparse.Namespace, world: World, parallel: ParallelConfig, device: str) -> None:
+        self.args, self.world, self.begin = args, world, time.monotonic()
+        self.device = pick_device(device, world)
+        self.cuda = self.device.type == "cuda"
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        self.mesh, self.flag = Mesh.build(parallel, world, self.device), torch.zeros(1, device=self.device)
+        name = torch.cuda.get_device_name(self.device) if self.cuda else "cpu"
+        self.peak = device_peak(name, "bfloat16")
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        now = datetime.datetime.now().isoformat(timespec="seconds")
+        self.result = dict(date=now, command=args.command, commit=commit, small=args.small)
+        self.result |= dict(device=name, ranks=world.size, peak_flops=self.peak, torch=torch.__version__)
+        if self.cuda:
+            self.result["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            self.result["cudnn"] = torch.backends.cudnn.version()
+        self.result |= dict(cases={}, skipped=[])
+
+    def run(self, cases: Callable[[], Iterable[Case]]) -> None:
+        """Those whose names begin as the command line says. Raises SystemExit for a name of none."""
+        known, wanted = [case.name for case in cases()], self.args.names or [""]
+        if unknown := [word for word in wanted if not any(name.startswith(word) for name in known)]:
+            raise SystemExit(f"no case begins with {', '.join(unknown)}; there are {', '.join(known)}")
+        self.say(f"{HEAD}\n|---|---|{'--:|' * (HEAD.count('|') - 3)}")
+        for case in cases():
+            if not case.name.startswith(tuple(wanted)):
+                continue
+            if any_rank(time.monotonic() > self.begin + 60 * self.args.minutes, self.mesh.world, self.device):
+                self.result["skipped"].append(case.name)
+            else:
+                self.measure(case)
+                self.say("\n".join(lines(case.name, self.result["cases"][case.name])))
+            del case  # with all of its tensors
+            self.free()
+            self.result["seconds"] = round(time.monotonic() - self.begin, 1)
+            if self.args.out and not self.world.rank:
+                self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def measure(self, case: Case) -> None:
+        """Build, compare, warm up and time all forms of a case."""
+        rows, runs = {}, {}
+        self.result["cases"][case.name] = dict(gate=case.gate, forms=rows)
+        expected = case.expected() if case.expected else None
+        for name, builds in case.forms.items():
+            if self.args.form and name not in self.args.form:
+                continue
+            rows[name] = {}
+            for build in builds if isinstance(builds, list) else [builds]:
+                try:
+                    start = functools.partial(self.start, build, expected)
+                    runs[name], row = self.together(start)
+                except FailedSomewhere as failure:
+                    rows[name].setdefault("failed", []).append(str(failure))
+                    continue
+                if "error" in row:
+                    row["error"] = self.over_ranks([row["error"]]).max().item()  # NaN if there is one
+                rows[name] |= row
+                break
+        del expected
+        for name, (ms, host) in self.times(runs).items():
+            rows[name] |= self.rates(case, runs[name], ms) | {"host_ms": 1e3 * host}
+            if name in self.args.profile:
+                rows[name]["profile"] = profiled(functools.partial(call, runs[name]), self.mesh.rank, 1)
+
+    def start(self, build: Build, expected: tuple | None) -> tuple[Run, dict]:
+        """A form and what its first two calls say: its error, peak memory, and bytes sent by kind."""
+        run = build()
+        run = run if isinstance(run, Run) else Run(run)
+        row, results = dict(run.facts), call(run)
+        if expected is not None and not run.alone:
+            row["error"] = error(run, results, expected)
+        results = None
+        self.mesh.traffic.clear()
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        call(run)
+        if self.cuda:
+            row["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+        sent = Counter()
+        for (_, kind, unit), number in self.mesh.traffic.items():
+            sent[kind] += number * (unit == "bytes")
+        return run, row | ({"sent_bytes": dict(sent)} if sent else {})
+
+    def times(self, runs: dict[str, Run]) -> dict[str, tuple[list[float], float]]:
+        """Milliseconds a call of each sample, of the slowest rank; seconds the host needs to queue a call."""
+        plans = {name: self.plan(run) for name, run in runs.items()}
+        found, machine = {name: [] for name in runs}, None
+        for i in range(self.args.samples):
+            if self.cuda and i + 1 == self.args.samples and not self.world.rank:
+                machine = subprocess.Popen(NVIDIA_SMI.split(), stdout=subprocess.PIPE, text=True)
+            for name, (count, host) in plans.items():
+                found[name].append(self.sample(runs[name], count, 2 * host * count))
+        if machine:
+            self.result["clocks"] = machine.communicate()[0].splitlines()
+        for name, ms in found.items():
+            ms = self.over_ranks(ms)
+            found[name] = (ms.mean(0) if runs[name].alone else ms.amax(0)).tolist(), plans[name][1]
+        return found
+
+    def plan(self, run: Run) -> tuple[int, float]:
+        """Calls of a sample, and the host's seconds for one; the same on all ranks."""
+        for _ in range(self.args.warm):
+            call(run)
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(3):
+            call(run)
+        host = (time.perf_counter() - begin) / 3
+        ms = self.sample(run, 1 if run.prepare else 3, 6 * host)
+        count = 1 if run.prepare else max(1, round(self.args.sample_ms / max(ms, 1e-3)))
+        count, host = self.over_ranks([count, host]).amax(0).tolist()
+        return int(count), host
+
+    def sample(self, run: Run, count: int, sleep: float) -> float:
+        """Milliseconds a call, of `count` in a row, queued while the GPU sleeps for some seconds."""
+        if run.prepare:
+            run.prepare()
+        if self.cuda:
+            torch.cuda._sleep(int(CLOCK * min(sleep, MAX_SLEEP)))
+        all_reduce_(self.flag, self.mesh.world)
+        clock = Clock(self.device)
+        for _ in range(count):
+            run.call()
+        return clock.stop().milliseconds() / count
+
+    def rates(self, case: Case, run: Run, ms: list[float]) -> dict:
+        """The median, and what it means in GB/s or TFLOP/s, and of the peak where that is known."""
+        row, moved = dict(ms=statistics.median(ms), min_ms=min(ms), max_ms=max(ms)), run.bytes or case.bytes
+        if moved:
+            row["gb_per_s"] = moved / row["ms"] / 1e6
+            row |= {"share": 1e9 * row["gb_per_s"] / self.bandwidth} if self.cuda else {}
+        if case.flops:
+            row["tflops"] = case.flops / row["ms"] / 1e9
+            row |= {"share": 1e12 * row["tflops"] / self.peak} if self.peak else {}
+        return row
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Bytes a second that a copy of 1 GiB reads and writes."""
+        x = torch.empty(2**30, dtype=torch.uint8, device=self.device)
+        y = torch.empty_like(x)
+        ms, _ = self.times({"copy": Run(lambda: y.copy_(x))})["copy"]
+        self.result["copy_bytes_per_s"] = 2 * x.numel() / statistics.median(ms) * 1e3
+        return self.result["copy_bytes_per_s"]
+
+    def together(self, action: Callable[[], tuple]) -> tuple:
+        """Its result on every rank, when all is done; raises FailedSomewhere on all where it fails on one.
+
+        Where one rank fails while others wait for it in a collective, the timeout of that ends the run.
+        """
+        result, problem = (), ""
+        try:
+            result = action()
+            self.synchronize()
+        except Exception as failure:  # whatever it is: the others are still to be measured
+            problem = f"{type(failure).__name__}: {failure}"[:300]
+            print(f"rank {self.world.rank}: {traceback.format_exc()[-2000:]}", file=sys.stderr)
+        if any_rank(bool(problem), self.mesh.world, self.device):
+            self.free()
+            raise FailedSomewhere(problem or "on another rank")
+        return result
+
+    def over_ranks(self, numbers: list[float]) -> torch.Tensor:
+        """Every rank's, `[ranks, n]` fp64."""
+        mine = torch.tensor([numbers], dtype=torch.float64, device=self.device)
+        return all_gather(mine, self.mesh.world).cpu()
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Return the memory of what is no longer referred to; compiled code may refer to it."""
+        torch._dynamo.reset()
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def say(self, text: str) -> None:
+        if not self.world.rank:
+            print(text, flush=True)
+
+
+def call(run: Run) -> object:
+    """Prepared, and once."""
+    if run.prepare:
+        run.prepare()
+    return run.call()
+
+
+def error(run: Run, results: object, expected: tuple[torch.Tensor, ...]) -> float:
+    """The largest of all results; NaN if there is one. Raises ValueError for other shapes or numbers."""
+    found, errors = results if isinstance(results, tuple) else (results,), []
+    for x, whole in zip(run.finish(*found) if run.finish else found, expected, strict=True):
+        y = run.part(whole) if run.part else whole
+        if x.shape != y.shape:
+            raise ValueError(f"{list(x.shape)} instead of {list(y.shape)}")
+        x, y = (t.detach().float().double() if t.dtype.itemsize == 1 else t.detach().double() for t in (x, y))
+        errors.append((x - y).abs().max() / y.abs().max())
+    return torch.stack(errors).max().item()
+
+
+def lines(name: str, case: dict) -> list[str]:
+    """Markdown, a line a form, and what of its gate the first form misses."""
+    table, rows = [], case["forms"]
+    first = next((row["ms"] for row in rows.values() if "ms" in row), None)
+    for form, row in rows.items():
+        if "ms" not in row:
+            table.append(f"| {name} | {form} | failed: {row['failed'][-1][:120]} |")
+            continue
+        shown = dict(ms=f"{row['ms']:.4f}", factor=f"{row['ms'] / first:.3f}")
+        sent = sum(row.get("sent_bytes", {}).values()) / 2**20
+        cells = [shown["ms"], *(f"{row[key]:.0f}" if key in row else "" for key in ("gb_per_s", "tflops"))]
+        cells += [f"{100 * row['share']:.1f} %" if "share" in row else "", shown["factor"]]
+        cells += [f"{row['error']:.1e}" if "error" in row else "", f"{row['host_ms']:.3f}"]
+        cells += [f"{sent:.1f}" if sent else "", f"{row['peak_gib']:.2f}" if "peak_gib" in row else ""]
+        table.append(f"| {name} | {form} | {' | '.join(cells)} |")
+    return table + [f"{name} misses its gate: {what}" for what in missed(case)]
+
+
+def missed(case: dict) -> list[str]:
+    """What the first form of a case does not reach, of what is known."""
+    forms, found = case["forms"], []
+    ours = next(iter(forms.values()), {})
+    for what, least in case["gate"].items():
+        peer = forms.get(what, {}).get("ms")
+        reached = ours.get("share") if what == "share" else peer and "ms" in ours and peer / ours["ms"]
+        if reached and reached < least:
+            found.append(f"{reached:.2f} of {least} ({what})")
+    return found
+
+
+def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.Namespace:
+    """The command line of kernels.py and layers.py."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    add = parser.add_argument
+    if parts:
+        add("part", choices=parts)
+        add("--flags", default="", help="moe: of train.py; groups: as --tp 2 --pp 32")
+        add("--lengths", type=int, nargs="*", help="cp: rows in thousands of tokens")
+    add("names", nargs="*", metavar="NAME", help="cases whose names begin so; none: all")
+    add("--out", type=Path, metavar="FILE.json")
+    add("--small", action="store_true", help="tiny shapes and few samples, on CPUs too")
+    add("--form", action="append", default=[], help="this form only; may be repeated")
+    add("--profile", action="append", default=[], help="list the kernels of this form too")
+    add("--samples", type=int, help="of each form; 15, --small 2")
+    add("--sample-ms", type=float, default=5.0 if parts else 1.0, help="least length of a sample")
+    add("--warm", type=int, default=2, help="calls before them")
+    add("--minutes", type=float, default=60.0, help="no case is begun later than this")
+    args = parser.parse_args(argv)
+    args.samples = args.samples or (2 if args.small else 15)
+    args.out, args.command = args.out and args.out.absolute(), " ".join(argv)
+    return args
