@@ -120,7 +120,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     config = ParallelConfig(tensor_model_parallel_size=place.size)
     mesh = Mesh.build(config, place, device)
-    peers = PeerAccess.of(mesh, config)
+    peers = PeerAccess.build(mesh, config)
     path, table = peers.describe(mesh.tp), {}
     for layer in LAYERS:
         for name, call in contestants(layer, args.rows, mesh.tp, peers).items():

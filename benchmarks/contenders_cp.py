@@ -107,7 +107,7 @@ def attention_mesh(world: World, device: torch.device) -> Mesh:
 
 def fast_ring(mesh: Mesh) -> Ring:
     """The fast ring of all contenders. Every rank calls it."""
-    return Ring(PeerAccess.of(mesh, ParallelConfig()))
+    return Ring(PeerAccess.build(mesh, ParallelConfig()))
 
 
 def contenders(

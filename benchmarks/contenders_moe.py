@@ -93,7 +93,7 @@ class Layer:
         dtype = getattr(torch, config.dtype_name)
         self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"), activation(model))
         if form != "plain":
-            peers = PeerAccess.of(mesh, config.parallel)
+            peers = PeerAccess.build(mesh, config.parallel)
             OverlappedMoe(peers, halves=form == "halves").install(self.layer)
         self.buckets = Buckets(self.layer, config.parallel, mesh)
         b, s = data.micro_batch_size, data.seq_length

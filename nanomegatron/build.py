@@ -79,7 +79,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     parallel, model = config.parallel, config.model
     if fast is None:
         fast = parallel.fast_paths
-    peers = PeerAccess.of(mesh, parallel)
+    peers = PeerAccess.build(mesh, parallel)
     if fast is False:
         return Paths(peers=peers)
     everywhere = mesh.device.type == "cuda" if fast is None else fast

@@ -110,7 +110,7 @@ def test_a_ring_in_shared_memory_is_that_of_messages(size, names, tmp_path):
 @spmd(world=2, cp=2, dynamic_context_parallel=True)
 def test_groups_that_come_and_go_share_no_memory(mesh):
     """torch would wait for a rank that has met fewer others."""
-    peers = PeerAccess.of(mesh, ParallelConfig(context_parallel_size=2, dynamic_context_parallel=True))
+    peers = PeerAccess.build(mesh, ParallelConfig(context_parallel_size=2, dynamic_context_parallel=True))
     assert "change from batch to batch" in peers.error(mesh.cp)
     assert peers.error(mesh.tp) == "no GPU"
     assert peers.ring(mesh.cp, CPU, "keys", 0, 1).func is start_transfers

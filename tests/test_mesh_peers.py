@@ -52,7 +52,7 @@ def mesh_of(world, folder, machines=(0, 0, 0, 0), breaks=(), refuses="", **more)
             setattr(mesh_peers.symmetric, refuses, refused)
         parallel = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo", **more)
         mesh = Mesh.build(parallel, world, recorder.gpu)
-        peers = PeerAccess.of(mesh, parallel)
+        peers = PeerAccess.build(mesh, parallel)
         names = ("tp", "dp", "dp_cp", "ep", "world")
         met = sum(n for key, n in recorder.counts.items() if key != "empty")
         return {name: peers.error(getattr(mesh, name)) for name in names}, met

@@ -11,7 +11,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast import moe_dispatch
-from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, split
+from nanomegatron.fast.moe_dispatch import AsyncHostCopy, OverlappedMoe, split_rows
 from nanomegatron.layers import MLP
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import TransformerLayer
@@ -340,9 +340,9 @@ def test_the_order_in_which_all_is_launched(mesh):
 @pytest.mark.parametrize("rows", range(6))
 def test_halves_of_any_number(rows):
     x = torch.arange(rows)
-    first, second = split(x, 2)
+    first, second = split_rows(x, 2)
     assert torch.equal(torch.cat((first, second)), x) and 0 <= len(second) - len(first) <= 1
-    assert split(x, 1)[0] is x
+    assert split_rows(x, 1)[0] is x
 
 
 def test_a_half_without_tokens():

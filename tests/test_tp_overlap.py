@@ -12,7 +12,7 @@ import torch
 
 from nanomegatron.comm import all_gather, reduce_scatter
 from nanomegatron.fast.peer_access import PeerAccess
-from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather
+from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather_rows
 from nanomegatron.mesh import Axis
 from tests.peer_files import FileMemory
 from tests.spmd import run_spmd, spmd
@@ -47,7 +47,7 @@ def agrees(axis, peers, seed, n, i=24, o=16, dtype=torch.float32):
     torch.testing.assert_close(y, expected[0], **exact)
     torch.testing.assert_close(matmul_scatter(rows, weight, axis, peers), expected[1], **exact)
     assert {key: size for key, size in axis.traffic.items() if key[2] == "bytes"} == sent
-    assert torch.equal(start_gather(x.view(n, 2, -1), axis, peers).wait(), whole.view(-1, 2, i // 2))
+    assert torch.equal(start_gather_rows(x.view(n, 2, -1), axis, peers).wait(), whole.view(-1, 2, i // 2))
     assert torch.equal(gathered, whole), "the caller's for good"
 
 
@@ -76,7 +76,7 @@ def test_one_barrier_a_call_is_enough(mesh, tmp_path):
         time.sleep(dawdle.choice((0, 0, 0.003)))
         xs = [draw(turn + rank, n, i) for rank in range(axis.size)]
         parts = [draw(5000 + turn + rank, n * axis.size, i) for rank in range(axis.size)]
-        pending = start_gather(xs[axis.rank], axis, peers)
+        pending = start_gather_rows(xs[axis.rank], axis, peers)
         total = matmul_scatter(parts[axis.rank], weight, axis, peers)
         later = [gather_matmul(k * xs[axis.rank], weight, axis, peers)[1] for k in (2, 3) if turn % 20]
         time.sleep(dawdle.choice((0, 0, 0.003)))
@@ -95,5 +95,5 @@ def test_odd_rows_are_refused(mesh):
 def test_alone_nothing_is_sent():
     axis, x, weight = Axis.single(), draw(1, 3, 4), draw(2, 4, 5)
     y, gathered = gather_matmul(x, weight, axis)
-    assert torch.equal(y, x @ weight) and gathered is x and start_gather(x, axis).wait() is x
+    assert torch.equal(y, x @ weight) and gathered is x and start_gather_rows(x, axis).wait() is x
     assert torch.equal(matmul_scatter(x, weight, axis), x @ weight) and not axis.traffic

@@ -33,12 +33,12 @@ def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
     first, second = (
         scales.add_layer(f"{experts.name}.{name}.weight", E4M3) for name in ("linear_fc1", "linear_fc2")
     )
-    experts.multiple, experts.linear = MULTIPLE, partial(fp8_linear, first, second)
+    experts.multiple, experts.linear = MULTIPLE, partial(fp8_expert_linear, first, second)
     if second.recipe.wgrad:
-        experts.act = partial(quantizing_activate, second, experts.act)
+        experts.act = partial(quantizing_expert_act, second, experts.act)
 
 
-def fp8_linear(
+def fp8_expert_linear(
     first: Fp8Linear,
     second: Fp8Linear,
     x: torch.Tensor,
@@ -54,7 +54,7 @@ def fp8_linear(
     return GroupedFp8LinearFunction.apply(x, weight, groups, transposed, fp8, torch.is_grad_enabled())
 
 
-def quantizing_activate(second: Fp8Linear, act: Activation, x: torch.Tensor) -> torch.Tensor:
+def quantizing_expert_act(second: Fp8Linear, act: Activation, x: torch.Tensor) -> torch.Tensor:
     """A `GroupedExperts.act` whose result only the second layer reads: a placeholder with FP8 copies.
 
     x `[r, 2*f]` (gated) or `[r, f]` -> `[r, f]`

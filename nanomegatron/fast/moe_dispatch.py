@@ -80,15 +80,17 @@ class OverlappedMoe:
         tokens, parts, y_shared = x.flatten(0, 1), 1 + self.halves, None
         late = layer.experts.config.moe_shared_expert_overlap
         kind = AsyncAllToAll if layer.dispatch_class is AllToAllDispatch else AllGatherInPieces
-        ways = [kind(part, layer.experts, self.peers) for part in split(tokens, parts)]
+        ways = [kind(part, layer.experts, self.peers) for part in split_rows(tokens, parts)]
 
         choice = layer.router.choose(tokens, batch)
-        kind.set_routing(ways, split(choice.ids, parts))
+        kind.set_routing(ways, split_rows(choice.ids, parts))
         probs = layer.router.balance(choice, batch)
 
         if layer.shared_experts is not None and not late:
             y_shared = layer.shared(x)
-        arriving = [way.start_dispatch(part) for way, part in zip(ways, split(probs, parts), strict=True)]
+        arriving = [
+            way.start_dispatch(part) for way, part in zip(ways, split_rows(probs, parts), strict=True)
+        ]
         if layer.shared_experts is not None and late:
             y_shared = layer.shared(x)
 
@@ -166,7 +168,7 @@ class AllGatherInPieces(TokenDispatch):
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
         """probs fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
-        self.probs = start_gather(probs, self.mesh.etp_ep)
+        self.probs = start_gather_seq(probs, self.mesh.etp_ep)
         fused = self.config.moe_permute_fusion
         self.blocks = RankBlocks(self.routing, self.mesh.etp_ep, fused, self.peers)
         ends = self.ends()
@@ -314,7 +316,7 @@ def start(x: torch.Tensor, exchange: AsyncExchange) -> Finish:
     return partial(FinishExchange.apply, StartExchange.apply(x, exchange), exchange)
 
 
-def start_gather(x: torch.Tensor, axis: Axis) -> Finish:
+def start_gather_seq(x: torch.Tensor, axis: Axis) -> Finish:
     """`comm.gather_seq` of x `[n, ...]`, in flight between two calls; the second gives `[n*size, ...]`."""
     if axis.size == 1:
         return lambda: x
@@ -340,7 +342,7 @@ def start_exchange(
     return start(x, AsyncExchange(forward, backward, meanwhile))
 
 
-def split(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
+def split_rows(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
     """x `[t, ...]` in parts -> `[t/parts, ...]` each, as even as can be, some perhaps empty"""
     places = [len(x) * i // parts for i in range(parts + 1)]
     return [x] if parts == 1 else x.split([end - start for start, end in pairwise(places)])

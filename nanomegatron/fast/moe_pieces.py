@@ -79,11 +79,11 @@ class StartExchange(torch.autograd.Function):
 class FinishExchange(torch.autograd.Function):
     """Waits for an exchange; in the backward starts the way back.
 
-    The output of its StartExchange _ `[0]` -> the rows received `[n, ...]`
+    started `[0]`, from its StartExchange -> the rows received `[n, ...]`
     """
 
     @staticmethod
-    def forward(ctx, _: torch.Tensor, exchange: AsyncExchange) -> torch.Tensor:
+    def forward(ctx, started: torch.Tensor, exchange: AsyncExchange) -> torch.Tensor:
         ctx.exchange = exchange
         return exchange.wait()
 
@@ -195,11 +195,11 @@ class RankBlocks:
 class GatherPermute(torch.autograd.Function):
     """The end of a gather, with rows in order of experts; in the backward starts the reduce-scatter.
 
-    The output of the StartExchange _ `[0]` -> `[r, h]`
+    started `[0]`, from the StartExchange -> `[r, h]`
     """
 
     @staticmethod
-    def forward(ctx, _: torch.Tensor, exchange: AsyncExchange, blocks: RankBlocks) -> torch.Tensor:
+    def forward(ctx, started: torch.Tensor, exchange: AsyncExchange, blocks: RankBlocks) -> torch.Tensor:
         ctx.exchange, ctx.blocks = exchange, blocks
         return blocks.permute(exchange.pending.pop())[0]
 

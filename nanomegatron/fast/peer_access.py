@@ -27,7 +27,7 @@ from nanomegatron.fast.peer_memory import PeerMemory, symmetric
 from nanomegatron.fast.transfers import PeerRing, start_transfers
 from nanomegatron.mesh import Axis, Mesh
 
-Groups = list[tuple[int, ...]]  # of one axis: world ranks
+PeerGroups = list[tuple[int, ...]]  # of one axis: world ranks
 
 NUMBERS = 2**18  # of a copy, int32: 1 MiB
 SECONDS = 60  # within which the copies of a trial end, or never
@@ -50,7 +50,7 @@ class PeerAccess:
         self.buffers: dict[tuple[str, str], PeerMemory | PeerRing] = {}
 
     @classmethod
-    def of(cls, mesh: Mesh, parallel: ParallelConfig) -> "PeerAccess":
+    def build(cls, mesh: Mesh, parallel: ParallelConfig) -> "PeerAccess":
         """Of a run. All ranks call it together; communicates over world where there are GPUs."""
         if mesh.world.size == 1:
             return cls({})
@@ -95,7 +95,7 @@ class PeerAccess:
 
 
 def peer_access_errors(
-    axes: dict[str, Groups], communicators: dict[tuple[int, ...], Any], device: torch.device
+    axes: dict[str, PeerGroups], communicators: dict[tuple[int, ...], Any], device: torch.device
 ) -> dict[str, str]:
     """Why the ranks of each axis cannot share memory, "" where they can: the same on every rank.
 
@@ -157,7 +157,7 @@ def _gather(row: Sequence[int], group: Any, device: torch.device) -> list[list[i
     return torch.stack(rows).tolist()
 
 
-def _first_obstacle(name: str, groups: Groups, gpus: list[Gpu]) -> str:
+def _first_obstacle(name: str, groups: PeerGroups, gpus: list[Gpu]) -> str:
     """Why one of the groups cannot share memory, by what the machines report; "" if all can."""
     for group in groups:
         machines = {gpus[rank].machine for rank in group}

@@ -43,7 +43,7 @@ def gather_pieces(
         return pending.result, [(rows, pending) for rows in (before, behind) if rows.start < rows.stop]
     gathered = x.new_empty(n * axis.size, *x.shape[1:])
     memory.begin(x.nbytes, gathered)
-    theirs = memory.of(x.shape, x.dtype)
+    theirs = memory.views(x.shape, x.dtype)
     theirs[axis.rank].copy_(x)
     memory.barrier()
     ranks, ready = [*others(axis), axis.rank], memory.record(0)
@@ -80,7 +80,7 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
     """
     axis, parts = memory.axis, whole.chunk(memory.axis.size)
     memory.begin(whole.nbytes, whole)
-    theirs = memory.of((axis.size, *parts[0].shape), whole.dtype)
+    theirs = memory.views((axis.size, *parts[0].shape), whole.dtype)
     pushes = []
     for k, rank in enumerate(others(axis)):
         make(rank, parts[rank])

@@ -119,7 +119,7 @@ class RoundsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis: Axis, rounds: list[RingStep], peers: PeerAccess, backend: str):
         total = LseAccumulator(q, sum(len(this.steps) for this in rounds))
-        for this, kv in ring_kv(k, v, axis, rounds, peers):
+        for this, kv in rounds_kv(k, v, axis, rounds, peers):
             for step in this.steps:
                 seen = (x[step.keys] for x in kv)
                 total.add(step.places, *attend(q[step.queries], *seen, step.block, backend))
@@ -142,7 +142,7 @@ class RoundsFunction(torch.autograd.Function):
                 for places, (_, size, (begin, _)) in zip(this.key_places, this.back.recvs, strict=True):
                     total.add(places, grads[begin : begin + size])
 
-        for this, kv in ring_kv(k, v, axis, rounds, peers):
+        for this, kv in rounds_kv(k, v, axis, rounds, peers):
             found = [step_gradients(step, kv, (dout, q, *known), backend) for step in this.steps]
             if this is rounds[0]:
                 for total, own in zip(dkv, found[0][1:], strict=True):
@@ -187,7 +187,7 @@ class LseAccumulator:
         self.waiting = [PartialRows(self.rows, ALL, self.lse)]
 
 
-def ring_kv(
+def rounds_kv(
     k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[RingStep], peers: PeerAccess
 ) -> Iterator[tuple[RingStep, Sequence[torch.Tensor]]]:
     """Each round, and its keys and values; those of the next are in flight meanwhile.

@@ -66,7 +66,7 @@ class OverlappedLinearFunction(torch.autograd.Function):
         shape, rows, x = x.shape, grad.flatten(0, -2), x.flatten(0, -2)
         later = is_deferred(weight) and ctx.comm == "gather"
         if ctx.comm == "gather":
-            gathered = Pending(x) if later else start_gather(x, axis, peers)
+            gathered = Pending(x) if later else start_gather_rows(x, axis, peers)
             dx = matmul_scatter(rows, weight, axis, peers)
             x = gathered.wait()
         else:
@@ -101,7 +101,7 @@ def gather_matmul(
     return y, gathered
 
 
-def start_gather(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -> Pending:
+def start_gather_rows(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -> Pending:
     """Begin all_gather of x `[n, ...]`, to run beside matmuls; the result `[n*size, ...]` is waited for."""
     if axis.size == 1:
         return Pending(x)

@@ -85,7 +85,7 @@ class PeerRing:
         ready = memory.record(0)
 
         def all_rows(total: int, rank: int) -> torch.Tensor:
-            return memory.of((len(like), total, *like[0].shape[1:]), like[0].dtype)[rank % axis.size]
+            return memory.views((len(like), total, *like[0].shape[1:]), like[0].dtype)[rank % axis.size]
 
         for part, transfer in zip(parts, plan.sends, strict=True):
             begin, total = transfer.place

@@ -9,13 +9,13 @@ from tests.gpu.ranks import needs_two, run_on_gpus
 
 
 def shares(mesh, device):
-    peers = PeerAccess.of(mesh, ParallelConfig())
+    peers = PeerAccess.build(mesh, ParallelConfig())
     assert peers.error(mesh.tp) == peers.error(mesh.world) == ""
     assert mesh_peers._failed_copies(mesh_peers._shared_memory(2, device), mesh.tp.group, device) == 0
 
 
 def shares_nothing(mesh, device):
-    assert PeerAccess.of(mesh, ParallelConfig(peer_memory=False)).error(mesh.tp) == "--no-peer-memory"
+    assert PeerAccess.build(mesh, ParallelConfig(peer_memory=False)).error(mesh.tp) == "--no-peer-memory"
 
 
 def damages(mesh, device):

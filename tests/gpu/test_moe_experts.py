@@ -249,7 +249,7 @@ def layouts(world: World, sizes: dict, folder: Path) -> int:
 
 
 def compare(mesh):
-    overlapped = OverlappedMoe(PeerAccess.of(mesh, ParallelConfig()))
+    overlapped = OverlappedMoe(PeerAccess.build(mesh, ParallelConfig()))
     single = Mesh.build(ParallelConfig(), World(), mesh.device)
     for settings, dropped, kind in itertools.product(
         ({}, PADDED), (0.0, 0.3, 1.0), ("allgather", "alltoall")

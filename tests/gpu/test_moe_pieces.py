@@ -68,7 +68,7 @@ def turn(axes, forms, generator, tokens, dawdle):
 def storm(mesh, device):
     """120 turns of all sizes, forward and backward; then one where the host may wait for sizes alone."""
     axes, dawdle, same = mesh, dawdler(mesh.rank), random.Random(0)
-    peers = PeerAccess.of(mesh, ParallelConfig())
+    peers = PeerAccess.build(mesh, ParallelConfig())
     assert peers.describe(axes.etp_ep) == "GPU copy engines"
     copied = OverlappedMoe(peers)
     generator, flags = torch.Generator(device).manual_seed(mesh.rank), []

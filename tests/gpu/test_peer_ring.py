@@ -20,7 +20,7 @@ def storm(mesh, device):
     What arrives by the first is read at once, by the second at the end. A stale element is another number.
     """
     (size, rank), dawdle, flags = (mesh.cp.size, mesh.cp.rank), dawdler(mesh.rank), []
-    peers = PeerAccess.of(mesh, ParallelConfig())
+    peers = PeerAccess.build(mesh, ParallelConfig())
     for turn in range(60):
         s, dtype = SIZES[turn % len(SIZES)]
         own = torch.full((2, s, 2), rank + turn % 7, device=device, dtype=dtype).unbind(0)
@@ -62,7 +62,7 @@ def test_late_ranks_hand_on_in_turn(world):
 
 def in_both_forms(mesh, device):
     """By copy engines and by messages the fast ring gives the same to the bit, the plain one nearly."""
-    peers = PeerAccess.of(mesh, ParallelConfig())
+    peers = PeerAccess.build(mesh, ParallelConfig())
     assert peers.error(mesh.cp) == ""
     forms = Ring(peers), Ring(PeerAccess({})), context_attention
     flags = []

@@ -7,7 +7,7 @@ import torch
 
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.fast.peer_access import PeerAccess
-from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather
+from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather_rows
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
 
 SHAPES = [(64, 128, 96), (256, 512, 384), (40, 1024, 64), (2048, 512, 256)]  # rows of a rank, i, o
@@ -32,7 +32,7 @@ def turn(axis, peers, generator, shape, dtype, dawdle):
     product, own = whole @ weight, slice(axis.rank * n, (axis.rank + 1) * n)
     total = sum(parts[rank, own].float() @ weights[rank].float() for rank in range(axis.size))
     dawdle()
-    pending = start_gather(xs[axis.rank], axis, peers)
+    pending = start_gather_rows(xs[axis.rank], axis, peers)
     dawdle()
     y = matmul_scatter(parts[axis.rank], weights[axis.rank], axis, peers)
     if dawdle():
@@ -52,7 +52,7 @@ def turn(axis, peers, generator, shape, dtype, dawdle):
 def storm(mesh, device):
     """200 turns of all shapes and two types; a rank dawdles on its GPU or its host, each by its own dice."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    peers = PeerAccess.of(mesh, ParallelConfig())
+    peers = PeerAccess.build(mesh, ParallelConfig())
     assert peers.describe(mesh.tp) == "GPU copy engines"
     axis, dawdle, same = mesh.tp, dawdler(mesh.rank), random.Random(0)
     generator = torch.Generator(device).manual_seed(0)
@@ -66,7 +66,7 @@ def storm(mesh, device):
     x = torch.ones(64, 128, device=device)
     gather_matmul(x, x.t(), axis, peers)
     matmul_scatter(x, x.t(), axis, peers)
-    start_gather(x, axis, peers).wait()
+    start_gather_rows(x, axis, peers).wait()
     torch.cuda.set_sync_debug_mode("default")
 
 
