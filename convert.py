@@ -124,10 +124,8 @@ def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> I
     found = there.match(parts)
     ours = {f"model/{p.name}": found[p.name].ours(there.tensors[found[p.name].name]) for p in parts}
     rest = there.tensors.keys() - {place.name for place in found.values()}
-    pieces = [
-        Piece(key, tuple(data.shape), (0,) * data.dim(), data)
-        for key, data in (ours | {f"hf/{name}": there.tensors[name] for name in sorted(rest)}).items()
-    ]
+    kept = {f"hf/{name}": there.tensors[name] for name in sorted(rest)}
+    pieces = [Piece(key, tuple(data.shape), (0,) * data.dim(), data) for key, data in (ours | kept).items()]
     dtype = pieces[0].data.dtype
     precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     state = {
@@ -205,7 +203,8 @@ def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
 
 def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[str, bytes], list[str]]:
     """config.json, tokenizer and what else is kept of the folder that training began with; and notes."""
-    config, files, notes, eod = from_toml(loaded.config_toml), {}, [], None
+    config, files = from_toml(loaded.config_toml), {}
+    notes, eod = [], None
     vocab_size, _ = manifest.tensors["model/embedding.word_embeddings.weight"].shape
     try:
         tokenizer = tokenizer_from_spec(loaded.state.get("tokenizer", {}), beside=source)

@@ -169,7 +169,8 @@ def tokenize(
     """
     work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
     progress = Progress(sum(os.path.getsize(f) for f in files), log_interval)
-    dtype, sizes, skipped = best_dtype(tokenizer.vocab_size), [[] for _ in keys], []
+    dtype = best_dtype(tokenizer.vocab_size)
+    sizes, skipped = [[] for _ in keys], []
     with contextlib.ExitStack() as stack:
         builders = [
             stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{key}_document", dtype)) for key in keys
@@ -310,7 +311,8 @@ def prepare_embedded(
 def _prepared(folder: Path, name: str) -> Embedded | None:
     prefixes = [folder / f"{split}-{name}_text_document" for split in ("train", "valid")]
     model = None if name == "bytes" else folder / f"{name}.tiktoken"
-    if not all(path.exists() for path in [*(Path(f"{p}.idx") for p in prefixes), *filter(None, [model])]):
+    needed = [Path(f"{prefix}.idx") for prefix in prefixes] + ([model] if model else [])
+    if not all(path.exists() for path in needed):
         return None
     note = (
         "" if model else "bytes, since the tokenizers library is missing; pip install tokenizers gives a BPE"

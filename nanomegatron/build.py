@@ -133,7 +133,8 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
     placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
     chunks: list[GPTModel] = []
     for stage in placed[mesh.pp.rank]:
-        first, last, words = stage == 0, stage == len(layers) - 1, None
+        first, last = stage == 0, stage == len(layers) - 1
+        words = None
         if last and chunks and chunks[0].embedding is not None:
             words = chunks[0].embedding.word_embeddings.weight
         chunks.append(

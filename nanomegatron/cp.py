@@ -322,7 +322,8 @@ class GatherFunction(torch.autograd.Function):
     def backward(ctx, dout: torch.Tensor) -> tuple:
         q, k, v, *out_lse = ctx.saved_tensors
         axis, steps, order, backend = ctx.how
-        kv, parts, dq = gather_kv(k, v, axis, order[0]), [], q.new_empty(q.shape)
+        kv = gather_kv(k, v, axis, order[0])
+        parts, dq = [], q.new_empty(q.shape)
         dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         for step in steps:
             part, *grads = step_gradients(step, kv, (dout, q, *out_lse), backend)

@@ -127,7 +127,8 @@ class Bucket:
     def __init__(
         self, params: list[nn.Parameter], axis: Axis, comm: ShardComm, gathered: type, buckets: "Buckets"
     ) -> None:
-        self.params, self.axis, self.shards, self.comm, self.buckets = params, axis, comm.axis, comm, buckets
+        self.params, self.axis, self.shards = params, axis, comm.axis
+        self.comm, self.buckets = comm, buckets
         self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
         self.device, self.dtype = params[0].device, params[0].dtype
         length = self.size // self.shards.size
@@ -181,7 +182,8 @@ class Bucket:
 
     def start_step(self, microbatches: int) -> None:
         """Count contributions from zero."""
-        self.counts, self.seen, self.microbatches = Counter(), 0, microbatches
+        self.counts, self.seen = Counter(), 0
+        self.microbatches = microbatches
 
     def add(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Add a contribution to the gradient of `param`, and count it. grad `[...]`: of its shape"""

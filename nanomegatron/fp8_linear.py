@@ -55,7 +55,8 @@ class Fp8LinearFunction(torch.autograd.Function):
         x_fp8 = source_of(x).casts  # where a norm or activation has written FP8 (fast/fp8_producers.py)
         if x_fp8 is None:
             x_fp8 = cast_input(fp8, x, axis, comm, trains)
-        ctx.weight, ctx.axis, ctx.comm, ctx.fp8 = weight, axis, comm, fp8
+        ctx.weight, ctx.axis = weight, axis
+        ctx.comm, ctx.fp8 = comm, fp8
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
         rows = start_fp8_gather(x_fp8.rowwise, axis)() if comm == "gather" else x_fp8.rowwise
@@ -67,7 +68,8 @@ class Fp8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, axis, comm, fp8, saved = ctx.weight, ctx.axis, ctx.comm, ctx.fp8, ctx.saved_tensors
+        weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
+        fp8, saved = ctx.fp8, ctx.saved_tensors
         g_rowwise, g_columnwise = cast_grad(fp8, grad, axis, comm)
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
         gathers_now = gathers_fp8_x and not is_deferred(weight)

@@ -165,7 +165,8 @@ def show_sample(model: Stages, tokenizer: Tokenizer, seed: int, mesh: Mesh, log:
     A run can do without: what fails on all ranks alike is a warning. Raises what has failed on some while
     the others wait in a collective.
     """
-    ids, texts, limit = [], [], model.config.max_position_embeddings
+    ids, texts = [], []
+    limit = model.config.max_position_embeddings
     with log.attempt("sample"):
         ids = [tokenizer.encode(prompt) for prompt in prompts_of(tokenizer)]
     fit = ids and all(0 < len(prompt) < limit for prompt in ids)

@@ -156,7 +156,8 @@ class AllGatherDispatch(TokenDispatch):
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
         """All-gathers x `[t, h]`, probs, ids `[t, k]`; gradients of x and probs are reduce-scattered."""
         axis, capacity = self.mesh.etp_ep, self.capacity(len(ids))
-        x, self.probs, ids = gather_seq(x, axis), gather_seq(probs, axis), all_gather(ids, axis)
+        x, self.probs = gather_seq(x, axis), gather_seq(probs, axis)
+        ids = all_gather(ids, axis)
         self.routing, ends = self.route(ids, capacity), None
         if axis.size > 1:
             self.routing, ends = self.routing.cut_to_size()
@@ -172,7 +173,8 @@ class AllToAllDispatch(TokenDispatch):
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
         """Exchanges sizes, then x `[t, h]`, probs, ids `[t, k]` over ep and etp; the backward gradients."""
-        ep, etp, capacity = self.mesh.ep, self.mesh.etp, self.capacity(len(ids))
+        ep, etp = self.mesh.ep, self.mesh.etp
+        capacity = self.capacity(len(ids))
         # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives
         self.to_ranks, _ = self.route_to_ranks(ids, capacity).cut_to_size()
         sizes = self.to_ranks.offsets.diff()
@@ -194,7 +196,8 @@ class AllToAllDispatch(TokenDispatch):
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Exchanges partial sums, over etp, where they are added, and over ep. rows `[r, h]` -> `[t, h]`"""
-        (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
+        (sent, received), (shared, each) = self.over_ep, self.over_etp
+        etp = self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
             y = all_to_all(y, etp, each, shared).view(etp.size, shared[0], y.shape[1]).sum(0)
@@ -251,7 +254,8 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight, groups, grad = ctx.saved_tensors, ctx.weight, ctx.groups, grad.contiguous()
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        groups, grad = ctx.groups, grad.contiguous()
         w = weight.view(groups.experts, -1, weight.shape[1])
         dx = grouped_mm(grad, w.mT if ctx.transposed else w, groups)
         a, b = (x, grad) if ctx.transposed else (grad, x)
@@ -280,7 +284,8 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init, activation: Activation) -> None:
         super().__init__()
-        ep, etp, h, f = mesh.ep, mesh.etp, config.hidden_size, config.moe_ffn_size
+        ep, etp = mesh.ep, mesh.etp
+        h, f = config.hidden_size, config.moe_ffn_size
         if config.num_experts % ep.size or f % etp.size:
             sizes = f"ep {ep.size}, etp {etp.size}"
             raise ValueError(f"{config.num_experts} experts of {f} features do not divide by {sizes}")

@@ -142,7 +142,8 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
 
 def load_hf_folder(run: Run, source: LoadSource) -> None:
     """Take the weights of a Hugging Face model, for the experts those of its MLPs. Raises ValueError."""
-    parameters, model, upcycling = run.model.parameters, run.config.model, source.upcycling
+    parameters, model = run.model.parameters, run.config.model
+    upcycling = source.upcycling
     notes = load_weights(source.root, parameters(), model, run.model.vocab_size, upcycling)
     log_notes(run, [*(divide_outputs(parameters(), model) if upcycling else ()), *notes])
     if run.optimizer:

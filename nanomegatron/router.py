@@ -281,7 +281,8 @@ class Router(nn.Module):
 
     def choose(self, x: torch.Tensor, batch: Batch) -> Choice:
         """The first step: the experts of each token of x `[t, h]`, as far as their capacity allows."""
-        config, t, real, table = self.config, len(x), None, None
+        config, t = self.config, len(x)
+        real, table = None, None
         if batch.cu_seqlens is not None:
             positions = batch.residual_positions
             real = (positions >= 0).repeat_interleave(t // len(positions), output_size=t)[:, None]

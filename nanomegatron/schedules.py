@@ -230,7 +230,8 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
 
     Raises: ValueError where an op uses what is never sent, or nothing uses what is sent.
     """
-    rank_of, links, early = owners(placed), defaultdict(deque), set()
+    rank_of = owners(placed)
+    links, early = defaultdict(deque), set()
 
     def message(op: Op, stage: int) -> Message | None:
         """Of the op's kind, to a stage from the one before it (F) or after it (B), if that is elsewhere."""
@@ -245,10 +246,10 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
         sends.append([message(op, stages[op.chunk] + STEP[op.kind]) for op in ops])
         for sent in filter(None, sends[-1]):
             links[sent[:2]].append(sent)
-    exchanges = [
-        [Exchange(_receive(used, links, early), used, sent) for used, sent in zip(*of_rank)]
-        for of_rank in zip(uses, sends)
-    ]
+    exchanges = []
+    for rank_uses, rank_sends in zip(uses, sends):
+        pairs = zip(rank_uses, rank_sends)
+        exchanges.append([Exchange(_receive(used, links, early), used, sent) for used, sent in pairs])
     if unused := [*early, *chain(*links.values())]:
         raise ValueError(f"messages that no op uses: {sorted(unused)}")
     return exchanges
@@ -282,7 +283,8 @@ def simulate(
     """
     costs = {"F": 1, "B": 1, "W": 1} | dict(costs or {})
     costs.setdefault("BW", costs["B"] + costs["W"])
-    rank_of, done, runs = owners(placed), {}, [[] for _ in lists]
+    rank_of = owners(placed)
+    done, runs = {}, [[] for _ in lists]
     moved = True
     while moved:
         moved, waiting = False, []

@@ -95,7 +95,8 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight, axis, comm = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.comm
+        (x,) = ctx.saved_tensors
+        weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
         gathers_later = is_deferred(weight) and comm == "gather"
         gathered = start_all_gather(x, axis) if comm == "gather" and not gathers_later else Pending(x)
         if comm == "scatter":

@@ -155,7 +155,8 @@ def bench_and_look(world: World, out: str) -> list[bool]:
 
     The second one runs out of memory.
     """
-    models, alive, usual, step = [], [], bench_cp_training.Training.__init__, train.train_step
+    models, alive = [], []
+    usual, step = bench_cp_training.Training.__init__, train.train_step
 
     def train_step(run):
         told = step(run)

@@ -51,7 +51,8 @@ def test_layer_part(tmp_path):
     assert names(result, "qwen") == [*whole, *pieces]
     rows = {row["name"]: row for row in result["rows"]}
     assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in rows.values())
-    tokens, h, f, k = 4 * 32, 64, 32, 8  # Qwen's choice of 8
+    tokens, h = 4 * 32, 64
+    f, k = 32, 8  # Qwen's choice of 8
     assert rows["alltoall"]["flops"] == rows["experts"]["flops"] == 18 * tokens * k * h * f
 
 

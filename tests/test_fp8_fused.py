@@ -76,7 +76,8 @@ def test_the_same_as_layers_that_quantize_themselves(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed_casts_are_the_same_to_the_bit(recipe, modules):
     """And take less memory: what a recomputed norm or unit gives is not kept, not in FP8 either."""
-    whole, less, modules, dtype = [], [], modules.split(), torch.bfloat16
+    whole, less = [], []
+    modules, dtype = modules.split(), torch.bfloat16
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
     expected = steps(*layer_of(recipe, dtype), saved=whole)
     found = steps(*layer_of(recipe, dtype, **recompute), saved=less)

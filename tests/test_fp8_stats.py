@@ -70,7 +70,8 @@ def test_losses_value_by_value(name, gradient):
     torch.manual_seed(1)
     _, _, layer = new(Recipe(name, gradient))
     x = torch.randn(130, 150, dtype=torch.bfloat16) * torch.exp(8 * torch.randn(130, 150)).bfloat16()
-    x[::3, 7], x[5], x[6, 3], x[7, 3], x[8, :140] = 0.0, 0.0, INF, NAN, -1e5
+    x[::3, 7], x[5], x[6, 3] = 0.0, 0.0, INF
+    x[7, 3], x[8, :140] = NAN, -1e5
     for role in ("x", "w", "g"):
         cast = layer.cast(x, role, "rowwise").rowwise
         scale = 1 / fp8_decode(cast._replace(data=torch.ones_like(x).to(cast.data.dtype))).double()

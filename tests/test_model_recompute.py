@@ -107,7 +107,8 @@ def test_outputs_made_again_are_not_kept(kept):
 
 def test_outputs_made_early():
     """Whoever has the time makes them, instead of the backward that reads them; without autograd nobody."""
-    weight, x, calls, early = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8), [], []
+    weight, x = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
+    calls, early = [], []
 
     def first(x):
         calls.append(1)

@@ -77,7 +77,8 @@ def layer(size, recipe):
 @pytest.mark.parametrize("sizes", ROWS, ids=str)
 def test_a_layer_is_what_its_casts_give(sizes, transposed, known, wgrad):
     """All three products of decoded casts, in float64; of features experts share a scale."""
-    i, o, extra, offsets = 32, 48, 16, offsets_of(sizes)
+    i, o = 32, 48
+    extra, offsets = 16, offsets_of(sizes)
     weight, buckets, fp8 = layer((E * i, o) if transposed else (E * o, i), Recipe("rowwise", wgrad=wgrad))
     along, across = rows_of(weight.detach()).chunk(E), columns_of(weight.detach()).chunk(E)
     forward, back = (across, along) if transposed else (along, across)

@@ -182,7 +182,8 @@ def test_the_order_in_which_all_is_launched(files, tmp_path):
 
 def in_step(mesh, folder):
     """Of three and more ranks none pushes before all have a block to push; the own one is made last."""
-    axis, log, rank, size = mesh.etp_ep, [], mesh.etp_ep.rank, mesh.etp_ep.size
+    axis, log = mesh.etp_ep, []
+    rank, size = mesh.etp_ep.rank, mesh.etp_ep.size
     peers = share_files(axis, folder)
     memory = peers.memory(axis, mesh.device, "reduce_scatter")
     barrier, copy = memory.barrier_before_copies, memory.copy

@@ -118,7 +118,8 @@ def test_every_row_may_have_its_own_positions():
 
 def fake(name: str, *args) -> None:
     a = named(name, args)
-    s, b, d, half = a["s"], a["b"], a["d"], a["r"] // 2
+    s, b = a["s"], a["b"]
+    d, half = a["d"], a["r"] // 2
 
     def heads(part: str, count: int) -> torch.Tensor:
         x = a[part].detach()

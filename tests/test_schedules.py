@@ -228,7 +228,8 @@ def test_timeline_by_hand():
     """Two stages, two microbatches, a message of half a unit."""
     lists, placed = schedule("1f1b", 2, 2), placement("1f1b", 2)
     found = simulate(lists, placed, {"B": 2}, message_time=0.5)
-    f0, f1, b0, b1 = Op("F", 0, 0), Op("F", 0, 1), Op("BW", 0, 0), Op("BW", 0, 1)
+    f0, f1 = Op("F", 0, 0), Op("F", 0, 1)
+    b0, b1 = Op("BW", 0, 0), Op("BW", 0, 1)
     assert found.events == [
         *(Event(0, f0, 0, 1), Event(0, f1, 1, 2), Event(0, b0, 6, 9), Event(0, b1, 10, 13)),
         *(Event(1, f0, 1.5, 2.5), Event(1, b0, 2.5, 5.5), Event(1, f1, 5.5, 6.5), Event(1, b1, 6.5, 9.5)),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_ARGUMENTS, MAX_LINE = 400, 60, 35, 8, 110
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 400, 60, 35
+MAX_ARGUMENTS, MAX_LINE, MAX_PARALLEL = 8, 110, 3
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/"}
 # early and banner read what torchrun says, setup looks for the compiler and is no part of a run
@@ -131,6 +132,23 @@ def test_lines_are_short_and_ascii():
         for i, line in enumerate(lines, 1)
         if len(line) > MAX_LINE or not line.isascii()
     )
+
+
+def test_few_values_are_assigned_at_once():
+    none(f"{s.name}:{line} {what}" for s in PYTHON for line, what in long_assignments(s))
+
+
+def long_assignments(source: Source) -> Iterator[tuple[int, str]]:
+    """Parallel assignments, `a, b = x, y`, of many values: one has to count to find the pairs.
+
+    Sizes, `s, b, h, d = 16, 2, 8, 4`, may be assigned together.
+    """
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            values = node.value.elts
+            pairs = isinstance(node.targets[0], ast.Tuple) and len(values) > MAX_PARALLEL
+            if pairs and not all(isinstance(value, ast.Constant) for value in values):
+                yield node.lineno, f"{len(values)} values assigned at once, at most {MAX_PARALLEL}"
 
 
 def test_no_global_state():
@@ -291,6 +309,8 @@ def is_code(line: str) -> bool:
         (unsafe, "dist.all_gather_object(a, b)", "object collectives"),
         (changed_in_functions, "seen = {}\ndef f(x):\n    seen[x] = 1", "seen"),
         (changed_in_functions, "seen = {}\ndef f(seen):\n    seen[1] = 1", ""),
+        (long_assignments, "a, b, c, d = x, y, z, 4", "4 values"),
+        (long_assignments, "a, b, c = x, y, z\na, b, c, d = f()\na, b, c, d = 1, 2, 3, 4", ""),
         (distributed_uses, "def f():\n    import torch.distributed as dist", "torch.distributed"),
         (distributed_uses, "torch.distributed.barrier()", "torch.distributed"),
         (distributed_uses, "import torch", ""),

@@ -241,7 +241,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.largest, self.peak, self._alive = [], 0, 0, {}
+        self.calls, self.largest = [], 0
+        self.peak, self._alive = 0, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -99,7 +99,8 @@ class Worker:
     """The ranks of one checkout."""
 
     def __init__(self, side: str, checkout: Path, gpus: int, folder: Path) -> None:
-        self.side, self.folder, self.gpus, self.turn = side, folder / side, gpus, 0
+        self.side, self.folder = side, folder / side
+        self.gpus, self.turn = gpus, 0
         self.folder.mkdir()
         command = [*launcher(gpus), str(ROOT / "tools/gpu_gate_worker.py"), str(self.folder)]
         path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))

@@ -84,7 +84,8 @@ def training_pieces(
             pieces.append(Piece(f"model/{part.name}", part.shape, part.offset, data, owner))
     for kind, ranges in states.items():
         for piece, flat in ranges:
-            name, part, end = f"{kind}/{piece.part.name}", piece.part, piece.at + len(flat)
+            name, part = f"{kind}/{piece.part.name}", piece.part
+            end = piece.at + len(flat)
             box = Rectangle(part.offset, tuple(part.view(piece.param).shape))
             for corner, shape in rectangles(box.shape, piece.at, end):
                 offset = tuple(a + b for a, b in zip(part.offset, corner, strict=True))
@@ -159,7 +160,8 @@ def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config: s
     for index in indices:
         index.unlink()
     files.sync_folder(temporary)
-    root, final, aside = temporary.parent, temporary.with_suffix(""), temporary.with_suffix(".old")
+    root = temporary.parent
+    final, aside = temporary.with_suffix(""), temporary.with_suffix(".old")
     if final.exists() or final.is_symlink():
         _remove(aside)
         os.rename(final, aside)

@@ -51,7 +51,8 @@ def sum_of_weights(config: TransformerConfig) -> tuple[float, bool]:
     k, share = config.moe_router_topk, config.moe_router_topk / config.num_experts
     factor, sigmoid = config.moe_router_topk_scaling_factor or 1.0, False
     if "sinkhorn" in config.moe_router_load_balancing_type:
-        factor, raw, sigmoid = 1.0, True, k == 1
+        factor = 1.0
+        raw, sigmoid = True, k == 1
     elif config.moe_router_score_function == "sigmoid":
         raw, sigmoid = k == 1, True
     else:

@@ -146,7 +146,8 @@ def resolve(config: Config, world_size: int) -> Config:
 
 def run_notes(config: Config) -> list[str]:
     """What was asked for and is so already, or in part."""
-    notes, data, precision = [], config.data, config.precision
+    notes = []
+    data, precision = config.data, config.precision
     if precision.fp8_format and config.model.num_experts and precision.fp8_recipe != "rowwise":
         why = "torch multiplies groups in FP8 with scales of rows alone (--fp8-recipe rowwise)"
         notes.append(f"--fp8-recipe {precision.fp8_recipe}: experts multiply in bf16, the rest in FP8; {why}")

@@ -144,8 +144,10 @@ def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
 
 def _fp8_sizes(config: Config) -> Iterator[str]:
     """An error for each flag that has to change, with the nearest values that fit."""
-    model, data, tp = config.model, config.data, config.parallel.tensor_model_parallel_size
-    unit, cp, cut = config.precision.fp8_multiple, config.parallel.context_parallel_size, config.sequence_cut
+    model, data = config.model, config.data
+    tp = config.parallel.tensor_model_parallel_size
+    unit, cp = config.precision.fp8_multiple, config.parallel.context_parallel_size
+    cut = config.sequence_cut
     n, g = model.num_attention_heads // tp, model.num_kv_heads // tp or 1  # heads of a rank
     d, length, micro = model.head_dim, data.seq_length, data.micro_batch_size
     each = math.lcm(*(unit // math.gcd(unit, heads) for heads in (n, n + 2 * g)))

@@ -276,7 +276,8 @@ class _Reader:
 
 def convert(setting: dataclasses.Field, words: list[str]) -> Any:
     """The value of a setting from the words behind its flag. Raises ValueError with what is expected."""
-    kind, rules, number = setting.type, setting.metadata, {int: "a whole number", float: "a number"}
+    kind, rules = setting.type, setting.metadata
+    number = {int: "a whole number", float: "a number"}
     several = typing.get_origin(kind) is tuple
     if any(not word.strip() for word in words):
         raise ValueError("an empty value; give one, or leave the flag out")

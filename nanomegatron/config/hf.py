@@ -148,7 +148,8 @@ def _yarn(rope: dict) -> dict[str, Any]:
 
 def _windows(hf: dict, family: str) -> dict[str, Any]:
     """Which layers see how far. Their width counts the query's own key, ours does not."""
-    layers, kinds, qwen = hf.get("num_hidden_layers", 0), hf.get("layer_types"), family.startswith("qwen")
+    layers, kinds = hf.get("num_hidden_layers", 0), hf.get("layer_types")
+    qwen = family.startswith("qwen")
     always = family in ("mistral", "mixtral")
     width = hf.get("sliding_window") if always or (qwen and hf.get("use_sliding_window")) else None
     first = 0 if family == "qwen3_moe" else hf.get("max_window_layers", 0)

@@ -141,7 +141,10 @@ def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]
             nothing = f"leave nothing for pipeline rank {rank} of {len(placed)}"
             raise ValueError(f"--num-layers {num_layers}: {nothing}; {fix}")
     shares = [_share_out(count, start) for count, start in zip(counts, starts)]
-    return [n for _, n in sorted(pair for both in zip(placed, shares) for pair in zip(*both))]
+    count_of = {}
+    for stages, layers in zip(placed, shares):
+        count_of |= zip(stages, layers)
+    return [count_of[stage] for stage in sorted(count_of)]
 
 
 def _share_out(layers: int, loads: list[float]) -> list[int]:

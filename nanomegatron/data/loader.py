@@ -83,7 +83,8 @@ class BatchLoader:
         types: Sequence[str] = (),
     ) -> None:
         """dp: the rank's place among those that share the data, `rank` and `size`; cp, types: see `Shard`."""
-        self._dataset, self._data, self._eod, self._dp = dataset, data, eod, dp
+        self._dataset, self._data = dataset, data
+        self._eod, self._dp = eod, dp
         self._tokens_too, self._cp, self._types = tokens_too, cp, types
         self._device = torch.device(device)
         self._ahead: deque[Future[Batch]] = deque()

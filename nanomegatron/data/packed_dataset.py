@@ -104,7 +104,8 @@ class PackLoader:
         padded_vocab_size: int,
     ) -> None:
         """config: resolved. dataset: a DocumentDataset, or a blend of such."""
-        self._dataset, self._data, self._eod, self._mesh = dataset, config.data, eod, mesh
+        self._dataset, self._data = dataset, config.data
+        self._eod, self._mesh = eod, mesh
         self._cost = partial(cost, config.model, padded_vocab_size)
         self._types = config.parallel.cp_types(config.model.num_layers)
         self.ranks = Ranks.from_config(config)

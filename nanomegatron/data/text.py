@@ -232,7 +232,8 @@ def encode(
 
     As in Megatron an empty document stays empty: no end-of-document token.
     """
-    tokenizer, good, bad = portable.tokenizer, [], []
+    tokenizer = portable.tokenizer
+    good, bad = [], []
     for line in itertools.chain.from_iterable(block.lines() for block in chunk):
         try:
             good.append((line, line.texts(keys)))

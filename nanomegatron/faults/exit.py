@@ -19,7 +19,8 @@ from nanomegatron.faults.lock import lock
 from nanomegatron.faults.signals import PREEMPTED
 from nanomegatron.report.log import LOST_PEER, RunLog, read_status, write_status
 
-DONE, BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED = 0, 2, 3, 4
+DONE, BAD_CONFIG = 0, 2
+NO_CHECKPOINT, SAVE_FAILED = 3, 4
 SAID = (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED)  # with a message of the rank's own
 LOST = (
     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting|remote process exited|ncclRemoteError"

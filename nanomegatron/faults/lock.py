@@ -57,7 +57,8 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
     saves = not config.run.eval_only
     folders = [(f"--run-name {config.run.run_name}", folder), (f"--save {save}", save)]
     wanted = not saves or save.resolve() != folder.resolve(), saves
-    locks, errors, number, held = ExitStack(), [], 0, [0, 0]
+    locks, errors = ExitStack(), []
+    number, held = 0, [0, 0]
     if mesh.rank == 0:
         number = 1 + secrets.randbits(32)
         for i, (name, path) in enumerate(folders):

@@ -27,7 +27,8 @@ def ring_buffers(sizes: Sizes) -> float:
 
 def piece_buffers(sizes: Sizes) -> float:
     """Bytes of the slots for tokens in pieces: two for a rank's tokens, two for the sums of all ranks'."""
-    model, parallel, tp, slots = sizes.model, sizes.parallel, sizes.tp, 0
+    model, parallel, tp = sizes.model, sizes.parallel, sizes.tp
+    slots = 0
     if parallel.tp_comm_overlap and tp > 1:
         slots += 2 * (1 + tp)
     ranks = sizes.etp * parallel.expert_model_parallel_size

@@ -57,7 +57,8 @@ class Sizes:
 
     def __init__(self, config: Config, machine: Machine) -> None:
         model, parallel, precision = config.model, config.parallel, config.precision
-        self.config, self.model, self.parallel, self.machine = config, model, parallel, machine
+        self.config, self.model = config, model
+        self.parallel, self.machine = parallel, machine
         self.tp = parallel.tensor_model_parallel_size
         self.item = ITEMSIZE[config.dtype_name]  # bytes of a weight or an activation
         fp8 = precision.fp8_format is not None
@@ -141,7 +142,9 @@ def _saved(sizes: Sizes, moe: bool) -> dict[str, float]:
 
 def _saved_by_attention(sizes: Sizes, mode: CPMode) -> dict[str, float]:
     """The same between the matmuls of QKV and of the projection."""
-    model, item, n, g, kernels = sizes.model, sizes.item, sizes.n, sizes.g, sizes.machine.kernels
+    model, item = sizes.model, sizes.item
+    n, g = sizes.n, sizes.g
+    kernels = sizes.machine.kernels
     recomputed = model.recomputes("core_attn")
     a2a = mode.heads > 1 and not recomputed
     whole = mode.keys == 1 and not recomputed  # else q, k, v are kept as they are

@@ -120,7 +120,8 @@ def check_room(config: Config, vocab_size: int, machine: Machine, ranks: int, ro
 
 def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer of a rank with these layers, by number, in these chunks."""
-    config, model, parallel, tp = sizes.config, sizes.model, sizes.parallel, sizes.tp
+    config, model, parallel = sizes.config, sizes.model, sizes.parallel
+    tp = sizes.tp
     ends = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
     fp8 = [layer for layer in layers if layer in config.precision.fp8_layers(model.num_layers)]
     widths = [tp * sizes.ffn(model.moe_layers[layer]) for layer in fp8]
@@ -143,7 +144,8 @@ def expert_weights(sizes: Sizes, layers: list[int]) -> int:
 
 def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, float]:
     """The same of parameters shared by this number of ranks, `fp8` of them in FP8."""
-    parallel, optimizer, item = config.parallel, config.optimizer, ITEMSIZE[config.dtype_name]
+    parallel, optimizer = config.parallel, config.optimizer
+    item = ITEMSIZE[config.dtype_name]
     shared = ranks if parallel.sharding != "no_shard" else 1
     on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
     grads = params * ITEMSIZE[config.grad_dtype_name]
@@ -194,7 +196,8 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
     deferred = value * deferred_wgrad_values(sizes, chunk, columns)
     freed = value * deferred_wgrad_values(sizes, StageChunk(group, False, False), columns)
     fp32 = 0 if sizes.machine.kernels else 8 if sizes.item < 4 else 4  # bytes of a logit's copies, in a chunk
-    forward, logits, loss, freed_loss = Counter(), 0.0, 0.0, 0.0
+    forward = Counter()
+    logits, loss, freed_loss = 0.0, 0.0, 0.0
     if chunk.last and model.cross_entropy_loss_fusion:  # the forward leaves the gradient of the stream
         logits = value * sizes.h
         at_loss = fused_loss(sizes, columns, fp32) - logits

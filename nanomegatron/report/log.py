@@ -70,7 +70,8 @@ class RunLog:
         """
         if missing := missing_extras(config):
             raise ValueError("\n".join(missing))
-        self.folder, self.config, self.rank, self.label = Path(folder), config, rank, label
+        self.folder, self.config = Path(folder), config
+        self.rank, self.label = rank, label
         self.is_main = rank == 0
         self.stream = stream or sys.stdout
         self.train_iters = 0

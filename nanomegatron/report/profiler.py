@@ -25,7 +25,8 @@ class Profile:
 
     def __init__(self, run: RunConfig, mesh: Mesh, log: RunLog) -> None:
         """Begins to record memory."""
-        self.run, self.mesh, self.log, self.folder = run, mesh, log, log.folder
+        self.run, self.mesh = run, mesh
+        self.log, self.folder = log, log.folder
         self.cuda = mesh.device.type == "cuda"
         self.wanted = run.profile and mesh.rank in run.profile_ranks
         self.profiler: torch.profiler.profile | None = None

@@ -66,7 +66,8 @@ class StepReport:
         """
         numbers = dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True))
         numbers |= vars(stats) | extras
-        self.batch, self.part_norms, self.names = batch, numbers.pop("part_norms"), list(numbers)
+        self.batch = batch
+        self.part_norms, self.names = numbers.pop("part_norms"), list(numbers)
         self.shapes = [number.shape for number in numbers.values()]
         values = torch.cat([number.double().flatten() for number in numbers.values()])
         self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
@@ -88,7 +89,8 @@ class Reporter:
         self, config: Config, mesh: Mesh, log: RunLog, model: Stages, grads: Buckets, optimizer: Optimizer
     ) -> None:
         run = config.run
-        self.config, self.mesh, self.log, self.grads = config, mesh, log, grads
+        self.config, self.mesh = config, mesh
+        self.log, self.grads = log, grads
         self.part_names, self.padded_vocab_size = optimizer.part_names, model[0].padded_vocab_size
         self.timers = Timers(run.timing_log_level, run.timing_log_option, mesh.device)
         folder = Path(run.trace_dir) if run.trace_dir else None
@@ -141,7 +143,8 @@ def rates(
     config: Config, mesh: Mesh, padded_vocab_size: int, lengths: Counter[int], seconds: float
 ) -> dict[str, float | None]:
     """The speed of steps of such sequences in `seconds`, in every unit that is logged."""
-    model, world, peak = config.model, mesh.world.size, None
+    model, world = config.model, mesh.world.size
+    peak = None
     if mesh.device.type == "cuda":
         peak = device_peak(torch.cuda.get_device_name(mesh.device), config.dtype_name)
     flops = {

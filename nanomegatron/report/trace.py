@@ -195,12 +195,12 @@ def offsets(exits: Sequence[Sequence[float]], machines: Sequence[int]) -> list[f
     The first of a machine to leave stands for it: a process may get its turn late, never early. The median
     leaves out the rounds in which all of a machine were late.
     """
-    first = {
-        name: [min(times) for times in zip(*(e for e, of in zip(exits, machines) if of == name))]
-        for name in set(machines)
-    }
+    first = {}
+    for machine in set(machines):
+        ranks = [times for times, of in zip(exits, machines) if of == machine]
+        first[machine] = list(map(min, zip(*ranks)))
     ahead = {
-        name: statistics.median(mine - zero for mine, zero in zip(times, first[machines[0]]))
-        for name, times in first.items()
+        machine: statistics.median(mine - zero for mine, zero in zip(times, first[machines[0]]))
+        for machine, times in first.items()
     }
-    return [ahead[name] for name in machines]
+    return [ahead[machine] for machine in machines]

@@ -22,7 +22,8 @@ class Lines:
     """A text file that grows by whole lines. One that a full disk or a kill has cut short stays by itself."""
 
     def __init__(self, path: Path):
-        self.path, self._file, self._cut = path, None, False
+        self.path = path
+        self._file, self._cut = None, False
 
     def write(self, text: str) -> None:
         """Add a line, at once. Raises OSError where that fails; a later call may succeed."""

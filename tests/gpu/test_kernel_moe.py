@@ -127,13 +127,8 @@ def test_strange_numbers_stay_where_they_are():
     """NaN and infinity, of a token or of a probability, reach its own copies alone, as in torch."""
     routing = route(ids_for(40, 2, 4, False), 4, 8)
     x, probs = torch.randn(40, 16, device=GPU), torch.rand(40, 2, device=GPU)
-    x[3], x[5, 1], x[7], probs[9, 0], probs[11, 1] = (
-        float("nan"),
-        float("inf"),
-        3e38,
-        float("nan"),
-        float("inf"),
-    )
+    x[3], x[5, 1], x[7] = float("nan"), float("inf"), 3e38
+    probs[9, 0], probs[11, 1] = float("nan"), float("inf")
     x[13], probs[13] = float("inf"), 0.0
     for function, value in ((permute, x), (unpermute, permute(x, routing))):
         ours, theirs = function(value, routing, probs), plainly(function, value, routing, probs)
