@@ -38,7 +38,8 @@ class PeerShards:
 
     def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
         """size: bytes on each rank for all tensors together. All ranks of the axis take part."""
-        self.axis, self.device, self.shared_bytes, self.used = axis, device, size, 0
+        self.axis, self.device = axis, device
+        self.shared_bytes, self.used = size, 0
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.handle, self.arenas = share_memory(axis, device, size)
         self.tensors: dict[int, list[torch.Tensor]] = {}  # by address: the ranks' own

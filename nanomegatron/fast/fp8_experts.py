@@ -114,14 +114,16 @@ class GroupedFp8LinearFunction(torch.autograd.Function):
         trains: bool,
     ) -> torch.Tensor:
         cast = source_of(x).casts or cast_input(fp8, x, None, "", trains)
-        ctx.weight, ctx.groups, ctx.transposed, ctx.fp8, ctx.dtype = weight, groups, transposed, fp8, x.dtype
+        ctx.weight, ctx.groups, ctx.transposed = weight, groups, transposed
+        ctx.fp8, ctx.dtype = fp8, x.dtype
         ctx.save_for_backward(*(cast.saved_form() if fp8.recipe.wgrad else (x,)))
         w = fp8_parts(fp8, weight, groups, transposed)
         return grouped_fp8_mm(cast.rowwise, w, groups, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, groups, fp8, kept = ctx.weight, ctx.groups, ctx.fp8, ctx.saved_tensors
+        weight, groups = ctx.weight, ctx.groups
+        fp8, kept = ctx.fp8, ctx.saved_tensors
         rowwise, columnwise = fp8.cast(grad.contiguous(), "g", "both" if fp8.recipe.wgrad else "rowwise")
         dx = grouped_fp8_mm(rowwise, fp8_parts(fp8, weight, groups, not ctx.transposed), groups, ctx.dtype)
         pair = (columnwise, Fp8Matrix(*kept)) if fp8.recipe.wgrad else (grad.contiguous(), *kept)

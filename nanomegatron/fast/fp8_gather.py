@@ -7,13 +7,6 @@ and between steps there are no 16-bit weights. These are rebuilt from the main w
 four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB, not 112.5
 (benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
 
-    end_step              amaxes of the step that ends -> scales                       delayed
-    AdamW                 main weights -> bytes, in its own pass; records each weight's amax
-    update_weight_scales  the amaxes of all weights, over all ranks -> scales           tensorwise: the bytes
-    cast                  main weights -> bytes again                                   above were made with
-    gather                bytes of all shards                                           the old ones
-    first use             columnwise copy (fp8.py)
-
 What is cast is the main weight rounded to 16 bits, which is the weight that a checkpoint has. A step that is
 skipped casts as well: its weights are the old ones, their scales may be new.
 """
@@ -49,7 +42,8 @@ class WeightCasts:
         self.shard = self.whole[bucket.shard]
         bucket.data = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
         self.main: torch.Tensor | None = None  # this rank's main weights, where they were last cast
-        ranges, slots, first = [], [], bucket.shard.start
+        first = bucket.shard.start
+        ranges, slots = [], []
         for param, layer, begin in zip(bucket.params, self.layers, bucket.begins, strict=True):
             start, stop = max(begin, first), min(begin + param.numel(), bucket.shard.stop)
             if start < stop:
@@ -79,10 +73,7 @@ class WeightCasts:
         recorded.index_copy_(0, self.slots, amax)
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
-        """Cast fp32 main weights into bytes, on their device, and record their amaxes.
-
-        main fp32 `[size/ranks]`, out uint8 `[size/ranks]`
-        """
+        """Cast main fp32 `[size/ranks]` into out uint8 `[size/ranks]`, on its device; record its amaxes."""
         scale, amax = self.cast_scales(main)
         cast_flat_(main, out.view(E4M3), self.segments, scale, amax)
         self.record_amax(amax)
@@ -140,13 +131,18 @@ def cast_state(bucket: Bucket, config: OptimizerConfig) -> ShardState:
 
 
 class CastUpdates(ShardUpdates):
-    """Updates that cast FP8 weights; where scales need all amaxes, casts and gathers come last."""
+    """Updates that cast FP8 weights; where scales need all amaxes, casts and gathers come last.
+
+    end_step              amaxes of the step that ends -> scales                       delayed
+    AdamW                 main weights -> bytes, in its own pass; records each weight's amax
+    update_weight_scales  the amaxes of all weights, over all ranks -> scales          tensorwise: the bytes
+    cast                  main weights -> bytes again                                  above were made with
+    gather                bytes of all shards                                          the old ones
+    first use             columnwise copy (fp8.py)
+    """
 
     def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """As `ShardUpdates`, numbers `[...]` too.
-
-        Communicates the amaxes where scales need them, in one all-reduce an axis.
-        """
+        """As `ShardUpdates`; numbers `[...]`. Where scales need amaxes, all-reduces them once an axis."""
         waiting = []
         for shard in shards:
             shard.update(*numbers)

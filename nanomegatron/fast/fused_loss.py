@@ -66,7 +66,8 @@ class FusedLossFunction(torch.autograd.Function):
         if loss_weights is not None and (target := main_grad(weight)) is None:
             target = ctx.dw = torch.zeros_like(weight, dtype=torch.float32)
         columns = [t.split(step, 1) for t in (labels, loss_weights) if t is not None]
-        losses, ctx.dx, ctx.shape = [], [], x.shape
+        ctx.shape = x.shape
+        losses, ctx.dx = [], []
         for rows, *numbers in zip(gathered, *columns, strict=True):
             numbers = [column.flatten() for column in numbers]
             loss, dx = chunk_loss(rows.wait(), weight, numbers, target, reduce, tp, real)
@@ -87,7 +88,8 @@ class FusedLossFunction(torch.autograd.Function):
         )
         if ctx.dx is None:
             raise RuntimeError("second backward: the fused loss gives its gradients once; run it again")
-        dx, dw, ctx.dx, ctx.dw = ctx.dx, ctx.dw, None, None
+        dx, dw = ctx.dx, ctx.dw
+        ctx.dx = ctx.dw = None
         if dw is None:
             main_grad(weight)  # a bucket that has given its memory away since is reported open
             weight.bucket.ready(weight)

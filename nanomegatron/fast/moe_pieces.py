@@ -147,7 +147,8 @@ class RankBlocks:
     """
 
     def __init__(self, routing: Routing, axis: Axis, fused: bool, peers: PeerAccess | None) -> None:
-        self.routing, self.axis, self.fused, self.peers = routing, axis, fused, peers
+        self.routing, self.fused = routing, fused
+        self.axis, self.peers = axis, peers
         self.tables = [routing.block(self.tokens_of(rank)) for rank in range(axis.size)]
 
     def tokens_of(self, rank: int) -> slice:
@@ -221,7 +222,8 @@ class UnpermuteScatter(torch.autograd.Function):
     def forward(
         ctx, z: torch.Tensor, probs: torch.Tensor, exchange: AsyncExchange, blocks: RankBlocks
     ) -> torch.Tensor:
-        z, probs, ctx.exchange, ctx.blocks = z.contiguous(), probs.contiguous(), exchange, blocks
+        z, probs = z.contiguous(), probs.contiguous()
+        ctx.exchange, ctx.blocks = exchange, blocks
         ctx.save_for_backward(z if ctx.needs_input_grad[1] else None, probs)
         exchange.pending.append(blocks.unpermute(z, probs))
         return z.new_empty(0)

@@ -62,10 +62,7 @@ class HostStaging:
         return self.buffers[key][:size], self.numbers
 
     def send(self, write: Callable[[torch.Tensor], None], out: torch.Tensor) -> None:
-        """Begin to copy to out `[size/ranks]` on the device what `write` writes on the host.
-
-        The device's current stream waits for it.
-        """
+        """Begin to copy to out `[size/ranks]` what `write` writes on the host; the device's stream waits."""
         key = self._buffer("out", out.dtype)
         self._wait_copy(key)
         staged = self.buffers[key][: len(out)]

@@ -1,9 +1,8 @@
 """Same result as `comm.start_all_gather` and its like, by memory that GPUs share; this says over which axes.
 
-Asked of the machines, then tried by a copy between each pair of GPUs.
-
-A driver can report access between two GPUs that does not work (an IOMMU, a virtual machine). So every rank
-pushes numbers to its peers and pulls theirs, once, before anything relies on it.
+The machines report which GPUs reach each other; then every rank pushes numbers to its peers and pulls theirs,
+once, before anything relies on it: a driver can report access between two GPUs that does not work (an IOMMU,
+a virtual machine).
 
 Gain: that of the paths which use the memory (benchmarks/results/2026-11-22-cp-train-four.json against
 2026-11-22-cp-train-four-messages.json, which has the same run by messages).
@@ -128,13 +127,10 @@ def peer_access_errors(
         if any(row[0] for row in _gather([int(own is None)], world, device)):
             return {name: error or "torch cannot share GPU memory here" for name, error in errors.items()}
         bad = _gather([_failed_copies(own, communicators[mine], device)], world, device)
-        broken |= {
-            (min(rank, peer), max(rank, peer))
-            for group in groups
-            for rank in group
-            for i, peer in enumerate(group)
-            if bad[rank][0] >> i & 1
-        }
+        for group in groups:
+            for rank, (i, peer) in itertools.product(group, enumerate(group)):
+                if bad[rank][0] >> i & 1:
+                    broken.add((min(rank, peer), max(rank, peer)))
         tried |= pairs
     for name, groups in axes.items():
         for a, b in sorted(broken):

@@ -61,8 +61,9 @@ class PeerMemory:
     """
 
     def __init__(self, axis: Axis, device: torch.device, kind: str, slots: int = 2) -> None:
-        self.axis, self.device, self.kind, self.slots = axis, device, kind, slots
-        self.slot, self.size = 0, 0
+        self.axis, self.device, self.kind = axis, device, kind
+        self.slots, self.slot = slots, 0
+        self.size = 0  # bytes of a slot
         self.memory: list[torch.Tensor] = []  # of each rank, [slots, size] bytes
         self._views: dict[tuple, list[torch.Tensor]] = {}
 
@@ -93,7 +94,8 @@ class PeerMemory:
         """
         torch.cuda.synchronize(self.device)
         self.stream = torch.cuda.Stream(self.device, priority=-1)
-        self.ready, self.done = ([torch.cuda.Event() for _ in range(self.axis.size)] for _ in range(2))
+        self.ready = [torch.cuda.Event() for _ in range(self.axis.size)]
+        self.done = [torch.cuda.Event() for _ in range(self.axis.size)]
         self.last = self.done[0]
         self.handle, memory = share_memory(self.axis, self.device, self.slots, size)
         return memory

@@ -1,8 +1,9 @@
 """Same result as `comm.all_gather` and `comm.reduce_scatter`, in blocks of the ranks, to work on one by one.
 
-The copies are made by copy engines between the GPUs (`fast/peer_memory.py`). Where GPUs cannot reach each
-other's memory, and on CPUs, whole collectives run beside the work, and sum in the blocks' type. So they do
-without `peers`: several calls at once would have to alternate in peer memory.
+A rank works on one block while the next is fetched (`gather_pieces`), or makes one while the last is sent
+(`scatter_pieces`). The copies are made by copy engines between the GPUs (`peer_memory.py`). Where GPUs cannot
+reach each other's memory, and on CPUs, whole collectives run beside the work, and sum in the blocks' type. So
+they do without `peers`: several calls at once would have to alternate in peer memory.
 
 Gain: that of `tp_overlap.py` and `moe_pieces.py` (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """

@@ -132,7 +132,8 @@ class RoundsFunction(torch.autograd.Function):
         q, k, v, *known = ctx.saved_tensors
         axis, rounds, peers, backend = ctx.how
         dq = LseAccumulator(q, sum(len(this.steps) for this in rounds))
-        dkv = [LseAccumulator(x, 1 + sum(len(this.keys) for this in rounds)) for x in (k, v)]
+        sent = 1 + sum(len(this.keys) for this in rounds)
+        dkv = LseAccumulator(k, sent), LseAccumulator(v, sent)
         send = exchange(peers, axis, k, "gradients of keys", kept=len(rounds) - 1)
         in_flight: list[tuple[RingStep, Pending]] = []
 
@@ -168,7 +169,8 @@ class LseAccumulator:
 
     def __init__(self, like: torch.Tensor, parts: int) -> None:
         """parts: how many will be added."""
-        self.like, self.left, self.rows, self.lse = like, parts, None, None
+        self.like, self.left = like, parts
+        self.rows = self.lse = None
         self.waiting: list[PartialRows] = []
 
     def add(self, places: Rows, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
@@ -270,8 +272,8 @@ class Planner:
     def transfers(self, by: Sequence[int], sign: int) -> TransferPlan:
         """Of keys (1) or of their gradients (-1), in the round with the ranks that are so far before."""
         sends = [self.arriving(self.own + sign * d, by, sign)[i] for i, d in enumerate(by)]
-        both = sends, self.arriving(self.own, by, sign)
-        return TransferPlan(*([x for x in found if x.by and x.rows] for found in both))
+        recvs = self.arriving(self.own, by, sign)
+        return TransferPlan([x for x in sends if x.by and x.rows], [x for x in recvs if x.by and x.rows])
 
     def arriving(self, rank: int, by: Sequence[int], sign: int) -> list[Transfer]:
         """What arrives at a rank: keys that its queries see (1), or gradients of its own keys (-1)."""

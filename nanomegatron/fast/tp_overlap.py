@@ -1,8 +1,8 @@
 """Same result as `tp.LinearFunction` with --sequence-parallel, its collectives in pieces beside the matmuls.
 
-A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`): see the timelines of
-`gather_matmul` and `matmul_scatter`. Blocks are fetched and pushed as `pieces.py` says, by copy engines
-between the GPUs. Where GPUs cannot reach each other's memory, and on CPUs, the pieces are sent by
+A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`): a matmul for each rank's block
+of rows, which copy engines fetch and push between the GPUs (timelines: `pieces.gather_pieces` and
+`scatter_pieces`). Where GPUs cannot reach each other's memory, and on CPUs, the pieces are sent by
 collectives: the matmul of a rank's own rows hides part of the gather, that of the second half of every block
 hides part of the reduce-scatter, whose sum is then made in x's type.
 
@@ -54,7 +54,8 @@ class OverlappedLinearFunction(torch.autograd.Function):
         ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, peers: PeerAccess | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.comm, ctx.peers = weight, axis, comm, peers
+        ctx.weight, ctx.comm = weight, comm
+        ctx.axis, ctx.peers = axis, peers
         rows, w = x.flatten(0, -2), weight.t()
         gathers = comm == "gather"
         y = gather_matmul(rows, w, axis, peers)[0] if gathers else matmul_scatter(rows, w, axis, peers)
@@ -62,7 +63,8 @@ class OverlappedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), weight, axis, peers = ctx.saved_tensors, ctx.weight, ctx.axis, ctx.peers
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        axis, peers = ctx.axis, ctx.peers
         shape, rows, x = x.shape, grad.flatten(0, -2), x.flatten(0, -2)
         later = is_deferred(weight) and ctx.comm == "gather"
         if ctx.comm == "gather":
@@ -82,9 +84,6 @@ def gather_matmul(
     x: torch.Tensor, weight: torch.Tensor, axis: Axis, peers: PeerAccess | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """all_gather(x) @ weight, and the gathered x, which the caller may keep. Not for autograd.
-
-    rank 0 of 4    matmuls  [barrier][ own ][ x1 W ][ x2 W ][ x3 W ]
-                   copies            [  x1 ][  x2 ][  x3 ]
 
     x `[n, i]` this rank's rows, weight `[i, o]` of any strides -> `[n*size, o]`, `[n*size, i]`
     """
@@ -113,9 +112,6 @@ def matmul_scatter(
     x: torch.Tensor, weight: torch.Tensor, axis: Axis, peers: PeerAccess | None = None
 ) -> torch.Tensor:
     """This rank's rows of the sum over the ranks of x @ weight. Not for autograd.
-
-    rank 0 of 4    matmuls  [ for 1 ][ for 2 ][ for 3 ][ own    ][barrier][sum]
-                   copies            [ to 1  ][ to 2  ][ to 3 ]
 
     x `[n*size, i]`, weight `[i, o]` of any strides -> `[n, o]`
 
