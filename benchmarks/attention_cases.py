@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.forms import Sizes, backward, case, forms, forward, liger, wide
+from benchmarks.forms import Sizes, backward, case, forms, forward, liger, passes, wide
 from benchmarks.session import Case
 from nanomegatron.ops.rope import rope_packed, rope_ref
 from nanomegatron.ops.softmax import scaled_softmax
@@ -38,13 +38,13 @@ def softmaxes(s: Sizes) -> Iterator[Case]:
         def megatron(x, hidden, scale=scale):
             return (x.float() * scale).masked_fill(hidden, -10000.0).softmax(dim=-1).to(x.dtype)
 
-        one_pass = by_place if causal else masked
-        ways = forms(forward(ours), masked, one_pass=one_pass, megatron=forward(megatron))
-        moved = 2 * seen + 2 * scores + (0 if causal else n * n)
-        yield case(f"softmax fwd {n} {kind}", moved, inputs, ways, gate={"share": 0.85})
-        ways = forms(backward(ours, (1, 1)), masked, (1, 1), one_pass, megatron=backward(megatron, (1, 1)))
-        inputs = *inputs, s.normal(1, heads, n, n)
-        yield case(f"softmax bwd {n} {kind}", 4 * seen + 2 * scores, inputs, ways, gate={"share": 0.80})
+        moved = 2 * seen + 2 * scores + (0 if causal else n * n), 4 * seen + 2 * scores
+        more = dict(
+            moved=moved, one_pass=by_place if causal else masked, gate=({"share": 0.85}, {"share": 0.80})
+        )
+        more["megatron"] = forward(megatron), backward(megatron, (1, 1))
+        grads = (s.normal(1, heads, n, n),)
+        yield from passes(f"softmax {n} {kind}", inputs, 1, grads, ours, masked, **more)
 
 
 def mask_of(n: int, causal: bool, device: str):

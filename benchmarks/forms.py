@@ -101,11 +101,11 @@ def forms(ours: Way, plain: Callable, grads: tuple = (), one_pass: Callable | No
 def passes(name: str, inputs: tuple, wanted: int, grads: tuple, ours: Callable, plain: Callable, **more):
     """Two cases, forward and backward: the first `wanted` inputs have a gradient, the outputs' are `grads`.
 
-    more: a pair for forward and backward each: `moved`, `gate`, `finish`, and peers' ways by name.
+    more: a pair for forward and backward each: `moved`, `gate`, `finish`, and peers by name; `one_pass`.
     """
     finish, moved, gates = (more.pop(word, ({}, {})) for word in ("finish", "moved", "gate"))
-    given = wanted, len(grads)
-    ways = forms(forward(ours), plain), forms(backward(ours, given), plain, given)
+    given, one_pass = (wanted, len(grads)), more.pop("one_pass", None)
+    ways = forms(forward(ours), plain, (), one_pass), forms(backward(ours, given), plain, given, one_pass)
     for i, word in enumerate(("fwd", "bwd")):
         found = ways[i] | {peer: pair[i] for peer, pair in more.items()}
         tensors = (*inputs, *grads[: i * len(grads)])

@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kernel_times import profiled
 from nanomegatron.comm import all_gather, all_reduce_, any_rank
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World, pick_device
@@ -39,8 +38,18 @@ from nanomegatron.plan.gpus import device_peak
 from nanomegatron.report.timers import Clock
 
 CLOCK, MAX_SLEEP = 2e9, 50e-3  # of the GPU, in Hz; seconds that it sleeps at most
-HEAD = "| case | form | ms | GB/s | TFLOP/s | of peak | time / first | error | host ms | MiB sent | GiB |"
 NVIDIA_SMI = "nvidia-smi --query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv,noheader"
+COLUMNS = {  # of the table, by the name in the JSON; factor: the time, of the first form's
+    "ms": ".4f",
+    "gb_per_s": ".0f",
+    "tflops": ".0f",
+    "share": ".3f",
+    "factor": ".3f",
+    "error": ".1e",
+    "host_ms": ".3f",
+    "sent_mib": ".1f",
+    "peak_gib": ".2f",
+}
 
 
 @dataclass
@@ -48,7 +57,8 @@ class Run:
     """One form of a case, built."""
 
     call: Callable[[], object]
-    prepare: Callable[[], object] | None = None  # before every call, untimed
+    prepare: Callable[[], object] = lambda: None  # before every call, untimed
+    single: bool = False  # one call a sample, for those that need to be prepared
     bytes: float = 0.0  # 0: as the case says
     finish: Callable[..., tuple] | None = None  # turns results into what is expected
     part: Callable[[torch.Tensor], torch.Tensor] | None = None  # of what is expected: this rank's
@@ -56,23 +66,16 @@ class Run:
     facts: dict = field(default_factory=dict)  # what else the JSON says
 
 
-Build = Callable[[], Run | Callable[[], object]]
-
-
 @dataclass(frozen=True)
 class Case:
-    """What is computed, and by which forms. A list of builders: the first that works on every rank."""
+    """What is computed, and what builds each of the forms that compute it."""
 
     name: str
-    forms: dict[str, Build | list[Build]]
+    forms: dict[str, Callable[[], Run | Callable[[], object]]]
     bytes: float = 0.0
     flops: float = 0.0
     expected: Callable[[], tuple[torch.Tensor, ...]] | None = None
     gate: dict[str, float] = field(default_factory=dict)  # least `share`; least factor to a form by name
-
-
-class FailedSomewhere(Exception):
-    """Something did not work on one of the ranks."""
 
 
 class Session:
@@ -98,51 +101,58 @@ class Session:
 
     def run(self, cases: Callable[[], Iterable[Case]]) -> None:
         """Those whose names begin as the command line says. Raises SystemExit for a name of none."""
-        known, wanted = [case.name for case in cases()], self.args.names or [""]
+        known, wanted = [case.name for case in cases()], tuple(self.args.names or [""])
         if unknown := [word for word in wanted if not any(name.startswith(word) for name in known)]:
             raise SystemExit(f"no case begins with {', '.join(unknown)}; there are {', '.join(known)}")
-        self.say(f"{HEAD}\n|---|---|{'--:|' * (HEAD.count('|') - 3)}")
+        self.say(f"| case | form | {' | '.join(COLUMNS)} |\n|---|---|{'--:|' * len(COLUMNS)}")
         for case in cases():
-            if not case.name.startswith(tuple(wanted)):
+            if not case.name.startswith(wanted):
                 continue
-            if any_rank(time.monotonic() > self.begin + 60 * self.args.minutes, self.mesh.world, self.device):
+            late = time.monotonic() > self.begin + 60 * self.args.minutes
+            if any_rank(late, self.mesh.world, self.device):
                 self.result["skipped"].append(case.name)
             else:
-                self.measure(case)
-                self.say("\n".join(lines(case.name, self.result["cases"][case.name])))
+                self.result["cases"][case.name] = found = self.measure(case)
+                self.say("\n".join(lines(case.name, found)))
             del case  # with all of its tensors
             self.free()
             self.result["seconds"] = round(time.monotonic() - self.begin, 1)
             if self.args.out and not self.world.rank:
                 self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
 
-    def measure(self, case: Case) -> None:
-        """Build, compare, warm up and time all forms of a case."""
+    def measure(self, case: Case) -> dict:
+        """Build, compare, warm up and time all forms of a case: what the JSON says of it."""
         rows, runs = {}, {}
-        self.result["cases"][case.name] = dict(gate=case.gate, forms=rows)
         expected = case.expected() if case.expected else None
-        for name, builds in case.forms.items():
-            if self.args.form and name not in self.args.form:
-                continue
-            rows[name] = {}
-            for build in builds if isinstance(builds, list) else [builds]:
-                try:
-                    start = functools.partial(self.start, build, expected)
-                    runs[name], row = self.together(start)
-                except FailedSomewhere as failure:
-                    rows[name].setdefault("failed", []).append(str(failure))
-                    continue
-                if "error" in row:
-                    row["error"] = self.over_ranks([row["error"]]).max().item()  # NaN if there is one
-                rows[name] |= row
-                break
-        del expected
+        for name, build in case.forms.items():
+            if not self.args.form or name in self.args.form:
+                run, rows[name] = self.attempt(functools.partial(self.start, build, expected))
+                runs |= {name: run} if run else {}
+        expected = None
         for name, (ms, host) in self.times(runs).items():
             rows[name] |= self.rates(case, runs[name], ms) | {"host_ms": 1e3 * host}
-            if name in self.args.profile:
-                rows[name]["profile"] = profiled(functools.partial(call, runs[name]), self.mesh.rank, 1)
+            rows[name]["factor"] = rows[name]["ms"] / rows[next(iter(runs))]["ms"]
+        return dict(gate=case.gate, forms=rows)
 
-    def start(self, build: Build, expected: tuple | None) -> tuple[Run, dict]:
+    def attempt(self, action: Callable[[], tuple[Run, dict]]) -> tuple[Run | None, dict]:
+        """A form and its row, or why there is none; on every rank the same.
+
+        Where one rank fails while others wait for it in a collective, the timeout of that ends the run.
+        """
+        try:
+            (run, row), problem = action(), ""
+            self.synchronize()
+        except Exception as failure:  # whatever it is: the others are still to be measured
+            run, row, problem = None, {}, f"{type(failure).__name__}: {failure}"[:300]
+            print(f"rank {self.world.rank}: {traceback.format_exc()[-2000:]}", file=sys.stderr)
+        if any_rank(bool(problem), self.mesh.world, self.device):
+            self.free()
+            return None, {"failed": problem or "on another rank"}
+        if "error" in row:
+            row["error"] = self.over_ranks([row["error"]]).max().item()  # NaN if there is one
+        return run, row
+
+    def start(self, build: Callable, expected: tuple | None) -> tuple[Run, dict]:
         """A form and what its first two calls say: its error, peak memory, and bytes sent by kind."""
         run = build()
         run = run if isinstance(run, Run) else Run(run)
@@ -160,7 +170,7 @@ class Session:
         sent = Counter()
         for (_, kind, unit), number in self.mesh.traffic.items():
             sent[kind] += number * (unit == "bytes")
-        return run, row | ({"sent_bytes": dict(sent)} if sent else {})
+        return run, row | (dict(sent_bytes=dict(sent), sent_mib=sent.total() / 2**20) if sent else {})
 
     def times(self, runs: dict[str, Run]) -> dict[str, tuple[list[float], float]]:
         """Milliseconds a call of each sample, of the slowest rank; seconds the host needs to queue a call."""
@@ -187,15 +197,14 @@ class Session:
         for _ in range(3):
             call(run)
         host = (time.perf_counter() - begin) / 3
-        ms = self.sample(run, 1 if run.prepare else 3, 6 * host)
-        count = 1 if run.prepare else max(1, round(self.args.sample_ms / max(ms, 1e-3)))
+        ms = self.sample(run, 1 if run.single else 3, 6 * host)
+        count = 1 if run.single else max(1, round(self.args.sample_ms / max(ms, 1e-3)))
         count, host = self.over_ranks([count, host]).amax(0).tolist()
         return int(count), host
 
     def sample(self, run: Run, count: int, sleep: float) -> float:
         """Milliseconds a call, of `count` in a row, queued while the GPU sleeps for some seconds."""
-        if run.prepare:
-            run.prepare()
+        run.prepare()
         if self.cuda:
             torch.cuda._sleep(int(CLOCK * min(sleep, MAX_SLEEP)))
         all_reduce_(self.flag, self.mesh.world)
@@ -224,23 +233,6 @@ class Session:
         self.result["copy_bytes_per_s"] = 2 * x.numel() / statistics.median(ms) * 1e3
         return self.result["copy_bytes_per_s"]
 
-    def together(self, action: Callable[[], tuple]) -> tuple:
-        """Its result on every rank, when all is done; raises FailedSomewhere on all where it fails on one.
-
-        Where one rank fails while others wait for it in a collective, the timeout of that ends the run.
-        """
-        result, problem = (), ""
-        try:
-            result = action()
-            self.synchronize()
-        except Exception as failure:  # whatever it is: the others are still to be measured
-            problem = f"{type(failure).__name__}: {failure}"[:300]
-            print(f"rank {self.world.rank}: {traceback.format_exc()[-2000:]}", file=sys.stderr)
-        if any_rank(bool(problem), self.mesh.world, self.device):
-            self.free()
-            raise FailedSomewhere(problem or "on another rank")
-        return result
-
     def over_ranks(self, numbers: list[float]) -> torch.Tensor:
         """Every rank's, `[ranks, n]` fp64."""
         mine = torch.tensor([numbers], dtype=torch.float64, device=self.device)
@@ -264,8 +256,7 @@ class Session:
 
 def call(run: Run) -> object:
     """Prepared, and once."""
-    if run.prepare:
-        run.prepare()
+    run.prepare()
     return run.call()
 
 
@@ -283,32 +274,16 @@ def error(run: Run, results: object, expected: tuple[torch.Tensor, ...]) -> floa
 
 def lines(name: str, case: dict) -> list[str]:
     """Markdown, a line a form, and what of its gate the first form misses."""
-    table, rows = [], case["forms"]
-    first = next((row["ms"] for row in rows.values() if "ms" in row), None)
-    for form, row in rows.items():
-        if "ms" not in row:
-            table.append(f"| {name} | {form} | failed: {row['failed'][-1][:120]} |")
-            continue
-        shown = dict(ms=f"{row['ms']:.4f}", factor=f"{row['ms'] / first:.3f}")
-        sent = sum(row.get("sent_bytes", {}).values()) / 2**20
-        cells = [shown["ms"], *(f"{row[key]:.0f}" if key in row else "" for key in ("gb_per_s", "tflops"))]
-        cells += [f"{100 * row['share']:.1f} %" if "share" in row else "", shown["factor"]]
-        cells += [f"{row['error']:.1e}" if "error" in row else "", f"{row['host_ms']:.3f}"]
-        cells += [f"{sent:.1f}" if sent else "", f"{row['peak_gib']:.2f}" if "peak_gib" in row else ""]
-        table.append(f"| {name} | {form} | {' | '.join(cells)} |")
-    return table + [f"{name} misses its gate: {what}" for what in missed(case)]
-
-
-def missed(case: dict) -> list[str]:
-    """What the first form of a case does not reach, of what is known."""
-    forms, found = case["forms"], []
-    ours = next(iter(forms.values()), {})
+    table, forms = [], case["forms"]
+    for form, row in forms.items():
+        cells = (format(row[key], spec) if key in row else "" for key, spec in COLUMNS.items())
+        told = f"failed: {row['failed'][:120]}" if "failed" in row else " | ".join(cells)
+        table.append(f"| {name} | {form} | {told} |")
     for what, least in case["gate"].items():
-        peer = forms.get(what, {}).get("ms")
-        reached = ours.get("share") if what == "share" else peer and "ms" in ours and peer / ours["ms"]
-        if reached and reached < least:
-            found.append(f"{reached:.2f} of {least} ({what})")
-    return found
+        form, key = (next(iter(forms), ""), "share") if what == "share" else (what, "factor")
+        if (reached := forms.get(form, {}).get(key, least)) < least:
+            table.append(f"{name} misses its gate: {reached:.2f} of {least} ({what})")
+    return table
 
 
 def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.Namespace:
@@ -323,7 +298,6 @@ def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.
     add("--out", type=Path, metavar="FILE.json")
     add("--small", action="store_true", help="tiny shapes and few samples, on CPUs too")
     add("--form", action="append", default=[], help="this form only; may be repeated")
-    add("--profile", action="append", default=[], help="list the kernels of this form too")
     add("--samples", type=int, help="of each form; 15, --small 2")
     add("--sample-ms", type=float, default=5.0 if parts else 1.0, help="least length of a sample")
     add("--warm", type=int, default=2, help="calls before them")
