@@ -24,7 +24,7 @@ import string
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -124,11 +124,8 @@ def cells_of(table: dict, row: dict) -> list[Cell | str]:
     """A cell for each column: text that the row itself gives under the head, else the number of a path."""
     cells: list[Cell | str] = []
     for column in columns_of(table):
-        if "text" in column:
-            cells.append(row.get(column["text"], ""))
-            continue
-        if column["head"] in row.get("lacks", []):
-            cells.append("")
+        if "text" in column or column["head"] in row.get("lacks", []):
+            cells.append(row.get(column.get("text"), ""))
             continue
         try:
             cells.append(cell(column, row))
@@ -154,6 +151,10 @@ def against(ours: Cell, keys: list[str]) -> str:
     return "; ".join(parts)
 
 
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
+
+
 def markdown(table: dict) -> str:
     """Title, paragraph, plot, command, rows, and the files that the numbers are from."""
     columns = columns_of(table)
@@ -169,16 +170,11 @@ def markdown(table: dict) -> str:
         beside = [against(numbers[0], row["published"]) if "published" in row else ""] if compared else []
         lines.append(line([row["label"], *map(str, cells), *beside]))
     parts = [f"## {table['title']}", table["text"].strip()]
-    parts += [
-        f"![{plot['title']}]({plot['out']})" for plot in SPEC["plots"] if plot.get("in") == table["title"]
-    ]
+    plots = [plot for plot in SPEC["plots"] if plot["in"] == table["title"]]
+    parts += [f"![{plot['title']}]({plot['out']})" for plot in plots]
     parts += ["    " + table["command"].strip().replace("\n", "\n    ")] if "command" in table else []
     links = ", ".join(f"[{name}](../benchmarks/results/{name})" for name in sorted(files))
     return "\n\n".join([*parts, "\n".join(lines), f"Files: {links}."])
-
-
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 
 def published_table() -> str:
@@ -203,12 +199,14 @@ def figures() -> dict[str, Cell]:
 
 
 def all_cells() -> Iterator[Cell]:
-    """Every number that a document may state: of the tables, of [figures], and what others published."""
+    """Every number that a document may state; a published one with the file of what is compared with it."""
     for table in SPEC["tables"]:
         for row in rows_of(table):
-            yield from (c for c in cells_of(table, row) if isinstance(c, Cell))
+            cells = [c for c in cells_of(table, row) if isinstance(c, Cell)]
+            yield from cells
+            for other in map(published, row.get("published", [])):
+                yield replace(other, files=other.files | cells[0].files)
     yield from figures().values()
-    yield from map(published, load(PUBLISHED))
 
 
 def curve(panel: dict, series: dict) -> tuple[np.ndarray, np.ndarray]:
@@ -246,7 +244,7 @@ def draw(panel: dict, left: int) -> list[str]:
     for y in ticks(y0, y1):
         out.append(f'<path d="M{left + 60} {place_y(y):.1f}h365" stroke="#e5e5e5"/>')
         out.append(text(left + 55, place_y(y) + 4, "end", f"{y:.6g}"))
-    for x in np.unique(xs) if panel.get("log") else ticks(x0, x1):
+    for x in [x for x in np.unique(xs) if np.log2(x) % 1 == 0] if panel.get("log") else ticks(x0, x1):
         out.append(text(place_x(x), 291, "middle", f"{x / 1024:.0f}k" if panel.get("log") else f"{x:.6g}"))
     for i, (series, (x, y)) in enumerate(zip(panel["series"], curves)):
         points = [f"{a:.1f} {b:.1f}" for a, b in zip(place_x(x), place_y(y))]
@@ -262,10 +260,9 @@ def draw(panel: dict, left: int) -> list[str]:
                 f'<path d="M{"L".join(points)}" stroke="{colour}"{dash} stroke-width="1.4" fill="none"/>'
             )
         if "label" in series:
-            at = 48 + 15 * sum("label" in s for s in panel["series"][:i])
-            out.append(
-                f'<g fill="{colour}">{text(left + panel.get("legend", 418), at, "end", series["label"])}</g>'
-            )
+            x, y = panel.get("legend", [418, 48])
+            y += 15 * sum("label" in s for s in panel["series"][:i])
+            out.append(f'<g fill="{colour}">{text(left + x, y, "end", series["label"])}</g>')
     return out
 
 
