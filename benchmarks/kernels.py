@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     """Measure, print, write the JSON."""
     args = arguments(__doc__, argv)
     session = Session(args, World(), ParallelConfig(), "auto")
-    session.run(lambda: cases((SMALL if args.small else Sizes)(device=session.device.type)))
+    session.run(cases((SMALL if args.small else Sizes)(device=session.device.type)))
 
 
 if __name__ == "__main__":

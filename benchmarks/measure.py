@@ -13,7 +13,8 @@ All numbers are those that a program writes for itself in metrics.jsonl: a step'
 the GPU of rank 0, from its batch to its update, and the next step is launched meanwhile. The median of all
 repetitions counts; where steps have different numbers of tokens, their sum over the sum of their times. MFU
 is Megatron's count over the dense bf16 peak, peak memory that of torch's allocator on rank 0; `used_gib` is
-what nvidia-smi says of each GPU at the end, NCCL's and CUDA's share and the allocator's cache included.
+what nvidia-smi says of each GPU at the end, NCCL's and CUDA's share and the allocator's cache included. Of
+pipelines a further step is traced: the bubble, idle over busy time of its ops, measured and planned.
 
 All cases of a part train on the same tokens from the same weights, so that first losses must be equal: one
 that differs from the case it is `like`, or that fails, is a problem, and the exit code is 1. A case that
@@ -23,6 +24,7 @@ has run; report.py prints the tables again. `--small` takes tiny models on CPUs,
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -79,28 +81,32 @@ def command(case: Case, checkout: Path, small: bool, *more: str) -> list[str]:
 
 def run_steps(case: Case, checkout: Path, small: bool, *more: str) -> dict[str, Any]:
     """The numbers of its timed steps, and the losses of all; `problem`: why there are none."""
-    last, words = case.warm + case.timed, list(more)
-    if traced := "--pp " in case.flags and case.program == "train.py":
-        words += ["--trace-dir", "trace", "--trace-iterations", str(last := last + 1)]
-    words += ["--train-iters", str(last + 2)]
+    steps, words = case.warm + case.timed, list(more)
+    traced = "--pp " in case.flags and case.program == "train.py"
+    last = steps + traced  # one more step, since to draw it takes time
+    words += ["--train-iters", str(steps + 3)]
+    words += ["--trace-dir", "trace", "--trace-iterations", str(last)] if traced else []
     with tempfile.TemporaryDirectory(prefix="measure-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with running(command(case, checkout, small, *words), folder) as process:
             end = time.monotonic() + TIMEOUT
+            ended = False
             while len(read_jsonl(folder / "steps.jsonl")) < last:
-                if process.poll() is not None or time.monotonic() > end:
+                if ended or time.monotonic() > end:
                     return {"problem": last_words(folder)}
                 time.sleep(0.1)
+                ended = process.poll() is not None
             used = [round(gpu["used"], 2) for gpu in gpus()]
-        records = read_jsonl(folder / "steps.jsonl")[: case.warm + case.timed]
-        lines = (folder / "runs/case/log.txt").read_text().splitlines() if traced else []
+        records = read_jsonl(folder / "steps.jsonl")[:steps]
+        text = (folder / "runs/case/log.txt").read_text() if traced else ""
     timed = records[case.warm :]
     turn = {"step_ms": [round(step["step_time_ms"], 3) for step in timed]}
     turn |= {"loss": [step["lm_loss"] for step in records]} | speed(timed)
     turn |= {"peak_gib": round(max(step["peak_mem_gib"] for step in timed), 3), "used_gib": used}
     if "moe_load_imbalance" in timed[-1]:
         turn["imbalance"] = timed[-1]["moe_load_imbalance"]
-    return turn | ({"trace": [line for line in lines if line.startswith("trace ")]} if traced else {})
+    bubbles = re.findall(r"(planned|measured) \S+ ms, bubble (\S+) %", text)
+    return turn | ({"bubble_percent": {kind: float(x) for kind, x in bubbles}} if bubbles else {})
 
 
 @contextmanager
@@ -186,9 +192,8 @@ class Session:
     def run(self, data: list[str], documents: str) -> None:
         """Every case once a repetition; of two checkouts every other time the old one first."""
         for repetition in range(self.args.repetitions):
-            for number, case in enumerate(self.cases):
+            for case in self.cases:
                 given = case._replace(flags=case.flags.replace("{documents}", documents))
-                self.cases[number] = case
                 sides = [side for side in self.checkouts if side == "new" or case.program == "train.py"]
                 for side in sides[:: -1 if repetition % 2 else 1]:
                     turn = self.turn(given, self.checkouts[side], repetition, data)
@@ -203,7 +208,7 @@ class Session:
         try:
             predicted = self.predicted(case, data)
         except ConfigError as error:
-            return {"problem": "; ".join(error.args[0])}
+            return {"problem": str(error)}
         if self.devices and predicted > self.devices[0]["total"] - OUTSIDE:
             return {"left_out": f"does not fit: {predicted:.1f} GiB by the plan"}
         if self.args.part in LOSSES:
@@ -211,7 +216,7 @@ class Session:
             turn = run_whole(case, checkout, self.args.small, "--seed", str(seed), *data) | {"seed": seed}
         else:
             turn = run_steps(case, checkout, self.args.small)
-        return turn | {"predicted_gib": round(predicted, 3)}
+        return turn | {"predicted_gib": round(predicted, 6)}
 
     def predicted(self, case: Case, data: list[str]) -> float:
         """Peak memory by the planner, GiB, of the rank that needs most; 0 where it is not known.

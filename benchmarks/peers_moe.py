@@ -1,21 +1,30 @@
-"""transformers' mixtures of experts: its whole model under FSDP2, and its block by itself.
+"""transformers' mixtures of experts: its whole model under FSDP2, a program, and its block.
+
+    torchrun benchmarks/peers_moe.py KIND FLAGS OF train.py
 
 FSDP2 cuts parameters, gradients and AdamW's moments, fp32, over all ranks and gathers each layer's in bf16
-when it is used: every rank has all experts of a layer then, for its own tokens. The experts are computed by
-`experts_implementation`: torch's grouped matmul, or the loop over experts ("eager"). Tried in this order are
-the grouped matmul, the same with layers recomputed, and the loop with layers recomputed.
+when it is used: every rank then has all experts of a layer, for its own tokens. The experts are computed by
+torch's grouped matmul (`grouped`) or in a loop over them; where the kind ends in -recomputed, the backward
+computes layers again. Weights are transformers' own, so that losses are not those of train.py.
 """
 
+import sys
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.peers import token_loss
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.peer_program import main
+from benchmarks.peers import Peer, token_loss
 from nanomegatron.config.hf import to_hf
 from nanomegatron.config.settings import Config
+from nanomegatron.mesh import Mesh
 
 
 def hf_config(config: Config, experts: str):
@@ -29,42 +38,29 @@ def hf_config(config: Config, experts: str):
     return found
 
 
-class Sharded:
-    """The model and its optimizer; `step` is one iteration over this rank's microbatches."""
+class Sharded(Peer):
+    """The model and its optimizer."""
 
-    def __init__(self, config: Config, device: torch.device, experts: str, again: bool) -> None:
+    def __init__(self, config: Config, mesh: Mesh, experts: str, recompute: bool) -> None:
         from transformers import AutoModelForCausalLM
 
         hf = hf_config(config, experts)
-        with device:
+        with mesh.device:
             model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
-        if again:
+        if recompute:
             model.gradient_checkpointing_enable()
-        mesh = init_device_mesh(device.type, (config.parallel.data_parallel_size,))
-        cut = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        ranks = init_device_mesh(mesh.device.type, (mesh.world.size,))
+        policy = MixedPrecisionPolicy(getattr(torch, config.dtype_name), torch.float32)
         for layer in model.model.layers:
-            fully_shard(layer, **cut)
-        self.model, self.clip = fully_shard(model, **cut).train(), config.optimizer.clip_grad
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, fused=True)
-
-    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        """batches: tokens and one more, `[b, s + 1]` each. Returns this rank's mean loss, 0-d."""
-        total = 0.0
-        for i, tokens in enumerate(batches, 1):
-            self.model.set_requires_gradient_sync(i == len(batches))
-            loss = token_loss(self.model(tokens[:, :-1]).logits, tokens[:, 1:]) / len(batches)
-            loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total
+            fully_shard(layer, mesh=ranks, mp_policy=policy)
+        model = fully_shard(model, mesh=ranks, mp_policy=policy).train()
+        super().__init__(model, config.optimizer, lambda y, labels: token_loss(y.logits, labels), nullcontext)
 
 
-BUILDS = {
-    "grouped": partial(Sharded, experts="grouped_mm", again=False),
-    "grouped, layers again": partial(Sharded, experts="grouped_mm", again=True),
-    "loop, layers again": partial(Sharded, experts="eager", again=True),
+KINDS = {
+    "grouped": partial(Sharded, experts="grouped_mm", recompute=False),
+    "grouped-recomputed": partial(Sharded, experts="grouped_mm", recompute=True),
+    "loop-recomputed": partial(Sharded, experts="eager", recompute=True),
 }
 
 
@@ -83,3 +79,7 @@ def block(config: Config, device: torch.device, experts: str, ours: nn.Module) -
         found.experts.gate_up_proj.copy_(ours.experts.weight1.view(count, -1, h))
         found.experts.down_proj.copy_(ours.experts.weight2.view(count, -1, h).mT)
     return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(KINDS, sys.argv[1:]))

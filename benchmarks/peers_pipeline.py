@@ -1,17 +1,21 @@
 """The plain torch transformer of peers.py cut into stages and run by torch.distributed.pipelining.
 
-    our chunks of this rank --weights--> Piece, Piece ... --PipelineStage--> Schedule1F1B
-                                                                             ScheduleInterleaved1F1B
-                                                                             ScheduleInterleavedZeroBubble
-                                                                             ScheduleZBVZeroBubble
+    torchrun benchmarks/peers_pipeline.py KIND FLAGS OF train.py
+
+    our chunks of this rank --weights--> Transformer, Transformer ... --PipelineStage--> 1f1b, interleaved,
+                                                                        interleaved-zero-bubble, zb-v
 
 Layers are cut as ours are and begin with our weights, so that losses can be compared. Everything else is
 torch's: autograd's weight gradients, its schedules, their messages over the group of the pipeline. As for the
-tensor-parallel peer, parameters, gradients and AdamW's moments have the type of the run (bf16), blocks and
-loss are compiled where torch allows it: not where a backward is split in two. (arXiv 2410.06511)
+tensor-parallel peer, parameters, gradients and AdamW's moments have the type of the run (bf16). Blocks and
+loss are compiled in 1f1b and interleaved, unless the kind ends in -eager; torch does not allow it where a
+backward is split in two. (arXiv 2410.06511)
 """
 
+import sys
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,80 +27,25 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.peers import OURS, Block, Peer, compiled, token_loss
-from nanomegatron.build import build
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.peer_program import main
+from benchmarks.peers import Peer, Transformer, compiled, our_model, token_loss, unchanged
 from nanomegatron.comm import all_reduce_
-from nanomegatron.config.settings import Config, padded_vocab_size
+from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh
-from nanomegatron.model import GPTModel
-from nanomegatron.param import Init
-from nanomegatron.pp import Stages
-
-SCHEDULES = {
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
-    "zb-v": ScheduleZBVZeroBubble,
-}
-
-
-class Piece(nn.Module):
-    """What a stage has: `[b, s]` tokens or `[b, s, h]` in, `[b, s, h]` or logits `[b, s, V]` out."""
-
-    def __init__(self, chunk: GPTModel, config: Config, backend: str | None) -> None:
-        """chunk: the same stage of our model, whose weights become those of this one."""
-        super().__init__()
-        model, vocab, h = config.model, config.data.vocab_size, config.model.hidden_size
-        with torch.device("meta"):
-            self.embedding = nn.Embedding(vocab, h) if chunk.pre_process else None
-            self.blocks = nn.ModuleList(Block(model, 1) for _ in chunk.layers)
-            self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if chunk.post_process else None
-            self.output = nn.Linear(h, vocab, bias=False) if chunk.post_process else None
-        given = weights_of(chunk, vocab)
-        device = next(iter(given.values())).device
-        self.load_state_dict(given, assign=True)
-        self.requires_grad_()
-        pairs = torch.arange(0, model.head_dim, 2, device=device).float() / model.head_dim
-        angles = torch.arange(config.data.seq_length, device=device)[:, None] / model.rotary_base**pairs
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        self.blocks = nn.ModuleList(compiled(block, backend) for block in self.blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return x if self.output is None else self.output(self.norm(x))
-
-
-def weights_of(chunk: GPTModel, vocab: int) -> dict[str, torch.Tensor]:
-    """The weights of one of our chunks by the names of a Piece, without the padding of the vocabulary."""
-    found = {}
-    if chunk.pre_process:
-        found["embedding.weight"] = chunk.embedding.word_embeddings.weight[:vocab]
-    for i, layer in enumerate(chunk.layers):
-        for theirs, ours in OURS.items():
-            found[f"blocks.{i}.{theirs}.weight"] = layer.get_submodule(ours).weight
-    if chunk.post_process:
-        found["norm.weight"] = chunk.final_layernorm.weight
-        found["output.weight"] = chunk.output_layer.weight[:vocab]
-    return {name: weight.detach() for name, weight in found.items()}
 
 
 class PipelinePeer(Peer):
-    """This rank's stages, their optimizer, and torch's schedule for them.
+    """This rank's stages, their optimizer, and torch's schedule for them."""
 
-    schedule: of SCHEDULES; the stages are where the schedule of the config has them.
-    """
-
-    def __init__(self, config: Config, mesh: Mesh, schedule: str, backend: str | None) -> None:
-        vocab, dtype = config.data.vocab_size, getattr(torch, config.dtype_name)
-        padded = padded_vocab_size(vocab, config.data.make_vocab_size_divisible_by, 1)
-        ours: Stages = build(config, mesh, vocab, padded, Init(config.run.seed, dtype, mesh.device))
-        pieces = nn.ModuleList(Piece(chunk, config, backend) for chunk in ours)
-        super().__init__(pieces, config.optimizer, compiled(token_loss, backend), nullcontext)
-        self.config, self.mesh, self.kind, self.dtype = config, mesh, SCHEDULES[schedule], dtype
+    def __init__(self, config: Config, mesh: Mesh, kind: type, compile: bool) -> None:
+        """The stages are where the schedule of the config has them."""
+        dtype, ours = getattr(torch, config.dtype_name), our_model(config, mesh)
+        place = partial(compiled, mesh=mesh) if compile else unchanged
+        stages = nn.ModuleList(Transformer(config, chunk, mesh, dtype, place) for chunk in ours)
+        super().__init__(stages, config.optimizer, place(token_loss), nullcontext)
+        self.config, self.mesh, self.kind, self.dtype = config, mesh, kind, dtype
         self.mine, self.count = ours.placed[mesh.pp.rank], len(ours) * mesh.pp.size
         self.schedule, self.microbatches = None, 0
         self._warm_up()
@@ -104,7 +53,7 @@ class PipelinePeer(Peer):
     def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """batches: tokens and one more, `[b, s + 1]` each. Returns the mean loss on every rank, 0-d."""
         if self.microbatches != len(batches):
-            self.schedule, self.microbatches = None, len(batches)  # its buffers go before the new ones come
+            self.schedule, self.microbatches = None, len(batches)  # frees its buffers before the new ones
             self.schedule = self._schedule(len(batches))
         tokens, losses = torch.cat(batches), []
         args = (tokens[:, :-1].contiguous(),) if 0 in self.mine else ()  # torch 2.11 looks at strides
@@ -126,23 +75,22 @@ class PipelinePeer(Peer):
         def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return self.loss(logits, labels) / microbatches
 
-        group = self.mesh.pp.group
-        stages = []
-        for piece, stage in zip(self.model, self.mine, strict=True):
+        group, stages = self.mesh.pp.group, []
+        for module, stage in zip(self.model, self.mine, strict=True):
             shapes = self._like(stage, first=True), self._like(stage, first=False)
-            stages.append(PipelineStage(piece, stage, self.count, self.mesh.device, *shapes, group=group))
+            stages.append(PipelineStage(module, stage, self.count, self.mesh.device, *shapes, group=group))
         what = stages[0] if self.kind is Schedule1F1B else stages
         return self.kind(what, microbatches, loss, scale_grads=False)
 
     def _warm_up(self) -> None:
         """Every stage once, forward and backward, by itself.
 
-        What is compiled and loaded then needs no message, nor does it hold one up: until a message on its
-        way to a GPU has come, no kernel can be loaded there. And what fails, fails before others wait.
+        What is compiled and loaded then needs no message, nor does it delay one: until a message in flight to
+        a GPU has arrived, no kernel can be loaded there. And what fails, fails before others wait.
         """
-        for piece, stage in zip(self.model, self.mine, strict=True):
+        for module, stage in zip(self.model, self.mine, strict=True):
             x = torch.zeros_like(self._like(stage, first=True), device=self.mesh.device)
-            y = piece(x.requires_grad_(x.is_floating_point()))
+            y = module(x.requires_grad_(x.is_floating_point()))
             labels = torch.zeros(y.shape[:2], dtype=torch.int64, device=y.device)
             (self.loss(y, labels) if stage == self.count - 1 else y.sum()).backward()
         self.optimizer.zero_grad()
@@ -155,3 +103,15 @@ class PipelinePeer(Peer):
             return torch.empty(shape, dtype=torch.int64, device="meta")
         width = data.vocab_size if stage == self.count - 1 and not first else model.hidden_size
         return torch.empty(*shape, width, dtype=self.dtype, device="meta", requires_grad=True)
+
+
+KINDS = {
+    "1f1b": partial(PipelinePeer, kind=Schedule1F1B, compile=True),
+    "interleaved": partial(PipelinePeer, kind=ScheduleInterleaved1F1B, compile=True),
+    "interleaved-eager": partial(PipelinePeer, kind=ScheduleInterleaved1F1B, compile=False),
+    "interleaved-zero-bubble": partial(PipelinePeer, kind=ScheduleInterleavedZeroBubble, compile=False),
+    "zb-v": partial(PipelinePeer, kind=ScheduleZBVZeroBubble, compile=False),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(KINDS, sys.argv[1:]))

@@ -43,7 +43,8 @@ def summary(cases: list[Case], turns: dict[str, list[dict]]) -> list[dict[str, A
             values = [turn[key] for turn in good if turn.get(key) is not None]
             row[key] = statistics.median(values) if values else None
         row["tokens_per_s_per_gpu"] = row["tokens_per_s"] / case.gpus
-        row["trace"] = good[-1].get("trace", [])
+        if bubbles := [turn["bubble_percent"] for turn in good if "bubble_percent" in turn]:
+            row["bubble_percent"] = bubbles[-1]
         if case.like in rows and "loss" in rows[case.like]:
             first = float(rows[case.like]["loss"][0][0])
             row["loss_change"] = max(abs(float(losses[0]) / first - 1) for losses in row["loss"])
@@ -107,7 +108,10 @@ def write(path: Path, result: dict[str, Any]) -> None:
 def tables(result: dict[str, Any]) -> str:
     """All that is known, the table last."""
     lines = [f"{row['name']}: {problem}" for row in result["cases"] for problem in row["problems"]]
-    lines += [f"{row['name']}: {line}" for row in result["cases"] for line in row.get("trace", [])]
+    for row in result["cases"]:
+        if bubble := row.get("bubble_percent"):
+            words = ", ".join(f"{percent} % {kind}" for kind, percent in bubble.items())
+            lines.append(f"{row['name']}: a bubble of {words}")
     small = ", small" * result["small"]
     lines += [
         "",

@@ -99,15 +99,16 @@ class Session:
             self.result["cudnn"] = torch.backends.cudnn.version()
         self.result |= dict(cases={}, skipped=[])
 
-    def run(self, cases: Callable[[], Iterable[Case]]) -> None:
+    def run(self, cases: Iterable[Case]) -> None:
         """Those whose names begin as the command line says. Raises SystemExit for a name of none."""
-        known, wanted = [case.name for case in cases()], tuple(self.args.names or [""])
+        cases, wanted = list(cases), tuple(self.args.names or [""])
+        known = [case.name for case in cases]
         if unknown := [word for word in wanted if not any(name.startswith(word) for name in known)]:
             raise SystemExit(f"no case begins with {', '.join(unknown)}; there are {', '.join(known)}")
         self.say(f"| case | form | {' | '.join(COLUMNS)} |\n|---|---|{'--:|' * len(COLUMNS)}")
-        for case in cases():
-            if not case.name.startswith(wanted):
-                continue
+        cases = [case for case in cases if case.name.startswith(wanted)]
+        while cases:
+            case = cases.pop(0)
             late = time.monotonic() > self.begin + 60 * self.args.minutes
             if any_rank(late, self.mesh.world, self.device):
                 self.result["skipped"].append(case.name)

@@ -49,7 +49,7 @@ class Cell:
 
     def __str__(self) -> str:
         """The number as it stands in a table; the unit is in the head, or in the format."""
-        return self.format.format(self.value).replace("%", " %")
+        return re.sub(r"e([-+])0(?=\d)", r"e\1", self.format.format(self.value)).replace("%", " %")
 
 
 @cache
@@ -173,7 +173,7 @@ def markdown(table: dict) -> str:
     plots = [plot for plot in SPEC["plots"] if plot["in"] == table["title"]]
     parts += [f"![{plot['title']}]({plot['out']})" for plot in plots]
     parts += ["    " + table["command"].strip().replace("\n", "\n    ")] if "command" in table else []
-    links = ", ".join(f"[{name}](../benchmarks/results/{name})" for name in sorted(files))
+    links = ", ".join(f"[{name.rpartition('.')[0]}](../benchmarks/results/{name})" for name in sorted(files))
     return "\n\n".join([*parts, "\n".join(lines), f"Files: {links}."])
 
 
@@ -189,8 +189,9 @@ def published_table() -> str:
 
 def page() -> str:
     tables = [markdown(table) for table in SPEC["tables"]]
-    head = "<!-- Written by `python -m benchmarks.table` from benchmarks/results/; do not edit. -->"
-    return "\n\n".join([head, "# Benchmarks", SPEC["head"].strip(), *tables, published_table()]) + "\n"
+    titles = [table["title"] for table in SPEC["tables"]] + ["Published"]
+    index = " | ".join(f"[{t}](#{re.sub('[^a-z0-9 -]', '', t.lower()).replace(' ', '-')})" for t in titles)
+    return "\n\n".join([SPEC["head"].strip(), index, *tables, published_table()]) + "\n"
 
 
 def figures() -> dict[str, Cell]:
