@@ -49,7 +49,8 @@ class Cell:
 
     def __str__(self) -> str:
         """The number as it stands in a table; the unit is in the head, or in the format."""
-        return re.sub(r"e([-+])0(?=\d)", r"e\1", self.format.format(self.value)).replace("%", " %")
+        text = re.sub(r"e([-+])0(?=\d)", r"e\1", self.format.format(self.value))
+        return text.replace("0e+0", "0").replace("%", " %")
 
 
 @cache
@@ -188,10 +189,11 @@ def published_table() -> str:
 
 
 def page() -> str:
-    tables = [markdown(table) for table in SPEC["tables"]]
     titles = [table["title"] for table in SPEC["tables"]] + ["Published"]
     index = " | ".join(f"[{t}](#{re.sub('[^a-z0-9 -]', '', t.lower()).replace(' ', '-')})" for t in titles)
-    return "\n\n".join([SPEC["head"].strip(), index, *tables, published_table()]) + "\n"
+    return (
+        "\n\n".join([SPEC["head"].strip(), index, *map(markdown, SPEC["tables"]), published_table()]) + "\n"
+    )
 
 
 def figures() -> dict[str, Cell]:

@@ -223,3 +223,13 @@ def test_the_run_in_the_readme_is_the_kept_one():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1200
+
+
+def test_links_into_the_benchmarks_lead_to_a_title():
+    titles = re.findall(r"(?m)^## (.*)$", table.page())
+    anchors = {re.sub("[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+    for path in [*DOCUMENTS, ROOT / "docs/benchmarks.md"]:
+        text = path.read_text(encoding="utf-8")
+        links = re.findall(r"\(benchmarks\.md#([^)]*)\)", text)
+        links += re.findall(r"\(#([^)]*)\)", text) if path.name == "benchmarks.md" else []
+        assert set(links) <= anchors, path
