@@ -52,6 +52,7 @@ ALLOWED = {
     "85 %": "kernels.md: an aim",
     "64 MiB": "parallel.md: the largest manifest",
     "60 s": "parallel.md: how long ranks look for a run's file",
+    "5 s": "parallel.md: how long a restart waits for its predecessor",
     "10 s": "parallel.md: how long a launcher waits for hanging ranks",
     "1 %": "testing.md: the tolerance of kept FP8 numbers",
     "1.5 %": "testing.md: the limit of the GPU gate",
@@ -66,7 +67,7 @@ NUMBER = r"(?<![\w.^)-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w^])"
 UNIT = "|".join(sorted(map(re.escape, filter(None, UNITS)), key=len, reverse=True))
 # One or several numbers, "1.11 and 1.13 times", before a unit.
 FIGURE = re.compile(
-    rf"({NUMBER}(?:(?:,| and| to| or|;| against|\s+instead of)\s+{NUMBER})*)\s?({UNIT})(?![\w/])"
+    rf"({NUMBER}(?:(?:,| and| to| or|;| against|\s+instead of)\s+{NUMBER})*)\s*({UNIT})(?![\w/])"
 )
 BARE = re.compile(r"(?<![\w.^)-])[+-]?\d+\.\d{2,}(?![\w.^])")
 
