@@ -10,7 +10,7 @@
     *-losses    the losses of whole runs, from several seeds: FP8 recipes, and experts beside dense layers
 
 The number at the end of a name is that of the microbatches of a step. `one gpu` is eight layers of the same
-model on a GPU by itself, which is what there is to reach.
+model on a GPU by itself, the speed that could be reached at most.
 """
 
 from collections.abc import Callable
@@ -173,7 +173,7 @@ def cases(
 def by_microbatches(
     table: dict[str, Row], counts: tuple[int, ...], samples: int, flags: str, **settings
 ) -> list[Case]:
-    """The table at several numbers of microbatches, of so many samples each over all ranks."""
+    """The table at several numbers of microbatches, each of `samples` sequences over all ranks."""
     batches = {count: f"{flags} --global-batch-size {count * samples}" for count in counts}
     return [
         case for n, words in batches.items() for case in cases(table, words, name=f"{{}}, {n}", **settings)
@@ -201,7 +201,7 @@ def pipelines(n: int) -> list[Case]:
 
 
 def row_flags(n: int, thousands: int, layers: int, flags: str) -> str:
-    """One row of so many thousand tokens a step, over n ranks."""
+    """One row of that many thousand tokens a step, over n ranks."""
     tokens = 1024 * thousands
     shape = f"--num-layers {layers} --seq-length {tokens} --max-position-embeddings {tokens}"
     return f"{LLAMA} {ZERO1} {FUSED} --cp {n} --micro-batch-size 1 --global-batch-size 1 {shape} {flags}"
@@ -272,7 +272,7 @@ PARTS: dict[str, Callable[[int], list[Case]]] = {
 
 
 def cases_of(part: str, gpus: int, small: bool) -> list[Case]:
-    """All cases of a part, for so many GPUs where it is one of several. small: to test, on CPUs."""
+    """All cases of a part; gpus: of those that run on several. small: to test, on CPUs."""
     made = PARTS[part](gpus)
     if not small:
         return made

@@ -7,7 +7,7 @@ Lengths are log-normal with a median of 1,024 tokens and a sigma of 1.7 (about a
 it), from 16 to --longest; what is drawn outside is drawn again. The tokens are the bytes of Python's standard
 library, end to end and over again, cut to these lengths; 256 ends a document.
 
-`simulate` plans batches as a run does (`data/packing.py`), and tells how much more the busiest rank has to do
+`simulate` plans batches as a run does (`data/packing.py`), and prints how much more the busiest rank has to do
 than the mean, by the costs of the plan, and how long a batch takes by a simple model of a GPU, whose rates
 can be given:
 
@@ -125,7 +125,8 @@ def simulate(args: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {}
     for name, room in ways.items():
         ranks = Ranks(args.dp, args.cp, room, 2, dynamic=name == "dynamic")
-        times[name], uneven, packs_of_rank, groups = [], [], [], dict.fromkeys(ranks.sizes, 0)
+        times[name], uneven, packs_of_rank = [], [], []
+        groups = dict.fromkeys(ranks.sizes, 0)
         for lengths in batches.tolist():
             costs = [cost(model, args.vocab, length) for length in lengths]
             packs = plan(lengths, costs, ranks)

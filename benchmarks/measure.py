@@ -157,9 +157,9 @@ def run_whole(case: Case, checkout: Path, small: bool, *more: str) -> dict[str, 
         steps, evals = (read_jsonl(folder / at) for at in ("steps.jsonl", "runs/case/evals.jsonl"))
         if code or not steps or not evals:
             return {"problem": f"exit code {code}: {last_words(folder)}"}
-    told = report.losses_of(steps) | {"seconds": round(time.monotonic() - begin, 1)}
-    told |= {key: evals[-1].get(key) for key in ("lm_loss", "bits_per_byte")}
-    return told | {"valid_loss": told.pop("lm_loss")} | speed(steps[len(steps) // 10 :])
+    found = report.losses_of(steps) | {"seconds": round(time.monotonic() - begin, 1)}
+    found |= {key: evals[-1].get(key) for key in ("lm_loss", "bits_per_byte")}
+    return found | {"valid_loss": found.pop("lm_loss")} | speed(steps[len(steps) // 10 :])
 
 
 # All cases

@@ -190,7 +190,8 @@ class Peer:
     """A model and its optimizer; `step` is one iteration over this rank's microbatches."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, loss: Callable, context: Callable) -> None:
-        self.model, self.loss, self.context, self.clip = model, loss, context, config.clip_grad
+        self.model, self.loss, self.context = model, loss, context
+        self.clip = config.clip_grad
         matrices = [p for p in model.parameters() if p.dim() > 1]
         norms = [p for p in model.parameters() if p.dim() == 1]
         groups = [dict(params=matrices), dict(params=norms, weight_decay=0.0)]

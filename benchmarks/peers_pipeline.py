@@ -45,7 +45,8 @@ class PipelinePeer(Peer):
         place = partial(compiled, mesh=mesh) if compile else unchanged
         stages = nn.ModuleList(Transformer(config, chunk, mesh, dtype, place) for chunk in ours)
         super().__init__(stages, config.optimizer, place(token_loss), nullcontext)
-        self.config, self.mesh, self.kind, self.dtype = config, mesh, kind, dtype
+        self.config, self.mesh = config, mesh
+        self.kind, self.dtype = kind, dtype
         self.mine, self.count = ours.placed[mesh.pp.rank], len(ours) * mesh.pp.size
         self.schedule, self.microbatches = None, 0
         self._warm_up()

@@ -47,8 +47,9 @@ def summary(cases: list[Case], turns: dict[str, list[dict]]) -> list[dict[str, A
             row["bubble_percent"] = bubbles[-1]
         if case.like in rows and "loss" in rows[case.like]:
             first = float(rows[case.like]["loss"][0][0])
-            row["loss_change"] = max(abs(float(losses[0]) / first - 1) for losses in row["loss"])
-            if not row["loss_change"] <= case.tolerance:  # NaN is no match either
+            changes = [abs(float(losses[0]) / first - 1) for losses in row["loss"]]
+            row["loss_change"] = finite(np.max(changes))
+            if not float(row["loss_change"]) <= case.tolerance:  # NaN is no match either
                 row["problems"].append(f"first loss is not that of {case.like}")
     return list(rows.values())
 
@@ -86,14 +87,14 @@ def losses_summary(cases: list[Case], turns: dict[str, list[dict]]) -> list[dict
         rows.append(row | {"runs": runs})
         for key in FINALS if runs else ():
             values = {run["seed"]: float(run[key]) for run in runs}
-            told = {"mean": finite(np.mean([*values.values()])), "each": [run[key] for run in runs]}
+            stats = {"mean": finite(np.mean([*values.values()])), "each": [run[key] for run in runs]}
             if case.name != base and (both := values.keys() & first.keys()):
                 gaps = [values[seed] - float(first[seed][key]) for seed in sorted(both)]
-                told |= {"difference": finite(np.mean(gaps)), "differences": [finite(gap) for gap in gaps]}
+                stats |= {"difference": finite(np.mean(gaps)), "differences": [finite(gap) for gap in gaps]}
             if case.name != base and len(first) > 1:
                 others = [float(run[key]) for run in first.values()]
-                told["within"] = min(others) <= float(told["mean"]) <= max(others)
-            rows[-1][key] = told
+                stats["within"] = min(others) <= float(stats["mean"]) <= max(others)
+            rows[-1][key] = stats
     return rows
 
 
@@ -140,7 +141,7 @@ def speed_lines(rows: list[dict]) -> list[str]:
         share = f"{row['mfu'] / one:.3f}" if one and row["mfu"] else "-"
         ratio = row.get("against_old", {}).get("ratio")
         loss = f"{float(row['loss'][-1][0]):.4f} to {float(row['loss'][-1][-1]):.4f}"
-        check = f"loss {row['loss_change']:.0e}" if "loss_change" in row else "-"
+        check = f"loss {float(row['loss_change']):.0e}" if "loss_change" in row else "-"
         check += "; ".join(["", *row["problems"], *row.get("against_old", {}).get("problems", [])])
         lines.append(
             f"{start} {row['median_ms']:.1f} | {row['tokens_per_s_per_gpu']:.0f} | {mfu} | {share} | "
@@ -163,13 +164,13 @@ def losses_lines(rows: list[dict]) -> list[str]:
                     f"| {row['name']} | {words} | {'FAILED' if row['problems'] else 'not run'} | | | | |"
                 )
                 continue
-            told, gap = row[key], row[key].get("difference")
-            each = ", ".join(f"{float(x):.4f}" for x in told["each"])
-            within = {True: "yes", False: "no", None: "-"}[told.get("within")]
+            stats, gap = row[key], row[key].get("difference")
+            each = ", ".join(f"{float(x):.4f}" for x in stats["each"])
+            within = {True: "yes", False: "no", None: "-"}[stats.get("within")]
             busy = ", ".join(f"{run['busiest_last']:.2f}" for run in row["runs"] if "busiest_last" in run)
             against = "-" if gap is None else f"{float(gap):+.4f}"
             lines.append(
-                f"| {row['name']} | {words} | {each} | {float(told['mean']):.4f} | {against} | {within} | "
+                f"| {row['name']} | {words} | {each} | {float(stats['mean']):.4f} | {against} | {within} | "
                 f"{busy or '-'} |"
             )
     return lines

@@ -272,7 +272,7 @@ def test_what_fails_is_left_out(tmp_path, monkeypatch, capsys):
     made = [
         Case("good", flags),
         Case("bad flag", f"{flags} --cp-comm-type p3p"),
-        Case("no program", flags, program="benchmarks/peers.py nobody"),
+        Case("no program", flags, program="benchmarks/peers.py none"),
         Case("other seed", f"{flags} --seed 7", like="good", tolerance=1e-6),
     ]
     monkeypatch.setitem(cases.PARTS, "one", lambda n: made)

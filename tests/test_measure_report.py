@@ -32,9 +32,9 @@ def test_medians_of_all_repetitions(tmp_path):
     one, tp, late = report.summary(cases, turns)
     assert tp["median_ms"] == 16.0 and tp["step_ms"] == [[1.0, 2.0], [30.0, 40.0]]
     assert tp["tokens_per_s_per_gpu"] == 500 and "median_ms" not in late
-    told = report.tables(written(tmp_path / "x.json", [one, tp, late]))
-    assert "| tp | 2 | 16.0 | 500 | 50.0 % | 0.625 | 2.0 (2.1) | 4.0000 to 3.0000 | - | - |" in told
-    assert "| late | 1 | not run |" in told
+    found = report.tables(written(tmp_path / "x.json", [one, tp, late]))
+    assert "| tp | 2 | 16.0 | 500 | 50.0 % | 0.625 | 2.0 (2.1) | 4.0000 to 3.0000 | - | - |" in found
+    assert "| late | 1 | not run |" in found
 
 
 @pytest.mark.parametrize("loss, problem", [(4.004, False), (4.02, True), (float("nan"), True)])
@@ -49,9 +49,9 @@ def test_first_losses_are_compared(loss, problem):
 def test_bubbles_and_failures_are_printed(tmp_path):
     cases, bubble = [Case("zb-v", ""), Case("1f1b", "")], {"planned": 15.4, "measured": 41.6}
     turns = {"zb-v": [turn(1.0, bubble_percent=bubble)], "1f1b": [{"problem": "no memory"}]}
-    told = report.tables(written(tmp_path / "x.json", report.summary(cases, turns)))
-    assert "zb-v: a bubble of 15.4 % planned, 41.6 % measured" in told
-    assert "1f1b: no memory" in told and "| 1f1b | 1 | FAILED |" in told
+    found = report.tables(written(tmp_path / "x.json", report.summary(cases, turns)))
+    assert "zb-v: a bubble of 15.4 % planned, 41.6 % measured" in found
+    assert "1f1b: no memory" in found and "| 1f1b | 1 | FAILED |" in found
 
 
 def losses(**turns: list[dict]) -> dict[str, dict]:
@@ -61,9 +61,9 @@ def losses(**turns: list[dict]) -> dict[str, dict]:
 
 def test_within_is_the_range_of_the_first_and_no_more():
     rows = losses(bf16=[run(1, 2.0), run(2, 2.2), run(3, 2.1)], fp8=[run(1, 1.9), run(2, 2.2), run(3, 2.21)])
-    told = rows["fp8"]["valid_loss"]
-    assert told["within"] and told["difference"] == pytest.approx(0.01 / 3, abs=1e-6)
-    assert told["differences"] == pytest.approx([-0.1, 0.0, 0.11])
+    found = rows["fp8"]["valid_loss"]
+    assert found["within"] and found["difference"] == pytest.approx(0.01 / 3, abs=1e-6)
+    assert found["differences"] == pytest.approx([-0.1, 0.0, 0.11])
     assert "within" not in rows["bf16"]["valid_loss"]
     assert losses(bf16=[run(1, 2.0), run(2, 2.2)], fp8=[run(1, 2.2)])["fp8"]["valid_loss"][
         "within"
@@ -72,10 +72,10 @@ def test_within_is_the_range_of_the_first_and_no_more():
 
 
 def test_seeds_that_only_one_has():
-    told = losses(bf16=[run(1, 2.0), run(2, 2.2)], fp8=[run(2, 2.3), run(3, 2.1)])["fp8"]["train_loss"]
-    assert told["differences"] == pytest.approx([0.1]) and told["mean"] == pytest.approx(2.2)
-    told = losses(bf16=[run(1, 2.0)], fp8=[run(2, 2.3)])["fp8"]["train_loss"]
-    assert "difference" not in told and "within" not in told
+    found = losses(bf16=[run(1, 2.0), run(2, 2.2)], fp8=[run(2, 2.3), run(3, 2.1)])["fp8"]["train_loss"]
+    assert found["differences"] == pytest.approx([0.1]) and found["mean"] == pytest.approx(2.2)
+    found = losses(bf16=[run(1, 2.0)], fp8=[run(2, 2.3)])["fp8"]["train_loss"]
+    assert "difference" not in found and "within" not in found
 
 
 def test_a_loss_that_is_not_finite_is_never_within(tmp_path):

@@ -141,7 +141,7 @@ class Worker:
 
 
 def launcher(gpus: int) -> list[str]:
-    """The words before a program that runs on so many GPUs of this machine."""
+    """The words before a program that runs on some GPUs of this machine."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     return [sys.executable, *(torchrun if gpus > 1 else [])]
 
