@@ -126,37 +126,43 @@ class Session:
         rows, runs = {}, {}
         expected = case.expected() if case.expected else None
         for name, build in case.forms.items():
-            if not self.args.form or name in self.args.form:
-                run, rows[name] = self.attempt(functools.partial(self.start, build, expected))
-                runs |= {name: run} if run else {}
+            if self.args.form and name not in self.args.form:
+                continue
+            run, problem = self.attempt(build)
+            if not problem:
+                run = run if isinstance(run, Run) else Run(run)
+                row, problem = self.attempt(functools.partial(self.start, run, expected))
+            if problem:
+                rows[name] = {"failed": problem}
+                continue
+            if "error" in row:
+                row["error"] = self.over_ranks([row["error"]]).max().item()  # NaN if there is one
+            rows[name], runs[name] = row, run
         expected = None
         for name, (ms, host) in self.times(runs).items():
             rows[name] |= self.rates(case, runs[name], ms) | {"host_ms": 1e3 * host}
             rows[name]["factor"] = rows[name]["ms"] / rows[next(iter(runs))]["ms"]
         return dict(gate=case.gate, forms=rows)
 
-    def attempt(self, action: Callable[[], tuple[Run, dict]]) -> tuple[Run | None, dict]:
-        """A form and its row, or why there is none; on every rank the same.
+    def attempt(self, action: Callable[[], object]) -> tuple[object, str]:
+        """Its result when all is done, and on every rank what went wrong on one; "" if nothing did.
 
         Where one rank fails while others wait for it in a collective, the timeout of that ends the run.
         """
+        result, problem = None, ""
         try:
-            (run, row), problem = action(), ""
+            result = action()
             self.synchronize()
         except Exception as failure:  # whatever it is: the others are still to be measured
-            run, row, problem = None, {}, f"{type(failure).__name__}: {failure}"[:300]
+            problem = f"{type(failure).__name__}: {failure}"[:300]
             print(f"rank {self.world.rank}: {traceback.format_exc()[-2000:]}", file=sys.stderr)
         if any_rank(bool(problem), self.mesh.world, self.device):
+            result, problem = None, problem or "on another rank"
             self.free()
-            return None, {"failed": problem or "on another rank"}
-        if "error" in row:
-            row["error"] = self.over_ranks([row["error"]]).max().item()  # NaN if there is one
-        return run, row
+        return result, problem
 
-    def start(self, build: Callable, expected: tuple | None) -> tuple[Run, dict]:
-        """A form and what its first two calls say: its error, peak memory, and bytes sent by kind."""
-        run = build()
-        run = run if isinstance(run, Run) else Run(run)
+    def start(self, run: Run, expected: tuple | None) -> dict:
+        """What the first two calls of a form say: its error, peak memory, and bytes sent by kind."""
         row, results = dict(run.facts), call(run)
         if expected is not None and not run.alone:
             row["error"] = error(run, results, expected)
@@ -171,7 +177,7 @@ class Session:
         sent = Counter()
         for (_, kind, unit), number in self.mesh.traffic.items():
             sent[kind] += number * (unit == "bytes")
-        return run, row | (dict(sent_bytes=dict(sent), sent_mib=sent.total() / 2**20) if sent else {})
+        return row | (dict(sent_bytes=dict(sent), sent_mib=sent.total() / 2**20) if sent else {})
 
     def times(self, runs: dict[str, Run]) -> dict[str, tuple[list[float], float]]:
         """Milliseconds a call of each sample, of the slowest rank; seconds the host needs to queue a call."""
@@ -303,7 +309,7 @@ def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.
     add("--sample-ms", type=float, default=5.0 if parts else 1.0, help="least length of a sample")
     add("--warm", type=int, default=2, help="calls before them")
     add("--minutes", type=float, default=60.0, help="no case is begun later than this")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     args.samples = args.samples or (2 if args.small else 15)
     args.out, args.command = args.out and args.out.absolute(), " ".join(argv)
     return args

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_fp8
+from benchmarks.layer_cases import Linear
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Matrix
@@ -76,7 +76,7 @@ def test_nothing_to_add(shape):
 
 
 def shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
-    """A copy that begins so many elements after where memory is aligned."""
+    """A copy that begins `shift` elements after where memory is aligned."""
     room = torch.empty(x.numel() + elements, dtype=x.dtype, device=x.device)
     return room[elements:].view(x.shape).copy_(x)
 
@@ -108,7 +108,7 @@ def test_what_is_refused():
 
 
 def test_without_the_library_torch_multiplies(monkeypatch):
-    """That is told once."""
+    """One warning says so."""
 
     def ready():
         raise RuntimeError("no such file")
@@ -116,17 +116,17 @@ def test_without_the_library_torch_multiplies(monkeypatch):
     monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(fp8_matmul_ready=ready))
     monkeypatch.setattr(ops_fp8_matmul, "usable", lambda *_: True)
     missing.cache_clear()
-    with pytest.warns(UserWarning, match="take a pass to be added: no such file") as told:
+    with pytest.warns(UserWarning, match="take a pass to be added: no such file") as warned:
         check(case(SHAPES[1]))
-    assert len(told) == 1 and missing() == "no such file"
+    assert len(warned) == 1 and missing() == "no such file"
     missing.cache_clear()
 
 
 def test_the_benchmark_adds_too():
-    (line,) = bench_fp8.sums(bench_fp8.layers(True, CPU)[1])
-    main = line.ways["first"]()
+    layer = Linear(SimpleNamespace(args=SimpleNamespace(small=True), device=CPU), "proj")
+    main = layer.first_sum()()
     first = main.clone()
-    line.ways["add in the matmul"]()
+    layer.added_in_matmul()()
     assert torch.equal(main, first + first)
 
 

@@ -1,0 +1,212 @@
+"""Cases of attention over N ranks, context parallel: one causal row, Llama-3-8B's heads.
+
+    p2p, a2a, allgather    ours (cp.py) with the ring of fast/ring.py, and from 4 ranks on a2a+p2p, with pairs
+                           of neighbours that exchange heads
+    plain ring             p2p by the ring of cp.py
+    equal slices           the same, but rank r has the r-th of N equal slices (arXiv 2310.01889): the last
+                           one has the most to do
+    torch HOW              torch.distributed.tensor.experimental's context_parallel, both rotations, by cuDNN
+    one gpu                without communication, as many FLOPs as each of the N: a causal row of s / sqrt(N)
+                           tokens; of several documents, all of the row
+
+FLOPs are 4 s^2 / 2 of a causal row and feature forward, 2.5 times that backward, whoever computes. Results of
+the shortest row are compared with those of one GPU. torch's attention stays patched until the run ends.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.session import Case, Run, Session
+from nanomegatron.config.parallel import CP_TYPES, ParallelConfig
+from nanomegatron.cp import RingFunction, Shard, Step, context_attention
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fast.ring import Ring
+from nanomegatron.mesh import World
+from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
+from nanomegatron.ops.merge import ALL
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Row:
+    """s tokens, one document or several."""
+
+    s: int
+    bounds: tuple[int, ...] = ()  # where documents begin, and s; none: one document
+    heads: int = 32
+    groups: int = 8
+    head: int = 128
+
+    def flops(self, tokens: int | None = None) -> float:
+        """Forward. tokens: of a shorter row without documents."""
+        lengths = np.diff(self.bounds) if self.bounds else np.array([tokens or self.s])
+        return 2.0 * float((lengths.astype(float) ** 2).sum()) * self.heads * self.head
+
+    def mask(self, device: torch.device) -> Mask:
+        if not self.bounds:
+            return Mask()
+        bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+        return Mask(cu_seqlens=bounds, max_seqlen=int(np.diff(self.bounds).max()))
+
+    def tensors(self, device: torch.device, places: np.ndarray) -> list[torch.Tensor]:
+        """q, k, v and the output's gradient at some places of the row, which is the same on all ranks."""
+        generator = torch.Generator(device).manual_seed(1)
+        how = dict(generator=generator, device=device, dtype=dtype_of(device))
+        at, counts = torch.from_numpy(places).to(device), (self.heads, self.groups, self.groups, self.heads)
+        q, k, v, grad = (torch.randn(self.s, 1, n, self.head, **how)[at] for n in counts)
+        return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def document_bounds(s: int, mean: int, seed: int = 1) -> tuple[int, ...]:
+    """Documents of `mean` tokens on average, from very short to a few times as long, that fill a row."""
+    cuts = np.random.RandomState(seed).permutation(np.arange(1, s))[: max(s // mean, 1) - 1]
+    return (0, *sorted(cuts.tolist()), s)
+
+
+def parallel(world: World) -> ParallelConfig:
+    """All ranks share the row; pairs of neighbours are made where there are several pairs."""
+    levels = (2, world.size // 2) if world.size > 2 and world.size % 2 == 0 else ()
+    return ParallelConfig(
+        context_parallel_size=world.size,
+        hierarchical_context_parallel_sizes=levels,
+        distributed_timeout_minutes=2,
+    )
+
+
+def cases(session: Session) -> Iterator[Case]:
+    """Rows of --lengths thousand tokens, and the first of them with documents."""
+    unit, shape = (64, dict(heads=8, groups=2, head=16)) if session.args.small else (1024, {})
+    lengths = session.args.lengths or [32, 64, 128]
+    ring = Ring(PeerAccess.build(session.mesh, ParallelConfig()))
+    bounds = document_bounds(lengths[0] * unit, 4 * unit)
+    rows = {f"{k}k": Row(k * unit, **shape) for k in lengths}
+    rows[f"{lengths[0]}k, documents"] = Row(lengths[0] * unit, bounds, **shape)
+    for name, row in rows.items():
+        builds = ways(session, row, ring)
+        for word, factor in (("fwd", 1.0), ("fwd+bwd", 3.5)):
+            forms = {form: functools.partial(build, word == "fwd+bwd") for form, build in builds.items()}
+            whole = functools.partial(one_gpu, session, row, row.s, word == "fwd+bwd")
+            flops = factor * row.flops() / session.world.size
+            expected = (lambda w=whole: w().call()) if row.s == min(lengths) * unit else None
+            yield Case(f"{name} {word}", forms, flops=flops, expected=expected)
+
+
+def run_of(
+    session: Session, row: Row, places: np.ndarray, attention: Callable, backward: bool, **more
+) -> Run:
+    """The forward, or that and the backward, of the tokens at these places."""
+    *inputs, grad = row.tensors(session.device, places)
+    at = torch.from_numpy(places).to(session.device)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = attention(*inputs).view(grad.shape)
+        return (out.detach(), *torch.autograd.grad(out, inputs, grad)) if backward else (out.detach(),)
+
+    return Run(call, part=lambda whole: whole[at], **more)
+
+
+def one_gpu(session: Session, row: Row, s: int, backward: bool) -> Run:
+    """The first s tokens, by the fastest kernel there is, without the others."""
+    backend = choose_backend("auto", session.device, dtype_of(session.device))
+    mask = row.mask(session.device)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return core_attention(q, k, v, backend, mask)[0]
+
+    return run_of(session, row, np.arange(s), attention, backward, alone=True)
+
+
+def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], Run]]:
+    """By name what builds a form; given whether it has a backward."""
+    axis, device, mask = session.mesh.cp, session.device, row.mask(session.device)
+    backend = choose_backend("auto", device, dtype_of(device))
+
+    def ours(kind: str, attention: Callable, backward: bool) -> Run:
+        shard = Shard(axis, row.s, (kind,), np.array(row.bounds) if row.bounds else None)
+        call = lambda q, k, v: attention(q, k, v, shard, 0, mask, backend)  # noqa: E731
+        return run_of(session, row, shard.places, call, backward)
+
+    def equal_slices(backward: bool) -> Run:
+        steps = [None if i > axis.rank else Step(ALL, ALL, Block(i == 0)) for i in range(axis.size)]
+        call = lambda q, k, v: RingFunction.apply(q, k, v, axis, steps, backend)  # noqa: E731
+        return run_of(session, row, np.arange(row.s).reshape(axis.size, -1)[axis.rank], call, backward)
+
+    def by_torch(rotate: str, backward: bool) -> Run:  # chunks r and 2N - 1 - r, as it balances by default
+        chunks = np.arange(row.s).reshape(2 * axis.size, -1)
+        places = np.concatenate((chunks[axis.rank], chunks[-1 - axis.rank]))
+        return run_of(session, row, places, torch_ring(session, rotate), backward)
+
+    alone = row.s if row.bounds else round(row.s / math.sqrt(axis.size))
+    kinds = [kind for kind in CP_TYPES if kind != "a2a+p2p" or axis.levels]
+    found = {kind: functools.partial(ours, kind, ring) for kind in kinds}
+    found["plain ring"] = functools.partial(ours, "p2p", context_attention)
+    if not row.bounds:
+        found["equal slices"] = equal_slices
+        found |= {f"torch {how}": functools.partial(by_torch, how) for how in ("allgather", "alltoall")}
+    return found | {"one gpu": functools.partial(one_gpu, session, row, alone)}
+
+
+@functools.cache
+def enter_torch(device: str, size: int) -> torch.distributed.device_mesh.DeviceMesh:
+    """torch's context parallelism over all ranks, until the process ends."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh(device, (size,))
+    context_parallel(mesh, buffers=[torch.arange(2 * size, device=device)], buffer_seq_dims=[0]).__enter__()
+    return mesh
+
+
+def torch_ring(session: Session, rotate: str) -> Callable:
+    """Its attention by cuDNN; a CPU has none that it knows, and there the ring itself is called."""
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    mesh = enter_torch(session.device.type, session.world.size)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        set_rotate_method(rotate)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        if not session.cuda:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            return RingOnCpu.apply(q, k, v, mesh.get_group()).permute(2, 0, 1, 3)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3)
+
+    return attention
+
+
+class RingOnCpu(torch.autograd.Function):
+    """torch's ring with its CPU kernel, which its patched attention does not know."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group) -> torch.Tensor:
+        from torch.distributed.tensor.experimental._attention import _templated_ring_attention
+
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = _templated_ring_attention(group, 2, kernel, query=q, key=k, value=v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        q, k, v, out, lse = ctx.saved_tensors
+        known = dict(query=q, key=k, value=v, out=out, logsumexp=lse, is_causal=True, dropout_p=0.0)
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = _attention._templated_ring_attention_backward(ctx.group, 2, kernel, grad, "grad_out", **known)
+        return *found[:3], None

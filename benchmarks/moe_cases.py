@@ -1,0 +1,276 @@
+"""Cases of mixtures of experts, layers of Mixtral 8x7B and Qwen3-30B-A3B. Tokens are random.
+
+    moe           a layer over all ranks, forward and backward: overlapped, by the core's forms (plain), in
+                  halves of the tokens; its experts with as many rows each; pieces: its router, and dispatch
+                  and combine with experts that return their rows
+    experts       forward, input and weight gradient of both linear layers of a rank's experts, for ep 1, 2
+                  and 4: in a loop, grouped, and grouped in FP8 without the casts
+    transformers  a layer on one GPU, ours and transformers', grouped and in a loop, with the same weights
+
+Weight gradients are included: ours go into fp32 buckets, transformers' are bf16. FLOPs are of the experts'
+matmuls.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import peers_moe
+from benchmarks.session import Case, Run, Session
+from nanomegatron.batch import Batch
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import ConfigError, parse
+from nanomegatron.config.settings import Config, ParallelConfig
+from nanomegatron.dp import Buckets
+from nanomegatron.fast.fp8_experts import fp8_parts, fp8_weight_grad, grouped_fp8_mm
+from nanomegatron.fast.moe_dispatch import OverlappedMoe
+from nanomegatron.fast.peer_access import PeerAccess
+from nanomegatron.fp8 import E4M3, Recipe, Scales
+from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.moe import GroupedExperts, MoELayer, weight_grad
+from nanomegatron.ops.grouped_mm import Groups, grouped_mm
+from nanomegatron.ops.swiglu import activation
+from nanomegatron.param import Init
+from nanomegatron.router import Choice
+
+MODELS = {
+    "mixtral": "--config mixtral-8x7b --seq-length 4096 --micro-batch-size 2",
+    "qwen": "--config qwen3-30b-a3b --seq-length 4096 --micro-batch-size 4",
+}
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --moe-ffn-hidden-size 32 --num-attention-heads 4 "
+)
+SMALL += "--num-query-groups 2 --kv-channels 16 --num-experts 8 --vocab-size 96 --seq-length 32"
+
+
+def configs(session: Session) -> Iterator[tuple[str, Config]]:
+    """Both models, their experts over all ranks. Raises ConfigError."""
+    for name, flags in MODELS.items():
+        n, flags = session.world.size, f"{flags} {SMALL if session.args.small else '--num-layers 4'}"
+        flags += " --mock-data --tokenizer-type NullTokenizer --bf16 --run-name none --train-iters 1"
+        parsed = parse(f"{flags} --ep {n} {session.args.flags}".split())
+        if errors := [*parsed.errors, *validate(parsed.config, n, session.device.type)]:
+            raise ConfigError(errors)
+        yield name, resolve(parsed.config, n)
+
+
+class Layer:
+    """One of our layers with experts on its own buckets, and the tokens of a microbatch."""
+
+    def __init__(self, session: Session, config: Config, form: str = "overlapped", **changes) -> None:
+        """form: or "plain", or "halves" of the tokens, which alternate. changes: of the model's settings."""
+        device, model, data = session.device, replace(config.model, **changes), config.data
+        dtype, self.topk = getattr(torch, config.dtype_name), model.moe_router_topk
+        self.mesh = Mesh.build(config.parallel, session.world, device, config.model.num_kv_heads)
+        self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"), activation(model))
+        if form != "plain":
+            peers = PeerAccess.build(self.mesh, config.parallel)
+            OverlappedMoe(peers, halves=form == "halves").install(self.layer)
+        self.buckets = Buckets(self.layer, config.parallel, self.mesh)
+        b, s = data.micro_batch_size, data.seq_length
+        places, tokens = torch.arange(s, device=device), torch.zeros(b, s, dtype=torch.int64, device=device)
+        scale = torch.full((), 1 / (b * s), device=device)
+        self.batch = Batch(tokens, places, places[:b], aux_scale=scale)
+        generator = torch.Generator(device).manual_seed(1 + session.world.rank)
+        how = dict(generator=generator, device=device, dtype=dtype)
+        self.x, self.grad = (torch.randn(s, b, model.hidden_size, **how) for _ in range(2))
+        self.x.requires_grad_()
+
+    def run(self, call: Callable[[], object], **facts) -> Run:
+        return Run(call, self.prepare, single=True, facts=facts)
+
+    def prepare(self) -> None:
+        self.buckets.zero(1)
+        self.x.grad = None
+
+    def both(self) -> torch.Tensor:
+        """The layer, forward and backward."""
+        y = self.layer(self.x, self.batch)
+        y.backward(self.grad)
+        return y.detach()
+
+    def router(self) -> None:
+        probs, _ = self.layer.router(self.x.flatten(0, 1), self.batch)
+        probs.backward(probs.detach())
+
+    def dispatch(self, probs: torch.Tensor, ids: torch.Tensor) -> None:
+        """There and back, of a given choice."""
+        layer, choice = self.layer, Choice(probs, ids, ids, probs, None)
+        router = Chosen(choice)
+        parts = dict(router=router, experts=Same(layer.experts), shared_experts=None)
+        fake = SimpleNamespace(dispatch_class=layer.dispatch_class, **parts)
+        layer.run(fake, self.x, self.batch).backward(self.grad)
+
+
+class Chosen:
+    """A router whose choice is given."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+    def __call__(self, *_) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.choice.probs, self.choice.ids
+
+    def choose(self, *_) -> Choice:
+        return self.choice
+
+    def balance(self, *_) -> torch.Tensor:
+        return self.choice.probs
+
+
+class Same:
+    """Experts that return their rows."""
+
+    def __init__(self, experts: GroupedExperts) -> None:
+        self.config, self.mesh, self.multiple = experts.config, experts.mesh, experts.multiple
+        self.weight1 = experts.weight1
+
+    def __call__(self, rows: torch.Tensor, *_) -> torch.Tensor:
+        return rows
+
+
+def flops_of(config: Config) -> float:
+    """Of the experts' matmuls of a microbatch, forward and backward."""
+    model, tokens = config.model, config.data.micro_batch_size * config.data.seq_length
+    return 6.0 * 3 * model.moe_ffn_size * model.hidden_size * tokens * model.moe_router_topk
+
+
+def layer_cases(session: Session) -> Iterator[Case]:
+    """A layer, and pieces of it."""
+    gather = dict(moe_token_dispatcher_type="allgather")
+    for name, config in configs(session):
+
+        def whole(config=config, **changes) -> Run:
+            layer = Layer(session, config, **changes)
+            return layer.run(layer.both)
+
+        def router(config=config) -> Run:
+            layer = Layer(session, config)
+            return layer.run(layer.router)
+
+        def dispatch(config=config, **changes) -> Run:
+            layer = Layer(session, config, **changes)
+            with torch.no_grad():
+                probs, ids = layer.layer.router(layer.x.flatten(0, 1), layer.batch)
+            return layer.run(partial(layer.dispatch, probs.requires_grad_(), ids))
+
+        forms = {
+            "alltoall": whole,
+            "alltoall, plain": partial(whole, form="plain"),
+            "halves": partial(whole, form="halves"),
+            "allgather": partial(whole, **gather),
+            "allgather, plain": partial(whole, form="plain", **gather),
+            "experts": partial(experts_run, session, config),
+        }
+        yield Case(f"{name} layer", forms, flops=flops_of(config))
+        forms = {"router": router, "dispatch": dispatch, "dispatch, allgather": partial(dispatch, **gather)}
+        yield Case(f"{name} pieces", forms)
+
+
+def experts_run(session: Session, config: Config) -> Run:
+    """The experts with as many rows as if the router were even."""
+    layer = Layer(session, config)
+    local = config.model.num_experts // layer.mesh.ep.size
+    each = layer.x.shape[:2].numel() * layer.topk // local
+    offsets = torch.arange(local + 1, dtype=torch.int32, device=session.device) * each
+    rows = torch.randn(local * each, *layer.x.shape[2:], device=session.device, dtype=layer.x.dtype)
+    ends, rows = offsets.tolist() if layer.mesh.ep.size > 1 else None, rows.requires_grad_()
+    return layer.run(lambda: layer.layer.experts(rows, offsets, ends).backward(rows.detach()))
+
+
+def peer_cases(session: Session) -> Iterator[Case]:
+    """Our layer and transformers'; their difference is relative to the norm, since few choices may differ."""
+    settings = dict(
+        moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,), moe_router_dtype=None
+    )
+    for name, config in configs(session):
+        layer = cache(partial(Layer, session, config, **settings))
+
+        def theirs(experts: str, layer=layer, config=config) -> Run:
+            ours = layer()
+            block = peers_moe.block(config, session.device, experts, ours.layer)
+            x = ours.x.detach().transpose(0, 1).contiguous().requires_grad_()
+            grad = ours.grad.transpose(0, 1).contiguous()
+
+            def prepare() -> None:
+                x.grad = None
+                block.zero_grad()
+
+            def call() -> torch.Tensor:
+                y = block(x)
+                y.backward(grad)
+                return y.detach()
+
+            ours.prepare()
+            expected = ours.both().float()
+            gap = (call().transpose(0, 1).float() - expected).norm() / expected.norm()
+            return Run(call, prepare, single=True, facts={"difference": gap.item()})
+
+        forms = {
+            "ours": lambda layer=layer: layer().run(layer().both),
+            "transformers, grouped": partial(theirs, "grouped_mm"),
+            "transformers, loop": partial(theirs, "eager"),
+        }
+        yield Case(name, forms, flops=flops_of(config))
+
+
+class ExpertLinear:
+    """A linear layer of the experts that a rank has under ep, each with as many rows."""
+
+    def __init__(self, session: Session, config: Config, ep: int, name: str) -> None:
+        device, model, self.dtype = session.device, config.model, getattr(torch, config.dtype_name)
+        init = Init(7, self.dtype, device, name="mlp.experts")
+        experts = GroupedExperts(model, Mesh(ep=Axis("ep", ep, 0, tuple(range(ep)))), init, activation(model))
+        self.buckets = Buckets(experts, ParallelConfig(), Mesh.build(ParallelConfig(), World(), device))
+        self.weight, self.transposed = getattr(experts, name), name == "weight2"
+        count = model.num_experts // ep
+        each = config.data.micro_batch_size * config.data.seq_length * model.moe_router_topk // count
+        self.offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * each
+        self.w = self.weight.detach().view(count, -1, self.weight.shape[1])
+        widths = self.w.shape[1:] if self.transposed else self.w.shape[:0:-1]
+        self.x, self.grad = (torch.randn(count * each, n, device=device, dtype=self.dtype) for n in widths)
+
+    def bf16(self, product: str, grouped: bool) -> Run:
+        """In a loop the host knows the offsets; grouped only the device, so that all is."""
+        groups = Groups(self.offsets, None if grouped else self.offsets.tolist(), grouped)
+        w, pair = self.w, (self.x, self.grad)
+        w, pair = (w, pair) if self.transposed else (w.mT, pair[::-1])
+        calls = {
+            "y": lambda: grouped_mm(self.x, w, groups),
+            "dx": lambda: grouped_mm(self.grad, w.mT, groups),
+            "dW": lambda: weight_grad(self.weight, *pair, groups),
+        }
+        return Run(calls[product], partial(self.buckets.zero, 1), single=True)
+
+    def fp8(self, product: str) -> Run:
+        """By casts that are there."""
+        groups, fp8 = Groups(self.offsets, None, True), Scales(Recipe("rowwise", E4M3), self.x.device)
+        layer = fp8.add_layer("layer")
+        x, grad = layer.cast(self.x, "x"), layer.cast(self.grad, "g")
+        w = [fp8_parts(layer, self.weight, groups, flip) for flip in (self.transposed, not self.transposed)]
+        pair = (x.columnwise, grad.columnwise) if self.transposed else (grad.columnwise, x.columnwise)
+        calls = {
+            "y": lambda: grouped_fp8_mm(x.rowwise, w[0], groups, self.dtype, fast=True),
+            "dx": lambda: grouped_fp8_mm(grad.rowwise, w[1], groups, self.dtype),
+            "dW": lambda: fp8_weight_grad(self.weight, *pair, groups),
+        }
+        return Run(calls[product], partial(self.buckets.zero, 1), single=True)
+
+
+def matmul_cases(session: Session) -> Iterator[Case]:
+    """The matmuls of one rank's experts, as if there were more ranks."""
+    for name, config in configs(session):
+        for ep in (1, 2, 4):
+            for weight, part in (("weight1", 2 / 3), ("weight2", 1 / 3)):  # of SwiGLU
+                linear = cache(partial(ExpertLinear, session, config, ep, weight))
+                flops = flops_of(config) / 3 * part
+                for product in ("y", "dx", "dW"):
+                    forms = {
+                        "loop": lambda f=linear, p=product: f().bf16(p, False),
+                        "grouped": lambda f=linear, p=product: f().bf16(p, True),
+                        "fp8": lambda f=linear, p=product: f().fp8(p),
+                    }
+                    yield Case(f"{name} ep {ep} fc{weight[-1]} {product}", forms, flops=flops)
