@@ -121,7 +121,7 @@ def cells() -> tuple[table.Cell, ...]:
 
 
 def is_measured(number: str, unit: str, files: set[str]) -> bool:
-    """Whether a cell that is from these files alone is this number, rounded as it is written."""
+    """Whether a cell that is from these files only is this number, rounded as it is written."""
     decimals = len(number.partition(".")[2])
     value = abs(float(number.replace(",", "")))
     for cell in cells():
