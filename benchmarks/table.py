@@ -281,17 +281,18 @@ def outputs() -> dict[Path, str]:
     return {DOCS / "benchmarks.md": page(), **plots}
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file differs")
-    check = parser.parse_args().check
-    changed = [p for p, text in outputs().items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+    check = parser.parse_args(argv).check
+    made = outputs()
+    changed = [path for path, text in made.items() if not path.is_file() or path.read_text("utf-8") != text]
     for path in changed:
         print(f"{path.relative_to(ROOT)}: {'differs' if check else 'written'}")
         if not check:
-            path.write_text(outputs()[path], encoding="utf-8")
+            path.write_text(made[path], encoding="utf-8")
     return int(check and bool(changed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -180,6 +180,14 @@ def test_benchmarks_are_written_from_the_results():
         assert path.read_text(encoding="utf-8") == text, f"{path}: python -m benchmarks.table"
 
 
+def test_check_writes_nothing_and_fails_where_a_file_differs(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(table, "outputs", lambda: {page: "new"})
+    assert table.main(["--check"]) == 1 and not page.exists()
+    assert table.main([]) == 0 and page.read_text() == "new" and table.main(["--check"]) == 0
+
+
 def test_what_is_measured_changes_what_is_written(monkeypatch):
     """A number of a results file goes into the page: another number gives another page."""
     page, file = table.page(), "2026-11-21-parallel-one.json"
