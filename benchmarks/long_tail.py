@@ -1,13 +1,13 @@
 """Documents of very different lengths: a collection to measure with, and a model of how long ranks take.
 
-    python benchmarks/long_tail.py write FOLDER        lengths.txt, documents.bin and .idx, and statistics
-    python benchmarks/long_tail.py simulate --config llama3-8b --cp 4 --batch 64
+    python -m benchmarks.long_tail write FOLDER         lengths.txt, documents.bin and .idx, and statistics
+    python -m benchmarks.long_tail simulate --config llama3-8b --cp 4 --batch 64
 
 Lengths are log-normal with a median of 1,024 tokens and a sigma of 1.7 (about as sources and web pages have
 it), from 16 to --longest; what is drawn outside is drawn again. The tokens are the bytes of Python's standard
 library, end to end and over again, cut to these lengths; 256 ends a document.
 
-`simulate` plans batches as a run does (`data/packing.py`), and prints how much more the busiest rank has to do
+`simulate` plans batches as a run does (`data/packing.py`), prints how much more the busiest rank has to do
 than the mean, by the costs of the plan, and how long a batch takes by a simple model of a GPU, whose rates
 can be given:
 
@@ -18,7 +18,7 @@ can be given:
     merge                           with n > 1: bytes for each feature of a query that are moved to choose
                                     queries and to add up what the steps have found
 
-The batch takes as long as its busiest rank. It is no measurement: bench_cp.py is.
+The batch takes as long as its busiest rank. It is no measurement: `measure.py dynamic` is.
 """
 
 import argparse

@@ -216,10 +216,10 @@ class Session:
             turn = run_whole(case, checkout, self.args.small, "--seed", str(seed), *data) | {"seed": seed}
         else:
             turn = run_steps(case, checkout, self.args.small)
-        return turn | {"predicted_gib": round(predicted, 6)}
+        return turn | ({"predicted_gib": round(predicted, 6)} if predicted else {})
 
     def predicted(self, case: Case, data: list[str]) -> float:
-        """Peak memory by the planner, GiB, of the rank that needs most; 0 where it is not known.
+        """Peak memory by the planner, GiB, of the rank that needs most; 0 of peers, which it does not know.
 
         Raises ConfigError.
         """
@@ -229,7 +229,7 @@ class Session:
         if errors := [*parsed.errors, *validate(parsed.config, case.gpus, device)]:
             raise ConfigError(errors)
         config = resolve(parsed.config, case.gpus)
-        if not config.data.vocab_size:
+        if case.program != "train.py" or not config.data.vocab_size:
             return 0.0
         ranks = memory_of_ranks(config, config.data.vocab_size, self.machine)
         return max(sum(parts.values()) for parts in ranks) / 2**30

@@ -140,12 +140,13 @@ def speed_lines(rows: list[dict]) -> list[str]:
         mfu = f"{100 * row['mfu']:.1f} %" if row["mfu"] else "-"
         share = f"{row['mfu'] / one:.3f}" if one and row["mfu"] else "-"
         ratio = row.get("against_old", {}).get("ratio")
+        plan = f" ({row['predicted_gib']:.1f})" if row["predicted_gib"] else ""
         loss = f"{float(row['loss'][-1][0]):.4f} to {float(row['loss'][-1][-1]):.4f}"
         check = f"loss {float(row['loss_change']):.0e}" if "loss_change" in row else "-"
         check += "; ".join(["", *row["problems"], *row.get("against_old", {}).get("problems", [])])
         lines.append(
             f"{start} {row['median_ms']:.1f} | {row['tokens_per_s_per_gpu']:.0f} | {mfu} | {share} | "
-            f"{row['peak_gib']:.1f} ({row['predicted_gib']:.1f}) | {loss} | "
+            f"{row['peak_gib']:.1f}{plan} | {loss} | "
             f"{f'{ratio:.3f}' if ratio else '-'} | {check} |"
         )
     return lines

@@ -154,7 +154,7 @@ def test_tensor_parallel_part(tmp_path, full, capsys):
         assert len(row["loss"][0]) == 4 and not row["problems"] and row["gpus"] == 2
         assert row["tokens_per_s_per_gpu"] == pytest.approx(2 * 32e3 / row["median_ms"] / 2, rel=0.5)
         assert name == "tp" or row["loss_change"] <= 2e-3
-        assert row["peak_gib"] > 0 and row["predicted_gib"] > 0
+        assert row["peak_gib"] > 0 and (row["predicted_gib"] is None) == ("dtensor" in name)
     printed = capsys.readouterr().out
     assert "| tp overlap | 2 |" in printed and "benchmarks.measure tp" in printed
 
