@@ -9,7 +9,7 @@
     one gpu                without communication, as many FLOPs as each of the N: a causal row of s / sqrt(N)
                            tokens; of several documents, all of the row
 
-FLOPs are 4 s^2 / 2 of a causal row and feature forward, 2.5 times that backward, whoever computes. Results of
+FLOPs are 4 s^2 / 2 of a causal row and feature forward, 2.5 times that backward, whichever form computes. Results of
 the shortest row are compared with those of one GPU. torch's attention stays patched until the run ends.
 """
 

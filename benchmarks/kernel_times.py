@@ -1,4 +1,7 @@
-"""What a step's time on the GPU goes into, from torch.profiler's kernels: by class, and what is hidden.
+"""What a step's time on the GPU goes into, of torch.profiler's trace: by class, and what is hidden.
+
+    python train.py ... --profile --profile-step-start 5 --profile-step-end 8
+    python -m benchmarks.kernel_times runs/NAME/profile-rank0.json --steps 3
 
     stream 7     | gemm | gemm |  norm  |      gemm      |      compute: all but communication
     stream 20          |  reduce-scatter  |  all-gather          |
@@ -11,13 +14,10 @@ those that the profiler calls PtoP, and device-to-device copies on streams other
 matmul and attention time (symmetric memory looks like one's own).
 """
 
+import argparse
 import json
-import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 # The first whose word is in the name, in lower case, holds. Inductor names kernels after their ops.
 CLASSES = (
@@ -39,23 +39,6 @@ def kind(name: str) -> str:
     """The class of a kernel: torch's own for norms, activations, loss and the like are `other`."""
     low = name.lower()
     return next((label for label, words in CLASSES if any(word in low for word in words)), "other")
-
-
-def profiled(step: Callable[[], object], rank: int, steps: int = 3) -> dict | None:
-    """Run the step so many times on every rank; rank 0 returns the table of one of the last, if on a GPU."""
-    if rank or not torch.cuda.is_available():
-        for _ in range(steps):
-            step()
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
-    return table([e for e in trace["traceEvents"] if e.get("cat") in DEVICE], steps)
 
 
 def table(events: list[dict], steps: int) -> dict | None:
@@ -117,3 +100,12 @@ def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def length(spans: list[tuple[float, float]]) -> float:
     """Of stretches that do not overlap."""
     return sum(stop - start for start, stop in spans)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--steps", type=int, required=True, help="that were profiled")
+    args = parser.parse_args()
+    traced = json.loads(args.trace.read_text())["traceEvents"]
+    print(json.dumps(table([event for event in traced if event.get("cat") in DEVICE], args.steps), indent=1))

@@ -269,7 +269,7 @@ def kept(session: Session, recipe: str) -> Run:
 
 
 def group_cases(session: Session) -> Iterator[Case]:
-    """All groups of a mesh, made again and again."""
+    """All groups of a mesh."""
     parallel, new_group = parse(session.args.flags.split()).config.parallel, dist.new_group
 
     def build(seconds: float) -> None:

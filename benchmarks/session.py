@@ -284,8 +284,8 @@ def lines(name: str, case: dict) -> list[str]:
     table, forms = [], case["forms"]
     for form, row in forms.items():
         cells = (format(row[key], spec) if key in row else "" for key, spec in COLUMNS.items())
-        told = f"failed: {row['failed'][:120]}" if "failed" in row else " | ".join(cells)
-        table.append(f"| {name} | {form} | {told} |")
+        text = f"failed: {row['failed'][:120]}" if "failed" in row else " | ".join(cells)
+        table.append(f"| {name} | {form} | {text} |")
     for what, least in case["gate"].items():
         form, key = (next(iter(forms), ""), "share") if what == "share" else (what, "factor")
         if (reached := forms.get(form, {}).get(key, least)) < least:
