@@ -14,7 +14,8 @@ the GPU of rank 0, from its batch to its update, and the next step is launched m
 repetitions counts; where steps have different numbers of tokens, their sum over the sum of their times. MFU
 is Megatron's count over the dense bf16 peak, peak memory that of torch's allocator on rank 0; `used_gib` is
 what nvidia-smi says of each GPU at the end, NCCL's and CUDA's share and the allocator's cache included. Of
-pipelines a further step is traced: the bubble, idle over busy time of its ops, measured and planned.
+pipelines a further step is traced: the bubble, idle over busy time of its ops, measured and planned. With
+--profile more are profiled: milliseconds of the kernels by class, exposed communication (kernel_times.py).
 
 All cases of a part train on the same tokens from the same weights, so that first losses must be equal: one
 that differs from the case it is `like`, or that fails, is a problem, and the exit code is 1. A case that
@@ -23,6 +24,7 @@ has run; report.py prints the tables again. `--small` takes tiny models on CPUs,
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -39,7 +41,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import long_tail, report
+from benchmarks import kernel_times, long_tail, report
 from benchmarks.cases import LOSSES, PARTS, Case, cases_of
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
@@ -53,6 +55,7 @@ from tools.gpu_gate import build_kernels, commit_of, judge, launcher
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 1800  # seconds for a case that is ended by this program
 OUTSIDE = 5.0  # GiB of a GPU that torch's allocator does not have: CUDA's, NCCL's, gaps
+PROFILED = 3  # steps
 SPEEDS = ("tokens_per_s", "tflops_per_gpu", "mfu")
 
 
@@ -79,13 +82,16 @@ def command(case: Case, checkout: Path, small: bool, *more: str) -> list[str]:
     return [*start, *more, *ranks, "--run-name", "case", "--metrics-jsonl", "steps.jsonl"]
 
 
-def run_steps(case: Case, checkout: Path, small: bool, *more: str) -> dict[str, Any]:
+def run_steps(case: Case, checkout: Path, small: bool, profile: bool = False) -> dict[str, Any]:
     """The numbers of its timed steps, and the losses of all; `problem`: why there are none."""
-    steps, words = case.warm + case.timed, list(more)
-    traced = "--pp " in case.flags and case.program == "train.py"
-    last = steps + traced  # one more step, since to draw it takes time
-    words += ["--train-iters", str(steps + 3)]
+    steps, ours = case.warm + case.timed, case.program == "train.py"
+    traced = ours and "--pp " in case.flags
+    last = steps + traced  # steps behind the timed ones, since to draw them takes time
+    words = ["--train-iters", str(steps + PROFILED + 3)]  # of all alike: the order of samples depends on it
     words += ["--trace-dir", "trace", "--trace-iterations", str(last)] if traced else []
+    if profile and ours:
+        first, last = last + 1, last + PROFILED
+        words += f"--profile --profile-step-start {first} --profile-step-end {last + 1}".split()
     with tempfile.TemporaryDirectory(prefix="measure-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with running(command(case, checkout, small, *words), folder) as process:
@@ -99,6 +105,7 @@ def run_steps(case: Case, checkout: Path, small: bool, *more: str) -> dict[str, 
             used = [round(gpu["used"], 2) for gpu in gpus()]
         records = read_jsonl(folder / "steps.jsonl")[:steps]
         text = (folder / "runs/case/log.txt").read_text() if traced else ""
+        kernels = kernels_of(folder / "runs/case/profile-rank0.json")
     timed = records[case.warm :]
     turn = {"step_ms": [round(step["step_time_ms"], 3) for step in timed]}
     turn |= {"loss": [step["lm_loss"] for step in records]} | speed(timed)
@@ -106,7 +113,16 @@ def run_steps(case: Case, checkout: Path, small: bool, *more: str) -> dict[str, 
     if "moe_load_imbalance" in timed[-1]:
         turn["imbalance"] = timed[-1]["moe_load_imbalance"]
     bubbles = re.findall(r"(planned|measured) \S+ ms, bubble (\S+) %", text)
-    return turn | ({"bubble_percent": {kind: float(x) for kind, x in bubbles}} if bubbles else {})
+    turn |= {"bubble_percent": {kind: float(x) for kind, x in bubbles}} if bubbles else {}
+    return turn | ({"profile": kernels} if kernels else {})
+
+
+def kernels_of(path: Path) -> dict | None:
+    """What the time of a profiled step on the GPU goes into; None without a profile, or of a CPU."""
+    if not path.exists():
+        return None
+    events = json.loads(path.read_text())["traceEvents"]
+    return kernel_times.table([e for e in events if e.get("cat") in kernel_times.DEVICE], PROFILED)
 
 
 @contextmanager
@@ -215,7 +231,7 @@ class Session:
             seed = self.args.first_seed + repetition
             turn = run_whole(case, checkout, self.args.small, "--seed", str(seed), *data) | {"seed": seed}
         else:
-            turn = run_steps(case, checkout, self.args.small)
+            turn = run_steps(case, checkout, self.args.small, self.args.profile)
         return turn | ({"predicted_gib": round(predicted, 6)} if predicted else {})
 
     def predicted(self, case: Case, data: list[str]) -> float:
@@ -301,6 +317,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=1, help="of all cases, in turn")
     parser.add_argument("--first-seed", type=int, default=1, help="of *-losses; one more each repetition")
     parser.add_argument("--steps", type=int, help="timed steps of each run")
+    parser.add_argument("--profile", action="store_true", help="of train.py: kernels of a further step")
     parser.add_argument("--flags", default="", help="of train.py, for every case")
     parser.add_argument("--data", nargs=2, metavar=("TRAIN", "VALID"), help="prefixes of text for *-losses")
     parser.add_argument("--old", type=Path, help="another checkout, to run beside this one")

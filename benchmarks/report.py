@@ -45,6 +45,8 @@ def summary(cases: list[Case], turns: dict[str, list[dict]]) -> list[dict[str, A
         row["tokens_per_s_per_gpu"] = row["tokens_per_s"] / case.gpus
         if bubbles := [turn["bubble_percent"] for turn in good if "bubble_percent" in turn]:
             row["bubble_percent"] = bubbles[-1]
+        if profiles := [turn["profile"] for turn in good if "profile" in turn]:
+            row["profile"] = profiles[-1]
         if case.like in rows and "loss" in rows[case.like]:
             first = float(rows[case.like]["loss"][0][0])
             changes = [abs(float(losses[0]) / first - 1) for losses in row["loss"]]
@@ -113,6 +115,8 @@ def tables(result: dict[str, Any]) -> str:
         if bubble := row.get("bubble_percent"):
             words = ", ".join(f"{percent} % {kind}" for kind, percent in bubble.items())
             lines.append(f"{row['name']}: a bubble of {words}")
+        if profile := row.get("profile"):
+            lines.append(f"{row['name']}: milliseconds of a step {profile['ms']}")
     small = ", small" * result["small"]
     lines += [
         "",

@@ -179,9 +179,9 @@ def test_parts_of_one_gpu(tmp_path):
 
 
 def test_pipeline_part(tmp_path, full):
-    """Bubbles of a traced step; the trace is none of the timed ones."""
+    """Bubbles of a traced step, which is none of the timed ones, nor are those that are profiled."""
     names = ["zb-v, 8"] + ["1f1b, 8", "torch zb-v, 8", "torch interleaved 4, 8"] * full
-    rows = measured(tmp_path / "pp.json", "pp", *only(*names))
+    rows = measured(tmp_path / "pp.json", "pp", "--profile", *only(*names))
     row = rows["zb-v, 8"]
     assert row["bubble_percent"]["measured"] > 0 and row["bubble_percent"]["planned"] > 0
     assert len(row["step_ms"][0]) == 2 and len(row["loss"][0]) == 3
@@ -333,6 +333,21 @@ def test_no_run_outlives_the_program(tmp_path, text):
 
 
 # Numbers
+
+
+def test_kernels_of_a_profile(tmp_path):
+    """Three steps of 10 ms, of which 6 are a matmul's; what runs on the CPU does not count."""
+    kernels = [("nvjet_gemm", 0, 6000), ("adam_flat", 9000, 1000)]
+    events = [
+        dict(name=name, ts=10_000 * i + ts, dur=dur, cat="kernel", args={"stream": 7})
+        for i in range(3)
+        for name, ts, dur in kernels
+    ]
+    events.append(dict(name="nvjet_gemm", ts=0, dur=9000, cat="cpu_op"))
+    (tmp_path / "x.json").write_text(json.dumps({"traceEvents": events}))
+    found = measure.kernels_of(tmp_path / "x.json")["ms"]
+    assert (found["period"], found["gemm"], found["optimizer"], found["idle"]) == (10.0, 6.0, 1.0, 3.0)
+    assert measure.kernels_of(tmp_path / "none.json") is None
 
 
 def test_speed_of_steps():

@@ -52,7 +52,7 @@ def losses(part: str, name: str, folder: Path, flags: str = FP32) -> tuple[list[
 
 
 FEW = [("one", "compile, 4"), ("tp", "dtensor"), ("dp", "fsdp, 4"), ("pp", "torch zb-v, 8")]
-MORE = [("one", "no kernels, 1"), ("dp", "fsdp kept, 4"), ("pp", "torch 1f1b, 8")]
+MORE = [("dp", "fsdp kept, 4"), ("pp", "torch 1f1b, 8")]
 MORE += [("pp", f"torch interleaved {kind}, 8") for kind in ("4", "4, eager", "zero bubble 4")]
 
 
