@@ -11,9 +11,9 @@ BUDGETS = {
     "": 6000,
     "checkpoint": 1385,
     "commands": 270,
-    "config": 2510,
+    "config": 2620,
     "data": 2340,
-    "fast": 2450,
+    "fast": 2500,
     "faults": 330,
     "ops": 2930,
     "plan": 600,
@@ -93,7 +93,7 @@ def test_imports_run_from_lower_to_higher():
 
 
 def test_no_import_cycles():
-    """Modules of a room may import each other, so cycles are looked for by module."""
+    """Modules of a room may import each other, so cycles are searched by module."""
     graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}
 
     def cycle(module: str, path: tuple) -> tuple:

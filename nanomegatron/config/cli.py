@@ -355,6 +355,7 @@ def help_text(everything: bool) -> str:
             names = ", ".join([flag(setting.name), *(f"--{alias}" for alias in rules["aliases"])])
             choices = f" [{'|'.join(map(str, rules['choices']))}]" if rules["choices"] else ""
             words = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            default = "" if value in (None, (), False) else f" ({words})"
+            on = f" (on; --no-{flag(setting.name)[2:]})"
+            default = on if value is True else "" if value in (None, ()) or value is False else f" ({words})"
             parts.setdefault(part, []).append(f"  {names:<36} {rules['help']}{choices}{default}")
     return "\n\n".join("\n".join([part, *lines]) for part, lines in parts.items())

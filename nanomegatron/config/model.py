@@ -38,34 +38,40 @@ class TransformerConfig:
     hidden_size: int | None = common(None, "width of the residual stream", at_most=WIDEST, required=True)
     num_attention_heads: int | None = common(None, "number of query heads", at_most=WIDEST, required=True)
     ffn_hidden_size: int | None = common(
-        None, "inner width of the MLP; 4h, with --swiglu int(8h/3/64)*64", at_most=8 * WIDEST
+        None, "inner width of the MLP; default 4h, with --swiglu int(8h/3/64)*64", at_most=8 * WIDEST
     )
     kv_channels: int | None = setting(
-        None, "width of one attention head; hidden size / heads", at_most=WIDEST
+        None, "width of one attention head; default hidden size / heads", at_most=WIDEST
     )
     num_query_groups: int = common(0, "number of key/value heads; 0 means one per query head (MHA)")
-    max_position_embeddings: int | None = setting(None, "context size; --seq-length", at_least="--seq-length")
+    max_position_embeddings: int | None = setting(
+        None, "longest context; default --seq-length", at_least="--seq-length"
+    )
     position_embedding_type: str = common(
         "learned_absolute", "position embedding", choices="learned_absolute rope yarn none"
     )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
     rotary_percent: float = setting(1.0, "fraction of each head's features to rotate", at_most=1)
     rotary_interleaved: bool = setting(False, "rotate neighbouring features instead of the two halves")
-    rotary_seq_len_interpolation_factor: float = setting(1.0, "position interpolation factor", needs=ROPE)
+    rotary_seq_len_interpolation_factor: float = setting(1.0, "divide positions by this factor", needs=ROPE)
     use_rope_scaling: bool = setting(False, "scale low frequencies for long contexts (Llama 3.1)", needs=ROPE)
     rope_scaling_factor: float = setting(8.0, "context extension factor of --use-rope-scaling")
-    rotary_scaling_factor: float = setting(1.0, "yarn: context extension factor")
-    yarn_original_max_position_embeddings: int = setting(4096, "yarn: context before the extension")
-    yarn_beta_fast: float = setting(32.0, "yarn: keep frequencies of more turns", above="--yarn-beta-slow")
-    yarn_beta_slow: float = setting(1.0, "yarn: interpolate fully frequencies of fewer turns in that context")
-    yarn_correction_range_round_to_int: bool = setting(True, "yarn: round the bounds between the two")
-    mscale: float = setting(1.0, "yarn: weight of log(factor) in the size of cos and sin", above=-math.inf)
-    mscale_all_dim: float = setting(0.0, "yarn: the same in their divisor", above=-math.inf)
-    normalization: str = common("LayerNorm", "kind of normalization", choices="LayerNorm RMSNorm")
+    rotary_scaling_factor: float = setting(1.0, "yarn: new context / original context")
+    yarn_original_max_position_embeddings: int = setting(4096, "yarn: context length before the extension")
+    yarn_beta_fast: float = setting(
+        32.0, "yarn: keep frequencies above these turns", above="--yarn-beta-slow"
+    )
+    yarn_beta_slow: float = setting(1.0, "yarn: interpolate frequencies below these turns")
+    yarn_correction_range_round_to_int: bool = setting(True, "yarn: round the bounds of the ramp between")
+    mscale: float = setting(
+        1.0, "yarn: multiply cos and sin by 0.1 * mscale * log(factor) + 1", above=-math.inf
+    )
+    mscale_all_dim: float = setting(0.0, "yarn: mscale of the divisor of that factor", above=-math.inf)
+    normalization: str = common("LayerNorm", "type of all norm layers", choices="LayerNorm RMSNorm")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
     qk_layernorm: bool = setting(False, "normalize each query and key head (Qwen3)")
     apply_layernorm_1p: bool = setting(False, "store norm weights as their difference from 1")
-    swiglu: bool = common(False, "gated MLP with SiLU, as in Llama; GELU without", excludes="--squared-relu")
+    swiglu: bool = common(False, "gated MLP with SiLU, as in Llama; default GELU", excludes="--squared-relu")
     squared_relu: bool = setting(False, "squared ReLU in the MLP instead of GELU")
     disable_bias_linear: bool = common(False, "no bias in the linear layers")
     add_qkv_bias: bool = setting(False, "bias in the QKV projection even with --disable-bias-linear")
@@ -73,55 +79,80 @@ class TransformerConfig:
     hidden_dropout: float = setting(0.0, "dropout on the residual branches and the embedding", below=1)
     attention_dropout: float = setting(0.0, "dropout on the attention probabilities", below=1)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", at_least=0)
-    window_size: tuple[int, ...] = setting((), "keys before a query (-1: all), and 0", count=2, at_least=-1)
+    window_size: tuple[int, ...] = setting(
+        (), "sliding window: keys that a query sees before its own (-1: all), and 0", count=2, at_least=-1
+    )
     window_attn_skip_freq: str | None = setting(
-        None, "every N-th layer sees all keys; or a list, 1 for a window", needs="--window-size"
+        None, "full attention in every N-th layer; or a list, 1 for a window", needs="--window-size"
     )
     num_experts: int | None = setting(
         None,
-        "experts of a layer; none without",
+        "experts of each MoE layer, over all ep ranks; default no MoE",
         at_most=MAX_EXPERTS,
         brings="--sequence-parallel if --tensor-model-parallel-size greater than 1",
     )
-    moe_ffn_hidden_size: int | None = moe(None, "inner width of an expert; --ffn-hidden-size")
-    moe_layer_freq: str = moe("1", "every N-th layer has experts; or a list, 1 for experts: [0]*1+[1]*23")
+    moe_ffn_hidden_size: int | None = moe(None, "inner width of an expert; default --ffn-hidden-size")
+    moe_layer_freq: str = moe("1", "MoE in every N-th layer; or a list, 1 for MoE: [0]*1+[1]*23")
     moe_router_topk: int = moe(2, "experts per token", at_most=MOE)
     moe_router_score_function: str = moe("softmax", "router scores", choices="softmax sigmoid")
-    moe_router_pre_softmax: bool = moe(False, "softmax before the top-k, not after", excludes=SIGMOID)
-    moe_router_topk_scaling_factor: float | None = moe(None, "multiply the chosen experts' weights by this")
-    moe_router_num_groups: int | None = moe(None, "groups of experts", needs=GROUP_TOPK, excludes=SINKHORN)
-    moe_router_group_topk: int | None = moe(None, "groups of a token's experts", at_most=GROUPS, needs=GROUPS)
+    moe_router_pre_softmax: bool = moe(False, "softmax before the top-k, not after it", excludes=SIGMOID)
+    moe_router_topk_scaling_factor: float | None = moe(None, "multiply the routing weights by this")
+    moe_router_num_groups: int | None = moe(
+        None, "group-limited routing: groups of experts", needs=GROUP_TOPK, excludes=SINKHORN
+    )
+    moe_router_group_topk: int | None = moe(
+        None, "group-limited routing: groups that a token may choose from", at_most=GROUPS, needs=GROUPS
+    )
     moe_router_load_balancing_type: tuple[str, ...] = moe(
         ("aux_loss",),
-        "one way or more; aux_loss and sinkhorn depend on the micro batch, global_aux_loss on dp, too",
+        "balance the load of experts in a micro batch, a sequence (seq_) or over dp (global_); losses add up",
         choices="aux_loss seq_aux_loss global_aux_loss sinkhorn none",
         excludes={"seq_aux_loss": "--variable-seq-lengths, which packs samples; give aux_loss"},
     )
-    moe_aux_loss_coeff: tuple[float, ...] = moe((0.0,), "weight of the auxiliary loss, one a way", at_least=0)
+    moe_aux_loss_coeff: tuple[float, ...] = moe((0.0,), "weight of each load balancing loss", at_least=0)
     moe_z_loss_coeff: float | None = moe(None, "weight of the router's z-loss", at_least=0)
     moe_router_enable_expert_bias: bool = moe(
-        False, "balance by a bias on the choice of experts, without a loss", needs=SIGMOID, excludes=SINKHORN
+        False,
+        "balance by a bias on the scores of the top-k, without a loss (DeepSeek-V3)",
+        needs=SIGMOID,
+        excludes=SINKHORN,
     )
-    moe_router_bias_update_rate: float = moe(1e-3, "step size of that bias", at_least=0, needs=BIAS)
-    moe_router_dtype: str | None = moe(None, "router matmul; the rest is fp32 anyway", choices="fp32 fp64")
-    moe_input_jitter_eps: float | None = moe(None, "scale router inputs by 1 +- eps", at_least=0, below=1)
-    moe_router_force_load_balancing: bool = moe(False, "random experts, to measure speed at an even load")
+    moe_router_bias_update_rate: float = moe(1e-3, "step size of the expert bias", at_least=0, needs=BIAS)
+    moe_router_dtype: str | None = moe(None, "type of the router's matmul; else fp32", choices="fp32 fp64")
+    moe_input_jitter_eps: float | None = moe(
+        None, "scale router inputs by random 1 +- eps", at_least=0, below=1
+    )
+    moe_router_force_load_balancing: bool = moe(
+        False, "train with random experts, to measure speed at an even load"
+    )
     moe_token_dispatcher_type: str = moe(
-        "allgather", "exchange of tokens", choices="allgather alltoall", refused=FLEX, resumable=True
+        "allgather",
+        "how tokens reach experts of other ranks",
+        choices="allgather alltoall",
+        refused=FLEX,
+        resumable=True,
     )
     moe_expert_capacity_factor: float | None = moe(
-        None, "tokens an expert takes, in even shares; others are dropped", excludes=SINKHORN
+        None, "drop an expert's tokens beyond this multiple of an even share", excludes=SINKHORN
     )
     moe_token_drop_policy: str = moe("probs", "tokens to keep", choices="probs position", needs=CAPACITY)
-    moe_pad_expert_input_to_capacity: bool = moe(False, "pad to the capacity", needs=CAPACITY, resumable=True)
-    moe_permute_fusion: bool = moe(True, "permute and unpermute tokens in one kernel each", resumable=True)
-    moe_grouped_gemm: bool = moe(True, "one grouped matmul for a rank's experts; or a loop", resumable=True)
-    moe_shared_expert_intermediate_size: int | None = moe(
-        None, "inner width of all shared experts", excludes="--moe-use-upcycling; dense models have none"
+    moe_pad_expert_input_to_capacity: bool = moe(
+        False, "pad each expert's tokens to the capacity", needs=CAPACITY, resumable=True
     )
-    moe_shared_expert_gate: bool = moe(False, "sigmoid gate on the shared experts", needs=SHARED)
+    moe_permute_fusion: bool = moe(True, "permute and unpermute tokens in one kernel each", resumable=True)
+    moe_grouped_gemm: bool = moe(True, "one grouped matmul for a rank's experts, not a loop", resumable=True)
+    moe_shared_expert_intermediate_size: int | None = moe(
+        None,
+        "total inner width of the shared experts; default none",
+        excludes="--moe-use-upcycling; dense models have none",
+    )
+    moe_shared_expert_gate: bool = moe(False, "scale the shared experts by a sigmoid gate", needs=SHARED)
     moe_shared_expert_overlap: bool = moe(
-        False, "run during the token exchange", needs=(SHARED, ALL_TO_ALL), fast_path=True, resumable=True
+        False,
+        "run the shared experts during dispatch and combine",
+        needs=(SHARED, ALL_TO_ALL),
+        fast_path=True,
+        resumable=True,
     )
     attention_backend: str = setting(
         "auto", "core attention kernel", choices="auto fused flash unfused", resumable=True
@@ -129,15 +160,20 @@ class TransformerConfig:
     masked_softmax_fusion: bool = fusion("unfused attention: scale, mask and softmax in one kernel")
     rope_fusion: bool = fusion("rotate queries and keys in place, in one kernel")
     bias_gelu_fusion: bool = setting(True, "tanh GELU, as Megatron's fused kernel; exact without it or bias")
-    bias_swiglu_fusion: bool = fusion("both halves of SwiGLU in one kernel")
-    persist_layer_norm: bool = fusion("norms, with the residual's sum before them, in one kernel")
-    sequence_parallel: bool = setting(False, "shard norms and dropout over tp ranks", "sp", resumable=True)
+    bias_swiglu_fusion: bool = fusion("SwiGLU in one kernel")
+    persist_layer_norm: bool = fusion("residual add and norm in one kernel")
+    sequence_parallel: bool = setting(
+        False,
+        "sequence parallelism: shard norms and dropout over tp, along the sequence",
+        "sp",
+        resumable=True,
+    )
     cross_entropy_loss_fusion: bool = setting(
-        False, "output layer and loss in chunks, no whole logits", fast_path=True, resumable=True
+        False, "compute output layer and loss in chunks, without whole logits", fast_path=True, resumable=True
     )
     recompute_granularity: str | None = setting(
         None,
-        "recompute modules or layers",
+        "recompute activations in the backward: of modules, or of whole layers",
         choices="selective full",
         needs=RECOMPUTED,
         brings={"full": ("--recompute-method uniform", "--recompute-num-layers 1")},
@@ -145,14 +181,16 @@ class TransformerConfig:
     )
     recompute_modules: tuple[str, ...] = recompute(
         ("core_attn",),
-        "modules of --recompute-granularity selective",
+        "modules to recompute with --recompute-granularity selective",
         choices="core_attn mlp mlp_act layernorm moe moe_act shared_experts",
         part_of="--recompute-granularity selective",
         needs={"moe": MOE, "moe_act": MOE, "shared_experts": SHARED},
     )
-    recompute_method: str | None = recompute(None, "N layers at a time, or first N", choices="uniform block")
+    recompute_method: str | None = recompute(
+        None, "recompute N layers at a time, or the first N", choices="uniform block"
+    )
     recompute_num_layers: int | None = recompute(None, "the N of --recompute-method")
-    distribute_saved_activations: bool = recompute(False, "shard the inputs of those layers over tp")
+    distribute_saved_activations: bool = recompute(False, "shard saved inputs of recomputed layers over tp")
 
     @property
     def num_kv_heads(self) -> int:

@@ -25,39 +25,48 @@ context = functools.partial(setting, part_of="--context-parallel-size greater th
 class ParallelConfig:
     """How the processes are laid out. data parallel = world / (tp * cp * pp)."""
 
-    tensor_model_parallel_size: int = common(1, "processes that share each layer", "tp")
-    pipeline_model_parallel_size: int = common(1, "processes that share the layers, in turn", "pp")
-    num_layers_per_virtual_pipeline_stage: int | None = pipeline(None, "layers per piece of a pipeline rank")
-    num_virtual_stages_per_pipeline_rank: int | None = common(None, "pieces per rank", "vpp", excludes=SIZE)
+    tensor_model_parallel_size: int = common(1, "tensor parallelism: ranks that split each layer", "tp")
+    pipeline_model_parallel_size: int = common(1, "pipeline parallelism: ranks that divide the layers", "pp")
+    num_layers_per_virtual_pipeline_stage: int | None = pipeline(None, "layers of a virtual stage")
+    num_virtual_stages_per_pipeline_rank: int | None = common(
+        None, "virtual stages of a pipeline rank", "vpp", excludes=SIZE
+    )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = pipeline(
         None,
-        "microbatches of a piece before the next piece's turn",
+        "consecutive microbatches of a virtual stage",
         at_least="--pipeline-model-parallel-size",
     )
     pipeline_schedule: str | None = pipeline(
-        None, "order of work on a pipeline rank; 1f1b, with --vpp interleaved", choices=NAMES, most_used=True
+        None,
+        "pipeline schedule; default 1f1b, or interleaved with --vpp above 1",
+        choices=NAMES,
+        most_used=True,
     )
     pipeline_split: str = pipeline(
         "even",
-        "balance layers, or cost with that of the output layer",
+        "give stages equal layers, or equal FLOPs with the output layer's",
         choices="even flops",
         excludes=SIZE,
     )
     decoder_first_pipeline_num_layers: int | None = pipeline(None, "layers of the first rank", excludes=SIZE)
     decoder_last_pipeline_num_layers: int | None = pipeline(None, "layers of the last rank", excludes=SIZE)
     account_for_embedding_in_pipeline_split: bool = pipeline(False, "count the embedding as a layer")
-    account_for_loss_in_pipeline_split: bool = pipeline(False, "count output layer and loss as a layer")
+    account_for_loss_in_pipeline_split: bool = pipeline(False, "count the output layer as a layer")
     pipeline_model_parallel_layout: str | None = pipeline(
-        None, 'each stage in letters, E embedding, t layer, L loss: "Ett|(ttt|)*2tL"', excludes=SIZE
+        None, 'layers of each stage: E embedding, t layer, L loss: "Ett|(ttt|)*2tL"', excludes=SIZE
     )
-    context_parallel_size: int = common(1, "processes that share each sequence", "cp")
-    cp_comm_type: tuple[str, ...] = context(("p2p",), "one way, or one per layer", choices=CP_NAMES)
+    context_parallel_size: int = common(1, "context parallelism: ranks that split each sequence", "cp")
+    cp_comm_type: tuple[str, ...] = context(
+        ("p2p",),
+        "attention over cp: ring of keys, all-to-all of heads, all-gather of keys; one or one per layer",
+        choices=CP_NAMES,
+    )
     hierarchical_context_parallel_sizes: tuple[int, ...] = context(
-        (), "size of a2a groups, number in the p2p ring", count=2, needs="--cp-comm-type a2a+p2p"
+        (), "a2a+p2p: sizes of the a2a groups and of the p2p ring", count=2, needs="--cp-comm-type a2a+p2p"
     )
     dynamic_context_parallel: bool = context(
         False,
-        "long documents on all cp ranks, short ones on few",
+        "shard long documents over all cp ranks, short ones over few",
         needs="--variable-seq-lengths, documents of different lengths",
         excludes=(
             f"--data-parallel-sharding-strategy optim_grads, {EQUALLY_MANY}; use optim",
@@ -68,34 +77,44 @@ class ParallelConfig:
         ),
     )
     max_seqlen_per_dp_cp_rank: int | None = context(
-        None, "tokens per cp rank and microbatch; --seq-length / cp", needs="--dynamic-context-parallel"
+        None,
+        "maximum tokens of a cp rank in a microbatch; default --seq-length / cp",
+        needs="--dynamic-context-parallel",
     )
-    expert_model_parallel_size: int = moe(1, "processes that share the experts", "ep")
-    expert_tensor_parallel_size: int | None = setting(None, "processes that share each expert; --tp", "etp")
+    expert_model_parallel_size: int = moe(1, "expert parallelism: ranks that divide the experts", "ep")
+    expert_tensor_parallel_size: int | None = setting(
+        None, "tensor parallelism of experts: ranks that split each; default --tp", "etp"
+    )
     overlap_moe_expert_parallel_comm: bool = moe(
         False,
-        "exchange half the tokens during the others' matmuls",
+        "dispatch half of the tokens during the matmuls of the others",
         needs=ALL_TO_ALL,
         excludes=PAD,
         fast_path=True,
     )
-    data_parallel_size: int | None = common(None, "checked against the world size when given", "dp")
-    fast_paths: bool | None = setting(None, "fast paths, or plain forms; fast on GPUs only", names_run=False)
+    data_parallel_size: int | None = common(None, "replicas; only checked against the world size", "dp")
+    fast_paths: bool | None = setting(None, "fast paths, not plain forms; default on GPUs", names_run=False)
     tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls; with --sp", fast_path=True)
     use_distributed_optimizer: bool = setting(False, "shard optimizer states over dp", excludes=NO_SHARD)
     data_parallel_sharding_strategy: str | None = setting(
-        None, "the same, or gradients too", choices="no_shard optim optim_grads"
+        None,
+        "shard nothing, optimizer states or gradients too over dp (ZeRO 0, 1, 2)",
+        choices="no_shard optim optim_grads",
     )
-    overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients over dp by buckets during the backward")
     overlap_param_gather: bool = setting(
-        False, "gather parameters by buckets in the forward", needs=SHARDED, brings=OPTIM
+        False, "all-gather parameters by buckets during the forward", needs=SHARDED, brings=OPTIM
     )
-    ddp_bucket_size: int | None = setting(None, "elements per bucket; all, or max(40M, 1M x dp) where useful")
-    ddp_average_in_collective: bool = setting(False, "average gradients over dp where Megatron does")
-    grad_reduce_in_bf16: bool = setting(False, "keep and sum gradients in bf16, not fp32", needs="--bf16")
-    peer_memory: bool = setting(True, "GPUs of a machine copy into each other's memory; without: NCCL does")
-    distributed_backend: str | None = setting(None, "nccl on GPUs only", choices="nccl gloo", names_run=False)
-    distributed_timeout_minutes: float = setting(10.0, "longest wait", at_most=1e5, names_run=False)
+    ddp_bucket_size: int | None = setting(
+        None, "elements of a bucket; default with overlap max(40M, 1M x dp)"
+    )
+    ddp_average_in_collective: bool = setting(False, "divide by dp x cp in the collective, not after it")
+    grad_reduce_in_bf16: bool = setting(False, "accumulate and reduce gradients in bf16", needs="--bf16")
+    peer_memory: bool = setting(True, "overlapped transfers copy between GPUs of a machine, without NCCL")
+    distributed_backend: str | None = setting(
+        None, "torch.distributed backend; default nccl on GPUs", choices="nccl gloo", names_run=False
+    )
+    distributed_timeout_minutes: float = setting(10.0, "timeout of collectives", at_most=1e5, names_run=False)
 
     @property
     def sharding(self) -> str:

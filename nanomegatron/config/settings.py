@@ -52,37 +52,46 @@ class PrecisionConfig:
     """What is computed and kept in which type. fp32 unless said otherwise."""
 
     bf16: bool = common(False, "bfloat16 weights and activations, fp32 main weights", excludes="--fp16")
-    fp16: bool = common(False, "float16 with dynamic loss scaling, fp32 main weights")
-    loss_scale: float | None = setting(None, "fixed loss scale; dynamic without", needs="--fp16")
-    initial_loss_scale: float = setting(2.0**32, "where the dynamic loss scale starts")
-    min_loss_scale: float = setting(1.0, "the dynamic loss scale never goes below")
-    loss_scale_window: int = setting(1000, "good steps before the loss scale doubles")
-    hysteresis: int = setting(2, "bad steps before the loss scale halves")
+    fp16: bool = common(False, "float16 weights and activations, fp32 main weights, dynamic loss scaling")
+    loss_scale: float | None = setting(None, "fixed loss scale; default dynamic", needs="--fp16")
+    initial_loss_scale: float = setting(2.0**32, "initial dynamic loss scale")
+    min_loss_scale: float = setting(1.0, "smallest dynamic loss scale")
+    loss_scale_window: int = setting(1000, "finite steps before the loss scale doubles")
+    hysteresis: int = setting(2, "non-finite steps before the loss scale halves")
     deterministic_mode: bool = setting(False, "only deterministic kernels on the GPU (always so on the CPU)")
     fp8_format: str | None = common(
         None,
-        "FP8 matmuls: all E4M3, or output gradients E5M2",
+        "FP8 matmuls: all in E4M3, or output gradients in E5M2",
         choices="e4m3 hybrid",
         needs=BF16,
         brings="--bf16",
     )
     fp8_recipe: str = fp8(
         "delayed",
-        "FP8 scales: per tensor from earlier steps, per tensor, per row, per block of 128",
+        "one FP8 scale for a tensor (of earlier steps, or its own), a row, or a block of 128",
         choices="delayed tensorwise rowwise blockwise",
         refused=FP8_REFUSED,
         most_used=True,
     )
-    fp8_margin: int = fp8(0, "FP8 scales are 2^margin smaller than the largest value allows")
-    fp8_amax_history_len: int = fp8(1, "steps in the amax history", at_most=1024, needs=DELAYED)
+    fp8_margin: int = fp8(0, "divide FP8 scales by 2^margin")
+    fp8_amax_history_len: int = fp8(1, "delayed: steps in the amax history", at_most=1024, needs=DELAYED)
     fp8_amax_compute_algo: str = fp8(
-        "most_recent", "amax of last step or history", choices="max most_recent", needs=DELAYED
+        "most_recent",
+        "delayed: scale by the largest amax of the history, or by the last",
+        choices="max most_recent",
+        needs=DELAYED,
     )
-    fp8_wgrad: bool = fp8(True, "weight gradients in FP8 too; --no-fp8-wgrad for bf16")
-    fp8_param_gather: bool = fp8(False, "gather FP8 parameters", needs=SHARDED, excludes=CUT, fast_path=True)
+    fp8_wgrad: bool = fp8(True, "weight gradients in FP8, else in bf16")
+    fp8_param_gather: bool = fp8(
+        False, "gather parameters in FP8", needs=SHARDED, excludes=CUT, fast_path=True
+    )
     first_last_layers_bf16: bool = fp8(False, "keep the first and last layers in bf16", needs=CURRENT)
-    num_layers_at_start_in_bf16: int = fp8(1, "how many of the first", at_least=0, needs=ENDS_IN_BF16)
-    num_layers_at_end_in_bf16: int = fp8(1, "how many of the last", at_least=0, needs=ENDS_IN_BF16)
+    num_layers_at_start_in_bf16: int = fp8(
+        1, "layers at the start that --first-last-layers-bf16 keeps", at_least=0, needs=ENDS_IN_BF16
+    )
+    num_layers_at_end_in_bf16: int = fp8(
+        1, "layers at the end that --first-last-layers-bf16 keeps", at_least=0, needs=ENDS_IN_BF16
+    )
 
     @property
     def fp8_multiple(self) -> int:
@@ -102,100 +111,129 @@ class OptimizerConfig:
     """AdamW, its schedules and the length of training."""
 
     lr: float = common(3e-4, "peak learning rate", at_least=0)
-    min_lr: float = common(0.0, "the schedule never goes below", at_most="--lr")
+    min_lr: float = common(0.0, "smallest learning rate, at the end of the decay", at_most="--lr")
     lr_decay_style: str = common("cosine", "shape", choices="constant linear cosine inverse-square-root WSD")
-    lr_decay_iters: int | None = setting(None, "iterations until --min-lr is reached; --train-iters")
-    lr_decay_samples: int | None = setting(None, "the same in samples; --train-samples")
+    lr_decay_iters: int | None = setting(None, "iterations until --min-lr is reached; default --train-iters")
+    lr_decay_samples: int | None = setting(None, "samples until --min-lr is reached; default --train-samples")
     lr_warmup_iters: int = common(0, "iterations of linear warm-up")
-    lr_warmup_samples: int = setting(0, "the same in samples")
-    lr_warmup_fraction: float | None = setting(None, "fraction of the decay length", at_least=0, at_most=1)
+    lr_warmup_samples: int = setting(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = setting(None, "warm-up as share of the decay", at_least=0, at_most=1)
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", at_most="--lr")
     lr_wsd_decay_style: str = setting(
-        "exponential", "shape of WSD's last part", choices="exponential linear cosine minus_sqrt"
+        "exponential", "WSD: shape of the final decay", choices="exponential linear cosine minus_sqrt"
     )
-    lr_wsd_decay_iters: int | None = setting(None, "length of WSD's last part in iterations")
-    lr_wsd_decay_samples: int | None = setting(None, "the same in samples")
-    decoupled_lr: float | None = setting(None, "peak learning rate of embedding and output layer; --lr")
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: iterations of the final decay")
+    lr_wsd_decay_samples: int | None = setting(None, "WSD: samples of the final decay")
+    decoupled_lr: float | None = setting(None, "peak rate of embedding and output layer; default --lr")
     decoupled_min_lr: float | None = setting(
-        None, "their smallest; --min-lr", at_least=0, at_most="--decoupled-lr", needs="--decoupled-lr"
+        None,
+        "smallest learning rate of these two; default --min-lr",
+        at_least=0,
+        at_most="--decoupled-lr",
+        needs="--decoupled-lr",
     )
-    weight_decay: float = common(0.01, "decoupled weight decay; biases and norms have none", at_least=0)
+    weight_decay: float = common(0.01, "weight decay of AdamW; none on biases and norms", at_least=0)
     start_weight_decay: float | None = setting(None, "weight decay at the start", at_least=0, needs=VARIES)
     end_weight_decay: float | None = setting(
         None, "weight decay at the end", at_least="--start-weight-decay", needs=VARIES
     )
     weight_decay_incr_style: str = setting(
-        "constant", "shape of its change", choices="constant linear cosine", needs=VARYING
+        "constant",
+        "how weight decay changes from start to end",
+        choices="constant linear cosine",
+        needs=VARYING,
     )
     adam_beta1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
     adam_beta2: float = setting(0.999, "decay of the second moment", at_least=0, below=1)
-    adam_eps: float = setting(1e-8, "added to the root of the second moment")
-    clip_grad: float = common(1.0, "largest global gradient norm; 0 switches clipping off", at_least=0)
-    use_precision_aware_optimizer: bool = setting(False, "allow the types below to be other than fp32")
+    adam_eps: float = setting(1e-8, "added to the square root of the second moment")
+    clip_grad: float = common(1.0, "clip gradients to this global norm; 0: no clipping", at_least=0)
+    use_precision_aware_optimizer: bool = setting(False, "allow main gradients and moments in bf16")
     main_grads_dtype: str = setting(
-        "fp32", "type of accumulated gradients", choices="fp32 bf16", needs=(PRECISION_AWARE, "--bf16")
+        "fp32",
+        "type of the main (accumulated) gradients",
+        choices="fp32 bf16",
+        needs=(PRECISION_AWARE, "--bf16"),
     )
     exp_avg_dtype: str = moment("fp32", "type of Adam's first moment")
     exp_avg_sq_dtype: str = moment("fp32", "type of Adam's second moment")
     optimizer_cpu_offload: bool = setting(
-        False, "optimizer state in host memory", needs=MAIN, brings="--bf16", fast_path=True
+        False, "keep optimizer states in host memory", needs=MAIN, brings="--bf16", fast_path=True
     )
-    optimizer_offload_fraction: float = setting(1.0, "share of them to move", at_most=1, needs=OFFLOAD)
-    overlap_cpu_optimizer_d2h_h2d: bool = setting(False, "copy a bucket while another updates", needs=OFFLOAD)
+    optimizer_offload_fraction: float = setting(
+        1.0, "fraction of states to offload", at_most=1, needs=OFFLOAD
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = setting(
+        False, "copy a bucket to and from the GPU while another updates", needs=OFFLOAD
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from and how they are cut into batches."""
 
-    data_path: tuple[str, ...] = common((), "prefixes of .bin/.idx pairs, or weights and prefixes in turn")
-    data_args_path: str | None = setting(None, "file that holds what --data-path would say")
-    train_data_path: tuple[str, ...] = setting((), "the same, for training only")
-    valid_data_path: tuple[str, ...] = setting((), "for validation", needs="--train-data-path")
-    test_data_path: tuple[str, ...] = setting((), "for the test", needs="--train-data-path")
-    split: str = common("99,1,0", "parts of --data-path for training, validation, test")
+    data_path: tuple[str, ...] = common((), "prefixes of .bin/.idx pairs; to blend: WEIGHT PREFIX ...")
+    data_args_path: str | None = setting(None, "file with the value of --data-path")
+    train_data_path: tuple[str, ...] = setting((), "--data-path of training")
+    valid_data_path: tuple[str, ...] = setting((), "--data-path of validation", needs="--train-data-path")
+    test_data_path: tuple[str, ...] = setting((), "--data-path of the test", needs="--train-data-path")
+    split: str = common("99,1,0", "shares of --data-path for training, validation, test")
     mock_data: bool = common(False, "synthetic counting documents", needs="--vocab-size or --tokenizer-type")
-    data_cache_path: str | None = setting(None, "index caches; beside data", resumable=True, names_run=False)
-    dataloader_type: str = setting("cyclic", "stop at the data's end, or start over", choices="single cyclic")
+    data_cache_path: str | None = setting(
+        None, "folder of cached sample indices; default beside the data", resumable=True, names_run=False
+    )
+    dataloader_type: str = setting("cyclic", "at the data's end stop, or start over", choices="single cyclic")
     num_workers: int = setting(
-        2, "threads that read ahead", at_least=0, at_most=1024, resumable=True, names_run=False
+        2,
+        "threads of a rank that prefetch batches",
+        at_least=0,
+        at_most=1024,
+        resumable=True,
+        names_run=False,
     )
     reset_position_ids: bool = setting(False, "restart learned positions after every end-of-document token")
     reset_attention_mask: bool = setting(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = setting(False, "no loss where the input is an end-of-document token")
     variable_seq_lengths: bool = setting(False, "pack whole documents up to --seq-length", excludes=ONE_SIZE)
     seq_length: int = common(1024, "tokens in a training sequence", at_most=2**31)
-    micro_batch_size: int = common(1, "sequences at a time", at_most=MOST_SEQUENCES, resumable=True)
-    global_batch_size: int | None = common(None, "of an iteration; micro batch x dp", at_most=MOST_SEQUENCES)
-    rampup_batch_size: tuple[int, ...] = setting((), "first size, increment, samples until it ends", count=3)
-    step_batch_size_schedule: str | None = setting(None, 'batch size by tokens: "0:768 250B:1536"')
+    micro_batch_size: int = common(1, "sequences of a microbatch", at_most=MOST_SEQUENCES, resumable=True)
+    global_batch_size: int | None = common(
+        None, "sequences of an iteration; default micro batch x dp", at_most=MOST_SEQUENCES
+    )
+    rampup_batch_size: tuple[int, ...] = setting(
+        (), "ramp up the global batch size: first size, increment, samples of the ramp", count=3
+    )
+    step_batch_size_schedule: str | None = setting(None, 'global batch by consumed tokens: "0:768 250B:1536"')
     tokenizer_type: str | None = common(
-        None, "kind of tokenizer; the one the data was made with", choices=(*TOKENIZERS,), needs=TOKENIZERS
+        None, "tokenizer; default that of the data", choices=(*TOKENIZERS,), needs=TOKENIZERS
     )
     tokenizer_model: str | None = common(None, "tokenizer file, folder or tiktoken name", needs=TOKENIZER)
     vocab_file: str | None = setting(None, "vocabulary of GPT2BPETokenizer (encoder.json)", needs=TOKENIZER)
     merge_file: str | None = setting(None, "merges of GPT2BPETokenizer (vocab.bpe)", needs=TOKENIZER)
     vocab_size: int | None = setting(
-        None, "token ids, with that of the end of a document; the tokenizer's", at_most=2**31
+        None, "token ids, end-of-document included; default those of the tokenizer", at_most=2**31
     )
     tiktoken_pattern: str | None = setting(
-        None, "how Megatron's JSON vocabulary splits text; v2", choices="v1 v2", needs=TIKTOKEN
+        None, "text pattern of Megatron's JSON vocabulary; default v2", choices="v1 v2", needs=TIKTOKEN
     )
-    tiktoken_num_special_tokens: int | None = setting(None, "its special tokens; 1000", needs=TIKTOKEN)
-    null_tokenizer_eod_id: int | None = setting(None, "id that ends a document; the last", above=-math.inf)
-    make_vocab_size_divisible_by: int = setting(128, "round the vocabulary up to this x tp", resumable=True)
+    tiktoken_num_special_tokens: int | None = setting(
+        None, "special tokens of Megatron's JSON vocabulary; default 1000", needs=TIKTOKEN
+    )
+    null_tokenizer_eod_id: int | None = setting(None, "end-of-document id; default the last", above=-math.inf)
+    make_vocab_size_divisible_by: int = setting(
+        128, "pad the vocabulary to multiples of this x tp", resumable=True
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, where, and what is loaded."""
 
-    save: str | None = common(None, "folder for checkpoints; runs/NAME/ckpt")
-    load: str | None = common(None, "folder to continue from: with a checkpoint, unless it is --save")
-    save_interval: int | None = common(None, "iterations between checkpoints; only the last without")
-    ckpt_format: str = setting("sharded", "layout on disk", choices=("sharded",))
+    save: str | None = common(None, "folder for checkpoints; default runs/NAME/ckpt")
+    load: str | None = common(None, "folder to resume from; it must hold a checkpoint unless it is --save")
+    save_interval: int | None = common(None, "iterations between checkpoints; default only at the end")
+    ckpt_format: str = setting("sharded", "checkpoint format", choices=("sharded",))
     ckpt_step: int | None = setting(None, "load this iteration instead of the newest", at_least=0)
-    finetune: bool = setting(False, "load only the weights and start at iteration 0", needs="--load")
+    finetune: bool = setting(False, "load only the weights, start at iteration 0", needs="--load")
     no_load_optim: bool = setting(False, "do not load the optimizer state", needs="--load")
     moe_use_upcycling: bool = moe(False, "copy --load's dense MLP to each expert", needs=("--load", "--save"))
     no_save_optim: bool = setting(False, "do not save the optimizer state")
@@ -205,10 +243,10 @@ class CheckpointConfig:
 class RunConfig:
     """Length, pace and records of a run."""
 
-    nproc: int = common(1, "processes to start on this machine; torchrun does it on a cluster", at_most=4096)
+    nproc: int = common(1, "processes to start on this machine; on a cluster use torchrun", at_most=4096)
     device: str = common("auto", "where to compute", choices="auto cpu cuda")
     megatron_defaults: bool = setting(False, "take Megatron's defaults: docs/from-megatron.md")
-    run_name: str | None = common(None, "folder below runs/; made from the settings without")
+    run_name: str | None = common(None, "folder name in runs/; default made from the settings")
     run_folder_per_host: bool = setting(False, "each machine has its own runs/NAME; --save must be shared")
     seed: int = common(1234, "random seed", at_least=0, below=2**32, resumable=False, names_run=True)
     train_iters: int | None = common(None, "iterations to train", at_most=MOST_ITERS, names_run=True)
@@ -217,35 +255,37 @@ class RunConfig:
     eval_iters: int = common(
         100, "global batches in an evaluation; 0 for none", at_least=0, at_most=MOST_ITERS
     )
-    exit_interval: int | None = setting(None, "save and leave when the iteration is a multiple of this")
-    exit_duration_in_mins: float | None = setting(None, "save and leave after this time")
+    exit_interval: int | None = setting(None, "save and exit when the iteration is a multiple of this")
+    exit_duration_in_mins: float | None = setting(None, "save and exit after this time")
     log_interval: int = common(10, "iterations between console lines")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
     eval_only: bool = setting(False, "evaluate --load, and stop", needs="--eval-iters greater than 0")
     iterations_to_skip: tuple[int, ...] = setting((), "iterations whose samples are skipped", names_run=True)
-    timing_log_level: int = setting(0, "1 times the parts of a step, 2 every microbatch", choices=(0, 1, 2))
-    timing_log_option: str = setting("minmax", "what to print of the ranks' times", choices="max minmax all")
+    timing_log_level: int = setting(
+        0, "timers: 0 none, 1 phases of a step, 2 forward and backward too", choices=(0, 1, 2)
+    )
+    timing_log_option: str = setting("minmax", "times of ranks to print", choices="max minmax all")
     log_params_norm: bool = setting(False, "log the norm of all parameters")
     log_num_zeros_in_grad: bool = setting(False, "log how many gradients are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
-    moe_per_layer_logging: bool = moe(False, "log the router's losses and the experts' load by layer")
+    moe_per_layer_logging: bool = moe(False, "log router losses and expert load of each layer")
     log_fp8_stats: int = fp8(0, "log scale, amax, saturation and underflow of FP8 every N steps; 0 never")
-    trace_dir: str | None = setting(None, "folder for pictures of some steps", needs="--trace-iterations")
-    trace_iterations: tuple[int, ...] = setting((3,), "the steps that --trace-dir shows")
-    profile: bool = setting(False, "torch's profiler around some steps; a trace file a rank")
-    profile_step_start: int = setting(10, "the step --profile begins with", at_least=0)
-    profile_step_end: int = setting(12, "the step it ends before")
-    profile_ranks: tuple[int, ...] = setting((0,), "the ranks it looks at", at_least=0)
+    trace_dir: str | None = setting(None, "folder for timelines of traced steps", needs="--trace-iterations")
+    trace_iterations: tuple[int, ...] = setting((3,), "steps to trace")
+    profile: bool = setting(False, "run torch's profiler for some steps; one trace file per rank")
+    profile_step_start: int = setting(10, "first step to profile", at_least=0)
+    profile_step_end: int = setting(12, "first step not to profile")
+    profile_ranks: tuple[int, ...] = setting((0,), "ranks to profile", at_least=0)
     empty_unused_memory_level: int = setting(
-        0, "give cached GPU memory back: 1 after the backward, 2 after the optimizer too", choices=(0, 1, 2)
+        0, "empty torch's GPU cache after the backward (1), after the optimizer too (2)", choices=(0, 1, 2)
     )
-    record_memory_history: bool = setting(False, "write who allocated what on the GPU, for torch's viewer")
+    record_memory_history: bool = setting(False, "record GPU allocations for pytorch.org/memory_viz")
     memory_snapshot_path: str = setting("snapshot.pickle", "file of --record-memory-history")
-    metrics_jsonl: str | None = common(None, "one JSON object a step; runs/NAME/metrics.jsonl")
+    metrics_jsonl: str | None = common(None, "file, a JSON object per step; default runs/NAME/metrics.jsonl")
     tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
     wandb_project: str | None = setting(None, "Weights & Biases project")
-    wandb_exp_name: str | None = setting(None, "name of the run there; --run-name", needs="--wandb-project")
-    wandb_save_dir: str | None = setting(None, "folder of its files; runs/NAME", needs="--wandb-project")
+    wandb_exp_name: str | None = setting(None, "name of its run; default --run-name", needs="--wandb-project")
+    wandb_save_dir: str | None = setting(None, "its local folder; default runs/NAME", needs="--wandb-project")
 
     @property
     def folder(self) -> Path:
