@@ -35,7 +35,7 @@ constexpr int N = 4;  // elements of a pack: 16 bytes in fp32, 8 in bf16
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int RESIDENT = 2;  // blocks of a multiprocessor
 #else
-constexpr int RESIDENT = 3;  // 80 registers, 48 KB under way in fp32
+constexpr int RESIDENT = 3;  // 80 registers, 48 KB in flight in fp32
 #endif
 constexpr int ALIGN = 8;  // packs are counted from a multiple of this before a segment's start
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store(void* to, int64_t i, const Pack<T, K>& pac
 }
 
 // Numbers that all elements share, made by one thread.
-struct Told {
+struct Scalars {
     const float *step, *values, *grad_scale, *skip;
 };
 
@@ -238,26 +238,26 @@ struct Elements {
 
 template <template <int> class Main, typename G, typename M, typename V>
 __global__ void __launch_bounds__(THREADS, RESIDENT)
-    adamw_update(Flat flat, const Segment* table, int count, int64_t chunk, bool whole, Told told,
+    adamw_update(Flat flat, const Segment* table, int count, int64_t chunk, bool whole, Scalars scalars,
                  Hyper hyper) {
     constexpr int STEP = THREADS * N;
     constexpr bool CAST = std::is_same_v<Main<N>, Cast<N>>;
     __shared__ double corrections[2];
-    const bool skip = *told.skip != 0.0f;
+    const bool skip = *scalars.skip != 0.0f;
     if (!CAST && skip) return;
     if (threadIdx.x < 2) {  // 1 - beta^step
         corrections[threadIdx.x] =
-            -expm1(*told.step * (threadIdx.x == 0 ? hyper.log_beta1 : hyper.log_beta2));
+            -expm1(*scalars.step * (threadIdx.x == 0 ? hyper.log_beta1 : hyper.log_beta2));
     }
     const Range own = own_range(table, count, chunk, N, whole);
-    const float lr = told.values[own.kind & 1];
+    const float lr = scalars.values[own.kind & 1];
     Now now;
-    now.scale = *told.grad_scale;
+    now.scale = *scalars.grad_scale;
     now.rate = lr / static_cast<float>(corrections[0]);
     now.root = rsqrtf(static_cast<float>(corrections[1]));
     now.eps = hyper.eps;
-    now.decay = own.kind & 2 ? 1.0f - lr * told.values[2] : 1.0f;
-    now.key = mixed(hyper.seed, mixed(static_cast<uint32_t>(*told.step)));
+    now.decay = own.kind & 2 ? 1.0f - lr * scalars.values[2] : 1.0f;
+    now.key = mixed(hyper.seed, mixed(static_cast<uint32_t>(*scalars.step)));
     if constexpr (CAST) now.cast = flat.scale[own.segment];
     unsigned largest = 0;
     auto note = [&](const auto& elements, int size) {
@@ -368,7 +368,7 @@ void adamw(Address main, Address params, Address grads, Address exp_avg, Address
            int grad_type, int avg_type, int avg_sq_type, Address scale, Address amax, Address stream) {
     if (blocks == 0) return;
     const Flat flat{main, params, grads, exp_avg, exp_avg_sq, copy, scale, amax};
-    const Told told{step, values, grad_scale, skip};
+    const Scalars scalars{step, values, grad_scale, skip};
     const Hyper hyper{std::log(beta1),
                       std::log(beta2),
                       static_cast<float>(beta1),
@@ -389,8 +389,8 @@ void adamw(Address main, Address params, Address grads, Address exp_avg, Address
                 auto* kernel = remainders     ? &adamw_update<Halves, G, M, V>
                                : copy == E4M3 ? &adamw_update<Cast, G, M, V>
                                               : &adamw_update<Whole, G, M, V>;
-                kernel<<<grid, THREADS, 0, stream>>>(flat, table, static_cast<int>(count), chunk, whole, told,
-                                                     hyper);
+                kernel<<<grid, THREADS, 0, stream>>>(flat, table, static_cast<int>(count), chunk, whole,
+                                                     scalars, hyper);
             });
         });
     });

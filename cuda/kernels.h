@@ -1,8 +1,8 @@
-// What Python calls: one function a launch. Shapes, layouts and maths are told in the .cu that has the
+// What Python calls: one function a launch. Shapes, layouts and maths are stated in the .cu that has the
 // kernel.
 //
 // Pointers and the stream come as numbers; a null pointer says that something optional is not wanted. `Type`
-// is the element type of the tensors that can have several. All sizes are counts of elements. Whoever calls
+// is the element type of the tensors that can have several. All sizes are counts of elements. The caller
 // has checked types, shapes, contiguity and devices (ops_*.py): here only the launch itself is checked.
 
 #pragma once

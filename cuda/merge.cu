@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(THREADS) merge_packs(Out* out, const Parts par
         if (pack[p] >= 0) more[p - 1] = load_pack(static_cast<const More*>(parts.each[p].rows) + pack[p]);
     }
     if (parts.lse_out) {
-        const bool none = most == -INFINITY;  // nobody has seen a key
+        const bool none = most == -INFINITY;  // no part has seen a key
         float total = 0.0f;
 #pragma unroll
         for (int p = 0; p < MOST; ++p) {

@@ -24,9 +24,9 @@ constexpr int TEAMS = 256;  // threads of a block that has several rows
 constexpr int STAGES = 2;   // rows in shared memory, at most
 constexpr int SHORT = 512;  // packs of a row that get two a thread, longer ones four
 
-// Threads of a block at most, and blocks of so many that fit a multiprocessor's registers: with two packs a
-// thread the weights are kept there too, and n and g between the passes; with four they are read and made
-// again.
+// Threads of a block at most, and blocks of that size that fit a multiprocessor's registers: with two packs a
+// thread the weights are kept there too, and n and g between the passes; with four they are read and
+// recomputed.
 constexpr int threads_of(int per) { return per == 2 ? 256 : MOST; }
 constexpr int blocks_of(int per) { return per == 2 ? 2 : 1; }
 
@@ -118,7 +118,7 @@ template <typename T, int PER, bool CENTRED>
 struct Columns {
     static constexpr int N = Pack<T>::size, KEPT = PER == 2 ? PER : 0;
     float w[KEPT + 1][N], dw[PER][N] = {}, db[CENTRED ? PER : 1][N] = {};
-    float n[KEPT + 1][N], g[KEPT + 1][N];  // of the row; if not kept, made again
+    float n[KEPT + 1][N], g[KEPT + 1][N];  // of the row; if not kept, recomputed
 
     __device__ __forceinline__ void load(float (&to)[N], const Backward& a, int pack) {
         parameters<T>(to, a.weight, a.wide, pack);

@@ -1,8 +1,8 @@
-"""What the host issues on a GPU of several, recorded on CPU ranks: `test_host_traces.py` tells how it reads.
+"""What the host issues on a GPU of several, recorded on CPU ranks: see `test_host_traces.py`.
 
     with faked(recorder := Recorder(folder, rank)):     build, train a step; recorder.on = True; another step
 
-Nothing of the package is replaced. Ranks are told that their tensors are on GPUs, and torch's side is faked:
+Nothing of the package is replaced. Ranks take their tensors to be on GPUs, and torch's side is faked:
 
     torch.cuda         streams and events that note what is asked of them, and do nothing
     symmetric memory   files that all ranks map; a barrier is gloo's
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanomegatron.mesh import Axis
 
-FREE = set(  # launch nothing; views are told by their schema
+FREE = set(  # launch nothing; views are known by their schema
     "empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh set_ resize_ "
     "_local_scalar_dense is_same_size equal".split()
 )
@@ -221,7 +221,7 @@ class Ops(TorchDispatchMode):
 
 
 class Devices(TorchFunctionMode):
-    """Tells the package that tensors are on a GPU, and does on the CPU what only a GPU can."""
+    """Makes the package take tensors to be on a GPU, and does on the CPU what only a GPU can."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Devices(TorchFunctionMode):
         return inside
 
     def _is_cuda(self, func, x: torch.Tensor) -> bool:
-        """To torch's own modules it is told as it is."""
+        """torch's own modules get the true device."""
         frame = sys._getframe()
         while frame.f_code.co_filename == __file__:
             frame = frame.f_back
@@ -322,7 +322,7 @@ def cuda(recorder: Recorder) -> dict[str, Any]:
 
 
 def shared_files(recorder: Recorder) -> dict[str, Any]:
-    """torch's symmetric memory, of files: whoever meets makes one of the same number."""
+    """torch's symmetric memory, of files: ranks that rendezvous make one of the same number."""
 
     def empty(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         recorder.counts["empty"] += 1

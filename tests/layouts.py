@@ -8,8 +8,8 @@ A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
     bk           small buckets, so that there are many           av   averaged by the collective
     co           optimizer states on the host (bf16 alone)
     fp           all fast paths that can run; else the plain forms, and fast ones that other words ask for
-    pp2 pp4      pipeline stages; behind them v2, v4 for chunks that take turns (interleaved), zb and zbv for
-                 weight gradients put off (zb-h1, zb-v), gp for gpipe, uneven for a split by cost,
+    pp2 pp4      pipeline stages; behind them v2, v4 for interleaved chunks, zb and zbv for
+                 deferred weight gradients (zb-h1, zb-v), gp for gpipe, uneven for a split by cost,
                  ly for one in letters, with stages that have no layer
     cp2 cp4      processes that share each row, in a ring; a2a, ag (all-gather), hi (a2a between two, a ring
                  of these), mx (another way in each layer)
@@ -37,7 +37,7 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "llama": f"{ROPE} --untie-embeddings-and-output-weights --num-query-groups 2 --ffn-hidden-size 96",
     "qwen": f"{ROPE} --num-query-groups 1 --qk-layernorm --add-qkv-bias --hidden-dropout 0.2",
     "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss --hidden-dropout 0.1",
-    "reset-documents": f"{ROPE} --reset-position-ids",  # attention goes on across them
+    "reset-documents": f"{ROPE} --reset-position-ids",  # attention continues across them
     "moe": f"{ROPE} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3 "
     "--moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 --hidden-dropout 0.1",
     "moe-documents": f"{ROPE} --num-experts 4 --moe-ffn-hidden-size 48 --reset-attention-mask "
@@ -185,7 +185,7 @@ SWITCHES = [["", word] for word in ("ov", "ce", "bk")] + [["", "rc", "rs", "rm",
 
 
 def sweep(count: int, seed: int) -> list[tuple[str, str]]:
-    """Of every axis, way and switch anything, on two to four processes; each model in its turn.
+    """Of every axis, way and switch anything, on two to four processes; each model once.
 
     What goes together is for `validate` to say. Drops of "full" depend on the layout, so it takes no part.
     """

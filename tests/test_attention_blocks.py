@@ -22,7 +22,7 @@ CASES = {
     "causal, one query": dict(causal=True, s=1, t=8),
     "window": dict(causal=True, window=7),
     "window, more keys": dict(causal=True, window=7, t=53, g=2),
-    "window of itself": dict(causal=True, window=0),
+    "window of one": dict(causal=True, window=0),
     "window longer than the keys": dict(causal=True, window=90),
     "window of a block of queries": dict(causal=True, window=70, s=150, t=181, g=1),
     "segments": dict(lengths=((4, 9), (20, 3), (1, 1), (15, 30)), g=2),

@@ -1,4 +1,4 @@
-"""Command lines that cannot be: each ends at once, with exit code 2 and a message of one's own mistake.
+"""Command lines that cannot be: each ends at once, with exit code 2 and a message that names the mistake.
 
 The fast tier takes the first of each kind, the full one all.
 """
@@ -358,8 +358,8 @@ def test_a_bad_command_line_is_answered(kind, flags, part, folder, monkeypatch, 
         code = train.main(f"{REAL if kind in BEHIND_REAL else MOCK} {flags}".split())
     finally:
         shutil.rmtree("runs", ignore_errors=True)
-    told = capsys.readouterr()
-    said = told.err + told.out
+    printed = capsys.readouterr()
+    said = printed.err + printed.out
     assert code == train.BAD_CONFIG and part in said and "Traceback" not in said, said
     assert len(said.splitlines()) <= 4 and time.process_time() - start < 1
 

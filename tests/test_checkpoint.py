@@ -130,7 +130,7 @@ def trained_twice(mesh: Mesh, strategy: str, root: Path, i: int, dtype: str) -> 
 
 
 def trained(mesh: Mesh, strategy: str, root: Path, target: str, steps: int, dtype: str) -> list[float]:
-    """Take up the newest checkpoint in root if there is one, make some steps, save; the norms."""
+    """Resume from the newest checkpoint in root if there is one, make some steps, save; the norms."""
     flags = dict(overlap_param_gather=True, ddp_bucket_size=400, data_parallel_sharding_strategy=strategy)
     model, buckets, optimizer = toy.built(mesh, flags, getattr(torch, dtype))
     if loaded := load(root, pieces_of(buckets.params, optimizer.states(), mesh), mesh):
@@ -172,7 +172,7 @@ def test_any_sharding_loads_any_other(tmp_path, dtype, full):
             assert (after[key] - x).norm() <= 2e-6 * x.norm(), key
 
 
-# What does not fit is told at once.
+# What does not fit is named at once.
 
 
 def test_everything_that_does_not_fit_is_listed(root):
@@ -318,7 +318,7 @@ def expect_save_error(root: Path, mesh: Mesh, step: int) -> str:
 
 
 def save_with_little_room(mesh: Mesh, root: Path) -> None:
-    """Rank 1 may write files of so many bytes and no more; rank 0 has no limit."""
+    """Rank 1 may write files of `limit` bytes and no more; rank 0 has no limit."""
     unlimited = resource.RLIM_INFINITY
     for limit in (0, 1, 100, 300, 500, 700):
         try:

@@ -50,7 +50,7 @@ def whole(case):
     bounds = None if lengths is None else np.cumsum([0, *lengths]).astype(np.int32)
     mask = Mask(True, sizes["window"])
     if bounds is not None:
-        ends = np.unique(np.append(bounds, S)).astype(np.int32)  # one process is told of padding, too
+        ends = np.unique(np.append(bounds, S)).astype(np.int32)  # one process knows of padding, too
         mask = replace(mask, cu_seqlens=torch.from_numpy(ends), max_seqlen=int(np.diff(ends).max()))
     return inputs, grad, mask, bounds, sizes["backend"]
 
@@ -185,7 +185,7 @@ def test_all_to_all_attention_heeds_the_choice_of_softmax():
 
 
 def test_a_ring_of_one_group():
-    """Both ranks swap heads, and there is nobody to send keys to."""
+    """Both ranks swap heads, and no rank to send keys to."""
     expected = attention_alone(CASES["grouped"])
     sizes = dict(hierarchical_context_parallel_sizes=(2, 1))
     ranks = run_spmd(in_both_forms, 2, "a2a+p2p", ["grouped"], cp=2, **sizes)

@@ -232,7 +232,7 @@ def test_every_layout_trains_alike_on_documents(layout, alone, documents, full, 
 
 
 def test_attention_dropout_is_of_documents_not_of_packs(documents, tmp_path):
-    """Two replicas pack the same documents in another way: losses are alike all the same."""
+    """Two replicas pack the same documents in another way: losses are alike nevertheless."""
     dropout = "--attention-dropout 0.3 --attention-backend unfused --train-iters 2"
     found = []
     for dp in (1, 2):

@@ -13,7 +13,7 @@ from nanomegatron.ops.attention import Mask, ranges
 CPU = torch.device("cpu")
 ROWS = {  # lengths of documents in rows of 48
     "one": None,
-    "told to be one": [48],
+    "forced to one": [48],
     "several": [20, 3, 1, 17, 7],
     "short": [1] * 10 + [2] * 9 + [20],
     "padding behind the last": [30, 5],
@@ -86,8 +86,10 @@ def test_tokens_are_shared_out_equally_and_in_order(size, lengths):
 def test_work_is_equal():
     """Scores of a rank: of one document equal, of many within some of each document's ends."""
     lengths = [1500, 40, 333, 900, 7, 1316]
-    for told, spread in ((None, 0), (lengths, 0.005)):
-        work = [expected_scores(told, s=4096)[shard.places].sum() for shard in shards(8, told, 4096)]
+    for documents, spread in ((None, 0), (lengths, 0.005)):
+        work = [
+            expected_scores(documents, s=4096)[shard.places].sum() for shard in shards(8, documents, 4096)
+        ]
         assert max(work) - min(work) <= spread * np.mean(work)
     plain = [expected_scores(None, s=4096)[i * 512 : (i + 1) * 512].sum() for i in range(8)]
     assert max(plain) > 1.8 * np.mean(plain), "equal slices are not"

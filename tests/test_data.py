@@ -170,7 +170,7 @@ def test_same_samples_as_megatron(tmp_path, case):
 
 
 def test_sequences_of_no_token(tmp_path):
-    """Megatron's builder can write them; the first cut is at (0, 0) all the same."""
+    """Megatron's builder can write them; the first cut is at (0, 0) nevertheless."""
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     builder = theirs.IndexedDatasetBuilder(str(tmp_path / "d.bin"), dtype=np.uint16)
     for n in [0, 5, 0, 0, 7, 3, 0, 9, 0]:

@@ -242,7 +242,7 @@ def test_the_comparison_sees(tmp_path, monkeypatch, mutate):
 
 
 class Counting:
-    """A dataset of at least as many samples as asked, told apart by their first token."""
+    """A dataset of at least as many samples as asked, each known by its first token."""
 
     def __init__(self, name, length, known=None):
         self.name, self.length, self.known = name, length, known

@@ -1,6 +1,6 @@
 """Five hundred damaged pairs of files: each is refused by name, or gives what the undamaged one gave.
 
-What cannot be seen: another token within the vocabulary, in PREFIX.bin itself. Nobody keeps a sum over it,
+What cannot be seen: another token within the vocabulary, in PREFIX.bin itself. No file keeps a sum over it,
 as reading terabytes at every start would cost more than it saves; a token outside is seen when it is read
 (test_data_loader.py).
 """
@@ -67,7 +67,7 @@ def noise(draw, idx, bin):
 
 
 def moved_tokens(draw, idx, bin):
-    """A consistent index, of other lengths: only the hash in PREFIX.json tells."""
+    """A consistent index, of other lengths: only the hash in PREFIX.json shows it."""
     i = draw.randrange(COUNT - 1)
     a, b = struct.unpack_from("<ii", idx, LENGTHS + 4 * i)
     put(idx, LENGTHS + 4 * i, "<i", a + 1)

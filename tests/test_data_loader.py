@@ -235,7 +235,7 @@ def test_mock_data_through_the_loader():
 
 
 def test_a_token_out_of_the_vocabulary_stops_the_run(tmp_path):
-    """The file was checked when the run began; who changes it then is told, before a GPU trips over it."""
+    """The file was checked when the run began; a later change is named, before a GPU fails."""
     write(tmp_path / "d", [[5] * 400])
     settings = DataConfig(data_path=(str(tmp_path / "d"),), split="1", seq_length=8)
     data = build_datasets(settings, (10, 0, 0), 0, build_tokenizer("NullTokenizer", vocab_size=100))[0]

@@ -326,7 +326,7 @@ def test_missing_and_superfluous_gradients_are_named():
 
 @spmd(world=2)
 def test_parameters_read_before_they_are_there(mesh):
-    """As where a layer's forward is not called, but its weights are used by name: nobody waits for them."""
+    """As where a layer's forward is not called, but its weights are used by name: nothing waits for them."""
     flags = {"use_distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
     model, buckets, optimizer = built(mesh, flags)
     train_step(model, buckets, optimizer, mesh)

@@ -83,7 +83,7 @@ def test_every_way_to_cut_trains_like_torch(world, layout, full):
             for name, (start, x) in weights.items():
                 expected = whole[name][start : start + len(x)]
                 assert (x - expected).norm() <= 1e-6 * expected.norm(), (case, name)
-        names = [name for *_, told in each for name in told]
+        names = [name for *_, named in each for name in named]
         assert set(names) == whole.keys()
         if case[0] == "no_shard":
             cut = max(1, layout.get("etp") or layout.get("tp", 1))
@@ -121,8 +121,8 @@ def test_a_bad_gradient_of_an_expert_is_named(mesh, strategy):
         piece.of(bucket.grad_shard)[-1] = math.nan
     stats = optimizer.step(torch.tensor(0.0))
     assert not stats.grad_norm.isfinite() and stats.finite == 0
-    told = zip(optimizer.part_names, stats.part_norms.tolist(), strict=True)
-    bad = [name for name, norm in told if not math.isfinite(norm)]
+    named = zip(optimizer.part_names, stats.part_norms.tolist(), strict=True)
+    bad = [name for name, norm in named if not math.isfinite(norm)]
     counts = strategy != "no_shard" or mesh.edp.rank == 0
     assert bad == ["1.experts.3.fc1"] * (len(held) * counts)
     assert all_reduce(torch.tensor(len(bad)), mesh.world) > 0 and bool(held) <= (mesh.ep.rank == 1)
@@ -139,7 +139,7 @@ def trained_twice(mesh, strategy, root, i, dtype):
 
 
 def trained(mesh, strategy, root, target, steps, dtype):
-    """Take up the newest checkpoint in root if there is one, make some steps, save; norms and biases."""
+    """Resume from the newest checkpoint in root if there is one, make some steps, save; norms and biases."""
     model, buckets, optimizer = built(mesh, as_flags(strategy, False, 400), getattr(torch, dtype))
 
     def pieces():

@@ -189,7 +189,7 @@ def test_weights_are_cast_once_a_step(name, monkeypatch):
         with torch.no_grad():
             weight.mul_(2.0)
         casts.clear()
-        assert layer.weight(weight) is layer.weight(weight) is first  # until it is told
+        assert layer.weight(weight) is layer.weight(weight) is first  # until it is changed
         forget()
         first = layer.weight(weight)
         assert layer.weight(weight) is first and len(casts) == 1

@@ -95,7 +95,7 @@ def test_what_is_kept_for_the_backward_is_half(recipe):
     for linear in *layer.self_attention.children(), *layer.mlp.children():
         linear.linear = LinearFunction.apply
     steps(layer, scales, saved=kept)
-    attention_too = 64 * 64  # the context is kept by attention, too, whoever else reads it
+    attention_too = 64 * 64  # the context is kept by attention, too, whichever layer reads it
     saved = 64 * (64 + 64 + 96) - attention_too
     if recipe == "delayed":  # fused: nor is there anything of plain torch's unit and norm
         assert kept[1] - kept[0] > saved

@@ -36,15 +36,15 @@ GATHER, SHORT = "--fp8-param-gather", "--fast-paths --global-batch-size 4"
 
 
 def steps(run, until: int, bad: int = 0) -> list[dict]:
-    """Numbers of each step; the loss of number `bad` is told to the optimizer as NaN."""
-    told, update = [], run.optimizer.step
+    """Numbers of each step; the optimizer gets NaN as the loss of number `bad`."""
+    read, update = [], run.optimizer.step
     while run.iteration < until:
         skips = run.iteration + 1 == bad
         run.optimizer.step = lambda loss, nan=skips: update(loss * torch.nan if nan else loss)
-        told.append(train.train_step(run).read()[1])
+        read.append(train.train_step(run).read()[1])
         run.iteration += 1
     run.optimizer.step = update
-    return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "finite", "fp8")} for step in told]
+    return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "finite", "fp8")} for step in read]
 
 
 def cast_by_optimizer(buckets: Buckets) -> list:
@@ -114,7 +114,7 @@ def test_it_is_the_run_that_casts_at_first_use(recipe, layout, more, sources, tm
 
 
 def saved(world: World, argv: list[str], folder: str, save: str, until: int) -> dict:
-    """A run up to `until` that takes up what there is, counts what casts lose, evaluates and is saved."""
+    """A run up to `until` that resumes, counts what casts lose, evaluates and is saved."""
     run = set_up(world, [*argv, "--save", save], folder)
     if "--fp8-param-gather" in argv:
         run.optimizer.cast_weights()
@@ -198,7 +198,7 @@ def test_the_kernel_casts_as_torch_does(recipe, kernel, monkeypatch):
 
 
 def test_whoever_comes_too_early_or_too_late_is_told():
-    """Old weights are read as NaN, and written by nobody; what was cast for a step ends with the next."""
+    """Old weights are read as NaN, and never written; what was cast for a step ends with the next."""
     model, scales, buckets, optimizer = built("delayed")
     batch = torch.randint(29, (4, 17))
     for _ in range(2):

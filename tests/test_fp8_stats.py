@@ -28,7 +28,7 @@ def new(recipe: Recipe, *names: str) -> tuple:
     return Fp8Stats(scales, ALONE, ALONE), scales, *layers
 
 
-def told(stats: Fp8Stats) -> dict:
+def statistics(stats: Fp8Stats) -> dict:
     return stats.by_name(stats.end().tolist())
 
 
@@ -49,7 +49,7 @@ def test_counts_by_hand():
     for _ in range(3):
         layer.weight(weight)
     layer.cast(torch.tensor([[-57345.0, 57344.0, 2**-16, 2**-17]]), "g")
-    numbers = told(stats)
+    numbers = statistics(stats)
     assert list(numbers) == [f"fc1/{role}/{kind}" for role in "xwg" for kind in KINDS]
     assert row(numbers, "fc1/x") == [1.0, 1e4, 3 / 12, 3 / 12]
     assert row(numbers, "fc1/w") == [1.0, 449.0, 1 / 4, 0.0]
@@ -58,7 +58,7 @@ def test_counts_by_hand():
     scales.end_step()
     stats.begin()
     layer.cast(torch.tensor([[20000.0, 10.0]]), "x")  # the scale is the last step's: the largest was 1e9
-    numbers = told(stats)
+    numbers = statistics(stats)
     assert row(numbers, "fc1/x") == pytest.approx([448 / 1e9, 20000.0, 0.0, 1 / 2])
     assert row(numbers, "fc1/g") == pytest.approx([57344 / 57345, 0.0, 0.0, 0.0]), "nothing was cast"
 
@@ -89,9 +89,9 @@ def test_scales_of_the_values_themselves_do_not_saturate(name):
         stats, _, layer = new(Recipe(name, margin=i % 2))
         stats.begin()
         inputs = [torch.randn(32, 256) * 10 ** (-8 * torch.rand(()) - 2) for _ in range(3)]
-        inputs[1][3] = 0.0  # the scale of zeros is 1, and is not told
+        inputs[1][3] = 0.0  # the scale of zeros is 1, and is not reported
         casts = [layer.cast(x, "x").rowwise for x in inputs]
-        scale, amax, saturated, underflow = row(told(stats), "fc1/x")
+        scale, amax, saturated, underflow = row(statistics(stats), "fc1/x")
         assert saturated == 0.0 and amax == max(x.abs().max() for x in inputs)
         lost = sum(((fp8_decode(q) == 0) & (x != 0)).sum().item() for x, q in zip(inputs, casts, strict=True))
         assert underflow == lost / (3 * 32 * 256)
@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_told():
     stats.begin()
     layer.cast(torch.tensor([[NAN, 1.0], [2.0, 0.0]]), "x")
     layer.cast(torch.tensor([[INF, 500.0], [2.0, 0.0]]), "w")
-    numbers = told(stats)
+    numbers = statistics(stats)
     assert row(numbers, "fc1/x") == [1.0, INF, 0.0, 0.0]
     assert row(numbers, "fc1/w") == [1.0, INF, 1 / 2, 0.0]
 
@@ -153,7 +153,7 @@ def _on_a_stage(world: World) -> dict:
     stats.begin()
     for layer in layers[:1]:
         layer.cast(torch.tensor([[1.0, 1000.0 * (mesh.rank + 1)]]), "x")
-    return told(stats)
+    return statistics(stats)
 
 
 # Runs

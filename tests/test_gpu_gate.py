@@ -128,9 +128,9 @@ def test_more_ops_fail_where_times_say_nothing():
 def test_slices_are_judged_by_their_fastest_step():
     """Others on the host disturb most of the steps."""
     case = Case("sliced", "--flag 1", 1, 2, slices=3)
-    told = {"old": turns(10, 30), "new": turns(40, 10.1, 50)}
-    assert judge(case, told, 1.5)["passed"]
-    row = judge(case, told | {"new": turns(40, 11, 50)}, 1.5)
+    measured = {"old": turns(10, 30), "new": turns(40, 10.1, 50)}
+    assert judge(case, measured, 1.5)["passed"]
+    row = judge(case, measured | {"new": turns(40, 11, 50)}, 1.5)
     assert row["ratio"] == pytest.approx(1.1) and "10.0 % slower" in row["problems"][0]
 
 

@@ -10,7 +10,7 @@
     main   wait w1
 
 The paths for several GPUs run whole, by `train.py`'s own `set_up` and `train_step`, on CPU ranks that are
-told otherwise (`host_trace.py`); the second step is recorded. Streams, events and works are numbered as they
+faked (`host_trace.py`); the second step is recorded. Streams, events and works are numbered as they
 come up in it; a wait for one not recorded before is for one of the first step.
 
 What differs from a GPU: no kernels of `cuda/`, whose plain torch twins run; attention is unfused; FP8 and
@@ -124,10 +124,10 @@ def record(world: World, name: str, folder: Path) -> list[str]:
         run.optimizer.cast_weights()
         for step in range(2):
             recorder.on = step == 1
-            told = train.train_step(run)
+            stepped = train.train_step(run)
             recorder.on = False
             run.iteration += 1
-        assert told.read()[1]["finite"] == 1
+        assert stepped.read()[1]["finite"] == 1
         with recorder.quiet():
             Mesh.close()
     return folded(recorder.issued, coarse="--pp" in flags)

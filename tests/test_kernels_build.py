@@ -70,9 +70,9 @@ def kernels(archs, tmp_path_factory) -> Kernels:
                 shutil.copy(CACHE / f"{known}.o", folder / name)
                 rules = re.sub(rf"^build {re.escape(name)}: .*\n", "", rules, flags=re.M)
         (folder / "build.ninja").write_text(rules)
-        told = ninja(folder)
-        assert (folder / "_kernels.so").is_file(), told
-        for part in re.split(r"^\[\d+/\d+\] ", told, flags=re.M)[1:]:
+        printed = ninja(folder)
+        assert (folder / "_kernels.so").is_file(), printed
+        for part in re.split(r"^\[\d+/\d+\] ", printed, flags=re.M)[1:]:
             if compiled := re.search(r" -o (\S+\.o)$", part.splitlines()[0]):
                 known = CACHE / stamps[compiled[1]]
                 known.with_suffix(".log").write_text(part)
@@ -197,8 +197,8 @@ def ninja(folder: Path, *words: str) -> str:
 
 @needs_nvcc
 def test_a_mistake_is_shown_whole(tmp_path):
-    told = compile_one(tmp_path, "__global__ void f() { int unused; undeclared(); }\n")
-    assert 'identifier "undeclared" is undefined' in told
+    printed = compile_one(tmp_path, "__global__ void f() { int unused; undeclared(); }\n")
+    assert 'identifier "undeclared" is undefined' in printed
 
 
 @needs_nvcc
@@ -206,8 +206,8 @@ def test_a_checkout_may_have_blanks_in_its_path(tmp_path):
     folder = tmp_path / "a checkout"
     (folder / "cuda").mkdir(parents=True)
     (folder / "cuda/one.h").write_text("#define ONE 1.0f\n")
-    told = compile_one(folder, '#include "one.h"\n__global__ void f(float* x) { *x = ONE; }\n')
-    assert (folder / "one.so").is_file(), told
+    printed = compile_one(folder, '#include "one.h"\n__global__ void f(float* x) { *x = ONE; }\n')
+    assert (folder / "one.so").is_file(), printed
     assert "no work to do" in ninja(folder, "-n")
     (folder / "cuda/one.h").write_text("#define ONE 2.0f\n")
     assert "one.cu.o" in ninja(folder, "-n")
@@ -245,9 +245,9 @@ def program(path: Path, *lines: str) -> None:
 GPUS = {"8.6 10.0 8.6": "86 100a", "7.5 8.9 9.0": "89 90a", "7.0": "", "": "90a", "no-driver": "90a"}
 
 
-@pytest.mark.parametrize("told, archs", GPUS.items())
-def test_the_gpus_here_say_what_is_built(monkeypatch, tmp_path, told, archs):
-    program(tmp_path / "bin/nvidia-smi", *told.split())
+@pytest.mark.parametrize("printed, archs", GPUS.items())
+def test_the_gpus_here_say_what_is_built(monkeypatch, tmp_path, printed, archs):
+    program(tmp_path / "bin/nvidia-smi", *printed.split())
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert SETUP.archs_here() == archs.split()
 

@@ -1,6 +1,6 @@
 """Every layout trains the model that one process trains: the guard of all parallel code.
 
-A layout is a word, `tp2dp2z1sp`: `layouts.py` tells how to read it. One process and the layout take a few
+A layout is a word, `tp2dp2z1sp`: `layouts.py` explains it. One process and the layout take a few
 AdamW steps from the same seed (`training.py`); some results are also those of before (`golden.py`).
 """
 

@@ -1,4 +1,4 @@
-"""A run goes on from its checkpoint under any other layout, as if it had never been stopped."""
+"""A run resumes from its checkpoint under any other layout, as if it had never been stopped."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ def resumed(world: World, argv: list[str], folder: str, save: str, iterations: i
     run = set_up(world, [*argv, "--save", save], folder)
     steps = []
     while run.iteration < iterations:
-        told = train.train_step(run).read()[1]
-        steps.append({name: told[name] for name in ("lm_loss", "grad_norm")})
+        numbers = train.train_step(run).read()[1]
+        steps.append({name: numbers[name] for name in ("lm_loss", "grad_norm")})
         run.iteration += 1
     train.evaluate(run, "train")
     save_checkpoint(run)

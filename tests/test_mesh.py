@@ -37,7 +37,7 @@ def parallel(tp=1, cp=1, pp=1, ep=1, etp=None):
 
 
 def splits(n, factors):
-    """Every way to write n as a product of so many factors, the last one what remains."""
+    """Every way to write n as a product of `count` factors, the last one what remains."""
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     for sizes in itertools.product(divisors, repeat=factors - 1):
         product = functools.reduce(int.__mul__, sizes)

@@ -149,9 +149,13 @@ def test_status_keeps_facts_and_the_first_failure(tmp_path):
     assert status()["state"] == "running"
     other.status("failed", exit_code=1, message="out of memory")
     main.status("failed", exit_code=1, message="lost a peer")
-    told = status()
-    assert (told["state"], told["exit_code"], told["message"]) == ("failed", 1, "out of memory")
-    assert (told["iteration"], told["checkpoint"], told["rank"]) == (40, str(tmp_path / "ckpt"), "rank 1 tp1")
+    written = status()
+    assert (written["state"], written["exit_code"], written["message"]) == ("failed", 1, "out of memory")
+    assert (written["iteration"], written["checkpoint"], written["rank"]) == (
+        40,
+        str(tmp_path / "ckpt"),
+        "rank 1 tp1",
+    )
     again = started(tmp_path)
     assert status()["state"] == "running" and status()["message"] == ""
     for label, message in (("rank 2", "lost a peer in step"), ("rank 1", "a bug"), ("rank 3", "lost a peer")):
@@ -314,8 +318,10 @@ def test_a_step_with_experts_tells_how_even_their_load_is(tmp_path):
     assert first.split()[-2] == "2.00x" and second.split()[-2] == f"{sum(range(3, 12)) / 9:.2f}x"
     line = (tmp_path / "log.txt").read_text().splitlines()[1]
     mean = sum(range(2, 11)) / 9
-    told = f"load_balancing_loss: {mean:.6E} | load imbalance: {1 + mean:.6E} | dropped share: 2.500000E-01 |"
-    assert f"| {told} loss scale" in line
+    written = (
+        f"load_balancing_loss: {mean:.6E} | load imbalance: {1 + mean:.6E} | dropped share: 2.500000E-01 |"
+    )
+    assert f"| {written} loss scale" in line
     assert read_jsonl(tmp_path / "metrics.jsonl")[10]["moe_load_imbalance"] == 12.0
     assert step_scalars(busy(3)).items() >= {"load_balancing_loss": 3.0, "load-imbalance": 4.0}.items()
     assert not EXPERT_TAGS.values() & step_scalars(record(3)).keys()
@@ -323,15 +329,15 @@ def test_a_step_with_experts_tells_how_even_their_load_is(tmp_path):
 
 def test_details_of_layers_have_a_file_of_their_own(tmp_path):
     """Lists are in the file alone; a resumed run drops what came after its checkpoint."""
-    log, told = started(tmp_path), []
-    log._writers.append(types.SimpleNamespace(add=lambda *what: told.append(what), close=lambda: None))
+    log, written = started(tmp_path), []
+    log._writers.append(types.SimpleNamespace(add=lambda *what: written.append(what), close=lambda: None))
     for i in (1, 2):
         log.details("experts", i, 8 * i, {"decoder.layers.0/tokens": [3, 5], "decoder.layers.0/z_loss": 0.5})
     log.details("fp8", 2, 16, {"a/x/amax": 2.0})
     log.close()
     at = {"iteration": 2, "consumed_samples": 16}
     assert read_jsonl(tmp_path / "fp8.jsonl") == [at | {"a/x/amax": 2.0}]
-    assert told[1:] == [({"experts/decoder.layers.0/z_loss": 0.5}, at), ({"fp8/a/x/amax": 2.0}, at)]
+    assert written[1:] == [({"experts/decoder.layers.0/z_loss": 0.5}, at), ({"fp8/a/x/amax": 2.0}, at)]
     assert read_jsonl(tmp_path / "experts.jsonl")[1]["decoder.layers.0/tokens"] == [3, 5]
     started(tmp_path, iteration=1)
     assert [r["iteration"] for r in read_jsonl(tmp_path / "experts.jsonl")] == [1]

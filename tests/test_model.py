@@ -307,7 +307,7 @@ def test_a_token_sees_no_later_one():
 @pytest.mark.parametrize("config", [GPT2, LLAMA, VARIED], ids=["gpt2", "llama", "varied"])
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
 def test_packed_documents_are_as_each_alone(config, backend):
-    """Where positions start over and attention ends with a document, its neighbours cannot be told."""
+    """Where positions start over and attention ends with a document, its neighbours make no difference."""
     lengths = (5, 7, 1, 2, 9)  # two rows of 12
     model = build(TransformerConfig(**{**vars(config), "attention_backend": backend}), scale=0.1)
     inputs, labels = batch(2)

@@ -1,4 +1,4 @@
-"""Activations made again: the same gradients to the bit, and less that is kept."""
+"""Activation recomputation: the same gradients to the bit, and less that is kept."""
 
 from dataclasses import replace
 
@@ -106,7 +106,7 @@ def test_outputs_made_again_are_not_kept(kept):
 
 
 def test_outputs_made_early():
-    """Whoever has the time makes them, instead of the backward that reads them; without autograd nobody."""
+    """They may be recomputed ahead of the backward that reads them; without autograd they never are."""
     weight, x = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
     calls, early = [], []
 
@@ -140,7 +140,7 @@ def test_recomputed_inputs():
 
 @pytest.mark.parametrize("way", ["uniform 1", "all of them"])
 def test_layers_train_behind_a_frozen_embedding(way):
-    """Where no input has a gradient the weights have theirs all the same."""
+    """Where no input has a gradient the weights have theirs nevertheless."""
     grads = []
     for more in {}, WAYS[way]:
         model = GPTModel(replace(BASE, **more), vocab_size=61, max_sequence_length=16, init=Init(seed=3))

@@ -346,7 +346,7 @@ def test_what_has_come_is_released(mesh):
             mine = x.data_ptr(), rows.data_ptr()
             return [v.shape for v in found if v is not None and v.data_ptr() not in mine]
 
-        patience = time.monotonic() + 5  # gloo's own threads release what has come a little later
+        patience = time.monotonic() + 5  # gloo's own threads release received tensors a little later
         while others() and time.monotonic() < patience:
             time.sleep(0.01)
         assert not others()

@@ -92,7 +92,7 @@ def near(found, expected, rel):
 
 
 def check(config, experts, buckets, sizes, rel, extra=2, known=False):
-    """Forward and backward in two microbatches; `extra` rows at the end belong to nobody.
+    """Forward and backward in two microbatches; `extra` rows at the end belong to no expert.
 
     known: the host has the offsets.
     """

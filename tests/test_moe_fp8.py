@@ -41,7 +41,7 @@ def built(config=BASE, dtype=torch.float32, recipe=ROWWISE):
 
 
 def batch(sizes, extra=0, width=H, seed=1):
-    """Rows with a few large ones, and as many zeros at the end as are nobody's."""
+    """Rows with a few large ones, and as many zeros at the end that belong to no expert."""
     x = torch.randn(sum(sizes) + extra, width, generator=torch.Generator().manual_seed(seed))
     x[::3] *= 50
     x[sum(sizes) :] = 0
@@ -142,7 +142,7 @@ def results(config, recipe=ROWWISE, known=False, later=False):
 
 @pytest.mark.parametrize("recipe", [Recipe("rowwise"), Recipe("rowwise", wgrad=False)], ids=["", "no wgrad"])
 def test_what_changes_no_bit(recipe):
-    """Offsets on the host, activations made again, weight gradients put off, and a loop.
+    """Offsets on the host, recomputation, deferred weight gradients, and a loop.
 
     But the loop adds bf16 weight gradients before they are rounded.
     """
@@ -183,7 +183,7 @@ def on_the_gpu(a, b, scale_a, scale_b, offs, out_dtype=None, use_fast_accum=Fals
 @pytest.mark.parametrize("kind", ["swiglu", "gelu, biases"])
 @pytest.mark.parametrize("sizes", [(16, 32, 16, 48), (16, 16, 16, 1600)], ids=str)
 def test_one_matmul_is_the_loop(kind, sizes, monkeypatch):
-    """What the GPU's matmul is given, to roundings to bf16; the rows that are nobody's included."""
+    """What the GPU's matmul is given, to roundings to bf16; the rows of no expert included."""
     config = replace(BASE, **KINDS[kind], moe_ffn_hidden_size=32)
     found = []
     for once in False, True:
@@ -232,7 +232,7 @@ def test_gradients_are_e4m3_and_weights_are_cast_once(monkeypatch):
 
 
 def test_statistics_know_the_format_of_gradients():
-    """The scale that is told is the smallest of those that rows were cast with."""
+    """The scale that is reported is the smallest of those that rows were cast with."""
     experts, buckets, scales = built(recipe=Recipe("rowwise", gradient=E5M2))
     linear = scales.add_layer("decoder.layers.1.self_attention.linear_qkv.weight")
     stats, g = Fp8Stats(scales, Axis.single(), Axis.single()), batch(ROWS[0], seed=2)
@@ -240,10 +240,10 @@ def test_statistics_know_the_format_of_gradients():
     buckets.zero(1)
     experts(batch(ROWS[0]), offsets_of(ROWS[0])).backward(g)
     linear.cast(g, "g", "rowwise")
-    told = stats.by_name(stats.end().tolist())
+    named = stats.by_name(stats.end().tolist())
     for layer, dtype in ((f"{INIT.name}.linear_fc2", E4M3), (linear.name.removesuffix(".weight"), E5M2)):
         _, inverse = fp8_cast_rows(g, dtype, torch.finfo(dtype).max)[0]
-        assert told[f"{layer}/g/scale"] == 1 / inverse.max() and told[f"{layer}/g/amax"] == g.abs().max()
+        assert named[f"{layer}/g/scale"] == 1 / inverse.max() and named[f"{layer}/g/amax"] == g.abs().max()
 
 
 OTHERS = [recipe for recipe in RECIPES if recipe != "rowwise"]

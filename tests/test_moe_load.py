@@ -1,4 +1,4 @@
-"""The table of experts' load against sums by hand, and what is told of it."""
+"""The table of experts' load against sums by hand, and its report."""
 
 import pytest
 import torch
@@ -66,11 +66,11 @@ def test_what_is_told():
         [4.0] * 4 + [0.0] * 4 + [1.0, 1.0],
         [0.0] * 10,
     ]
-    told = load.by_name(table)
+    by_name = load.by_name(table)
     first = {"moe_load_imbalance": 1.5, "moe_dropped_share": 0.25, "aux_loss": 1.5, "z_loss": 9.0}
-    assert told.items() >= {f"decoder.layers.0/{kind}": x for kind, x in first.items()}.items()
-    assert told["decoder.layers.0/tokens"] == [2, 4, 6, 4] and len(told) == 3 * 5
-    assert told["decoder.layers.2/moe_load_imbalance"] == 1.0
+    assert by_name.items() >= {f"decoder.layers.0/{kind}": x for kind, x in first.items()}.items()
+    assert by_name["decoder.layers.0/tokens"] == [2, 4, 6, 4] and len(by_name) == 3 * 5
+    assert by_name["decoder.layers.2/moe_load_imbalance"] == 1.0
     means = load.means(table)
     assert means == pytest.approx(
         {"moe_load_imbalance": 2.5 / 3, "moe_dropped_share": 0.25 / 3}

@@ -213,7 +213,7 @@ def test_without_a_scale_there_are_no_losses():
 
 
 def test_nothing_waits_for_the_device():
-    """Fake tensors have no values: whoever reads one fails."""
+    """Fake tensors have no values: reading one fails."""
     given = dict(router_group_topk=1, router_num_groups=2, input_jitter_eps=0.1, router_dtype="fp32")
     config = losses_of(*ALL, z=0.1, expert_capacity_factor=1.0, **given)
     with FakeTensorMode(allow_non_fake_inputs=False):

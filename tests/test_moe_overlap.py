@@ -227,7 +227,7 @@ def test_shared_experts_are_recomputed(form):
 
 @pytest.mark.parametrize("shared", [None, 8])
 def test_norms_before_experts_are_recomputed(shared):
-    """Nobody keeps what the router and the shared experts read, flattened or not."""
+    """Nothing keeps what the router and the shared experts read, flattened or not."""
     parts = dict(moe_shared_expert_intermediate_size=shared, moe_shared_expert_gate=shared is not None)
     again = dict(recompute_granularity="selective", recompute_modules=("layernorm",))
     found = []

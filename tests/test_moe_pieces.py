@@ -45,7 +45,7 @@ def test_memory_in_common_does_as_well(layout, tmp_path):
 
 
 def layers(mesh, folder):
-    """Halves go by collectives all the same."""
+    """Halves go by collectives nevertheless."""
     s, peers = 6 * mesh.tp.size, share_files(mesh.etp_ep, folder)
     memory = peers.memory(mesh.etp_ep, mesh.device, "reduce_scatter")
     for more in ({}, DROPS):

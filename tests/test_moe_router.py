@@ -329,7 +329,7 @@ def test_jitter_of_a_token_is_the_same_on_any_rank():
 
 
 def test_forced_choices_are_even_and_pass_gradients():
-    """Random ones, the same when made again; logits have the gradients that they have without."""
+    """Random ones, the same when recomputed; logits have the gradients that they have without."""
     router, x = (
         router_of(settings(router_force_load_balancing=True), weight=torch.ones(E, H)),
         torch.randn(512, H),

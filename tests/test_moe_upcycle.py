@@ -28,7 +28,7 @@ EXPERTS = "--num-experts 4 --moe-use-upcycling"
 
 
 def on_rank(world: World, argv: list[str], folder: str, steps: int) -> dict:
-    """Logits behind a text and held-out loss, then losses of so many steps; saved if there were any."""
+    """Logits behind a text and held-out loss, then losses of `iters` steps; saved if there were any."""
     os.chdir(folder)
     parsed, config = train.settings(argv, world)
     mesh = Mesh.build(config.parallel, world, torch.device("cpu"), config.model.num_kv_heads)
@@ -109,7 +109,7 @@ def test_begins_as_the_dense_model(layout, name, more, dense, sources, tmp_path)
 
 
 def test_goes_on_from_its_own_checkpoint(dense, sources, tmp_path):
-    """The same command a second time does not begin anew, whatever iteration of the dense model it names."""
+    """The same command a second time does not begin again, whatever iteration of the dense model it names."""
     load, expected = dense("llama")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     for folder in (straight, stopped):

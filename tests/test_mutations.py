@@ -55,7 +55,7 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "new, test, caught, told",
+    "new, test, caught, expected",
     [
         ("3 * x", "test_two", True, "6"),
         ("x + 2", "test_two", False, "the test passes"),
@@ -63,11 +63,11 @@ def project(tmp_path, monkeypatch):
         ("3 *", "test_two", False, "pytest broke"),
     ],
 )
-def test_a_bug_is_caught_or_not(new, test, caught, told, project, tmp_path):
+def test_a_bug_is_caught_or_not(new, test, caught, expected, project, tmp_path):
     sandbox = mutations.Sandbox(tmp_path / "copies", 1)
     mutation = Mutation("wrong", "sums.py", "2 * x", new, f"test_code.py::{test}")
     found, how = sandbox.check(mutation, [mutation.test], 60)
-    assert found == caught and told in how
+    assert found == caught and expected in how
     assert (tmp_path / "copies/0/sums.py").read_text() == (project / "sums.py").read_text()
 
 

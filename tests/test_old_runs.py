@@ -1,4 +1,4 @@
-"""What version 0.1 has written still works: its configuration file, and a run of it that goes on.
+"""What version 0.1 has written still works: its configuration file, and a run of it that resumes.
 
 goldens/run_0.1 was written by 0.1: `python train.py --config old.toml --run-name old --exit-interval 4`. Its
 checkpoint, settings, status and metrics are kept. (Other checkpoints: test_checkpoint_manifest.py.)

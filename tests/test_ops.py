@@ -249,12 +249,12 @@ def test_the_line_of_a_run_says_what_has_no_kernel_and_why(monkeypatch):
         f"sm_90a: {', '.join(ops_report.KERNELS)}",
         *rest,
     ]
-    told = ops_report.describe_kernels(
+    printed = ops_report.describe_kernels(
         gpu, replace(model, rope_fusion=False, persist_layer_norm=False)
     ).split(" | ")
-    assert told[0].startswith("sm_90a: swiglu, ") and told[3:] == rest
-    assert told[1] == "torch fused (switched off): rms_norm, layer_norm"
-    assert told[2] == "torch reference (switched off): add_norm, rope"
+    assert printed[0].startswith("sm_90a: swiglu, ") and printed[3:] == rest
+    assert printed[1] == "torch fused (switched off): rms_norm, layer_norm"
+    assert printed[2] == "torch reference (switched off): add_norm, rope"
 
 
 def test_module_reports_what_is_built():
@@ -266,17 +266,17 @@ def test_module_reports_what_is_built():
 
 def test_self_test_finds_what_is_wrong(capsys, monkeypatch):
     assert ops_report.self_test(CPU)
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == list(ops_report.KERNELS)
-    assert all(line.endswith(" OK") for line in told)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == list(ops_report.KERNELS)
+    assert all(line.endswith(" OK") for line in printed)
     monkeypatch.setattr(ops_report, "gated", lambda x, act: 1.1 * ops_report.gated_ref(x, act))
     monkeypatch.setattr(ops_report, "scaled_softmax", lambda x, *_: (x * torch.nan, x[..., 0]))
     monkeypatch.setattr(ops_report, "rope", lambda x, *_: x.view(3))
     assert not ops_report.self_test(CPU)
-    told = capsys.readouterr().out.splitlines()
-    failed = [line.split()[0] for line in told if line.endswith(" FAILED")]
+    printed = capsys.readouterr().out.splitlines()
+    failed = [line.split()[0] for line in printed if line.endswith(" FAILED")]
     assert failed == ["rope", "swiglu", "scaled_softmax"]
-    assert sum("invalid for input of size" in line for line in told) == 3
+    assert sum("invalid for input of size" in line for line in printed) == 3
 
 
 def test_attention_dropout_belongs_to_sample_head_query_and_key():

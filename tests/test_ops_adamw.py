@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 HYPER = (0.9, 0.95, 1e-8)
 
 
-def told(step=1.0, values=(1e-2, 3e-3, 0.1), scale=1.0, skip=0.0):
+def scalars(step=1.0, values=(1e-2, 3e-3, 0.1), scale=1.0, skip=0.0):
     return tuple(torch.tensor(x, dtype=torch.float32) for x in (step, values, scale, skip))
 
 
@@ -54,7 +54,7 @@ def test_it_is_torchs_adamw():
         s.grads.copy_(torch.randn(n) * 8)
         params[0].grad, params[1].grad = s.grads[:7] / 8, s.grads[9:] / 8
         theirs.step()
-        adamw_flat_(s, segments, told(step, scale=8.0), HYPER)
+        adamw_flat_(s, segments, scalars(step, scale=8.0), HYPER)
     torch.testing.assert_close(s.main[:7], params[0].detach(), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(s.main[9:], params[1].detach(), rtol=1e-6, atol=1e-7)
     assert torch.equal(s.main[7:9], gap)
@@ -67,7 +67,7 @@ def test_halves_are_the_same_numbers(moments):
     halves = FlatState(lower, upper, *(x.clone() for x in whole.tensors[2:]))
     segments = Segments.from_ranges([(0, 50, DECAY)], CPU)
     for s in (whole, halves):
-        adamw_flat_(s, segments, told(), HYPER)
+        adamw_flat_(s, segments, scalars(), HYPER)
     assert torch.equal(join_halves(halves.params, halves.main), whole.main)
     assert torch.equal(halves.params, whole.params)  # but for ties, which go away from 0
     assert torch.equal(halves.exp_avg, whole.exp_avg) and halves.exp_avg.dtype == moments
@@ -91,7 +91,7 @@ def test_a_skipped_step_changes_nothing(halves):
     s.grads[3] = float("nan")
     before = copied(s)
     adamw_flat_(
-        s, Segments.from_ranges([(0, 30, DECAY)], CPU), told(skip=1.0, scale=float("inf")), HYPER, seed=1
+        s, Segments.from_ranges([(0, 30, DECAY)], CPU), scalars(skip=1.0, scale=float("inf")), HYPER, seed=1
     )
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(s.tensors, before.tensors))
 
@@ -102,7 +102,7 @@ def test_rounding_at_random_keeps_the_mean():
     for x, value in ((s.exp_avg, 1.0), (s.exp_avg_sq, 2.0), (s.grads, 1.01)):
         x.fill_(value)
     segments, again = Segments.from_ranges([(0, n, 0)], CPU), copied(s)
-    adamw_flat_(s, segments, told(), HYPER, seed=5)
+    adamw_flat_(s, segments, scalars(), HYPER, seed=5)
     m, v = 0.9 + 0.1 * 1.01, 0.95 * 2 + 0.05 * 1.01**2
     assert abs(s.exp_avg.double().mean() - m) < 1e-4 and abs(s.exp_avg_sq.double().mean() - v) < 1e-4
     assert s.exp_avg.unique().numel() == s.exp_avg_sq.unique().numel() == 2
@@ -110,9 +110,9 @@ def test_rounding_at_random_keeps_the_mean():
     pairs = torch.stack([ups[0, 1:], ups[0, :-1], ups[1, 1:]]).double()
     assert (torch.corrcoef(pairs) - torch.eye(3)).abs().max() < 0.02  # moments and neighbours: unrelated
     other = copied(again)
-    adamw_flat_(again, segments, told(), HYPER, seed=5)
+    adamw_flat_(again, segments, scalars(), HYPER, seed=5)
     assert torch.equal(again.exp_avg, s.exp_avg)
-    adamw_flat_(other, segments, told(step=2.0), HYPER, seed=5)
+    adamw_flat_(other, segments, scalars(step=2.0), HYPER, seed=5)
     assert not torch.equal(other.exp_avg, s.exp_avg)
 
 
@@ -170,16 +170,16 @@ def test_what_does_not_fit_is_refused(change, said):
     given = dict(main=torch.zeros(8), params=None, grads=torch.zeros(8), exp_avg=torch.zeros(8))
     s = FlatState(**(given | dict(exp_avg_sq=torch.zeros(8)) | change))
     with pytest.raises(ValueError, match=said):
-        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), told(), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), scalars(), HYPER)
 
 
 def test_segments_and_numbers_that_do_not_fit_are_refused():
     s = state(8)
     with pytest.raises(ValueError, match="ends at 9, the tensors at 8"):
-        adamw_flat_(s, Segments.from_ranges([(0, 9, 0)], CPU), told(), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 9, 0)], CPU), scalars(), HYPER)
     with pytest.raises(ValueError, match="range 3..2"):
         Segments.from_ranges([(3, 2, 0)], CPU)
     with pytest.raises(ValueError, match="must be fp32"):
-        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), told(values=(1.0,)), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), scalars(values=(1.0,)), HYPER)
     with pytest.raises(ValueError, match="must be fp32"):
-        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), tuple(x.double() for x in told()), HYPER)
+        adamw_flat_(s, Segments.from_ranges([(0, 8, 0)], CPU), tuple(x.double() for x in scalars()), HYPER)

@@ -352,15 +352,15 @@ def test_plain_torch_on_a_gpu_is_never_silent(monkeypatch, recwarn):
     for _ in range(3):
         assert not ops_kernels.usable(OnGpu(torch.float64, "cuda:0"), "one")
         assert not ops_kernels.usable(OnGpu(torch.bfloat16, "cuda:1"), "two")
-    told = [str(warning.message) for warning in recwarn.list]
-    assert len(told) == 2
-    assert "one of torch.float64 on cuda:0 runs in plain torch" in told[0] and "fp32, bf16" in told[0]
-    assert "two of torch.bfloat16 on cuda:1" in told[1] and told[1].endswith("no such file")
+    warned = [str(warning.message) for warning in recwarn.list]
+    assert len(warned) == 2
+    assert "one of torch.float64 on cuda:0 runs in plain torch" in warned[0] and "fp32, bf16" in warned[0]
+    assert "two of torch.bfloat16 on cuda:1" in warned[1] and warned[1].endswith("no such file")
     assert not ops_kernels.usable(torch.zeros(1), "one") and len(recwarn.list) == 2
 
 
 def test_dispatch_is_compiled_in(monkeypatch):
-    """`usable` breaks no graph, tells of nothing on a CPU, and follows the switch."""
+    """`usable` breaks no graph, warns of nothing on a CPU, and follows the switch."""
     monkeypatch.setattr(ops_kernels, "_unfit_once", lambda device: "")
 
     def function(x):
@@ -372,9 +372,9 @@ def test_dispatch_is_compiled_in(monkeypatch):
     with ops_kernels.without_kernels():
         assert compiled(x).tolist() == [2.0, 2.0]
     assert compiled(x).tolist() == [1.0, 1.0]
-    told = lambda x: x + len(ops_kernels._tell("op", x.dtype, x.device))  # noqa: E731
+    warned = lambda x: x + len(ops_kernels._tell("op", x.dtype, x.device))  # noqa: E731
     with pytest.warns(UserWarning, match="op of torch.float32 on cpu"):
-        torch.compile(told, backend="eager", fullgraph=True)(x)
+        torch.compile(warned, backend="eager", fullgraph=True)(x)
 
 
 def test_gated_of_an_odd_size_is_refused():

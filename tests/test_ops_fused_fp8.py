@@ -90,7 +90,7 @@ def gated_case(shape, dtype):
 
 
 def adamw_case(n: int, ranges, offset=0, device="cpu", copy=E4M3) -> tuple[FlatState, Segments, tuple]:
-    """A state with a copy in E4M3 that begins `offset` elements after what is aligned, and what is told."""
+    """A state with a copy in E4M3 `offset` elements after what is aligned, segments and numbers."""
 
     def flat(dtype=torch.float32, scale=1.0):
         return (torch.randn(n + offset, device=device) * scale).to(dtype)[offset:]
@@ -98,8 +98,8 @@ def adamw_case(n: int, ranges, offset=0, device="cpu", copy=E4M3) -> tuple[FlatS
     count = len(ranges)
     scale, amax = torch.rand(count, device=device) * 100 + 30, torch.zeros(count, device=device)
     s = FlatState(flat(), flat(copy), flat(torch.bfloat16), flat(), flat(scale=0.1).square(), scale, amax)
-    told = tuple(torch.tensor(x, device=device) for x in (3.0, (1e-2, 3e-3, 0.1), 8.0, 0.0))
-    return s, Segments.from_ranges(ranges, torch.device(device)), told
+    numbers = tuple(torch.tensor(x, device=device) for x in (3.0, (1e-2, 3e-3, 0.1), 8.0, 0.0))
+    return s, Segments.from_ranges(ranges, torch.device(device)), numbers
 
 
 def check_adamw(case) -> None:
@@ -107,8 +107,8 @@ def check_adamw(case) -> None:
 
     And so where the step is skipped, or there is none but `cast_flat_`.
     """
-    s, segments, told = case
-    hyper, none = (0.9, 0.95, 1e-8), (*told[:3], torch.ones_like(told[3]))
+    s, segments, numbers = case
+    hyper, none = (0.9, 0.95, 1e-8), (*numbers[:3], torch.ones_like(numbers[3]))
     for skipped in (True, False):
         before = [x.clone() for x in s.tensors]
         if skipped:
@@ -121,8 +121,8 @@ def check_adamw(case) -> None:
         s.params.copy_(before[1]), s.amax.zero_()
     before = [x.clone() for x in s.tensors]
     other = FlatState(before[0].clone(), before[0].bfloat16(), *(x.clone() for x in before[2:]))
-    adamw_flat_(s, segments, told, hyper)
-    adamw_flat_(other, segments, told, hyper)
+    adamw_flat_(s, segments, numbers, hyper)
+    adamw_flat_(other, segments, numbers, hyper)
     for ours, theirs in zip((s.main, *s.tensors[2:]), (other.main, *other.tensors[2:]), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
     check_copy(s, segments, before)
@@ -172,7 +172,7 @@ def test_no_rows_and_no_amax():
 
 def test_adamw_with_a_copy_in_e4m3():
     check_adamw(adamw_case(25003, RANGES))
-    s, segments, told = adamw_case(8, [(0, 8, 0)])
+    s, segments, numbers = adamw_case(8, [(0, 8, 0)])
     for bad in (
         dict(scale=None),
         dict(amax=s.amax[:0]),
@@ -180,7 +180,7 @@ def test_adamw_with_a_copy_in_e4m3():
         dict(main=s.main.half()),
     ):
         with pytest.raises(ValueError, match="must be"):
-            adamw_flat_(replace(s, **bad), segments, told, (0.9, 0.95, 1e-8))
+            adamw_flat_(replace(s, **bad), segments, numbers, (0.9, 0.95, 1e-8))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_shard_of_padding():
 
 
 def test_a_second_backward_is_refused():
-    """Whoever kept the logits for a backward hears that they are gone."""
+    """A backward that kept the logits raises, for they are gone."""
     x = torch.randn(4, 5, requires_grad=True)
     logits = x * 1.0
     y = logits.exp()

@@ -44,7 +44,7 @@ def test_four_ranks_take_rows_four_times_as_long(types):
 
 
 def test_heads_that_have_come_are_kept_in_their_order():
-    """QKV output 6144, q and k rotated anew 5120, output 4096; by heads 4096 + 2 * 1024, output twice."""
+    """QKV output 6144, q and k rotated 5120, output 4096; by heads 4096 + 2 * 1024, output twice."""
     token = 2 * (4 * 4096 + 4 * 14336) + 4 * (2 + 32)
     for types, cp, width in [
         (("p2p",), 4, 6144 + 5120 + 4096),

@@ -1,4 +1,4 @@
-"""The memory model of pipelines: the record of torch's allocator tells what every rank holds, op by op."""
+"""The memory model of pipelines: it agrees with torch's allocator on what every rank holds, op by op."""
 
 import bisect
 import itertools
@@ -127,7 +127,7 @@ def test_every_rank_of_a_pipeline_holds_what_was_planned(family, name, pp, chang
     """Parameters; bytes behind every op, with no more than some messages on top; and the peak.
 
     gloo keeps what was sent until a link has as many messages as forwards are open: two links, and what the
-    executor has in hand. That is less than any op adds or takes away, but for layers that are made again.
+    executor has in hand. That is less than any op adds or takes away, but for recomputed layers.
     """
     run = pipeline(family, name, pp, **changes)
     parallel, message = run.parallel, 64 * 8 * 64 * 2

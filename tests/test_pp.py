@@ -78,7 +78,7 @@ def gradients(mesh, family: dict, schedule: dict, bucketed: bool = True, microba
     def step(chunk: GPTModel, i: int) -> torch.Tensor:
         batch, labels = microbatch(i)
         if not chunk.pre_process and not chunk.post_process:
-            batch = replace(batch, tokens=None)  # nobody looks at it
+            batch = replace(batch, tokens=None)  # never read
         out = chunk(batch, labels)
         if not chunk.post_process:
             return out
@@ -107,7 +107,7 @@ AGAIN = dict(recompute_granularity="full", recompute_method="uniform", recompute
 
 
 def gradients_twice(mesh, schedule: dict) -> list[dict]:
-    """As they are, and with layers made again."""
+    """As they are, and with recomputed layers."""
     return [gradients(mesh, LLAMA, schedule, **more) for more in ({}, AGAIN)]
 
 
@@ -307,7 +307,7 @@ def test_generated_text_of_a_rank_without_layers():
 
 
 class Unread:
-    """A data set that nobody may look into."""
+    """A data set that must not be read."""
 
     def __len__(self) -> int:
         return 100

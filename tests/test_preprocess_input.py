@@ -50,8 +50,8 @@ def test_bad_lines_are_left_out_and_told(tmp_path, capsys, workers):
     assert f"{source}:42: id 100 is outside 0..99" in error and "--skip-bad-lines" in error
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
     assert run(*arguments, "--skip-bad-lines", 3) == 0
-    told = (tmp_path / "x.skipped").read_text().splitlines()
-    assert [line.split(": ")[0] for line in told] == [f"{source}:{n}" for n in (21, 41, 42)]
+    skipped = (tmp_path / "x.skipped").read_text().splitlines()
+    assert [line.split(": ")[0] for line in skipped] == [f"{source}:{n}" for n in (21, 41, 42)]
     assert "x.skipped: 3 lines left out" in capsys.readouterr().out
     data = read(tmp_path / "x")
     assert [data[i].tolist() for i in range(len(data))] == [[i, i] for i in range(90)]

@@ -79,7 +79,7 @@ def test_the_first_failure_is_named(
 
 
 def test_what_an_earlier_run_said_is_not_repeated(tmp_path, capsys):
-    """status.json is of the run before where no rank has come as far as its log."""
+    """status.json is of the run before where no rank reached its log."""
     path = tmp_path / "status.json"
     write_status(path, dict(state="failed", message="yesterday's", rank="rank 0", iteration=4))
     facts = json.loads(path.read_text())

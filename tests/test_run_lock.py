@@ -100,7 +100,7 @@ def test_a_lock_or_settings_that_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be(corpus, tmp_path):  # noqa: F811
-    """A run goes on without its logs, though not without a place for what it saves."""
+    """A run continues without its logs, though not without a place for what it saves."""
     (tmp_path / "file").write_text("in the way")
     argv = arguments(corpus, SHORT)
     ((code, said),) = run_spmd(run_there, 1, [*argv, "--save", "file/ckpt"], str(tmp_path))

@@ -22,7 +22,7 @@ def log_of(folder: Path, said: list[str]) -> SimpleNamespace:
 
 
 def steps(mesh: Mesh, folder: Path, first: int, last: int, run: RunConfig) -> list[str]:
-    """Iterations first ... last, each with an operator that its name tells in a trace."""
+    """Iterations first ... last, each with an operator that a trace shows by name."""
     said = []
     profile = Profile(run, mesh, log_of(folder, said))
     for iteration in range(first, last + 1):
@@ -50,7 +50,7 @@ def mesh() -> Mesh:
     "first, last, expected",
     [
         (1, 6, [3, 4]),
-        (4, 6, [4]),  # a run that goes on from a checkpoint
+        (4, 6, [4]),  # a run that resumes from a checkpoint
         (1, 3, [3]),  # one that ends before
         (5, 6, None),
     ],

@@ -29,7 +29,7 @@ class Source:
 
     @property
     def room(self) -> str:
-        """The folder of the package that it lies in, with a /; "" for the core and programs."""
+        """The folder of the package that it is in, with a /; "" for the core and programs."""
         room, dot, _ = self.module.partition(".")
         return f"{room}/" if dot else ""
 

@@ -28,7 +28,7 @@ def compare(tokenizer, texts):
 
 @pytest.mark.parametrize("ascii_only", [True, False])
 def test_random_texts(rank_file, ascii_only):  # noqa: F811
-    """Every order of what the pattern tells apart: 3,000 chunks of up to eight texts."""
+    """Every order of the pattern's classes: 3,000 chunks of up to eight texts."""
     tokenizer = build_tokenizer("TikTokenizer", str(rank_file))
     draw = random.Random(0)
     parts = [part for part in PARTS if part.isascii() and "\0" not in part] if ascii_only else PARTS

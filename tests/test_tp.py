@@ -28,7 +28,7 @@ def on_ranks(body, size):
 
 
 def fill(*modules):
-    """Draw every parameter anew (biases start at zero); return the global tensors as leaves."""
+    """Draw every parameter (biases start at zero); return the global tensors as leaves."""
     whole = {}
     for param in (p for module in modules for p in module.parameters()):
         for part in param.spec.parts:
@@ -210,7 +210,7 @@ class Bucket:
     """What layers see of a bucket: fp32 `main_grad`, and somebody to tell of each contribution."""
 
     def __init__(self, *params):
-        self.told = []
+        self.accumulated = []
         for param in params:
             param.bucket, param.main_grad = self, torch.zeros(param.shape)
             if not param.spec.writes_grad:
@@ -224,7 +224,7 @@ class Bucket:
         pass
 
     def ready(self, param):
-        self.told.append(param)
+        self.accumulated.append(param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -260,7 +260,7 @@ def test_bf16_microbatches_add_up_in_fp32():
     bucket = Bucket(layer.weight)
     for value in 256.0, 1.0:
         layer(torch.full((1, 1, 1), value, dtype=torch.bfloat16)).sum().backward()
-    assert layer.weight.main_grad.item() == 257.0 and bucket.told == [layer.weight] * 2
+    assert layer.weight.main_grad.item() == 257.0 and bucket.accumulated == [layer.weight] * 2
 
 
 def test_sizes_that_do_not_divide_are_refused():

@@ -23,7 +23,7 @@ S, B, H, PADDED = 8, 2, 6, 16
 
 
 class Bucket:
-    """What `dp.py` attaches to a parameter, without anything behind it; counts what it is told."""
+    """What `dp.py` attaches to a parameter, without anything behind it; counts its calls."""
 
     def __init__(self, param):
         param.bucket, param.main_grad = self, torch.zeros(param.shape)
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
 
 
 def test_saved_tensors_may_pass_through_hooks():
-    """As save_on_cpu does: what comes back is no parameter, and has no bucket."""
+    """As save_on_cpu does: the result is no parameter, and has no bucket."""
     weight, x = torch.randn(8, 4, requires_grad=True), torch.randn(3, 1, 4, requires_grad=True)
     labels, weights = torch.tensor([[1, 5, 7]]), torch.rand(1, 3)
     found = []
@@ -271,7 +271,7 @@ def test_saved_tensors_may_pass_through_hooks():
 
 
 def test_a_weight_that_passed_through_hooks_still_reports_its_gradient():
-    """It must be the parameter that is told, whatever the hooks make of saved tensors."""
+    """The parameter itself must be notified, whatever the hooks make of saved tensors."""
     weight, x = torch.nn.Parameter(torch.randn(8, 4)), torch.randn(3, 1, 4, requires_grad=True)
     bucket, weights = Bucket(weight), torch.rand(1, 3)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):

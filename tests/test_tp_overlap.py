@@ -1,6 +1,6 @@
 """Pipelined gathers and reduce-scatters against whole ones: over collectives, and over memory in common.
 
-On the CPU ranks the memory that GPUs would share is a file that all of them map, and the copies are put off
+On the CPU ranks the memory that GPUs would share is a file that all of them map, and the copies are deferred
 until somebody waits for them: what the real ones may do at worst.
 """
 
@@ -48,12 +48,12 @@ def agrees(axis, peers, seed, n, i=24, o=16, dtype=torch.float32):
     torch.testing.assert_close(matmul_scatter(rows, weight, axis, peers), expected[1], **exact)
     assert {key: size for key, size in axis.traffic.items() if key[2] == "bytes"} == sent
     assert torch.equal(start_gather_rows(x.view(n, 2, -1), axis, peers).wait(), whole.view(-1, 2, i // 2))
-    assert torch.equal(gathered, whole), "the caller's for good"
+    assert torch.equal(gathered, whole), "the caller's to keep"
 
 
 def all_shapes(mesh, folder):
     peers = share_files(mesh.tp, folder) if folder else PeerAccess({})
-    for seed, n in enumerate((4, 1, 5, 64, 4)):  # memory grows on the way
+    for seed, n in enumerate((4, 1, 5, 64, 4)):  # memory grows meanwhile
         agrees(mesh.tp, peers, 1000 * seed, n)
     agrees(mesh.tp, peers, 7000, 8, dtype=torch.bfloat16)
     expected = "GPU copy engines" if folder else "asynchronous collectives (no GPU)"
@@ -68,7 +68,7 @@ def test_pieces_make_the_whole(world, files, tmp_path):
 
 @spmd(world=3, tp=3)
 def test_one_barrier_a_call_is_enough(mesh, tmp_path):
-    """Ranks that dawdle each at another place: nobody overwrites what another has still to read."""
+    """Ranks that dawdle each at another place: no rank overwrites what another has still to read."""
     axis, n, i = mesh.tp, 4, 8
     peers = share_files(axis, tmp_path)
     dawdle, weight = random.Random(axis.rank), draw(0, i, i)

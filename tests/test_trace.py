@@ -66,7 +66,7 @@ def pretend(mesh: Mesh, tracer: trace.Tracer, seen: list, step: tuple[str, int, 
 
 
 def record(mesh: Mesh, folder: str, step: tuple[str, int, int], skew: float) -> list:
-    seen = []  # by a clock that all ranks have; the tracer is told another time
+    seen = []  # by a clock that all ranks have; the tracer gets another time
 
     def perf_counter() -> float:
         seen.append(now())
@@ -100,8 +100,8 @@ def test_what_happened_is_written(case, tmp_path):
     pytest.importorskip("matplotlib")
     stages, copies, step, skew = CASES[case]
     slack = 0.05 if skew else 1e-6  # seconds: how well barriers align clocks while others use the machine
-    told = run_spmd(record, stages * copies, str(tmp_path), step, skew, pp=stages)
-    files, lines, ops, arrivals = zip(*told)
+    recorded = run_spmd(record, stages * copies, str(tmp_path), step, skew, pp=stages)
+    files, lines, ops, arrivals = zip(*recorded)
     assert files[0] == [f"iteration-3.{suffix}" for suffix in ("json", "svg", "png")] and not any(files[1:])
     name, microbatches, chunks = step
     lists, placed = schedule(name, stages, microbatches, chunks), placement(name, stages, chunks)
@@ -194,7 +194,7 @@ def test_offsets():
     exits[1] -= 500
     exits[3:] -= 500
     found = offsets(exits.tolist(), [7, 9, 7, 9, 9])
-    best = late[[1, 3, 4]].min(0).values.median().item()  # what cannot be told from the clock
+    best = late[[1, 3, 4]].min(0).values.median().item()  # what the clock cannot resolve
     assert found[0] == found[2] == 0
     assert found[1] == found[3] == found[4] == pytest.approx(best - 500, abs=1e-6) and best < 0.1
 
@@ -237,7 +237,7 @@ class FakeStream:
 
 
 class FakeGpu:
-    """torch.cuda, as much as a trace needs, with streams whose time passes as told; waiting costs no time."""
+    """torch.cuda, as much as a trace needs, with streams whose time passes as ordered; a wait takes none."""
 
     def __init__(self, monkeypatch) -> None:
         self.main, self.ranges, gpu = FakeStream(), [], self

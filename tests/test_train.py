@@ -1,4 +1,4 @@
-"""The whole program: every layout trains one model, a killed run goes on to the bit, exit codes."""
+"""The whole program: every layout trains one model, a killed run resumes to the bit, exit codes."""
 
 import io
 import json
@@ -79,7 +79,7 @@ def run_told(world: World, argv: list[str], folder: str, picture: bool) -> tuple
     return code, said.getvalue()
 
 
-def told(folder: Path, argv: list[str], code: int, ranks: int = 1, picture: bool = False) -> str:
+def output_of(folder: Path, argv: list[str], code: int, ranks: int = 1, picture: bool = False) -> str:
     """What train.py says, which must end with this code."""
     found, said = run_spmd(run_told, ranks, argv, str(folder), picture)[0]
     assert found == code and "Traceback" not in said, said
@@ -204,9 +204,9 @@ def test_killed_run_goes_on_to_the_bit(corpus, undisturbed, tmp_path):
     for step in (4, 10):
         codes = launch(run_and_die, 2, (argv, str(tmp_path), step, signal.SIGKILL), timeout=60, threads=1)
         assert codes[1] == -signal.SIGKILL
-    assert "resumed" in told(tmp_path, argv, train.DONE, ranks=2)
+    assert "resumed" in output_of(tmp_path, argv, train.DONE, ranks=2)
     compare(tmp_path, undisturbed)
-    assert "nothing left to train" in told(tmp_path, argv, train.DONE, ranks=2)
+    assert "nothing left to train" in output_of(tmp_path, argv, train.DONE, ranks=2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -255,7 +255,7 @@ def test_configuration_errors_come_at_once_and_once(tmp_path):
 
 def test_load_of_nothing_is_an_error(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
-    output = told(tmp_path, arguments(corpus, "--train-iters 9 --load empty"), train.NO_CHECKPOINT)
+    output = output_of(tmp_path, arguments(corpus, "--train-iters 9 --load empty"), train.NO_CHECKPOINT)
     assert "--load empty" in output
 
 
@@ -264,46 +264,46 @@ def test_save_and_load_may_be_one_folder_from_the_first_launch(corpus, tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
     flags = "--save ckpt --lr-warmup-iters 0 --eval-iters 0 --load"
     for iters, load in ((1, tmp_path / "link/ckpt"), (2, "./runs/../ckpt")):
-        output = told(tmp_path, arguments(corpus, f"--train-iters {iters} {flags} {load}"), train.DONE)
+        output = output_of(tmp_path, arguments(corpus, f"--train-iters {iters} {flags} {load}"), train.DONE)
         assert ("from scratch" in output) == (iters == 1)
         assert ("resumed ckpt, step 1" in output) == (iters == 2)
     argv = arguments(corpus, "--train-iters 1 --lr-warmup-iters 0 --save none --load none")
     for more in ("--finetune", "--eval-only --eval-iters 1", "--ckpt-step 3"):  # these want what is there
-        output = told(tmp_path, [*argv, "--run-name", "other", *more.split()], train.NO_CHECKPOINT)
+        output = output_of(tmp_path, [*argv, "--run-name", "other", *more.split()], train.NO_CHECKPOINT)
         assert "none" in output and "from scratch:" not in output
 
 
 def test_save_that_fails_is_told(corpus, tmp_path):
     """At the start if it can be seen then."""
     (tmp_path / "file").write_text("in the way")
-    output = told(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), train.BAD_CONFIG)
+    output = output_of(tmp_path, arguments(corpus, "--train-iters 9 --save file/ckpt"), train.BAD_CONFIG)
     assert "--save file/ckpt: cannot write" in output and not (tmp_path / "runs/test/status.json").exists()
     (tmp_path / "ckpt/latest_checkpointed_iteration.txt").mkdir(parents=True)  # a folder in the way
-    told(tmp_path, arguments(corpus, "--train-iters 9 --save ckpt"), train.SAVE_FAILED)
+    output_of(tmp_path, arguments(corpus, "--train-iters 9 --save ckpt"), train.SAVE_FAILED)
 
 
 def test_what_cannot_go_on_is_an_error(corpus, tmp_path):
     """Another batch size would repeat or skip samples, a step back would meet newer checkpoints again."""
     argv = arguments(corpus, "--train-iters 8 --save-interval 3")
-    told(tmp_path, argv, train.DONE)
+    output_of(tmp_path, argv, train.DONE)
     other = ["--run-name", "other", "--load", "runs/test/ckpt"]
-    output = told(tmp_path, [*argv, *other, "--global-batch-size", "4"], train.BAD_CONFIG)
+    output = output_of(tmp_path, [*argv, *other, "--global-batch-size", "4"], train.BAD_CONFIG)
     assert "--global-batch-size 4" in output and "64 samples in 8 iterations" in output
-    output = told(tmp_path, [*argv, "--ckpt-step", "3"], train.BAD_CONFIG)
+    output = output_of(tmp_path, [*argv, "--ckpt-step", "3"], train.BAD_CONFIG)
     assert "--ckpt-step 3" in output and "holds iteration 8" in output
-    output = told(tmp_path, [*argv, *other, "--ckpt-step", "3"], train.DONE, ranks=2)
+    output = output_of(tmp_path, [*argv, *other, "--ckpt-step", "3"], train.DONE, ranks=2)
     assert (
         "resumed runs/test/ckpt, step 3" in output and "not the same bits" in output and "dp 1 -> 2" in output
     )
     ours, theirs = (read_jsonl(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("other", "test"))
     np.testing.assert_allclose([s["lm_loss"] for s in ours], [s["lm_loss"] for s in theirs[3:]], rtol=1e-6)
-    output = told(tmp_path, [*argv, "--hidden-size", "128"], train.BAD_CONFIG)
+    output = output_of(tmp_path, [*argv, "--hidden-size", "128"], train.BAD_CONFIG)
     assert "--hidden-size 128: the run in this folder has 64" in output
 
 
 def test_exit_interval_saves_and_resumes(corpus, iters, alone, tmp_path):
     argv = arguments(corpus, f"--train-iters {iters}")
-    output = told(tmp_path, [*argv, "--exit-interval", "5"], train.DONE, picture=True)
+    output = output_of(tmp_path, [*argv, "--exit-interval", "5"], train.DONE, picture=True)
     assert "after step 5" in output and ("\npicture " in output or not find_spec("matplotlib"))
     steps = run_spmd(run_train, 1, argv, str(tmp_path))[0]
     assert [step["lm_loss"] for step in steps] == [step["lm_loss"] for step in alone]
@@ -388,6 +388,6 @@ def test_fp16_skips_steps_until_the_loss_scale_fits(corpus, tmp_path):
     assert skipped[0] == 1 and scales[0] == 2**32 and sum(skipped) < 30 and not any(skipped[-5:])
     assert scales[-1] < 2**32 and steps[sum(skipped)]["lm_loss"] > steps[-1]["lm_loss"]
     first_good = skipped.index(0)
-    assert len({step["lr"] for step in steps[: first_good + 1]}) == 1  # the schedule waits for good steps
+    assert len({step["lr"] for step in steps[: first_good + 1]}) == 1  # the schedule waits for finite steps
     rates = logged_rates(tmp_path)  # Megatron's line has the rate of the step that follows
     assert [rates[i + 1] for i in range(39)] == pytest.approx([step["lr"] for step in steps[1:]], rel=1e-6)

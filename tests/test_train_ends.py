@@ -15,7 +15,7 @@ from nanomegatron.faults import signals as run_signals
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.writers import read_jsonl
-from tests.test_train import arguments, corpus, told  # noqa: F401 (a fixture)
+from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
 
 FOUR = "--train-iters 4 --lr-warmup-iters 0"
 LONG = f"{FOUR} --eval-interval 2 --eval-iters 6000"  # an evaluation takes minutes
@@ -115,7 +115,7 @@ def test_what_is_shown_fails_no_run(corpus, tmp_path):  # noqa: F811
         more, named = f"{more} --tensorboard-dir /proc/events", [*named, "TensorBoard"]
     folder = tmp_path / "runs/test"
     (folder / "loss.png").mkdir(parents=True)
-    said = told(tmp_path, arguments(corpus, numbers, more), train.DONE, ranks=2, picture=True)
+    said = output_of(tmp_path, arguments(corpus, numbers, more), train.DONE, ranks=2, picture=True)
     samples = [line.split()[1:] for line in said.splitlines() if line.startswith("sample ")]
     assert len(samples) == 2 and all(word.isdecimal() for words in samples for word in words)
     assert [said.count(f"! {name}: ") for name in named] == [1] * len(named) and "--prompt 0" in said

@@ -170,7 +170,7 @@ def test_a_longer_run_keeps_the_order_of_the_data(corpus, tmp_path):  # noqa: F8
     assert rows == [expected[i][:-1].tolist() for i in range(152)]
     first = GPTDataset(IndexedDataset(corpus), (0, 2), 52, 32, 1234)
     assert rows[: len(first)] == [sample[:-1].tolist() for sample in first]
-    assert 52 < len(first) < 100, "a run ends within an epoch, which the next one goes on with"
+    assert 52 < len(first) < 100, "a run ends within an epoch, which the next one continues"
     assert "resumed" in (log := (tmp_path / "runs/test/log.txt").read_text()) and "samples may" not in log
 
 
@@ -217,7 +217,7 @@ def test_norms_timers_and_tags(corpus, tmp_path):  # noqa: F811
 
 
 def test_a_hugging_face_folder_is_evaluated_and_trained_on(tmp_path):
-    """Loss and perplexity are those of transformers; training begins at step 0 and goes on from its own."""
+    """Loss and perplexity are those of transformers; training begins at step 0 and resumes from its own."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(vocab_size=99, hidden_size=64, intermediate_size=128, num_hidden_layers=2)

@@ -1,10 +1,11 @@
-"""The words of the package and its documents: those that readers of the field use, and search for."""
+"""The words of the code and its documents: those that readers of the field use, and search for."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.test_style import ROOT, SOURCES, none
+from tests.test_style import KERNELS, PYTHON, ROOT, SOURCES, none
 
 # Names of the first version, each with a term of the field for it.
 NAMES = """
@@ -72,15 +73,15 @@ PHRASES = {
     "next to nothing": "little",
     "here and there": "in places",
 }
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("configs/*.toml"))]
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("configs/*.toml"))]
 DOCUMENTS = [path for path in DOCUMENTS if path.name != "log.md"]  # a diary of what was tried
 
 
 def texts() -> list[tuple[str, str]]:
-    """(name, text) of every source of the package and programs, and of every document."""
-    return [(s.name, s.text) for s in SOURCES] + [
-        (str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in DOCUMENTS
-    ]
+    """(name, text) of every Python file but this one, every kernel and every document."""
+    python = [(s.name, s.text) for s in PYTHON if s.path != Path(__file__).resolve()]
+    others = [*KERNELS, *DOCUMENTS]
+    return python + [(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in others]
 
 
 def uses(text: str, words: dict[str, str]) -> list[tuple[int, str]]:

@@ -91,8 +91,8 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
     entered: set[str] = set()
     for _ in range(run.config.run.train_iters):
         with fast_files(entered):
-            told = train.train_step(run).read()[1]
-        steps.append({name: told[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
+            numbers = train.train_step(run).read()[1]
+        steps.append({name: numbers[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
         if len(gradients) == 1:
             run.grads.wait_params()
             weights = weights_of(run)

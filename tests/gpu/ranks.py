@@ -17,7 +17,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 
 def run_on_gpus(world: int, body: Callable[[Mesh, torch.device], None], **parallel) -> None:
-    """body(mesh, device), a function of a module, on so many GPUs; a skip where there are fewer."""
+    """body(mesh, device), a function of a module, on `world` GPUs; a skip where there are fewer."""
     if world > torch.cuda.device_count():
         pytest.skip(f"needs {world} GPUs")
     assert launch(_rank, world, (body, ParallelConfig(**parallel)), timeout=120) == [0] * world

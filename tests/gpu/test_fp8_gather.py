@@ -15,7 +15,7 @@ CASES["tp2dp2z1sp"] = 4, f"--tp 2 --sp --use-distributed-optimizer {ALL}"
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 @pytest.mark.parametrize("layout", CASES)
 def test_it_is_the_run_that_casts_at_first_use(layout, recipe, tmp_path):
-    """The same numbers, with statistics and a save on the way."""
+    """The same numbers, with statistics and a save in between."""
     processes, flags = CASES[layout]
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")

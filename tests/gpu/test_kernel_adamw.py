@@ -25,7 +25,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 GUARD = 64
 
 
-def told(step=3.0, values=(1e-2, 3e-3, 0.1), scale=8.0, skip=0.0):
+def scalars(step=3.0, values=(1e-2, 3e-3, 0.1), scale=8.0, skip=0.0):
     return tuple(torch.tensor(x, dtype=FP32, device=CUDA) for x in (step, values, scale, skip))
 
 
@@ -103,7 +103,7 @@ def test_a_step(main, grads, avg, avg_sq, offset):
         (CHUNK + 3, CHUNK + 4, 3),
         (CHUNK + 7, n - 3, DECOUPLED | DECAY),
     ]
-    segments, before, now = Segments.from_ranges(ranges, CUDA), copied(s), told()
+    segments, before, now = Segments.from_ranges(ranges, CUDA), copied(s), scalars()
     expected = exact(s, segments, now)
     adamw_flat_(s, segments, now, HYPER)
     compare(s, expected)
@@ -125,7 +125,7 @@ def test_halves_are_the_same_numbers(moments):
     segments = Segments.from_ranges([(0, n, DECAY)], CUDA)
     for step in range(1, 6):
         for s in (whole, halves):
-            adamw_flat_(s, segments, told(float(step)), HYPER)
+            adamw_flat_(s, segments, scalars(float(step)), HYPER)
     assert torch.equal(join_halves(halves.params, halves.main), whole.main)
     assert torch.equal(halves.exp_avg, whole.exp_avg)
     again = split_halves(whole.main)
@@ -138,7 +138,11 @@ def test_a_skipped_step_changes_nothing(main):
     s.grads[3] = float("nan")
     before = copied(s)
     adamw_flat_(
-        s, Segments.from_ranges([(0, 1000, DECAY)], CUDA), told(skip=1.0, scale=float("inf")), HYPER, seed=3
+        s,
+        Segments.from_ranges([(0, 1000, DECAY)], CUDA),
+        scalars(skip=1.0, scale=float("inf")),
+        HYPER,
+        seed=3,
     )
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -157,8 +161,8 @@ def test_numbers_out_of_the_ordinary(main):
     if main != "halves":
         s.main[8:] = torch.tensor([inf, -inf, float("nan"), 3e38, -3e38, 1e-40, 0.0, -0.0], device=CUDA)
     other, segments = copied(s), Segments.from_ranges([(0, 16, DECAY)], CUDA)
-    adamw_flat_(s, segments, told(), HYPER)
-    adamw_flat_ref_(other, segments, told(), HYPER)
+    adamw_flat_(s, segments, scalars(), HYPER)
+    adamw_flat_ref_(other, segments, scalars(), HYPER)
     for ours, theirs in zip(numbers(s), numbers(other), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8, equal_nan=True)
     if main is not None:
@@ -172,13 +176,13 @@ def test_rounding_at_random_is_the_references():
     s = state(n, BF16, FP32, (BF16, BF16))
     nearest, other, segments = copied(s), copied(s), Segments.from_ranges([(2, n, DECAY)], CUDA)
     for seed in (0, 7, 2**40 + 3):
-        adamw_flat_(s, segments, told(), HYPER, seed=seed)
-        adamw_flat_ref_(other, segments, told(), HYPER, seed=seed)
+        adamw_flat_(s, segments, scalars(), HYPER, seed=seed)
+        adamw_flat_ref_(other, segments, scalars(), HYPER, seed=seed)
         for ours, theirs in ((s.exp_avg, other.exp_avg), (s.exp_avg_sq, other.exp_avg_sq)):
             assert (ours != theirs).double().mean() < 1e-3
             ours.copy_(theirs)
-    adamw_flat_(nearest, segments, told(), HYPER)
-    adamw_flat_(again := copied(nearest), segments, told(), HYPER, seed=1)
+    adamw_flat_(nearest, segments, scalars(), HYPER)
+    adamw_flat_(again := copied(nearest), segments, scalars(), HYPER, seed=1)
     assert (again.exp_avg != nearest.exp_avg).any()
 
 
@@ -187,7 +191,7 @@ def test_bias_correction(step):
     """1 - 0.999 in fp32 is wrong by 5e-5."""
     s, segments, hyper = state(100, None), Segments.from_ranges([(0, 100, DECAY)], CUDA), (0.9, 0.999, 1e-8)
     s.main.zero_(), s.exp_avg.zero_(), s.exp_avg_sq.zero_()
-    adamw_flat_(s, segments, told(step), hyper)
+    adamw_flat_(s, segments, scalars(step), hyper)
     g = s.grads.double() / 8
     unbias1, unbias2 = (1 - beta**step for beta in hyper[:2])
     moved = -1e-2 * (0.1 * g / unbias1) / ((0.001 * g * g / unbias2).sqrt() + 1e-8)
@@ -201,8 +205,8 @@ def test_many_segments():
     ranges = [(a, b, i % 4) for i, (a, b) in enumerate(itertools.pairwise(ends)) if i % 7]
     ranges.insert(300, (ranges[300][0],) * 2 + (0,))
     s, segments = state(200_000, "halves", BF16, (BF16, FP32)), Segments.from_ranges(ranges, CUDA)
-    expected, before = exact(s, segments, told()), copied(s)
-    adamw_flat_(s, segments, told(), HYPER)
+    expected, before = exact(s, segments, scalars()), copied(s)
+    adamw_flat_(s, segments, scalars(), HYPER)
     compare(s, expected)
     inside = torch.zeros(200_000, dtype=torch.bool, device=CUDA)
     for start, stop, _ in ranges:
@@ -218,7 +222,7 @@ def test_nothing_to_do():
     s = state(8, None)
     before = copied(s)
     for ranges in ([], [(3, 3, 0)]):
-        adamw_flat_(s, Segments.from_ranges(ranges, CUDA), told(), HYPER)
+        adamw_flat_(s, Segments.from_ranges(ranges, CUDA), scalars(), HYPER)
         sums, zeros = sums_of_squares(s.grads, Segments.from_ranges(ranges, CUDA))
         assert sums.tolist() == zeros.tolist() == [0.0] * len(ranges)
     assert torch.equal(s.main, before.main)
@@ -230,7 +234,7 @@ def test_twice_the_same_bits():
     first = torch.stack(sums_of_squares(s.grads, segments))
     assert all(torch.equal(first, torch.stack(sums_of_squares(s.grads, segments))) for _ in range(5))
     for one in (s, other):
-        adamw_flat_(one, segments, told(), HYPER, seed=1)
+        adamw_flat_(one, segments, scalars(), HYPER, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(s.tensors, other.tensors, strict=True))
 
 
@@ -263,8 +267,8 @@ def test_more_than_two_billion_elements():
     tail = state(n - begin, "halves", BF16, (BF16, BF16))
     for x, y in zip(s.tensors, tail.tensors, strict=True):
         x[begin:].copy_(y)
-    adamw_flat_(s, Segments.from_ranges([(0, 1000, 0), (begin, n, DECAY)], CUDA), told(), HYPER)
-    adamw_flat_(tail, Segments.from_ranges([(0, n - begin, DECAY)], CUDA), told(), HYPER)
+    adamw_flat_(s, Segments.from_ranges([(0, 1000, 0), (begin, n, DECAY)], CUDA), scalars(), HYPER)
+    adamw_flat_(tail, Segments.from_ranges([(0, n - begin, DECAY)], CUDA), scalars(), HYPER)
     assert all(torch.equal(x[begin:], y) for x, y in zip(s.tensors, tail.tensors, strict=True))
     sums, zeros = sums_of_squares(s.grads, Segments.from_ranges([(0, n, 0), (begin, n, 0)], CUDA))
     torch.testing.assert_close(sums, tail.grads.double().square().sum().expand(2), rtol=1e-12, atol=0)

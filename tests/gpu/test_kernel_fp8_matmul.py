@@ -110,7 +110,7 @@ def test_the_stream_of_the_moment():
         for _ in range(2):
             add(*given)
         work = ops_fp8_matmul._workspace(given[0].device)
-    assert not stream.query()  # nobody has waited
+    assert not stream.query()  # nothing has waited
     assert work is not ops_fp8_matmul._workspace(given[0].device)
     stream.synchronize()
     assert torch.equal(given[0].double(), expected)

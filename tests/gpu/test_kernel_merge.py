@@ -52,9 +52,9 @@ def part_of(shape, kind, dtype, weighted):
 
 def check(shape, dtype, first_type, out_type, weighted, kinds, strided=False):
     """kinds: of each part."""
-    told = [part_of(shape, kind, dtype if i else first_type, weighted) for i, kind in enumerate(kinds)]
-    expected, size, total = exact(told, shape)
-    parts = [part for part, _ in told]
+    made = [part_of(shape, kind, dtype if i else first_type, weighted) for i, kind in enumerate(kinds)]
+    expected, size, total = exact(made, shape)
+    parts = [part for part, _ in made]
     if strided:
         parts = [
             PartialRows(

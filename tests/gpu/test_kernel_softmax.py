@@ -104,7 +104,7 @@ def test_hidden_by_any_mask(shape, dtype):
         compare(dtype, shape, False, None, hidden)
         compare(dtype, shape, True, 700, hidden)
     hidden[:] = True
-    compare(dtype, shape, False, None, hidden)  # nobody sees anything
+    compare(dtype, shape, False, None, hidden)  # no query sees a key
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

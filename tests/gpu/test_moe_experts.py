@@ -78,7 +78,7 @@ def near(found, expected, rel):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_against_float64(alone, sizes, dtype, grouped, known, monkeypatch):
-    """Three microbatches; rows beyond the last expert's are nobody's, and strange ones do not spread.
+    """Three microbatches; rows beyond the last expert's belong to none, and strange ones do not spread.
 
     known: by the host, and so in a loop, however few they are.
     """

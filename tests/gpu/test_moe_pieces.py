@@ -15,7 +15,7 @@ from tests.gpu.test_tp_overlap import close
 from tests.moe_routers import dispatch
 
 H, E, K = 512, 16, 4
-TOKENS = [64, 1024, 40, 4096, 1, 512]  # of a rank; memory grows on the way
+TOKENS = [64, 1024, 40, 4096, 1, 512]  # of a rank; memory grows meanwhile
 LAYOUTS = {
     "2 ep2": (2, {"expert_model_parallel_size": 2}),
     "4 ep4": (4, {"expert_model_parallel_size": 4}),

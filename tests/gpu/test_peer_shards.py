@@ -10,7 +10,7 @@ SIZES = [(128 * 4, torch.float32), (3 * 2**20, torch.float32), (5 * 2**20, torch
 
 
 def storm(mesh, device):
-    """100 steps as training has them: write, reduce, update the own shard, gather, read, write anew.
+    """100 steps as training has them: write, reduce, update the own shard, gather, read, write again.
 
     Small whole numbers, so that every sum is exact in both types; a stale element is another number.
     """
