@@ -9,19 +9,20 @@
     one gpu                without communication, as many FLOPs as each of the N: a causal row of s / sqrt(N)
                            tokens; of several documents, all of the row
 
-FLOPs are 4 s^2 / 2 of a causal row and feature forward, 2.5 times that backward, whichever form computes. Results of
+FLOPs are 4 s^2 / 2 of a causal row and feature forward, 2.5 times that backward, for all forms. Results of
 the shortest row are compared with those of one GPU. torch's attention stays patched until the run ends.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.session import Case, Run, Session
@@ -160,20 +161,21 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
 
 
 @functools.cache
-def enter_torch(device: str, size: int) -> torch.distributed.device_mesh.DeviceMesh:
-    """torch's context parallelism over all ranks, until the process ends."""
+def enter_torch(device: str, size: int) -> tuple[DeviceMesh, AbstractContextManager]:
+    """torch's context parallelism over all ranks, which ends when nothing refers to it any more."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    mesh = init_device_mesh(device, (size,))
-    context_parallel(mesh, buffers=[torch.arange(2 * size, device=device)], buffer_seq_dims=[0]).__enter__()
-    return mesh
+    mesh, wanted = init_device_mesh(device, (size,)), [torch.arange(2 * size, device=device)]
+    context = context_parallel(mesh, buffers=wanted, buffer_seq_dims=[0])  # it wants to cut something
+    context.__enter__()
+    return mesh, context
 
 
 def torch_ring(session: Session, rotate: str) -> Callable:
     """Its attention by cuDNN; a CPU has none that it knows, and there the ring itself is called."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    mesh = enter_torch(session.device.type, session.world.size)
+    mesh, _ = enter_torch(session.device.type, session.world.size)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         set_rotate_method(rotate)

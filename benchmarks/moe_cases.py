@@ -98,8 +98,7 @@ class Layer:
 
     def dispatch(self, probs: torch.Tensor, ids: torch.Tensor) -> None:
         """There and back, of a given choice."""
-        layer, choice = self.layer, Choice(probs, ids, ids, probs, None)
-        router = Chosen(choice)
+        layer, router = self.layer, Chosen(Choice(probs, ids, ids, probs, None))
         parts = dict(router=router, experts=Same(layer.experts), shared_experts=None)
         fake = SimpleNamespace(dispatch_class=layer.dispatch_class, **parts)
         layer.run(fake, self.x, self.batch).backward(self.grad)
@@ -233,31 +232,32 @@ class ExpertLinear:
         widths = self.w.shape[1:] if self.transposed else self.w.shape[:0:-1]
         self.x, self.grad = (torch.randn(count * each, n, device=device, dtype=self.dtype) for n in widths)
 
-    def bf16(self, product: str, grouped: bool) -> Run:
+    def run(self, product: str, how: str) -> Run:
         """In a loop the host knows the offsets; grouped only the device, so that all is."""
-        groups = Groups(self.offsets, None if grouped else self.offsets.tolist(), grouped)
-        w, pair = self.w, (self.x, self.grad)
-        w, pair = (w, pair) if self.transposed else (w.mT, pair[::-1])
-        calls = {
-            "y": lambda: grouped_mm(self.x, w, groups),
-            "dx": lambda: grouped_mm(self.grad, w.mT, groups),
-            "dW": lambda: weight_grad(self.weight, *pair, groups),
-        }
+        groups = Groups(self.offsets, self.offsets.tolist() if how == "loop" else None, how != "loop")
+        calls = self.fp8(groups) if how == "fp8" else self.bf16(groups)
         return Run(calls[product], partial(self.buckets.zero, 1), single=True)
 
-    def fp8(self, product: str) -> Run:
+    def bf16(self, groups: Groups) -> dict[str, Callable]:
+        w, x, grad = self.w if self.transposed else self.w.mT, self.x, self.grad
+        pair = (x, grad) if self.transposed else (grad, x)
+        return {
+            "y": lambda: grouped_mm(x, w, groups),
+            "dx": lambda: grouped_mm(grad, w.mT, groups),
+            "dW": lambda: weight_grad(self.weight, *pair, groups),
+        }
+
+    def fp8(self, groups: Groups) -> dict[str, Callable]:
         """By casts that are there."""
-        groups, fp8 = Groups(self.offsets, None, True), Scales(Recipe("rowwise", E4M3), self.x.device)
-        layer = fp8.add_layer("layer")
+        layer = Scales(Recipe("rowwise", E4M3), self.x.device).add_layer("layer")
         x, grad = layer.cast(self.x, "x"), layer.cast(self.grad, "g")
         w = [fp8_parts(layer, self.weight, groups, flip) for flip in (self.transposed, not self.transposed)]
         pair = (x.columnwise, grad.columnwise) if self.transposed else (grad.columnwise, x.columnwise)
-        calls = {
+        return {
             "y": lambda: grouped_fp8_mm(x.rowwise, w[0], groups, self.dtype, fast=True),
             "dx": lambda: grouped_fp8_mm(grad.rowwise, w[1], groups, self.dtype),
             "dW": lambda: fp8_weight_grad(self.weight, *pair, groups),
         }
-        return Run(calls[product], partial(self.buckets.zero, 1), single=True)
 
 
 def matmul_cases(session: Session) -> Iterator[Case]:
@@ -269,8 +269,7 @@ def matmul_cases(session: Session) -> Iterator[Case]:
                 flops = flops_of(config) / 3 * part
                 for product in ("y", "dx", "dW"):
                     forms = {
-                        "loop": lambda f=linear, p=product: f().bf16(p, False),
-                        "grouped": lambda f=linear, p=product: f().bf16(p, True),
-                        "fp8": lambda f=linear, p=product: f().fp8(p),
+                        how: lambda f=linear, p=product, h=how: f().run(p, h)
+                        for how in ("loop", "grouped", "fp8")
                     }
                     yield Case(f"{name} ep {ep} fc{weight[-1]} {product}", forms, flops=flops)
