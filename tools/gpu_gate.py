@@ -4,7 +4,7 @@
     python tools/gpu_gate.py --old ../before --gpus 4        parallel training, seven cases; 2 or 4
 
     driver ---- old/ask-0007.json ---> worker of the old checkout     a process, or --gpus of them, that
-           <-- old/told-0007.0.json -- one file a rank                stays up and runs case after case
+           <-- old/answer-0007.0.json -       one file a rank          stays up and runs case after case
            ---- new/ask-0007.json ---> worker of the new checkout
 
 A case is a short training by the checkout's own train.py, or attention in blocks; nothing is saved. Both
@@ -109,26 +109,26 @@ class Worker:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, **how)
 
     def ask(self, what: str, content: dict | None) -> dict:
-        """Have it do something, at first only start. What rank 0 tells, with the largest peak memory of all.
+        """Have it do something, at first only start. Rank 0's answer, with the largest peak of all.
 
         Raises RuntimeError with the traceback of a worker that has died.
         """
         if content is not None:
             self.turn += 1
             write(self.folder / f"ask-{self.turn:04}.json", content)
-        names = (f"told-{self.turn:04}", "failed")
+        names = (f"answer-{self.turn:04}", "failed")
         paths, errors = ([self.folder / f"{n}.{rank}.json" for rank in range(self.gpus)] for n in names)
         end = time.monotonic() + TIMEOUT
         while not all(path.exists() for path in paths):
             failed = [path for path in errors if path.exists()]
             if failed or self.process.poll() is not None or time.monotonic() > end:
-                told = [json.loads(path.read_text())["error"] for path in failed]
-                told = told or [(self.folder / "log.txt").read_text()[-4000:]]
+                causes = [json.loads(path.read_text())["error"] for path in failed]
+                causes = causes or [(self.folder / "log.txt").read_text()[-4000:]]
                 why = f"{self.side} checkout, {what}: died, or no answer in {TIMEOUT} s"
-                raise RuntimeError("\n".join([why, *told]))
+                raise RuntimeError("\n".join([why, *causes]))
             time.sleep(POLL)
-        told = [json.loads(path.read_text()) for path in paths]
-        return told[0] | {"peak_gib": max(rank.get("peak_gib", 0) for rank in told)}
+        answers = [json.loads(path.read_text()) for path in paths]
+        return answers[0] | {"peak_gib": max(answer.get("peak_gib", 0) for answer in answers)}
 
     def stop(self) -> None:
         """End it, by force where it does not listen; its ranks notice that their launcher has gone."""
@@ -154,13 +154,13 @@ def commit_of(checkout: Path) -> str:
 
 
 def repetition(case: Case, workers: dict[str, Worker], order: tuple[str, ...]) -> dict[str, dict]:
-    """What the workers tell about the case, by side; slice by slice they change places."""
-    told = {side: workers[side].ask(case.name, case._asdict()) for side in order}
+    """The workers' answers about the case, by side; slice by slice they change places."""
+    answers = {side: workers[side].ask(case.name, case._asdict()) for side in order}
     for number in range(case.slices):
         for side in order[:: -1 if number % 2 else 1]:
-            if "problem" not in told[side]:
-                told[side] = workers[side].ask(case.name, {})
-    return told
+            if "problem" not in answers[side]:
+                answers[side] = workers[side].ask(case.name, {})
+    return answers
 
 
 def time_of(case: Case, turns: list[dict]) -> float:
@@ -176,11 +176,11 @@ def judge(case: Case, turns: dict[str, list[dict]], limit: float) -> dict:
     problems = [f"{side} checkout: {t['problem']}" for side in SIDES for t in turns[side] if "problem" in t]
     if problems or not all(turns.values()):
         return row | {"problems": ["FAILED: not comparable", *problems]}
-    for side, told in turns.items():
-        row[side] = {key: [turn[key] for turn in told] for key in ("step_ms", "loss", "left_gib")}
-        row[side]["ops"] = told[-1].get("ops", 0)
-        row[side]["ms"] = time_of(case, told)
-        row[side]["peak_gib"] = max(turn["peak_gib"] for turn in told)
+    for side, measured in turns.items():
+        row[side] = {key: [turn[key] for turn in measured] for key in ("step_ms", "loss", "left_gib")}
+        row[side]["ops"] = measured[-1].get("ops", 0)
+        row[side]["ms"] = time_of(case, measured)
+        row[side]["peak_gib"] = max(turn["peak_gib"] for turn in measured)
     row["ratio"], longer = row["new"]["ms"] / row["old"]["ms"], case.limit or limit
     if not row["ratio"] <= 1 + longer / 100:
         problems.append(f"FAILED: {100 * (row['ratio'] - 1):.1f} % slower, limit {longer:g} %")
@@ -198,15 +198,15 @@ def table(rows: list[dict]) -> str:
     lines = [f"{'case':<32}{'old ms':>10}{'new ms':>10}{'new/old':>10}"]
     for row in rows:
         numbers = (row["old"]["ms"], row["new"]["ms"], row["ratio"]) if "ratio" in row else ()
-        told = "".join(f"{number:10.3f}" for number in numbers)
-        lines.append(f"{row['name']:<32}{told}  {'; '.join(row['problems']) or 'ok'}")
+        columns = "".join(f"{number:10.3f}" for number in numbers)
+        lines.append(f"{row['name']:<32}{columns}  {'; '.join(row['problems']) or 'ok'}")
     return "\n".join(lines)
 
 
-def in_short(case: Case, told: dict[str, dict]) -> str:
+def in_short(case: Case, answers: dict[str, dict]) -> str:
     """A repetition, in a line."""
     return ", ".join(
-        f"{side} {told[side].get('problem') or format(time_of(case, [told[side]]), '.2f') + ' ms'}"
+        f"{side} {answers[side].get('problem') or format(time_of(case, [answers[side]]), '.2f') + ' ms'}"
         for side in SIDES
     )
 
@@ -223,15 +223,15 @@ def build_kernels(checkouts: dict[str, Path]) -> bool:
 
 
 def repeat(cases: list[Case], count: int, workers: dict[str, Worker], turns: dict, begin: float) -> None:
-    """Run the cases so many times more; what both sides tell is added to `turns`."""
+    """Run the cases `count` times more; the answers of both sides are added to `turns`."""
     for turn in range(count * len(cases)):
         case, swapped = cases[turn % len(cases)], turn // len(cases) % 2 == 1
-        if any("problem" in told for side in SIDES for told in turns[case.name][side]):
+        if any("problem" in answer for side in SIDES for answer in turns[case.name][side]):
             continue
-        told = repetition(case, workers, SIDES[:: -1 if swapped else 1])
+        answers = repetition(case, workers, SIDES[:: -1 if swapped else 1])
         for side in SIDES:
-            turns[case.name][side].append(told[side])
-        print(f"{time.monotonic() - begin:5.0f} s  {case.name}: {in_short(case, told)}", flush=True)
+            turns[case.name][side].append(answers[side])
+        print(f"{time.monotonic() - begin:5.0f} s  {case.name}: {in_short(case, answers)}", flush=True)
 
 
 def compare(args: argparse.Namespace, cases: list[Case], checkouts: dict[str, Path]) -> dict:
@@ -246,8 +246,8 @@ def compare(args: argparse.Namespace, cases: list[Case], checkouts: dict[str, Pa
         try:
             workers |= {side: Worker(side, at, args.gpus, Path(folder)) for side, at in checkouts.items()}
             for worker in workers.values():
-                told = worker.ask("start", None)
-                result |= {key: told[key] for key in ("device", "torch")}
+                answer = worker.ask("start", None)
+                result |= {key: answer[key] for key in ("device", "torch")}
             repeat(cases, args.repetitions, workers, turns, begin)
             doubtful = [case for case in cases if not judge(case, turns[case.name], args.limit)["passed"]]
             repeat(doubtful, args.repetitions, workers, turns, begin)

@@ -1,6 +1,6 @@
 """What runs in a worker of tools/gpu_gate.py: cases of one checkout, by that checkout's own code.
 
-    ask-0007.json  -->  run a case  -->  told-0007.0.json     one file a rank; without `slices` that is all
+    ask-0007.json  -->  run a case  -->  answer-0007.0.json   one file a rank; without `slices` that is all
                         pause after the warm-up, and after every slice: the numbers go on
     ask-0008.json  -->  train a slice of the case
 
@@ -30,7 +30,7 @@ DROPPED = 2  # steps at the beginning of a slice: one was launched before the pa
 class Case(NamedTuple):
     """Flags of train.py, or for attention in blocks the sizes of `run_blocks`; warm-up and timed steps.
 
-    slices: parts of a training, of so many timed steps each, taken in turn with the other checkout's; not
+    slices: parts of a training, of `timed` steps each, taken in turn with the other checkout's; not
     without warm-up. limit: percent that this case may take longer, if not --limit.
     """
 
@@ -79,7 +79,7 @@ class Driver:
 
     def tell(self, content: dict) -> None:
         """Answer what was heard last; before that, say that the rank is there."""
-        write(self.folder / f"told-{self.turn:04}.{self.rank}.json", content)
+        write(self.folder / f"answer-{self.turn:04}.{self.rank}.json", content)
 
 
 class Steps:
@@ -88,7 +88,7 @@ class Steps:
         warm-up | 2 dropped, 10 timed | 2 dropped, 10 timed | 1 profiled | end         slices of 10
                 pause                 pause
 
-    Called instead of RunLog.step, on every rank, when the next step is under way; at the end nothing is. From
+    Called instead of RunLog.step, on every rank, when the next step is in flight; at the end nothing is. From
     one call to the next the host goes once through the training loop: its ops are counted at the end.
     """
 
@@ -114,7 +114,7 @@ class Steps:
             return
         since = len(self.records) - self.case.warm
         if self.case.slices and since >= 0 and since % self.each == 0:
-            wait_for_gpu()  # else the step that is under way takes time of the other checkout's
+            wait_for_gpu()  # else the step in flight takes time of the other checkout's
             self.driver.tell({})
             self.driver.hear()
 
@@ -231,9 +231,9 @@ def work(folder: Path, rank: int) -> None:
         world = find("World", "nanomegatron.mesh").from_environment()
         if cuda := torch.cuda.is_available():
             torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
-        told = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
+        answer = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
         driver, meshes = Driver(folder, rank), {}
-        driver.tell(told)
+        driver.tell(answer)
         while True:
             case = Case(**driver.hear())
             driver.tell(run_case(case, world, meshes, driver))
