@@ -4,7 +4,7 @@
     python tools/gpu_gate.py --old ../before --gpus 4        parallel training, seven cases; 2 or 4
 
     driver ---- old/ask-0007.json ---> worker of the old checkout     a process, or --gpus of them, that
-           <-- old/answer-0007.0.json -       one file a rank          stays up and runs case after case
+           <-- old/answer-0007.0.json --  one file a rank             stays up and runs case after case
            ---- new/ask-0007.json ---> worker of the new checkout
 
 A case is a short training by the checkout's own train.py, or attention in blocks; nothing is saved. Both
