@@ -186,9 +186,10 @@ class Session:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.begin, self.cases = args, time.monotonic(), chosen(args)
-        self.devices = [] if args.small else gpus()
+        on_cpus = all("--device cpu" in case.flags for case in self.cases)
+        self.devices = [] if on_cpus else gpus()
         most = max(case.gpus for case in self.cases)
-        if not args.small and "--device cpu" not in self.cases[0].flags and len(self.devices) < most:
+        if not on_cpus and len(self.devices) < most:
             raise SystemExit(f"{most} GPUs are needed, {len(self.devices)} are here; --gpus N, or --small")
         self.checkouts = {"new": ROOT} | ({"old": args.old.resolve()} if args.old else {})
         kernels = bool(self.devices) and build_kernels({"old": ROOT, **self.checkouts})
@@ -215,9 +216,8 @@ class Session:
                     turn = self.turn(given, self.checkouts[side], repetition, data)
                     self.turns[case.name][side].append(turn)
                     self.write()
-                    print(
-                        f"{self.result['seconds']:6.0f} s  {side} {case.name}: {in_short(turn)}", flush=True
-                    )
+                    since = f"{self.result['seconds']:6.0f} s"
+                    print(f"{since}  {side} {case.name}: {in_short(turn)}", flush=True)
 
     def turn(self, case: Case, checkout: Path, repetition: int, data: list[str]) -> dict[str, Any]:
         """One run of it."""
