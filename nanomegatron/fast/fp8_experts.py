@@ -57,7 +57,7 @@ def fp8_expert_linear(
 def quantizing_expert_act(second: Fp8Linear, act: Activation, x: torch.Tensor) -> torch.Tensor:
     """A `GroupedExperts.act` whose result only the second layer reads: a placeholder with FP8 copies.
 
-    x `[r, 2*f]` (gated) or `[r, f]` -> `[r, f]`
+    x `[r, f]` or `[r, 2*f]` (gated) -> `[r, f]`
     """
     return CastFp8Function.apply(act(x), second, None, "", torch.is_grad_enabled())
 

@@ -76,7 +76,7 @@ class QuantizingNorm:
 def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     """An `MLP.act` whose result is quantized, and so is its gradient where both layers allow it.
 
-    x `[..., 2*f]` (gated) or `[..., f]` -> a placeholder `[..., f]`; f/tp of the features are here.
+    x `[..., f]` or `[..., 2*f]` (gated) -> a placeholder `[..., f]`; f/tp of the features are here.
     """
     first, second = mlp.linear_fc1, mlp.linear_fc2
     can_fuse_cast = mlp.fused and first.bias is None and accepts_fp8(first)
