@@ -331,9 +331,9 @@ def test_help_fits_and_is_complete():
     text = help_text(True)
     for _, setting, _ in declared(Config()):
         assert f"--{setting.name.replace('_', '-')}" in text and setting.metadata["help"]
-    assert "--profile-ranks " in text and "ranks to profile (0)\n" in text
-    assert "peer-memory" in text and "(on; --no-peer-memory)\n" in text  # as it is switched off
-    assert re.search(r"--min-lr .*\(0\.0\)\n", text) and "(False)" not in text  # a default of 0 is one
+    assert "--profile-ranks " in text and "ranks to profile; default 0\n" in text
+    assert "peer-memory" in text and "; default on (off: --no-peer-memory)\n" in text  # as it is switched off
+    assert re.search(r"--min-lr .*; default 0\.0\n", text) and "(False)" not in text  # a default of 0 is one
 
 
 def test_padded_vocab_size():

@@ -195,7 +195,7 @@ def test_megatrons_other_spellings():
     assert parsed.errors == () and parsed.notes[0] == "--fp8-interval: not needed here"
     assert parsed.config == config_of(f"{FP8} --no-fp8-wgrad")
     text = help_text(False)
-    assert "--fp8-format " in text and "[delayed|tensorwise|rowwise|blockwise] (delayed)" in text
+    assert "--fp8-format " in text and "[delayed|tensorwise|rowwise|blockwise]; default delayed" in text
 
 
 def test_the_flags_of_megatrons_example():

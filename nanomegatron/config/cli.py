@@ -354,8 +354,9 @@ def help_text(everything: bool) -> str:
         if everything or rules["most_used"]:
             names = ", ".join([flag(setting.name), *(f"--{alias}" for alias in rules["aliases"])])
             choices = f" [{'|'.join(map(str, rules['choices']))}]" if rules["choices"] else ""
+            text, mark, follows = rules["help"].partition("; default")  # choices stand before the default
             words = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            on = f" (on; --no-{flag(setting.name)[2:]})"
-            default = on if value is True else "" if value in (None, ()) or value is False else f" ({words})"
-            parts.setdefault(part, []).append(f"  {names:<36} {rules['help']}{choices}{default}")
+            words = f"on (off: --no-{flag(setting.name)[2:]})" if value is True else words
+            default = "" if value in (None, ()) or value is False else f"; default {words}"
+            parts.setdefault(part, []).append(f"  {names:<36} {text}{choices}{mark}{follows}{default}")
     return "\n\n".join("\n".join([part, *lines]) for part, lines in parts.items())

@@ -38,35 +38,35 @@ class TransformerConfig:
     hidden_size: int | None = common(None, "width of the residual stream", at_most=WIDEST, required=True)
     num_attention_heads: int | None = common(None, "number of query heads", at_most=WIDEST, required=True)
     ffn_hidden_size: int | None = common(
-        None, "inner width of the MLP; default 4h, with --swiglu int(8h/3/64)*64", at_most=8 * WIDEST
+        None, "inner MLP width; default 4h, with --swiglu int(8h/3/64)*64 (h=hidden size)", at_most=8 * WIDEST
     )
     kv_channels: int | None = setting(
         None, "width of one attention head; default hidden size / heads", at_most=WIDEST
     )
     num_query_groups: int = common(0, "number of key/value heads; 0 means one per query head (MHA)")
     max_position_embeddings: int | None = setting(
-        None, "longest context; default --seq-length", at_least="--seq-length"
+        None, "maximum context length in tokens; default --seq-length", at_least="--seq-length"
     )
     position_embedding_type: str = common(
-        "learned_absolute", "position embedding", choices="learned_absolute rope yarn none"
+        "learned_absolute", "type of position embedding", choices="learned_absolute rope yarn none"
     )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies")
     rotary_percent: float = setting(1.0, "fraction of each head's features to rotate", at_most=1)
     rotary_interleaved: bool = setting(False, "rotate neighbouring features instead of the two halves")
-    rotary_seq_len_interpolation_factor: float = setting(1.0, "divide positions by this factor", needs=ROPE)
+    rotary_seq_len_interpolation_factor: float = setting(1.0, "rope: divide positions by this", needs=ROPE)
     use_rope_scaling: bool = setting(False, "scale low frequencies for long contexts (Llama 3.1)", needs=ROPE)
     rope_scaling_factor: float = setting(8.0, "context extension factor of --use-rope-scaling")
-    rotary_scaling_factor: float = setting(1.0, "yarn: new context / original context")
-    yarn_original_max_position_embeddings: int = setting(4096, "yarn: context length before the extension")
+    rotary_scaling_factor: float = setting(1.0, "yarn: extended context length / original")
+    yarn_original_max_position_embeddings: int = setting(4096, "yarn: context length of the pretraining")
     yarn_beta_fast: float = setting(
-        32.0, "yarn: keep frequencies above these turns", above="--yarn-beta-slow"
+        32.0, "yarn: keep frequencies with more turns than this (original context)", above="--yarn-beta-slow"
     )
-    yarn_beta_slow: float = setting(1.0, "yarn: interpolate frequencies below these turns")
-    yarn_correction_range_round_to_int: bool = setting(True, "yarn: round the bounds of the ramp between")
+    yarn_beta_slow: float = setting(1.0, "yarn: interpolate frequencies with fewer turns than this")
+    yarn_correction_range_round_to_int: bool = setting(True, "yarn: round the two bounds to whole features")
     mscale: float = setting(
         1.0, "yarn: multiply cos and sin by 0.1 * mscale * log(factor) + 1", above=-math.inf
     )
-    mscale_all_dim: float = setting(0.0, "yarn: mscale of the divisor of that factor", above=-math.inf)
+    mscale_all_dim: float = setting(0.0, "yarn: like --mscale, but divides cos and sin", above=-math.inf)
     normalization: str = common("LayerNorm", "type of all norm layers", choices="LayerNorm RMSNorm")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
     qk_layernorm: bool = setting(False, "normalize each query and key head (Qwen3)")
@@ -80,10 +80,10 @@ class TransformerConfig:
     attention_dropout: float = setting(0.0, "dropout on the attention probabilities", below=1)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", at_least=0)
     window_size: tuple[int, ...] = setting(
-        (), "sliding window: keys that a query sees before its own (-1: all), and 0", count=2, at_least=-1
+        (), "sliding window N 0: a query sees its own key and the N before it (-1: all)", count=2, at_least=-1
     )
     window_attn_skip_freq: str | None = setting(
-        None, "full attention in every N-th layer; or a list, 1 for a window", needs="--window-size"
+        None, "full attention in each N-th layer; or a list like [1]*5+[0], 1: window", needs="--window-size"
     )
     num_experts: int | None = setting(
         None,
@@ -92,20 +92,20 @@ class TransformerConfig:
         brings="--sequence-parallel if --tensor-model-parallel-size greater than 1",
     )
     moe_ffn_hidden_size: int | None = moe(None, "inner width of an expert; default --ffn-hidden-size")
-    moe_layer_freq: str = moe("1", "MoE in every N-th layer; or a list, 1 for MoE: [0]*1+[1]*23")
+    moe_layer_freq: str = moe("1", "MoE in each N-th layer; or a list like [0]*1+[1]*23, 1: MoE")
     moe_router_topk: int = moe(2, "experts per token", at_most=MOE)
-    moe_router_score_function: str = moe("softmax", "router scores", choices="softmax sigmoid")
+    moe_router_score_function: str = moe("softmax", "function of router scores", choices="softmax sigmoid")
     moe_router_pre_softmax: bool = moe(False, "softmax before the top-k, not after it", excludes=SIGMOID)
     moe_router_topk_scaling_factor: float | None = moe(None, "multiply the routing weights by this")
     moe_router_num_groups: int | None = moe(
-        None, "group-limited routing: groups of experts", needs=GROUP_TOPK, excludes=SINKHORN
+        None, "group-limited routing: number of groups of experts", needs=GROUP_TOPK, excludes=SINKHORN
     )
     moe_router_group_topk: int | None = moe(
-        None, "group-limited routing: groups that a token may choose from", at_most=GROUPS, needs=GROUPS
+        None, "group-limited routing: groups that a token is routed to", at_most=GROUPS, needs=GROUPS
     )
     moe_router_load_balancing_type: tuple[str, ...] = moe(
         ("aux_loss",),
-        "balance the load of experts in a micro batch, a sequence (seq_) or over dp (global_); losses add up",
+        "balance experts by losses of a microbatch, a sequence (seq_) or a step (global_), or by sinkhorn",
         choices="aux_loss seq_aux_loss global_aux_loss sinkhorn none",
         excludes={"seq_aux_loss": "--variable-seq-lengths, which packs samples; give aux_loss"},
     )
@@ -113,40 +113,40 @@ class TransformerConfig:
     moe_z_loss_coeff: float | None = moe(None, "weight of the router's z-loss", at_least=0)
     moe_router_enable_expert_bias: bool = moe(
         False,
-        "balance by a bias on the scores of the top-k, without a loss (DeepSeek-V3)",
+        "balance experts by a bias in the choice of the top-k, without a loss (DeepSeek-V3)",
         needs=SIGMOID,
         excludes=SINKHORN,
     )
     moe_router_bias_update_rate: float = moe(1e-3, "step size of the expert bias", at_least=0, needs=BIAS)
-    moe_router_dtype: str | None = moe(None, "type of the router's matmul; else fp32", choices="fp32 fp64")
+    moe_router_dtype: str | None = moe(None, "router's matmul type; default the model's", choices="fp32 fp64")
     moe_input_jitter_eps: float | None = moe(
-        None, "scale router inputs by random 1 +- eps", at_least=0, below=1
+        None, "multiply router inputs by random factors 1 +- eps", at_least=0, below=1
     )
     moe_router_force_load_balancing: bool = moe(
-        False, "train with random experts, to measure speed at an even load"
+        False, "route to random experts in training, to benchmark with a balanced load"
     )
     moe_token_dispatcher_type: str = moe(
         "allgather",
-        "how tokens reach experts of other ranks",
+        "how tokens are sent to experts on other ranks",
         choices="allgather alltoall",
         refused=FLEX,
         resumable=True,
     )
     moe_expert_capacity_factor: float | None = moe(
-        None, "drop an expert's tokens beyond this multiple of an even share", excludes=SINKHORN
+        None, "drop tokens above this multiple of an expert's even share; default none", excludes=SINKHORN
     )
     moe_token_drop_policy: str = moe("probs", "tokens to keep", choices="probs position", needs=CAPACITY)
     moe_pad_expert_input_to_capacity: bool = moe(
         False, "pad each expert's tokens to the capacity", needs=CAPACITY, resumable=True
     )
     moe_permute_fusion: bool = moe(True, "permute and unpermute tokens in one kernel each", resumable=True)
-    moe_grouped_gemm: bool = moe(True, "one grouped matmul for a rank's experts, not a loop", resumable=True)
+    moe_grouped_gemm: bool = moe(True, "compute a rank's experts in one grouped matmul", resumable=True)
     moe_shared_expert_intermediate_size: int | None = moe(
         None,
         "total inner width of the shared experts; default none",
         excludes="--moe-use-upcycling; dense models have none",
     )
-    moe_shared_expert_gate: bool = moe(False, "scale the shared experts by a sigmoid gate", needs=SHARED)
+    moe_shared_expert_gate: bool = moe(False, "scale shared experts' output by a sigmoid gate", needs=SHARED)
     moe_shared_expert_overlap: bool = moe(
         False,
         "run the shared experts during dispatch and combine",
@@ -159,7 +159,7 @@ class TransformerConfig:
     )
     masked_softmax_fusion: bool = fusion("unfused attention: scale, mask and softmax in one kernel")
     rope_fusion: bool = fusion("rotate queries and keys in place, in one kernel")
-    bias_gelu_fusion: bool = setting(True, "tanh GELU, as Megatron's fused kernel; exact without it or bias")
+    bias_gelu_fusion: bool = setting(True, "GELU in its tanh form, where linear layers have biases")
     bias_swiglu_fusion: bool = fusion("SwiGLU in one kernel")
     persist_layer_norm: bool = fusion("residual add and norm in one kernel")
     sequence_parallel: bool = setting(
@@ -169,11 +169,11 @@ class TransformerConfig:
         resumable=True,
     )
     cross_entropy_loss_fusion: bool = setting(
-        False, "compute output layer and loss in chunks, without whole logits", fast_path=True, resumable=True
+        False, "compute output layer and loss in chunks, without full logits", fast_path=True, resumable=True
     )
     recompute_granularity: str | None = setting(
         None,
-        "recompute activations in the backward: of modules, or of whole layers",
+        "recompute activations in the backward: of some modules, or of whole layers",
         choices="selective full",
         needs=RECOMPUTED,
         brings={"full": ("--recompute-method uniform", "--recompute-num-layers 1")},
@@ -187,9 +187,9 @@ class TransformerConfig:
         needs={"moe": MOE, "moe_act": MOE, "shared_experts": SHARED},
     )
     recompute_method: str | None = recompute(
-        None, "recompute N layers at a time, or the first N", choices="uniform block"
+        None, "recompute all layers in groups of N, or the first N of a stage", choices="uniform block"
     )
-    recompute_num_layers: int | None = recompute(None, "the N of --recompute-method")
+    recompute_num_layers: int | None = recompute(None, "number N of --recompute-method")
     distribute_saved_activations: bool = recompute(False, "shard saved inputs of recomputed layers over tp")
 
     @property

@@ -27,13 +27,13 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = common(1, "tensor parallelism: ranks that split each layer", "tp")
     pipeline_model_parallel_size: int = common(1, "pipeline parallelism: ranks that divide the layers", "pp")
-    num_layers_per_virtual_pipeline_stage: int | None = pipeline(None, "layers of a virtual stage")
+    num_layers_per_virtual_pipeline_stage: int | None = pipeline(None, "layers in each virtual stage")
     num_virtual_stages_per_pipeline_rank: int | None = common(
-        None, "virtual stages of a pipeline rank", "vpp", excludes=SIZE
+        None, "virtual stages on each pipeline rank; default 1, or 2 with zb-v", "vpp", excludes=SIZE
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = pipeline(
         None,
-        "consecutive microbatches of a virtual stage",
+        "interleaved: consecutive microbatches of a virtual stage; default --pp",
         at_least="--pipeline-model-parallel-size",
     )
     pipeline_schedule: str | None = pipeline(
@@ -44,21 +44,21 @@ class ParallelConfig:
     )
     pipeline_split: str = pipeline(
         "even",
-        "give stages equal layers, or equal FLOPs with the output layer's",
+        "give pipeline ranks equal numbers of layers, or equal FLOPs including the output layer",
         choices="even flops",
         excludes=SIZE,
     )
-    decoder_first_pipeline_num_layers: int | None = pipeline(None, "layers of the first rank", excludes=SIZE)
-    decoder_last_pipeline_num_layers: int | None = pipeline(None, "layers of the last rank", excludes=SIZE)
+    decoder_first_pipeline_num_layers: int | None = pipeline(None, "layers on the first rank", excludes=SIZE)
+    decoder_last_pipeline_num_layers: int | None = pipeline(None, "layers on the last rank", excludes=SIZE)
     account_for_embedding_in_pipeline_split: bool = pipeline(False, "count the embedding as a layer")
     account_for_loss_in_pipeline_split: bool = pipeline(False, "count the output layer as a layer")
     pipeline_model_parallel_layout: str | None = pipeline(
-        None, 'layers of each stage: E embedding, t layer, L loss: "Ett|(ttt|)*2tL"', excludes=SIZE
+        None, 'layers in each stage: E embedding, t layer, L loss: "Ett|(ttt|)*2tL"', excludes=SIZE
     )
     context_parallel_size: int = common(1, "context parallelism: ranks that split each sequence", "cp")
     cp_comm_type: tuple[str, ...] = context(
         ("p2p",),
-        "attention over cp: ring of keys, all-to-all of heads, all-gather of keys; one or one per layer",
+        "attention over cp: ring of keys, all-to-all of heads, all-gather of keys; one, or one per layer",
         choices=CP_NAMES,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = context(
@@ -66,7 +66,7 @@ class ParallelConfig:
     )
     dynamic_context_parallel: bool = context(
         False,
-        "shard long documents over all cp ranks, short ones over few",
+        "shard long documents over all cp ranks, shorter ones over fewer",
         needs="--variable-seq-lengths, documents of different lengths",
         excludes=(
             f"--data-parallel-sharding-strategy optim_grads, {EQUALLY_MANY}; use optim",
@@ -78,7 +78,7 @@ class ParallelConfig:
     )
     max_seqlen_per_dp_cp_rank: int | None = context(
         None,
-        "maximum tokens of a cp rank in a microbatch; default --seq-length / cp",
+        "maximum tokens of a microbatch on one cp rank; default --seq-length / cp",
         needs="--dynamic-context-parallel",
     )
     expert_model_parallel_size: int = moe(1, "expert parallelism: ranks that divide the experts", "ep")
@@ -92,27 +92,27 @@ class ParallelConfig:
         excludes=PAD,
         fast_path=True,
     )
-    data_parallel_size: int | None = common(None, "replicas; only checked against the world size", "dp")
-    fast_paths: bool | None = setting(None, "fast paths, not plain forms; default on GPUs", names_run=False)
-    tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls; with --sp", fast_path=True)
+    data_parallel_size: int | None = common(None, "number of replicas; checked, not needed", "dp")
+    fast_paths: bool | None = setting(None, "use fast paths; default only on GPUs", names_run=False)
+    tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls", fast_path=True)
     use_distributed_optimizer: bool = setting(False, "shard optimizer states over dp", excludes=NO_SHARD)
     data_parallel_sharding_strategy: str | None = setting(
         None,
-        "shard nothing, optimizer states or gradients too over dp (ZeRO 0, 1, 2)",
+        "shard nothing, optimizer states, or also gradients over dp (ZeRO 0, 1, 2); default no_shard",
         choices="no_shard optim optim_grads",
     )
-    overlap_grad_reduce: bool = setting(False, "reduce gradients over dp by buckets during the backward")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
     overlap_param_gather: bool = setting(
-        False, "all-gather parameters by buckets during the forward", needs=SHARDED, brings=OPTIM
+        False, "all-gather parameters bucket by bucket in the forward", needs=SHARDED, brings=OPTIM
     )
     ddp_bucket_size: int | None = setting(
-        None, "elements of a bucket; default with overlap max(40M, 1M x dp)"
+        None, "elements in a gradient bucket; default max(40M, 1M x dp) with overlap, else all"
     )
     ddp_average_in_collective: bool = setting(False, "divide by dp x cp in the collective, not after it")
     grad_reduce_in_bf16: bool = setting(False, "accumulate and reduce gradients in bf16", needs="--bf16")
-    peer_memory: bool = setting(True, "overlapped transfers copy between GPUs of a machine, without NCCL")
+    peer_memory: bool = setting(True, "overlap by copies between the GPUs of a machine, not by NCCL")
     distributed_backend: str | None = setting(
-        None, "torch.distributed backend; default nccl on GPUs", choices="nccl gloo", names_run=False
+        None, "communication backend; default nccl on GPUs, else gloo", choices="nccl gloo", names_run=False
     )
     distributed_timeout_minutes: float = setting(10.0, "timeout of collectives", at_most=1e5, names_run=False)
 

@@ -61,14 +61,14 @@ class PrecisionConfig:
     deterministic_mode: bool = setting(False, "only deterministic kernels on the GPU (always so on the CPU)")
     fp8_format: str | None = common(
         None,
-        "FP8 matmuls: all in E4M3, or output gradients in E5M2",
+        "use FP8 in matmuls: E4M3 for all, or E5M2 for output gradients; default no FP8",
         choices="e4m3 hybrid",
         needs=BF16,
         brings="--bf16",
     )
     fp8_recipe: str = fp8(
         "delayed",
-        "one FP8 scale for a tensor (of earlier steps, or its own), a row, or a block of 128",
+        "one FP8 scale per tensor (from earlier steps, or its own amax), per row, or per block of 128",
         choices="delayed tensorwise rowwise blockwise",
         refused=FP8_REFUSED,
         most_used=True,
@@ -81,9 +81,9 @@ class PrecisionConfig:
         choices="max most_recent",
         needs=DELAYED,
     )
-    fp8_wgrad: bool = fp8(True, "weight gradients in FP8, else in bf16")
+    fp8_wgrad: bool = fp8(True, "compute weight gradients in FP8, not in bf16")
     fp8_param_gather: bool = fp8(
-        False, "gather parameters in FP8", needs=SHARDED, excludes=CUT, fast_path=True
+        False, "all-gather parameters in FP8", needs=SHARDED, excludes=CUT, fast_path=True
     )
     first_last_layers_bf16: bool = fp8(False, "keep the first and last layers in bf16", needs=CURRENT)
     num_layers_at_start_in_bf16: int = fp8(
@@ -111,23 +111,25 @@ class OptimizerConfig:
     """AdamW, its schedules and the length of training."""
 
     lr: float = common(3e-4, "peak learning rate", at_least=0)
-    min_lr: float = common(0.0, "smallest learning rate, at the end of the decay", at_most="--lr")
-    lr_decay_style: str = common("cosine", "shape", choices="constant linear cosine inverse-square-root WSD")
+    min_lr: float = common(0.0, "minimum learning rate, at the end of the decay", at_most="--lr")
+    lr_decay_style: str = common(
+        "cosine", "shape of the learning rate decay", choices="constant linear cosine inverse-square-root WSD"
+    )
     lr_decay_iters: int | None = setting(None, "iterations until --min-lr is reached; default --train-iters")
     lr_decay_samples: int | None = setting(None, "samples until --min-lr is reached; default --train-samples")
     lr_warmup_iters: int = common(0, "iterations of linear warm-up")
     lr_warmup_samples: int = setting(0, "samples of linear warm-up")
-    lr_warmup_fraction: float | None = setting(None, "warm-up as share of the decay", at_least=0, at_most=1)
+    lr_warmup_fraction: float | None = setting(None, "warm-up as a share of the decay", at_least=0, at_most=1)
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", at_most="--lr")
     lr_wsd_decay_style: str = setting(
         "exponential", "WSD: shape of the final decay", choices="exponential linear cosine minus_sqrt"
     )
     lr_wsd_decay_iters: int | None = setting(None, "WSD: iterations of the final decay")
     lr_wsd_decay_samples: int | None = setting(None, "WSD: samples of the final decay")
-    decoupled_lr: float | None = setting(None, "peak rate of embedding and output layer; default --lr")
+    decoupled_lr: float | None = setting(None, "learning rate of embedding and output layer; default --lr")
     decoupled_min_lr: float | None = setting(
         None,
-        "smallest learning rate of these two; default --min-lr",
+        "minimum learning rate of embedding and output layer; default --min-lr",
         at_least=0,
         at_most="--decoupled-lr",
         needs="--decoupled-lr",
@@ -143,9 +145,9 @@ class OptimizerConfig:
         choices="constant linear cosine",
         needs=VARYING,
     )
-    adam_beta1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
-    adam_beta2: float = setting(0.999, "decay of the second moment", at_least=0, below=1)
-    adam_eps: float = setting(1e-8, "added to the square root of the second moment")
+    adam_beta1: float = setting(0.9, "decay of Adam's first moment", at_least=0, below=1)
+    adam_beta2: float = setting(0.999, "decay of Adam's second moment", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "added to the square root of Adam's second moment")
     clip_grad: float = common(1.0, "clip gradients to this global norm; 0: no clipping", at_least=0)
     use_precision_aware_optimizer: bool = setting(False, "allow main gradients and moments in bf16")
     main_grads_dtype: str = setting(
@@ -160,10 +162,10 @@ class OptimizerConfig:
         False, "keep optimizer states in host memory", needs=MAIN, brings="--bf16", fast_path=True
     )
     optimizer_offload_fraction: float = setting(
-        1.0, "fraction of states to offload", at_most=1, needs=OFFLOAD
+        1.0, "fraction of optimizer states to offload", at_most=1, needs=OFFLOAD
     )
     overlap_cpu_optimizer_d2h_h2d: bool = setting(
-        False, "copy a bucket to and from the GPU while another updates", needs=OFFLOAD
+        False, "copy a bucket between GPU and host while another is updated", needs=OFFLOAD
     )
 
 
@@ -172,19 +174,19 @@ class DataConfig:
     """Where tokens come from and how they are cut into batches."""
 
     data_path: tuple[str, ...] = common((), "prefixes of .bin/.idx pairs; to blend: WEIGHT PREFIX ...")
-    data_args_path: str | None = setting(None, "file with the value of --data-path")
-    train_data_path: tuple[str, ...] = setting((), "--data-path of training")
-    valid_data_path: tuple[str, ...] = setting((), "--data-path of validation", needs="--train-data-path")
-    test_data_path: tuple[str, ...] = setting((), "--data-path of the test", needs="--train-data-path")
+    data_args_path: str | None = setting(None, "file with the arguments of --data-path")
+    train_data_path: tuple[str, ...] = setting((), "--data-path for training")
+    valid_data_path: tuple[str, ...] = setting((), "--data-path for validation", needs="--train-data-path")
+    test_data_path: tuple[str, ...] = setting((), "--data-path for the test", needs="--train-data-path")
     split: str = common("99,1,0", "shares of --data-path for training, validation, test")
-    mock_data: bool = common(False, "synthetic counting documents", needs="--vocab-size or --tokenizer-type")
+    mock_data: bool = common(False, "use synthetic documents", needs="--vocab-size or --tokenizer-type")
     data_cache_path: str | None = setting(
         None, "folder of cached sample indices; default beside the data", resumable=True, names_run=False
     )
-    dataloader_type: str = setting("cyclic", "at the data's end stop, or start over", choices="single cyclic")
+    dataloader_type: str = setting("cyclic", "stop at the data's end, or start over", choices="single cyclic")
     num_workers: int = setting(
         2,
-        "threads of a rank that prefetch batches",
+        "threads per rank that prefetch batches; 0: no prefetching",
         at_least=0,
         at_most=1024,
         resumable=True,
@@ -195,28 +197,28 @@ class DataConfig:
     eod_mask_loss: bool = setting(False, "no loss where the input is an end-of-document token")
     variable_seq_lengths: bool = setting(False, "pack whole documents up to --seq-length", excludes=ONE_SIZE)
     seq_length: int = common(1024, "tokens in a training sequence", at_most=2**31)
-    micro_batch_size: int = common(1, "sequences of a microbatch", at_most=MOST_SEQUENCES, resumable=True)
+    micro_batch_size: int = common(1, "sequences in a microbatch", at_most=MOST_SEQUENCES, resumable=True)
     global_batch_size: int | None = common(
-        None, "sequences of an iteration; default micro batch x dp", at_most=MOST_SEQUENCES
+        None, "sequences in an iteration; default --micro-batch-size x dp", at_most=MOST_SEQUENCES
     )
     rampup_batch_size: tuple[int, ...] = setting(
         (), "ramp up the global batch size: first size, increment, samples of the ramp", count=3
     )
     step_batch_size_schedule: str | None = setting(None, 'global batch by consumed tokens: "0:768 250B:1536"')
     tokenizer_type: str | None = common(
-        None, "tokenizer; default that of the data", choices=(*TOKENIZERS,), needs=TOKENIZERS
+        None, "tokenizer; default the one that made the data", choices=(*TOKENIZERS,), needs=TOKENIZERS
     )
     tokenizer_model: str | None = common(None, "tokenizer file, folder or tiktoken name", needs=TOKENIZER)
     vocab_file: str | None = setting(None, "vocabulary of GPT2BPETokenizer (encoder.json)", needs=TOKENIZER)
     merge_file: str | None = setting(None, "merges of GPT2BPETokenizer (vocab.bpe)", needs=TOKENIZER)
     vocab_size: int | None = setting(
-        None, "token ids, end-of-document included; default those of the tokenizer", at_most=2**31
+        None, "number of token ids, end-of-document included; default the tokenizer's", at_most=2**31
     )
     tiktoken_pattern: str | None = setting(
-        None, "text pattern of Megatron's JSON vocabulary; default v2", choices="v1 v2", needs=TIKTOKEN
+        None, "splitting pattern of Megatron's JSON vocabulary; default v2", choices="v1 v2", needs=TIKTOKEN
     )
     tiktoken_num_special_tokens: int | None = setting(
-        None, "special tokens of Megatron's JSON vocabulary; default 1000", needs=TIKTOKEN
+        None, "number of special tokens in Megatron's JSON vocabulary; default 1000", needs=TIKTOKEN
     )
     null_tokenizer_eod_id: int | None = setting(None, "end-of-document id; default the last", above=-math.inf)
     make_vocab_size_divisible_by: int = setting(
@@ -245,47 +247,49 @@ class RunConfig:
 
     nproc: int = common(1, "processes to start on this machine; on a cluster use torchrun", at_most=4096)
     device: str = common("auto", "where to compute", choices="auto cpu cuda")
-    megatron_defaults: bool = setting(False, "take Megatron's defaults: docs/from-megatron.md")
+    megatron_defaults: bool = setting(False, "use Megatron's defaults (docs/from-megatron.md)")
     run_name: str | None = common(None, "folder name in runs/; default made from the settings")
     run_folder_per_host: bool = setting(False, "each machine has its own runs/NAME; --save must be shared")
     seed: int = common(1234, "random seed", at_least=0, below=2**32, resumable=False, names_run=True)
-    train_iters: int | None = common(None, "iterations to train", at_most=MOST_ITERS, names_run=True)
+    train_iters: int | None = common(
+        None, "iterations to train; default 1000", at_most=MOST_ITERS, names_run=True
+    )
     train_samples: int | None = setting(None, "sequences to train, instead of --train-iters", names_run=True)
     eval_interval: int = common(1000, "iterations between evaluations")
     eval_iters: int = common(
         100, "global batches in an evaluation; 0 for none", at_least=0, at_most=MOST_ITERS
     )
     exit_interval: int | None = setting(None, "save and exit when the iteration is a multiple of this")
-    exit_duration_in_mins: float | None = setting(None, "save and exit after this time")
+    exit_duration_in_mins: float | None = setting(None, "save and exit after this time in minutes")
     log_interval: int = common(10, "iterations between console lines")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
-    eval_only: bool = setting(False, "evaluate --load, and stop", needs="--eval-iters greater than 0")
+    eval_only: bool = setting(False, "evaluate --load and stop", needs="--eval-iters greater than 0")
     iterations_to_skip: tuple[int, ...] = setting((), "iterations whose samples are skipped", names_run=True)
     timing_log_level: int = setting(
-        0, "timers: 0 none, 1 phases of a step, 2 forward and backward too", choices=(0, 1, 2)
+        0, "timers: 0 none, 1 phases of a step, 2 also forward and backward", choices=(0, 1, 2)
     )
-    timing_log_option: str = setting("minmax", "times of ranks to print", choices="max minmax all")
+    timing_log_option: str = setting("minmax", "which times over ranks to print", choices="max minmax all")
     log_params_norm: bool = setting(False, "log the norm of all parameters")
-    log_num_zeros_in_grad: bool = setting(False, "log how many gradients are zero")
+    log_num_zeros_in_grad: bool = setting(False, "log the number of gradient elements that are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
     moe_per_layer_logging: bool = moe(False, "log router losses and expert load of each layer")
     log_fp8_stats: int = fp8(0, "log scale, amax, saturation and underflow of FP8 every N steps; 0 never")
     trace_dir: str | None = setting(None, "folder for timelines of traced steps", needs="--trace-iterations")
-    trace_iterations: tuple[int, ...] = setting((3,), "steps to trace")
+    trace_iterations: tuple[int, ...] = setting((3,), "iterations to trace")
     profile: bool = setting(False, "run torch's profiler for some steps; one trace file per rank")
     profile_step_start: int = setting(10, "first step to profile", at_least=0)
-    profile_step_end: int = setting(12, "first step not to profile")
+    profile_step_end: int = setting(12, "step before which the profile ends")
     profile_ranks: tuple[int, ...] = setting((0,), "ranks to profile", at_least=0)
     empty_unused_memory_level: int = setting(
-        0, "empty torch's GPU cache after the backward (1), after the optimizer too (2)", choices=(0, 1, 2)
+        0, "empty torch's GPU cache: 1 after the backward, 2 also after the optimizer", choices=(0, 1, 2)
     )
     record_memory_history: bool = setting(False, "record GPU allocations for pytorch.org/memory_viz")
-    memory_snapshot_path: str = setting("snapshot.pickle", "file of --record-memory-history")
-    metrics_jsonl: str | None = common(None, "file, a JSON object per step; default runs/NAME/metrics.jsonl")
+    memory_snapshot_path: str = setting("snapshot.pickle", "file that --record-memory-history writes")
+    metrics_jsonl: str | None = common(None, "second file for what runs/NAME/metrics.jsonl has")
     tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
     wandb_project: str | None = setting(None, "Weights & Biases project")
-    wandb_exp_name: str | None = setting(None, "name of its run; default --run-name", needs="--wandb-project")
-    wandb_save_dir: str | None = setting(None, "its local folder; default runs/NAME", needs="--wandb-project")
+    wandb_exp_name: str | None = setting(None, "wandb run name; default --run-name", needs="--wandb-project")
+    wandb_save_dir: str | None = setting(None, "wandb folder; default runs/NAME", needs="--wandb-project")
 
     @property
     def folder(self) -> Path:
