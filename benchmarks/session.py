@@ -306,10 +306,11 @@ def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.
     add("--small", action="store_true", help="tiny shapes and few samples, on CPUs too")
     add("--form", action="append", default=[], help="this form only; may be repeated")
     add("--samples", type=int, help="of each form; 15, --small 2")
-    add("--sample-ms", type=float, default=5.0 if parts else 1.0, help="least length of a sample")
+    add("--sample-ms", type=float, help="least length of a sample; kernels 1, layers 5, --small 0.1")
     add("--warm", type=int, default=2, help="calls before them")
     add("--minutes", type=float, default=60.0, help="no case is begun later than this")
     args = parser.parse_intermixed_args(argv)
     args.samples = args.samples or (2 if args.small else 15)
+    args.sample_ms = args.sample_ms or (0.1 if args.small else 5.0 if parts else 1.0)
     args.out, args.command = args.out and args.out.absolute(), " ".join(argv)
     return args

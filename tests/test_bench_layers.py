@@ -33,9 +33,9 @@ def measured(ranks: int, out, *argv: str) -> dict:
 
 
 def test_tensor_parallel(tmp_path):
-    cases = measured(2, tmp_path / "tp.json", "tp")
-    names = ["qkv", "proj", "fc1", "fc2"]
-    assert list(cases) == [f"{name} {passes}" for name in names for passes in ("fwd", "fwd+bwd")]
+    """A layer that gathers before its matmul, and one that reduces behind it."""
+    cases = measured(2, tmp_path / "tp.json", "tp", "qkv", "fc2")
+    assert list(cases) == [f"{name} {passes}" for name in ("qkv", "fc2") for passes in ("fwd", "fwd+bwd")]
     for name, rows in cases.items():
         assert "symm_mem" in rows.get("torch fused", {"failed": "symm_mem"})["failed"]
         assert rows["ours"]["error"] < 1e-5 and rows["collectives"]["error"] < 1e-5, name
@@ -152,7 +152,9 @@ def test_transformers(tmp_path):
 
 
 def test_groups(tmp_path):
-    rows = measured(4, tmp_path / "g.json", "groups", "--flags", "--tp 2 --pp 2", "--samples", "1")["groups"]
+    rows = measured(
+        4, tmp_path / "g.json", "groups", "--flags", "--tp 2 --pp 2", "--samples", "1", "--warm", "0"
+    )["groups"]
     assert rows["slow"]["ms"] > rows["gloo"]["ms"] + 100 * 2  # at least two groups a rank
 
 
@@ -167,9 +169,11 @@ def fp8_forms(name: str) -> dict:
 
 
 def test_fp8(tmp_path):
-    cases = measured(1, tmp_path / "fp8.json", "fp8")
     kinds = ["matmul y", "matmul dx", "matmul dW", "sum", "layer"]
-    assert list(cases) == [f"{n} {kind}" for n in ("qkv", "proj", "fc1", "fc2") for kind in kinds] + ["kept"]
+    names = [f"{layer} {kind}" for layer in ("qkv", "proj", "fc1", "fc2") for kind in kinds]
+    assert [case.name for case in layer_cases.fp8_cases(TINY)] == [*names, "kept"]
+    cases = measured(1, tmp_path / "fp8.json", "fp8", "fc2", "kept")
+    assert list(cases) == [f"fc2 {kind}" for kind in kinds] + ["kept"]
     assert list(cases["fc2 layer"]) == list(cases["kept"]) == ["bf16", *RECIPES]
 
 
