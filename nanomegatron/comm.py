@@ -1,13 +1,13 @@
 """Collectives over one axis of the mesh: plain ones, and pairs that autograd can differentiate.
 
-Every function takes an `Axis` and is the identity on an axis of size 1. It works out of place, but for those
-whose name ends in _ and where `out` says otherwise; `start_` gives a Pending. A tensor is, over an axis, in
-one of four states, and each differentiable function changes the state in its name:
+Every function takes an `Axis` and is the identity on an axis of size 1. Functions are out of place, except
+those whose name ends in _ or that get an `out`; `start_...` returns a Pending. Over an axis, a tensor is in
+one of four states. Each differentiable function takes it from one state to another:
 
     I   the same on every rank, gradient the same      (a replicated weight)
-    R   the same on every rank, gradient partial       (what each rank uses for its own share of the work)
-    V   another slice on every rank                    (a shard)
-    P   a summand on every rank                        (the result of a row-parallel matmul)
+    R   the same on every rank, gradient partial       (the input of a column-parallel matmul)
+    V   a different slice on every rank                (a shard)
+    P   a partial sum on every rank                    (the result of a row-parallel matmul)
 
     name              forward                    backward                   state
     copy_to           identity                   all-reduce                 I -> R
@@ -22,9 +22,9 @@ one of four states, and each differentiable function changes the state in its na
 Each backward is the adjoint of its forward, `sum <f(x), y> = sum <x, f'(y)>` over the ranks; a tensor that
 is the same everywhere counts once. (Megatron's f and g, arXiv 1909.08053; sequence parallelism 2205.05198.)
 
-What is sent is counted in `axis.traffic`: calls and bytes per (axis, kind), where bytes are the size of the
-whole tensor on one rank: the input of an all-reduce, reduce-scatter or all-to-all, the output of an
-all-gather. Only this module calls torch's collectives, so a renamed one is mended here.
+`axis.traffic` counts calls and bytes per (axis, kind), where bytes are the size of the whole tensor on one
+rank: the input of an all-reduce, reduce-scatter or all-to-all, the output of an all-gather. Only this module
+calls torch's collectives, so a renamed collective is fixed in one place.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def count_traffic(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
-    """Note in `axis.traffic` that `tensor` `[...]` is sent."""
+    """Count one communication of `tensor` `[...]` in `axis.traffic`."""
     axis.traffic[axis.name, kind, "calls"] += 1
     axis.traffic[axis.name, kind, "bytes"] += tensor.numel() * tensor.element_size()
 
@@ -56,17 +56,17 @@ def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
 
 
 class Pending:
-    """Communication in flight: what is sent and the result belong to it until `wait` gives the result.
+    """Communication in flight: do not change its input or use its result before `wait` has returned.
 
-    works: torch's handles, or others with the same `wait`; sent `[...]`: buffers to keep until then. On a GPU
-    `wait` holds up the current stream, not the host.
+    works: torch's Work handles, or objects with the same methods; sent `[...]`: input buffers to keep until
+    then. On a GPU the current stream waits, not the host.
     """
 
     def __init__(self, result: Any, works: Sequence[Any] = (), sent: Sequence[torch.Tensor] = ()) -> None:
         self.result, self.works, self.sent = result, works, sent
 
     def wait(self) -> Any:
-        """The result; a second call returns immediately."""
+        """Wait, and return the result; a second call returns immediately."""
         for work in self.works:
             work.wait()
         self.works, self.sent = (), ()
@@ -74,23 +74,22 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return immediately, as far as is known: gloo reports it only to a waiter."""
+        """Whether `wait` would return immediately. Gloo reports completion only through `wait`."""
         return all(work.is_completed() for work in self.works)
 
 
 def start_send(x: torch.Tensor, link: Link) -> Pending:
-    """Begin to send x `[...]` over a link, whose receiver takes messages in the order they are sent."""
+    """Begin to send x `[...]` over a link; the receiver gets messages in the order in which they are sent."""
     x = x.contiguous()
     count_traffic(link.axis, "send", x)
     return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x])
 
 
 def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
-    """Begin to receive the next message of a link into a buffer from `empty`, of its shape and type.
+    """Begin to receive the next message of a link into `empty()`, a buffer of the message's shape and type.
 
-    On a GPU it runs on the link's stream, beside the current one. Until the message has arrived nothing that
-    synchronizes the GPU returns (loading a kernel does that too): what the message depends on must have been
-    launched before.
+    On a GPU the receive runs on the link's stream. Until the message arrives, every call that synchronizes
+    the GPU blocks (loading a kernel is one): launch the kernels that the message depends on first.
     """
     with torch.cuda.stream(link.stream) if link.stream else nullcontext():
         out = empty()
@@ -106,9 +105,10 @@ def start_messages(
     result: Any,
     axis: Axis,
 ) -> Pending:
-    """Begin to send and receive tensors: pairs (contiguous tensor, the other rank, modulo the axis's size).
+    """Begin to send and receive several tensors over an axis; `wait` of the Pending returns `result`.
 
-    sends, receives `[...]`. Messages between two ranks arrive in the order in which they are begun.
+    sends, receives `[...]`: pairs of a contiguous tensor and the other rank, taken modulo the axis's size.
+    Messages between two ranks arrive in the order in which they are started.
     """
     for x, _ in sends:
         count_traffic(axis, "send", x)
@@ -119,7 +119,7 @@ def start_messages(
 
 
 def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to send x `[...]` to the next rank of the axis, and to receive that of the rank before."""
+    """Begin to send x `[...]` to the next rank of the axis and to receive the previous rank's, the result."""
     if axis.size == 1:
         return Pending(x)
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -174,7 +174,7 @@ def start_all_to_all(
     """Begin an all-to-all of x `[n, ...]` along dim 0: rank r gets every rank's r-th block, in rank order.
 
     Blocks are equal, or `send[r]` rows go to rank r and `receive[r]` rows come from it. The result has
-    at least `rows` rows, undefined beyond those received.
+    at least `rows` rows; those after the received ones are undefined.
     """
     if axis.size == 1:
         return Pending(x)
@@ -187,7 +187,7 @@ def start_all_to_all(
 
 
 def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
-    """torch's sum, avg, max or min; gloo has no average: x is divided beforehand."""
+    """Return torch's sum, avg, max or min. Gloo has no avg: divides x in place and returns sum."""
     if op == "avg" and dist.get_backend(axis.group) == "gloo":
         x.div_(axis.size)
         op = "sum"
@@ -216,7 +216,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """This rank's equal share of x `[n, ...]` -> `[n/size, ...]`, or of another dim. Nothing is sent."""
+    """This rank's slice of x `[n, ...]` -> `[n/size, ...]`, or along another dim. Communicates nothing."""
     if axis.size == 1:
         return x
     _check_divides(x, axis, dim)
@@ -224,7 +224,7 @@ def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 
 
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Overwrite x `[...]` with that of the axis's rank `source` -> x `[...]`"""
+    """Overwrite x `[...]` with the x of the axis's rank `source` -> x `[...]`"""
     if axis.size > 1:
         count_traffic(axis, "broadcast", x)
         dist.broadcast(x, axis.ranks[source], group=axis.group)
@@ -232,12 +232,12 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
 
 
 def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
-    """Whether the flag is set on any rank of the axis. The host waits."""
+    """Whether the flag is set on any rank of the axis: an all-reduce, for which the host waits."""
     return bool(all_reduce_(torch.tensor(float(flag), device=device), axis).item())
 
 
 def all_gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
-    """Every rank's text, in the order of the axis, as bytes of a length that is gathered first. Waits."""
+    """Gather every rank's text, in the order of the axis: lengths first, then bytes. The host waits."""
     data = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=device)
     sizes = all_gather(torch.tensor([len(data)], device=device), axis).tolist()
     if not any(sizes):
@@ -294,4 +294,4 @@ scatter_seq = _pair("scatter_seq", reduce_scatter, all_gather)
 gather_from = _pair("gather_from", _gather_last, _own_last)
 scatter_to = _pair("scatter_to", _own_last, _gather_last)
 split_to = _pair("split_to", own_slice, all_gather)
-all_to_all = _pair("all_to_all", _exchange, _exchange_back)  # of (x, axis), or (x, axis, send, receive)
+all_to_all = _pair("all_to_all", _exchange, _exchange_back)  # takes (x, axis) or (x, axis, send, receive)

@@ -1,4 +1,4 @@
-"""Who talks to whom: every process group of a run, made once and handed down.
+"""The process groups of a run: built once, and passed to the layers that communicate.
 
 The ranks form a grid, tensor parallel fastest, then context, data and pipeline (Megatron's tp-cp-ep-dp-pp):
 
@@ -9,16 +9,16 @@ The ranks form a grid, tensor parallel fastest, then context, data and pipeline 
                           tp 0      0      2          4      6        tp groups  {0,1} {2,3} {4,5} {6,7}
                           tp 1      1      3          5      7        dp groups  {0,2} {1,3} {4,6} {5,7}
 
-Experts fold over the same ranks with a grid of their own, `rank = etp + ETP * (ep + EP * (edp + EDP * pp))`:
-an expert group may span data- and context-parallel ranks, and does not multiply the world.
+Experts use the same ranks in a second grid, `rank = etp + ETP * (ep + EP * (edp + EDP * pp))`: an expert
+group may span data- and context-parallel ranks, and expert parallelism does not multiply the world size.
 
-An `Axis` is this rank's group along one direction. A layer is given the axes it uses and nothing else; an
+An `Axis` is this rank's group along one direction. A layer gets only the axes that it communicates over. An
 axis of size 1 has no communicator, and every collective on it is the identity, so that one process and a
-cluster run the same code. (Rank order: arXiv 2104.04473, section 3; the grids are Megatron's RankGenerator's)
+cluster run the same code. (Rank order: arXiv 2104.04473, section 3; the grids: Megatron's RankGenerator)
 
 Messages between pipeline stages use point-to-point links, one for each ordered pair of ranks between which
-the schedule sends. A link has a communicator of its own, and on a GPU a stream: receives from a rank never
-wait for sends to it, and messages need no tags, since both ends know their order.
+the schedule sends. A link has its own communicator and, on a GPU, its own stream: a receive from a rank never
+waits for a send to that rank, and messages need no tags, since both ends know their order.
 """
 
 import datetime
@@ -36,24 +36,24 @@ import torch.distributed as dist
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
-P2P_MAX_CTAS = 2  # multiprocessors that a link takes from matmuls: its messages have the time of an op
+P2P_MAX_CTAS = 2  # multiprocessors that a link may take from matmuls; a message has the time of an op
 
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's group along one direction of the mesh; `group` is None where it is alone."""
+    """This rank's group along one direction of the mesh; `group` is None if the axis has one rank."""
 
     name: str
     size: int
-    rank: int
-    ranks: tuple[int, ...]
+    rank: int  # index of this rank in `ranks`
+    ranks: tuple[int, ...]  # world ranks
     group: Any = field(default=None, compare=False, repr=False)
-    traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
-    parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)
+    traffic: Counter = field(default_factory=Counter, compare=False, repr=False)  # `comm.count_traffic`
+    parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)  # see `neighbours`
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
 
     def neighbours(self, size: int) -> "Axis":
-        """This rank's group of `size` neighbours on the axis. Raises ValueError for none of `part_sizes`."""
+        """Return this rank's subgroup of `size` neighbours. Raises ValueError if `part_sizes` lacks it."""
         if size != self.size and size not in self.parts:
             raise ValueError(f"{self.name}: Mesh.build has made no groups of {size} ranks")
         return self if size == self.size else self.parts[size]
@@ -69,12 +69,12 @@ class Link:
     """A one-way connection between two pipeline ranks; messages arrive in the order they are sent in."""
 
     axis: Axis  # sender and receiver
-    stream: Any = None  # on a GPU, the one that receives run on
+    stream: Any = None  # on a GPU, the stream of the receives
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all: as the launcher set it."""
+    """The rank of this process and the number of all processes, as the launcher set them."""
 
     rank: int = 0
     size: int = 1
@@ -83,7 +83,7 @@ class World:
 
     @staticmethod
     def from_environment() -> "World":
-        """torchrun's variables, or a single process."""
+        """Read torchrun's variables; without them, return a single process."""
         if "RANK" not in os.environ:
             return World()
         rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -91,9 +91,9 @@ class World:
 
 
 def pick_device(asked: str, world: World) -> torch.device:
-    """cuda:LOCAL_RANK where there are GPUs, unless `--device` says otherwise.
+    """Return cuda:LOCAL_RANK if there are GPUs and `asked` (--device) is not "cpu"; else the CPU.
 
-    Raises ValueError where it asks for a GPU and there is none.
+    Raises ValueError if `asked` is "cuda" and there is no GPU.
     """
     gpus = 0 if asked == "cpu" else torch.cuda.device_count()
     if asked == "cuda" and not gpus:
@@ -105,11 +105,11 @@ def pick_device(asked: str, world: World) -> torch.device:
 class Mesh:
     """All axes of this rank; by default those of a single process.
 
-    `world` is every rank, `etp_ep` all that share one copy of a stage's experts, `embed` the ranks of the
-    first and the last stage. `p2p_links`: this rank's by (sender, receiver), numbers on the pp axis.
-    `cp.levels`, with hierarchical_context_parallel_sizes: some neighbours, and the ranks in the same place
-    among theirs. `groups`: every group of world ranks, by axis; `communicators`: this rank's process groups
-    by their ranks.
+    `world`: all ranks; `etp_ep`: the ranks that together hold one copy of a stage's experts; `embed`: the
+    ranks of the first and the last stage. `p2p_links`: this rank's links by (sender, receiver), as pp ranks.
+    `cp.levels`, with hierarchical_context_parallel_sizes: the inner axis, of neighbours, and the outer axis,
+    across such groups. `groups`: all groups of every axis, as world ranks; `communicators`: process groups by
+    their ranks.
     """
 
     rank: int = 0
@@ -135,11 +135,11 @@ class Mesh:
     def build(
         parallel: ParallelConfig, world: World, device: torch.device, num_query_groups: int | None = None
     ) -> "Mesh":
-        """Connect to the other processes (if there are any) and make every group.
+        """Connect to the other processes (if there are any) and build every group.
 
         Every rank calls this with the same `parallel`; a collective that waits longer than
-        `distributed_timeout_minutes` raises. With fewer key/value heads than tp ranks, those that share one
-        get a group of their own (`num_query_groups`; None: whatever the number).
+        `distributed_timeout_minutes` raises. With fewer key/value heads (`num_query_groups`) than tp ranks,
+        the ranks that share a head get a group; None: groups for every number of heads.
         """
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         if world.size > 1 and not dist.is_initialized():
@@ -159,12 +159,12 @@ class Mesh:
 
     @property
     def label(self) -> str:
-        """This rank's coordinates, as they stand before its messages."""
+        """This rank's coordinates, as printed in front of its messages."""
         return f"rank {self.rank} tp{self.tp.rank} pp{self.pp.rank} cp{self.cp.rank} dp{self.dp.rank}"
 
     @staticmethod
     def all_ranks_arrive(place: str, seconds: float = 20) -> bool:
-        """Whether all ranks call this for `place` in time. No collective: some may be waiting in one."""
+        """Wait until all ranks call this for `place`; False after a timeout. Works if a collective hangs."""
         if not dist.is_initialized():
             return True
         store = dist.distributed_c10d._get_default_store()
@@ -172,21 +172,21 @@ class Mesh:
         store.set(keys[dist.get_rank()], "")
         try:
             store.wait(keys, datetime.timedelta(seconds=seconds))
-        except RuntimeError:  # torch's DistStoreError: the time is over
+        except RuntimeError:  # torch's DistStoreError: timed out
             return False
         return True
 
     @staticmethod
     def close() -> None:
-        """Leave the process groups; nothing to do in one process."""
+        """Destroy the process groups, if there are any."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 class GroupBuilder:
-    """Makes this rank's axes and links. All ranks make the same in the same order: torch numbers groups.
+    """Builds this rank's axes and links. All ranks build all groups in the same order, as torch requires.
 
-    A rank waits for the members of its own group only; disjoint groups connect at the same time.
+    A rank waits only for the members of its own group; disjoint groups connect at the same time.
     """
 
     def __init__(self, rank: int, device: torch.device, timeout: datetime.timedelta) -> None:
@@ -196,7 +196,7 @@ class GroupBuilder:
         self.traffic: Counter = Counter()
 
     def axis(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
-        """This rank's among the groups of an axis; equal groups of two axes share a communicator."""
+        """Build the groups of an axis, return this rank's. Groups of the same ranks share a communicator."""
         self.groups[name] = groups
         for ranks in groups:
             if len(ranks) > 1 and ranks not in self.communicators:
@@ -205,10 +205,11 @@ class GroupBuilder:
         return Axis(name, len(mine), mine.index(self.rank), mine, self.communicators.get(mine), self.traffic)
 
     def link(self, ends: tuple[int, int]) -> Link | None:
-        """A link in each pipeline; None for a rank at neither end. It is connected here, by a first message.
+        """Build the link `ends` in each pipeline; return this rank's, or None if it is at neither end.
 
-        With NCCL the host waits for the other end then. In the middle of a schedule both might wait, each in
-        another link; here, where every rank takes its links in the same order, that cannot happen.
+        A first message connects it: with NCCL the host then waits for the other end. In the middle of a
+        schedule two ranks could wait for each other on different links; here the order of links is the same
+        on all ranks.
         """
         pairs = [tuple(ranks[end] for end in ends) for ranks in self.groups["pp"]]
         communicators = [self._communicator(pair, P2P_MAX_CTAS) for pair in pairs]
@@ -221,18 +222,18 @@ class GroupBuilder:
         return None
 
     def _communicator(self, ranks: tuple[int, ...], max_ctas: int | None = None) -> Any:
-        options = dict(timeout=self.timeout)  # it is not inherited
+        options = dict(timeout=self.timeout)  # not inherited from the default group
         if dist.get_backend() == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl.is_high_priority_stream = True  # before the matmuls of another stream that are to hide it
+            nccl.is_high_priority_stream = True  # scheduled before the matmuls that overlap with it
             if max_ctas:
                 nccl.config.max_ctas = max_ctas
-            options |= dict(pg_options=nccl, device_id=self.device)  # which connects it at once
+            options |= dict(pg_options=nccl, device_id=self.device)  # a device_id connects the group now
         return dist.new_group(ranks, **options)
 
 
 def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tuple[int, ...]]]:
-    """For every axis the groups of world ranks that partition the world (or, for `embed`, part of it)."""
+    """Return the groups of every axis as world ranks; together they hold all ranks (except for `embed`)."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp = parallel.pipeline_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
@@ -255,9 +256,9 @@ def axis_groups(parallel: ParallelConfig, world_size: int) -> dict[str, list[tup
 
 
 def part_sizes(parallel: ParallelConfig, num_query_groups: int | None) -> list[tuple[str, int]]:
-    """(axis, size) of groups of neighbours that communicate.
+    """Return (axis, size) of the subgroups of neighbouring ranks that communicate.
 
-    On tp those that share a key/value head, on cp those of a hierarchy's first level or of a pack.
+    On tp: ranks that share a key/value head. On cp: a hierarchy's inner level, or a pack (dynamic cp).
     """
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads = range(2, tp) if num_query_groups is None else [tp // num_query_groups]
@@ -271,8 +272,8 @@ def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
     """The pipeline ranks (sender, receiver) between which the schedule sends, in the order to connect them.
 
     Both ends of a link wait for each other, so all ranks take their links in this order: 0-1, 2-3, ... first,
-    which have no rank in common and connect at the same time, then 1-2, 3-4, ... By their numbers each link
-    would wait for the one before it.
+    which have no rank in common and connect at the same time, then 1-2, 3-4, ... In the order 0-1, 1-2, 2-3
+    each link would wait for the one before it.
     """
     placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
     ranks = [rank for _, rank in sorted(owners(placed).items())]
@@ -283,7 +284,7 @@ def link_ends(parallel: ParallelConfig) -> list[tuple[int, int]]:
 def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
     """Groups of ranks that differ only in the coordinates `along`; `sizes` has the fastest axis first."""
     names = list(reversed(sizes))  # slowest first, as the dims of a tensor
-    dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # those of a group come last
+    dims = sorted(range(len(names)), key=lambda dim: names[dim] in along)  # dims within a group last
     ranks = torch.arange(math.prod(sizes.values())).view([sizes[name] for name in names]).permute(dims)
     return [tuple(group) for group in ranks.reshape(-1, math.prod(sizes[name] for name in along)).tolist()]
 
@@ -291,9 +292,9 @@ def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
 def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:
     """Join the default process group.
 
-    The store is prefixed by the attempt: after `torchrun --max-restarts` re-forms the run, the agent's store
-    still holds the addresses of the dead ranks, and gloo and NCCL both would call them. The default group is
-    bound to no device: NCCL would split every group from it, and all ranks of the world would have to join.
+    The store's keys are prefixed with the attempt: after a restart by `torchrun --max-restarts`, the agent's
+    store still holds the addresses of dead ranks, and gloo and NCCL would try to connect to them. The default
+    group has no device_id, else NCCL would make each group by splitting it, which all ranks must join.
     """
     if world.rendezvous == "env://":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
@@ -305,6 +306,6 @@ def _connect(backend: str | None, world: World, device: torch.device, timeout: d
         store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    # A group of two ranks sends one message after the other, as torch warns: it is what a link is to do.
+    # torch warns that a group of two ranks sends its messages one after the other: a link is meant to.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)

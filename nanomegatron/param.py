@@ -1,17 +1,17 @@
-"""What a parameter is: a slice of a global tensor with a name, determined by (seed, name).
+"""Parameters as slices of named global tensors, whose initial values depend only on (seed, name).
 
-No other module knows how a weight is cut. Initialisation, checkpoints, conversion, norms and the memory
-planner all read `param.spec`:
+Only `param.spec` says how a weight is sharded. Initialisation, checkpoints, conversion, norms and the memory
+planner all read it:
 
     fused QKV of rank 1 of 2, local [6, h]           global tensors, each with a name of its own
         rows 0-3   part "...linear_qkv.q"   ----->   q  [8, h]   rows 4-7
         row  4     part "...linear_qkv.k"   ----->   k  [2, h]   row  1
         row  5     part "...linear_qkv.v"   ----->   v  [2, h]   row  1
 
-Fused tensors lay their parts one after the other, never interleaved. A part may be held by several ranks (a
-norm by all of the axis, a key/value head by some when there are fewer heads than ranks); the first of them is
-its owner, who saves it and counts it in a norm. Where each of them uses it for its own share of the tokens or
-heads, each gets a summand of its gradient: `partial`. Rows that only pad the local tensor belong to no part.
+A fused tensor holds its parts one after the other, never interleaved. Several ranks may hold the same part (a
+norm: all of the axis; a key/value head: some, when heads are fewer than ranks); the first of them is its
+owner, which saves it and counts it in norms. If each of them uses it for its own tokens or heads, each has a
+partial sum of its gradient: `partial`. Rows that only pad the local tensor belong to no part.
 
 The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_grad` is a view. Linear layers
 and the embedding write gradients themselves: they add to `main_grad(param)`, report each contribution to the
@@ -34,21 +34,21 @@ from nanomegatron.mesh import Axis
 
 @dataclass(frozen=True)
 class Part:
-    """One named global tensor inside a local one, and the slice of it that is here."""
+    """This rank's slice of one named global tensor, and its place in the local tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the global tensor, without padding
     axis: Axis = field(default_factory=Axis.single)
-    dim: int = 0  # the dimension that is cut over the axis
-    start: int = 0  # of this rank's slice along dim, clipped to the global tensor; of a replica all of it
+    dim: int = 0  # the dimension that is sharded over the axis
+    start: int = 0  # the slice along dim is [start, stop), clipped to the global tensor
     stop: int = 0
     local_start: int = 0  # where the part begins in the local tensor, along dim 0 if it is one of several
     replicas: int = 1  # neighbouring ranks of the axis that hold the same slice
-    partial: Axis | None = None  # each of its ranks gets a summand of the gradient; `dp.py` sums them
+    partial: Axis | None = None  # ranks that each have a partial sum of the gradient; `dp.py` reduces it
 
     @property
     def owner(self) -> bool:
-        """This rank is the first that holds the slice."""
+        """Whether this rank is the first of those that hold the slice."""
         return self.axis.rank % self.replicas == 0 and (self.partial is None or self.partial.rank == 0)
 
     @property
@@ -61,28 +61,28 @@ class Part:
         return local.narrow(self.dim, self.local_start, self.stop - self.start)
 
     def span(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
-        """(begin, end) of the slice inside the flattened local tensor, if it is contiguous."""
+        """(begin, end) of the slice in the flattened local tensor; the whole tensor if `dim` is not 0."""
         if self.dim != 0:
             return 0, math.prod(local_shape)
         row = math.prod(local_shape[1:])
         return self.local_start * row, (self.local_start + self.stop - self.start) * row
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The slice of the global tensor whole `[...]` -> `[...]`, a view"""
+        """This rank's slice of the global tensor whole `[...]` -> `[...]`, a view"""
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The parts of a local tensor, and how its gradient comes to `main_grad`."""
+    """The parts of a local tensor, and how its gradient gets into `main_grad`."""
 
     parts: tuple[Part, ...]
     local_shape: tuple[int, ...]
-    writes_grad: bool = False  # the layer adds to main_grad itself and says so
-    uses: int = 1  # contributions in a microbatch: 2 for tied embeddings on one rank, experts of halves
-    tied: bool = False  # embedding and output weight in one
+    writes_grad: bool = False  # the layer adds to main_grad itself and reports it to the bucket
+    uses: int = 1  # contributions per microbatch: 2 for tied embeddings on one rank, experts run in halves
+    tied: bool = False  # used as embedding and as output weight
     decay: bool = True  # takes part in weight decay: everything but biases and norms
-    expert: bool = False  # of experts: its gradients are summed over edp instead of dp x cp
+    expert: bool = False  # a weight of experts: gradients are summed over edp instead of dp x cp
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Init:
-    """How new parameters come to be: for a whole model, or with a name and deviation for one layer of it."""
+    """How to initialize new parameters: those of a model, or with `name` and `std` those of one layer."""
 
     seed: int = 1234
     dtype: torch.dtype = torch.float32
@@ -102,7 +102,7 @@ class Init:
     std: float = 0.02
 
     def at(self, name: str, std: float | None = None) -> "Init":
-        """The same for a layer inside this one."""
+        """Return the Init of the sublayer `name`; std: its own, else this one's."""
         path = f"{self.name}.{name}" if self.name else name
         return replace(self, name=path, std=self.std if std is None else std)
 
@@ -115,11 +115,11 @@ def shard(
     local_size: int | None = None,
     replicas: Axis | None = None,
 ) -> Part:
-    """The part that this rank holds when `dim` is cut over the axis into slices of `local_size`.
+    """Return this rank's part when `dim` is sharded over the axis in slices of `local_size` (None: equal).
 
-    Equal cuts without a size. The neighbouring ranks `replicas` hold the same slice (key/value heads, when
-    there are fewer than ranks), each with a summand of its gradient. Slices that overrun the global tensor
-    are clipped to it (padded vocabulary).
+    The neighbouring ranks `replicas` hold the same slice (of key/value heads, when there are fewer heads than
+    ranks), each with a partial sum of its gradient. Slices past the end of the global tensor are clipped
+    (padded vocabulary).
     """
     copies = replicas.size if replicas else 1
     local_size = local_size or shape[dim] * copies // axis.size
@@ -129,12 +129,12 @@ def shard(
 
 
 def replica(name: str, shape: tuple[int, ...], axis: Axis, partial: bool = False) -> Part:
-    """The part of a tensor that every rank of the axis holds whole, with its gradient or a summand of it."""
+    """Return the part that every rank of the axis holds whole; partial: each has a partial gradient."""
     return Part(name, shape, axis, stop=shape[0], replicas=axis.size, partial=axis if partial else None)
 
 
 def stacked(parts: Iterable[Part], expert: bool = False) -> ParamSpec:
-    """Parts one after the other along dim 0, of a linear layer's weight `[n, i]`, or of its bias `[n]`."""
+    """Return the spec of a linear layer's weight `[n, i]` or bias `[n]`, its parts stacked along dim 0."""
     placed, rows = [], 0
     for part in parts:
         placed.append(replace(part, local_start=rows))
@@ -145,10 +145,10 @@ def stacked(parts: Iterable[Part], expert: bool = False) -> ParamSpec:
 
 
 def new_parameter(spec: ParamSpec, init: Init, fill: float | None = None) -> nn.Parameter:
-    """A parameter that is this rank's slice of the same global tensors under any layout.
+    """Create this rank's slice of a parameter whose global values are the same under any layout.
 
-    Each part is drawn whole in fp32 on `init.device` by a generator seeded with (seed, name), then cut and
-    cast: equal to the bit on one kind of device. `fill` sets a constant instead; padding is zero.
+    Each part is drawn whole in fp32 on `init.device` by a generator seeded with (seed, name), then sliced and
+    cast: bitwise equal on one kind of device. `fill` sets a constant instead; padding is zero.
     """
     local = torch.zeros(spec.local_shape, dtype=init.dtype, device=init.device)
     for part in spec.parts:
@@ -169,9 +169,9 @@ def draw_normal(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
 
 
 def main_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Where gradients of the parameter are added now -> `[...]` of its shape, or None without a bucket.
+    """Return the buffer to add gradients to -> `[...]` in the parameter's shape, or None without a bucket.
 
-    A bucket that frees its gradients between microbatches allocates them.
+    If the bucket frees its gradients between microbatches, this allocates them again.
     """
     bucket = getattr(param, "bucket", None)
     if bucket is None:
@@ -181,21 +181,21 @@ def main_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 class WeightGradStore:
-    """Weight gradients that are computed later than the backward which reaches them.
+    """Queues weight gradients, to compute them later than the backward of their layer.
 
     A pipeline defers all of a backward and fills its bubbles with them (zero bubble, arXiv 2401.10241); a
-    mixture of experts those of one layer, to compute them while other gradients are in flight. The store of
-    a parameter, `param.wgrad_store`, defers its work while it has a queue.
+    mixture of experts defers those of one layer, to overlap them with communication. `param.wgrad_store`, the
+    store of a parameter, defers its work while the store has a queue.
     """
 
     def __init__(self, beside_nccl: bool = False) -> None:
-        """beside_nccl: defer only work that shares the GPU with NCCL's kernels."""
+        """beside_nccl: defer only work that can run beside NCCL's kernels."""
         self.queue: list[tuple[nn.Parameter, Callable]] | None = None
         self.beside_nccl = beside_nccl
 
     @contextmanager
     def collect(self) -> Iterator[list]:
-        """A backward in here puts its weight-gradient work into the list, for `run`."""
+        """Context manager: a backward inside queues its weight-gradient work in the list, for `run`."""
         self.queue = works = []
         yield works
         self.queue = None
@@ -210,7 +210,7 @@ class WeightGradStore:
 
 
 def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
-    """Whether weight-gradient work of this parameter is deferred now; beside_nccl: as of `run_or_defer`."""
+    """Whether weight-gradient work of this parameter is deferred now; beside_nccl: as in `run_or_defer`."""
     store = getattr(param, "wgrad_store", None)
     return store is not None and store.queue is not None and (beside_nccl or not store.beside_nccl)
 
@@ -218,10 +218,10 @@ def is_deferred(param: nn.Parameter, beside_nccl: bool = False) -> bool:
 def run_or_defer(
     param: nn.Parameter, work: Callable[[], torch.Tensor | None], beside_nccl: bool = False
 ) -> torch.Tensor | None:
-    """Run `work` now, or leave it in the parameter's store -> the gradient `[...]` for autograd, or None.
+    """Run `work` now, or queue it in the parameter's store -> the gradient `[...]` for autograd, or None.
 
-    beside_nccl: the work shares the GPU with NCCL's kernels (a grouped matmul does not: its thread blocks
-    expect all multiprocessors from the start, and end later by as much as they wait).
+    beside_nccl: the work can run beside NCCL's kernels (a grouped matmul cannot: its thread blocks expect all
+    multiprocessors from the start; where they must wait for some, the matmul ends later by as much).
     """
     if not is_deferred(param, beside_nccl):
         return work()
@@ -230,7 +230,7 @@ def run_or_defer(
 
 
 def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Add a contribution to `main_grad` and report it -> None, or without a bucket `[...]` for autograd."""
+    """Add grad() to `main_grad` and report it, or defer that -> None, or without a bucket grad() `[...]`"""
     target, made = main_grad(param), grad()
     if target is None:
         return made
@@ -248,10 +248,10 @@ def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Te
 
 
 def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """target += grad^T x; the sums are rounded to the target's type only.
+    """target += grad^T x; the sums are rounded once, to the target's type.
 
-    target `[o, i]`, grad `[t, o]`, x `[t, i]`. On a GPU the matmul itself accumulates; torch has no CPU
-    kernel that adds 16 bits into fp32.
+    target `[o, i]`, grad `[t, o]`, x `[t, i]`. On a GPU the matmul itself accumulates into target; torch has
+    no CPU matmul of 16-bit inputs that adds to fp32.
     """
     if not x.is_cuda:
         wide = torch.promote_types(x.dtype, target.dtype)
@@ -263,5 +263,5 @@ def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> No
 
 
 def scaled_std(std: float, num_layers: int) -> float:
-    """Standard deviation for layers that write into the residual stream (GPT-2; Megatron's scaled init)."""
+    """std / sqrt(2 num_layers): for layers that write into the residual stream (Megatron's scaled init)."""
     return std / math.sqrt(2.0 * num_layers)
