@@ -1,4 +1,4 @@
-"""`python -m nanomegatron.ops`: the path of every op here, and whether kernels compute what they should."""
+"""`python -m nanomegatron.ops`: which implementation each op uses here, and whether kernels are correct."""
 
 import argparse
 import sys

@@ -1,11 +1,11 @@
-"""AdamW over a flat shard in one pass: the kernels of cuda/adamw.cu, and what they compute.
+"""AdamW over a flat shard in one pass: the kernels of cuda/adamw.cu, and their references in torch.
 
     shard      [ q . k . v | norm | fc1 .......... | (padding) | embedding ]
-    segments     kind 2      kind 0  kind 2                      kind 3          neighbours of a kind are one
+    segments     kind 2      kind 0  kind 2                      kind 3          equal neighbours merged
 
-A table on the device, made once, says which elements have which learning rate and whether they decay; a
-block of the GPU works on `CHUNK` elements of one segment. All that changes between steps is read from the
-device.
+A table on the device, built once, holds for each segment which of the two learning rates it has and whether
+it decays; a thread block works on `CHUNK` elements of one segment. All values that change between steps are
+read from the device.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ import torch
 from nanomegatron.ops.fp8_cast import fp8_amax, fp8_cast_ref
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
-CHUNK, PACK = 8192, 8  # elements of a block; where packs begin, as adamw.cu has it
+CHUNK, PACK = 8192, 8  # elements per thread block; packs are counted from multiples of 8 (adamw.cu's ALIGN)
 FP8 = torch.float8_e4m3fn
 DECOUPLED, DECAY = 1, 2  # bits of a segment's kind: the second learning rate, weight decay
 
@@ -25,7 +25,8 @@ DECOUPLED, DECAY = 1, 2  # bits of a segment's kind: the second learning rate, w
 class Segments:
     """Ranges (start, stop, kind) of a flat tensor.
 
-    table: the same on the device, int64 `[ranges, 4]`, rows (start, stop, first block, kind); blocks: of all.
+    table: the same on the device, int64 `[ranges, 4]`, rows (start, stop, first block, kind).
+    blocks: the number of thread blocks for all ranges.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -34,7 +35,7 @@ class Segments:
 
     @classmethod
     def from_ranges(cls, ranges: Iterable[tuple[int, int, int]], device: torch.device) -> "Segments":
-        """Raises ValueError for a range that ends before it begins."""
+        """Build the table. Raises ValueError for a range that ends before it begins."""
         ranges, rows, blocks = tuple(ranges), [], 0
         for start, stop, kind in ranges:
             if not 0 <= start <= stop:
@@ -46,7 +47,7 @@ class Segments:
 
     @classmethod
     def merged(cls, ranges: Iterable[tuple[int, int, int]], device: torch.device) -> "Segments":
-        """The same with neighbours of one kind in one piece, sorted."""
+        """The segments of the sorted ranges, adjacent ranges of the same kind merged."""
         whole: list[tuple[int, int, int]] = []
         for start, stop, kind in sorted(ranges):
             if whole and whole[-1][1:] == (start, kind):
@@ -56,11 +57,11 @@ class Segments:
         return cls.from_ranges(whole, device)
 
     def on(self, device: torch.device) -> "Segments":
-        """The same for tensors of another device."""
+        """The same segments with the table on `device`."""
         return self if self.table.device == device else replace(self, table=self.table.to(device))
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """tensors: `[n]` each. Raises ValueError if not contiguous, of one n and on this device, or short."""
+        """Raise ValueError unless tensors `[n]` are contiguous, of one n, on this device, and hold all."""
         length, device = len(tensors[0]), self.table.device
         for x in tensors:
             if x.dim() != 1 or len(x) != length or not x.is_contiguous() or x.device != device:
@@ -73,15 +74,15 @@ class Segments:
 
 @dataclass(frozen=True)
 class FlatState:
-    """What one update reads and writes, all flat and of one length.
+    """The tensors that one update reads and writes, all flat and of one length.
 
-    main: fp32, with `params` a copy in bf16, fp16 or E4M3 if not None; or int16, the lower halves of fp32
-    numbers whose upper halves, rounded to nearest, are `params` in bf16: 4 bytes a parameter instead of 6,
-    and the same values. Moments and gradients are fp32 or bf16.
+    main: the main parameters in fp32; `params`, if not None, is a copy in bf16, fp16 or E4M3. Or int16: the
+    lower halves of fp32 main parameters, whose upper halves, rounded to nearest, are `params` in bf16: 4
+    bytes per parameter instead of 6, for the same values. Moments and gradients are fp32 or bf16.
 
-    scale, amax: for a copy in E4M3, fp32 `[segments]` (so neighbours must not be merged): the copy is
-    fp8(bf16(w) * scale), as if it were made of one in bf16, and amax is raised to the largest new |bf16(w)|,
-    for the scale of a later step.
+    scale, amax: only for a copy in E4M3, fp32 `[segments]` (so segments must not be merged). The copy is
+    fp8(bf16(w) * scale), equal to the cast of a bf16 copy; amax becomes max(amax, new |bf16(w)|), for the
+    scale of a later step.
     """
 
     main: torch.Tensor
@@ -94,17 +95,17 @@ class FlatState:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of the kernel. -> main `[n]`, params `[n]`, grads `[n]`, moments `[n]` and `[n]`"""
+        """All, in the kernel's order. -> main `[n]`, params `[n]`, grads `[n]`, moments `[n]` and `[n]`"""
         return self.main, self.params, self.grads, self.exp_avg, self.exp_avg_sq
 
 
 def join_halves(params: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
-    """params, remainders `[n]`, bf16 and int16 -> fp32 `[n]`, the numbers whose halves these are."""
+    """Join the upper halves (bf16) and lower halves (int16): params, remainders `[n]` -> fp32 `[n]`"""
     return ((params.view(torch.int16).int() << 16) + remainders.int()).view(torch.float32)
 
 
 def split_halves(main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """main fp32 `[n]` -> bf16 `[n]`, to nearest (ties from 0), and int16 `[n]` to restore it exactly."""
+    """Split main fp32 `[n]` -> bf16 `[n]`, to nearest (ties away from 0), and int16 `[n]`, the exact rest."""
     bits = main.where(~main.isnan(), main.new_full((), float("nan"))).view(torch.int32)
     remainders = bits.to(torch.int16)  # keeps the lower half
     return ((bits - remainders) >> 16).to(torch.int16).view(torch.bfloat16), remainders
@@ -119,11 +120,11 @@ def adamw_flat_(
 ) -> None:
     """One AdamW step over the segments of a flat shard, in place, in one launch.
 
-    numbers `[]` or `[3]`: (step, values, grad_scale, skip), fp32 on the device: the number of this update,
-    from 1; `[3]`, the two learning rates and the weight decay; the divisor of the gradients; not 0 where
-    nothing may change but a copy in E4M3 (its scale may be new) and its amax. hyper: (beta1, beta2, eps).
-    seed: from 0 on, moments in bf16 are rounded at random, by a hash of (seed, step, index), up with the
-    probability that keeps their mean; else to nearest.
+    numbers `[]` or `[3]`: (step, values, grad_scale, skip), fp32 on the device. step: the number of this
+    update, from 1; values, `[3]`: the two learning rates and the weight decay; grad_scale divides the
+    gradients; skip: if not 0, only a copy in E4M3 (its scale may be new) and its amax are updated. hyper:
+    (beta1, beta2, eps). seed: if >= 0, moments in bf16 are rounded stochastically, without bias, by a hash
+    of (seed, step, index); else to nearest.
     Raises ValueError for other shapes, types or devices. See `adamw_flat_ref_`.
     """
     main, params, *others = state.tensors
@@ -191,14 +192,14 @@ def adamw_flat_ref_(state: FlatState, segments: Segments, numbers, hyper, seed: 
 
 
 def _at_random(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """fp32 -> bf16, up or down by 16 random bits."""
+    """Round x from fp32 to bf16 stochastically, by 16 random bits of `noise`."""
     bits = x.view(torch.int32)
     moved = ((bits + (noise & 0xFFFF).int()) >> 16).to(torch.int16).view(torch.bfloat16)
     return moved.where(x.isfinite(), x.bfloat16())
 
 
 def _hashed(seed: int, step: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """32 random bits for each index."""
+    """32 random bits for each index from start to stop - 1."""
     index = torch.arange(start, stop, device=step.device)
     key = _mixed(step.long())
     for number in (index.new_tensor(seed), index):
@@ -207,7 +208,7 @@ def _hashed(seed: int, step: torch.Tensor, start: int, stop: int) -> torch.Tenso
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finalizer of 32 bits, on int64."""
+    """MurmurHash3's 32-bit finalizer, on int64."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return x ^ (x >> 16)
@@ -216,9 +217,9 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def sums_of_squares(
     x: torch.Tensor, segments: Segments, count: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of each segment of x `[n]`: -> the sum of squares fp64 `[segments]`, the zeros fp64 `[segments]`.
+    """Sum of squares and number of zeros of each segment of x `[n]` -> fp64 `[segments]`, fp64 `[segments]`
 
-    Deterministic. Without `count`, zeros may be None: only the kernel counts them at no cost. Raises
+    Deterministic. Without `count` the second may be None (only the kernel counts at no cost). Raises
     ValueError for other shapes or devices.
     """
     segments.check(x)
@@ -247,11 +248,11 @@ def adamw_(
     grad_scale: torch.Tensor,
     skip: torch.Tensor,
 ) -> None:
-    """One AdamW step over fp32 tensors, in place; reads everything that changes from the device.
+    """One AdamW step over fp32 tensors, in place; all values that change between steps are on the device.
 
     params, grads, moments: `[...]` each, in the same order; step, lr, grad_scale, skip: `[]`. hyper: (beta1,
-    beta2, eps, weight_decay). step: number of this update, from 1. The gradient is divided by `grad_scale`
-    first (loss scale and clipping in one); where `skip` is 1 nothing changes. See `adamw_ref_`.
+    beta2, eps, weight_decay). step: number of this update, from 1. The gradient is first divided by
+    `grad_scale` (loss scale and clipping in one); if `skip` is 1, nothing changes. See `adamw_ref_`.
     """
     beta1, beta2, eps, weight_decay = hyper
     torch._fused_adamw_(

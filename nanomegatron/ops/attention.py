@@ -1,32 +1,32 @@
-"""Attention softmax(q k^T / sqrt(d)) v, of whole rows or in blocks, by the fastest kernel that is exact here.
+"""Attention softmax(q k^T / sqrt(d)) v, of whole rows or in blocks, by the fastest available backend.
 
     backend    where                what                                      masks
-    fused      CUDA, bf16/fp16      cuDNN's; on Hopper twice torch's flash    causal, full; the rest as flash
+    fused      CUDA, bf16/fp16      cuDNN's; on Hopper 2x as fast as flash    causal, full; the rest as flash
     flash      CUDA, bf16/fp16      torch's flash attention                   all
                CPU                  torch's blocked CPU kernel                all, in blocks
     unfused    anywhere             scores, softmax, dropout, matmul: the     all, s x s in memory
                                     oracle
 
-`auto` takes the first that can do what is asked; what cuDNN cannot do, such as the largest heads, fused
-leaves to flash. A mask is causal or not, and may hide more: keys further back than a window (Mistral, arXiv
-2310.06825), and the other documents of a packed sequence, by cumulative lengths:
+`auto` takes the first of them that supports the device, dtype and dropout; calls that cuDNN does not support,
+such as the largest heads, run as flash. A mask is causal or not, and may also hide keys further back than a
+window (Mistral, arXiv 2310.06825) and the other documents of a packed sequence, given by cumulative lengths:
 
     documents  a a a a b b c c c c | d d d ...      two rows of ten tokens
-    cu_seqlens 0       4   6         10  ...        where each begins among all tokens, row by row
+    cu_seqlens 0       4   6         10  ...        first token of each, counted over all rows
 
-Where a mask meets more keys than queries (several tokens behind a cache) the unfused path runs, whatever was
-chosen: cuDNN and the CPU kernel align a causal mask to the first key; flash aligns it to the last. The fused
-ones draw attention dropout by themselves, so its mask depends on the layout; in the unfused path it is a
-function of sample, head, query and key.
+With a causal mask and more keys than queries (several tokens behind a KV cache) the unfused path runs,
+whatever was chosen: cuDNN and the CPU kernel align a causal mask to the first key, flash to the last. The
+fused backends draw their own random numbers for attention dropout, so its mask depends on the layout; in the
+unfused path it is a function of sample, head, query and key.
 
-Keys may come in parts (cp.py). Each is a block of the scores S = q k^T / sqrt(d), for which the kernels are
-called directly, forward and backward:
+Keys may arrive in parts (context parallelism, cp.py). Each part gives a block of the scores
+S = q k^T / sqrt(d), for which the kernels are called directly, forward and backward:
 
     forward     o = softmax(S) v      l = log sum exp(S)         of the keys in the block
     backward    P = exp(S - l)        D = rowsum(do * o)         o and l of all keys, here and in other blocks
                 dv = P^T do    dS = P (do v^T - D)    dq = dS k / sqrt(d)    dk = dS^T q / sqrt(d)
 
-So the gradients of the blocks add up to those of the whole, and the forward keeps nothing for the backward.
+So the gradients of the blocks add up to the whole gradients, and these calls save nothing for the backward.
 (arXiv 2205.14135, 2307.08691; grouped queries 2305.13245)
 """
 
@@ -48,12 +48,12 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees: the last s of t tokens are queries, and all are keys."""
+    """Which keys a query sees, where the queries are the last s of t tokens and the keys all t."""
 
     causal: bool = True
-    window: int | None = None  # how many keys before itself, with `causal`
+    window: int | None = None  # number of keys seen before the query's own, with `causal`
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1], over all b * s tokens, row by row
-    max_seqlen: int | None = None  # of the longest document
+    max_seqlen: int | None = None  # length of the longest document
 
     def hidden(self, b: int, s: int, t: int, device: torch.device) -> torch.Tensor:
         """True where a query does not see a key. -> bool `[b, 1, s, t]` or `[1, 1, s, t]`"""
@@ -99,8 +99,8 @@ def core_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q `[s, b, n, d]` over k, v `[t, b, g, d]`, n a multiple of g (query head i reads i*g/n).
 
-    drop: the unfused path's dropout of the probabilities `[b, n, s, t]`; without it, and in the other paths,
-    torch's generator draws. fused_softmax: the unfused path's softmax is one kernel where there is one.
+    drop: applies dropout to the probabilities `[b, n, s, t]` of the unfused path; without it, and in other
+    backends, torch's generator draws. fused_softmax: the unfused path uses the softmax kernel if available.
     -> the context `[s, b, n*d]` and the log-sum-exp fp32 `[b, n, s]`. Nothing is communicated.
     """
     (s, b, n, d), t = q.shape, k.shape[0]
@@ -113,7 +113,7 @@ def core_attention(
         context, lse = _masked_softmax(q, k, v, mask, drop or partial(F.dropout, p=dropout), fused_softmax)
     elif bounds is None:
         context, lse = attend(q, k, v, Block(mask.causal, mask.window), backend, dropout)
-    else:  # the tokens of all rows in one
+    else:  # all rows packed into one
         block = Block(mask.causal, mask.window, bounds, bounds, mask.max_seqlen, mask.max_seqlen)
         q, k, v = (x.transpose(0, 1).reshape(b * s, 1, *x.shape[2:]) for x in (q, k, v))
         context, lse = attend(q, k, v, block, backend, dropout)
@@ -139,16 +139,16 @@ def _masked_softmax(
 class Block:
     """Which keys a query sees: all, or if `causal` those up to its own (masks are aligned bottom-right).
 
-    Segments of queries see those of the keys one to one, each pair by this rule. None is empty, and where
-    causal it has no fewer keys than queries.
+    With cu_q and cu_k segment i of the queries sees only segment i of the keys, by the same rule. No segment
+    is empty; if causal, each has at least as many keys as queries.
     """
 
     causal: bool = False
-    window: int | None = None  # how many keys before its own, with `causal`
-    cu_q: torch.Tensor | None = None  # int32 [segments + 1], where they begin and the last ends; b is 1
-    cu_k: torch.Tensor | None = None
-    max_q: int = 0  # of the longest segments
-    max_k: int = 0
+    window: int | None = None  # number of keys seen before the query's own, with `causal`
+    cu_q: torch.Tensor | None = None  # int32 [segments + 1], cumulative lengths of query segments; b is 1
+    cu_k: torch.Tensor | None = None  # the same of the key segments
+    max_q: int = 0  # length of the longest query segment
+    max_k: int = 0  # and key segment
 
     @staticmethod
     def packed(
@@ -158,7 +158,7 @@ class Block:
         causal: bool,
         window: int | None = None,
     ) -> "Block":
-        """Between segments that are packed one after the other; queries, keys: (begin, end) of each."""
+        """The block of segments packed one after the other; queries, keys: arrays (begin, end) of them."""
         lengths = [end - begin for begin, end in (queries, keys)]
         bounds = (to_device(np.append(0, x.cumsum()).astype(np.int32), device) for x in lengths)
         return Block(causal, window, *bounds, *(int(x.max()) for x in lengths))
@@ -179,13 +179,13 @@ class Block:
 
 
 def ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The indices of rows of segments: begin[0], begin[0] + 1, ..., end[0] - 1, begin[1], ..."""
+    """The indices of all rows in the segments: begin[0], begin[0] + 1, ..., end[0] - 1, begin[1], ..."""
     sizes = end - begin
     return np.repeat(end - sizes.cumsum(), sizes) + np.arange(sizes.sum())
 
 
 def to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """x on the device; the host does not wait for the copy. -> `[...]`"""
+    """Copy x to the device; the host does not wait. -> `[...]`"""
     tensor = torch.from_numpy(x)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -195,8 +195,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q `[s, b, n, d]` to k, v `[t, b, g, d]`, n a multiple of g (query head i reads i*g/n).
 
-    Only the last dim must be contiguous. backend: a result of choose_backend. dropout: of the probabilities;
-    the unfused backend has none. -> the output `[s, b, n, d]` and the log-sum-exp fp32 `[b, n, s]`
+    Only the last dim must be contiguous. backend: a result of choose_backend. dropout: of the probabilities,
+    ignored by the unfused backend. -> the output `[s, b, n, d]` and the log-sum-exp fp32 `[b, n, s]`
     """
     if backend == "unfused":
         return _unfused(q, k, v, block)
@@ -223,16 +223,16 @@ def attend_backward(
     block: Block,
     backend: str,
 ) -> Grads:
-    """Gradients of q `[s, b, n, d]` and k, v `[t, b, g, d]` by this block, from dout `[s, b, n, d]`.
+    """This block's gradients of q `[s, b, n, d]` and k, v `[t, b, g, d]`, given dout `[s, b, n, d]`.
 
-    out `[s, b, n, d]`, lse `[b, n, s]`: over all keys that these queries see, in this block or another.
+    out `[s, b, n, d]`, lse `[b, n, s]`: the results over all keys that the queries see, in all blocks.
     """
     if backend == "unfused":
         return _unfused_backward(dout, q, k, v, out, lse, block)
     if q.device.type == "cpu":
         return _cpu_backward(dout, q, k, v, out, lse, block)
-    # The kernels take the log-sum-exp to be packed. torch keeps cuDNN's plans by the layouts of q, k and v:
-    # one made for other strides of the output would be run again, and read the wrong numbers.
+    # The kernels assume a contiguous log-sum-exp. torch caches cuDNN's plans by the layouts of q, k and v:
+    # a plan made for other strides of the output would be reused, and read the wrong numbers.
     dout, out, lse = (x.contiguous() for x in (dout, out, lse))
     random = (q.new_empty(2, dtype=torch.int64),) * 2  # the generator's state, not read without dropout
     if backend == "fused" and _cudnn_can(q, k, block):
@@ -248,7 +248,7 @@ def attend_backward(
 
 
 def _cudnn_can(q: torch.Tensor, k: torch.Tensor, block: Block) -> bool:
-    """torch does not call it for a single key."""
+    """Whether cuDNN supports this block; torch does not call it for a single key."""
     square = not block.causal or q.shape[0] == k.shape[0]
     return (
         block.window is None
@@ -261,18 +261,18 @@ def _cudnn_can(q: torch.Tensor, k: torch.Tensor, block: Block) -> bool:
 
 @functools.cache
 def _cudnns_head(device: torch.device) -> int:
-    """The largest head that cuDNN has a backward for; on an H200 it has for 256 since 9.19, if not before."""
+    """The largest head size for which cuDNN has a backward: on Hopper 256, at the latest from 9.19 on."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     return 256 if hopper and torch.backends.cudnn.version() >= 91900 else 128
 
 
 def _heads_first(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`[s, b, heads, d] -> [b, heads, s, d]`"""
+    """Views of the tensors: `[s, b, heads, d] -> [b, heads, s, d]`"""
     return (x.permute(1, 2, 0, 3) for x in tensors)
 
 
 def _rows(block: Block, *tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """As flash takes them: `[b, s, heads, d]`, or packed segments `[s, heads, d]`."""
+    """Views of the tensors for flash: `[b, s, heads, d]`, or for packed segments `[s, heads, d]`."""
     return (x.transpose(0, 1) if block.cu_q is None else x[:, 0] for x in tensors)
 
 
@@ -324,7 +324,7 @@ def _cpu_parts(
         if not block.causal or (block.window is None and end - begin == last - first):
             yield slice(begin, end), slice(first, last), block.causal, None
             continue
-        size, own = max(block.window or 0, 64), last - end  # own: from a query's place to its key's
+        size, own = max(block.window or 0, 64), last - end  # own: a query's own key is at its index + own
         for row in range(begin, end, size):
             stop = min(row + size, end)
             key = first if block.window is None else max(first, row + own - block.window)
@@ -334,7 +334,7 @@ def _cpu_parts(
 
 
 def one_per_query(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Key or value heads x `[b, g, t, d]`, each repeated for its n/g query heads. -> `[b, n, t, d]`"""
+    """Repeat each key or value head of x `[b, g, t, d]` for its n/g query heads. -> `[b, n, t, d]`"""
     return x if x.shape[1] == n else x.repeat_interleave(n // x.shape[1], dim=1)
 
 
@@ -361,13 +361,13 @@ def _unfused_backward(dout, q, k, v, out, lse, block: Block) -> Grads:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, block: Block) -> torch.Tensor:
-    """Scaled and masked, `[b, groups, heads of one, s, t]`."""
+    """Scaled and masked scores `[b, groups, heads of a group, s, t]`."""
     scores = torch.einsum("sbgrd,tbgrd->bgrst", q, k) * q.shape[4] ** -0.5
     return scores.masked_fill(block.hidden(q.shape[0], k.shape[0], q.device), -torch.inf)
 
 
 def _grouped(groups: int, *tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`[s, b, groups, heads of one, d]` in fp32 at least."""
+    """The tensors as `[s, b, groups, heads of a group, d]`, in fp32 or wider."""
     return (x.unflatten(2, (groups, -1)).to(_wide(x)) for x in tensors)
 
 

@@ -1,15 +1,15 @@
-"""Cross entropy over a part of the vocabulary: the kernels of cuda/cross_entropy.cu, and what they compute.
+"""Cross entropy over a shard of the vocabulary: the kernels of cuda/cross_entropy.cu, and their references.
 
-    statistics of this rank's columns   ->   log-sum-exp over all ranks   ->   gradient, over the logits
+    statistics of this rank's columns   ->   log-sum-exp over all ranks   ->   gradient, overwrites the logits
 
-Letters in shapes: t tokens, V columns here, `real` of them vocabulary and the others, behind, padding.
+Letters in shapes: t tokens, V columns on this rank: first `real` columns of the vocabulary, then padding.
 """
 
 import torch
 
 from nanomegatron.ops.kernels import TYPES, functional, launch_kernel, usable
 
-CHUNK_TOKENS = 2048  # tokens whose logits the reference takes to fp32 at once
+CHUNK_TOKENS = 2048  # tokens whose logits the reference converts to fp32 at once
 
 
 def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -28,7 +28,7 @@ def cross_entropy_stats_ref(logits: torch.Tensor, labels: torch.Tensor) -> tuple
 def cross_entropy_grad_ref(
     logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, z_loss: float = 0.0
 ) -> torch.Tensor:
-    """What `cross_entropy_grad_` writes without padded columns, in plain torch: specification and oracle.
+    """`cross_entropy_grad_` without padding columns, in plain torch: specification and oracle.
 
     logits `[t, V]`, labels, lse, grad `[t]` -> `[t, V]`
     """
@@ -46,8 +46,8 @@ def cross_entropy_grad_ref(
 def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Maximum, sum of exp(logit - maximum) and the label's logit of each row, in fp32.
 
-    logits: `[t, V]`, rows may lie apart; labels: `[t]` int64 -> `[t]`, `[t]`, `[t]`. A label outside 0..V-1
-    (of another shard) gives the logit 0, no columns at all (a shard of padding) those of an empty sum.
+    logits: `[t, V]`, rows may be strided; labels: `[t]` int64 -> `[t]`, `[t]`, `[t]`. A label outside 0..V-1
+    (of another shard) gives the logit 0. With V = 0 (a shard of padding only) the results are -inf, 0, 0.
     Raises ValueError for other shapes, types or devices.
     """
     _check(logits, labels)
@@ -72,8 +72,8 @@ def cross_entropy_grad_(
 
     logits: `[t, V]`, of which the first `real` columns count (all, if None) and the others become 0; labels:
     int64 `[t]`; lse, grad: `[t]` -> `[t, V]`. With `z_loss` the gradient of lse - target + z_loss * lse^2.
-    Autograd notices the change where these logits are saved for a backward. Under torch.compile the result is
-    a new tensor and the logits stay.
+    Autograd reports an error if these logits were saved for a backward. Under torch.compile the result is a
+    new tensor and the logits are unchanged.
     Raises ValueError for other shapes, types or devices.
     """
     _check(logits, labels, lse, grad)
@@ -128,7 +128,7 @@ grad_op = functional(
 
 
 def _in_rows(logits: torch.Tensor) -> bool:
-    """Whether columns are neighbours, and rows do not overlap."""
+    """Whether the columns are contiguous and rows do not overlap."""
     (rows, width), (stride, step) = logits.shape, logits.stride()
     return (step == 1 or width <= 1) and (stride >= width or rows <= 1)
 

@@ -9,10 +9,10 @@ import torch
 def dropout(
     x: torch.Tensor, p: float, seed: int, site: int, positions: torch.Tensor, sample_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Dropout whose mask is a function of (seed, sample, site, position, feature) and of nothing else.
+    """Dropout whose mask is a function of (seed, sample, site, position, feature) only.
 
     x: `[s, b, h]`, positions: `[s]`, sample_ids: `[b]` -> `[s, b, h]`. The same under any layout and when
-    recomputed; `site` numbers the places in the model. 24 bits decide, so p is met to 6e-8.
+    recomputed. site: the number of this dropout in the model. p is exact to 6e-8, by 24 random bits.
     """
     features = torch.arange(x.shape[-1], device=x.device)
     return _drop(x, p, _hashed(seed, site, sample_ids, positions[:, None]), features)
@@ -21,7 +21,7 @@ def dropout(
 def jitter(
     x: torch.Tensor, eps: float, seed: int, site: int, positions: torch.Tensor, sample_ids: torch.Tensor
 ) -> torch.Tensor:
-    """x `[s, b, h]` times random numbers from 1 - eps to 1 + eps, by the counters of `dropout`.
+    """Multiply x `[s, b, h]` by random numbers from 1 - eps to 1 + eps, of the same counters as `dropout`.
 
     positions: `[s]`, sample_ids: `[b]` -> `[s, b, h]`
     """
@@ -42,14 +42,14 @@ def attention_dropout(
     """Dropout of attention probabilities, a function of (seed, site, sample, head, query, key).
 
     probs: `[b, n, s, t]`, positions: `[s]` of the queries and `[t]` of the keys, sample_ids: `[b]`, heads:
-    `[n]`, as numbered over all ranks -> `[b, n, s, t]`
+    `[n]`, their numbers over all ranks -> `[b, n, s, t]`
     """
     queries, keys = positions
     return _drop(probs, p, _hashed(seed, site, sample_ids[:, None, None], heads[:, None], queries), keys)
 
 
 def _drop(x: torch.Tensor, p: float, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Zero a share p of x, by the counters `rows` (of x's shape without the last dim) and `columns`."""
+    """Zero a fraction p of x, by the counters `rows` (x's shape without the last dim) and `columns`."""
     return x * (_bits(rows, columns) >= int(p * 2**24)).to(x.dtype) / (1.0 - p)
 
 
