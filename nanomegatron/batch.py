@@ -1,4 +1,4 @@
-"""One microbatch: what the loaders make, the model reads and the training step adds to."""
+"""One microbatch: loaders make it, the training step adds to it, the model reads it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ class Batch:
     """A microbatch on one rank. A document ends with its end-of-document token, and every row starts one.
 
     A rank with neither the first nor the last pipeline stage has no tokens, labels and loss mask. With a
-    `shard` all but sample_ids and cu_seqlens is of the s/cp tokens that this rank has of a row.
+    `shard` all tensors but sample_ids and cu_seqlens cover the s/cp tokens of each row on this rank.
     """
 
     tokens: torch.Tensor | None  # [b, s] int64
@@ -21,7 +21,7 @@ class Batch:
     labels: torch.Tensor | None = None  # [b, s] int64, the token that follows each
     loss_mask: torch.Tensor | None = None  # [b, s] float32, 1 where a label counts
     position_ids: torch.Tensor | None = None  # [b, s] int64, place in the document; None: as `positions`
-    cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32, bounds in the b * s tokens
+    cu_seqlens: torch.Tensor | None = None  # [documents + 1] int32, document bounds in the b * s tokens
     max_seqlen: int | None = None  # tokens of the longest document
     shard: Any = None  # the `cp.Shard` under context parallelism: which tokens of the rows are here
     # What a training step adds:
@@ -29,23 +29,23 @@ class Batch:
     loss_weights: torch.Tensor | None = None  # [b, s], factor of each token's loss, for the fused loss
     aux_scale: torch.Tensor | None = None  # 0-d, factor of the routers' losses; None: there are none
     # What the model adds:
-    residual_positions: torch.Tensor | None = None  # [s/tp], those of this rank's part of the residual stream
+    residual_positions: torch.Tensor | None = None  # [s/tp], positions of this rank's part of the stream
 
     @property
     def embedded_positions(self) -> torch.Tensor:
-        """The positions that learned embeddings use -> `[s]` or `[b, s]`"""
+        """Positions for the learned position embedding -> `[s]` or `[b, s]`"""
         return self.positions if self.position_ids is None else self.position_ids
 
     @property
     def rotary_positions(self) -> torch.Tensor:
-        """Those of rotary embeddings -> `[s]` or `[b, s]`: in the row where attention crosses documents."""
+        """Positions for rotary embedding -> `[s]` or `[b, s]`: in the row if attention crosses documents."""
         return self.positions if self.cu_seqlens is None else self.embedded_positions
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The batch with every tensor changed."""
+        """Return the batch with `change` applied to every tensor."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return replace(self, **{name: change(x) for name, x in tensors.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
-        """On `device`; the copy of pinned memory to a GPU does not wait."""
+        """Return the batch on `device`; a copy from pinned memory to a GPU does not wait."""
         return self.each(lambda t: t.to(device, non_blocking=True))

@@ -1,14 +1,14 @@
-"""How much work a training step is, and what share of the machine it uses.
+"""The FLOPs of a training step, and the share of the GPUs' peak that they reach.
 
 Model FLOP/s utilisation (MFU, PaLM, arXiv:2204.02311 appendix B) is one division,
 
     MFU = FLOPs of the model for one step / (seconds * GPUs * peak FLOP/s of one GPU)
 
-but its numerator is a matter of convention. All agree on 6 FLOPs a token and matrix weight (2 forward, 4
-backward); they differ in which weights count and in how much of the S x S attention square does.
-Recomputation never counts; of experts those of a token do, of the router its weights with 6n; keys outside
-a sliding window do only in the full square, those of other documents in a row always (with
---variable-seq-lengths a document is a row). Llama-3-8B, GFLOPs a token:
+but its numerator is a matter of convention. All agree on 6 FLOPs per token and matrix weight (2 forward, 4
+backward); they differ in which weights count and in how much of the S x S attention scores. Recomputation
+never counts. Of the experts those that a token uses count, the router only with 6n. Keys outside a sliding
+window count only in the full square; keys of other documents in a row always do (with --variable-seq-lengths
+a document is a row). Llama-3-8B, GFLOPs per token:
 
     convention        weights                    attention     S 4096   S 8192   used by
     megatron          matmuls (LM head too)      causal half    48.25    51.47   Megatron; our headline
@@ -29,10 +29,10 @@ CONVENTIONS = ("megatron", "full-attention", "6n-causal", "6n")  # the first is 
 
 
 def layer_matmul_parameters(model: TransformerConfig, tp: int = 1, ffn: int | None = None) -> int:
-    """Matrix weights of one layer that one of `tp` ranks holds: QKV, projection, both MLP matrices.
+    """Count the matrix weights of a layer on one of `tp` ranks: QKV, projection, both MLP matrices.
 
-    Fewer key/value heads than ranks are replicated: every rank then holds one. ffn: width of the MLP, if not
-    that of the dense layers.
+    If there are fewer key/value heads than ranks, each rank holds one of them (replicated). ffn: width of the
+    MLP, if not that of the dense layers.
     """
     h, ffn = model.hidden_size, (model.ffn_size if ffn is None else ffn) // tp
     query = model.num_attention_heads * model.head_dim // tp
@@ -41,7 +41,7 @@ def layer_matmul_parameters(model: TransformerConfig, tp: int = 1, ffn: int | No
 
 
 def expert_parameters(model: TransformerConfig, experts: int, etp: int = 1) -> int:
-    """Parameters of this number of experts of a layer that one of `etp` ranks holds."""
+    """Count the parameters of `experts` experts of a layer on one of `etp` ranks."""
     h, f, parts = model.hidden_size, model.moe_ffn_size // etp, 2 if model.swiglu else 1
     return experts * (h * f * (parts + 1) + (parts * f + h) * (not model.disable_bias_linear))
 
@@ -55,12 +55,12 @@ def parameter_count(
     last: bool = True,
     experts: int | None = None,
 ) -> int:
-    """Parameters that one of `tp` ranks holds; all of the model's with tp 1.
+    """Count the parameters on one of `tp` ranks, those of the whole model with tp 1.
 
     Matrices and the biases of column-parallel layers are sharded, norms, positions and the other biases
-    replicated. vocab_size is what is to be counted: the tokenizer's, or the padded one. Of a pipeline rank:
+    replicated. vocab_size: the tokenizer's, or the padded one, as is to be counted. For a pipeline rank:
     its layers (None: all), and whether it has the first stage (embedding) and the last one (norm, output
-    weight). experts: how many of each layer, whole, if not all; `moe_router_topk` for what a token takes.
+    weight). experts: the number counted per layer (None: all); `moe_router_topk` for those of a token.
     """
     h, d = model.hidden_size, model.head_dim
     norm = h if model.normalization == "RMSNorm" else 2 * h  # weight, or weight and bias
@@ -93,7 +93,7 @@ def flops_per_iteration(
     batch_size: int,
     convention: str = "megatron",
 ) -> int:
-    """FLOPs of the model for forward and backward of `batch_size` sequences, over all ranks together.
+    """Count the model's FLOPs for forward and backward of `batch_size` sequences, over all ranks together.
 
     Raises ValueError for a convention that is not in CONVENTIONS (the module's docstring defines them).
     """
@@ -113,23 +113,23 @@ def flops_per_iteration(
 
 
 def stage_layers(config: Config, padded_vocab_size: int) -> list[range]:
-    """The layers of every stage of a resolved config; a split by cost counts the output layer's FLOPs."""
+    """Return the layers of each stage of a resolved config; splits by cost count the output layer's FLOPs."""
     model, length = config.model, config.data.seq_length
     layers, whole = (flops_per_iteration(model, vocab, length, 1) for vocab in (0, padded_vocab_size))
     return split.stage_ranges(config.parallel, model.num_layers, (whole / layers - 1) * model.num_layers)
 
 
 def _keys(s: int, window: int | None) -> int:
-    """Twice the keys that s queries see, s * s by the usual count; through a window fewer."""
+    """Return twice the keys that s queries see: s * s by the usual count, fewer with a window."""
     last = s if window is None else min(s, window + 1)
     return 2 * last * s - last * last
 
 
 def mfu(flops: float, seconds: float, world: int, peak: float | None) -> float | None:
-    """Share (0..1) of `world` devices' peak FLOP/s that a step reached; None where the peak is unknown."""
+    """Share (0..1) of `world` devices' peak FLOP/s that a step reached; None if the peak is unknown."""
     return None if peak is None else flops / (seconds * world * peak)
 
 
 def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float:
-    """A mean loss in nats a token as bits a byte of the text, comparable across tokenizers."""
+    """Convert a mean loss in nats per token to bits per byte of text, comparable across tokenizers."""
     return loss * tokens / (math.log(2) * num_bytes)

@@ -1,4 +1,4 @@
-"""FP8 recipes: with which scale a tensor is quantized, from which amax, and which ranks agree on it.
+"""FP8 recipes: which scale quantizes a tensor, which amax the scale is from, and which ranks agree on it.
 
 A linear layer has three tensors, x `[t, i]`, W `[o, i]` and g = dL/dy `[t, o]`, and three matmuls
 (`fp8_linear.py`). Each needs both operands contiguous in the dimension that it sums over, so a tensor is cast
@@ -21,7 +21,7 @@ scale is limit / amax: amax the largest |x|, limit = the format's largest value 
 
 W is cast once a step, for all microbatches and both matmuls, from its 16-bit value: at first use, or to the
 same bits by the optimizer (`fast/fp8_gather.py`), which makes the rowwise copy; the columnwise one is made at
-first use. A flat shard may end inside a row or block, so under these the optimizer never casts.
+first use. A flat shard may end inside a row or block, so with their scales the optimizer never casts.
 
 A row or block that tp cuts has a scale for each part: results depend on tp, within the error of the format.
 Scales of rows and blocks are powers of two: requantizing along the other dim (`requantize_transposed`) is
@@ -29,7 +29,7 @@ exact but for underflow.
 
 Delayed scaling has no history in its first step, which casts as tensorwise does. Microbatches and recomputed
 forwards raise one amax, and the history moves once a step, so neither a schedule nor recomputing changes a
-scale. Its amax is that of the last step (most_recent) or the largest in the history (max).
+scale. The scale is from the amax of the last step (most_recent) or the largest in the history (max).
 
 Zeros, infinities, NaN, outliers, error bounds and how Transformer Engine differs: docs/fp8.md.
 (FP8: arXiv 2209.05433; blocks: 2412.19437)
@@ -59,22 +59,22 @@ from nanomegatron.ops.fp8_cast import (
 )
 
 E4M3, E5M2 = FORMATS
-PER_TENSOR = ("delayed", "tensorwise")  # recipes with one scale a tensor
+PER_TENSOR = ("delayed", "tensorwise")  # recipes with one scale per tensor
 RECIPES = (*PER_TENSOR, "rowwise", "blockwise")
 ROLES = ("x", "w", "g")
-MULTIPLE = 16  # of all sizes of FP8 matmuls
+MULTIPLE = 16  # all sizes of FP8 matmuls are multiples of it
 INVERSE_STRIDE = 4  # a matmul on a GPU reads a tensor's inverse scale at a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the tensors of linear layers are quantized. Raises ValueError for settings that do not exist."""
+    """How the tensors of linear layers are quantized. Raises ValueError for unknown settings."""
 
-    name: str  # of RECIPES
+    name: str  # one of RECIPES
     gradient: torch.dtype = E5M2  # inputs and weights are E4M3
     margin: int = 0  # a tensor's largest value is scaled to the format's, divided by 2^margin; not blockwise
     history: int = 1  # delayed: steps whose amaxes count
-    algo: str = "most_recent"  # delayed: which of them, or "max"
+    algo: str = "most_recent"  # delayed: the last step's, or "max": the largest
     wgrad: bool = True  # weight gradients are multiplied in FP8 too
     gather: bool = False  # a sharded optimizer casts its shards of weights; not rowwise, not blockwise
 
@@ -88,7 +88,7 @@ class Recipe:
 
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> "Recipe":
-        """The recipe that a run's settings ask for."""
+        """Return the recipe of a run's settings."""
         return cls(
             name=config.fp8_recipe,
             gradient=E5M2 if config.fp8_format == "hybrid" else E4M3,
@@ -100,36 +100,36 @@ class Recipe:
         )
 
     def dtype(self, role: str) -> torch.dtype:
-        """The format of x, w or g."""
+        """Return the FP8 format of x, w or g."""
         return self.gradient if role == "g" else E4M3
 
     def limit(self, role: str) -> float:
-        """What the largest value of x, w or g is scaled to; not blockwise."""
+        """Return the value that the amax of x, w or g is scaled to; blockwise does not use it."""
         return fp8_limit(self.dtype(role), self.margin)
 
     def cast_by_optimizer(self, sharded: bool) -> bool:
-        """Whether the optimizer casts the weights; sharded: it holds shards of them only."""
+        """Whether the optimizer casts the weights; sharded: it holds only shards of them."""
         return self.gather if sharded else self.name == "delayed"
 
 
 class Quantized(NamedTuple):
-    """The FP8 copies of x `[m, k]` that were asked for."""
+    """The FP8 copies of x `[m, k]`; None for one that was not requested."""
 
     rowwise: Fp8Matrix | None  # of x
     columnwise: Fp8Matrix | None  # of x^T, [k, m]
 
     @classmethod
     def with_scale(cls, pair: Pair, inverse: torch.Tensor) -> "Quantized":
-        """Of what a cast with one scale made, and the scale's inverse `[]`."""
+        """Build it from the copies that a cast with one scale made, and the scale's inverse `[]`."""
         return cls(*(None if data is None else Fp8Matrix(data, inverse) for data in pair))
 
     def saved_form(self) -> Fp8Matrix:
-        """What a layer saves of its input for dW: columnwise, or rowwise where the backward gathers it."""
+        """Return the copy that a layer saves of its input for dW: rowwise only if the backward gathers it."""
         return self.rowwise if self.columnwise is None else self.columnwise
 
 
 def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
-    """The largest amax `[...]` over the axes, in place -> `[...]`; NaN, which reductions lose, as inf."""
+    """Max-reduce amax `[...]` over the axes, in place -> `[...]`; NaN, which reductions lose, becomes inf."""
     for axis in axes:
         if axis.size > 1:
             all_reduce_(amax.nan_to_num_(torch.inf, torch.inf), axis, "max")
@@ -139,24 +139,24 @@ def all_reduce_amax_(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:
 class Scales:
     """The FP8 state of all linear layers of a model, or of one stage of it.
 
-    Each layer has three slots of the tensors below, for x, w and g. Delayed scaling uses them; tensorwise
-    only those of weights that the optimizer casts.
-    axes: those over which delayed amaxes are agreed, so that all ranks cast with one scale (tp, dp_cp).
+    Each layer has three slots in `history`, `scale` and `limits`, for x, w and g. Delayed scaling uses all,
+    tensorwise scaling only those of weights that the optimizer casts.
+    axes: delayed amaxes are max-reduced over them, so that all ranks cast with one scale (tp, dp_cp).
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, axes: Sequence[Axis] = ()) -> None:
         self.recipe, self.axes = recipe, tuple(axes)
         self.layers: dict[str, Fp8Linear] = {}
         self.no_history_yet = True  # delayed: no step has ended
-        self.stats_hook: Callable | None = None  # (slot, x, its rowwise copy), of report/counters.py
+        self.stats_hook: Callable | None = None  # report/counters.py: (slot, x, its rowwise copy)
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 is this step's
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
         self._update_inverses()
 
     def add_layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8Linear":
-        """The state of a new layer; `name` is its own among all layers of the model. Raises ValueError.
+        """Add a layer and return its state. Raises ValueError if the model has a layer of this name already.
 
-        gradient: the format of its gradients, if it takes no other.
+        gradient: the format of its gradients, if not the recipe's.
         """
         if name in self.layers:
             raise ValueError(f"there is an FP8 layer {name} already")
@@ -170,9 +170,9 @@ class Scales:
         return self.layers[name]
 
     def end_step(self) -> None:
-        """After the backward, before the optimizer's step: the next step's scales; weights are cast again.
+        """Compute the next step's scales and drop the casts of weights. Call it before the optimizer's step.
 
-        delayed: all amaxes of this step go over each axis in one all-reduce.
+        Delayed scaling all-reduces the amaxes of this step, all at once, over each axis.
         """
         if self.recipe.name == "delayed" and self.layers:
             all_reduce_amax_(self.history[0], self.axes)
@@ -183,19 +183,19 @@ class Scales:
         self.discard_step()
 
     def discard_step(self) -> None:
-        """Discard this step's amaxes, as after a warm-up step, and the casts of weights that they include."""
+        """Discard this step's amaxes, e.g. of a warm-up, and the casts of weights that recorded some."""
         self.history[:1] = 0.0
         self.clear_weight_cache()
 
     def clear_weight_cache(self) -> None:
-        """Cast weights again at their next use, unless the optimizer casts them before."""
+        """Drop the casts of weights: their next use casts again, unless the optimizer does so before."""
         for layer in self.layers.values():
             layer.cached_weight = layer.optimizer_cast = None
 
     def update_weight_scales(self) -> None:
-        """Scales of weights from the amaxes that the optimizer has recorded of them in this step.
+        """Compute the weights' scales from the amaxes that the optimizer has recorded in this step.
 
-        Communicates these over each axis, in one all-reduce.
+        All-reduces these amaxes, all at once, over each axis.
         """
         weights = slice(ROLES.index("w"), None, len(ROLES))
         amax = all_reduce_amax_(self.history[0, weights].clone(), self.axes)
@@ -203,7 +203,7 @@ class Scales:
         self._update_inverses()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint between steps, of x, w, g of each layer -> amaxes `[history, 3]`, scales `[3]`"""
+        """Each layer's state for checkpoints, of its x, w, g -> amaxes `[history, 3]`, scales `[3]`"""
         found = {}
         if self.recipe.name == "delayed":
             for name, layer in self.layers.items():
@@ -212,7 +212,7 @@ class Scales:
         return found
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore these layers. state `[history, 3]` or `[3]`: as above. Raises ValueError if incomplete."""
+        """Restore what `state()` returned, state `[history, 3]` or `[3]`. Raises ValueError if incomplete."""
         expected = self.state()
         if missing := sorted(expected.keys() - state.keys()):
             raise ValueError(f"no FP8 scales of {', '.join(missing)}")
@@ -225,12 +225,12 @@ class Scales:
         self.clear_weight_cache()
 
     def _update_inverses(self) -> None:
-        """`[n, INVERSE_STRIDE]`, where matmuls read them; a new tensor, since casts keep views of theirs."""
+        """Compute `[n, INVERSE_STRIDE]` of 1 / scale; a new tensor, since casts keep views of the old one."""
         self.inverses = (1.0 / self.scale)[:, None].repeat(1, INVERSE_STRIDE)
 
 
 class Fp8Linear:
-    """The FP8 state of one linear layer, and its casts: `Scales.add_layer` makes it."""
+    """The FP8 state of one linear layer, and its casts; `Scales.add_layer` makes it."""
 
     def __init__(self, name: str, scales: Scales, first: int, recipe: Recipe) -> None:
         self.name, self.scales, self.recipe = name, scales, recipe
@@ -239,7 +239,7 @@ class Fp8Linear:
         self.optimizer_cast: Fp8Matrix | None = None  # the weight, rowwise
 
     def slot(self, role: str) -> int:
-        """Where the numbers of x, w or g are in `Scales`."""
+        """Return the index of x, w or g in the tensors of `Scales`."""
         return self.slots.start + ROLES.index(role)
 
     @property
@@ -253,8 +253,8 @@ class Fp8Linear:
         """Quantize x `[m, k]` as the tensor `role`, "x", "w" or "g".
 
         copies: "rowwise", "columnwise" or "both". axis: its ranks hold other rows or columns of the same
-        tensor; tensorwise: one number goes over it. record: the amax counts for later steps (delayed
-        scaling), and the cast in statistics; neither does in an evaluation.
+        tensor; tensorwise scaling all-reduces one number over it. record: keep the amax for later steps
+        (delayed scaling), and count the cast in statistics; false in evaluation.
         """
         x = x.detach()
         if self.recipe.name in PER_TENSOR:
@@ -267,7 +267,7 @@ class Fp8Linear:
     def _cast_tensor(
         self, x: torch.Tensor, role: str, copies: str, axis: Axis | None, record: bool
     ) -> Quantized:
-        """With one scale: that of the history, or of x itself."""
+        """Cast with one scale, from the history or from x itself."""
         if self.has_scale:
             output, inverse = self.known_scale(role, copies, record)
         else:
@@ -284,7 +284,7 @@ class Fp8Linear:
     def _cast_parts(
         self, x: torch.Tensor, role: str, copies: str, inverse: torch.Tensor | None = None
     ) -> Quantized:
-        """With a scale for each row or block. inverse: that of x, where x is FP8 itself."""
+        """Cast with a scale for each row or block. inverse: the inverse scales of x, if x is FP8 already."""
         dtype = self.recipe.dtype(role)
         if self.recipe.name == "rowwise":
             return Quantized(*fp8_cast_rows(x, dtype, self.recipe.limit(role), copies, inverse))
@@ -292,7 +292,7 @@ class Fp8Linear:
         return Quantized(*fp8_cast_blocks(x, dtype, squares, copies, power_of_two=True, inverse=inverse))
 
     def known_scale(self, role: str, copies: str, record: bool = True) -> tuple[Fp8Output, torch.Tensor]:
-        """For a kernel that itself writes x, w or g in FP8 -> its output, and the scale's inverse `[]`"""
+        """For a kernel that writes x, w or g in FP8 itself -> its Fp8Output, and the scale's inverse `[]`"""
         slot, scales = self.slot(role), self.scales
         amax = scales.history[0, slot] if record else None
         output = Fp8Output(self.recipe.dtype(role), scales.scale[slot], amax, copies)
@@ -306,9 +306,9 @@ class Fp8Linear:
             self.scales.stats_hook(self.slot(role), x(), quantized.rowwise)
 
     def weight(self, param: torch.Tensor, axis: Axis | None = None) -> Quantized:
-        """Both copies of the local param `[o, i]`, cast at first use in a step. axis: what it is cut over.
+        """Return both copies of the local param `[o, i]`, cast at first use in a step; axis shards it.
 
-        Raises RuntimeError where neither a cast nor the weight is there.
+        Raises RuntimeError if the weight is freed and its cast was discarded.
         """
         if self.cached_weight is None:
             if self.optimizer_cast is not None:
@@ -326,9 +326,9 @@ class Fp8Linear:
         self.cached_weight = None
 
     def requantize_transposed(self, rowwise: Fp8Matrix, role: str) -> Fp8Matrix:
-        """The columnwise copy, from a rowwise one that was gathered. `[m, k] -> [k, m]`
+        """Make the columnwise copy from a rowwise one that was gathered. `[m, k] -> [k, m]`
 
-        The same bytes where the tensor has one scale; else what they stand for, cast along the other dim.
+        The bytes are the same if the tensor has one scale; else the values are cast along the other dim.
         """
         if not rowwise.inverse.dim():
             return Fp8Matrix(fp8_transpose(rowwise.data), rowwise.inverse)

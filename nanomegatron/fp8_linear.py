@@ -8,11 +8,11 @@
     dy --- cast ---> g rowwise [t, o] --------------'                            dx = dy W
        `-----------> g columnwise [o, t]  with x columnwise into main_grad       dW = dy^T x
 
-Under sequence parallelism ("gather", "scatter") only the rowwise copy is cast; its bytes are gathered, half
-of bf16's, and transposed then (`requantize_transposed`). "gather" saves its shard of rows and gathers it
-again in the backward. Without FP8 weight gradients x is saved in 16 bits. One scale a tensor is one scale
-over tp, so that the result does not depend on tp (`fp8.py` says which recipe agrees on it, and when). Scales
-of rows on a GPU round dW to bf16 before it is added.
+Under sequence parallelism ("gather", "scatter") only the rowwise copy is cast; its bytes, half of
+bf16's, are gathered and then transposed (`requantize_transposed`). "gather" saves its shard of rows and
+gathers it again in the backward. Without FP8 weight gradients x is saved in 16 bits. A tensor with one scale
+has it on all tp ranks, so the result does not depend on tp (`fp8.py`: which recipe agrees on it, and when).
+With scales of rows, dW is rounded to bf16 on a GPU before it is added.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from nanomegatron.tp import start_input_grad_sum
 
 
 def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
-    """Let a linear layer of tp.py multiply in FP8."""
+    """Make a linear layer of tp.py multiply in FP8."""
 
     def linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
         return Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
@@ -93,18 +93,18 @@ class Fp8LinearFunction(torch.autograd.Function):
 
 
 def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
-    """The copies of x `[..., i]` that a layer needs. tensorwise: one number goes over an axis that cuts x."""
+    """Cast x `[..., i]` to the copies that a layer needs. tensorwise: one all-reduce if x is sharded."""
     cut = None if comm == "copy" else axis
     return fp8.cast(x.flatten(0, -2), "x", input_copies(fp8, comm, trains), cut, trains)
 
 
 def input_copies(fp8: Fp8Linear, comm: str, trains: bool) -> str:
-    """Which copies of x a layer needs: columnwise too for dW, unless its backward gathers x."""
+    """Return which copies of x a layer needs: columnwise too for dW, unless its backward gathers x."""
     return "both" if trains and fp8.recipe.wgrad and comm != "gather" else "rowwise"
 
 
 def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
-    """The copies of grad `[..., o]` that the backward needs; "scatter" gathers its rows over the axis."""
+    """Cast grad `[..., o]` to the copies that the backward needs; "scatter" all-gathers its rows."""
     if (casts := source_of(grad).casts) is not None:
         return casts
     g, wgrad = grad.flatten(0, -2), fp8.recipe.wgrad
@@ -115,7 +115,7 @@ def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quan
 
 
 def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.Tensor | None:
-    """Add dW = g x^T to `main_grad`, in the matmul where it can. g `[o, t]`, x `[i, t]` -> `[o, i]`, None"""
+    """Add dW = g x^T to `main_grad`, in the matmul if possible. g `[o, t]`, x `[i, t]` -> `[o, i]`, None"""
     target = main_grad(weight)
     if target is None or target.dtype != torch.float32 or g.inverse.dim():
         dtype = weight.dtype if target is None else target.dtype
@@ -126,7 +126,7 @@ def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.T
 
 
 def start_fp8_gather(matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
-    """Begin to gather the rows of all ranks in FP8, with their scales if rows have such; returns the wait."""
+    """Start to all-gather FP8 rows, and their scales if they have any; the result waits and returns them."""
     data = start_all_gather(matrix.data.view(torch.uint8), axis)
     inverse = start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
     return lambda: Fp8Matrix(data.wait().view(matrix.data.dtype), inverse.wait())

@@ -1,4 +1,4 @@
-"""Mixture of experts: in place of a layer's MLP many smaller ones, of which a router picks k for each token.
+"""Mixture of experts: many small MLPs replace that of a layer; a router picks k of them for each token.
 
     x [t, h] --+-- route       Router: probs, ids [t, k]
                |-- dispatch    tokens to the ranks of their experts, copies in order of experts    rows [r, h]
@@ -9,10 +9,10 @@
 Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have their own grid of ranks, etp x ep
 (`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There are two dispatchers:
 
-    allgather     x, probs and ids of all etp x ep ranks to all of them. Each rank takes the copies for its
-                  experts; the ranks' partial sums are reduce-scattered.
-    alltoall      a token, with its probs and ids, once to each ep rank that has any of its experts, and there
-                  to all etp ranks; its partial sums return the same way.
+    allgather     x, probs and ids are all-gathered over etp x ep. Each rank takes the copies for its experts;
+                  the ranks' partial sums are reduce-scattered.
+    alltoall      a token, with its probs and ids, is sent once to each ep rank that has any of its experts,
+                  and from there to all etp ranks; its partial sums return the same way.
 
     alltoall over ep 2, E 4, k 2    rank 0                          rank 1
     tokens                          0     1     2     3             4     5
@@ -26,11 +26,11 @@ Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have the
     copies in order of experts      0 2 5 | 0 3 4 5                 1 2 4 | 1 3
 
 Only the GPU knows how many rows arrive, and the host needs the number for messages and memory: it
-synchronizes (with alltoall several times a layer), except where etp x ep is 1. Combining multiplies by probs:
-a rank adds its copies of a token in fp32, in their order, and rounds the partial sum to the type of x; then
-the ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the communication with other work.
-(Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token once to a rank: DeepSeek-V3
-2412.19437; grids folded into each other: MoE Parallel Folding 2504.14960)
+synchronizes (with alltoall several times a layer), unless etp x ep is 1. Combine multiplies by probs: a rank
+adds its copies of a token in fp32, in their order, and rounds the partial sum to the type of x; then the
+ranks' partial sums are added. `fast/moe_dispatch.py` overlaps the communication with other work.
+(Switch, arXiv 2101.03961; GShard 2006.16668; MegaBlocks 2211.15841; a token sent once to a rank: DeepSeek-V3
+2412.19437; separate grid for experts: MoE Parallel Folding 2504.14960)
 """
 
 from collections.abc import Callable
@@ -63,11 +63,11 @@ from nanomegatron.recompute import keeping, recomputed, with_source
 from nanomegatron.router import Router, expert_capacity
 
 Activation = Callable[[torch.Tensor], torch.Tensor]  # `[r, 2f]` for gated units, or `[r, f]` -> `[r, f]`
-Dispatched = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # what `TokenDispatch.dispatch` gives
+Dispatched = tuple[torch.Tensor, torch.Tensor, list[int] | None]  # the result of `TokenDispatch.dispatch`
 
 
 def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The data flow of a mixture of experts. x `[s, b, h]` -> `[s, b, h]`"""
+    """Route, dispatch, apply the experts, combine; add the shared experts. x `[s, b, h]` -> `[s, b, h]`"""
     tokens = x.flatten(0, 1)
     probs, ids = layer.router(tokens, batch)
     dispatch = layer.dispatch_class(layer.experts)  # the state of this forward
@@ -77,7 +77,7 @@ def route_and_combine(layer: "MoELayer", x: torch.Tensor, batch: Batch) -> torch
 
 
 class MoELayer(nn.Module):
-    """Router, experts and shared experts. x `[s, b, h]` -> `[s, b, h]`, with sequence parallelism of s/tp."""
+    """Router, experts and shared experts. x `[s, b, h]` -> `[s, b, h]` (sequence parallelism: s is s/tp)."""
 
     run: Callable[["MoELayer", torch.Tensor, Batch], torch.Tensor] = staticmethod(route_and_combine)
 
@@ -90,7 +90,7 @@ class MoELayer(nn.Module):
         activation: Activation,
         shared: nn.Module | None = None,
     ) -> None:
-        """activation: of the experts; shared: an MLP for every token beside them."""
+        """activation: that of the experts; shared: an MLP applied to every token, added to their result."""
         super().__init__()
         self.router = Router(config, layer, mesh, init.at("router"))
         self.experts = GroupedExperts(config, mesh, init.at("experts"), activation)
@@ -111,7 +111,7 @@ class MoELayer(nn.Module):
         return recomputed(run, x) if self.recompute else run(x)
 
     def shared(self, x: torch.Tensor) -> torch.Tensor:
-        """The shared experts of every token. x `[s, b, h]` -> `[s, b, h]`"""
+        """Apply the shared experts to every token. x `[s, b, h]` -> `[s, b, h]`"""
         return recomputed(self._shared, x) if self.recompute_shared else self._shared(x)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,10 +120,10 @@ class MoELayer(nn.Module):
 
 
 class TokenDispatch:
-    """This rank's tokens to their experts and back, in one forward.
+    """Sends this rank's tokens to their experts and back, in one forward; a new object for each forward.
 
     dispatch    x `[t, h]`, probs fp32 `[t, k]`, ids int32 `[t, k]`, -1 for a dropped copy -> rows `[r, h]`
-                of this rank's experts; their offsets int32 `[e + 1]`, on the device, and on the host or None
+                for this rank's e experts; their offsets int32 `[e + 1]` on the device, on the host or None
     combine     rows `[r, h]`, partial sums over etp -> each token's weighted sum `[t, h]`
     """
 
@@ -134,16 +134,16 @@ class TokenDispatch:
         self.permute, self.unpermute = (permute, unpermute) if fused else (permute_ref, unpermute_ref)
 
     def capacity(self, tokens: int) -> int | None:
-        """Rows that every expert gets from each rank of `tokens` tokens; None where ids decide it."""
+        """Return how many rows each expert gets from each rank with `tokens` tokens; None: the ids decide."""
         return expert_capacity(tokens, self.config) if self.config.moe_pad_expert_input_to_capacity else None
 
     def route(self, ids: torch.Tensor, capacity: int | None, first: int = 0) -> Routing:
-        """Sort the copies of all tokens here by this rank's experts. ids `[t, k]`; first: the lowest id."""
+        """Sort the copies of all tokens at hand by expert of this rank. ids `[t, k]` count from `first`."""
         rows = None if capacity is None else capacity * self.mesh.etp_ep.size
         return route(ids - (first + self.mesh.ep.rank * self.local), self.local, self.multiple, rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
-        """Sort this rank's tokens by ep ranks: a copy for each rank with any of its experts. ids `[t, k]`"""
+        """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`"""
         owner = ids.div(self.local, rounding_mode="floor")
         repeated = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
         most = None if capacity is None else min(capacity * self.local, len(ids))
@@ -151,10 +151,10 @@ class TokenDispatch:
 
 
 class AllGatherDispatch(TokenDispatch):
-    """All-gather and reduce-scatter over etp x ep; all ranks have the same number of tokens."""
+    """All-gather and reduce-scatter over etp x ep; all ranks must have the same number of tokens."""
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
-        """All-gathers x `[t, h]`, probs, ids `[t, k]`; gradients of x and probs are reduce-scattered."""
+        """All-gather x `[t, h]`, probs, ids `[t, k]`; gradients of x and probs are reduce-scattered."""
         axis, capacity = self.mesh.etp_ep, self.capacity(len(ids))
         x, self.probs = gather_seq(x, axis), gather_seq(probs, axis)
         ids = all_gather(ids, axis)
@@ -164,15 +164,15 @@ class AllGatherDispatch(TokenDispatch):
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Reduce-scatters partial sums of each token. rows `[r, h]` -> `[t, h]`"""
+        """Reduce-scatter each token's partial sums. rows `[r, h]` -> `[t, h]`"""
         return scatter_seq(self.unpermute(rows, self.routing, self.probs), self.mesh.etp_ep)
 
 
 class AllToAllDispatch(TokenDispatch):
-    """All-to-all over ep, then over etp. Ranks may have different numbers of tokens without a capacity."""
+    """All-to-all over ep, then over etp. Without a capacity ranks may have different numbers of tokens."""
 
     def dispatch(self, x: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> Dispatched:
-        """Exchanges sizes, then x `[t, h]`, probs, ids `[t, k]` over ep and etp; the backward gradients."""
+        """Exchange sizes, then x `[t, h]`, probs, ids `[t, k]` over ep and etp (backward: gradients)."""
         ep, etp = self.mesh.ep, self.mesh.etp
         capacity = self.capacity(len(ids))
         # how many tokens this rank sends to each ep rank and receives, and how many each etp rank receives
@@ -195,7 +195,7 @@ class AllToAllDispatch(TokenDispatch):
         return self.permute(x, self.routing), self.routing.offsets, ends
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exchanges partial sums, over etp, where they are added, and over ep. rows `[r, h]` -> `[t, h]`"""
+        """Exchange partial sums, over etp, where they are added, then over ep. rows `[r, h]` -> `[t, h]`"""
         (sent, received), (shared, each) = self.over_ep, self.over_etp
         etp = self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
@@ -207,7 +207,7 @@ class AllToAllDispatch(TokenDispatch):
 def accumulate_by_expert(
     weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None]
 ) -> torch.Tensor | None:
-    """The gradient of stacked weights -> `[e*o, i]`; `add(out [o, i], begin, end)`: of an expert's rows."""
+    """Accumulate the gradient of stacked weights -> `[e*o, i]`; `add(out [o, i], begin, end)` adds a part."""
     target = main_grad(weight)
     total = torch.zeros_like(weight) if target is None else target
     each = total.view(groups.experts, -1, weight.shape[1])
@@ -226,9 +226,9 @@ def accumulate_by_expert(
 def weight_grad(
     weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, groups: Groups
 ) -> torch.Tensor | None:
-    """a^T b of each expert's rows, added to `main_grad`. a `[r, m]`, b `[r, n]` -> `[e*m, n]`
+    """Add a^T b of each expert's rows to `main_grad`. a `[r, m]`, b `[r, n]` -> `[e*m, n]` or None
 
-    The `run_or_defer` inside runs immediately where a pipeline has deferred the call of this.
+    The `run_or_defer` inside runs at once if a pipeline has deferred this call itself.
     """
     if groups.one_kernel(a, a.shape[1], b.shape[1]):
         return accumulate_grad(weight, lambda: grouped_outer(a, b, groups).view_as(weight))
@@ -240,7 +240,7 @@ def weight_grad(
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """Each expert's linear layer on its rows.
+    """Applies each expert's linear layer to its rows.
 
     x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
     """
@@ -263,7 +263,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts on rows in their order. rows `[r, h]` -> `[r, h]`, over etp a summand
+    """Applies this rank's experts to rows sorted by expert. rows `[r, h]` -> `[r, h]`, a partial sum over etp
 
     rows [r, h]          offsets [e + 1]: expert i has the rows offsets[i] ... offsets[i + 1]
 
@@ -273,13 +273,13 @@ class GroupedExperts(nn.Module):
        | expert 1 |   y = x W1[1]^T,  ...
     7  +----------+
 
-    Each rank of etp has its share of every expert's f inner features. Weights are stacked along dim 0:
+    Each etp rank has f/etp of every expert's inner features. Weights are stacked along dim 0:
 
     weight1  [e * 2f/etp, h]    gate of expert 0, up of expert 0, gate of expert 1, ...
-    weight2  [e * f/etp, h]     of expert 0, of expert 1, ...: transposed
+    weight2  [e * f/etp, h]     expert 0, expert 1, ..., each transposed
     """
 
-    multiple = 1  # of which each expert's number of rows is, by rows of zeros; above 1, no expert has none
+    multiple = 1  # each expert's rows are zero-padded to a multiple of it; above 1 no expert has none
     linear: Callable[..., torch.Tensor] = staticmethod(GroupedLinearFunction.apply)
 
     def __init__(self, config: TransformerConfig, mesh: Mesh, init: Init, activation: Activation) -> None:
@@ -316,10 +316,10 @@ class GroupedExperts(nn.Module):
         ends: list[int] | None = None,
         prefetch: list[Callable] | None = None,
     ) -> torch.Tensor:
-        """offsets: int32 `[e + 1]`, ascending from 0; rows beyond the last belong to no expert.
+        """offsets: int32 `[e + 1]`, ascending from 0; rows past the last offset belong to no expert.
 
         ends: the offsets on the host; None: a loop over experts waits for them, a grouped matmul does not.
-        prefetch: as `recompute.keeping` takes it.
+        prefetch: gets the function that recomputes the activation before the backward needs it.
         """
         groups = Groups(offsets, ends if len(rows) else [0] * len(offsets), self.config.moe_grouped_gemm)
         x = self.linear(rows, self.weight1, groups, False)

@@ -1,6 +1,6 @@
-"""Which experts a token goes to, with which weights, and what keeps the load of experts balanced.
+"""The router: chooses the experts of each token and their weights, and keeps the experts' load balanced.
 
-    x [t, h] -> logits [t, E] -> ids of the k best, probs [t, k] -> beyond an expert's capacity: id -1
+    x [t, h] -> logits [t, E] -> ids of the k best, probs [t, k] -> id -1 for copies over capacity
 
     scores                              the best by               probs of the chosen
     softmax                             logits                    softmax of their k logits         Mixtral
@@ -9,22 +9,22 @@
     any, load balancing by sinkhorn     a table that gives each   softmax(logits) as they are,
                                         expert the same load      sigmoid for k = 1
 
-Sinkhorn's table is of a microbatch on one replica: the tokens of all its tp and cp ranks. Microbatches are
-the same for any dp, so no layout changes it. (Megatron's is of the tokens of one rank.)
+A copy is one token for one of its k experts. Sinkhorn's table covers a microbatch on one replica: the tokens
+of all tp and cp ranks, so it does not depend on the layout. (Megatron's covers the tokens of one rank.)
 
-Losses, each with a weight; a microbatch counts by its number of tokens. P_e is expert e's mean score over a
-microbatch's tokens on tp and cp, f_e its share of their k choices (all f_e sum to 1)
+Losses, each with a weight; microbatches are weighted by their tokens. P_e is expert e's mean score over a
+microbatch's tokens on tp and cp, f_e its share of these tokens' k choices (the f_e sum to 1)
 
     aux_loss           E sum f_e P_e                    f, P of a microbatch on one replica
     seq_aux_loss       the mean of that over samples    f, P of a sample
     global_aux_loss    E sum f_e P_e                    f of all replicas' microbatches so far in this step;
-                                                        Megatron's gradient of it is smaller, by dp
+                                                        Megatron's gradient is smaller by a factor dp
     z_loss             mean of logsumexp(logits)^2
 
 Only P has a gradient. Each rank differentiates its own tokens' share of P and sums f over the ranks, so the
 ranks' gradients add up to the whole under any tp, cp and pp (docs/moe.md: what else the losses depend on).
-As in Megatron, tokens that the main loss masks take part, and f counts the best scores without bias, groups
-and drops. Padding of packs is not counted, nor is a forward without autograd, which will be recomputed.
+As in Megatron, tokens that the main loss masks take part, and f counts the k best scores before bias, group
+limit and drops. Not counted are padding of packs and forwards without autograd, which are recomputed with it.
 (Switch, arXiv 2101.03961; z-loss 2202.08906; global balance 2501.11873; bias 2408.15664; groups 2412.19437)
 """
 
@@ -49,11 +49,11 @@ from nanomegatron.param import (
     run_or_defer,
 )
 
-SINKHORN_ROUNDS, SINKHORN_TOLERANCE = 1000, 1e-4  # rounds at most, and the mean change that ends them
+SINKHORN_ROUNDS, SINKHORN_TOLERANCE = 1000, 1e-4  # the most rounds; the mean change at which they end
 
 
 def loss_weights(config: TransformerConfig) -> dict[str, float]:
-    """The router's losses, with their weights."""
+    """Return the router losses in use, {name: weight}."""
     kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
     found = {kind: coeff for kind, coeff in kinds if coeff and kind not in ("sinkhorn", "none")}
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
@@ -65,10 +65,10 @@ def choose(
     bias: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts and their weights. logits fp32 `[t, E]` -> probs `[t, k]`, ids int64 `[t, k]`
+    """Choose k experts per token. logits fp32 `[t, E]` -> their weights probs `[t, k]`, ids int64 `[t, k]`
 
-    bias `[E]` is added to sigmoid scores for the choice only. table `[t, E]`: of `sinkhorn`, in training,
-    which then chooses; of equally good experts the first.
+    bias `[E]` is added to sigmoid scores for the choice only. table `[t, E]`: the result of `sinkhorn`, which
+    replaces the scores in the choice (in training); ties then go to the lower id.
     """
     k, sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"
     if "sinkhorn" in config.moe_router_load_balancing_type:
@@ -88,9 +88,9 @@ def choose(
 
 @torch.no_grad()
 def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """The best experts by scores `[t, E]` -> ids int64 `[t, k]`; with a limit only those of the best groups.
+    """Return the k best experts, with a group limit only of the best groups. scores `[t, E]` -> ids `[t, k]`
 
-    A group of neighbours is as good as the sum of its k / limit best experts.
+    A group is E / groups consecutive experts; its score is the sum of its k / limit best scores.
     """
     k, groups, limit = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
     if limit:
@@ -102,11 +102,11 @@ def best_experts(scores: torch.Tensor, config: TransformerConfig) -> torch.Tenso
 
 @torch.no_grad()
 def sinkhorn(logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None) -> torch.Tensor:
-    """exp(logits) with rows and columns scaled until all rows have one sum, and all columns.
+    """Scale rows and columns of exp(logits) until all rows have one sum, and all columns another.
 
-    logits `[t, E]` -> `[t, E]`, over the tokens of all ranks of the axis, or the real `[t, 1]` ones. Each
-    round all-reduces E numbers, and the host waits. A few tokens with logits far apart would take thousands
-    of rounds, hence the limit. In fp64: entries that are equal stay equal in any order of the ranks' sums.
+    logits `[t, E]` -> `[t, E]`, over the tokens of all ranks of the axis; real `[t, 1]`: false for padding.
+    Each round all-reduces E numbers, and the host waits for them. A few tokens with logits far apart would
+    take thousands of rounds, hence the limit. fp64: equal entries stay equal in any order of ranks' sums.
     (arXiv 2202.01169)
     """
     table, least = logits.double().softmax(-1), torch.finfo(torch.float64).tiny
@@ -118,22 +118,22 @@ def sinkhorn(logits: torch.Tensor, axis: Axis, real: torch.Tensor | None = None)
         sums = all_reduce((tokens * rows) @ table, axis)
         before, columns = columns, 1 / (len(columns) * sums.clamp(min=least))
         moved = (before - columns).abs().mean()
-        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= SINKHORN_TOLERANCE:  # of large ones 1e-10
+        if (moved / (1e-6 * columns.mean()).clamp(min=1)).item() <= SINKHORN_TOLERANCE:  # large: 1e-10 x
             break
     return (columns * table * rows[:, None]).float()
 
 
 def expert_capacity(tokens: int, config: TransformerConfig) -> int | None:
-    """How many of a rank's tokens an expert takes; None for all."""
+    """Return how many of a rank's `tokens` tokens an expert takes at most; None: no limit."""
     factor = config.moe_expert_capacity_factor
     return factor and math.ceil(tokens * config.moe_router_topk / config.num_experts * factor)
 
 
 @torch.no_grad()
 def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """The ids with -1 for the copies beyond an expert's capacity. probs, ids `[t, k]` -> `[t, k]`
+    """Return the ids, with -1 for copies over their expert's capacity. probs, ids `[t, k]` -> `[t, k]`
 
-    It keeps those of the largest probs, or by policy "position" the first.
+    An expert keeps the copies with the largest probs, or with the policy "position" the first tokens'.
     """
     t, rank, capacity = len(ids), probs, expert_capacity(len(ids), config)
     if capacity is None or capacity >= t:
@@ -148,9 +148,9 @@ def drop(probs: torch.Tensor, ids: torch.Tensor, config: TransformerConfig) -> t
 def count_copies(
     ids: torch.Tensor, experts: int, columns: int = 1, of: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copies for each expert, of tokens `[s, columns]` with the experts ids `[t, k]` -> int64 `[columns, E]`
+    """Count the copies for each expert, by column of the batch. ids `[t, k]` -> int64 `[columns, E]`
 
-    of `[t, k]` or `[t, 1]`: count only the copies where this is true.
+    The t tokens are `[s, columns]`, flattened. of `[t, k]` or `[t, 1]`: only copies where it is true count.
     """
     place = torch.arange(len(ids), device=ids.device)[:, None] % columns * experts + ids
     ones = torch.ones_like(ids) if of is None else of.to(ids.dtype).expand_as(ids)
@@ -159,9 +159,9 @@ def count_copies(
 
 
 def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """This rank's summand of E sum f_e P_e, over columns of the batch, times the tokens of all ranks.
+    """Return this rank's part of E sum f_e P_e, the mean over the batch's columns, times all ranks' tokens.
 
-    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]` of the copies on all ranks -> `[]`
+    scores `[t, E]` of its tokens, zeros for padding; counts `[columns, E]`: copies on all ranks -> `[]`
     """
     columns, experts = counts.shape
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
@@ -169,32 +169,32 @@ def load_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def z_loss(logits: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of logsumexp(logits)^2 over tokens, or only real `[t, 1]` ones. logits `[t, E]` -> `[]`"""
+    """Sum logsumexp(logits)^2 over tokens, or over real `[t, 1]` ones. logits `[t, E]` -> `[]`"""
     squares = logits.logsumexp(-1, keepdim=True).square()
     return (squares if real is None else squares * real).sum()
 
 
 def mm_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b in fp32, of 16-bit matrices at their speed. a `[m, k]`, b `[k, n]` -> `[m, n]`"""
+    """a @ b of 16-bit matrices, at their speed on GPUs. a `[m, k]`, b `[k, n]` -> fp32 `[m, n]`"""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 class GateFunction(torch.autograd.Function):
-    """x W^T multiplied in `dtype`; x is saved in its own. x `[t, h]`, weight `[E, h]` -> `[t, E]`"""
+    """x W^T, multiplied in `dtype`; x is saved in its own dtype. x `[t, h]`, weight `[E, h]` -> `[t, E]`"""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight  # what hooks save comes back without its bucket
+        ctx.weight = weight  # not saved: a saved-tensor hook would return it without its bucket
         if dtype == torch.float32 != x.dtype:
             return mm_in_fp32(x, weight.t())
         y = x.to(dtype) @ weight.to(dtype).t()
-        return y.float() if dtype == torch.float64 else y  # the backward works in the type of this
+        return y.float() if dtype == torch.float64 else y  # the gradient, too, has this dtype
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:  # as three summands, at the speed of x
+        if grad.dtype == torch.float32 and x.dtype == torch.bfloat16:  # as a sum of three bf16 parts
             summands = []
             for _ in range(3):
                 summands.append(grad.bfloat16())
@@ -211,9 +211,9 @@ class GateFunction(torch.autograd.Function):
 
 
 class LossFunction(torch.autograd.Function):
-    """probs `[t, k]` -> `[t, k]` as they are; the backward also starts that of `loss`.
+    """Returns probs `[t, k]` -> `[t, k]` unchanged, with `loss` attached for the backward.
 
-    loss, scale `[]`: the loss and its gradient.
+    loss `[]` gets the gradient scale `[]` there.
     """
 
     @staticmethod
@@ -227,24 +227,24 @@ class LossFunction(torch.autograd.Function):
 
 
 class Choice(NamedTuple):
-    """The experts of this rank's tokens; `E`: of all experts."""
+    """The experts chosen for this rank's tokens, of all E experts."""
 
     probs: torch.Tensor  # fp32 [t, k]
     ids: torch.Tensor  # int32 [t, k], -1 for a dropped copy
-    best: torch.Tensor  # int64 [t, k], with the dropped ones
+    best: torch.Tensor  # int64 [t, k], the ids before dropping
     logits: torch.Tensor  # fp32 [t, E]
-    real: torch.Tensor | None  # bool [t, 1]: no padding of a pack
+    real: torch.Tensor | None  # bool [t, 1]: false for padding of a pack; None: all true
 
 
 class Router(nn.Module):
     """Chooses the experts of this rank's tokens. x `[t, h]` -> probs fp32 `[t, k]`, ids int32 `[t, k]`
 
     counts, dropped     int64 `[E]`: this rank's copies since `begin_step`, and how many of them were dropped
-    values              `[len(losses)]`: its summands of the losses since then; those of all microbatches and
-                        ranks sum to a loss's mean times the tokens of the global batch
-    expert_bias         `[E]`, or None: changes between steps
+    values              `[len(losses)]`: this rank's part of each loss since then; over all microbatches and
+                        ranks they add up to the mean loss times the tokens of the global batch
+    expert_bias         `[E]`, or None: `move_expert_biases` changes it between steps
 
-    In training it all-reduces counts, at most `[b, E]`, for each loss, over tp and cp or all replicas; for
+    In training each loss but z_loss all-reduces counts, at most `[b, E]`, over tp and cp or all replicas, and
     sinkhorn `[E]` in each round.
     """
 
@@ -252,7 +252,7 @@ class Router(nn.Module):
         super().__init__()
         experts, h = config.num_experts, config.hidden_size
         self.config, self.layer, self.mesh = config, layer, mesh
-        # ranks of tp with tokens of their own; without sequence parallelism they have the same
+        # over which tp ranks' tokens differ: without sequence parallelism they are the same
         self.tokens_axis = mesh.tp if config.sequence_parallel else Axis.single("tp")
         part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)
         self.weight = new_parameter(ParamSpec((part,), (experts, h), writes_grad=True), init)
@@ -265,7 +265,7 @@ class Router(nn.Module):
         self.register_buffer("values", torch.zeros(len(self.losses), device=init.device), persistent=False)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Views of what a checkpoint keeps beside parameters, by global name -> `[E]`"""
+        """Return the expert bias for a checkpoint, {global name: view}; {} without one -> `[E]`"""
         name = self.weight.spec.name.removesuffix(".weight")
         return {} if self.expert_bias is None else {f"{name}.expert_bias": self.expert_bias}
 
@@ -275,12 +275,12 @@ class Router(nn.Module):
         self.values.zero_()
 
     def forward(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses need the batch's aux_scale and sample_ids, packs its positions."""
+        """Losses read the batch's aux_scale and sample_ids, packs and jitter its residual_positions."""
         choice = self.choose(x, batch)
         return self.balance(choice, batch), choice.ids
 
     def choose(self, x: torch.Tensor, batch: Batch) -> Choice:
-        """The first step: the experts of each token of x `[t, h]`, as far as their capacity allows."""
+        """First half of the forward: choose experts for x `[t, h]` and drop copies over their capacity."""
         config, t = self.config, len(x)
         real, table = None, None
         if batch.cu_seqlens is not None:
@@ -293,7 +293,7 @@ class Router(nn.Module):
         return Choice(probs, drop(probs, best, config).int(), best, logits, real)
 
     def balance(self, choice: Choice, batch: Batch) -> torch.Tensor:
-        """The second: in training count the copies and attach the losses to probs -> `[t, k]`"""
+        """Second half: in training count the copies and attach the losses to probs -> `[t, k]`"""
         probs, ids, best, _, real = choice
         if not (self.training and torch.is_grad_enabled()):
             return probs
@@ -306,8 +306,8 @@ class Router(nn.Module):
         return LossFunction.apply(probs, self._loss(choice, batch), batch.aux_scale)
 
     def _logits(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """fp32 `[t, E]`."""
-        config, site = self.config, -1 - self.config.num_layers - self.layer  # beyond those of attention
+        """The router's logits, of jittered x or with forced balance if configured -> fp32 `[t, E]`"""
+        config, site = self.config, -1 - self.config.num_layers - self.layer  # after attention's sites
 
         def jitter(x: torch.Tensor, eps: float) -> torch.Tensor:
             place = batch.dropout_seed, site, batch.residual_positions, batch.sample_ids
@@ -323,7 +323,7 @@ class Router(nn.Module):
         return logits
 
     def _loss(self, choice: Choice, batch: Batch) -> torch.Tensor:
-        """This rank's summand of the weighted sum of all losses, times the microbatch's tokens."""
+        """This rank's part of the weighted sum of all losses, times the microbatch's tokens."""
         config, (_, _, ids, logits, real) = self.config, choice
         columns = len(batch.sample_ids) if "seq_aux_loss" in self.losses else 1
         if config.moe_router_score_function == "softmax":
@@ -343,7 +343,7 @@ class Router(nn.Module):
             if name == "global_aux_loss":
                 self.global_counts += all_reduce(all_reduce(each[0], self.tokens_axis), self.mesh.dp_cp)
                 each = self.global_counts[None]
-            else:  # without sequence parallelism a multiple: tp ranks have the same tokens
+            else:  # without sequence parallelism tp times the counts: tp ranks have the same tokens
                 each = all_reduce(each, self.mesh.tp_cp)
             values.append(load_loss(scores, each))
         self.values += torch.stack(values).detach()
@@ -351,9 +351,9 @@ class Router(nn.Module):
 
 
 def move_expert_biases(routers: list[Router], counts: torch.Tensor) -> None:
-    """After a step move each router's bias up for experts below the mean count, down for those above.
+    """Raise the biases of experts with fewer copies than the mean in the last step; lower those with more.
 
-    counts: `[routers, E]` of the copies on all ranks.
+    counts `[routers, E]`: copies on all ranks.
     """
     if routers:
         biases = [router.expert_bias for router in routers]
