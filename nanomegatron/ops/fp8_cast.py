@@ -1,15 +1,15 @@
-"""Casts to FP8 with one scale per tensor, row or block: the kernels of cuda/fp8_*.cu, and what they compute.
+"""Casts to FP8 with one scale per tensor, row or block: the kernels of cuda/fp8_*.cu, and their references.
 
     q = fp8(x * scale), saturating        x is about q * inverse, inverse = 1 / scale
     scale = limit / amax                  limit: the format's largest value / 2^margin
 
-    current scaling    fp8_amax, fp8_scale, fp8_cast                          the scale of this very tensor
-    delayed scaling    fp8_cast (notes the amax), fp8_update once a step      the scale of earlier steps
-    row scaling        fp8_cast_rows                                          each row's own scale
-    block scaling      fp8_cast_blocks                                        each block's own scale
+    current scaling    fp8_amax, fp8_scale, fp8_cast                          scale from this tensor's amax
+    delayed scaling    fp8_cast (records the amax), fp8_update once a step    scale from earlier steps' amaxes
+    row scaling        fp8_cast_rows                                          a scale per row, from its amax
+    block scaling      fp8_cast_blocks                                        a scale per block, from its amax
 
-Nothing waits for the GPU: scales and amaxes stay on it. An amax holds the largest |x| so far, NaN above all
-others; its owner zeroes it. Where there is no kernel, plain torch gives the same, to the bit.
+The host never waits: scales and amaxes stay on the GPU. An amax is the largest |x| so far, NaN counting as
+the largest; its owner resets it to zero. Without kernels plain torch gives the same results, to the bit.
 (arXiv 2209.05433; blocks: 2412.19437, section 3.3)
 """
 
@@ -24,20 +24,20 @@ from nanomegatron.ops.kernels import FLOATS, TYPES, launch_kernel, usable
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK = 128
-OUTPUTS = ("rowwise", "columnwise", "both")  # of [m, k]: itself, or its transpose
-Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # rowwise and columnwise, those that are wanted
-SMALLEST, LARGEST = 2.0**-126, 2.0**126  # scales; both they and their inverses are normal numbers
+OUTPUTS = ("rowwise", "columnwise", "both")  # the cast of [m, k], its transpose [k, m], or both
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # rowwise and columnwise; None: not wanted
+SMALLEST, LARGEST = 2.0**-126, 2.0**126  # of scales, so that they and their inverses are normal numbers
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix in FP8 that a matmul sums over the last dim of: about data * inverse."""
+    """A matrix in FP8, about data * inverse; a matmul contracts its last dim."""
 
     data: torch.Tensor  # [m, k], contiguous
-    inverse: torch.Tensor  # fp32: [] of the tensor, [m, 1] of rows, or of blocks as fp8_cast_blocks has them
+    inverse: torch.Tensor  # fp32: [] per tensor, [m, 1] per row, or per block as fp8_cast_blocks returns it
 
 
 def fp8_limit(dtype: torch.dtype, margin: int = 0) -> float:
-    """The value that a tensor's largest one is scaled to."""
+    """The value to which the largest |x| of a tensor is scaled."""
     return torch.finfo(dtype).max / 2.0**margin
 
 
@@ -53,7 +53,10 @@ def fp8_amax(x: torch.Tensor, amax: torch.Tensor) -> None:
 def fp8_scale(
     amax: torch.Tensor, limit: float, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """amax fp32 `[...]` -> scales `[...]`, inverses `[...]`: 1 for zero or not finite. Raises ValueError."""
+    """limit / amax and its inverse, 1 where amax is 0 or not finite: amax fp32 `[...]` -> `[...]`, `[...]`
+
+    power_of_two: the scale is rounded down to a power of two. Raises ValueError for an amax of another type.
+    """
     if amax.dtype != torch.float32:
         raise ValueError(f"amaxes are fp32, not {amax.dtype}")
     amax = amax.contiguous()
@@ -72,11 +75,12 @@ def fp8_update(
     limits: torch.Tensor,
     most_recent: bool = False,
 ) -> None:
-    """The scales of n tensors for the next step, from amaxes; the history moves on, in place, all fp32.
+    """Update the scales of n tensors for the next step from their amax history, in place; all are fp32.
 
-    history: `[length, n]`, row 0 of the step that ends, row j of j steps before; it moves down a row, row 0
-    becomes zero. scale, inverse, limits: `[n]`. amax: row 0 (`most_recent`) or the largest of a column. An
-    amax of zero or not finite keeps the scale and moves on as zero. Raises ValueError.
+    history: `[length, n]`, amaxes: row 0 of the step that ends, row j of j steps before; rows are shifted
+    down by one and row 0 is zeroed. scale, inverse, limits: `[n]`. Scales come from row 0 (`most_recent`) or
+    the largest of each column. A scale stays where that is zero or row 0 is not finite; amaxes that are not
+    finite are shifted as zero. Raises ValueError for other shapes, types or devices.
     """
     length, n = history.shape
     for x, shape in (history, (length, n)), (scale, (n,)), (inverse, (n,)), (limits, (n,)):
@@ -106,10 +110,10 @@ def fp8_cast(
     amax: torch.Tensor | None = None,
     outputs: str = "rowwise",
 ) -> Pair:
-    """fp8(x * scale) rowwise `[m, k]`, columnwise `[k, m]`, or both; None for what `outputs` does not name.
+    """Cast x `[m, k]`: fp8(x * scale) rowwise `[m, k]`, columnwise (transposed) `[k, m]`, or both, else None.
 
-    x: `[m, k]`; scale, amax: fp32 `[]` or `[1]`; amax is raised to that of x, whatever the scale.
-    outputs: "rowwise", "columnwise" or "both". Raises ValueError.
+    scale, amax: fp32 `[]` or `[1]`; amax becomes max(amax, |x|), x before scaling.
+    outputs: "rowwise", "columnwise" or "both". Raises ValueError for other shapes, types or devices.
     """
     _check(x, dtype, amax, scale)
     x, (row, flip) = x.contiguous(), _empty(x, *x.shape, dtype, outputs)
@@ -129,7 +133,7 @@ def fp8_cast_ref(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def fp8_transpose(q: torch.Tensor) -> torch.Tensor:
-    """The bytes of q^T: q `[m, k]` -> `[k, m]`. Raises ValueError."""
+    """Transpose an FP8 matrix: q `[m, k]` -> `[k, m]`, contiguous. Raises ValueError for other types."""
     if q.dtype not in FORMATS or q.dim() != 2:
         raise ValueError(f"a matrix of FP8 is transposed, not {q.dtype} {q.shape}")
     if not usable(q, "fp8_transpose", FORMATS):
@@ -146,10 +150,11 @@ def fp8_cast_rows(
     outputs: str = "rowwise",
     inverse: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
-    """x `[m, k]` in FP8 with a scale for each row, and x^T `[k, m]`, inverses fp32 `[m, 1]` and `[k, 1]`.
+    """Cast x `[m, k]`, x^T `[k, m]` or both to FP8, a scale for each row; inverses fp32 `[m, 1]`, `[k, 1]`.
 
-    Scales are powers of two, limit / amax rounded down. x may be FP8 of `dtype` already, with the inverse
-    `[m, 1]` of its rows or `[...]` of its blocks: then the numbers it stands for are cast. Raises ValueError.
+    Scales are limit / amax, rounded down to powers of two. x may already be FP8 of `dtype`, with the inverse
+    `[m, 1]` of its rows or `[...]` of its blocks: then x * inverse is cast. outputs: as in `fp8_cast`; None
+    for an output not wanted. Raises ValueError for other shapes, types or devices.
     """
     source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
     if not x.numel() or not usable(x, "fp8_cast_rows", FLOATS + FORMATS):
@@ -162,7 +167,7 @@ def fp8_cast_rows(
 
 
 def fp8_cast_rows_ref(x: torch.Tensor, dtype: torch.dtype, limit: float) -> Fp8Matrix:
-    """`fp8_cast_rows` of x `[m, k]` row-major, in plain torch."""
+    """The rowwise output of `fp8_cast_rows` for x `[m, k]`, in plain torch."""
     amax = x.abs().amax(dim=1, keepdim=True).float() if x.shape[1] else x.new_zeros(len(x), 1).float()
     scale = _scale(amax, torch.full_like(amax, limit), torch.ones_like(amax), power_of_two=True)
     return Fp8Matrix(fp8_cast_ref(x, scale, dtype).contiguous(), 1.0 / scale)
@@ -176,12 +181,12 @@ def fp8_cast_blocks(
     power_of_two: bool = False,
     inverse: torch.Tensor | None = None,
 ) -> tuple[Fp8Matrix | None, Fp8Matrix | None]:
-    """x `[m, k]` in FP8 and x^T `[k, m]`, each block with the scale of its own amax.
+    """Cast x `[m, k]`, x^T `[k, m]` or both to FP8, each block with a scale of its own.
 
     Blocks are 128 x 128 (`squares`), or 1 x 128 along the last dim of each output, so that the two are not
     each other's transpose. Inverses are fp32: `[m, k/128]` with the first dim contiguous, or `[m/128, k/128]`
-    with rows a multiple of 4 apart, as `torch._scaled_mm` takes them (block counts rounded up).
-    x, inverse `[...]`: as of fp8_cast_rows. Raises ValueError.
+    with a row stride divisible by 4, as `torch._scaled_mm` takes them (block counts rounded up).
+    x, inverse `[...]`, outputs: as in `fp8_cast_rows`. Raises ValueError for other shapes, types or devices.
     """
     source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
     if not usable(x, "fp8_cast_blocks", FLOATS + FORMATS):
@@ -194,7 +199,7 @@ def fp8_cast_blocks(
 
 
 def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> Fp8Matrix:
-    """`fp8_cast_blocks` of x row-major, in plain torch."""
+    """The rowwise output of `fp8_cast_blocks`, in plain torch."""
     (m, k), high = x.shape, BLOCK if squares else 1
     padded = F.pad(x.float(), (0, -k % BLOCK, 0, -m % high))
     padded = padded.view(padded.shape[0] // high, high, padded.shape[1] // BLOCK, BLOCK)
@@ -205,7 +210,7 @@ def fp8_cast_blocks_ref(x, dtype, squares, power_of_two=False) -> Fp8Matrix:
 
 
 def fp8_decode(a: Fp8Matrix) -> torch.Tensor:
-    """data * inverse, of one element, of rows or of blocks: what a matmul computes with. -> fp32 `[m, k]`"""
+    """Dequantize: data * inverse, with an inverse per tensor, row or block. -> fp32 `[m, k]`"""
     q, inverse = a
     if inverse.dim() == 2 and inverse.shape != (len(q), 1):
         inverse = _of_rows(q, inverse).repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
@@ -213,12 +218,12 @@ def fp8_decode(a: Fp8Matrix) -> torch.Tensor:
 
 
 def _of_rows(q: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Inverses of blocks as of blocks 1 x 128. `[m, k/128]`"""
+    """Inverses of blocks as those of blocks 1 x 128, `[m, k/128]`: those of squares are repeated."""
     return inverse if len(inverse) == len(q) else inverse.repeat_interleave(BLOCK, 0)[: len(q)]
 
 
 def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -> tuple:
-    """The kernels' arguments for x: x, the inverses of each row, and how far apart these are."""
+    """The kernels' arguments for x: x, the inverses of each row (None without), and their strides."""
     if inverse is None:
         _check(x, dtype)
         return x.contiguous(), None, 0, 0
@@ -232,13 +237,13 @@ def _source(x: torch.Tensor, dtype: torch.dtype, inverse: torch.Tensor | None) -
 
 
 def _plainly(cast: Callable, x: torch.Tensor, inverse: torch.Tensor | None, outputs: str) -> tuple:
-    """A cast of x and one of x^T, those that are wanted, in plain torch."""
+    """A cast of x and one of x^T, those named by `outputs`, in plain torch."""
     x = x if inverse is None else fp8_decode(Fp8Matrix(x, inverse))
     return None if outputs == "columnwise" else cast(x), None if outputs == "rowwise" else cast(x.t())
 
 
 def _scale(amax, limits, otherwise, power_of_two=False) -> torch.Tensor:
-    """limits / amax in bounds, `otherwise` where that says nothing."""
+    """limits / amax within the bounds; `otherwise` where amax is zero or not finite."""
     scale = (limits / amax).clamp(SMALLEST, LARGEST)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -246,7 +251,7 @@ def _scale(amax, limits, otherwise, power_of_two=False) -> torch.Tensor:
 
 
 def _empty(x: torch.Tensor, m: int, k: int, dtype: torch.dtype, outputs: str) -> Pair:
-    """Memory for `[m, k]` and `[k, m]` on the device of x. Raises ValueError."""
+    """Empty outputs `[m, k]` and `[k, m]` on x's device, those named by `outputs`. Raises ValueError."""
     if outputs not in OUTPUTS:
         raise ValueError(f"outputs: {', '.join(OUTPUTS)}; not {outputs!r}")
     row = None if outputs == "columnwise" else x.new_empty(m, k, dtype=dtype)
@@ -254,7 +259,7 @@ def _empty(x: torch.Tensor, m: int, k: int, dtype: torch.dtype, outputs: str) ->
 
 
 def _inverse(q: torch.Tensor, squares: bool) -> torch.Tensor:
-    """The fp32 memory for the inverses of a row-major q, in the layout of `torch._scaled_mm`."""
+    """Empty fp32 inverses of a row-major q, in the layout that `torch._scaled_mm` takes."""
     across, down = -(-q.shape[1] // BLOCK), -(-q.shape[0] // BLOCK)
     if squares:
         return q.new_empty(down, -(-across // 4) * 4, dtype=torch.float32)[:, :across]
@@ -262,7 +267,7 @@ def _inverse(q: torch.Tensor, squares: bool) -> torch.Tensor:
 
 
 def _check(x, dtype=None, *scalars: torch.Tensor | None) -> None:
-    """Raises ValueError for what the kernels do not take."""
+    """Raise ValueError for types, shapes or devices that the kernels do not take."""
     if x.dtype not in FLOATS or (dtype is not None and (dtype not in FORMATS or x.dim() != 2)):
         raise ValueError(f"a matrix of fp32, bf16, fp16 to E4M3 or E5M2, not {x.dtype} {x.shape} to {dtype}")
     _check_scalars(x.device, *scalars)
@@ -276,10 +281,10 @@ def _check_scalars(device: torch.device, *scalars: torch.Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class Fp8Output:
-    """What is wanted of a result y `[m, k]`: fp8(y * scale) rowwise, columnwise `[k, m]`, or both.
+    """How a fused kernel casts its result y `[m, k]`: fp8(y * scale) rowwise, columnwise `[k, m]`, or both.
 
-    scale, amax: fp32, one element; amax, if there is one, is raised to the largest |y|. outputs: one
-    of OUTPUTS. Raises ValueError.
+    scale, amax: fp32, one element; amax, if not None, becomes max(amax, |y|). outputs: one of OUTPUTS.
+    Raises ValueError for other types, devices or outputs.
     """
 
     dtype: torch.dtype
@@ -293,7 +298,7 @@ class Fp8Output:
         _check_scalars(self.scale.device, self.scale, self.amax)
 
     def empty(self, x: torch.Tensor, m: int, k: int) -> Pair:
-        """Memory for both; None: not wanted. x: `[...]`. Raises ValueError for an x that no kernel takes."""
+        """Empty outputs, None: not wanted. Raises ValueError if no kernel takes x `[...]`."""
         if x.dtype not in FLOATS or x.device != self.scale.device:
             raise ValueError(f"{x.dtype} on {x.device}: must be fp32, bf16 or fp16 on {self.scale.device}")
         return _empty(x, m, k, self.dtype, self.outputs)

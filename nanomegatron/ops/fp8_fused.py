@@ -1,10 +1,10 @@
-"""FP8 out of the kernels that make it: norms and gated units, cast in the pass that computes them.
+"""Norms and gated activations with their result in FP8, cast by the kernel that computes them.
 
-    norm_fp8               cuda/norm_fp8.cu      what goes into the linear layers of a block
-    gated_fp8              cuda/swiglu_fp8.cu    what goes into an MLP's second layer
-    gated_backward_fp8     cuda/swiglu_fp8.cu    the gradient of what its first layer gives
+    norm_fp8               cuda/norm_fp8.cu      the input of a block's linear layers
+    gated_fp8              cuda/swiglu_fp8.cu    the input of an MLP's second layer
+    gated_backward_fp8     cuda/swiglu_fp8.cu    the gradient of its first layer's output
 
-All are fp8_cast of the result in fp32: rounded once, where a norm or unit in 16 bits and a cast round twice.
+Each is fp8_cast of the fp32 result: rounded once; a 16-bit norm or activation and then a cast round twice.
 The transposed copy is for the weight gradient, whose GEMM contracts over rows.
 """
 
@@ -21,10 +21,10 @@ from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm in FP8, `[rows, h]` and `[h, rows]`, and its by-products.
+    """A norm's result in FP8, rowwise `[rows, h]` and columnwise `[h, rows]`, and its by-products.
 
-    out, total: the same and the sum before it, in the type and shape of x. rstd, mean: fp32 `[rows]`, for the
-    backward. None is what is not wanted or, as the mean of RMSNorm, not there.
+    out: the norm, total: x + residual, both in the type and shape of x. rstd, mean: fp32 `[rows]`, for the
+    backward. None: not wanted, or not defined (total without a residual, the mean of RMSNorm).
     """
 
     rowwise: torch.Tensor | None
@@ -47,7 +47,7 @@ def norm_fp8(
 ) -> Normed:
     """The norm of x, or of x + residual, in FP8, and with `also` in the type of x too. See `norm.norm`.
 
-    x, residual `[..., h]`, weight, bias `[h]`. Raises ValueError for tensors that do not fit.
+    x, residual `[..., h]`, weight, bias `[h]`. Raises ValueError if shapes, types or devices do not fit.
     """
     check_norm(x, residual, weight, bias)
     h = weight.numel()
@@ -76,7 +76,7 @@ def norm_fp8_ref(x, residual, weight, bias, eps, from_one, wanted, also=False) -
 
 
 def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
-    """act(gate) * up in FP8 of x `[..., 2*f]`, [gate; up]. -> `[rows, f]`, `[f, rows]`. Raises ValueError."""
+    """act(gate) * up in FP8, x `[..., 2*f]` = [gate; up]. -> `[rows, f]`, `[f, rows]`. Raises ValueError."""
     rows, f = _halved(x)
     pair = wanted.empty(x, rows, f)
     if not usable(x, "gated_fp8"):
@@ -87,11 +87,11 @@ def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
 
 
 def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
-    """The gradient by x in FP8, from that by act(gate) * up.
+    """The gradient of x in FP8, given the gradient of act(gate) * up.
 
     grad `[..., f]`, x `[..., 2*f]` -> `[rows, 2*f]`, `[2*f, rows]`
 
-    Raises ValueError for tensors that do not fit.
+    Raises ValueError if shapes, types or devices do not fit.
     """
     rows, f = _halved(x)
     pair = wanted.empty(x, rows, 2 * f)
@@ -106,7 +106,7 @@ def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp
 
 
 def _halved(x: torch.Tensor) -> tuple[int, int]:
-    """Rows and f of `[..., 2f]`."""
+    """The number of rows, and f, of x `[..., 2f]`."""
     if x.shape[-1] % 2:
         raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
     return math.prod(x.shape[:-1]), x.shape[-1] // 2

@@ -1,10 +1,11 @@
-"""FP8 matmuls, a [m, k] b [n, k]^T: torch's, with any scales, and one that adds to a weight gradient.
+"""FP8 matmuls, a [m, k] b [n, k]^T: torch's, for all kinds of scales, and one that adds to a weight gradient.
 
     fp8_matmul         y [m, n]          =   a_inverse * b_inverse * a b^T     E4M3 or E5M2, not both E5M2
-    add_fp8_product_   out [m, n] fp32  +=   the same                          one scale a tensor
+    add_fp8_product_   out [m, n] fp32  +=   the same                          one scale per tensor
 
-Torch's FP8 matmul cannot add: the reference writes a temporary as large as `out`, and reads it again in a
-pass that adds. cuda/matmul_fp8.cu has cuBLASLt do it in the matmul; that takes 32 MiB for each stream.
+Torch's FP8 matmul cannot accumulate: the reference writes a temporary as large as `out` and adds it in a
+second pass. cuda/matmul_fp8.cu calls cuBLASLt, which accumulates in the matmul; its workspace is 32 MiB per
+stream.
 """
 
 import functools
@@ -17,22 +18,23 @@ from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import BLOCK, FORMATS, Fp8Matrix, fp8_decode
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
-ALIGN, BYTES = 16, 16  # sizes, and where memory begins: cuBLASLt asks for it
-WORKSPACE = 32 << 20  # as torch's own for Hopper
+ALIGN, BYTES = 16, 16  # cuBLASLt needs sizes divisible by the first, addresses by the second
+WORKSPACE = 32 << 20  # bytes, as torch has for Hopper
 
 
 def fp8_matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """a b^T, summed in fp32: a `[m, k]`, b `[n, k]` -> `[m, n]` in `dtype`.
 
-    Both have scales of one kind. fast: on a GPU sums lose bits, for speed; blocks do without. torch raises
-    on a GPU that has no FP8, or no blocks (all but Hopper), and for n or k that are no multiples of 16.
+    Both have scales of the same kind. fast: on a GPU accumulate with less precision, for speed (not with
+    block scales). torch raises on a GPU without FP8, for block scales except on Hopper, and for n or k not
+    divisible by 16.
     """
     m, gpu = len(a.data), a.data.is_cuda
     rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))
     blocks = a.inverse.dim() == 2 and not rows
-    if blocks and not gpu:  # torch has no kernel
+    if blocks and not gpu:  # torch has no CPU kernel
         return (fp8_decode(a) @ fp8_decode(b).t()).to(dtype)
-    if blocks and m % ALIGN:  # as in the sample at a run's end: cuBLAS has none for such
+    if blocks and m % ALIGN:  # as when text is generated at a run's end: cuBLAS has no kernel for such m
         padding = 0, 0, 0, -m % ALIGN
         data = F.pad(a.data.view(torch.uint8), padding).view(a.data.dtype)
         a = Fp8Matrix(data, F.pad(a.inverse, padding))
@@ -44,7 +46,7 @@ def fp8_matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = Fals
 
 
 def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:
-    """Its inverse in the shape and strides that torch wants, which those of gathered blocks do not have."""
+    """The inverse of a in the shape and strides that torch takes; those of gathered blocks have others."""
     q, inverse = a
     if not inverse.dim():  # most CPUs have a fast kernel for scales of rows only, with the same result
         return inverse if q.is_cuda else inverse.expand(len(q), 1).contiguous()
@@ -56,10 +58,10 @@ def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:
 
 
 def add_fp8_product_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
-    """out += a b^T, in place, of tensors with one scale. out: fp32 `[m, n]`, a: `[m, k]`, b: `[n, k]`
+    """out += a b^T, in place; a and b have one scale each. out: fp32 `[m, n]`, a: `[m, k]`, b: `[n, k]`
 
-    All sizes are multiples of 16. fast: sums lose bits, for speed. A shape's first call cannot be part of a
-    CUDA graph. Raises ValueError.
+    All sizes are multiples of 16. fast: accumulate with less precision, for speed. The first call for a shape
+    cannot be part of a CUDA graph. Raises ValueError for other sizes, types or devices.
     """
     _check(out, *a, *b)
     if not a.data.numel() or not b.data.numel():
@@ -73,13 +75,13 @@ def add_fp8_product_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool =
 
 
 def add_fp8_product_ref_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
-    """`add_fp8_product_` by torch's matmul and a sum. out: fp32 `[m, n]`"""
+    """`add_fp8_product_` by torch's matmul, then an addition. out: fp32 `[m, n]`"""
     out.add_(fp8_matmul(a, b, torch.float32, fast))
 
 
 @functools.cache
 def missing() -> str:
-    """Why cuBLASLt cannot be called, with a warning; "" where it can."""
+    """The reason why cuBLASLt cannot be called, after a warning; "" if it can."""
     try:
         ops_kernels._kernels.fp8_matmul_ready()
     except RuntimeError as error:
@@ -94,12 +96,12 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Of one stream: matmuls of two may run at the same time."""
+    """The workspace of one stream: matmuls of two streams may run at the same time."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
 def _check(out, a, a_inverse, b, b_inverse) -> None:
-    """Raises ValueError for what the matmul does not take."""
+    """Raise ValueError for types, sizes or devices that the matmul does not take."""
     types = {a.dtype, b.dtype}
     if out.dtype != torch.float32 or not types <= set(FORMATS) or types == {torch.float8_e5m2}:
         raise ValueError(f"{out.dtype} += {a.dtype} x {b.dtype}: must be fp32 += E4M3 x E4M3, or x E5M2")

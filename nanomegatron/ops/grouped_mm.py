@@ -4,18 +4,19 @@
     dx = dy W       [rows, in]      rows in groups
     dW = dy^T x     [out, in]       a sum over each group
 
-torch multiplies all groups in one kernel, which on Hopper reads their offsets on the GPU; or there is a loop,
-for which the host has to know them. In bf16 the loop accumulates weight gradients in fp32 inside the matmul,
-where the grouped matmul returns them in bf16, to be added afterwards. On an H200, torch 2.11:
+torch multiplies all groups in one kernel, which on Hopper reads their offsets on the GPU. The alternative is
+a loop over the groups, for which the host has to know the offsets. In bf16 the loop accumulates weight
+gradients in fp32 inside the matmul; the grouped matmul returns them in bf16, to be added afterwards. On an
+H200, torch 2.11:
 
     experts x rows x in x out        y: loop           grouped           dW: loop          grouped, added
     4 x 16384 x 4096 x 28672         4.83 ms (796)     4.91 ms (784)     5.19 ms (742)     6.84 ms (563)
     64 x 131072 x 2048 x 1536        1.29 ms (641)     1.12 ms (735)     1.58 ms (523)     1.85 ms (447)
 
-(rows of all, TFLOP/s in brackets). The second loop's dW is faster here, where the GPU never waits for the
-host; in training, launching 64 matmuls takes longer than running them. Hence the loop where an expert has
-LARGE multiplications or more on average and the host knows the offsets; else the grouped matmul, so that the
-host need not wait. Types and sizes that torch has no grouped matmul for always use the loop.
+(rows of all experts; TFLOP/s in brackets). With 64 experts the loop's dW is faster here, where the GPU never
+waits for the host; in training, launching 64 matmuls takes longer than running them. Hence the loop if an
+expert has LARGE multiplications or more on average and the host knows the offsets; else the grouped matmul,
+so that the host need not wait. Types and sizes without a grouped matmul in torch always use the loop.
 """
 
 from dataclasses import dataclass
@@ -33,13 +34,13 @@ class Groups:
     """Which rows belong to which expert: expert i has rows offsets[i] ... offsets[i + 1]."""
 
     offsets: torch.Tensor  # int32 [e + 1]
-    ends: list[int] | None = None  # the same on the host, where it knows them
-    grouped: bool = True  # use the grouped matmul where it is the better one
+    ends: list[int] | None = None  # the offsets on the host, if it knows them
+    grouped: bool = True  # use the grouped matmul if it is the better one
     covers: "Groups | None" = None
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
-        """(expert, first row, end) of all that have rows; the host may have to wait for the offsets."""
+        """(expert, begin, end) of each expert with rows; without `ends` the host waits for the offsets."""
         ends = self.offsets.tolist() if self.ends is None else self.ends
         return [(i, begin, end) for i, (begin, end) in enumerate(pairwise(ends)) if begin < end]
 
@@ -57,7 +58,7 @@ class Groups:
         return self.covers
 
     def one_kernel(self, rows: torch.Tensor, *features: int) -> bool:
-        """Whether one grouped matmul multiplies all groups of rows `[r, i]`, by matrices of these sizes."""
+        """Whether to use one grouped matmul for rows `[r, i]`; features: the sizes of an expert's matrix."""
         known = self.ends is not None
         large = known and self.ends[-1] * prod(features) >= LARGE * self.experts
         return self.grouped and not large and fits(rows, *features)
@@ -69,7 +70,7 @@ def fits(rows: torch.Tensor, *sizes: int) -> bool:
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Each expert's rows of x `[r, i]` times its w `[e, i, o]` -> `[r, o]`; undefined beyond the offsets."""
+    """Each expert's rows of x `[r, i]` times its w `[e, i, o]` -> `[r, o]`; undefined past the offsets."""
     if groups.one_kernel(x, *w.shape[1:]):
         return torch._grouped_mm(x, w, offs=groups.offsets[1:])
     y = x.new_empty(len(x), w.shape[2])

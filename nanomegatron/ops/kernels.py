@@ -1,17 +1,17 @@
-"""The compiled kernels: whether there are any, for which tensors, and how one is launched.
+"""The compiled kernels: for which tensors they can be used, and how they are launched.
 
-    a tensor on a GPU, the extension is there, built for this GPU      the kernel of cuda/
-    anything else, and all `with without_kernels():`                   the reference, plain torch
+    a tensor on a GPU for which the extension was built      the kernel of cuda/
+    anything else, and all `with without_kernels():`         the reference, plain torch
 
-A kernel gets addresses, sizes and the current stream, and checks none: the caller of `launch_kernel` has made
-all tensors contiguous, on one device, of the types and shapes that the .cu file states. A launch is
-asynchronous and takes some microseconds of the host.
+A kernel gets addresses, sizes and the current stream, and checks nothing: the caller of `launch_kernel` makes
+sure that all tensors are contiguous, on one device, and of the types and shapes that the .cu file states. A
+launch is asynchronous and takes the host some microseconds.
 
     eager       an autograd.Function, which calls the kernel's binding directly: the least time on the host
     compiled    a custom op of the same code, its backward another; functional, nothing is written in place
 
-An op that in eager mode writes over its input, and says so to torch, is out of place under torch.compile and
-torch.export: the compiler plans memory by itself.
+An op that overwrites its input in eager mode (and reports that to autograd) is out of place under
+torch.compile and torch.export, where the compiler plans memory.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import torch
 
 try:
     from nanomegatron import _kernels
-except ImportError as error:  # a file that is there and does not load says why
+except ImportError as error:  # if a file exists and cannot be loaded, this says why
     _kernels, MISSING = None, str(error)
 else:
     MISSING = ""
@@ -40,10 +40,10 @@ PLAIN = "plain torch, for a forward inside nanomegatron.ops.kernels.without_kern
 
 
 class Switch:
-    """`with without_kernels():` runs the references, to compare; their second derivatives exist, too.
+    """`with without_kernels():` runs the references: to compare with, or for second derivatives.
 
-    It holds for the whole process: what a backward computes again runs on a thread of autograd's own, where
-    neither a thread's nor a context's variables would be seen.
+    It applies to the whole process: a backward recomputes activations on a thread of autograd, which would
+    not see thread-local or context variables.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ without_kernels = Switch()
 
 
 def kernels_unavailable(device: torch.device) -> str:
-    """Why kernels do not run on a device; "" where they do."""
+    """The reason why kernels do not run on a device; "" if they do."""
     return "they are switched off" if without_kernels.off else _unfit(device)
 
 
@@ -89,7 +89,7 @@ def _unfit_once(device: torch.device) -> str:
 
 
 def usable(x: torch.Tensor, op: str, types: tuple[torch.dtype, ...] = FLOATS) -> bool:
-    """Whether kernels can take x `[...]`. If not, on a GPU, a warning says so, once an op and dtype."""
+    """Whether kernels support x `[...]`; if not, and x is on a GPU, warns once per op and dtype."""
     if not x.is_cuda:
         return False
     if x.dtype in types and not kernels_unavailable(x.device):
@@ -110,15 +110,15 @@ def _tell_once(op: str, dtype: torch.dtype, device: torch.device) -> str:
     return why
 
 
-# To be run, not read, by torch.compile: what assume_constant_result does, which would load the compiler.
+# torch.compile runs these and does not trace them. (assume_constant_result, which does that, imports dynamo.)
 _unfit._dynamo_marked_constant = _tell._dynamo_marked_constant = True
 
 
 def once(backward: Callable, instead: str = PLAIN) -> Callable:
-    """A backward without one of its own: differentiating what it returns raises RuntimeError.
+    """Decorate a backward that has no derivative: differentiating its results raises RuntimeError.
 
-    instead: what has a second derivative. (torch's once_differentiable does not see a gradient that is a
-    constant, as that of a sum, and lets what depends on it be differentiated wrongly.)
+    instead: the alternative that has one, for the message. (torch's once_differentiable raises nothing if the
+    incoming gradient is a constant, as that of a sum: second derivatives are then wrong.)
     """
     name = backward.__qualname__.partition(".")[0]
     error = f"{name} is once_differentiable: it has no second derivative; {instead} has one"
@@ -137,7 +137,7 @@ def once(backward: Callable, instead: str = PLAIN) -> Callable:
 
 
 def launch_kernel(name: str, *args: torch.Tensor | float | None) -> None:
-    """Run a kernel on the current stream of the device of args `[...]`, all there. Raises RuntimeError."""
+    """Launch a kernel on the current stream of the device that has all args `[...]`. Raises RuntimeError."""
     device = args[0].device
     numbers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     if device.index == torch.cuda.current_device():
@@ -148,9 +148,9 @@ def launch_kernel(name: str, *args: torch.Tensor | float | None) -> None:
 
 
 def functional(schema: str, run: Callable, fake: Callable) -> Callable:
-    """The custom op `nanomegatron::...` of a schema. None among the results of `run` or `fake` becomes empty.
+    """Register the custom op `nanomegatron::...` of a schema; results that are None become empty tensors.
 
-    run: computes; fake: returns tensors of the shapes and types that `run` would, from the same arguments.
+    run: the implementation; fake: returns tensors of the shapes and types that `run` would return.
     """
 
     def full(function: Callable) -> Callable:
@@ -169,7 +169,7 @@ def functional(schema: str, run: Callable, fake: Callable) -> Callable:
 
 
 def differentiable(op: Callable, keep: Callable, backward: Callable) -> Callable:
-    """Give a custom op its backward: `backward(*grads, *keep(*inputs, output))` -> a gradient an input."""
+    """Give a custom op its backward: `backward(*grads, *keep(*inputs, output))` -> one per input."""
 
     def setup(ctx, inputs: tuple, output: tuple | torch.Tensor) -> None:
         kept = keep(*inputs, output)
