@@ -1,11 +1,11 @@
-"""Self attention of a decoder layer, its heads cut over tp.
+"""Self attention of a decoder layer, its heads sharded over tp.
 
     x [s, b, h] -> linear_qkv -> q [s, b, n/tp, d], k, v [s, b, g/tp, d]
                    (q, k norm), rotary embedding
-                   context = softmax(q k^T / sqrt(d)) v     [s, b, h/tp]    ops/attention.py, over cp cp.py
+                   context = softmax(q k^T / sqrt(d)) v     [s, b, h/tp]    ops/attention.py; over cp: cp.py
                 -> linear_proj -> y [s, b, h]
 
-With fewer key/value heads than tp ranks (g < tp), neighbouring ranks share one.
+With fewer key/value heads than tp ranks (g < tp), neighbouring ranks hold the same head.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 
 
 class SelfAttention(nn.Module):
-    """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, and y alike.
+    """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
-    context: attention over the ranks of cp, as `cp.context_attention`.
+    context: the function for rows sharded over cp, with the signature of `cp.context_attention`.
     """
 
     context: Callable[..., torch.Tensor] = staticmethod(context_attention)
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: cos, sin of its positions; cache: keeps keys, values."""
+        """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past."""
         q, k, v = self._queries_keys_values(x, rotary)
         if cache is not None:
             k, v = cache(self.layer, k, v)
@@ -104,10 +104,10 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def _dropout(self, q: torch.Tensor, batch: Batch) -> tuple[float, Callable | None]:
-        """The probability, and the dropout of the unfused path, the same under any layout."""
+        """Return the dropout probability, and for the unfused path dropout with one mask under any layout."""
         if not self.dropout or batch.dropout_seed is None:
             return 0.0, None
         heads = torch.arange(q.shape[2], device=q.device) + self.tp.rank * q.shape[2]
-        positions = (batch.positions, batch.positions)  # in training all that are keys are queries
+        positions = (batch.positions, batch.positions)  # in training queries and keys are the same tokens
         place = (batch.dropout_seed, -1 - self.layer, positions, batch.sample_ids, heads)
         return self.dropout, lambda probs: attention_dropout(probs, self.dropout, *place)

@@ -2,8 +2,8 @@
 
     tokens [b, s] -> Embedding -> x [s, b, h] -> (Norm -> attention, Norm -> MLP) x n -> Norm -> OutputLayer
 
-Where a layer has a fast form, one attribute holds the function that runs: `Norm.op`, `MLP.act`,
-`OutputLayer.linear`, `OutputLayer.loss`. Its default is the form of the core; `build.py` may set another one.
+If a layer has a fast form, one attribute holds the function that runs: `Norm.op`, `MLP.act`,
+`OutputLayer.linear`, `OutputLayer.loss`. Its default is the form of the core; `build.py` may set a fast one.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ from nanomegatron.tp import (
 
 
 def hidden_dropout(x: torch.Tensor, p: float, batch: Batch, site: int) -> torch.Tensor:
-    """Dropout of the residual stream, the same under any layout. x `[s, b, h]` -> alike `[s, b, h]`
+    """Apply dropout to the residual stream, with one mask under any layout. x `[s, b, h]` -> `[s, b, h]`
 
-    `site` numbers the places from 0.
+    site: the number of this dropout in the model, from 0 (the embedding's).
     """
     if p == 0.0 or batch.dropout_seed is None:
         return x
@@ -43,7 +43,7 @@ def hidden_dropout(x: torch.Tensor, p: float, batch: Batch, site: int) -> torch.
 def normalize(
     layer: "Norm", x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = norm(x + residual), and x + residual. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
+    """Return norm(x + residual), and x + residual. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
     how = layer.weight, layer.bias, layer.eps, layer.from_one
     if residual is not None and layer.fused:
         return add_norm(x, residual, *how)
@@ -52,9 +52,9 @@ def normalize(
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dim, one weight on all of `axis`. x `[..., h]` -> `[..., h]`
+    """RMSNorm or LayerNorm over the last dim, replicated over `axis`. x `[..., h]` -> `[..., h]`
 
-    partial: its ranks normalize different parts of the data (heads, or pieces of the sequence).
+    partial: the ranks of `axis` normalize different heads or slices of the sequence (gradients are partial).
     """
 
     op: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(normalize)
@@ -77,7 +77,7 @@ class Norm(nn.Module):
         return self._recomputable(*self.op(self, x))[0]
 
     def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and this sum. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
+        """Return the norm of x + residual, and the sum. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
         return self._recomputable(*self.op(self, x, residual))
 
     def _recomputable(self, y: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,12 +92,12 @@ def activate(mlp: "MLP", x: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """Two-layer feed-forward network, its features cut over tp. x `[s, b, h]` -> `[s, b, h]`, or of s/tp."""
+    """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
 
     act: Callable[["MLP", torch.Tensor], torch.Tensor] = staticmethod(activate)
 
     def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
-        """size: of the inner features, for shared experts."""
+        """size: the number of inner features if not the config's (for shared experts)."""
         super().__init__()
         h, ffn = config.hidden_size, size or config.ffn_size
         bias, cut = not config.disable_bias_linear, config.sequence_parallel
@@ -138,7 +138,7 @@ class Embedding(nn.Module):
         tp: Axis,
         init: Init,
     ) -> None:
-        """sizes: vocabulary, padded vocabulary, positions; weight: of the words."""
+        """sizes: vocabulary, padded vocabulary, positions; weight: of the word embeddings."""
         super().__init__()
         vocab_size, padded_size, positions = sizes
         h, cut = config.hidden_size, config.sequence_parallel
@@ -170,7 +170,7 @@ class OutputLayer(nn.Module):
     loss: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, vocab_size: int, weight: nn.Parameter, tp: Axis) -> None:
-        """weight: `[V/tp, h]`, columns past `vocab_size` are padding."""
+        """weight: `[V/tp, h]`, V padded: rows from `vocab_size` on are padding; the loss ignores them."""
         super().__init__()
         self.vocab_size, self.weight, self.tp = vocab_size, weight, tp
         self.sequence_parallel = config.sequence_parallel
@@ -180,7 +180,7 @@ class OutputLayer(nn.Module):
     ) -> torch.Tensor:
         """x `[s, b, h]` or `[s/tp, b, h]` -> logits `[s, b, V/tp]` or, with labels, the loss `[b, s]`
 
-        labels, loss_weights `[b, s]`: as those of a `Batch`.
+        labels, loss_weights `[b, s]`: as in `Batch`.
         """
         cut = self.sequence_parallel and self.training
         if labels is not None and self.loss is not None:

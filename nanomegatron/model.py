@@ -1,4 +1,4 @@
-"""The transformer, one class a box of the usual drawing; families differ only by configuration.
+"""The transformer, one class for each box of the drawing; model families differ only in configuration.
 
         tokens [b, s]
            |
@@ -43,7 +43,7 @@ from nanomegatron.tp import vocab_spec
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each with norm and residual. x `[s, b, h]` -> `[s, b, h]`, or of s/tp."""
+    """Attention and MLP, each with norm and residual. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
 
     def __init__(
         self,
@@ -81,21 +81,21 @@ class TransformerLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Stage:
-    """Which part of a model a GPTModel is; all of it by default.
+    """The part of the model that a GPTModel holds; by default the whole model.
 
-    mesh: its `embed` shares tied embeddings, its ep and etp experts. word_embeddings: the weight of the
-    embedding where another GPTModel of this rank has it.
+    mesh: its axis `embed` is for tied embeddings, ep and etp for experts. word_embeddings: the weight of the
+    embedding, if another GPTModel on this rank holds it.
     """
 
     layers: range | None = None
-    pre_process: bool = True  # the embedding comes before the layers
-    post_process: bool = True  # norm, output layer and loss come behind them
+    pre_process: bool = True  # has the embedding
+    post_process: bool = True  # has the final norm, output layer and loss
     mesh: Mesh = Mesh()
     word_embeddings: nn.Parameter | None = None
 
 
 class GPTModel(nn.Module):
-    """The decoder or a stage of it. With labels the loss of each token, without them this rank's logits."""
+    """The decoder or one stage of it. Returns each token's loss, or without labels this rank's logits."""
 
     def __init__(
         self,
@@ -110,9 +110,10 @@ class GPTModel(nn.Module):
         stage: Stage = Stage(),
         **megatron: Any,
     ) -> None:
-        """vocab_size: the tokens that exist; padded_vocab_size, a multiple of tp: the rows of the weights.
+        """vocab_size: number of tokens; padded_vocab_size: rows of the whole weights, a multiple of tp.
 
-        Other keywords of Megatron's GPTModel are taken, or answered with a TypeError; so is a layer spec.
+        Other keywords of Megatron's GPTModel are accepted if they change nothing. Otherwise a TypeError says
+        what to use instead; also for a layer spec.
         """
         super().__init__()
         if transformer_layer_spec is not None:
@@ -149,7 +150,7 @@ class GPTModel(nn.Module):
             self.output_layer = OutputLayer(config, vocab_size, words, tp)
 
     def set_input_tensor(self, x: torch.Tensor) -> None:
-        """x `[s, b, h]` or `[s/tp, b, h]`: from the stage before, for the next forward of this one."""
+        """Set the next forward's input x `[s, b, h]` or `[s/tp, b, h]`, the output of the previous stage."""
         self.input_tensor = x
 
     def forward(
@@ -157,10 +158,10 @@ class GPTModel(nn.Module):
     ) -> torch.Tensor:
         """labels `[b, s]` -> loss `[b, s]` or `[s, b, V/tp]` or `[s, b, h]` or `[s/tp, b, h]`
 
-        The loss, fp32 and the same on all tp ranks; without labels logits. A stage that is not the last gives
-        the residual stream, with sequence parallelism cut over tp.
-        Raises RuntimeError for a loss in eval mode that autograd follows, under sequence parallelism: the
-        ranks would have whole gradients where `dp.py` adds up summands; and without a needed input tensor.
+        Return the loss, fp32 and the same on all tp ranks; without labels the logits. A stage before the last
+        returns the residual stream, with sequence parallelism sharded over tp.
+        Raises RuntimeError if a stage lacks its input tensor; and under sequence parallelism for a loss in
+        eval mode with gradients, which would be whole on each rank, where `dp.py` sums partial gradients.
         """
         config, rotary = self.config, None
         whole = config.sequence_parallel and self.tp.size > 1 and not self.training

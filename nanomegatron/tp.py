@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer's matrices cut over the ranks of one axis.
+"""Tensor parallelism: each layer's matrices sharded over the ranks of one axis.
 
                 x  [s, b, h]                                x  [s/tp, b, h]   with sequence parallelism
                 |  on every rank, nothing sent              |  all-gather the sequence
@@ -8,24 +8,24 @@
                 |  all-reduce                               |  reduce-scatter over the sequence
                 y  [s, b, h]                                y  [s/tp, b, h]
 
-One all-reduce forward and one backward for such a pair; or, with the residual stream, norms and dropout cut
-along the sequence, an all-gather and a reduce-scatter, which send the same bytes; backward x is gathered once
-more. The vocabulary is cut the same way: the embedding looks up its own rows and sums, the output layer makes
-its own columns of the logits, and the loss needs one all-gather of two numbers per token from each rank:
+Such a pair needs one all-reduce forward and one backward. With sequence parallelism (residual stream, norms
+and dropout sharded along the sequence) each is an all-gather and a reduce-scatter, which send the same bytes;
+the backward gathers x once more. The vocabulary is sharded, too: a rank looks up its rows of the embedding
+(then all-reduce) and computes its columns of the logits; the loss all-gathers two numbers per token:
 
     one token's logits       | rank 0: lse, target | rank 1: lse, target | ...      each over its own columns
-    everywhere the same      loss = log sum exp(lse) - sum target                   (0 for others' labels)
+    the same on all ranks    loss = log sum exp(lse) - sum target                   (0 for others' labels)
 
 A linear layer does three matmuls. Its backward adds the weight gradient to `main_grad` and reports it to the
-bucket (`param.py`). Communication runs beside a matmul that does not wait for it (X: x gathered); only
-"scatter" gathers dy before both matmuls:
+bucket (`param.py`). Communication overlaps with a matmul that does not need its result (X: gathered x); only
+"scatter" must gather dy before both matmuls:
 
     time ->            comm "copy"                               comm "gather"
     matmuls            [ dx = dy W ][ main_grad += dy^T x ]      [ dx = dy W ][ main_grad += dy^T X ]
     collectives                     [ all-reduce dx       ]      [ gather x  ][ reduce-scatter dx    ]
 
-Where a pipeline defers weight gradients, the last matmul runs later (and x is gathered then, not before).
-In eval mode nothing is cut along the sequence: generating takes sequences of any length.
+If a pipeline defers weight gradients, the last matmul runs later (and x is gathered then, not before).
+In eval mode nothing is sharded along the sequence, so that generation can use any length.
 (Megatron-LM, arXiv 1909.08053; sequence parallelism 2205.05198)
 """
 
@@ -67,7 +67,7 @@ from nanomegatron.param import (
 )
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]  # y, or (y, bias) with skip_bias_add
-WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # has a second backward
+WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # which allows a second backward
 
 
 class LinearFunction(torch.autograd.Function):
@@ -81,13 +81,13 @@ class LinearFunction(torch.autograd.Function):
     "sum"       [s, b, i/tp]      [s, b, o]         all-reduce y                  -
     "scatter"   [s, b, i/tp]      [s/tp, b, o]      reduce-scatter y              gather dy
 
-    The backward keeps x as it comes: with "gather" the local shard.
+    For the backward it saves its input x: with "gather" only the local shard.
     """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # a saved weight may come back without `bucket`
+        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # saving a tensor may lose its `bucket`
         y = (all_gather(x, axis) if comm == "gather" else x) @ weight.t()
         if comm == "scatter":
             return reduce_scatter(y, axis)
@@ -120,14 +120,14 @@ def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Output features cut over tp. x `[s, b, i]` or `[s/tp, b, i]` -> `[s, b, o/tp]` or `[s, b, o]`
+    """Output features sharded over tp. x `[s, b, i]` or `[s/tp, b, i]` -> `[s, b, o/tp]` or `[s, b, o]`
 
     `output_size` is a number, or the sizes of the parts of a fused layer by name ({"q": 64, "k": 16, "v":
-    16}): each part is cut separately, so a rank's output is its own [q; k; v]. A pair (16, 2) is sharded over
-    tp/2 groups; the 2 neighbouring ranks of a group hold the same slice. With `sequence_parallel` x
-    is `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank. `skip_bias_add` gives
-    (y, bias) instead of their sum. linear: (x, weight, axis, comm) -> y, which communicates over tp as
-    `LinearFunction` says. fp8: its `fp8.Fp8Linear` where it quantizes; `fp8_linear.use_fp8` sets both.
+    16}): each part is sharded separately, so a rank's output is [q; k; v] of its own heads. A size (16, 2) is
+    sharded over tp/2 groups of 2 neighbouring ranks, which hold the same slice. With `sequence_parallel` x
+    is `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank; `skip_bias_add`
+    returns (y, bias) instead of their sum. linear: the function (x, weight, axis, comm) -> y, with the
+    communication of `LinearFunction`; fp8: its `fp8.Fp8Linear`, if any. `fp8_linear.use_fp8` sets both.
     """
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
@@ -168,7 +168,7 @@ class ColumnParallelLinear(nn.Module):
 
     @property
     def comm(self) -> str:
-        """What is sent for it, as `LinearFunction` says."""
+        """The communication of this layer, as in the table of `LinearFunction`: "copy" or "gather"."""
         return "gather" if self.sequence_parallel and self.training else "copy"
 
     def forward(self, x: torch.Tensor) -> Output:
@@ -180,11 +180,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features cut over tp. x `[s, b, i/tp]` or `[s, b, i]` -> `[s, b, o]` or `[s/tp, b, o]`
-
+    """Input features sharded over tp. x `[s, b, i/tp]` or `[s, b, i]` -> `[s, b, o]` or `[s/tp, b, o]`
     With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on
-    all ranks. The bias is replicated and added once the summands are together, or with `skip_bias_add` given
-    back as (y, bias). linear, fp8: as in ColumnParallelLinear.
+    all ranks. The bias is replicated and added after the reduction, or with `skip_bias_add` returned as
+    (y, bias). linear, fp8: as in ColumnParallelLinear.
     """
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
@@ -215,7 +214,7 @@ class RowParallelLinear(nn.Module):
 
     @property
     def comm(self) -> str:
-        """What is sent for it, as `LinearFunction` says."""
+        """The communication of this layer, as in the table of `LinearFunction`: "sum" or "scatter"."""
         return "scatter" if self.sequence_parallel and self.training else "sum"
 
     def forward(self, x: torch.Tensor) -> Output:
@@ -239,10 +238,10 @@ def vocab_spec(
     tied: bool = False,
     ends: Axis | None = None,
 ) -> ParamSpec:
-    """A `[padded/tp, hidden]` weight whose rows are the vocabulary, zero rows at the end.
+    """Return the spec of a `[padded/tp, hidden]` weight: a row per token of the vocabulary, then zero rows.
 
-    sizes: of the vocabulary and padded. tied: embedding and output layer share it. ends: the ranks of the
-    first and the last stage; if they are two, each has a copy, and their gradients are summed.
+    sizes: (vocabulary, padded vocabulary). tied: embedding and output layer share it. ends: the ranks of the
+    first and the last stage; if these are two, each has a copy, and the gradients of both are summed.
     """
     rows = sizes[1] // tp.size
     part = shard(name, (sizes[0], hidden_size), 0, tp, local_size=rows)
@@ -252,13 +251,13 @@ def vocab_spec(
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Rows of a local table; ids outside it give zeros. ids `[b, s]`, table `[V/tp, h]` -> `[s, b, h]`"""
+    """Look up ids `[b, s]` in the local table `[V/tp, h]`, zeros for ids of other ranks -> `[s, b, h]`"""
 
     @staticmethod
     def forward(ctx, ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
-        local = ids.t().contiguous() - first  # else the sequence would not be first in memory
+        local = ids.t().contiguous() - first  # so that the result is [s, b, h] in memory
         here = (local >= 0) & (local < table.shape[0])
-        # Foreign ids are spread over the rows: their gradient is zero, and no row becomes a hot spot.
+        # Ids of other ranks are spread over all rows: their gradient is zero, and no row becomes a hot spot.
         local = torch.where(here, local, local.remainder(table.shape[0]))
         ctx.save_for_backward(local, here)
         ctx.table = table
@@ -281,10 +280,9 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose rows are cut over tp. ids `[b, s]` -> `[s, b, h]` or `[s/tp, b, h]`
+    """Embedding whose rows are sharded over tp. ids `[b, s]` -> `[s, b, h]` or `[s/tp, b, h]`
 
-    The sum over tp: all-reduced, or with `sequence_parallel` reduce-scattered. weight: an existing one to
-    share.
+    All-reduces its output over tp, or with `sequence_parallel` reduce-scatters it. weight: one to share.
     """
 
     def __init__(
@@ -309,7 +307,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
-    """The first of this rank's `width` columns, and how many of them are vocabulary; the rest is padding."""
+    """Return the token of this rank's first logit column, and how many of its `width` are no padding."""
     first = tp.rank * width
     return first, min(max(vocab_size - first, 0), width)
 
@@ -317,7 +315,7 @@ def own_columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
 def over_shards(
     maximum: torch.Tensor, total: torch.Tensor, target: torch.Tensor, tp: Axis
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cross_entropy_stats` of the shards combined: log-sum-exp and the label's logit of the whole rows.
+    """Combine the shards' `cross_entropy_stats` into log-sum-exp and label's logit of the whole rows.
 
     maximum, total, target `[t]` -> `[t]`, `[t]`. One all-gather over tp, so that every rank adds the same
     numbers in the same order.
@@ -327,11 +325,11 @@ def over_shards(
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """Loss of each token from logits that are cut over tp; see `vocab_parallel_cross_entropy`.
+    """Loss of each token from logits that are sharded over tp; see `vocab_parallel_cross_entropy`.
 
-    logits `[t, V/tp]`, labels `[t]`, counted from this rank's first column -> `[t]` fp32. Keeps the logits
-    and one log-sum-exp a token; fp32 logits of the whole sequence never exist. The backward writes the
-    gradient over the logits. Of the columns the first `real` are vocabulary, the others padding.
+    logits `[t, V/tp]`, labels `[t]`, counted from this rank's first column -> `[t]` fp32. Saves the logits
+    and one log-sum-exp per token; fp32 logits of the whole sequence never exist. The backward overwrites the
+    logits with their gradient. The columns after the first `real` ones are padding.
     """
 
     @staticmethod
@@ -351,13 +349,13 @@ class CrossEntropyFunction(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, tp: Axis, vocab_size: int
 ) -> torch.Tensor:
-    """-log softmax(logits)[label] of each token, fp32, the same on all ranks of tp.
+    """Return -log softmax(logits)[label] of each token, fp32, the same on all ranks of tp.
 
-    logits `[s, b, V/tp]`, labels `[b, s]` -> `[b, s]`. Columns past `vocab_size` are padding and take no
-    part, so the loss does not depend on tp. One all-gather over tp: `2*s*b` numbers from each rank.
+    logits `[s, b, V/tp]`, labels `[b, s]` -> `[b, s]`. Logits from `vocab_size` on are padding and are
+    ignored, so the loss does not depend on tp. One all-gather over tp: `2*s*b` numbers from each rank.
     """
     first, real = own_columns(logits.shape[-1], tp, vocab_size)
-    if logits.is_leaf and logits.requires_grad:  # whose values are not for the backward to write over
+    if logits.is_leaf and logits.requires_grad:  # the backward must not overwrite the caller's tensor
         logits = logits.clone()
     loss = CrossEntropyFunction.apply(logits.flatten(0, 1), labels.t().flatten() - first, tp, real)
     return loss.view(labels.t().shape).t()
