@@ -87,7 +87,7 @@ PP 3 LAYOUT Et*4!!t*4L | 3 | LAYOUT Et*4!!t*4L: leaves nothing for pipeline rank
 PP 2 LAYOUT Et*4!t*4L FIRST 4 | 2 | FIRST or LAST, LAYOUT: only one
 PP 2 LAYOUT Et*4!t*4L VPP 2 | 2 | VPP 2: LAYOUT Et*4!t*4L has 1 on each of 2 ranks; leave it out
 PP 2 LAYOUT Et!t!ttt!tttL SCHEDULE 1f1b | 2 | SCHEDULE 1f1b: has 1 of | not 2
---delay-wgrad-compute | 1 | --delay-wgrad-compute: | SCHEDULE zb-h1 or zb-v puts weight gradients off
+--delay-wgrad-compute | 1 | --delay-wgrad-compute: | SCHEDULE zb-h1 or zb-v defers weight gradients
 --trace-dir x --trace-iterations | 1 | --trace-iterations: takes at least one value
 --trace-iterations 0 3 | 1 | --trace-iterations 0 3: each must be greater than 0
 --profile --profile-step-start 12 | 1 | --profile-step-end 12: must exceed --profile-step-start 12

@@ -15,14 +15,14 @@ import itertools
 from nanomegatron.config.settings import Config, DataConfig
 
 DEFAULT_ITERS = 1000
-MOST_STEPS = 10_000  # of a ramp
+MOST_STEPS = 10_000  # batch sizes in a ramp
 _POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def stages(data: DataConfig, dp_size: int) -> list[tuple[int, int]]:
-    """(samples consumed, batch size from there on), in order; the last is the full batch.
+    """Return (samples consumed, batch size from there on) of each stage, in order; the last is the full size.
 
-    Raises ValueError, whose text is the rule that is broken.
+    Raises ValueError with the rule that is broken.
     """
     if data.step_batch_size_schedule is not None:
         return _steps(data.step_batch_size_schedule, data.seq_length)
@@ -37,7 +37,7 @@ def stages(data: DataConfig, dp_size: int) -> list[tuple[int, int]]:
     sizes = range(first, last + 1, increment)
     if len(sizes) > MOST_STEPS:
         raise ValueError(f"must reach --global-batch-size {last} in at most {MOST_STEPS} steps")
-    each = samples / (len(sizes) - 1)  # as Megatron divides: other roundings move a boundary
+    each = samples / (len(sizes) - 1)  # divided as in Megatron: another rounding moves a boundary
 
     def begin(i: int) -> int:
         near = itertools.count(max(0, int(i * each) - 1))
@@ -47,7 +47,7 @@ def stages(data: DataConfig, dp_size: int) -> list[tuple[int, int]]:
 
 
 def _steps(schedule: str, seq_length: int) -> list[tuple[int, int]]:
-    """The stages of `0:768 250B:1536`, which counts tokens."""
+    """The stages of a schedule such as `0:768 250B:1536`: batch sizes from a number of tokens on."""
 
     def number(text: str) -> int:
         power = _POWERS.get(text[-1:].upper(), 1)
@@ -71,8 +71,8 @@ def _steps(schedule: str, seq_length: int) -> list[tuple[int, int]]:
 def samples_before(config: Config, dp_size: int) -> list[int]:
     """Samples consumed before each iteration of the run, and after its last: train_iters + 1 numbers.
 
-    A run of --train-samples stops before a batch that would go beyond them, except where batches still
-    grow: there it stops behind it (Megatron's rules again).
+    A run of --train-samples stops before the batch that would exceed them, or, while batches still grow,
+    after it (Megatron's rules).
     """
     data, run = config.data, config.run
     starts, sizes = zip(*stages(data, dp_size), strict=True)

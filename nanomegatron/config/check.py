@@ -1,8 +1,8 @@
-"""A whole run looked at before it starts: what is wrong with it, and the values that follow from others.
+"""Checks of a whole run before it starts, and the values that follow from other settings.
 
-Everything here is a function of the settings, the number of processes and what exists of the input files.
-`config/rules.py` checks what the declarations say; here and in `check_layout` and `check_model` are the rules
-about several settings. A message has the flag and its value, the rule, and what to change:
+Everything here is a function of the settings, the number of processes and which input files exist.
+`config/rules.py` checks each setting by its declaration; this module, `check_layout` and `check_model` check
+settings against each other. A message has the flag and its value, the rule, and what to change:
 
     --num-attention-heads 6: must divide by --tensor-model-parallel-size 4; nearest 4 or 8
 """
@@ -21,7 +21,7 @@ from nanomegatron.config.settings import MOST_ITERS, Config
 
 
 def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
-    """All that is wrong with a run of `world_size` processes, a message each; `gpu`: compute capability."""
+    """Return a message for each error in a run of `world_size` processes; gpu: its compute capability."""
     run = (config, world_size, device_type)
     errors = list(broken_rules(config))
     if beyond_limits(config):
@@ -39,12 +39,12 @@ def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tup
             errors += check
         except (TypeError, ValueError, ZeroDivisionError):
             if not errors:
-                raise  # only a value that is missing or out of bounds, and reported above, may be in the way
+                raise  # expected only after a missing or out-of-bounds value, which is reported above
     return errors
 
 
 def batch_errors(config: Config, world: int) -> Iterator[str]:
-    """What is wrong with the batch sizes and the length of the run."""
+    """Yield the errors in the batch sizes and the length of the run."""
     data, run, copy = config.data, config.run, config.parallel.ranks_per_replica
     dp = world // copy
     names = ("step_batch_size_schedule", "rampup_batch_size", "global_batch_size")
@@ -55,7 +55,7 @@ def batch_errors(config: Config, world: int) -> Iterator[str]:
     except ValueError as error:
         yield f"{words}: {error}"
         return
-    # Documents fill microbatches in any number.
+    # A microbatch may contain any number of documents.
     unit = 1 if data.variable_seq_lengths else dp * data.micro_batch_size
     if given[0] == names[0] and given[1:] and data.global_batch_size != sizes[-1]:  # which `resolve` fills in
         yield f"{words}: gives every batch size; leave {' and '.join(map(flag, given[1:]))} out"
@@ -73,7 +73,7 @@ def batch_errors(config: Config, world: int) -> Iterator[str]:
 
 
 def schedule_errors(config: Config) -> Iterator[str]:
-    """What is wrong with the learning rate's schedule."""
+    """Yield the errors in the learning rate's schedule."""
     opt, run = config.optimizer, config.run
     if opt.decoupled_lr is not None and opt.decoupled_min_lr is None and opt.min_lr > opt.decoupled_lr:
         yield f"--decoupled-lr {opt.decoupled_lr}: must be at least --min-lr {opt.min_lr}"
@@ -95,7 +95,7 @@ def schedule_errors(config: Config) -> Iterator[str]:
 
 
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
-    """What is wrong with the records of a run: their names, packages, files and steps."""
+    """Yield the errors in a run's records: their names, packages, files and steps."""
     run = config.run
     if run.run_name is not None and len(run.run_name.encode()) > 200:
         yield f"--run-name {run.run_name[:40]}...: must have at most 200 bytes"
@@ -122,7 +122,7 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """The same run with the values that follow from others filled in; `config` must be valid."""
+    """Return the config with the values that follow from others filled in; `config` must be valid."""
     model, data, run = config.model, config.data, config.run
     dp = world_size // config.parallel.ranks_per_replica
     _, batch = stages(data, dp)[-1]
@@ -145,14 +145,14 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def run_notes(config: Config) -> list[str]:
-    """What was asked for and is so already, or in part."""
+    """Return notes on settings that have no effect, or only a partial one."""
     notes = []
     data, precision = config.data, config.precision
     if precision.fp8_format and config.model.num_experts and precision.fp8_recipe != "rowwise":
-        why = "torch multiplies groups in FP8 with scales of rows alone (--fp8-recipe rowwise)"
+        why = "torch has grouped FP8 matmuls only with scales per row (--fp8-recipe rowwise)"
         notes.append(f"--fp8-recipe {precision.fp8_recipe}: experts multiply in bf16, the rest in FP8; {why}")
     if config.model.distribute_saved_activations and config.model.sequence_parallel:
-        notes.append("--distribute-saved-activations: with --sequence-parallel they are cut as they are")
+        notes.append("--distribute-saved-activations: with --sequence-parallel they are sharded already")
     if data.variable_seq_lengths and (data.reset_position_ids or data.reset_attention_mask):
         which = "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths"
         notes.append(f"{which} documents end where the data has it, not at end-of-document tokens")
@@ -164,7 +164,7 @@ def run_notes(config: Config) -> list[str]:
 
 
 def _bucket_size(config: Config, dp: int) -> int | None:
-    """Updates that take memory for a bucket, on the device or the host, want more than one."""
+    """--ddp-bucket-size, or a default if the update needs temporary memory per bucket; None: not set."""
     opt = config.optimizer
     in_16_bits = "bf16" in (opt.main_grads_dtype, opt.exp_avg_dtype, opt.exp_avg_sq_dtype)
     wanted = opt.optimizer_cpu_offload or in_16_bits or config.parallel.grad_reduce_in_bf16
@@ -172,7 +172,7 @@ def _bucket_size(config: Config, dp: int) -> int | None:
 
 
 def default_run_name(config: Config, preset: str | None) -> str:
-    """A name for runs/: the preset's, and eight digits for all that decides the result and the layout."""
+    """Return a folder name: the preset's, and a hash of the settings that decide result and layout."""
     named = {}
     for part, setting, value in declared(config):
         names_run = setting.metadata["names_run"]
@@ -182,7 +182,7 @@ def default_run_name(config: Config, preset: str | None) -> str:
 
 
 def resume_conflicts(earlier: Config, config: Config) -> list[str]:
-    """What keeps `config` from continuing in the folder of `earlier`: another model, data, batch or seed."""
+    """Return errors for changes from `earlier` that a resumed run may not have: model, data, batch, seed."""
     before, errors = values_of(earlier), []
     for part, setting, value in declared(config):
         resumable, old = setting.metadata["resumable"], before[setting.name]

@@ -1,4 +1,4 @@
-"""The layout of a run looked at before it starts: processes, sequences, pipeline, experts on their ranks."""
+"""Checks of a run's layout: processes, sequences, pipeline stages and experts on their ranks."""
 
 import math
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def multiple(name: str, value: int, of: str, unit: int) -> Iterator[str]:
-    """An error if `value` is no multiple of `unit`, with the nearest values that are."""
+    """Yield an error if `value` is no multiple of `unit`, with the nearest multiples."""
     if value % unit:
         yield f"{name} {value}: must divide by {of} {unit}; nearest {nearest(value, unit)}"
 
 
 def nearest(value: int, unit: int) -> str:
-    """The multiples of `unit` next to a value that is none, as words."""
+    """The multiples of `unit` just below and above `value`, as words: "8 or 16"; 0 is left out."""
     below = value // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)
 
 
 def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
-    """What is wrong with the layout of a run of `world` processes on devices of a type."""
+    """Yield the errors in the layout of a run of `world` processes; device: "cpu" or "cuda"."""
     parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
     if parallel.tp_comm_overlap and tp > 1 and not config.model.sequence_parallel:
         yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
@@ -57,14 +57,14 @@ def _processes(parallel: ParallelConfig, world: int) -> Iterator[str]:
 
 
 def length_unit(config: Config) -> int:
-    """What --seq-length is a multiple of: a cp rank has two chunks, cut over tp. Packs are padded."""
+    """The number that must divide --seq-length: a cp rank has two chunks, each sharded over tp. Packs: 1."""
     cp, cut = config.parallel.context_parallel_size, config.sequence_cut
     unit = cut if cp == 1 else cp * math.lcm(2, cut)
     return 1 if config.data.variable_seq_lengths else unit
 
 
 def _sequences(config: Config) -> Iterator[str]:
-    """Sequences shared over cp, and documents as they are."""
+    """Yield the errors in sharding sequences over cp, and in packing documents."""
     parallel, data, cut = config.parallel, config.data, config.sequence_cut
     cp, micro = parallel.context_parallel_size, f"--micro-batch-size {data.micro_batch_size}: must be 1"
     factors = ["2"] * (cut % 2) + [f"{CP} {cp}"] + [f"{TP} {cut}"] * (cut > 1)
@@ -90,7 +90,7 @@ def _sequences(config: Config) -> Iterator[str]:
 
 
 def _cp_types(config: Config, cp: int) -> Iterator[str]:
-    """--cp-comm-type, the two sizes of a2a+p2p, and heads that are to be sharded."""
+    """Yield the errors in --cp-comm-type, the two sizes of a2a+p2p, and heads that do not divide by ranks."""
     parallel, model, tp = config.parallel, config.model, config.parallel.tensor_model_parallel_size
     types, sizes = parallel.cp_types(model.num_layers), parallel.hierarchical_context_parallel_sizes
     if len(types) != model.num_layers:
@@ -128,7 +128,7 @@ def _pipeline(config: Config) -> Iterator[str]:
 
 
 def with_virtual_stages(config: Config) -> ParallelConfig:
-    """The layout with the number of pieces of a rank, not their size. Raises ValueError if there is none."""
+    """Return the layout with the number of virtual stages, not their size. Raises ValueError if not whole."""
     parallel, layers = config.parallel, config.model.num_layers
     size, pp = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
     if (layout := parallel.pipeline_model_parallel_layout) and pp > 1:
@@ -149,7 +149,7 @@ def with_virtual_stages(config: Config) -> ParallelConfig:
 
 
 def _with_stages_of(layout: str, parallel: ParallelConfig, pp: int) -> ParallelConfig:
-    """The layout with as many pieces of a rank as --pipeline-model-parallel-layout has."""
+    """`parallel` with the virtual stages per rank of --pipeline-model-parallel-layout. Raises ValueError."""
     pieces, rest = divmod(stages := len(layout_sizes(layout)), pp)
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     if rest:
@@ -171,7 +171,7 @@ def _schedule(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _experts(config: Config, world: int) -> Iterator[str]:
-    """Experts have a grid of their own over the ranks of a pipeline stage: etp, then ep, then edp."""
+    """Yield errors in the expert layout: a stage's ranks form a grid of etp (fastest), ep and edp."""
     parallel, model = config.parallel, config.model
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size

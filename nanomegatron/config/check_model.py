@@ -1,4 +1,4 @@
-"""The model, its precision and its training looked at before they start, and the data they read.
+"""Checks of the model, its FP8 sizes and its data before a run starts.
 
 FP8 matmuls sum over multiples of 16, or over whole blocks; each of the three sizes is summed over once:
 
@@ -19,7 +19,7 @@ from nanomegatron.config.settings import Config
 
 
 def model_errors(config: Config, device: str) -> Iterator[str]:
-    """What is wrong with the shape of the model and the way it is computed."""
+    """Yield the errors in the model's shape and in how it is computed."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_kv_heads
     if model.kv_channels is None:
@@ -56,7 +56,7 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
 
 
 def _inner_sizes(config: Config) -> Iterator[str]:
-    """The inner features of dense layers, of experts and of shared experts, sharded over their ranks."""
+    """Yield errors where the inner features of MLPs and experts do not divide by their tp ranks."""
     try:
         sparse = config.model.moe_layers
     except ValueError as error:
@@ -69,7 +69,7 @@ def _inner_sizes(config: Config) -> Iterator[str]:
 
 
 def inner_sizes(config: Config) -> list[tuple[str, int, str, int, str]]:
-    """Of every kind of MLP: its flag, its inner features, the flag, number and short name of their shards."""
+    """Return for each kind of MLP: flag and inner features; flag, number and short name of its shards."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     etp, kinds = config.parallel.expert_tensor_parallel_size or tp, []
     if not all(model.moe_layers):
@@ -120,7 +120,7 @@ def _upcycling(model: TransformerConfig, save: str | None, load: str | None) -> 
 
 
 def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
-    """What is wrong with FP8: its layers, its sizes, the GPU's compute capability (() if not known)."""
+    """Yield the errors in FP8 settings; capability: the GPU's compute capability, () if not known."""
     precision, layers = config.precision, config.model.num_layers
     if precision.fp8_format is None:
         return
@@ -143,7 +143,7 @@ def fp8_errors(config: Config, capability: tuple = ()) -> Iterator[str]:
 
 
 def _fp8_sizes(config: Config) -> Iterator[str]:
-    """An error for each flag that has to change, with the nearest values that fit."""
+    """Yield an error for each flag that has to change, with the nearest values that fit."""
     model, data = config.model, config.data
     tp = config.parallel.tensor_model_parallel_size
     unit, cp = config.precision.fp8_multiple, config.parallel.context_parallel_size
@@ -155,13 +155,13 @@ def _fp8_sizes(config: Config) -> Iterator[str]:
     if model.kv_channels:
         head, hidden = ("--kv-channels", d, each), (*hidden[:2], unit)
     rank = " of a tp rank" * (tp > 1)
-    rows = [  # in words, the size, the flag to change: its value, what it has to be a multiple of
+    rows = [  # in words, the size, the flag to change: its value, its unit
         ("--hidden-size", model.hidden_size, hidden),
         (f"head size {d} x {n} query heads{rank} =", n * d, head),
         (f"head size {d} x {n} query, 2 x {g} key/value heads{rank} =", (n + 2 * g) * d, head),
     ]
     for name, size, _, ranks, axis in inner_sizes(config):
-        if axis != "expert tp" or config.precision.fp8_recipe == "rowwise":  # the others' experts are in bf16
+        if axis != "expert tp" or config.precision.fp8_recipe == "rowwise":  # else experts are in bf16
             words = f"{name} {size}" + f" / {axis} {ranks}" * (ranks > 1) + " ="
             rows.append((words, size / ranks, (name, size, unit * ranks)))
     if not data.variable_seq_lengths:  # packs are padded
@@ -169,7 +169,7 @@ def _fp8_sizes(config: Config) -> Iterator[str]:
         words = f"--seq-length {length} x --micro-batch-size {micro}"
         words += f" / cp {cp}" * (cp > 1) + f" / tp {cut}" * (cut > 1) + " ="
         rows.append((words, length * micro / cp / cut, ("--seq-length", length, step)))
-    errors: dict[str, str] = {}  # the first of every flag
+    errors: dict[str, str] = {}  # the first error of each flag
     for words, size, (name, value, step) in rows:
         if size % unit:
             rule = f"must divide by {unit} for FP8; nearest {name} {nearest(value, step)}"
@@ -178,7 +178,7 @@ def _fp8_sizes(config: Config) -> Iterator[str]:
 
 
 def data_errors(config: Config) -> Iterator[str]:
-    """What is wrong with the data: where it comes from, its split, its tokenizer."""
+    """Yield the errors in the data's sources, split and tokenizer."""
     data = config.data
     per_split = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, n)]
     sources = [flag(n) for n in ("data_path", "data_args_path", "mock_data") if getattr(data, n)]
@@ -206,7 +206,7 @@ def data_errors(config: Config) -> Iterator[str]:
 
 
 def hub_hint(name: str) -> str:
-    """How to get what looks like the name of a repository on a hub, as the end of a message."""
+    """How to download a Hugging Face repository if `name` looks like one, as the end of a message."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         return ""
     folder = name.split("/")[1]
@@ -214,7 +214,7 @@ def hub_hint(name: str) -> str:
 
 
 def _blend(where: str, words: Sequence[str]) -> Iterator[str]:
-    """What is wrong with prefixes, or with weights and prefixes in turn: an odd number is only prefixes."""
+    """Yield the errors in prefixes, or in alternating weights and prefixes (an odd number: only prefixes)."""
     weights = [] if len(words) % 2 else [_number(word) for word in words[::2]]
     weighted = not all(map(math.isnan, weights))
     if weighted and not all(0 < weight < math.inf for weight in weights):

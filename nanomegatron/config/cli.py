@@ -1,12 +1,12 @@
-"""From a command line and TOML files to one `Config`, with everything that is wrong reported at once.
+"""Parses a command line and TOML files into one `Config`, and reports all errors at once.
 
     configs/base.toml  <-  extends  --  configs/mine.toml  <-  --config  --  flags
-                                                  the right one holds where several set a value
+                                                  of several values the rightmost is used
 
 Flags are the fields of `settings.py`: `--hidden-size 64`, `--hidden_size=64`, `--swiglu`, `--no-swiglu`,
 `--tp 2`. Keys of a file are the same names. Megatron's other flags are known too (`config/megatron.py`):
-those that change nothing here are noted, those that ask for what is not here are errors, and nothing is
-ignored in silence.
+those that change nothing here give a note, those for features that do not exist here an error, and none is
+silently ignored.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from nanomegatron.config.settings import Config
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_PRESET = "tiny-cpu"
 MOST_BASES = 20  # files that extend each other in a row
-# Ways to say one thing: a flag overrides what a file says in another way. fields of one way | of another
+# Alternative settings: a flag drops the file's values of the other fields in its line. one way | another
 ALTERNATIVES = """
 train_iters | train_samples
 lr_decay_iters | lr_decay_samples
@@ -57,7 +57,7 @@ HEADING = """python train.py [--config FILE] [--flag value ...]
 
 
 class ConfigError(ValueError):
-    """What is wrong with a command line or a file, a message each."""
+    """The errors in a command line or a file; `messages` has one line for each."""
 
     def __init__(self, messages: Iterable[str]) -> None:
         self.messages = list(messages)
@@ -66,7 +66,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Parsed:
-    """A command line, read: the settings, notes for the user, and what to do."""
+    """A parsed command line: the settings, notes for the user, and the action."""
 
     config: Config
     notes: list[str]
@@ -76,7 +76,7 @@ class Parsed:
 
 
 def parse(argv: list[str]) -> Parsed:
-    """Read a command line; what cannot be read is in `errors`, and the settings are those of the rest."""
+    """Parse a command line. Errors of single flags are in `errors`; the settings are those of the others."""
     reader = _Reader()
     reader.read_flags(argv)
     preset, load = reader.config_file, reader.values.get("load")
@@ -105,14 +105,14 @@ def parse(argv: list[str]) -> Parsed:
 
 
 def hf_settings(load: str | None) -> str | None:
-    """The Hugging Face folder with the config.json of what --load names: itself, or what convert.py kept."""
+    """Return the folder with the config.json of --load: itself, or the one that convert.py kept; or None."""
     if load and is_hf_folder(load):
         return load
     return f"{load}/hf" if load and (Path(load) / "hf" / "config.json").is_file() else None
 
 
 def drop_alternatives(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """`earlier` without what `later` says in another way."""
+    """Return `earlier` without the values to which `later` sets an alternative."""
     said = {name for name, value in later.items() if value or (value == 0 and value is not False)}
     dropped = set()
     for line in ALTERNATIVES.strip().splitlines():
@@ -123,7 +123,7 @@ def drop_alternatives(earlier: dict[str, Any], later: dict[str, Any]) -> dict[st
 
 
 def build_config(values: dict[str, Any]) -> Config:
-    """A Config with these fields set and the others at their defaults."""
+    """Return a Config with these fields set and the others at their defaults."""
     parts = {}
     for part in dataclasses.fields(Config):
         names = {setting.name for setting in dataclasses.fields(part.type)}
@@ -132,7 +132,7 @@ def build_config(values: dict[str, Any]) -> Config:
 
 
 def find_preset(name: str) -> Path:
-    """What --config means: a path, the name of a file in configs/, or a folder with a config.json."""
+    """Return the path that --config names: a file, a preset in configs/, or a folder with a config.json."""
     candidates = [Path(name), PRESETS / name, PRESETS / f"{name}.toml"]
     found = (path for path in candidates if path.is_file() or (path / "config.json").is_file())
     return next(found, candidates[0])
@@ -159,7 +159,7 @@ class _Reader:
         return megatron_flags()
 
     def read_flags(self, argv: list[str]) -> None:
-        """`--name value ...`, `--name=value`, `--name`; what follows a flag up to the next one is its."""
+        """Read `--name value ...`, `--name=value`, `--name`: the words up to the next flag are its values."""
         groups: list[list[str]] = []
         for word in argv:
             if word.startswith("--") or word == "-h":
@@ -209,14 +209,14 @@ class _Reader:
             self.errors.append(f"{source}: {error}")
 
     def scale_min_lr(self, base: dict[str, Any]) -> None:
-        """A lone --lr keeps the ratio of a file's min-lr to its lr, where it is below that min-lr."""
+        """If --lr is given without --min-lr and below the file's min-lr, scale min-lr in proportion to lr."""
         lr, low = self.values.get("lr"), base.get("min_lr", 0.0)
         if lr is not None and "min_lr" not in self.values and 0 <= lr < low <= base.get("lr", low):
             self.values["min_lr"] = low * lr / base.get("lr", low)
             self.notes.append(f"--min-lr {self.values['min_lr']:g}: {low:g} scaled with --lr")
 
     def with_companions(self, values: dict[str, Any]) -> Config:
-        """The config with what settings bring along, each with a note."""
+        """Return the config with the settings that others bring (`Rules.brings`), each with a note."""
         config, companions = build_config(values), _Reader()
         for option, owner in brought(config, self.values):
             companions.read_flags(option.split())
@@ -228,7 +228,7 @@ class _Reader:
         return did_you_mean(flag(name), names) or "; --help all lists every flag"
 
     def read_file(self, path: Path, seen: tuple[Path, ...] = ()) -> None:
-        """A TOML file and those it extends, or the config.json of a Hugging Face folder."""
+        """Read a TOML file and those it extends, or the config.json of a Hugging Face folder."""
         if (path / "config.json").is_file():
             try:
                 self.values |= read_folder(path)[1]
@@ -259,7 +259,7 @@ class _Reader:
         self.read_table(table, str(path))
 
     def read_table(self, table: dict[str, Any], source: str) -> None:
-        """The keys of a TOML file."""
+        """Read the keys of a TOML file; `source` names the file in errors."""
         for key, value in table.items():
             name = key.replace("-", "_")
             name = self.aliases.get(name, name)
@@ -275,7 +275,7 @@ class _Reader:
 
 
 def convert(setting: dataclasses.Field, words: list[str]) -> Any:
-    """The value of a setting from the words behind its flag. Raises ValueError with what is expected."""
+    """Convert the words after a flag to its value. Raises ValueError with what is expected."""
     kind, rules = setting.type, setting.metadata
     number = {int: "a whole number", float: "a number"}
     several = typing.get_origin(kind) is tuple
@@ -312,7 +312,7 @@ def convert(setting: dataclasses.Field, words: list[str]) -> Any:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The name that is nearest to a word that is none, as the end of a message; empty if none is near."""
+    """Suggest the name most similar to an unknown word, as the end of a message; empty if none is."""
     folded = {name.casefold(): name for name in names}
     close = difflib.get_close_matches(word.casefold(), folded, 1)
     return f"; did you mean {folded[close[0]]}?" if close else ""
@@ -338,7 +338,7 @@ def _toml(value: Any) -> str:
 
 
 def from_toml(text: str) -> Config:
-    """The Config that `to_toml` has written. Raises ConfigError."""
+    """Return the Config that `to_toml` wrote. Raises ConfigError."""
     reader = _Reader()
     reader.read_table(tomllib.loads(text), "config")
     if reader.errors:

@@ -1,4 +1,4 @@
-"""A command line answered before torch is imported, in a fraction of a second: help, and most errors."""
+"""Answers a command line before torch is imported, in a fraction of a second: help, and most errors."""
 
 import os
 import sys
@@ -10,8 +10,8 @@ from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse
 def early_answer(argv: list[str]) -> int | None:
     """Print help or errors and return the exit code; None for a command line that may be right.
 
-    Errors are those that hold on CPUs and on GPUs, if `--device` does not say on which. Under torchrun only
-    rank 0 prints.
+    Without `--device` only errors that hold both on CPUs and on GPUs are reported. Under torchrun only rank 0
+    prints.
     """
     parsed, first = parse(argv), os.environ.get("RANK", "0") == "0"
     if parsed.action.startswith("help"):
@@ -31,7 +31,7 @@ def processes_of_torchrun() -> int:
 
 
 def early_errors(parsed: Parsed) -> list[str]:
-    """What is wrong with a command line on every device that it may run on."""
+    """Return the errors that a command line has on every device that it may run on."""
     run, world = parsed.config.run, processes_of_torchrun()
     kinds = ("cpu", "cuda") if run.device == "auto" else (run.device,)
     size = world if world > 1 else run.nproc
@@ -40,7 +40,7 @@ def early_errors(parsed: Parsed) -> list[str]:
 
 
 def print_errors(error: ValueError) -> None:
-    """One line an error on stderr."""
+    """Print one line for each error to stderr."""
     messages = getattr(error, "messages", [str(error)])
     print(f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started", file=sys.stderr)
     for message in messages:

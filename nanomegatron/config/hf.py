@@ -6,8 +6,8 @@
     {"num_layers": 32, "swiglu": True, ...}    Config
 
 `settings_of` reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
-(rope_parameters, dtype), knows what a family takes for a key that is left out, and refuses what this model
-does not compute; dropout, which only training reads, is left to the run's flags. `to_hf` writes the
+(rope_parameters, dtype), fills in a family's defaults for missing keys, and refuses what this model does
+not compute; dropout, which only training uses, is left to the run's flags. `to_hf` writes the
 config.json of the first family that, read back, gives the same model.
 """
 
@@ -25,7 +25,7 @@ from nanomegatron.config.settings import Config, TransformerConfig
 HF_TABLES = tomllib.loads((Path(__file__).parent / "hf_families.toml").read_text())
 FAMILIES, YARN, LLAMA3 = HF_TABLES["families"], HF_TABLES["yarn"], HF_TABLES["llama3"]
 HF_DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
-# Beginnings of the names of settings that only training reads, besides those that a run may change.
+# Prefixes of the settings that only training uses, besides the resumable ones.
 TRAINING = """
 hidden_dropout attention_dropout init_method_std moe_aux moe_z_loss moe_input moe_router_bias moe_router_dtype
 moe_router_force moe_token moe_expert_capacity
@@ -34,7 +34,7 @@ _SETTINGS = {s.name: s for _, s, _ in declared(Config())}
 
 
 def family_table(family: str, table: str) -> dict[str, Any]:
-    """One of a family's tables, with that of the family it is like: settings, keys or left_out."""
+    """Return a family's table settings, keys or left_out, with the entries of the family that it is like."""
     entry = FAMILIES[family]
     return FAMILIES.get(entry.get("like"), {}).get(table, {}) | entry.get(table, {})
 
@@ -46,7 +46,7 @@ def is_hf_folder(path: str | Path) -> bool:
 
 
 def read_folder(folder: str | Path) -> tuple[str, dict[str, Any]]:
-    """The family and our settings of a folder's config.json. Raises ValueError."""
+    """Read a folder's config.json -> its family, our settings. Raises ValueError."""
     path = Path(folder) / "config.json"
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def read_folder(folder: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
-    """Our settings for a config.json. Raises ValueError with a line for every key that asks for more."""
+    """Return our settings for a config.json. Raises ValueError with a line for each unsupported key."""
     family, errors = hf.get("model_type"), []
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type = {family!r:.80}: here are {', '.join(FAMILIES)}")
@@ -90,7 +90,7 @@ def _positive(value: Any, kind: Any) -> bool:
 
 
 def _plain(hf: dict, family: str) -> dict[str, Any]:
-    """Precision, activation, tied weights; biases, which Llama may have in every linear layer."""
+    """The settings of precision, activation, tied weights, biases (Llama: in all linear layers or none)."""
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in HF_DTYPES:
         raise ValueError(f"dtype = {dtype!r}: here are {', '.join(HF_DTYPES)}")
@@ -147,7 +147,7 @@ def _yarn(rope: dict) -> dict[str, Any]:
 
 
 def _windows(hf: dict, family: str) -> dict[str, Any]:
-    """Which layers see how far. Their width counts the query's own key, ours does not."""
+    """The sliding window and its layers. Hugging Face's width counts the query's own key, ours does not."""
     layers, kinds = hf.get("num_hidden_layers", 0), hf.get("layer_types")
     qwen = family.startswith("qwen")
     always = family in ("mistral", "mixtral")
@@ -180,14 +180,14 @@ def _experts(hf: dict, family: str) -> dict[str, Any]:
 
 
 def _pattern(layers: list[bool]) -> str:
-    """Megatron's list of layers that have something."""
+    """The layers as Megatron's list: two True and a False are "[1]*2+[0]*1"."""
     return "+".join(f"[{int(on)}]*{len(list(group))}" for on, group in itertools.groupby(layers))
 
 
 def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
     """The config.json of a resolved run's model; `eod`: the token that ends a document.
 
-    Raises ValueError, with what is in the way, where no family computes the same.
+    Raises ValueError, with the settings that differ, if no family computes the same.
     """
     wanted, in_the_way = _effective(config.model), {}
     for family in FAMILIES:
@@ -239,7 +239,7 @@ def _written(config: Config, family: str) -> dict[str, Any]:
 
 
 def _effective(model: TransformerConfig) -> dict[str, Any]:
-    """The settings that shape what is computed, those that follow from others filled in."""
+    """The settings on which the model's function depends, with derived ones filled in."""
     resumable = (name for name, s in _SETTINGS.items() if s.metadata["resumable"])
     kind, unused = model.position_embedding_type, ("window_attn", *TRAINING, *resumable)
     unused += () if kind == "yarn" else ("yarn", "mscale", "rotary_scaling")

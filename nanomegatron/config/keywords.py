@@ -1,6 +1,6 @@
-"""Megatron-LM's keywords that are no field here: taken where they change nothing, answered where they do.
+"""Megatron-LM's keywords that are no fields here: accepted if they change nothing, else a TypeError.
 
-    TransformerConfig(num_layers=2, ..., use_cpu_initialization=True)    taken: it always is so
+    TransformerConfig(num_layers=2, ..., use_cpu_initialization=True)    accepted: it is always so
     TransformerConfig(num_layers=2, ..., add_bias_linear=False)          TypeError: disable_bias_linear
 
 So code from Megatron's examples runs, or says which word to change (`megatron_keywords.toml`).
@@ -22,7 +22,7 @@ def megatron_keywords() -> dict[str, Any]:
 
 
 def with_megatron_keywords(cls: type) -> type:
-    """A dataclass whose constructor takes, or answers, Megatron's keywords too."""
+    """Return the dataclass with a constructor that also accepts Megatron's keywords, or says what to use."""
     own, fields = cls.__init__, dataclasses.fields(cls)
     names, lists = [f.name for f in fields], [f.name for f in fields if typing.get_origin(f.type) is tuple]
 
@@ -39,7 +39,7 @@ def with_megatron_keywords(cls: type) -> type:
 
 
 def check_keywords(owner: str, own: Iterable[str], given: dict[str, Any]) -> None:
-    """Raise TypeError for keywords `given` that Megatron's class `owner` has; it has only its `own` here."""
+    """Raise TypeError for `given` keywords of class `owner` that would change something, or are unknown."""
     known, wrong = megatron_keywords() if given else {}, []
     for name, value in given.items():
         if name in known[owner]:

@@ -10,12 +10,12 @@ from nanomegatron.config.settings import Config
 
 
 def megatron_flags() -> dict[str, Any]:
-    """The tables of megatron_flags.toml by name, whose meanings are written there."""
+    """Read the tables of megatron_flags.toml, whose comments explain them."""
     return tomllib.loads((Path(__file__).parent / "megatron_flags.toml").read_text())
 
 
 def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) -> tuple[str, str]:
-    """(note, error) on a flag `word` of Megatron; both empty if it has no flag of this name."""
+    """Return (note, error) for Megatron's flag `word`, one of them empty; both if it has no such flag."""
     if name in known["unsupported"]:
         prefixes = [prefix for prefix in known["hints"] if name.startswith(prefix)]
         hint = known["hints"][max(prefixes, key=len)] if prefixes else "leave it out"
@@ -31,7 +31,7 @@ def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) ->
 
 
 def missing_companions(known: dict[str, Any], argv: list[str], config: Config) -> Iterator[str]:
-    """Errors for the flags of Megatron in `argv` that set nothing, but need a setting beside them."""
+    """Yield an error for each Megatron flag in `argv` that needs a setting which is not made."""
     flags = {word.lstrip("-").replace("_", "-") for word in argv}
     for name, condition in known["needs"].items():
         if name in flags and not holds(condition, values_of(config)):

@@ -1,4 +1,4 @@
-"""The shape of a model: its settings, and Megatron's list of which layers have something.
+"""The settings of a model, and Megatron's patterns that choose some of its layers.
 
 value               --window-attn-skip-freq: a window     --moe-layer-freq: experts instead of an MLP
 (none)              all layers                            all layers
@@ -207,7 +207,7 @@ class TransformerConfig:
 
     @property
     def tanh_gelu(self) -> bool:
-        """Which GELU: Megatron fuses it with a bias, where there is one, and then in its tanh form."""
+        """Whether GELU has its tanh form, which Megatron's kernel for bias and GELU computes."""
         return self.bias_gelu_fusion and not self.disable_bias_linear
 
     @property
@@ -216,7 +216,7 @@ class TransformerConfig:
 
     @property
     def moe_layers(self) -> list[bool]:
-        """For each layer whether it has experts."""
+        """Whether each layer has experts."""
         if self.num_experts is None:
             return [False] * self.num_layers
         return [bool(n) for n in layer_pattern(str(self.moe_layer_freq), self.num_layers, first=True)]
@@ -226,7 +226,7 @@ class TransformerConfig:
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     def segments(self, num_layers: int) -> list[tuple[range, bool]]:
-        """The layers of a stage in runs, and whether each run is recomputed as one."""
+        """Divide the layers of a stage into runs -> (layers, whether recomputed as one) of each."""
         if self.recompute_granularity != "full":
             return [(range(num_layers), False)]
         n = self.recompute_num_layers or 1
@@ -237,7 +237,7 @@ class TransformerConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """For each layer how many keys before itself a query sees; None for all."""
+        """For each layer the number of keys before its own that a query sees; None: all."""
         if not self.window_size or self.window_size[0] < 0:
             return [None] * self.num_layers
         windowed = layer_pattern(self.window_attn_skip_freq, self.num_layers)
@@ -245,9 +245,9 @@ class TransformerConfig:
 
 
 def layer_pattern(text: str | None, num_layers: int, first: bool = False) -> list[int]:
-    """1 or 0 for each layer; `first`: a number N has the first of every N layers, not all but every N-th.
+    """Return 1 or 0 for each layer. A number N: 0 for every N-th; `first`: 1 for the first of every N.
 
-    Raises ValueError for what is no pattern, and for a list of another length.
+    Raises ValueError for text that is neither a number nor a list of `num_layers` ones and zeros.
     """
     if text is None:
         return [1] * num_layers

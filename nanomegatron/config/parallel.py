@@ -118,12 +118,12 @@ class ParallelConfig:
 
     @property
     def sharding(self) -> str:
-        """What is sharded over the dp ranks."""
+        """The sharding strategy over dp: no_shard, optim or optim_grads."""
         default = "optim" if self.use_distributed_optimizer else "no_shard"
         return self.data_parallel_sharding_strategy or default
 
     def bucket_size(self, ranks: int) -> int:
-        """Elements of a bucket over this many ranks: as set, or large enough to keep a network busy."""
+        """Elements in a bucket over `ranks` ranks: as set, or enough to use the network's bandwidth."""
         return self.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
 
     @property
@@ -134,7 +134,7 @@ class ParallelConfig:
 
     @property
     def chunks(self) -> int:
-        """Pieces of the model that a pipeline rank holds; `resolve` has made a number of their size."""
+        """Virtual stages on each pipeline rank; call it on a resolved config."""
         return self.num_virtual_stages_per_pipeline_rank or CHUNKS.get(self.pipeline_schedule, 1)
 
     @property

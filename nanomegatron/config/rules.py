@@ -4,7 +4,7 @@
     finetune: bool = setting(False, "...", needs="--load")  --finetune: needs --load
 
 Without a lower bound a number must be greater than 0, or at least 0 if that is its default. Conditions may
-have a reason behind a comma and a fix behind a semicolon:
+have a reason after a comma and a fix after a semicolon:
 
     --num-experts                                it is set, or a switch is on
     --no-fast-paths                              a switch is off
@@ -34,7 +34,7 @@ Conditions = str | tuple[str, ...] | dict[str, str | tuple[str, ...]]  # for eve
 
 @dataclass(frozen=True)
 class Rules:
-    """What is known of a setting besides its type and default.
+    """The rules of a setting, besides its type and default.
 
     refused: values that only Megatron has, each with a fix.
     resumable: may differ when a run continues in its folder. Default: all but those of model and data.
@@ -46,12 +46,12 @@ class Rules:
     choices: tuple = ()
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     required: bool = False
-    count: int = 0  # of the values of a list; 0 for any number
+    count: int = 0  # number of values in a list; 0: any
     above: Bound = None
     at_least: Bound = None
     below: Bound = None
     at_most: Bound = None
-    part_of: str = ""  # the condition under which it means something; then `needs` and `excludes` count
+    part_of: str = ""  # the condition for the setting to have an effect; else only this is reported
     needs: Conditions = ()
     excludes: Conditions = ()
     brings: Conditions = ()  # set beside it, with a note, if `needs` fail; may end in " if CONDITION"
@@ -74,14 +74,14 @@ common = functools.partial(setting, most_used=True)
 
 
 def declared(config: Any) -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """Every setting in order: the part of `config` that it belongs to, its field and its value."""
+    """Yield every setting in order: the part of `config` that it belongs to, its field and its value."""
     for part in dataclasses.fields(config):
         values = getattr(config, part.name)
         yield from ((part.name, s, getattr(values, s.name)) for s in dataclasses.fields(values))
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """Every setting by name."""
+    """The value of every setting, by name."""
     return {s.name: value for _, s, value in declared(config)}
 
 
@@ -102,7 +102,7 @@ def _items(value: Any) -> tuple:
 
 
 def broken_rules(config: Any) -> Iterator[str]:
-    """An error for each value out of bounds, and for companions that are missing or in the way."""
+    """Yield an error for each value out of bounds, and for settings that others need or exclude."""
     values, found = values_of(config), {}
     for _, s, value in declared(config):
         rules, words = Rules(**s.metadata), spelled(s.name, value)
@@ -126,7 +126,7 @@ def broken_rules(config: Any) -> Iterator[str]:
 
 
 def beyond_limits(config: Any) -> bool:
-    """Whether a number is so far above its bound that lists of this length would take for ever."""
+    """Whether a number is over 100 times its bound, so that lists of this length would take too long."""
     limits = ((value, s.metadata["at_most"]) for _, s, value in declared(config))
     return any(n > 100 * limit for value, limit in limits if type(limit) is int for n in _numbers(value))
 
@@ -136,7 +136,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _broken_bounds(value: Any, rules: Rules, values: dict[str, Any]) -> str:
-    """What the numbers of a setting must be, if one of them is not; empty if all are."""
+    """The bounds of a setting in words if one of its numbers breaks them; else empty."""
     numbers = _numbers(value)
     must = "each must be" if isinstance(value, tuple) else "must be"
     if not all(map(math.isfinite, numbers)):
@@ -160,7 +160,7 @@ def _conditions(conditions: Conditions, value: Any) -> tuple[str, ...]:
 
 
 def brought(config: Any, given: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(what a setting brings, the setting), where something is missing, unless it is given or excluded."""
+    """Yield (option to add, setting that brings it) if its needs fail, unless given or excluded."""
     values, rules = values_of(config), {s.name: Rules(**s.metadata) for _, s, _ in declared(config)}
     for _, s, value in declared(config):
         needs, brings = (_conditions(part, value) for part in (rules[s.name].needs, rules[s.name].brings))

@@ -4,16 +4,16 @@ from typing import NamedTuple
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen: first the `top_k` likeliest, then of these the fewest that reach `top_p`."""
+    """How tokens are chosen: from the `top_k` likeliest, of these the fewest that sum to `top_p`."""
 
-    temperature: float = 1.0  # 0: the likeliest
+    temperature: float = 1.0  # 0: always the likeliest token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
-    seed: int = 0  # of the first prompt; each has the next one
+    seed: int = 0  # of the first prompt; prompt i uses seed + i
     eod: int | None = None  # ends a text
 
     def check(self) -> "Sampling":
-        """Raises ValueError where a setting makes no sense."""
+        """Return self. Raises ValueError for a setting out of range."""
         if not self.temperature >= 0:
             raise ValueError(f"temperature {self.temperature}: give 0 (the likeliest token) or more")
         if self.top_k < 0:

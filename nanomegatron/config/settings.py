@@ -21,7 +21,7 @@ from nanomegatron.config.model import TransformerConfig, moe
 from nanomegatron.config.parallel import ONE_SIZE, SHARDED, ParallelConfig
 from nanomegatron.config.rules import common, setting
 
-MOST_ITERS, MOST_SEQUENCES = 10**7, 2**24  # of a run, whose table has a row an iteration; of a batch
+MOST_ITERS, MOST_SEQUENCES = 10**7, 2**24  # per run (`samples_before` lists all iterations); per batch
 FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
@@ -49,7 +49,7 @@ moment = functools.partial(setting, choices="fp32 bf16", needs=PRECISION_AWARE, 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What is computed and kept in which type. fp32 unless said otherwise."""
+    """The types of computation and storage; fp32 by default."""
 
     bf16: bool = common(False, "bfloat16 weights and activations, fp32 main weights", excludes="--fp16")
     fp16: bool = common(False, "float16 weights and activations, fp32 main weights, dynamic loss scaling")
@@ -95,7 +95,7 @@ class PrecisionConfig:
 
     @property
     def fp8_multiple(self) -> int:
-        """What all sizes of FP8 matmuls are multiples of."""
+        """The number that must divide all sizes of FP8 matmuls."""
         return 128 if self.fp8_recipe == "blockwise" else 16
 
     def fp8_layers(self, num_layers: int) -> range:
@@ -293,13 +293,13 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """runs/NAME, where everything that a run writes is found."""
+        """runs/NAME: the folder of all files that a run writes."""
         return Path("runs") / self.run_name
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run, whole."""
+    """All settings of a run."""
 
     model: TransformerConfig = TransformerConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -316,12 +316,12 @@ class Config:
 
     @property
     def sequence_cut(self) -> int:
-        """Over how many tp ranks the residual stream is cut along the sequence."""
+        """The number of tp ranks that shard the residual stream along the sequence."""
         return self.parallel.tensor_model_parallel_size if self.model.sequence_parallel else 1
 
     @property
     def grad_dtype_name(self) -> str:
-        """torch's name of the type in which gradients are added up and summed over dp."""
+        """torch's name of the type in which gradients are accumulated and reduced over dp."""
         bf16 = self.parallel.grad_reduce_in_bf16 or self.optimizer.main_grads_dtype == "bf16"
         return "bfloat16" if bf16 else "float32"
 

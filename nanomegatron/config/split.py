@@ -3,11 +3,11 @@
     Llama-3-8B: 32 layers, 4 pipeline ranks                     layers of the ranks    busiest, in layers
     even                                                        8 8 8 8                10.4
     by cost, the output layer being worth 2.4 layers            9 9 8 6                 9.0
-    the same, 2 pieces a rank: stages 0 to 3, then 4 to 7       5 5 4 4, 4 4 4 2        9.0
+    the same, 2 virtual stages per rank: 0 to 3, then 4 to 7    5 5 4 4, 4 4 4 2        9.0
 
-All ranks wait for the busiest one. --pipeline-model-parallel-layout writes any other split down. The even
-split and its four settings are Megatron's, whose versions have lost layers that did not divide: here that is
-an error, and that every layer has its place is asserted.
+All ranks wait for the busiest one. --pipeline-model-parallel-layout gives any other split. The even split and
+its four settings are Megatron's. Some versions of Megatron dropped layers that did not divide evenly: here
+that is an error.
 """
 
 import re
@@ -21,11 +21,11 @@ MOST_LETTERS = 100_000
 
 
 def stage_ranges(parallel: ParallelConfig, num_layers: int, head: float = 1.0) -> list[range]:
-    """The layers of every pipeline stage, of a resolved config.
+    """Return the layers of each pipeline stage; `parallel` is of a resolved config.
 
-    head: for --pipeline-split flops what the output layer costs, in layers.
+    head: the cost of the output layer in layers, for --pipeline-split flops.
 
-    Raises: ValueError with a fix for what does not divide.
+    Raises ValueError, with a fix, if the layers do not divide by the stages.
     """
     return split_layers(
         num_layers,
@@ -50,16 +50,16 @@ def split_layers(
     head: float | None = None,
     layout: str | None = None,
 ) -> list[range]:
-    """The layers of every stage, in order; a stage may have none.
+    """Return the layers of each stage, in order; a stage may have none.
 
-    placed: `schedules.placement`. Layers go to ranks, and a rank's layers to its pieces.
-    first, last: layers of the rank of the first and of the last stage; the others share what is left.
-    embedding, loss: count as a layer, of which the first and the last stage have one less.
-    head: what the output layer costs, in layers. Layers then go one by one to the rank with the least to do.
+    placed: `schedules.placement`. Layers are divided among ranks, then among a rank's virtual stages.
+    first, last: layers on the rank of the first and of the last stage; the other ranks share the rest.
+    embedding, loss: count as a layer each, so that the first and the last stage have one layer less.
+    head: the cost of the output layer in layers. Each layer then goes to the rank with the least cost so far.
 
-    layout: --pipeline-model-parallel-layout, which names the layers of every stage.
+    layout: --pipeline-model-parallel-layout, which names the layers of each stage.
 
-    Raises: ValueError with a fix for what does not divide, for a rank without work, for two ways at once.
+    Raises ValueError, with a fix, if layers do not divide, a rank has no work, or two ways are given at once.
     """
     ways = [first is not None or last is not None, embedding or loss, head is not None, layout is not None]
     if sum(ways) > 1:
@@ -87,9 +87,9 @@ def split_layers(
 def layout_sizes(layout: str) -> list[int]:
     """Layers of each stage of --pipeline-model-parallel-layout: "Ett|(t|)*2L" -> [2, 1, 1, 0].
 
-    As Megatron reads it: stages end at "|", commas mean nothing, first (...)*n is repeated, then a letter*n.
+    Parsed as in Megatron: "|" ends a stage, commas are ignored, (...)*n is expanded first, then a letter*n.
 
-    Raises: ValueError for what Megatron refuses, and for "m": there is no multi-token prediction.
+    Raises ValueError for what Megatron refuses, and for "m": there is no multi-token prediction.
     """
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,6})", r"(.)\*(\d{1,6})"):
@@ -108,7 +108,7 @@ def layout_sizes(layout: str) -> list[int]:
 def _even(
     num_layers: int, more: int, placed: list[list[int]], given: tuple[int | None, int | None]
 ) -> list[int]:
-    """What each rank counts, `more` than the layers included; `given` for the ranks of both end stages."""
+    """Return the layers of each rank, and `more` that count as layers; given: for the first and last rank."""
     ranks, chunks, ends = len(placed), len(placed[0]), embedding_ranks(placed)
     if given[1] is not None and ends[0] == ends[1]:
         raise ValueError(f"{LAST} {given[1]}: the last stage is on rank {ends[1]}, as the first; use {FIRST}")
@@ -131,7 +131,7 @@ def _even(
 
 
 def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]:
-    """Layers of every stage: divided among the ranks, then among the pieces of each."""
+    """Return the layers of each stage: divided among the ranks, then among the stages of each rank."""
     last = max(map(max, placed))
     starts = [[head if stage == last else 0.0 for stage in stages] for stages in placed]
     counts = _share_out(num_layers, [sum(start) for start in starts])
@@ -148,7 +148,7 @@ def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]
 
 
 def _share_out(layers: int, loads: list[float]) -> list[int]:
-    """How many layers each gets if every layer goes to the one with the least load, the first of equals."""
+    """Give each layer to the entry with the least load (the first of equals) -> layers of each entry."""
     counts = [0] * len(loads)
     for _ in range(layers):
         counts[min(range(len(loads)), key=lambda i: loads[i] + counts[i])] += 1
