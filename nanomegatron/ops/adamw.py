@@ -192,7 +192,7 @@ def adamw_flat_ref_(state: FlatState, segments: Segments, numbers, hyper, seed: 
 
 
 def _at_random(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round x from fp32 to bf16 stochastically, by 16 random bits of `noise`."""
+    """Stochastic rounding of x from fp32 to bf16, by 16 random bits of `noise`."""
     bits = x.view(torch.int32)
     moved = ((bits + (noise & 0xFFFF).int()) >> 16).to(torch.int16).view(torch.bfloat16)
     return moved.where(x.isfinite(), x.bfloat16())

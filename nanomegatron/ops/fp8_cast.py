@@ -153,8 +153,7 @@ def fp8_cast_rows(
     """Cast x `[m, k]`, x^T `[k, m]` or both to FP8, a scale for each row; inverses fp32 `[m, 1]`, `[k, 1]`.
 
     Scales are limit / amax, rounded down to powers of two. x may already be FP8 of `dtype`, with the inverse
-    `[m, 1]` of its rows or `[...]` of its blocks: then x * inverse is cast. outputs: as in `fp8_cast`; None
-    for an output not wanted. Raises ValueError for other shapes, types or devices.
+    `[m, 1]` of its rows or `[...]` of its blocks: then x * inverse is cast. Raises ValueError.
     """
     source, (row, flip) = _source(x, dtype, inverse), _empty(x, *x.shape, dtype, outputs)
     if not x.numel() or not usable(x, "fp8_cast_rows", FLOATS + FORMATS):

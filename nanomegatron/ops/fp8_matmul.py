@@ -4,8 +4,7 @@
     add_fp8_product_   out [m, n] fp32  +=   the same                          one scale per tensor
 
 Torch's FP8 matmul cannot accumulate: the reference writes a temporary as large as `out` and adds it in a
-second pass. cuda/matmul_fp8.cu calls cuBLASLt, which accumulates in the matmul; its workspace is 32 MiB per
-stream.
+second pass. cuda/matmul_fp8.cu has cuBLASLt accumulate in the matmul, with 32 MiB of workspace per stream.
 """
 
 import functools
@@ -25,9 +24,8 @@ WORKSPACE = 32 << 20  # bytes, as torch has for Hopper
 def fp8_matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """a b^T, summed in fp32: a `[m, k]`, b `[n, k]` -> `[m, n]` in `dtype`.
 
-    Both have scales of the same kind. fast: on a GPU accumulate with less precision, for speed (not with
-    block scales). torch raises on a GPU without FP8, for block scales except on Hopper, and for n or k not
-    divisible by 16.
+    Both have scales of the same kind. fast: on a GPU accumulate less precisely, for speed (not with blocks).
+    torch raises on GPUs without FP8, for blocks except on Hopper, and for n or k not divisible by 16.
     """
     m, gpu = len(a.data), a.data.is_cuda
     rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))

@@ -1,4 +1,4 @@
-"""Rows added to rows, where attention or a sum comes in parts: cuda/merge.cu, and what it computes."""
+"""Merge parts of an attention or of a sum, row by row: the kernel of cuda/merge.cu, and its reference."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,14 +7,14 @@ import torch
 
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
-MAX_PARTS = 4  # at a time
+MAX_PARTS = 4  # merged at a time
 ALL = slice(None)
 
 
 class PartialRows(NamedTuple):
-    """Rows `[count, b, n, d]` for some of s places, and the log-sum-exps of their scores `[b, n, count]`.
+    """A part of s rows: `count` of them `[count, b, n, d]`, and log-sum-exps of their scores `[b, n, count]`.
 
-    at: a slice of the places, or for each of them the number of its row, -1 for none, int64 `[s]`.
+    at: which of the s rows: a slice, or int64 `[s]`, the index into `rows` of each, -1 where there is none.
     """
 
     rows: torch.Tensor
@@ -23,10 +23,10 @@ class PartialRows(NamedTuple):
 
 
 def merge_rows(parts: Sequence[PartialRows], out: torch.Tensor) -> torch.Tensor | None:
-    """Write one to four parts, joined, to out `[s, b, n, d]`. -> log-sum-exps `[b, n, s]` if parts have them
+    """Merge one to four parts into out `[s, b, n, d]`. -> log-sum-exps `[b, n, s]`, None if parts have none
 
-    With these, rows are averages, weighted by their exponentials; without, they are added. The first part and
-    out are fp32 or of the type of the others. Out may be the first part, if that has all places.
+    With log-sum-exps rows are averaged, weighted by their exponentials; without, they are added. The first
+    part and out are fp32 or of the others' type. out may be the first part's rows, if these are all s.
     """
     if not usable(parts[-1].rows, "merge_rows"):
         return merge_rows_ref(parts, out)
@@ -45,7 +45,7 @@ def merge_rows(parts: Sequence[PartialRows], out: torch.Tensor) -> torch.Tensor 
 
 
 def _entry(part: PartialRows) -> list[int]:
-    """Of the kernel's table."""
+    """A part's entry in the kernel's table: addresses of rows, `at` and lse (0: none), begin, row count."""
     listed = not isinstance(part.at, slice)
     addresses = part.rows, part.at if listed else None, part.lse
     begin = 0 if listed else part.at.start or 0
@@ -53,7 +53,7 @@ def _entry(part: PartialRows) -> list[int]:
 
 
 def add_(total: torch.Tensor, part: torch.Tensor) -> None:
-    """total += part, both `[...]`; by the kernel where total `[...]` is fp32 and part `[...]` of 16 bits."""
+    """total += part, both `[...]`; by the kernel if total `[...]` is fp32 and part `[...]` has 16 bits."""
     if total.dtype == part.dtype or total.dtype != torch.float32 or not usable(part, "add_"):
         total.add_(part)
         return
@@ -85,7 +85,7 @@ def merge_rows_ref(parts: Sequence[PartialRows], out: torch.Tensor) -> torch.Ten
 
 
 def _spread(part: PartialRows, s: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A part's rows at their places among s zeros, in fp32, and its log-sum-exps among -inf."""
+    """A part expanded to all s rows, in fp32: zeros, and log-sum-exps of -inf, where it has no row."""
     rows, at, lse = part
     if not isinstance(at, slice):
         places = (at >= 0).nonzero()[:, 0]

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm, with or without a residual add before: cuda/norm*.cu, and what they compute.
+"""RMSNorm and LayerNorm, with or without a residual add before: cuda/norm*.cu, and their references.
 
-With a bias it is LayerNorm, without one RMSNorm. Kept for the backward: the tensor that is normalized (the
-sum, if there was an add) and one or two fp32 numbers a row.
+With a bias it is LayerNorm, without one RMSNorm. Saved for the backward: the norm's input (the sum, if there
+is a residual) and one or two fp32 numbers per row.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
 
-PARTS = 8  # rows of sums over rows a multiprocessor may write: as many blocks as fit one
+PARTS = 8  # partial sums over rows per multiprocessor, in the backward: as many blocks fit on one
 
 
 def norm(
@@ -20,9 +20,9 @@ def norm(
     """The norm over the last dim: x `[..., h]` -> `[..., h]`; weight, bias `[h]` of the type of x or fp32.
 
     x / sqrt(mean(x^2) + eps) * weight; with a bias (x - mean) / sqrt(var + eps) * weight + bias. Statistics
-    are fp32. from_one: the weight counts from 1 (`--apply-layernorm-1p`).
+    are fp32. from_one: multiply by 1 + weight (`--apply-layernorm-1p`).
 
-    Raises ValueError for tensors that do not fit.
+    Raises ValueError if shapes, types or devices do not fit.
     """
     check_norm(x, None, weight, bias)
     if usable(x, "norm"):
@@ -42,7 +42,7 @@ def add_norm(
 
     x, residual `[..., h]`, weight, bias `[h]` -> `[..., h]`, `[..., h]`
 
-    Raises ValueError for tensors that do not fit.
+    Raises ValueError if shapes, types or devices do not fit.
     """
     check_norm(x, residual, weight, bias)
     if usable(x, "add_norm"):
@@ -54,7 +54,7 @@ def add_norm(
 def norm_ref(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, from_one: bool = False
 ) -> torch.Tensor:
-    """`norm` in plain torch, whose norms have fp32 statistics: specification and oracle.
+    """`norm` by torch's norms, which compute statistics in fp32: specification and oracle.
 
     x `[..., h]`, weight, bias `[h]` -> `[..., h]`
     """
@@ -75,7 +75,7 @@ def by_kernel(x, residual, weight, bias, eps: float, from_one: bool = False) -> 
 
 
 class NormFunction(torch.autograd.Function):
-    """`by_kernel` for autograd."""
+    """`by_kernel` as an autograd function."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, from_one):
@@ -96,7 +96,7 @@ class NormFunction(torch.autograd.Function):
 
 
 def _forward(x, residual, weight, bias, eps: float, from_one: bool) -> tuple[torch.Tensor | None, ...]:
-    """out, total, rstd, mean: the second with a residual, the last with a bias."""
+    """out, total (None without a residual), rstd, mean (None without a bias)."""
     x, residual, weight, bias = (_whole(t) for t in (x, residual, weight, bias))
     h = weight.numel()
     rows = x.numel() // max(h, 1)
@@ -111,7 +111,7 @@ def _forward(x, residual, weight, bias, eps: float, from_one: bool) -> tuple[tor
 
 
 def _backward(grad, grad_total, x, weight, rstd, mean, from_one: bool) -> tuple[torch.Tensor | None, ...]:
-    """dx, dweight, dbias; x: what was normalized."""
+    """dx, dweight, dbias (None without a mean); x: the norm's input, with a residual the sum."""
     grad, grad_total, x, weight = (_whole(t) for t in (grad, grad_total, x, weight))
     rows, h = rstd.numel(), weight.numel()
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
@@ -131,10 +131,10 @@ def norm_backward(
     eps: float,
     from_one: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Backward of a norm: the gradients of x, to which `grad_total` is added, of weight and of bias.
+    """Backward of a norm made elsewhere (`norm_fp8`): the gradients of x (plus grad_total), weight and bias.
 
-    grad, grad_total `[..., h]`, kept `[..., h]`, `[h]` or `[rows]`: x, weight, bias, and of the forward rstd
-    and mean, fp32 -> `[..., h]`, `[h]`, `[h]`. For forwards other than those above.
+    grad, grad_total `[..., h]`, kept `[..., h]`, `[h]` or `[rows]`: x, weight, bias, and the forward's rstd
+    and mean, fp32 -> `[..., h]`, `[h]`, `[h]`
     """
     x, weight, bias, rstd, mean = kept
     if grad is None:  # only the sum was used
@@ -155,7 +155,7 @@ def _fake(x, residual, weight, bias, eps, from_one) -> tuple[torch.Tensor | None
 
 
 def _op_backward(*given) -> tuple[torch.Tensor | None, ...]:
-    """From the gradients of `norm_op`'s four results, the last two without any, and what is kept."""
+    """Gradients of `norm_op`'s inputs; given: those of its four results (two unused), the saved values."""
     grad, grad_total, (x, weight, rstd, mean, from_one, added) = *given[:2], given[4:]
     grads = (grad, grad_total if added else None)
     dx, dweight, dbias = norm_grad_op(*grads, x, weight, rstd, mean, from_one)
@@ -204,7 +204,7 @@ def check_norm(
 
 
 def _whole(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Contiguous; one-dimensional ones begin at 16 bytes, else whole rows could not be read in packs."""
+    """t, contiguous and, if one-dimensional, aligned to 16 bytes: else rows could not be read in packs."""
     if t is None:
         return None
     t = t.contiguous()

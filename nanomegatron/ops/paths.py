@@ -1,6 +1,6 @@
-"""Which path every op takes, and whether the kernels compute here what they should.
+"""Which implementation (kernel or torch) each op uses on this machine, and whether the kernels are correct.
 
-`python -m nanomegatron.ops` prints both, the errors of results and gradients against float64:
+`python -m nanomegatron.ops` prints both; the errors are those of results and gradients relative to float64:
 
     largest error    fp32     bf16     fp16
     rms_norm          1.5e-07  2.9e-03  2.8e-04  OK
@@ -29,20 +29,20 @@ KERNELS = (
 ).split()
 TORCHS = ("gelu", "squared_relu", "dropout")
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
-SWITCHES = {  # settings of a model that are without a kernel if False
+SWITCHES = {  # settings of a model that, if False, switch off the kernels of these ops
     "masked_softmax_fusion": ("scaled_softmax",),
     "rope_fusion": ("rope",),
     "bias_swiglu_fusion": ("swiglu",),
     "persist_layer_norm": ("rms_norm", "layer_norm", "add_norm"),
 }
-TOLERANCE = dict(zip(FLOATS, (1e-5, 2e-2, 2e-3)))  # of the largest value
+TOLERANCE = dict(zip(FLOATS, (1e-5, 2e-2, 2e-3)))  # relative to the largest value
 T, H, V, EPS = 21, 130, 67, 1e-5  # odd sizes
 
 
 def paths(device: torch.device, off: Collection[str] = ()) -> dict[str, str]:
-    """For every op what runs on `device`: "kernel", "torch fused" or "torch reference", and why no kernel.
+    """For each op what runs on `device`: "kernel", "torch fused" or "torch reference", and why no kernel.
 
-    off: ops whose kernels are not wanted.
+    off: ops whose kernels are switched off.
     """
     plain = {op: f"torch {'fused' if op in FUSED else 'reference'}" for op in (*KERNELS, *TORCHS)}
     why = {op: kernels_unavailable(device) or ("switched off" if op in off else "") for op in KERNELS}
@@ -51,7 +51,7 @@ def paths(device: torch.device, off: Collection[str] = ()) -> dict[str, str]:
 
 
 def describe_kernels(device: torch.device, model: TransformerConfig) -> str:
-    """`paths` of a model in one line."""
+    """The result of `paths` for a model's settings, in one line."""
     if why := kernels_unavailable(device):
         why = "none for cpu" if device.type == "cpu" else f"none, {why}"
         return f"{why}: torch's fused {', '.join(FUSED)}; reference for the rest"
@@ -64,7 +64,7 @@ def describe_kernels(device: torch.device, model: TransformerConfig) -> str:
 
 
 def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
-    """Of every op with a kernel: itself, the same for float64, the shapes of what they take."""
+    """For each op with a kernel: a call of it, the same in torch for float64, and its inputs' shapes."""
     x, w = (7, 3, H), (H,)
     tables = [f(torch.arange(7.0 * 14, device=device).view(7, 1, 1, 14)) for f in (torch.cos, torch.sin)]
     labels = torch.arange(T, device=device) * 5 % V
@@ -143,7 +143,7 @@ def _adamw(update: Callable) -> Callable:
 
 
 def largest_error(run: Callable, exact: Callable, inputs: list[torch.Tensor]) -> float:
-    """Of results and gradients, each over its largest value; NaN where one is. inputs: `[...]` each"""
+    """The largest error of results and gradients, relative to their largest values. inputs: `[...]` each"""
     found, expected = _results(run, inputs), _results(exact, [x.double() for x in inputs])
     pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
     return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
@@ -159,7 +159,7 @@ def _results(function: Callable, inputs: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def self_test(device: torch.device) -> bool:
-    """Run and print all of `cases`; whether none failed."""
+    """Run all `cases` and print their errors -> whether all are within the tolerances."""
     generator, good = torch.Generator(device).manual_seed(1), True
     for op, (run, exact, shapes) in cases(device).items():
         errors = {}
@@ -177,7 +177,7 @@ def self_test(device: torch.device) -> bool:
 
 
 def report() -> int:
-    """Print what is built, what runs, and with a GPU that it computes; the exit code, 1 where it does not."""
+    """Print what is built and what runs; on a GPU test the kernels -> the exit code, 1 if a test fails."""
     kernels = ops_kernels._kernels
     print(f"built     {kernels.__file__}, for {kernels.archs}" if kernels else "built     nothing", end="")
     print(f" | torch {torch.__version__}" + (f" | {ops_kernels.MISSING}" if ops_kernels.MISSING else ""))

@@ -1,14 +1,14 @@
-"""Tokens to the order of experts and back: the kernels of cuda/permute.cu, and what they compute.
+"""Permute tokens to the order of experts and back: the kernels of cuda/permute.cu, and their references.
 
     route       ids [t, k] -> position [t, k], source [rows], offsets [experts + 1], counts [experts], int32
     permute     x [t, h] -> out [rows, h]:  out[position[t, j]] = x[t] * probs[t, j], rows of padding 0
     unpermute   z [rows, h] -> y [t, h]:    y[t] = sum over j of z[position[t, j]] * probs[t, j]
 
-Copies of a token for its k experts are numbered t * k + j. Those of one expert stand together, in this order,
-in the rows offsets[e] ... offsets[e + 1]: counts[e] of them, then padding to a multiple. A position of -1 is
-a copy that is dropped, a source of -1 a row of padding. Each op is the other's backward, with the same probs.
-The number of rows is that of the worst case: nothing waits for the GPU. Both work token by token:
-`permute_block` and `unpermute_block` do so for a block of tokens, as `Routing.block` has it.
+The copy of token t for its expert j of k has the number t * k + j. The copies of expert e are contiguous, in
+this order, in the rows offsets[e] ... offsets[e + 1]: counts[e] of them, then padding to a multiple. Position
+-1 means a dropped copy, source -1 a row of padding. Each op is the other's backward, with the same probs. The
+number of rows is that of the worst case, so that the host need not wait for the GPU. `permute_block` and
+`unpermute_block` do the same for a block of tokens, with the tables of `Routing.block`.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from nanomegatron.config.model import MAX_EXPERTS
 from nanomegatron.ops.kernels import FLOATS, TYPES, launch_kernel, once, usable
 
-BLOCK_COPIES = 1024  # copies of a block, as permute.cu has it
+BLOCK_COPIES = 1024  # copies per thread block: COPIES in permute.cu
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where copies go; all int32."""
+    """The tables of where each copy goes; all int32."""
 
     position: torch.Tensor
     """`[t, k]`: the row of a copy, -1 where it is dropped."""
@@ -33,14 +33,14 @@ class Routing:
     offsets: torch.Tensor
     """`[experts + 1]`: first row of each expert, and the end of the last."""
     counts: torch.Tensor
-    """`[experts]`: copies, without padding."""
+    """`[experts]`: number of copies, without padding."""
 
     def block(self, tokens: slice) -> "Routing":
-        """Of some tokens, without padding."""
+        """The tables for a block of tokens, without the rows of padding."""
         return replace(self, position=self.position[tokens], source=self.source[:0])
 
     def cut_to_size(self) -> tuple["Routing", list[int]]:
-        """Without rows that no expert has, and the offsets on the host, which waits for the GPU."""
+        """The tables without the rows past the last expert's, and the offsets; the host waits for the GPU."""
         ends = self.offsets.tolist()
         return replace(self, source=self.source[: ends[-1]]), ends
 
@@ -48,10 +48,10 @@ class Routing:
 def route(ids: torch.Tensor, experts: int, multiple: int = 1, capacity: int | None = None) -> Routing:
     """The tables for expert ids int32 `[t, k]`, each expert's rows padded to a multiple.
 
-    Ids outside 0 ... experts - 1 are dropped. With a multiple above 1 each expert has rows, of padding if it
-    has no copy: FP8 matmuls cannot sum over none. rows: t k, or (t k // multiple + experts) multiple.
-    capacity: every expert gets this many rows, rounded up to the multiple, whatever the ids; of more copies
-    it keeps the first. Raises ValueError.
+    Ids outside 0 ... experts - 1 are dropped. With a multiple above 1 an expert without copies has rows of
+    padding: FP8 matmuls cannot contract over zero rows. Number of rows: t * k, or
+    (t * k // multiple + experts) * multiple. capacity: every expert gets this many rows, rounded up to the
+    multiple, and further copies for it are dropped. Raises ValueError for invalid arguments.
     """
     if capacity is not None:
         return _route_to_capacity(ids, experts, -(-max(capacity, multiple > 1) // multiple) * multiple)
@@ -80,7 +80,7 @@ def _route_to_capacity(ids: torch.Tensor, experts: int, capacity: int) -> Routin
     expert = ids.clamp(0, experts - 1).long()
     place = packed.position - packed.offsets[expert]
     kept = (packed.position >= 0) & (place < capacity)
-    position = (place + expert * capacity).where(kept, rows)  # the row after the last is for the others
+    position = (place + expert * capacity).where(kept, rows)  # an extra last row is for dropped copies
     source = ids.new_full((rows + 1,), -1)
     source[position.flatten()] = torch.arange(ids.numel(), dtype=ids.dtype, device=ids.device)
     offsets = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device) * capacity
@@ -88,7 +88,7 @@ def _route_to_capacity(ids: torch.Tensor, experts: int, capacity: int) -> Routin
 
 
 def padded(counts: torch.Tensor, multiple: int) -> torch.Tensor:
-    """counts `[..., experts]` -> `[..., experts]`, the rows of experts with these numbers of copies."""
+    """Rows of experts with these numbers of copies: counts `[..., experts]` -> `[..., experts]`"""
     return (counts.clamp(min=multiple > 1) + multiple - 1) // multiple * multiple
 
 
@@ -110,7 +110,7 @@ def route_ref(ids: torch.Tensor, experts: int, multiple: int, rows: int) -> Rout
 
 
 def permute(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """x `[t, h]` -> `[rows, h]`, each copy times its probs fp32 `[t, k]`, if any. Raises ValueError."""
+    """Permute x `[t, h]` -> `[rows, h]`, each copy times probs fp32 `[t, k]`, if any. Raises ValueError."""
     _check(x, routing, probs, routing.position.shape[0])
     if not usable(x, "permute"):
         return permute_ref(x, routing, probs)
@@ -118,7 +118,7 @@ def permute(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None
 
 
 def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """`permute` in plain torch. x `[t, h]`, probs `[t, k]` -> `[rows, h]`"""
+    """`permute` in plain torch: copies times probs, padding 0. x `[t, h]`, probs `[t, k]` -> `[rows, h]`"""
     source, k = routing.source.long(), routing.position.shape[1]
     x = x if len(x) else F.pad(x, (0, 0, 0, 1))  # all rows are padding
     rows = x.float()[source.clamp(min=0) // max(k, 1)]  # whose gradients are added in fp32
@@ -130,7 +130,7 @@ def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = 
 def unpermute(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
     """z `[rows, h]` -> `[t, h]`, the sum of each token's copies times their probs fp32 `[t, k]`, if any.
 
-    Added in fp32, in the order of the copies. Raises ValueError.
+    Sums in fp32, in the order of the copies. Raises ValueError if shapes, types or devices do not fit.
     """
     _check(z, routing, probs, routing.source.shape[0])
     if not usable(z, "unpermute"):
@@ -139,7 +139,7 @@ def unpermute(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = No
 
 
 def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """`unpermute` in plain torch. z `[rows, h]`, probs `[t, k]` -> `[t, h]`"""
+    """`unpermute` in plain torch: sums of copies times probs. z `[rows, h]`, probs `[t, k]` -> `[t, h]`"""
     position = routing.position.long()
     z = z if len(z) else F.pad(z, (0, 0, 0, 1))  # all are dropped
     kept = position >= 0
@@ -150,9 +150,9 @@ def unpermute_ref(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None 
 
 
 def permute_block(out, x, routing, probs=None, z=None, fused: bool = True) -> torch.Tensor | None:
-    """Write to out `[rows, h]` the rows of a block of tokens, x `[n, h]` times probs `[n, k]`, and padding.
+    """Write to out `[rows, h]` the copies of a block of tokens x `[n, h]` times probs `[n, k]`; zero padding.
 
-    With z `[rows, h]`: -> <x[t], z[position[t, j]]> `[n, k]`. Not for autograd. Raises ValueError.
+    With z `[rows, h]` -> dots <x[t], z[position[t, j]]> `[n, k]`. Not for autograd. Raises ValueError.
     """
     _check(x, routing, probs, len(routing.position))
     if fused and usable(x, "permute"):
@@ -165,7 +165,7 @@ def permute_block(out, x, routing, probs=None, z=None, fused: bool = True) -> to
 
 
 def unpermute_block(out, z, routing, probs=None, fused: bool = True) -> None:
-    """`unpermute` of z `[rows, h]` to a block of tokens out `[n, h]`. Not for autograd. Raises ValueError."""
+    """`unpermute` of z `[rows, h]` to out `[n, h]`, a block of tokens. No autograd. Raises ValueError."""
     _check(out, routing, probs, len(routing.position))
     if fused and usable(z, "unpermute"):
         _unpermute(z, routing, probs, out=out)
@@ -174,7 +174,7 @@ def unpermute_block(out, z, routing, probs=None, fused: bool = True) -> None:
 
 
 def _permute(x, routing, probs, z=None, out=None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The kernel; with z `[rows, h]` also <x[t], z[position[t, j]]> `[t, k]`."""
+    """Call the kernel; with z `[rows, h]` also returns <x[t], z[position[t, j]]> `[t, k]`."""
     position, source = routing.position, routing.source
     out = x.new_empty(len(source), x.shape[1]) if out is None else out
     dots = None if z is None else x.new_empty(position.shape, dtype=torch.float32)
@@ -184,7 +184,7 @@ def _permute(x, routing, probs, z=None, out=None) -> tuple[torch.Tensor, torch.T
 
 
 def _unpermute(z, routing, probs, x=None, out=None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The kernel; with x `[t, h]` also <x[t], z[position[t, j]]> `[t, k]`."""
+    """Call the kernel; with x `[t, h]` also returns <x[t], z[position[t, j]]> `[t, k]`."""
     position = routing.position
     y = z.new_empty(len(position), z.shape[1]) if out is None else out
     dots = None if x is None else z.new_empty(position.shape, dtype=torch.float32)
@@ -231,7 +231,7 @@ class UnpermuteFunction(torch.autograd.Function):
 
 
 def _check(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None, rows: int) -> None:
-    """Raises ValueError for what the kernels do not take."""
+    """Raise ValueError for tables or tensors that the kernels do not take."""
     for table in (routing.position, routing.source):
         if table.dtype != torch.int32 or not table.is_contiguous() or table.device != x.device:
             raise ValueError(

@@ -1,15 +1,15 @@
-"""Rotary position embedding: each pair of features turns by position times its frequency.
+"""Rotary position embedding: each pair of features is rotated by the angle position * frequency.
 
     pair i of d/2          frequency base^(-2i/d): the first pairs turn fast, the last ones hardly at all
     rope                   that, on the first `rotary_percent` of a head's features
     interpolation          positions are divided by `rotary_seq_len_interpolation_factor`
     Llama 3.1 scaling      pairs that turn less than once in 8192 positions are slowed by the factor, those
-                           that turn more than 4 times are left alone, a ramp between
-    yarn                   the same idea with the bounds `yarn_beta_slow` and `yarn_beta_fast` turns, the ramp
-                           over the pair's number, and cos and sin larger, against a flatter softmax
+                           that turn more than 4 times are unchanged, with a linear ramp between
+    yarn                   the same idea with bounds of `yarn_beta_slow` and `yarn_beta_fast` turns and a ramp
+                           over the index of the pair; cos and sin are scaled up, against a flatter softmax
 
-A pair is (i, i + d/2), or with `rotary_interleaved` (2i, 2i + 1). On a GPU cuda/rope.cu turns the heads,
-those of the packed projection where they lie; the backward turns the gradient back.
+A pair is (i, i + d/2), or with `rotary_interleaved` (2i, 2i + 1). On a GPU cuda/rope.cu rotates the heads,
+those of a packed projection in place; the backward rotates the gradient by the negative angle.
 (arXiv 2104.09864; interpolation 2306.15595; YaRN 2309.00071; Llama 3.1 as in its reference code; settings
 and defaults are Megatron's)
 """
@@ -21,7 +21,7 @@ import torch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
 
-LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's; positions and turns in them
+LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's positions, and bounds in turns
 
 
 def rope_angles(positions: torch.Tensor, config: TransformerConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +39,7 @@ def rope_angles(positions: torch.Tensor, config: TransformerConfig) -> tuple[tor
 
 
 def rope_frequencies(config: TransformerConfig, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Radians that each pair turns from one position to the next. -> fp32 `[r/2]`"""
+    """The angle, in radians, by which each pair turns from one position to the next. -> fp32 `[r/2]`"""
     features, base = int(config.head_dim * config.rotary_percent), config.rotary_base
     pairs = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
     frequencies = 1.0 / base**pairs
@@ -57,7 +57,7 @@ def rope_frequencies(config: TransformerConfig, device: torch.device | str = "cp
 def _yarn_ramp(config: TransformerConfig, features: int, device: torch.device | str) -> torch.Tensor:
     """1 for the pairs that turn often, 0 for those that hardly do."""
 
-    def pair(turns: float) -> float:  # the pair that turns so often in the original context
+    def pair(turns: float) -> float:  # index of the pair with this number of turns in the original context
         positions = config.yarn_original_max_position_embeddings / (turns * 2 * math.pi)
         return features * math.log(positions) / (2 * math.log(config.rotary_base))
 
@@ -99,12 +99,12 @@ def rope_packed(
     sin: torch.Tensor,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split a projection into queries, keys and values, and rotate the first two as `rope` does.
+    """Split a packed projection into queries, keys and values, and rotate the first two as `rope` does.
 
     packed `[s, b, (n+2*g)*d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`,
     `[s, b, g, d]`, `[s, b, g, d]`. widths: of the three parts, multiples of the head size d. On a GPU the
-    results are views of `packed`, which is rotated in place: nothing else may need its old values. (Not so
-    under torch.compile, or where elements share memory.) Raises ValueError for a leaf that wants a gradient.
+    results are views of `packed`, rotated in place: no other op may need its old values. (Out of place under
+    torch.compile, or if elements share memory.) Raises ValueError if `packed` is a leaf that requires grad.
     """
     own = packed.stride(-1) == 1 and all(step > 0 for step, n in zip(packed.stride(), packed.shape) if n > 1)
     if torch.compiler.is_compiling() or not usable(packed, "rope") or not own:
@@ -135,7 +135,7 @@ def rope_ref(
 def _tables(
     x: torch.Tensor, d: int, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin as the kernel reads them. Raises ValueError where they do not fit x `[s, b, ...]`."""
+    """cos and sin as the kernel reads them. Raises ValueError if they do not fit x `[s, b, ...]`."""
     s, b = x.shape[:2]
     fits = cos.dim() == 4 and cos.shape[:3] in ((s, 1, 1), (s, b, 1)) and cos.shape == sin.shape
     if (
@@ -151,7 +151,7 @@ def _tables(
 
 
 def _turn(out: torch.Tensor, parts: tuple, tables: tuple, interleaved: bool, back: bool) -> None:
-    """out `[s, b, all heads, d]` = the heads of q, k, v `[s, b, heads, d]` or None, q's and k's rotated."""
+    """Write q, k, v `[s, b, heads, d]` (None: absent) to out `[s, b, all heads, d]`, q and k rotated."""
     given = [part if part is None or part.stride(-1) == 1 else part.contiguous() for part in parts]
     args = [x for p in given for x in ((None, 0, 0, 0) if p is None else (p, *p.stride()[:3]))]
     heads = [0 if p is None else p.shape[2] for p in given]
@@ -180,7 +180,7 @@ differentiable(
 
 
 class RopeFunction(torch.autograd.Function):
-    """`rope` by the kernel, out of place: the op that made x (a norm) may need it.
+    """`rope` by the kernel, out of place: the op that made x (a norm) may have saved it.
 
     x `[s, b, n, d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`
     """
@@ -199,7 +199,7 @@ class RopeFunction(torch.autograd.Function):
 
 
 class PackedRopeFunction(torch.autograd.Function):
-    """`rope_packed` by the kernel; the backward packs the three gradients as it turns them back."""
+    """`rope_packed` by the kernel; the backward rotates the three gradients back into one packed tensor."""
 
     @staticmethod
     def forward(ctx, packed, widths: list[int], d: int, cos, sin, interleaved: bool) -> tuple:
@@ -207,7 +207,7 @@ class PackedRopeFunction(torch.autograd.Function):
         counts = [width // d for width in widths]
         heads = packed.unflatten(-1, (-1, d))
         _turn(heads, (*heads.split(counts, dim=2)[:2], None), ctx.tables, interleaved, False)
-        # Before the views are made: a saved `packed` counts as changed for autograd, they do not.
+        # Before the views are made: so autograd reports a saved `packed` as changed, but not the views.
         torch.autograd.graph.increment_version(packed)
         return packed.detach().unflatten(-1, (-1, d)).split(counts, dim=2)
 

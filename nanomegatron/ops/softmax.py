@@ -1,7 +1,7 @@
-"""Softmax of attention scores, scaled and masked: the kernel of cuda/softmax.cu, and what it computes.
+"""Softmax of attention scores, scaled and masked: the kernel of cuda/softmax.cu, and its reference.
 
-What the causal mask and a window hide follows from the position, so no mask of s x t need exist for them;
-`hidden` hides more. For the backward the probabilities are kept, and `hidden`.
+The causal mask and the window are computed from positions, without an s x t mask in memory; `hidden` is an
+additional mask. The probabilities and `hidden` are saved for the backward.
 """
 
 import torch
@@ -21,13 +21,13 @@ def scaled_softmax(
 
     scores `[b, n, s, t]`, hidden bool `[b, n, s, t]` or `[...]` -> `[b, n, s, t]`, fp32 `[b, n, s]`
 
-    Query i is at place i + t - s. It sees no key behind its place if `causal`, none more than `window` before
-    it, and none where `hidden` is True (bool, broadcast to the scores). A query that sees nothing gives NaN
-    and the log-sum-exp -inf; a hidden score has no gradient. The result has the dtype of the scores; the
-    log-sum-exp, which comes second, is fp32 and has no gradient. inplace: scores may be written over; they
-    are not where they are a view, or a leaf that wants a gradient.
+    Query i has position i + t - s. It sees no key after its position if `causal`, none more than `window`
+    before it, and none where `hidden` is True (bool, broadcast to the scores). A query that sees no key gives
+    NaN and the log-sum-exp -inf; the gradient of a hidden score is zero. The probabilities have the dtype of
+    the scores; the log-sum-exp has no gradient. inplace: scores may be overwritten, unless they are a view or
+    a leaf that requires grad.
 
-    Raises ValueError where the shapes or types do not fit.
+    Raises ValueError if the shapes or types do not fit.
     """
     if scores.dim() != 4:
         raise ValueError(f"scores are [b, n, s, t], not {list(scores.shape)}")
@@ -56,7 +56,7 @@ def scaled_softmax(
 def scaled_softmax_ref(
     scores: torch.Tensor, scale: float, hidden: torch.Tensor | None, causal: bool, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scaled_softmax` in plain torch. scores, hidden `[b, n, s, t]` -> `[b, n, s, t]`, `[b, n, s]`"""
+    """`scaled_softmax` in plain torch. scores, hidden `[b, n, s, t]` -> `[b, n, s, t]`, lse `[b, n, s]`"""
     s, t = scores.shape[-2:]
     place = torch.arange(t - s, t, device=scores.device)[:, None]
     key = torch.arange(t, device=scores.device)
@@ -103,14 +103,14 @@ def _forward(scores, scale: float, hidden, causal: bool, window, inplace: bool =
 
 def _backward(grad, out, hidden, scale: float, causal: bool, window) -> torch.Tensor:
     out = out.contiguous()
-    dx = torch.empty_like(out)  # the gradient may be somebody else's too, so it is not written over
+    dx = torch.empty_like(out)  # grad may be used elsewhere too, so it is not overwritten
     sees = _sees(out, scale, hidden, causal, window)
     launch_kernel("softmax_backward", dx, grad.contiguous(), out, *sees, TYPES[out.dtype])
     return dx
 
 
 def _sees(x: torch.Tensor, scale: float, hidden: torch.Tensor | None, causal: bool, window) -> tuple:
-    """Scale, shape and masks; of `hidden` address and strides, 0 where it is broadcast."""
+    """The kernel's arguments: scale, shape, masks; of `hidden` address and strides, 0 if broadcast."""
     if hidden is not None and hidden.stride(-1) != 1:
         hidden = hidden.contiguous()
     mask = (None, 0, 0, 0) if hidden is None else (hidden, *hidden.stride()[:3])

@@ -1,6 +1,6 @@
-"""The gated unit of an MLP, SwiGLU or with GELU: the kernel of cuda/swiglu.cu, and what it computes.
+"""The gated activation of an MLP, SwiGLU or GEGLU: the kernel of cuda/swiglu.cu, and its reference.
 
-Of x = [gate; up], `[..., 2f]`, only x itself is kept for the backward.
+Only the input x = [gate; up], `[..., 2f]`, is saved for the backward.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SILU, GELU = 0, 1  # as swiglu.cu has them
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of x `[..., 2*f]`, which is [gate; up]. -> `[..., f]` (arXiv 2002.05202)"""
+    """silu(gate) * up for x `[..., 2*f]` = [gate; up]. -> `[..., f]` (arXiv 2002.05202)"""
     return gated(x, SILU)
 
 
@@ -31,14 +31,14 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What stands between the two layers of an MLP."""
+    """The function between the two linear layers of an MLP."""
     if not config.swiglu:
         return squared_relu if config.squared_relu else partial(gelu, tanh=config.tanh_gelu)
     return swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
 
 
 def gated(x: torch.Tensor, act: int) -> torch.Tensor:
-    """act(gate) * up of x `[..., 2*f]`, [gate; up]. -> `[..., f]`  Raises ValueError for an odd size."""
+    """act(gate) * up for x `[..., 2*f]` = [gate; up]. -> `[..., f]`  Raises ValueError for an odd size."""
     if x.shape[-1] % 2:
         raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
     if not usable(x, "gated"):
@@ -53,7 +53,7 @@ def gated_ref(x: torch.Tensor, act: int) -> torch.Tensor:
 
 
 def gated_backward_ref(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
-    """The gradient by x of act(gate) * up, in plain torch. grad `[..., f]`, x `[..., 2*f]` -> `[..., 2*f]`"""
+    """The gradient of x, from that of act(gate) * up: grad `[..., f]`, x `[..., 2*f]` -> `[..., 2*f]`"""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         return torch.autograd.grad(gated_ref(x, act), x, grad)[0]
