@@ -8,8 +8,6 @@ import pytest
 
 from tests.test_style import PACKAGE, ROOT, Source, none
 
-# A fast form has the name of the plain one that it replaces; `main` is what `python -m` of a module calls.
-FORMS = {"ring_kv": {"cp", "fast.ring"}}
 SLICES = {"param.Part", "dp.Slice"}  # whose `of(tensor)` is the slice of a tensor
 
 
@@ -33,7 +31,7 @@ def defined_twice(sources: list[Source]) -> Iterator[str]:
         for name in defined(source):
             modules[name].add(source.module)
     for name, where in modules.items():
-        if len(where) > 1 and name != "main" and FORMS.get(name) != where:
+        if len(where) > 1 and name != "main":  # `main` is what `python -m` of a module calls
             yield f"{name}: defined in {', '.join(sorted(where))}"
 
 

@@ -12,7 +12,7 @@ from tests.spmd import run_spmd
 from tests.test_style import PACKAGE, none
 from tests.training import arguments, train_on_a_rank
 
-ROOMS = ("", "ops/")
+ROOMS = ("", "ops/", "fast/")
 MODULES = [s for s in PACKAGE if s.room in ROOMS and not s.stem.startswith("__")]
 CLASS_DOC = ("forward", "__call__", "__init__")  # may leave their shapes to the docstring of their class
 
@@ -44,6 +44,7 @@ RUNS = [
     ("tp2sprs", "llama", "rowwise"),
     ("tp2spfp", "llama", "delayed"),
     ("tp2spovfp", "qwen", ""),
+    ("tp2spcefp", "gpt", ""),
     ("pp2zbdp2z1", "qwen", ""),
     ("cp2", "documents", ""),
     ("cp2a2a", "qwen", ""),
