@@ -15,7 +15,7 @@ repetitions counts; where steps have different numbers of tokens, their sum over
 is Megatron's count over the dense bf16 peak, peak memory that of torch's allocator on rank 0; `used_gib` is
 what nvidia-smi says of each GPU at the end, NCCL's and CUDA's share and the allocator's cache included. Of
 pipelines a further step is traced: the bubble, idle over busy time of its ops, measured and planned. With
---profile more are profiled: milliseconds of the kernels by class, exposed communication (kernel_times.py).
+--profile more are profiled: milliseconds by class of kernels, exposed communication (tools/kernel_times.py).
 
 All cases of a part train on the same tokens from the same weights, so that first losses must be equal: one
 that differs from the case it is `like`, or that fails, is a problem, and the exit code is 1. A case that
@@ -24,7 +24,6 @@ has run; report.py prints the tables again. `--small` takes tiny models on CPUs,
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -41,7 +40,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kernel_times, long_tail, report
+from benchmarks import long_tail, report
 from benchmarks.cases import LOSSES, PARTS, Case, cases_of
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, parse
@@ -49,6 +48,7 @@ from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory_of_ranks
 from nanomegatron.report.writers import read_jsonl
 from preprocess import prepare_embedded
+from tools import kernel_times
 from tools.gpu_gate import Case as GateCase
 from tools.gpu_gate import build_kernels, commit_of, judge, launcher
 
@@ -105,7 +105,7 @@ def run_steps(case: Case, checkout: Path, small: bool, profile: bool = False) ->
             used = [round(gpu["used"], 2) for gpu in gpus()]
         records = read_jsonl(folder / "steps.jsonl")[:steps]
         text = (folder / "runs/case/log.txt").read_text() if traced else ""
-        kernels = kernels_of(folder / "runs/case/profile-rank0.json")
+        kernels = kernel_times.table(folder / "runs/case/profile-rank0.json", PROFILED)
     timed = records[case.warm :]
     turn = {"step_ms": [round(step["step_time_ms"], 3) for step in timed]}
     turn |= {"loss": [step["lm_loss"] for step in records]} | speed(timed)
@@ -115,14 +115,6 @@ def run_steps(case: Case, checkout: Path, small: bool, profile: bool = False) ->
     bubbles = re.findall(r"(planned|measured) \S+ ms, bubble (\S+) %", text)
     turn |= {"bubble_percent": {kind: float(x) for kind, x in bubbles}} if bubbles else {}
     return turn | ({"profile": kernels} if kernels else {})
-
-
-def kernels_of(path: Path) -> dict | None:
-    """What the time of a profiled step on the GPU goes into; None without a profile, or of a CPU."""
-    if not path.exists():
-        return None
-    events = json.loads(path.read_text())["traceEvents"]
-    return kernel_times.table([e for e in events if e.get("cat") in kernel_times.DEVICE], PROFILED)
 
 
 @contextmanager

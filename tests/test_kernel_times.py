@@ -1,15 +1,17 @@
 """What a step's time on the GPU goes into: kernels of a made-up profile, by class, and what is hidden."""
 
+import json
+
 import pytest
 
-from benchmarks import kernel_times
+from tools import kernel_times
 
 
 def event(name: str, start: float, duration: float, stream: int = 7) -> dict:
-    return {"name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
+    return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
 
 
-def test_kernels_are_sorted_and_hidden_communication_is_not_exposed():
+def test_kernels_are_sorted_and_hidden_communication_is_not_exposed(tmp_path):
     """Two steps of 1000 us; the second has 100 us of a gather under a matmul, and 200 us of 300 exposed."""
     step = [
         event("nvjet_hsh_128x256", 0, 400),
@@ -22,7 +24,12 @@ def test_kernels_are_sorted_and_hidden_communication_is_not_exposed():
         event("multi_tensor_apply_kernel<FusedAdamMathFunctor>", 900, 100),
     ]
     later = [{**e, "ts": e["ts"] + 1000} for e in step]
-    found = kernel_times.table(step + later, 2)["ms"]
+    trace, host = tmp_path / "trace.json", {**event("nvjet", 0, 5000), "cat": "cpu_op"}
+    assert kernel_times.table(trace, 2) is None
+    trace.write_text(json.dumps({"traceEvents": [host]}))
+    assert kernel_times.table(trace, 2) is None
+    trace.write_text(json.dumps({"traceEvents": [host, *step, *later]}))
+    found = kernel_times.table(trace, 2)["ms"]
     expected = {
         "period": 1.0,
         "gemm": 0.4,

@@ -335,21 +335,6 @@ def test_no_run_outlives_the_program(tmp_path, text):
 # Numbers
 
 
-def test_kernels_of_a_profile(tmp_path):
-    """Three steps of 10 ms, of which 6 are a matmul's; what runs on the CPU does not count."""
-    kernels = [("nvjet_gemm", 0, 6000), ("adam_flat", 9000, 1000)]
-    events = [
-        dict(name=name, ts=10_000 * i + ts, dur=dur, cat="kernel", args={"stream": 7})
-        for i in range(3)
-        for name, ts, dur in kernels
-    ]
-    events.append(dict(name="nvjet_gemm", ts=0, dur=9000, cat="cpu_op"))
-    (tmp_path / "x.json").write_text(json.dumps({"traceEvents": events}))
-    found = measure.kernels_of(tmp_path / "x.json")["ms"]
-    assert (found["period"], found["gemm"], found["optimizer"], found["idle"]) == (10.0, 6.0, 1.0, 3.0)
-    assert measure.kernels_of(tmp_path / "none.json") is None
-
-
 def test_speed_of_steps():
     """Of the median time where all steps have as many tokens, else of all."""
 

@@ -1,7 +1,7 @@
 """What a step's time on the GPU goes into, of torch.profiler's trace: by class, and what is hidden.
 
     python train.py ... --profile --profile-step-start 5 --profile-step-end 8
-    python -m benchmarks.kernel_times runs/NAME/profile-rank0.json --steps 3
+    python tools/kernel_times.py runs/NAME/profile-rank0.json --steps 3
 
     stream 7     | gemm | gemm |  norm  |      gemm      |      compute: all but communication
     stream 20          |  reduce-scatter  |  all-gather          |
@@ -41,11 +41,13 @@ def kind(name: str) -> str:
     return next((label for label, words in CLASSES if any(word in low for word in words)), "other")
 
 
-def table(events: list[dict], steps: int) -> dict | None:
+def table(trace: Path, steps: int) -> dict | None:
     """Milliseconds of the last period of `steps`: by class, exposed communication, idle, longest kernels.
 
-    events: of a Chrome trace, those of the GPU; `ts` and `dur` in microseconds.
+    trace: of Chrome's format, `ts` and `dur` in microseconds; None without a trace, or of a CPU.
     """
+    events = json.loads(trace.read_text())["traceEvents"] if trace.exists() else []
+    events = [event for event in events if event.get("cat") in DEVICE]
     if not events:
         return None
     kinds = [kind(event["name"]) for event in events]
@@ -107,5 +109,4 @@ if __name__ == "__main__":
     parser.add_argument("trace", type=Path)
     parser.add_argument("--steps", type=int, required=True, help="that were profiled")
     args = parser.parse_args()
-    traced = json.loads(args.trace.read_text())["traceEvents"]
-    print(json.dumps(table([event for event in traced if event.get("cat") in DEVICE], args.steps), indent=1))
+    print(json.dumps(table(args.trace, args.steps), indent=1))
