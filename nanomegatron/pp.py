@@ -4,20 +4,20 @@
     pp.py          receives, computes and sends, op by op                            (the executor)
 
     rank 0 of 3   [F0][F1][F2]        [B0]    ...      1f1b; a row is the loop of a rank
-    rank 1 of 3       [F0][F1]    [B0][F2]    ...      messages travel over links (`mesh.py`)
+    rank 1 of 3       [F0][F1]    [B0][F2]    ...      messages go over links (`mesh.py`)
     rank 2 of 3           [F0][B0][F1][B1]    ...
 
-Messages travel beside the computation: sends are asynchronous, and at most one receive a link is in flight
-ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known beforehand.
+Messages overlap with the computation: sends are asynchronous, and each link has at most one receive in flight
+ahead of the op that uses it. All have the shape of the residual stream, `[s, b, h]`, known in advance.
 
-A forward leaves only the autograd graph for its backward. Its output is sent and freed: the graph ends in
-`InjectOutputGrad`, whose 0-d output is the root of the backward and returns the gradient that was received;
-and begins in `CaptureInputGrad`, which stores the gradient of the input. (Megatron-LM replaces the data of
-outputs for the same end, deallocate_pipeline_outputs.) In a schedule with W ops, B queues the weight
+A forward keeps only the autograd graph for its backward; its output is sent and freed. The graph begins in
+`CaptureInputGrad`, which stores the gradient of the input, and ends in `InjectOutputGrad`: its 0-d output is
+the root of the backward, and its own backward returns the received gradient. (Megatron-LM replaces the data
+of outputs for the same purpose, deallocate_pipeline_outputs.) In a schedule with W ops, B queues the weight
 gradients of linear layers, embedding, experts and routers, and W computes them.
 
-Each rank handles the microbatches of a chunk in their order, so gradients are those of one process to the
-bit; except those of tied embeddings, whose two uses are added in another order.
+Each rank runs the microbatches of a chunk in order, so gradients are bitwise those of one process; except
+those of tied embeddings, whose two uses are added in another order.
 (arXiv 1811.06965, 2006.09503, 2104.04473; zero bubble 2401.10241)
 """
 
@@ -45,10 +45,10 @@ Links = dict[tuple[int, int], Link]  # by sender and receiver
 
 
 class Stages(nn.ModuleList):
-    """The chunks of the model that this rank holds, in the order of the model, and how they are run.
+    """The model chunks that this rank holds, in the order of the model, and their schedule.
 
-    Without the other arguments the whole model on one rank. `reads_tokens`: this rank has the first or the
-    last stage; `has_loss`: the last one; `is_loss_rank`: the loss of this rank of its tp x pp group counts.
+    With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
+    stage; `has_loss`: the last one; `is_loss_rank`: it is the rank of its tp x pp group whose loss counts.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Stages(nn.ModuleList):
         name: str = "1f1b",
         group: int | None = None,
     ) -> None:
-        """name, group: the schedule, as `schedules.schedule` takes them."""
+        """name, group: as for `schedules.schedule`."""
         super().__init__(chunks)
         self.pp, self.cp, self.links = mesh.pp, mesh.cp, mesh.p2p_links
         self.config, self.tp, self.vocab_size = chunks[0].config, chunks[0].tp, chunks[0].vocab_size
@@ -77,7 +77,7 @@ class Stages(nn.ModuleList):
             param.wgrad_store = self.wgrad_store
 
     def plan(self, microbatches: int, forward_only: bool = False) -> Plan:
-        """The ops of every rank, and their messages."""
+        """Return the ops of every rank and their messages (cached); forward_only: without backwards."""
         if (microbatches, forward_only) not in self.plans:
             lists = schedules.schedule(self.name, self.pp.size, microbatches, len(self), self.group)
             if forward_only:
@@ -86,13 +86,13 @@ class Stages(nn.ModuleList):
         return self.plans[microbatches, forward_only]
 
     def shape(self, seq_length: int, micro_batch_size: int) -> tuple[int, int, int]:
-        """Of every message; seq_length: the tokens of a row that this cp rank has."""
+        """Return the shape of every message; seq_length: the number of tokens of a row on this cp rank."""
         cut = self.tp.size if self.config.sequence_parallel and self.training else 1
         return seq_length // cut, micro_batch_size, self.config.hidden_size
 
 
 class InjectOutputGrad(torch.autograd.Function):
-    """The end of a stage's graph. x `[s, b, h]` -> `[]`; backward from here starts from `received`."""
+    """The end of a stage's graph. x `[s, b, h]` -> `[]`; its backward returns the gradient in `received`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, received: list) -> torch.Tensor:
@@ -105,7 +105,7 @@ class InjectOutputGrad(torch.autograd.Function):
 
 
 class ForwardState(NamedTuple):
-    """What a forward leaves: where to call backward, and lists for the gradients of output and input."""
+    """What a backward needs of its forward: its root, and lists to hold the gradients of output and input."""
 
     root: torch.Tensor
     output_grad: list
@@ -113,25 +113,25 @@ class ForwardState(NamedTuple):
 
 
 class NoTracer:
-    """Called at every op and message of a rank, and does nothing; report/trace.py has one that records."""
+    """A tracer that does nothing; `execute` calls it at each op and message (report/trace.py records)."""
 
     def op(self, op: Op) -> AbstractContextManager:
-        """Around the computation of an op whose message has arrived."""
+        """Entered for the computation of an op, after its message has arrived."""
         return nullcontext()
 
     def receive(self, message: Message, pending: Pending) -> None:
-        """Before this rank waits for a message."""
+        """Called before this rank waits for a message."""
 
     def received(self, message: Message) -> None:
-        """After the wait."""
+        """Called after the wait."""
 
 
 class Inbox:
     """Receives messages, on each link in the order in which they are sent.
 
     On a CPU, where the host computes, the next receive is posted as soon as a message has arrived (`ahead`).
-    On a GPU the host runs ahead of the stream anyway and posts it when it reaches the op: then the message
-    depends only on launched ops.
+    On a GPU the host runs ahead of the stream anyway, and posts a receive when it reaches the op that needs
+    it: then the message depends only on ops that are already launched.
     """
 
     def __init__(self, links: Links, exchanges: list[Exchange], empty: Callable, ahead: bool) -> None:
@@ -156,30 +156,30 @@ class Inbox:
 
 
 class Outbox:
-    """Sends messages; each holds its tensor until it has been sent.
+    """Sends messages, and keeps each tensor until it has been sent.
 
-    Gloo says only to a waiter that a send is done. So wait for the oldest when a link has more sends in
-    flight than this rank ever has forwards without their backward: its receiver has taken it by then.
+    Gloo reports only through `wait` that a send is done. So `send` waits for the oldest if a link has more
+    than `most` sends in flight, the most forwards without backward on this rank: it has arrived by then.
     """
 
     def __init__(self, links: Links, most: int) -> None:
         self.links, self.most, self.in_flight = links, most, defaultdict(deque)
 
     def send(self, x: torch.Tensor, message: Message) -> None:
-        """Send x `[s, b, h]` or `[s/tp, b, h]`, and free what has arrived."""
+        """Send x `[s, b, h]` or `[s/tp, b, h]`, and free the tensors that have been sent."""
         in_flight = self.in_flight[message[:2]]
         in_flight.append(start_send(x, self.links[message[:2]]))
         while in_flight and (in_flight[0].done or len(in_flight) > self.most):
             in_flight.popleft().wait()
 
     def close(self) -> None:
-        """Return when everything has been sent; on a GPU, let the stream wait for it."""
+        """Wait until everything has been sent; on a GPU the stream waits, not the host."""
         for pending in chain(*self.in_flight.values()):
             pending.wait()
 
 
 class OpRunner:
-    """Computes the ops of a rank, and keeps what one op leaves for a later one."""
+    """Computes the ops of a rank, and keeps what a later op needs of an earlier one."""
 
     def __init__(self, stages: Stages, step: Callable[[GPTModel, int], torch.Tensor]) -> None:
         self.stages, self.step = stages, step
@@ -187,7 +187,7 @@ class OpRunner:
         self.works: dict[tuple[int, int], list] = {}
 
     def run(self, op: Op, received: torch.Tensor | None) -> torch.Tensor | None:
-        """One op: on activations for F, on their gradients for B, BW. received `[s, b, h]` -> `[s, b, h]`"""
+        """Run an op on activations (F) or gradients (B, BW). received `[s, b, h]` -> `[s, b, h]` to send"""
         place = op.chunk, op.microbatch
         if op.kind == "F":
             return self._forward(place, received)
@@ -207,7 +207,7 @@ class OpRunner:
         chunk = self.stages[place[0]]
         output_grad, input_grad = [], []
         if received is not None:
-            leaf = torch.empty(0, requires_grad=True)  # makes autograd follow
+            leaf = torch.empty(0, requires_grad=True)  # makes autograd record
             chunk.set_input_tensor(CaptureInputGrad.apply(received, leaf, input_grad))
         y = self.step(chunk, place[1])
         if torch.is_grad_enabled():
@@ -224,11 +224,11 @@ def execute(
     forward_only: bool = False,
     tracer: NoTracer | None = None,
 ) -> None:
-    """Forward and backward of all microbatches, as the schedule of `stages` has it.
+    """Run forward and backward of all microbatches in the order of the schedule of `stages`.
 
-    step(chunk, i): the forward of microbatch i through a chunk, whose input it has. Gives what the chunk
-    gives, `shape` `[s, b, h]`, or of the last stage the 0-d loss whose gradient is wanted. Every rank of pp
-    calls this alike. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
+    step(chunk, i): runs the forward of microbatch i through a chunk, whose input is set already. It returns
+    the chunk's output, of `shape` `[s, b, h]`, or for the last stage the 0-d loss to differentiate. All ranks
+    of pp call this. Communicates a message of `shape` for each microbatch, direction and pair of ranks with
     neighbouring stages.
     """
     lists, exchanges = stages.plan(microbatches, forward_only)
@@ -254,12 +254,12 @@ def execute(
 def warm_up(
     stages: Stages, step: Callable[[GPTModel, int], torch.Tensor], shape: tuple[int, int, int]
 ) -> None:
-    """This rank's ops of a schedule of one microbatch, with zeros for messages; nothing is communicated.
+    """Run this rank's ops of a schedule of one microbatch, with zeros for messages; no message is sent.
 
-    For GPUs, before the first `execute`. A message in flight there is a kernel that waits for the other rank,
-    and whatever synchronizes the GPU waits with it: two ranks that do so can deadlock. Loading a kernel for
-    its first use synchronizes, hence this function. (So does cudaFree, when the caching allocator runs out:
-    leave memory unused.) Gradients are added and reported as by `execute`.
+    Call it on GPUs before the first `execute`. A message in flight on a GPU is a kernel that waits for the
+    other rank, and a call that synchronizes the GPU waits for that kernel: two ranks that do so can deadlock.
+    Loading a kernel for its first use synchronizes, hence this function. (So does cudaFree, when the caching
+    allocator runs out: leave memory unused.) Gradients are added and reported as by `execute`.
     """
     runner = OpRunner(stages, step)
     zeros = partial(torch.zeros, shape, dtype=stages.dtype, device=stages.device)
@@ -279,14 +279,14 @@ def forward_backward(
     micro_batch_size: int,
     forward_only: bool = False,
 ) -> list[Any]:
-    """As the function that Megatron's `get_forward_backward_func()` gives, for a forward step written for it.
+    """The function that Megatron's `get_forward_backward_func()` returns, for forward steps written for that.
 
-    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, what to report), or
-    (loss, tokens, what to report) for a loss that is a sum. The loss is divided by the number of microbatches
-    (and of tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
-    seq_length: of whole rows, which cp cuts. Gradients are added to `dp.Buckets`, between its `zero` and
-    `grad_sync`, or without buckets to `.grad`. Returns what each microbatch reports on the last stage's rank,
-    on others an empty list.
+    forward_step_func(iterator, chunk) -> (output, loss_func); loss_func(output) -> (loss, report), or
+    (loss, tokens, report) for a loss that is a sum. The loss is divided by the number of microbatches (and of
+    tokens). data_iterator: one, or one for each chunk, from which each forward takes its microbatch.
+    seq_length: of whole rows, before cp shards them. Gradients are added to `dp.Buckets`: call this between
+    their `zero` and `grad_sync`; without buckets they are added to `.grad`. Returns the report of each
+    microbatch on the rank of the last stage, an empty list on others.
     """
     several = isinstance(data_iterator, list | tuple)
     if len(model) > 1 and not several and data_iterator is not None:

@@ -1,16 +1,16 @@
-"""Activation recomputation: drop what the backward needs in the forward, and compute it again.
+"""Activation recomputation: the forward drops activations, and the backward computes them again.
 
     granularity   what is kept                       what is recomputed, just before its own backward
-    selective     all, but of the modules named      core_attn: attention from q, k, v; mlp: the whole MLP;
+    selective     all, except in named modules       core_attn: attention from q, k, v; mlp: the whole MLP;
                                                      layernorm, mlp_act: their outputs, from their inputs
     full          the input of every N layers        these layers (uniform), or
                   the input of each of the first N   each of the first N, the others kept whole (block)
 
-Two mechanisms. `recomputed` runs a function without autograd, keeps its inputs, and in the backward runs it
-again with autograd. A `Source` is for outputs that only the next matmul keeps (of a norm, of an activation):
-the tensor carries what it was made from, and while its reader runs (`keeping`) autograd gets that recipe in
-place of the tensor. The result is equal to the bit: hidden dropout depends only on counters, and for kernels
-that draw random numbers the generator's state is restored.
+Two mechanisms. `recomputed` runs a function without autograd, saves its inputs, and in the backward runs it
+again with autograd. A `Source` is for outputs that only the next matmul saves (of a norm, of an activation):
+it is an attribute of the output that says how to compute it, and while the matmul runs (`keeping`), autograd
+saves the source instead of the output. Results are bitwise equal: hidden dropout depends only on counters,
+and for kernels that draw random numbers the generator's state is restored.
 (arXiv 1604.06174; selective 2205.05198)
 """
 
@@ -27,51 +27,51 @@ from nanomegatron.mesh import Axis
 
 @dataclass
 class Source:
-    """How a tensor was made, for its readers, who then need not keep the tensor: its attribute `source`.
+    """How a tensor was computed, in its attribute `source`; a layer that reads the tensor need not save it.
 
-    make(x): makes it again, None where it is to be kept. casts: its FP8 copies (`fp8.Quantized`) where the
-    kernel that made it has quantized it; the tensor itself is then a placeholder (`fast/fp8_producers.py`).
+    make(x): computes it again; None: save the tensor. casts: its FP8 copies (`fp8.Quantized`), if its kernel
+    has quantized it; the tensor itself is then a placeholder (`fast/fp8_producers.py`).
     """
 
     casts: Any = None
     make: Callable[[torch.Tensor], torch.Tensor] | None = None
     x: torch.Tensor | None = None
 
-    @torch.enable_grad()  # with the copies that a backward reads
+    @torch.enable_grad()  # so that FP8 copies for the backward are made, too
     def again(self) -> torch.Tensor:
-        """The tensor recomputed -> `[...]`"""
+        """Recompute the tensor -> `[...]`"""
         return self.make(self.x)
 
 
 def source_of(x: torch.Tensor) -> Source:
-    """The source of x `[...]`; an empty one if it has none."""
+    """Return the source of x `[...]`; an empty one if x has none."""
     return getattr(x, "source", None) or Source()
 
 
 def with_source(y: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-    """Let readers of y = make(x) keep x in its place. x, y `[...]`"""
+    """Let the readers of y = make(x) save x instead of y. x, y `[...]`"""
     if torch.is_grad_enabled():
         y.source = Source(source_of(y).casts, make, x.detach())
 
 
 def saved_form(x: torch.Tensor) -> torch.Tensor:
-    """What a linear layer saves of its input x `[...]` -> x `[...]`, or the bytes of an FP8 copy"""
+    """The form in which a linear layer saves its input x `[...]` -> x `[...]`, or the bytes of an FP8 copy"""
     casts = source_of(x).casts
     return x if casts is None else casts.saved_form().data
 
 
 @contextmanager
 def keeping(x: torch.Tensor, prefetch: list[Callable] | None = None) -> Iterator[None]:
-    """Run the reader of x inside: autograd keeps the source of x `[...]` in its place.
+    """Context manager for the layer that reads x `[...]`: autograd saves the source of x instead of x.
 
-    prefetch: gets a function that recomputes x before the backward asks for it, to run beside communication.
+    prefetch: appends a function that recomputes x early, to overlap the work with communication.
     """
     source = source_of(x)
     if source.make is None:
         yield
         return
     kept = saved_form(x)
-    place = kept.data_ptr(), kept.numel()  # autograd keeps `pack`, which must not keep x
+    place = kept.data_ptr(), kept.numel()  # autograd holds `pack`, which must not hold x
     made: list[torch.Tensor] = []
     if prefetch is not None:
         prefetch.append(lambda: made.append(saved_form(source.again())))
@@ -89,11 +89,11 @@ def keeping(x: torch.Tensor, prefetch: list[Callable] | None = None) -> Iterator
 
 
 class RecomputeFunction(torch.autograd.Function):
-    """run(*tensors), keeping only its inputs or their sources, cut over `spread` until the backward."""
+    """Compute run(*tensors); save only its inputs or their sources, sharded over `spread`."""
 
     @staticmethod
     def forward(ctx, run: Callable, spread: Axis, leaf: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        """tensors `[...]` -> `[...]`. leaf `[0]`: makes autograd follow where no input has a gradient."""
+        """tensors `[...]` -> `[...]`. leaf `[0]`: makes autograd call backward even if no input needs it."""
         ctx.run, ctx.spread, ctx.shapes = run, spread, [x.shape for x in tensors]
         sources = [source_of(x) for x in tensors]
         ctx.sources = [replace(source, casts=None) if source.make else source for source in sources]
@@ -124,9 +124,9 @@ class RecomputeFunction(torch.autograd.Function):
 
 
 class CaptureInputGrad(torch.autograd.Function):
-    """x `[...]` -> `[...]` itself; its gradient is stored in `grads`. (A leaf's would be laid out like x.)
+    """Return x `[...]` -> `[...]`; append its gradient to `grads`. (A leaf's would have the layout of x.)
 
-    leaf `[0]`: makes autograd follow where x has no gradient.
+    leaf `[0]`: makes autograd call backward even if x needs no gradient.
     """
 
     @staticmethod
@@ -141,20 +141,20 @@ class CaptureInputGrad(torch.autograd.Function):
 
 
 def recomputed(run: Callable, *tensors: torch.Tensor, spread: Axis | None = None) -> torch.Tensor:
-    """run(*tensors), keeping only the tensors for the backward, cut over `spread` where given.
+    """Compute run(*tensors), saving only the tensors; the backward runs it again.
 
-    tensors `[...]` -> `[...]`. The parameters that `run` uses get their gradients as usual. With `spread` an
-    all-gather of each tensor precedes the backward.
+    tensors `[...]` -> `[...]`. The parameters that `run` uses get their gradients as usual. With `spread` the
+    saved tensors are sharded over that axis, and all-gathered before the backward.
     """
     if not torch.is_grad_enabled():
         return run(*tensors)
-    leaf = torch.empty(0, requires_grad=True)  # `run` may train weights where no input has a gradient
+    leaf = torch.empty(0, requires_grad=True)  # weights in `run` may need gradients though no input does
     return RecomputeFunction.apply(run, spread or Axis.single(), leaf, *tensors)
 
 
 @contextmanager
 def _generator(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
-    """The device's generator in an earlier state, and afterwards where it was."""
+    """Context manager: inside, the device's CUDA RNG is in `state` (None: as it is); then it is restored."""
     if state is None:
         yield
         return

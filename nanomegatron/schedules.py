@@ -1,14 +1,14 @@
-"""Pipeline schedules as pure data: what each rank does, in order; the messages that follow; a simulator.
+"""Pipeline schedules as pure data: the ops of each rank in order, the messages between ranks, a simulator.
 
-    name         bubble / ideal time      kept at most, in microbatches of a rank's layers       source
+    name         bubble / ideal time      peak activations, in microbatches of a rank's layers   source
     gpipe        (p-1) / m                m                                                      1811.06965
     1f1b         (p-1) / m                p                                                      2006.09503
     interleaved  (p-1) / (v m)            p (1 + (p-1) / (p v)), for groups of p microbatches    2104.04473
     zb-h1        (p-1) / (3 m)            p                                                      2401.10241
     zb-v         (p-1) / (6 m)            p                                                      2405.15362
 
-p ranks, m microbatches, v chunks of the model a rank; all of equal cost, F = B = W; m >= p, for zb-v
-m >= 2p - 1. Sources are arXiv numbers. Nothing here needs torch or a second process. To print and draw:
+p ranks, m microbatches, v model chunks per rank; equal times of F, B and W; m >= p, for zb-v m >= 2p - 1.
+Sources are arXiv numbers. Nothing here needs torch or a second process. To print and draw a schedule:
 
     python -m nanomegatron schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
 
@@ -23,18 +23,18 @@ from typing import NamedTuple
 
 
 class Op(NamedTuple):
-    """One piece of work: F forward, B gradient of the input, W of the weights, BW of both at once."""
+    """One unit of work: F forward, B gradient of the input, W gradient of the weights, BW both at once."""
 
     kind: str
     chunk: int
     microbatch: int
 
 
-STEP = {"F": 1, "B": -1, "BW": -1, "W": 0}  # stages from an op to the one that its result goes to
+STEP = {"F": 1, "B": -1, "BW": -1, "W": 0}  # offset from an op's stage to the stage that uses its result
 
 
 class Message(NamedTuple):
-    """What one rank sends to another: activations (F) or their gradients (B), received by `stage`."""
+    """A message between two ranks: activations (F) or their gradients (B), for the stage `stage`."""
 
     source: int
     destination: int
@@ -46,8 +46,8 @@ class Message(NamedTuple):
 class Exchange(NamedTuple):
     """An op's messages: those to receive before it, the one it uses, the one it sends.
 
-    Links (ordered pairs of ranks) are FIFO: an op that needs a later message receives the earlier ones too,
-    and keeps them for the ops that use them.
+    Links (ordered pairs of ranks) are FIFO: before an op's message the earlier ones of the link are received
+    and kept for the ops that use them.
     """
 
     receives: tuple[Message, ...]
@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An op in time."""
+    """An op with its start and end time."""
 
     rank: int
     op: Op
@@ -66,18 +66,18 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `simulate` found. Bubbles are idle over busy time; peaks count activations of single chunks."""
+    """The result of `simulate`. Bubbles are idle / busy time; peaks count the activations of one chunk."""
 
     events: list[Event]  # rank by rank, in order
     total: float
     bubbles: list[float]  # of each rank
     bubble: float  # of all ranks together
-    peak_until_backward: list[int]  # forwards whose input gradient is still to come
-    peak_until_weight: list[int]  # forwards whose weight gradient is still to come
+    peak_until_backward: list[int]  # of each rank: most forwards whose input gradient is not computed yet
+    peak_until_weight: list[int]  # of each rank: most forwards whose weight gradient is not computed yet
 
 
-# Every schedule takes the microbatches of a chunk in order, so `F1` is enough to say: forward of chunk 1, of
-# the microbatch whose turn it is.
+# Every schedule takes the microbatches of a chunk in order, so the functions below omit the microbatch: `F1`
+# is the forward of chunk 1 for its next microbatch.
 
 
 def gpipe(microbatches: int, chunks: int) -> list[str]:
@@ -92,7 +92,7 @@ def gpipe(microbatches: int, chunks: int) -> list[str]:
 
 
 def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
-    """As many forwards as keep the later ranks busy, then one forward, one backward.
+    """One forward for each later rank, then alternately a forward and a backward, then the other backwards.
 
     rank 0  F0  F1  F2  .   .   .   .   BW0==== F3  BW1==== .   BW2==== .   BW3====
     rank 1  .   F0  F1  .   .   BW0==== F2  BW1==== F3  BW2==== .   BW3====
@@ -105,11 +105,11 @@ def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[str]:
 def interleaved(
     rank: int, stages: int, microbatches: int, chunks: int, group: int | None = None
 ) -> list[str]:
-    """1f1b over `chunks` pieces of the model a rank, in groups of `group` microbatches (None: `stages`).
+    """1f1b with `chunks` model chunks per rank, in groups of `group` microbatches (None: `stages`).
 
-    A group runs through chunk 0, then chunk 1 ...; backwards do the same from the last chunk down. Megatron's
-    order wherever Megatron takes the sizes. It refuses a last group of fewer than `stages` microbatches, the
-    order of which can deadlock; here they are divided among the other groups, at the same bubble.
+    A group runs through chunk 0, then chunk 1 ...; backwards do the same from the last chunk down. The order
+    is Megatron's for all sizes that Megatron accepts. Megatron refuses a last group of fewer than `stages`
+    microbatches, as it can deadlock; here these are divided among the other groups, with the same bubble.
 
     rank 0  F0a  F1a  F0b  F1b  .    .    BW0b===== .    BW1b===== BW0a===== BW1a=====
     rank 1  .    F0a  F1a  F0b  BW0b===== F1b  BW1b===== BW0a===== BW1a=====
@@ -123,7 +123,7 @@ def interleaved(
 
 
 def _group_sizes(microbatches: int, stages: int, group: int) -> list[int]:
-    """Groups of `group`; a shorter last one may stand if it fills the pipeline, or is all there is."""
+    """Return the groups' sizes: `group`; less for the last if it fills the pipeline or is the only one."""
     full, rest = divmod(microbatches, group)
     if full and rest < stages:
         return [group + rest // full + (i < rest % full) for i in range(full)]
@@ -131,7 +131,7 @@ def _group_sizes(microbatches: int, stages: int, group: int) -> list[int]:
 
 
 def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
-    """1f1b with weight gradients deferred, the more the later the rank, to fill the bubble at the end.
+    """1f1b with deferred weight gradients, more of them on later ranks, to fill the bubble at the end.
 
     rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
     rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
@@ -143,7 +143,7 @@ def zb_h1(rank: int, stages: int, microbatches: int) -> list[str]:
 
 
 def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
-    """Two chunks a rank, down the ranks and up again, so that the loss is where the pipeline begins.
+    """Two chunks per rank, placed down the ranks and up again, so that the loss is on the first rank.
 
     rank 0  F0a F1a F2a F0b B0b W0b F1b B1b W1b B0a W0a F2b B2b W2b B1a W1a B2a W2a
     rank 1  .   F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a
@@ -155,19 +155,19 @@ def zb_v(rank: int, stages: int, microbatches: int) -> list[str]:
 
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}  # of a rank; the other schedules take any number
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}  # per rank; the other schedules take any number
 
 
 def schedule(
     name: str, stages: int, microbatches: int, chunks: int = 1, group: int | None = None
 ) -> list[list[Op]]:
-    """What each pipeline rank does, in order.
+    """Return the ops of each pipeline rank, in order.
 
-    stages: pipeline ranks. chunks: pieces of the model a rank holds: any number for gpipe and interleaved;
+    stages: number of pipeline ranks. chunks: model chunks per rank: any number for gpipe and interleaved;
     zb-v always has two.
-    group: of interleaved, the microbatches a chunk takes before it is the next one's turn; None: `stages`.
+    group: for interleaved, the microbatches that a chunk runs before the next chunk does; None: `stages`.
 
-    Raises: ValueError for a schedule that there is not.
+    Raises ValueError for an unknown name, or for numbers that the schedule does not take.
     """
     _check(name, stages, chunks)
     if microbatches < 1:
@@ -194,7 +194,7 @@ def _check(name: str, stages: int, chunks: int) -> None:
 
 
 def _numbered(order: list[str], microbatches: int) -> list[Op]:
-    """Number the ops of each kind and chunk; those past the last microbatch only gave the order its shape."""
+    """Give the ops their microbatches; drop ops past the last one, which only gave the order its shape."""
     seen: Counter = Counter()
     ops = []
     for word in order:
@@ -213,12 +213,12 @@ def placement(name: str, stages: int, chunks: int = 1) -> list[list[int]]:
 
 
 def owners(placed: list[list[int]]) -> dict[int, int]:
-    """The rank of each stage."""
+    """Return {stage: rank}."""
     return {stage: rank for rank, stages in enumerate(placed) for stage in stages}
 
 
 def embedding_ranks(placed: list[list[int]]) -> tuple[int, int]:
-    """The ranks of the first and of the last stage; the second computes the loss. One rank twice for zb-v."""
+    """The ranks of the first and of the last stage, which computes the loss; for zb-v the same rank."""
     rank_of = owners(placed)
     return rank_of[0], rank_of[len(rank_of) - 1]
 
@@ -228,13 +228,13 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
 
     The sender's list gives the order of the messages on a link.
 
-    Raises: ValueError where an op uses what is never sent, or nothing uses what is sent.
+    Raises ValueError if an op uses a message that is never sent, or no op uses one that is sent.
     """
     rank_of = owners(placed)
     links, early = defaultdict(deque), set()
 
     def message(op: Op, stage: int) -> Message | None:
-        """Of the op's kind, to a stage from the one before it (F) or after it (B), if that is elsewhere."""
+        """The message to `stage` from the one before it (F) or after it (B); None if on the same rank."""
         ends = rank_of.get(stage - STEP[op.kind]), rank_of.get(stage)
         if None in ends or ends[0] == ends[1]:
             return None
@@ -256,7 +256,7 @@ def messages(lists: list[list[Op]], placed: list[list[int]]) -> list[list[Exchan
 
 
 def _receive(uses: Message | None, links: dict, early: set[Message]) -> tuple[Message, ...]:
-    """Receive messages up to the one that an op uses; `early`: those received and not used yet."""
+    """Messages to receive up to the one that an op uses; `early`: those received and not used yet."""
     received = []
     while uses and uses not in early:
         if not links[uses[:2]]:
@@ -276,10 +276,10 @@ def simulate(
     """Run the lists, each op as soon as its rank is free and its inputs have arrived.
 
     costs: time of an op of each kind (None: F = B = W = 1; BW = B + W unless given), and of (kind, stage) for
-    stages that differ. Messages travel beside the ops, for `message_time`; between chunks of one rank they
+    stages that differ. Messages take `message_time`, overlapped with ops; between chunks of one rank they
     take none.
 
-    Raises: ValueError naming ranks and ops when all ranks wait.
+    Raises ValueError on a deadlock, with the waiting ranks and ops.
     """
     costs = {"F": 1, "B": 1, "W": 1} | dict(costs or {})
     costs.setdefault("BW", costs["B"] + costs["W"])
@@ -318,7 +318,7 @@ def _needs(op: Op, stage: int, rank_of: dict[int, int]) -> list[tuple[str, int, 
 
 
 def timeline_of(runs: list[list[Event]]) -> Timeline:
-    """Of the events of each rank, in order."""
+    """Return the Timeline of the events of each rank, in order."""
     total = max(run[-1].end for run in runs)
     busy = [sum(event.end - event.start for event in run) for run in runs]
     return Timeline(
@@ -332,5 +332,5 @@ def timeline_of(runs: list[list[Event]]) -> Timeline:
 
 
 def most_open(ops: list[Op], last: tuple[str, str] = ("B", "BW")) -> int:
-    """The most forwards of a rank, of single chunks, that wait for their `last` op at a time."""
+    """The largest number of a rank's forwards (each of one chunk) that wait for their `last` op at a time."""
     return max(accumulate((op.kind == "F") - (op.kind in last) for op in ops), default=0)

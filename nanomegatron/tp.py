@@ -282,7 +282,8 @@ class EmbeddingFunction(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Embedding whose rows are sharded over tp. ids `[b, s]` -> `[s, b, h]` or `[s/tp, b, h]`
 
-    All-reduces its output over tp, or with `sequence_parallel` reduce-scatters it. weight: one to share.
+    All-reduces its output over tp, or with `sequence_parallel` reduce-scatters it. weight: an existing one
+    to share.
     """
 
     def __init__(
