@@ -1,7 +1,6 @@
-"""What measure.py has found: a row a case in its JSON, tables to print, losses of whole runs as a picture.
+"""The results of measure.py: a row for each case in its JSON, and tables to print.
 
 python -m benchmarks.report tp.json dp.json                    the tables again
-python -m benchmarks.report losses.json --draw losses.svg      losses over the steps, and against the first
 """
 
 import argparse
@@ -9,7 +8,6 @@ import json
 import math
 import statistics
 import sys
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import numpy as np
 from benchmarks.cases import Case
 
 LAST, POINTS = 50, 200  # steps that a final loss is the mean of; points of a curve
-COLOURS = ("#000000", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")  # Okabe and Ito's
 FINALS = {"valid_loss": "validation loss", "train_loss": f"training loss, last {LAST} steps"}
 
 
@@ -181,52 +178,12 @@ def losses_lines(rows: list[dict]) -> list[str]:
     return lines
 
 
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """Training losses, the mean of the seeds, and against the first case's. Raises ImportError."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    rows = [row for row in result["cases"] if row.get("runs")]
-    with matplotlib.rc_context({"svg.hashsalt": "losses", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9.5, 3.7), dpi=120, layout="constrained")
-        left, right = figure.subplots(1, 2)
-        first = smooth(rows[0]["runs"])
-        for row, colour in zip(rows, cycle(COLOURS)):
-            curve = smooth(row["runs"])
-            x = np.linspace(0, row["runs"][0]["steps"], len(curve) + 1)[1:]
-            shown = x > x[-1] / 20
-            left.plot(x[shown], curve[shown], color=colour, linewidth=1.2, label=row["name"])
-            right.plot(x[shown], (curve - first)[shown], color=colour, linewidth=1.2)
-        seeds = max(len(row["runs"]) for row in rows)
-        left.set(
-            title=f"{result['part']}, {result['device']}, {seeds} seed{'s' * (seeds > 1)}",
-            ylabel="training loss",
-        )
-        right.set(title=f"against {rows[0]['name']}", ylabel="difference of losses")
-        left.legend(frameon=False, fontsize="small")
-        for axes in (left, right):
-            axes.set_xlabel("step")
-            axes.grid(color="#eeeeee", linewidth=0.6)
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def smooth(runs: list[dict], reach: int = 3) -> np.ndarray:
-    """The mean curve of some seeds, of each point with up to `reach` neighbours on either side."""
-    curve = np.mean([np.array(run["curve"], dtype=float) for run in runs], axis=0)
-    return np.array([curve[max(0, i - reach) : i + reach + 1].mean() for i in range(len(curve))])
-
-
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of measure.py")
-    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="the losses of the first file")
     args = parser.parse_args(words)
-    results = [json.loads(path.read_text()) for path in args.results]
-    if args.draw:
-        draw(args.draw, results[0])
-    for result in results:
-        print(tables(result))
+    for path in args.results:
+        print(tables(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

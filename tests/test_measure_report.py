@@ -96,15 +96,8 @@ def test_curves_of_whole_runs():
     assert report.losses_of([dict(lm_loss="nan", skipped=1)])["train_loss"] == "nan"
 
 
-def test_picture_of_losses(tmp_path, capsys):
-    """The same bytes every time; the tables are printed, too."""
-    pytest.importorskip("matplotlib")
+def test_tables_of_a_file(tmp_path, capsys):
     rows = losses(bf16=[run(1, 2.0), run(2, 2.1)], delayed=[run(1, 2.1)])
     written(tmp_path / "losses.json", [*rows.values()], part="fp8-losses")
-    for name in "ab":
-        report.main([str(tmp_path / "losses.json"), "--draw", str(tmp_path / f"{name}.svg")])
-    text = (tmp_path / "a.svg").read_text()
-    assert text == (tmp_path / "b.svg").read_text()
-    for words in ("fp8-losses, cpu, 2 seeds", "delayed", "against bf16"):
-        assert words in text
+    report.main([str(tmp_path / "losses.json")])
     assert "| bf16 | validation loss | 2.0000, 2.1000 |" in capsys.readouterr().out
