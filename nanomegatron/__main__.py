@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-# Command: the module whose `main(argv)` it is, imported when asked for, and what it does.
+# Command: the module with its `main(argv)`, imported when it is run, and what the command does.
 COMMANDS = {
     "generate": ("nanomegatron.commands.generate_args", "continue a text with a trained model"),
     "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why; on a GPU a self-test"),
@@ -12,7 +12,7 @@ COMMANDS = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the command that the first argument names; returns its exit code, 2 where there is none."""
+    """Run the command that the first argument names; returns its exit code, 2 for an unknown one."""
     name, *rest = argv or ["--help"]
     if name in COMMANDS:
         return importlib.import_module(COMMANDS[name][0]).main(rest)

@@ -5,9 +5,9 @@
     model, Paths -> model with these paths              install, before its parameters go into buckets
     model, Paths -> Buckets, Optimizer                  build_optimizer
 
-A fast path gives the same result as a form of the core, sooner. It is set as an attribute of the module that
-uses it, whose default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
-Without either of them fast paths run on GPUs, and on CPUs where a flag of their own asks for one.
+A fast path computes the same result as the core's form, faster. It is set as an attribute of the module that
+uses it; the default is the core's form. `--fast-paths` takes all that can run, `--no-fast-paths` none.
+Without either, fast paths run on GPUs, and on CPUs those that have a flag of their own which is set.
 """
 
 from collections.abc import Callable, Container
@@ -45,19 +45,19 @@ from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class Paths:
-    """The fast path of each place that can have one; None is the core's form."""
+    """The fast paths of a run, each by the attribute that it replaces; None: the core's form."""
 
-    linear: Callable | None = None  # (x, weight, axis, comm) -> y, of parallel linear and output layers
+    linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
     producers: bool = False  # Norm.op and MLP.act also quantize for the FP8 layer that reads their result
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable | None = None  # OutputLayer.loss
-    shard_comm: Callable = ShardComm  # (axis, device, size) -> what moves shards of Buckets
-    gathered: Callable | None = None  # (param, shards) -> what of a parameter Buckets gather
+    shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
+    gathered: Callable | None = None  # (param, shards axis) -> class of what Buckets gather
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
     def describe(self, config: Config, mesh: Mesh) -> str:
-        """Which of them send over the axes of tp, cp and ep, by what and why; for the banner."""
+        """Describe for the banner how fast paths communicate over tp, cp and ep, and why so."""
         if config.parallel.fast_paths is False:
             return "plain (--no-fast-paths)"
         model, parts = config.model, []
@@ -72,9 +72,9 @@ class Paths:
 
 
 def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
-    """The fast paths of a run. fast: all that can run, or none; None: those of this machine and its flags.
+    """Choose the fast paths of a run. fast: all that can run, or none; None: as the flags and device say.
 
-    Communicates over world where there are GPUs: every rank calls it alike.
+    Communicates over world on GPUs: every rank must call it with the same arguments.
     """
     parallel, model = config.parallel, config.model
     if fast is None:
@@ -100,7 +100,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
 
 
 def install(stages: Stages, paths: Paths) -> Stages:
-    """Give the modules of a model its fast paths, before its parameters are put into buckets."""
+    """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
     for module in stages.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and paths.linear and not module.fp8:
             module.linear = paths.linear
@@ -116,7 +116,7 @@ def install(stages: Stages, paths: Paths) -> Stages:
 
 
 def quantize_early(layer: TransformerLayer) -> None:
-    """Let norms and activations of a layer quantize, where an FP8 layer reads nothing else of them."""
+    """Let norms and activations of a layer quantize their outputs if only an FP8 layer reads these."""
     if accepts_fp8(layer.self_attention.linear_qkv):
         layer.input_layernorm.op = QuantizingNorm(layer.self_attention.linear_qkv)
     for mlp in layer.modules():
@@ -124,11 +124,11 @@ def quantize_early(layer: TransformerLayer) -> None:
             mlp.act = quantizing_activate
     if isinstance(layer.mlp, MLP) and accepts_fp8(layer.mlp.linear_fc1):
         layer.pre_mlp_layernorm.op = QuantizingNorm(layer.mlp.linear_fc1)
-        layer.pre_mlp_layernorm.recompute |= layer.mlp.recompute  # from a placeholder nothing can be
+        layer.pre_mlp_layernorm.recompute |= layer.mlp.recompute  # a placeholder cannot be its input
 
 
 def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, init: Init) -> Stages:
-    """This rank's chunks of the model of a resolved config, with new weights, in the forms of the core."""
+    """Build this rank's chunks of the model of a resolved config: new weights, no fast paths."""
     parallel, layers = config.parallel, stage_layers(config, padded_vocab_size)
     placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
     chunks: list[GPTModel] = []
@@ -159,7 +159,7 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
 def build_optimizer(
     model: nn.Module, config: Config, mesh: Mesh, values: list[list[float]], paths: Paths
 ) -> tuple[Buckets, Optimizer]:
-    """The gradients of a model in buckets, and what updates them; values: `lr_schedule.step_values`."""
+    """Put the gradients of a model into buckets and make its optimizer. values: `lr_schedule.step_values`."""
     dtype = getattr(torch, config.grad_dtype_name)
     buckets = Buckets(model, config.parallel, mesh, dtype, paths.shard_comm, paths.gathered)
     casts = paths.gathered is gathered_casts
@@ -171,7 +171,7 @@ def build_optimizer(
 
 
 def quantize_layers(model: GPTModel, scales: Scales, layers: Container[int]) -> None:
-    """Multiply in FP8 in the layers of these numbers."""
+    """Make linear layers and experts multiply in FP8 in the layers of these numbers."""
     for layer in model.layers:
         for linear in layer.modules() if layer.layer in layers else ():
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):

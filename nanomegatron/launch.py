@@ -1,11 +1,11 @@
-"""Starting the ranks of one machine, for `--nproc` and for the tests; on a cluster torchrun does it.
+"""Start the ranks of one machine, for `--nproc` and for the tests; on a cluster torchrun does it.
 
     launcher  -->  fork server (has imported torch, has run no operation)  -->  rank 0, rank 1, ...
 
 Ranks come from a fork server, so one starts in milliseconds, and no thread pool is ever forked: a rank forked
-from a process that has computed with threads hangs. They meet through a file in a temporary folder and talk
-over the loopback interface. If one fails the others are stopped, and none outlives the launcher. Where the
-system has no fork, each rank is a new interpreter, which takes seconds.
+from a process that has computed with threads hangs. They rendezvous through a file in a temporary folder and
+communicate over the loopback interface. If one fails the others are stopped, and none outlives the launcher.
+If the system has no fork, each rank is a new interpreter, which takes seconds.
 """
 
 import importlib
@@ -26,7 +26,7 @@ import torch
 
 from nanomegatron.mesh import World
 
-GRACE = 10.0  # seconds for the other ranks to end by themselves once one has failed
+GRACE = 10.0  # seconds that the other ranks have to exit once one has failed
 
 
 def launch(
@@ -40,10 +40,10 @@ def launch(
 ) -> list[int]:
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
-    `worker` is a module-level function that returns an exit code. The first rank to fail gets the others
-    stopped; SIGTERM to this process is passed on; after `timeout` seconds all are killed. Each rank computes
-    with `threads` threads (its share of the cores). At the end `blame(rank, codes, running)` is called with
-    the rank that failed first and those that had to be stopped; an exit code in `fine` is no failure.
+    `worker` is a module-level function that returns an exit code. GRACE seconds after a rank fails the others
+    are killed; after `timeout` seconds all are. SIGTERM to this process is passed on to them. Each computes
+    with `threads` threads (its share of the cores). If a rank has failed, `blame(rank, codes, running)` gets
+    the first one, all exit codes, and the ranks that had to be killed; codes in `fine` are no failure.
     """
     context = _context()
     threads = threads or max(1, (os.cpu_count() or 1) // nproc)
@@ -62,7 +62,7 @@ def launch(
                     os.kill(process.pid, signal.SIGTERM)
 
         try:
-            # SIGINT reaches the ranks from the terminal by itself.
+            # The terminal sends SIGINT to the ranks, too.
             with _handlers({signal.SIGTERM: pass_on, signal.SIGINT: signal.SIG_IGN}):
                 first = _wait(ranks, timeout, fine)
                 running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
@@ -79,10 +79,10 @@ def launch(
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """What starts processes: a fork server, where there is fork.
+    """Return the multiprocessing context: a fork server, or spawn if the system has no fork.
 
-    The server ignores SIGTERM, which a scheduler sends to a whole process group: the launcher learns from it
-    how ranks end, and would take all of them for dead without it.
+    The server ignores SIGTERM, which a scheduler sends to a whole process group: it reports to the launcher
+    how ranks end, and without it the launcher would take all of them for dead.
     """
     try:
         context = multiprocessing.get_context("forkserver")
@@ -97,7 +97,7 @@ def _context() -> multiprocessing.context.BaseContext:
 
 @contextmanager
 def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
-    """Handle signals like this inside; only a main thread can."""
+    """Install these signal handlers inside; does nothing outside the main thread."""
     main = threading.current_thread() is threading.main_thread()
     old = {number: signal.signal(number, handler) for number, handler in handlers.items() if main}
     try:
@@ -123,8 +123,8 @@ def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tupl
 def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...]) -> int | None:
     """Return when all ranks have ended, GRACE seconds after one has failed, or at the timeout.
 
-    The result is the first that failed. Of several at once it is one that a signal killed: the others may
-    have ended because they lost it.
+    Returns the rank that failed first, or None. Of several at once it is one that a signal killed: the others
+    may have failed because they lost it.
     """
     end, first = time.monotonic() + (timeout or math.inf), None
     while True:

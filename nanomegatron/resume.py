@@ -6,8 +6,8 @@
                              tokenizer
                              the resolved settings
 
-There is no random state to keep: weights come from (seed, name), the order of the data from (seed, samples
-asked for, run by run), dropout from (seed, sample, place). So a run resumes to the bit, under any layout.
+There is no random state to keep: weights depend on (seed, name), the order of the data on (seed, samples
+requested by each run), dropout on (seed, sample, place). So a run resumes to the bit, under any layout.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ from nanomegatron.run import Run
 
 
 def save_checkpoint(run: Run) -> None:
-    """Write everything that the next run needs to continue to the bit."""
+    """Save everything that the next run needs to continue to the bit; waits for the step in flight."""
     run.flush_report()
     state = {
         "iteration": run.iteration,
@@ -56,7 +56,7 @@ def save_checkpoint(run: Run) -> None:
 
 
 def environment_info(run: Run) -> dict:
-    """What must be the same for a run to continue to the bit, and not only with the same data and state."""
+    """Return what, beside data and state, must stay the same for a resumed run to give the same bits."""
     mesh = run.mesh
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     experts = (mesh.ep, mesh.etp) if run.config.model.num_experts else ()
@@ -66,7 +66,7 @@ def environment_info(run: Run) -> dict:
 
 
 def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Tensor]]:
-    """What a checkpoint holds, with `states` of the optimizer -> pieces, and copies of FP8 scales `[...]`"""
+    """Collect what a checkpoint holds, with the optimizer's `states` -> pieces, copied FP8 scales `[...]`"""
     scales = run.model.scales
     fp8 = {} if scales is None else {f"fp8/{name}": x for name, x in scales.state().items()}
     small = state_pieces(fp8 | module_states(run.model), run.mesh)
@@ -74,10 +74,10 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
 
 
 def load_checkpoint(run: Run) -> None:
-    """Resume from the run's `Source`: a checkpoint of ours or a Hugging Face folder.
+    """Resume from what `find_source` finds: a checkpoint of ours or a Hugging Face folder.
 
-    Raises CheckpointError where --load names a folder without a checkpoint, but for --save's, which a first
-    launch begins.
+    Raises CheckpointError if --load names a folder without a checkpoint, unless it is --save's: then a new
+    run begins there.
     """
     config, source = run.config.checkpoint, find_source(run.config, run.mesh)
     root, only_weights = source.root, source.only_weights
@@ -103,7 +103,7 @@ def load_checkpoint(run: Run) -> None:
     for note in loaded.notes:
         run.log.warn(note)
     if loaded.state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
-        run.log.warn(f"{root} was trained on {loaded.state['tokenizer']}, the data here is another's ids")
+        run.log.warn(f"{root} was trained on {loaded.state['tokenizer']}, this data is of another tokenizer")
     if not only_weights:
         restore_progress(run, root, loaded.state)
         if states:
@@ -126,9 +126,9 @@ def load_checkpoint(run: Run) -> None:
 
 
 def restore_progress(run: Run, root: str, state: dict) -> None:
-    """Continue behind the samples that a checkpoint has consumed.
+    """Set the iteration and the skipped samples to those of a checkpoint's state.
 
-    Raises ValueError where this run would have consumed others by then.
+    Raises ValueError if by then this run would have consumed another number of samples.
     """
     run.iteration, run.skipped_samples = state["iteration"], state.get("skipped_samples", 0)
     done = run.iteration >= len(run.samples_before) or run.config.run.eval_only
@@ -141,7 +141,7 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
 
 
 def load_hf_folder(run: Run, source: LoadSource) -> None:
-    """Take the weights of a Hugging Face model, for the experts those of its MLPs. Raises ValueError."""
+    """Load a Hugging Face model's weights; upcycling fills experts with its MLPs. Raises ValueError."""
     parameters, model = run.model.parameters, run.config.model
     upcycling = source.upcycling
     notes = load_weights(source.root, parameters(), model, run.model.vocab_size, upcycling)
@@ -154,12 +154,12 @@ def load_hf_folder(run: Run, source: LoadSource) -> None:
 
 
 def keep_source(run: Run, root: str) -> None:
-    """Copy the other files of a Hugging Face model to the folder of checkpoints, for its export."""
+    """Copy a Hugging Face model's files beside its weights to --save/hf, for a later export."""
     if run.mesh.rank == 0 and not run.config.run.eval_only:
         keep_source_files(root, Path(run.config.checkpoint.save) / "hf")
 
 
 def log_notes(run: Run, notes: list[str]) -> None:
-    """A line each."""
+    """Log each note as a line."""
     for note in notes:
         run.log.line(f"note    {note}")

@@ -1,4 +1,4 @@
-"""A run of one process: its parts, and how far it is."""
+"""The state of a run in one process: its parts and its progress."""
 
 import time
 from collections import Counter
@@ -18,7 +18,7 @@ from nanomegatron.report.steps import GlobalBatch, Reporter, StepReport
 
 @dataclass
 class Run:
-    """What one process works with, and how far it is."""
+    """The parts of a run in one process, and its progress."""
 
     config: Config
     mesh: Mesh
@@ -30,14 +30,14 @@ class Run:
     grads: Buckets | None  # these and reporter: None with --eval-only, which needs no memory for them
     optimizer: Optimizer | None
     samples_before: list[int]  # consumed before each iteration, and after the last
-    data_samples: list[int]  # how many the training data was made for, run by run
+    data_samples: list[int]  # samples that the training data was built for, by each run so far
     profile: Profile
     reporter: Reporter | None
     signals: Signals = UNHEARD
-    iteration: int = 0  # finished
+    iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # passed over by --iterations-to-skip
-    pending: StepReport | None = None  # launched, not yet reported
-    stop: str = ""  # why the run ends early
+    pending: StepReport | None = None  # of the last step, launched and not yet reported
+    stop: str = ""  # why the run ends early; "": it does not
     preempted: bool = False  # it ends because of a signal
     started: float = field(default_factory=time.monotonic)
 
@@ -46,7 +46,7 @@ class Run:
         return self.samples_before[min(self.iteration, len(self.samples_before) - 1)]
 
     def next_batch(self) -> GlobalBatch:
-        """The global batch of the next iteration."""
+        """Return the global batch of the next iteration."""
         first, end = self.samples_before[self.iteration : self.iteration + 2]
         lengths = Counter({self.config.data.seq_length: end - first})
         if self.config.data.variable_seq_lengths:
@@ -54,7 +54,7 @@ class Run:
         return GlobalBatch(self.iteration + 1, first, end, lengths)
 
     def report(self, step: StepReport | None) -> None:
-        """Log a step's numbers, and heed a stop flag among them; waits for the end of the step."""
+        """Log a step's numbers, and set `stop` if a rank has to stop; waits for the end of the step."""
         if step is None:
             return
         signalled, out_of_time = self.reporter.report(step, self.skipped_samples)
@@ -64,22 +64,22 @@ class Run:
             self.stop = f"--exit-duration-in-mins {self.config.run.exit_duration_in_mins}"
 
     def flush_report(self) -> None:
-        """Report the step in flight, before anything that depends on how it ended."""
+        """Report the step in flight and wait for its end; call it before anything that depends on that."""
         step, self.pending = self.pending, None
         self.report(step)
 
     def stop_flags(self) -> tuple[bool, bool]:
-        """Whether this rank was signalled, and whether its time is up."""
+        """Return (this rank got a signal, its time limit is exceeded)."""
         minutes = self.config.run.exit_duration_in_mins
         return self.signals.count > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
 
     def ends_by_signal(self) -> bool:
-        """Whether any rank was signalled; then the run is to end. Communicates a number over world; waits."""
+        """Whether any rank got a signal; if so, sets `stop`. All-reduces a number over world; waits."""
         if not self.preempted and self.signals.anywhere(self.mesh):
             self.stop, self.preempted = "a signal", True
         return self.preempted
 
 
 def due(interval: int | None, iteration: int) -> bool:
-    """Whether something that happens every `interval` iterations happens after this one."""
+    """Whether an action that is due every `interval` iterations (None: never) is due after this one."""
     return bool(interval) and iteration % interval == 0

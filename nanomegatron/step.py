@@ -1,12 +1,12 @@
-"""What an iteration computes: this rank's microbatches, and the loss that the last pipeline stage makes.
+"""The parts of an iteration: this rank's microbatches, and the loss on the last pipeline stage.
 
     global batch of an iteration, in the order of the data
         microbatch 0            microbatch 1            ...
-        dp 0 | dp 1 | ...       dp 0 | dp 1 | ...               each rank reads its own part of each
+        dp 0 | dp 1 | ...       dp 0 | dp 1 | ...               each dp rank reads its own part
 
-The loss is the mean over the unmasked tokens of the whole global batch, whatever their share in a microbatch:
-each token's loss is weighted by mask / tokens, where the tokens of all of dp x cp are counted beforehand.
-Packs of documents are microbatches of another kind, not as many on every rank (data/packed_dataset.py).
+The loss is the mean over the unmasked tokens of the whole global batch, however they are spread over the
+microbatches: each token's loss is weighted by mask / tokens, with the tokens of dp x cp counted beforehand.
+Packs of documents are another kind of microbatch; ranks may have different numbers (data/packed_dataset.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from nanomegatron.run import Run
 
 
 def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eod: int) -> tuple:
-    """What hands this rank its microbatches of each dataset, None where there is none. config: resolved."""
+    """Make the loader of this rank's microbatches for each dataset; None stays None. config: resolved."""
     sharing = (mesh.device, model.reads_tokens, mesh.cp, config.parallel.cp_types(config.model.num_layers))
     if config.data.variable_seq_lengths:
         return tuple(d and PackLoader(d, config, eod, mesh, model[0].padded_vocab_size) for d in datasets)
@@ -36,7 +36,7 @@ def build_loaders(config: Config, mesh: Mesh, model: Stages, datasets: tuple, eo
 def step_batches(
     run: Run, loader: BatchLoader | PackLoader, first_sample: int, batch_size: int
 ) -> Iterator[Batch]:
-    """This rank's microbatches of the global batch that begins at `first_sample`, on the device."""
+    """Yield this rank's microbatches of the global batch that begins at `first_sample`, on the device."""
     if isinstance(loader, PackLoader):
         yield from loader.batches(first_sample, batch_size)
         return
@@ -51,16 +51,16 @@ def forward_microbatch(
     dropout_seed: int | None = None,
     aux_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last stage's loss of each token, fp32, or other stages' activations -> `[b, s]` or `[s, b, h]`
+    """Run a chunk: the last stage's loss of each token, fp32, or activations -> `[b, s]` or `[s, b, h]`
 
-    weights `[b, s]`: what the losses will be multiplied by; aux_scale `[]`: the same for those of routers.
+    weights `[b, s]`: by which the caller multiplies the losses; aux_scale `[]`: that of router losses.
     """
     batch = replace(batch, dropout_seed=dropout_seed, loss_weights=weights, aux_scale=aux_scale)
     return chunk(batch, batch.labels)
 
 
 def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
-    """Unmasked tokens of the global batch, 1 at least -> int64 `[]` on the last stage. Reduced over dp_cp."""
+    """Count the global batch's unmasked tokens, all-reduced over dp_cp -> int64 `[]` on the last stage"""
     if not run.model.has_loss:
         return None
     local = sum(batch.loss_mask.sum(dtype=torch.int64) for batch in batches)
@@ -70,9 +70,9 @@ def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
 def forward_step(
     run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
 ) -> Callable[[GPTModel, int], torch.Tensor]:
-    """What `pp.execute` runs for microbatch i of a chunk; the last stage adds its loss to total `[]`.
+    """Return the function that `pp.execute` runs: chunk, microbatch i -> its loss or activations.
 
-    tokens `[]`: as `token_count` counts them.
+    The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
     """
     scale = run.optimizer.scaler.scale * run.grads.grad_scale
     aux_scale = None  # routers' losses: the mean over all tokens
@@ -92,13 +92,13 @@ def forward_step(
 
 
 def empty_unused_memory(run: Run, level: int) -> None:
-    """Give the GPU memory that torch caches back, if --empty-unused-memory-level is at least `level`."""
+    """Release the GPU memory that torch caches if --empty-unused-memory-level is at least `level`."""
     if run.config.run.empty_unused_memory_level >= level:
         torch.cuda.empty_cache()
 
 
 def warm_up_step(run: Run) -> None:
-    """A microbatch through each chunk of this rank by itself; its gradients are discarded. See pp.py."""
+    """Run a microbatch through each chunk without messages, and discard its gradients. See pp.warm_up."""
     data = run.config.data
     batches, total = [run.loaders[0].get(run.consumed_samples)], torch.zeros((), device=run.mesh.device)
     run.grads.zero(1)
