@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import train
-from benchmarks.long_tail import draw_lengths, shares
+from benchmarks.long_tail import draw_lengths
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
 from nanomegatron.mesh import World
@@ -20,6 +20,14 @@ MODEL = TransformerConfig(num_layers=8, hidden_size=512, num_attention_heads=8)
 
 def costs_of(lengths) -> list[float]:
     return [cost(MODEL, 1024, int(length)) for length in lengths]
+
+
+def shares(packs: list[Pack], costs: list[float], ranks: Ranks) -> np.ndarray:
+    """What each rank has to do, `[dp * cp]`, where n ranks have an n-th of a document each."""
+    busy = np.zeros(ranks.dp * ranks.cp)
+    for pack in packs:
+        busy[pack.first : pack.first + pack.size] += sum(costs[i] for i in pack.documents) / pack.size
+    return busy
 
 
 def random_case(seed: int) -> tuple[np.ndarray, Ranks]:
