@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face folders, to the bit.
+"""Convert checkpoints to and from Hugging Face folders, equal to the bit.
 
     python convert.py --source hf --target megatron --input-path Llama-3.1-8B --output-path llama
     python train.py --load llama --finetune --config llama/hf ...
@@ -9,9 +9,9 @@
         model.safetensors.index.json               hf/              every other file of the folder, and the
         config.json, tokenizer.json, ...                            headers of the weight files
 
-With hf/ the way back gives the same files, byte for byte. A model that was trained here has no such folder:
-its config.json is made for it, its weights into one model.safetensors. Tensors are read and written one at a
-time, and nothing appears under the new name until it is whole. (`train.py --load` takes a Hugging Face
+With hf/ the conversion back gives the same files, byte for byte. A model trained here has no such folder: its
+config.json is generated, and its weights are written to one model.safetensors. Tensors are read and written
+one at a time, and the output gets its name only when it is complete. (`train.py --load` takes a Hugging Face
 folder as it is.) Exit codes: 0 done, 2 wrong arguments or input.
 """
 
@@ -33,7 +33,7 @@ LAYOUT_FLAGS += [f"--{kind}-model-parallel-size" for kind in ("tensor", "pipelin
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; leaves with exit code 2 where argparse refuses it. Raises ValueError."""
+    """Parse the command line; argparse exits with code 2. Raises ValueError for paths that do not fit."""
     p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0])
     p.add_argument("--source", required=True, choices=("hf", "megatron"), help="what --input-path holds")
     p.add_argument("--target", required=True, choices=("hf", "megatron"), help="what is to be written")
@@ -59,7 +59,7 @@ def refused(error: Exception) -> int:
     return 2
 
 
-if __name__ == "__main__":  # in less time than it takes to import torch
+if __name__ == "__main__":  # wrong arguments are reported before torch is imported
     try:
         arguments(sys.argv[1:])
     except ValueError as error:
@@ -90,7 +90,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Convert, and print notes on what was left out; returns the exit code."""
     try:
         args = arguments(argv)
     except ValueError as error:
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> Iterator[str]:
-    """Write the checkpoint of a Hugging Face folder into `temporary`, to be called `target`; yields notes."""
+    """Convert a Hugging Face folder to a checkpoint in `temporary`, renamed `target` later; yields notes."""
     there = Folder(source)
     config = build_config(there.settings)
     vocab_size = config.data.vocab_size
@@ -146,9 +146,9 @@ def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> I
 
 
 def find_tokenizer(folder: Path, moved: Path, vocab_size: int) -> dict:
-    """What a checkpoint says of the folder's tokenizer, whose files will be in `moved`.
+    """Return a checkpoint's entries for the folder's tokenizer, whose files will be in `moved`.
 
-    Where there is none, text is ids as decimal numbers. Raises ValueError.
+    Without one it is a NullTokenizer: text is ids as decimal numbers. Raises ValueError.
     """
     found = folder_tokenizer(folder, vocab_size)
     found.spec |= {
@@ -158,7 +158,7 @@ def find_tokenizer(folder: Path, moved: Path, vocab_size: int) -> dict:
 
 
 def keep_files(there: Folder, folder: Path) -> dict[str, str]:
-    """Copy what is not weights, and the weight files' headers; the SHA-256 of each."""
+    """Copy all files but weights, and the headers of weight files -> {name: SHA-256} of the copies."""
     folder.mkdir()
     for path in there.path.iterdir():
         if path.is_file() and path.suffix not in WEIGHTS:
@@ -171,7 +171,7 @@ def keep_files(there: Folder, folder: Path) -> dict[str, str]:
 
 
 def to_hf_folder(source: Path, temporary: Path, _: Path, step: int | None) -> Iterator[str]:
-    """Write the Hugging Face folder of a checkpoint into `temporary`; yields notes."""
+    """Convert a checkpoint to a Hugging Face folder in `temporary`; yields notes."""
     loaded = load(source, [], ALONE, step)
     if loaded is None:
         raise CheckpointError(f"--input-path {source}: no checkpoint there")
@@ -192,7 +192,7 @@ def to_hf_folder(source: Path, temporary: Path, _: Path, step: int | None) -> It
 
 
 def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
-    """What `keep_files` kept. Raises CheckpointError where it is not as it was."""
+    """Read the files that `keep_files` has copied. Raises CheckpointError if one has changed."""
     paths = [folder / Path(name).name for name in hashes]
     files = {path.name: path.read_bytes() if path.is_file() else b"" for path in paths}
     for path, expected in zip(paths, hashes.values(), strict=True):
@@ -202,7 +202,7 @@ def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
 
 
 def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[str, bytes], list[str]]:
-    """config.json, tokenizer and what else is kept of the folder that training began with; and notes."""
+    """Return config.json, the tokenizer's files and other kept files of the source model; and notes."""
     config, files = from_toml(loaded.config_toml), {}
     notes, eod = [], None
     vocab_size, _ = manifest.tensors["model/embedding.word_embeddings.weight"].shape
@@ -224,7 +224,7 @@ def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[st
 
 
 def same_model(theirs: dict, ours: dict) -> dict:
-    """The config.json that a model began with, in the type of now; or ours, if the model has changed."""
+    """Return the config.json that training began with, with the present dtype; ours if the model changed."""
     before, now = (settings_of(table) | dict.fromkeys(("bf16", "fp16")) for table in (theirs, ours))
     if before != now:
         return ours | {key: value for key, value in theirs.items() if key.endswith("_token_id")}
@@ -232,7 +232,7 @@ def same_model(theirs: dict, ours: dict) -> dict:
 
 
 class Weights:
-    """The tensors of a checkpoint under their names in a Hugging Face folder."""
+    """A checkpoint's tensors under their Hugging Face names, to be written. theirs: names in kept headers."""
 
     def __init__(self, folder: Path, manifest: Manifest, family: str, theirs: Iterable[str]) -> None:
         self.folder, self.manifest, self.parts = folder, manifest, {}
@@ -241,7 +241,7 @@ class Weights:
             self.parts.setdefault(place.name, []).append((place, f"model/{name}"))
 
     def whole(self, key: str) -> torch.Tensor:
-        """A tensor of the checkpoint."""
+        """Read a whole tensor of the checkpoint. Raises CheckpointError if it is missing."""
         if (saved := self.manifest.tensors.get(key)) is None:
             raise CheckpointError(f"{self.folder}: {key} is missing")
         data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
@@ -249,14 +249,14 @@ class Weights:
         return data
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One of theirs."""
+        """Return the tensor of this Hugging Face name."""
         if name not in self.parts:
             return self.whole(f"hf/{name}")
         parts = sorted(self.parts[name], key=lambda part: part[0].index)
         return parts[0][0].theirs([self.whole(key) for _, key in parts])
 
     def write(self, path: Path, header: bytes) -> None:
-        """A safetensors file, from the bytes before its first tensor."""
+        """Write a safetensors file with this header: the bytes before its first tensor."""
         entries = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
         with open(path, "xb") as file:
             file.write(header)
@@ -267,7 +267,7 @@ class Weights:
                 file.write(raw_bytes(Piece(name, (), (), tensor)))
 
     def header(self) -> bytes:
-        """The bytes before the first tensor of a new file with all of them."""
+        """Return the header of a new safetensors file with all tensors."""
         entries, end = {}, 0
         for name, ((place, key), *_) in self.parts.items():
             saved = self.manifest.tensors[key]

@@ -1,15 +1,15 @@
-"""Text to tokens: JSON Lines or plain text in, Megatron's .bin/.idx out.
+"""Tokenize text: JSON Lines or plain text to Megatron's .bin/.idx.
 
     python preprocess.py --input 'corpus/*.jsonl.gz' --output-prefix data/corpus --append-eod --workers 8 \\
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe
     python preprocess.py --input corpus.jsonl --train-tokenizer 32000 --output data/bpe.tiktoken
     python preprocess.py --embedded
 
-This process reads, the workers parse and tokenize, this process writes, in the order of the input: the
-result does not depend on their number. A line that is no document stops it all with `file:line: reason` and
-exit code 2, and leaves nothing that loads.
+The main process reads, workers parse and tokenize, and the main process writes in the order of the input, so
+the result does not depend on the number of workers. A line that is no document ends the program with
+`file:line: reason` and exit code 2, and changes no output file.
 
-`--embedded` makes data of what every machine has that runs this: the sources of Python's standard library.
+`--embedded` needs no download: it prepares the sources of Python's standard library.
 """
 
 import argparse
@@ -47,7 +47,7 @@ TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["ch
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 2 wrong arguments or input, 130 interrupted."""
+    """Run the program; returns the exit code: 0 done, 2 wrong arguments or input, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
         if arguments.embedded:
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags; those of Megatron's tools/preprocess_data.py mean what they mean there."""
+    """Define the flags; those of Megatron's tools/preprocess_data.py have the same meaning."""
     p = argparse.ArgumentParser(prog="preprocess.py", description=__doc__.splitlines()[0])
     p.add_argument(
         "--input", nargs="+", help=".jsonl, .json (JSON Lines), .txt (a document), also .gz or .zst; globs"
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Run what the command line asks for; a line of report a dataset."""
+    """Tokenize as the command line says; returns a line of report for each dataset."""
     for flag in ("output_prefix", "tokenizer_type"):
         if not getattr(arguments, flag):
             raise ValueError(f"--{flag.replace('_', '-')} is missing")
@@ -162,10 +162,10 @@ def tokenize(
     log_interval: int | None = None,
     skip_bad_lines: int = 0,
 ) -> list[str]:
-    """Files to PREFIX_KEY_document.{bin,idx,json}, one triple a key; a line of report each.
+    """Tokenize files to PREFIX_KEY_document.{bin,idx,json} for each key; returns a line of report for each.
 
     Up to `skip_bad_lines` bad lines are left out, and listed in PREFIX.skipped. Raises ValueError for one
-    more, and for no token at all; then nothing of these names has changed.
+    more, and if there is no token at all; then no file of these names has changed.
     """
     work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
     progress = Progress(sum(os.path.getsize(f) for f in files), log_interval)
@@ -190,7 +190,7 @@ def tokenize(
                 raise ValueError(
                     f"{builder.prefix}: {builder.documents} documents without a token in {files[0]} ..."
                 )
-        before = [np.concatenate(([0], *each)).cumsum() for each in sizes]  # of each sequence, and of all
+        before = [np.concatenate(([0], *each)).cumsum() for each in sizes]  # before each sequence, and in all
         for builder, text_bytes in zip(builders, before):
             builder.finalize(_sidecar(builder, tokenizer, text_bytes, append_eod))
     if skipped:
@@ -206,7 +206,7 @@ def tokenize(
 def _sidecar(
     builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text_bytes: np.ndarray, append_eod: bool
 ) -> dict:
-    """text_bytes: before each sequence, and of all."""
+    """Return the contents of the .json. text_bytes: bytes of text before each sequence, and in all."""
     return dict(
         documents=builder.documents,
         empty_documents=builder.documents - builder.sequences,
@@ -221,7 +221,7 @@ def _sidecar(
 
 
 class Progress:
-    """How far it is, on stderr: one line that changes on a terminal, else a new one every few seconds."""
+    """Shows progress on stderr: one line that changes on a terminal, else a new line every few seconds."""
 
     def __init__(self, total_bytes: int, interval: int | None) -> None:
         self.total, self.interval = total_bytes, interval
@@ -240,7 +240,7 @@ class Progress:
         self.bytes = count
 
     def wrote(self, documents: int, tokens: int) -> None:
-        """Show the state, if it is time to."""
+        """Show the progress, if it is due."""
         now = time.monotonic()
         due = now - self.shown >= (0.2 if self.terminal else 5)
         if self.interval:
@@ -265,7 +265,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The data that needs no download; `tokenizer_model` is None for bytes."""
+    """The files of the data that needs no download; `tokenizer_model` is None for bytes."""
 
     train_prefix: str
     valid_prefix: str
@@ -277,9 +277,9 @@ class Embedded:
 def prepare_embedded(
     root: Path = Path("data"), vocab: int = 4096, report: Callable[[str], object] = print
 ) -> Embedded:
-    """The standard library's sources as training and validation data in `root`/python-VERSION.
+    """Prepare the standard library's sources as training and validation data in `root`/python-VERSION.
 
-    Made once: of several processes that call it one works and the others wait. Tokens are a BPE of `vocab`
+    Done once: if several processes call it, one works and the others wait. Tokens are a BPE of `vocab`
     entries trained on the text, or bytes where the tokenizers library is missing.
     """
     folder = root / f"python-{platform.python_version()}"
@@ -322,7 +322,7 @@ def _prepared(folder: Path, name: str) -> Embedded | None:
 
 
 def collect_stdlib(train_jsonl: Path, valid_jsonl: Path) -> str:
-    """Python's own *.py files, tests too, as JSON Lines; every 50th by name is held out. A line of report."""
+    """Write Python's own *.py files as JSON Lines, every 50th held out; returns a line of report."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))

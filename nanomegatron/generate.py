@@ -1,8 +1,8 @@
-"""Text from a trained model: sampling token by token with a cache of keys and values.
+"""Generate text with a trained model: sample token by token, with a cache of keys and values.
 
 A token's keys and values never change once they are computed, so they are kept, and each step runs the model
 on one new token. Prompts of a batch step together, at the same position, and need neither padding nor mask
-(beyond the end of the shortest, a longer prompt is read token by token; give long ones by themselves):
+(past the end of the shortest, longer prompts are read token by token; generate long ones separately):
 
     prompts  a b c d        first forward   a b        logits -> c  is known: taken from the prompt
              x y                            x y                  z  is sampled
@@ -30,18 +30,18 @@ from nanomegatron.report.log import RunLog
 
 
 class KVCache:
-    """Keys and values of all positions so far, of this rank's heads: `[max_length, b, g, d]` each, a layer.
+    """Keys and values of all positions so far, for this rank's heads: each `[max_length, b, g, d]` per layer.
 
     A `model.Cache`: takes a layer's new k, v `[s, b, g, d]` -> views of all, `[t, b, g, d]`, `[t, b, g, d]`
     """
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self.length = 0  # positions held, counting those of the forward that runs
+        self.length = 0  # positions held, including those of the current forward
         self.buffers: dict[int, torch.Tensor] = {}
 
     def extend(self, count: int) -> None:
-        """Begin a forward over `count` new positions. Raises ValueError where there is no room for them."""
+        """Begin a forward over `count` new positions. Raises ValueError if there is no room for them."""
         self.length += count
         if self.length > self.max_length:
             raise ValueError(f"{self.length} positions in a cache for {self.max_length}")
@@ -55,9 +55,9 @@ class KVCache:
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of the tokens to draw from, likeliest first, and their ids. logits `[b, V]` -> 2 x `[b, V]`
+    """Return the weights to sample with and their token ids, likeliest first. logits `[b, V]` -> 2 x `[b, V]`
 
-    Tokens that are left out weigh 0. Both are on the CPU; the weights are fp64 and do not sum to 1.
+    Tokens outside top-k and top-p weigh 0. Both are on the CPU; the weights are fp64 and do not sum to 1.
     """
     weights, ids = (logits.double() / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
     weights, ids = weights.cpu(), ids.cpu()  # sums on a GPU take no fixed order
@@ -68,7 +68,7 @@ def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, t
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """A token for each row of logits `[b, V]` -> ids `[b]`
+    """Sample a token for each row of logits `[b, V]` -> ids `[b]`
 
     `generators`: one on the CPU for each row, whose next number is looked up in the row's cumulative weights.
     """
@@ -84,7 +84,7 @@ def sample(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
 def generate(
     model: Stages, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
-    """Each prompt and its continuation, up to `max_new_tokens`, the model's longest sequence, or `eod`.
+    """Return each prompt with its continuation, up to `max_new_tokens`, the longest sequence, or `eod`.
 
     Every rank of tp, pp and ep calls this with the same arguments and gets the same tokens. Raises ValueError
     for an empty prompt and for one longer than the model's sequences.
@@ -100,7 +100,7 @@ def generate(
 def stream(
     model: Stages, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> Iterator[dict[int, int]]:
-    """`generate` step by step: the new token of each prompt that gets one, by the prompt's number."""
+    """`generate` step by step: yields {prompt's index: new token} for the prompts that get one."""
     sampling.check()
     limit = model.config.max_position_embeddings
     for i, prompt in enumerate(prompts):
@@ -111,7 +111,7 @@ def stream(
     ends = [min(len(prompt) + max_new_tokens, limit) for prompt in prompts]
     generators = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
     start = min(map(len, prompts))
-    columns = [prompt[:start] for prompt in prompts]  # what the next forward reads
+    columns = [prompt[:start] for prompt in prompts]  # the tokens of the next forward
     cache = KVCache(max(ends))
     for position in range(start, max(ends)):
         logits = next_logits(model, columns, cache)
@@ -131,8 +131,8 @@ def stream(
 def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
     """Logits of the token after `columns`, which follow the cached ones: `[b][s]` -> `[b, V]`, unpadded.
 
-    Communicates the activations between stages, a broadcast of the logits over pp, and their all-gather over
-    tp: every rank has the whole batch, and gets the same.
+    Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
+    has the whole batch, and returns the same logits.
     """
     tokens = torch.tensor(columns, device=model.device)
     (b, s), vocab = tokens.shape, model[0].padded_vocab_size
@@ -147,7 +147,7 @@ def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torc
         return x
 
     training = model.training
-    model.eval()  # nothing is cut along the sequence, which may have any length
+    model.eval()  # without sequence parallelism: the sequence may have any length
     execute(model, step, 1, model.shape(s, b), forward_only=True)
     model.train(training)
     comm.broadcast_(logits, model.pp, model.last_rank)
@@ -155,14 +155,14 @@ def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torc
 
 
 def prompts_of(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Two beginnings that a tokenizer takes: of Python, or, where it has no text, ids."""
+    """Return two prompts that a tokenizer takes: of Python code, or ids if it has no text."""
     return ("0", "1") if tokenizer.spec["type"] == "NullTokenizer" else ("def", "    def test")
 
 
 def show_sample(model: Stages, tokenizer: Tokenizer, seed: int, mesh: Mesh, log: RunLog) -> None:
-    """Continue two prompts and log them, at the end of a run; every rank takes part.
+    """Continue two prompts and log them, at the end of a run; every rank must call it.
 
-    A run can do without: what fails on all ranks alike is a warning. Raises what has failed on some while
+    An error on all ranks is only a warning, since a run can do without. One on some ranks is raised, since
     the others wait in a collective.
     """
     ids, texts = [], []
@@ -172,11 +172,11 @@ def show_sample(model: Stages, tokenizer: Tokenizer, seed: int, mesh: Mesh, log:
     fit = ids and all(0 < len(prompt) < limit for prompt in ids)
     if comm.any_rank(not fit, mesh.world, mesh.device):
         return
-    apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # each rank by itself
+    apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # no collectives
     with log.attempt("sample", alike=lambda: apart or Mesh.all_ranks_arrive("sample")):
         length = min(120, limit - max(map(len, ids)))
         texts = generate(model, ids, length, Sampling(temperature=0.6, top_k=40, seed=seed))
     with log.attempt("sample"):
         for text in texts:
-            known = [token for token in text if token < tokenizer.vocab_size]  # the model may have more
+            known = [token for token in text if token < tokenizer.vocab_size]  # the model may have more ids
             log.line("sample  " + tokenizer.decode(known).replace("\n", "\n        "))

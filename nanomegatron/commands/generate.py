@@ -1,7 +1,7 @@
-"""Continue texts with a trained model: the command.
+"""The command `generate`: continue texts with a trained model.
 
     python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def "
-    python -m nanomegatron generate --load runs/NAME/ckpt            reads a prompt a line, answers as it goes
+    python -m nanomegatron generate --load runs/NAME/ckpt            reads one prompt per line of stdin
     python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2          tensor parallel
     python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2 --pp 2   in two stages
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def generate_on_rank(world: World, args: argparse.Namespace) -> int:
-    """One process: load, generate, and on rank 0 print; returns the exit code."""
+    """Load and generate in one process, print on rank 0; returns the exit code."""
 
     def say(text: str) -> None:
         if world.rank == 0:
@@ -76,11 +76,11 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
 def load_model(
     root: str | Path, mesh: Mesh, step: int | None = None, say: Callable[[str], None] = lambda note: None
 ) -> tuple[Stages, Tokenizer, Config]:
-    """The model of a training checkpoint below `root`, the newest or of iteration `step`, at any tp and pp.
+    """Load the model of a checkpoint below `root`, the newest or that of iteration `step`, at any tp and pp.
 
-    Of the optimizer nothing is read. `say` is called with what is wrong with a checkpoint that was passed
-    over. Raises CheckpointError, and ValueError where the tokenizer's file is missing or the model does not
-    divide by tp.
+    Optimizer states are not read. `say` gets a message for each damaged checkpoint that was skipped. Raises
+    CheckpointError without a checkpoint that loads, ValueError if the tokenizer's file is missing or the
+    model's sizes are not divisible by tp.
     """
     if is_hf_folder(root):
         return load_hf_model(root, mesh, say)
@@ -104,7 +104,7 @@ def load_model(
 def load_hf_model(
     root: str | Path, mesh: Mesh, say: Callable[[str], None]
 ) -> tuple[Stages, Tokenizer, Config]:
-    """The same of a Hugging Face folder as it is. Raises ValueError."""
+    """The same for a Hugging Face folder, without conversion. Raises ValueError."""
     config = build_config(read_folder(root)[1])
     vocab_size = config.data.vocab_size
     model = new_model(config, mesh, vocab_size)
@@ -114,31 +114,31 @@ def load_hf_model(
 
 
 def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
-    """A model of these settings for sampling under the layout of `mesh`, without its weights."""
+    """Build a model of these settings for sampling, with the tp and pp of `mesh`; loads no weights."""
     padded = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, mesh.tp.size)
     here = replace(
         config,
-        model=replace(config.model, attention_backend="auto"),  # the one of the training may not run here
+        model=replace(config.model, attention_backend="auto"),  # that of training may not run here
         parallel=ParallelConfig(pipeline_model_parallel_size=mesh.pp.size, pipeline_split="flops"),
-        precision=replace(config.precision, fp8_format=None),  # one scale would tie prompts together
+        precision=replace(config.precision, fp8_format=None),  # its scales would make prompts interact
     )
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
     return build(here, mesh, vocab_size, padded, init)
 
 
 def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
-    """Continue all prompts of the command line together and print them, a rule between two."""
+    """Continue all prompts of the command line together and print them, with --- between two."""
     prompts = [prompt for prompt in args.prompt for _ in range(args.num_samples)]
     ids = [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
     texts = generate(model, ids, args.max_new_tokens, args.sampling)
     if show:
-        # An empty prompt was the end of the document before, which is not part of the text.
+        # An empty prompt was replaced by the end-of-document token, which is not part of the text.
         shown = (tokenizer.decode(text[not prompt :]) for text, prompt in zip(texts, prompts, strict=True))
         print("\n---\n".join(shown))
 
 
 def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Continue each line of stdin, printing tokens as they are chosen; on a terminal behind a prompt sign."""
+    """Continue each line of stdin, printing tokens as they are sampled; a terminal shows a prompt sign."""
     sign = "> " if sys.stdin.isatty() else ""
     seeds = itertools.count(args.seed)
     while True:
@@ -160,7 +160,7 @@ def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> N
 def pieces_of_text(
     tokenizer: Tokenizer, ids: list[int], hidden: int, steps: Iterator[dict[int, int]]
 ) -> Iterator[str]:
-    """The text of ids (but the first `hidden`) and of what `steps` adds, by whole characters."""
+    """Yield the text of ids, but the first `hidden`, and of the tokens of `steps`, by whole characters."""
     ids, shown = list(ids), ""
     for step in itertools.chain([{}], steps):
         ids += step.values()

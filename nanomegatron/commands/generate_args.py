@@ -1,4 +1,4 @@
-"""The command line of `generate`, answered before torch is imported where it is wrong."""
+"""The command line of `generate`; errors are reported before torch is imported."""
 
 import argparse
 import importlib
@@ -9,13 +9,13 @@ from nanomegatron.config.sampling import Sampling
 
 
 def main(argv: list[str]) -> int:
-    """Leave with exit code 2 if the command line is wrong, else generate."""
+    """Generate; exits with code 2 if the command line is wrong."""
     args = parse_args(argv, processes_of_torchrun())
     return importlib.import_module("nanomegatron.commands.generate").run(args)
 
 
 def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
-    """The command line; leaves with exit code 2 where it is wrong. `world_size`: processes of torchrun."""
+    """Parse the command line; exits with code 2 if it is wrong. `world_size`: processes of torchrun."""
     parser = argparse.ArgumentParser(prog="python -m nanomegatron generate", description="Continue a text.")
     add = parser.add_argument
     add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt, or of a Hugging Face model")

@@ -1,4 +1,4 @@
-"""Print or draw a pipeline schedule: the command.
+"""The command `schedules`: print or draw a pipeline schedule.
 
 python -m nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--png zb-v.png]
 """
@@ -12,7 +12,7 @@ from nanomegatron.schedules import NAMES, placement, schedule, simulate
 
 
 def main(argv: list[str]) -> int:
-    """Print a schedule as it runs, and draw it on request; returns the exit code."""
+    """Print the timeline of a schedule, and draw it with --png; returns the exit code."""
     parser = argparse.ArgumentParser("python -m nanomegatron schedules", description="Show a schedule.")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
     parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
