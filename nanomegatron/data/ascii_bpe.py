@@ -1,15 +1,15 @@
-"""GPT-2's splitting and merging of many ASCII texts at once, in numpy: the ids that tiktoken gives, sooner.
+"""GPT-2's splitting and merging of many ASCII texts at once, in numpy: the same ids as tiktoken, but faster.
 
-tiktoken spends 300 ns on a word: a regular expression finds it, a hash table has its id. Nearly all words are
-old ones, and the pattern is simple where text is ASCII, so both can be done for half a megabyte in one go:
+tiktoken takes 300 ns per word: a regular expression finds it, a hash table has its id. Nearly all words have
+occurred before, and the pattern is simple on ASCII text, so both can be done for half a megabyte at once:
 
     text      \\0 I t ' s _ a _ _ t e s t . \\0         texts joined by zero bytes
     class     - L L P L S L S S L L L L P -           letter, number, space, else punctuation
     start     * *   *   *   * *         *             where the class changes, with three exceptions:
-                                                      a blank belongs to the word behind it; of more space
-                                                      only the last can; and 's 't 'll ... are words
+                                                      a blank belongs to the word after it; of several
+                                                      only the last does; and 's 't 'll ... are words
     key       the up to 16 bytes of each word as two integers
-    ids       looked up in a table by those; a word that is not there is tiktoken's to split, once
+    ids       looked up in a table by the key; tiktoken splits a word that is missing, once
 
 Lines that are not ASCII, and texts that hold a zero byte, are left to tiktoken.
 (GPT-2's pattern: Radford et al. 2019)
@@ -28,21 +28,24 @@ CLASSES[0] = SEPARATOR
 CLASSES[[*range(65, 91), *range(97, 123)]] = LETTER
 CLASSES[48:58] = NUMBER
 CLASSES[[*range(9, 14), 32]] = SPACE
-LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")  # where lines meet and no blanks stand beside the newline
+LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")  # between lines, if no blanks are next to the newline
 LONGEST = 16  # bytes of a word that the table can hold
-BITS = 21  # the table has 2^BITS places, one for each value of a hash
+BITS = 21  # the table has 2^BITS rows, one for each value of a hash
 MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
 
 def word_starts(text: np.ndarray) -> np.ndarray:
-    """Where GPT-2's pattern begins a word in ASCII texts `[n]`, zeros between them and three at the end."""
+    """Indices where GPT-2's pattern starts a word in text uint8 `[n]`, and of each zero byte -> `[words]`
+
+    text: ASCII texts with zero bytes between them and three at the end.
+    """
     kind = CLASSES[text]
     start = np.ones(len(text), bool)
     start[1:] = (kind[1:] != kind[:-1]) | (kind[1:] == SEPARATOR)
     space, word = kind == SPACE, kind > SEPARATOR
     word &= ~space
-    start[1:] &= ~(word[1:] & (text[:-1] == 32))  # the blank before it has begun it
+    start[1:] &= ~(word[1:] & (text[:-1] == 32))  # the word began at the blank before it
     start[:-1] |= space[:-1] & word[1:]
     quotes = np.flatnonzero(start & (text == 39))  # contractions begin where a quote begins a word
     first, second = text[quotes + 1], text[quotes + 2]
@@ -55,31 +58,31 @@ def word_starts(text: np.ndarray) -> np.ndarray:
 
 
 def ascii_runs(text: str) -> list[str]:
-    """A text cut between lines into runs of ASCII and of other lines, where words end in any case."""
+    """Split a text between lines, where words always end, into runs of ASCII lines and of other lines."""
     return ["".join(lines) for _, lines in itertools.groupby(LINES.split(text), str.isascii)]
 
 
 class AsciiEncoder:
-    """Ids of ASCII texts, with the words that are new from an encoding whose special token is `end`."""
+    """Encodes ASCII texts; `encoding` splits words that are new, `end` is its special token."""
 
     def __init__(self, encoding: tiktoken.Encoding, end: str) -> None:
         self._encoding, self._end = encoding, end
         self._forget()
 
     def _forget(self) -> None:
-        """Begin with an empty table: memory is bounded, whatever the text."""
-        self._numbers = {b"\0": 0}  # of the words so far; the zeros between texts have no ids
-        self._places = np.zeros((1 << 16, 2), np.uint64)  # of each word's ids in the pool, and how many
+        """Empty the tables, so that memory stays bounded."""
+        self._numbers = {b"\0": 0}  # of the words so far; zero bytes between texts have no ids
+        self._places = np.zeros((1 << 16, 2), np.uint64)  # (start in the pool, count) of each word's ids
         self._pool, self._used = np.zeros(1 << 16, np.uint32), 0
-        self._table = np.zeros((1 << BITS, 4), np.uint64)  # at its hash: a word's key, place and count
+        self._table = np.zeros((1 << BITS, 4), np.uint64)  # row hash(word): the word's key, place and count
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all texts, uint32, and how many each has. The texts must be ASCII without zero bytes."""
+        """Encode ASCII texts without zero bytes -> ids of all texts uint32, and the number of ids of each."""
         joined = b"\0" + b"".join(text.encode() + b"\0" for text in texts)
         text = np.frombuffer(joined + bytes(LONGEST), np.uint8)
         starts = word_starts(text)[:-LONGEST]
         lengths = np.diff(starts, append=len(joined))
-        # Eight bytes from every place on as one integer: a view of the text with a stride of one byte.
+        # The eight bytes from each offset on as one integer: a view of the text with a stride of one byte.
         eight = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
         low, high = eight[starts] & MASKS[np.minimum(lengths, 8)], np.zeros(len(starts), np.uint64)
         long = np.flatnonzero(lengths > 8)
@@ -92,7 +95,7 @@ class AsciiEncoder:
             rows[missing, 2:] = self._look_up(words)
             short = missing[lengths[missing] <= LONGEST]
             rows[short, 0], rows[short, 1] = low[short], high[short]
-            self._table[slots[short]] = rows[short]  # in place of what was there
+            self._table[slots[short]] = rows[short]  # replaces the word with the same hash
         place, count = rows[:, 2].astype(np.int64), rows[:, 3].astype(np.int64)
         ends = np.cumsum(count)
         ids = self._pool[np.arange(ends[-1]) + np.repeat(place - (ends - count), count)]
@@ -101,7 +104,7 @@ class AsciiEncoder:
         return ids, np.diff(ends[text[starts] == 0])
 
     def _look_up(self, words: list[bytes]) -> np.ndarray:
-        """Place and count `[words, 2]` of words that are not in the table; new ones are split in one call."""
+        """Return (place, count) `[words, 2]` of words that are not in the table; tiktoken splits new ones."""
         numbers = list(map(self._numbers.get, words))
         new = list(dict.fromkeys(word for word, number in zip(words, numbers) if number is None))
         if new:
@@ -119,7 +122,7 @@ class AsciiEncoder:
 
 
 def _written(array: np.ndarray, at: int, rows: np.ndarray) -> np.ndarray:
-    """The array with `rows` at `at`; twice as long if it was too short."""
+    """Write `rows` at `at` and return the array; one that is too short is at least doubled first."""
     if at + len(rows) > len(array):
         array = np.concatenate(
             (array, np.zeros_like(array, shape=(len(array) + len(rows), *array.shape[1:])))

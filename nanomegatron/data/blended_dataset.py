@@ -1,18 +1,18 @@
-"""Several datasets mixed by weight, so that every stretch of the run has the mixture.
+"""Several datasets blended by weight, so that every stretch of the run has the same mixture.
 
-Sample n of the blend comes from the dataset that lags most behind its share:
+Sample n of the blend comes from the dataset that is furthest below its share:
 
     argmax over i of  weight_i * max(n, 1) - taken_i        the first of equals
 
     weights .5 .3 .2    dataset  0 1 2 0 1 0 2 0 1 0
                         sample   0 0 0 1 1 2 1 3 2 4
 
-That depends on all choices before it, so it looks like a loop. But the order soon forgets how it began: many
-stretches run side by side in numpy from a guess of what is taken by then, and those whose guess is not what
-the stretch before them ends with run again. Sizes and order are Megatron's BlendedDataset's, to the bit.
+Each choice depends on all earlier ones, which suggests a loop. But the order soon becomes independent of its
+start: numpy computes many stretches at once, each from a guess of the samples taken before it, and repeats
+those whose guess differs from the end of the stretch before. Sizes and order equal Megatron's BlendedDataset.
 
-A longer blend begins with the shorter one: with weights every dataset is made longer (gpt_dataset.py),
-without them each has one epoch anyway.
+A longer blend begins with the shorter one: with weights every dataset is extended (gpt_dataset.py), without
+weights each has exactly one epoch.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _STRETCH = 512
 
 
 class Blend(NamedTuple):
-    """Prefixes and their weights, None where the datasets' sizes decide."""
+    """Prefixes of datasets and their weights; None: weighted by their sizes."""
 
     prefixes: list[str]
     weights: list[float] | None
@@ -38,7 +38,7 @@ class Blend(NamedTuple):
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
     """`weight prefix weight prefix ...` or `prefix prefix ...`, distinguished as in Megatron.
 
-    Raises ValueError where some prefixes have a weight and some have none, or a weight is not above 0.
+    Raises ValueError if only some prefixes have a weight, or if a weight is not above 0.
     """
     weights = []
     for word in words[::2]:
@@ -56,15 +56,15 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
 def blend_index(
     weights: Sequence[float], size: int, limits: Sequence[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Dataset i16 [size] and sample i64 [size] of each place in the blend, and how often each is taken.
+    """Return dataset i16 `[size]` and sample i64 `[size]` of each position, and the samples of each dataset.
 
-    A dataset that has given its limit of samples is left out from there on.
+    limits: samples after which a dataset is no longer chosen.
     """
     share, most = np.array(weights, np.float64), np.array(limits if limits else [math.inf] * len(weights))
     first = np.arange(0, size, _STRETCH, dtype=np.float64)
     taken = np.floor(first[:, None] * share)
     by_lag = np.argsort(np.argsort(taken - first[:, None] * share, axis=1), axis=1)
-    taken += by_lag < (first - taken.sum(1))[:, None]  # the guess: floors, and one more for those behind most
+    taken += by_lag < (first - taken.sum(1))[:, None]  # guess: rounded down, plus 1 for those furthest below
     datasets, todo = np.empty((len(first), _STRETCH), np.int16), np.arange(len(first))
     while todo.size:
         now, rows = taken[todo], np.arange(len(todo))
@@ -85,7 +85,7 @@ def blend_index(
 
 
 class BlendedDataset:
-    """`num_samples` or slightly more of several datasets; without weights, each once and by its size."""
+    """At least `num_samples` samples of several datasets; without weights one epoch of each at most."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class BlendedDataset:
         cache_folder: str | Path | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        """build[i](n) makes the i-th dataset with n samples at least, with one epoch for None.
+        """build[i](n) makes the i-th dataset with at least n samples; None: one epoch.
 
-        before: as for `GPTDataset`; build[i](m, n) makes n samples of which the first are those of m.
+        before: as for `GPTDataset`; build[i](m, n) makes n samples that begin with those of build[i](m).
         """
         if weights is None:
             self.datasets = [make(None) for make in build]
@@ -106,7 +106,7 @@ class BlendedDataset:
         else:
             weights, limits = _normalized(weights), None
             parts = [[math.ceil(n * w) for w in weights] for n in (*before, num_samples)]
-            weights = _normalized(weights)  # once more, as Megatron does: it moves last bits, and so ties
+            weights = _normalized(weights)  # again, as in Megatron: this changes last bits, and so ties
             size = max(map(sum, parts))
         self.dataset_index, self.dataset_sample_index, self.taken = cached_arrays(
             cache_folder,
@@ -126,28 +126,28 @@ class BlendedDataset:
         return self.datasets[self.dataset_index[i]][int(self.dataset_sample_index[i])]
 
     def length(self, i: int) -> int:
-        """As that of the datasets, which are of documents."""
+        """Tokens of sample i; all datasets are a DocumentDataset."""
         return self.datasets[self.dataset_index[i]].length(int(self.dataset_sample_index[i]))
 
     def bytes_per_token(self) -> float | None:
-        """Bytes of text behind a token, on average over the blend; None if one dataset does not know."""
+        """Bytes of text per token, on average over the blend; None if it is unknown for one dataset."""
         each = [dataset.bytes_per_token() for dataset in self.datasets]
         return None if None in each else float(np.dot(each, self.taken) / len(self))
 
 
 def _made_for(make: Callable[..., Any], parts: Sequence[int], taken: Sequence[int]) -> Any:
-    """A dataset of half a percent more samples than its parts, one a run, or of as many as are taken."""
+    """Make a dataset 0.5 % larger than the `parts` of each run, or with as many samples as are `taken`."""
     asked: list[int] = []
     for part, count in zip(parts, taken):
         asked.append(math.ceil(part * (1 + 0.005)))
         dataset = make(*asked)
-        if count > len(dataset):  # the 0.5 % on top was not enough; Megatron stops here
+        if count > len(dataset):  # 0.5 % was not enough; Megatron raises an error here
             asked[-1] = int(count)
             dataset = make(*asked)
     return dataset
 
 
 def _normalized(weights: Sequence[float]) -> list[float]:
-    """Shares that add up to 1, by Megatron's order of operations: another rounding would change the order."""
+    """Shares that sum to 1, computed as in Megatron: another rounding would change the order of samples."""
     w = np.array(weights, np.float64)
     return (w / np.sum(w)).tolist()

@@ -1,7 +1,7 @@
-"""Arrays that take long to make: made by one process, kept as files, mapped by all.
+"""A cache of arrays that take long to build: one process builds them while others wait, all map them.
 
-A file's name is the hash of everything the arrays depend on, so a changed setting never meets an old file.
-Beside them lies a description with the SHA-256 of each, written last: a file that differs from it is rebuilt.
+A file's name is the hash of everything that the arrays depend on, so a changed setting never finds a stale
+file. A description with the SHA-256 of each is written last; arrays that differ from it are rebuilt.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def cached_arrays(
     description: dict[str, Any],
     build: Callable[[], tuple[np.ndarray, ...]],
 ) -> tuple[np.ndarray, ...]:
-    """What `build` returns, one array a name: mapped from `folder`, or from memory if that is None."""
+    """Return the arrays of `build`, one per name, mapped from files in `folder`; None: built in memory."""
     if folder is None:
         return build()
     folder, text = Path(folder), json.dumps({"arrays": names, **description})
@@ -46,7 +46,7 @@ def cached_arrays(
 
 
 def _load(files: list[Path], record: Path) -> tuple[np.ndarray, ...] | None:
-    """Mapped arrays; None where one is missing or not what was written."""
+    """Return the mapped arrays; None if one is missing or differs from its SHA-256."""
     try:
         if json.loads(record.read_text())["sha256"] != [file_hash(path) for path in files]:
             return None

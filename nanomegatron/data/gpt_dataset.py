@@ -1,25 +1,25 @@
-"""From documents of any length to training samples of one length, in an order that seed and number decide.
+"""Training samples of one length from documents of any length, in an order that seed and size determine.
 
-GPTDataset lays all documents of a part end to end, `epochs` times, and cuts the line into samples that share
-one token with their neighbour (the last label of one is the first input of the next):
+GPTDataset concatenates all documents of a part, `epochs` times, and cuts this line into samples. Neighbours
+share one token (the last label of one sample is the first input of the next):
 
-    document index   3 0 4 2 1 ...         documents in random order, every one once an epoch
+    document index   3 0 4 2 1 ...         documents in random order, each once per epoch
     line             |  doc 3  |doc 0|    doc 4    |   doc 2   |d 1| ...
     sample index     ^0     ^1     ^2     ^3     ^4     ^5         (place in document index, offset) of a cut
     shuffle index    4 1 5 0 2 ...         dataset[i] is the sample between cuts shuffle[i] and shuffle[i] + 1
 
-The last epoch is shuffled by itself when little of it (under 80 %) will be seen: else some documents would
-come once more than others from the start. The three indices are Megatron's to the bit, for the same seed; the
-sample index, there a loop in C++, is a search in the running sum of lengths here. They are cached
+The last epoch is shuffled separately if under 80 % of it will be used: otherwise some documents would occur
+more often than others from the start. The three indices equal Megatron's to the bit, for the same seed; the
+sample index, a loop in C++ there, is a search in the cumulative sum of lengths here. They are cached
 (data/cache.py).
 
-How many samples are asked for is part of that order: one epoch is shuffled otherwise than two. So a run that
-resumes with more iterations keeps the line and appends another, with a seed of its own:
+The order depends on the number of samples: one epoch is shuffled differently from two. So a run that resumes
+with more iterations keeps the line and appends another, with its own seed:
 
-    60 asked for     |  epochs 1, 2: 68 samples  |
+    60 requested     |  epochs 1, 2: 68 samples  |
     then 100         |  epochs 1, 2              |  epoch 3: 34 more  |
 
-Several such datasets make a blend (blended_dataset.py), and batches of either are read ahead (loader.py).
+Several such datasets make a blend (blended_dataset.py); batches of both are prefetched (loader.py).
 Whole documents as samples: data/packed_dataset.py.
 """
 
@@ -55,10 +55,10 @@ class GPTDataset(Samples):
         cache_folder: str | Path | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        """At least `num_samples`, in whole epochs; None is one epoch. Without a folder nothing is cached.
+        """At least `num_samples`, in whole epochs; None: one epoch. Without `cache_folder` nothing is cached.
 
-        before: the numbers of samples of the runs that this one resumes; their samples stay in their places.
-        Raises ValueError if there are no tokens; fewer than a sample has are repeated, as in Megatron.
+        before: numbers of samples of the earlier runs that this one resumes; their samples keep their order.
+        Raises ValueError if there are no tokens; fewer than one sample's are repeated, as in Megatron.
         """
         self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
         lengths = indexed.sequence_lengths
@@ -95,13 +95,13 @@ class GPTDataset(Samples):
 
 @dataclass(frozen=True)
 class _Plan:
-    """All that the three indices depend on, besides the lengths of the sequences."""
+    """All that the three indices of a line depend on, besides the lengths of the sequences."""
 
     sequences: tuple[int, int]
-    tokens: int  # an epoch
+    tokens: int  # per epoch
     epochs: int
     samples: int
-    together: int  # samples shuffled as one; those behind are the last epoch, by itself
+    together: int  # samples shuffled together; the rest, of the last epoch, are shuffled separately
     seq_length: int
     seed: int | tuple[int, int]
 
@@ -134,7 +134,7 @@ class _Plan:
 
 
 def _joined(lines: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
-    """The three indices of lines that follow each other; the last cut of one is not the first of the next."""
+    """Concatenate the three indices of several lines; no sample spans two of them."""
     if len(lines) == 1:
         return lines[0]
     places = np.cumsum([0, *(len(documents) for documents, _, _ in lines)])
@@ -150,8 +150,8 @@ def build_sample_index(
 ) -> np.ndarray:
     """Where the samples are cut: (place in `documents`, offset), i32 [samples + 1, 2].
 
-    The sum of lengths up to and with a document is where it ends on the line. Cut k is at token
-    k * seq_length, inside the first document that ends beyond it.
+    The sum of lengths up to and including a document is its end on the line. Cut k is at token
+    k * seq_length, inside the first document that ends after it.
     """
     ends = np.cumsum(lengths[documents], dtype=np.int64)
     cuts = np.arange(samples + 1, dtype=np.int64) * seq_length
@@ -190,11 +190,11 @@ class MockGPTLowLevelDataset:
         return tokens
 
     def sidecar(self) -> None:
-        """Nothing is known of a text behind the tokens."""
+        """None: there is no text that the tokens come from."""
 
 
 def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
-    """'969,30,1' of `count` sequences -> [start, stop) of training, validation, test; None for a part of 0.
+    """Divide `count` sequences by '969,30,1' -> [start, stop) of training, validation, test; None: empty.
 
     Raises ValueError for anything but one to three numbers >= 0, not all 0.
     """
@@ -205,7 +205,7 @@ def split_ranges(split: str, count: int) -> tuple[tuple[int, int] | None, ...]:
             raise ValueError
     except ValueError:
         raise ValueError(f"--split {split}: one to three numbers >= 0, such as 969,30,1") from None
-    # Megatron's order of additions: other roundings would move a boundary.
+    # Megatron's order of additions: another rounding would move a boundary.
     parts = (np.array(weights) / np.sum(weights)).tolist()
     bounds = [0.0]
     for part in parts:
@@ -221,11 +221,11 @@ def build_datasets(
     tokenizer: Tokenizer,
     before: Sequence[int] = (),
 ) -> tuple[GPTDataset | DocumentDataset | BlendedDataset | None, ...]:
-    """Training, validation and test data; None where no sample is asked for or the data has no such part.
+    """Return training, validation and test data; None if 0 samples are requested or the part is empty.
 
-    before: the numbers of training samples of the runs that this one resumes.
-    Raises ValueError, before any index is built, for data that is missing or damaged, was made by another
-    tokenizer, holds ids outside the vocabulary or too few tokens.
+    before: numbers of training samples of the earlier runs that this one resumes.
+    Raises ValueError, before any index is built, for data that is missing or damaged, was made with another
+    tokenizer, or has ids outside the vocabulary or too few tokens.
     """
     if data.mock_data:
         mock = MockGPTLowLevelDataset(tokenizer.vocab_size, tokenizer.eod)
@@ -257,7 +257,7 @@ def build_datasets(
 
 
 def _sources(data: DataConfig, tokenizer: Tokenizer) -> list[tuple[list[tuple], list[float] | None]]:
-    """For each split: (dataset, its sequences, cache folder) of every prefix, and the weights."""
+    """Return for each split: (dataset, its sequences, cache folder) of each prefix, and the weights."""
     blends, one_list = _blends(data), data.data_path or data.data_args_path
     opened = {path: _open(path, data, tokenizer) for blend in blends for path in blend.prefixes}
     sources = []
@@ -271,9 +271,9 @@ def _sources(data: DataConfig, tokenizer: Tokenizer) -> list[tuple[list[tuple], 
 
 
 def _blends(data: DataConfig) -> list[Blend]:
-    """What each split is made of; the same three times with --data-path.
+    """Return the blend of each split; with --data-path all three are the same.
 
-    Raises ValueError for no data, two answers, or a list that is no blend.
+    Raises ValueError for no data, data given twice, or a list that is no blend.
     """
     words, flag = data.data_path, "--data-path"
     if data.data_args_path:
@@ -293,9 +293,9 @@ def _blends(data: DataConfig) -> list[Blend]:
 
 
 def choose_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer that the flags name, or else the one that the data was made with.
+    """Return the tokenizer that the flags name, or else the one that the data was made with.
 
-    Raises ValueError where neither says which.
+    Raises ValueError if neither is known.
     """
     if data.tokenizer_type or data.mock_data:
         kind = data.tokenizer_type or "NullTokenizer"
@@ -310,7 +310,7 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDataset, Path]:
-    """A dataset that fits the tokenizer, and the folder of its index caches."""
+    """Open a dataset and check it against the tokenizer -> (dataset, folder of its index caches)."""
     indexed = IndexedDataset(path)
     indexed.vocab_size = tokenizer.vocab_size
     cache = Path(data.data_cache_path) if data.data_cache_path else Path(path).parent / "cache"
@@ -330,7 +330,7 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
 
 
 def _scanned_range(indexed: IndexedDataset, cache: Path) -> list[int]:
-    """Smallest and largest token of data without a sidecar; read once, then remembered in the cache."""
+    """Smallest and largest token of data without a sidecar; read once, then cached."""
     stat = Path(indexed.prefix + ".bin").stat()
     version = {"lengths": indexed.identity, "size": stat.st_size, "changed": stat.st_mtime_ns}
     scan = cached_arrays(cache, ("token_range",), version, lambda: (np.array(indexed.token_range()),))

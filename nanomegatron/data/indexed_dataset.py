@@ -1,18 +1,18 @@
-"""Tokens on disk: Megatron's pair of files, byte for byte, and one beside it. No torch.
+"""Tokens on disk: Megatron's pair of files, byte for byte, and a third with further facts. No torch.
 
     PREFIX.bin    the tokens of all documents back to back, in one integer type
     PREFIX.idx    "MMIDIDX\\0\\0"  u64 version 1  u8 type  u64 sequences  u64 documents + 1        34 bytes
                   i32 length of each sequence
                   i64 byte in PREFIX.bin where each begins
                   i64 first sequence of each document, and the number of sequences
-    PREFIX.json   what the format has no room for: which tokenizer, largest id, bytes of text (optional)
+    PREFIX.json   facts that the format lacks: the tokenizer, largest id, bytes of text (optional)
 
-A document is one sequence, or none if it is empty. Both files are mapped, not read: a sample touches only its
-own pages, and the processes of a machine share them.
+A document is one sequence, or none if it is empty. Both files are memory-mapped: a sample reads only its own
+pages, and the processes of a machine share them.
 
-A pair is never half there. It is written under other names, brought to disk, and PREFIX.idx, without which
-nothing loads, takes its name last. And nothing is believed: every number of the index is checked against the
-sizes of the files when a pair is opened.
+A pair is never half written. It is written under temporary names and synced to disk; PREFIX.idx, without
+which nothing loads, is renamed last. When a pair is opened, every number of the index is checked against the
+sizes of the files.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ import numpy as np
 
 try:
     import fcntl
-except ImportError:  # it is Unix's
+except ImportError:  # only on Unix
     fcntl = None
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_CHUNK = 1 << 24  # elements looked at in one go, so that checks and scans need little memory
+_CHUNK = 1 << 24  # elements read at a time, so that checks and scans need little memory
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """The type Megatron stores ids below `vocab_size` in: uint16 below 65500, else int32."""
+    """Return the type in which Megatron stores ids: uint16 for a `vocab_size` below 65500, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair. A context manager, which removes what it wrote unless `finalize` made it loadable."""
+    """Writes a pair of files; as a context manager it removes them unless `finalize` was called."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.int32) -> None:
-        """Raises ValueError for a type the format does not have, and if another process writes `prefix`."""
+        """Raises ValueError for a type that the format lacks, or if another process writes `prefix`."""
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         codes = {name: code for code, name in _TYPES.items()}
         if self.dtype.name not in codes:
@@ -80,11 +80,11 @@ class IndexedDatasetBuilder:
         return len(self._lengths)
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document; an empty one is a document of no sequence."""
+        """Append one document; an empty one has no sequence."""
         self.add_documents(tokens, [len(tokens)])
 
     def add_documents(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Append documents of these lengths, their tokens one after the other.
+        """Append documents of these lengths, whose tokens are concatenated.
 
         Raises ValueError for a token that the type cannot hold.
         """
@@ -105,7 +105,7 @@ class IndexedDatasetBuilder:
         self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
 
     def finalize(self, sidecar: dict | None = None) -> None:
-        """Bring the pair to disk and make it loadable; `sidecar` becomes PREFIX.json."""
+        """Sync the pair to disk and make it loadable; `sidecar` becomes PREFIX.json."""
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         index = hashlib.sha256()
@@ -121,7 +121,7 @@ class IndexedDatasetBuilder:
                 index.update(part)
             _sync(file)
         _sync(self._bin)
-        # From here to the last line nothing loads: an older pair of this name goes first.
+        # Until the index is renamed nothing loads: an older pair of this name is removed first.
         for suffix in (".idx", ".json"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
         os.replace(self.prefix + ".bin.tmp", self.prefix + ".bin")
@@ -134,7 +134,7 @@ class IndexedDatasetBuilder:
         self._bin.close()
 
     def abort(self) -> None:
-        """Remove what was written, unless `finalize` has been through."""
+        """Remove the files written so far; after `finalize` do nothing."""
         if not self._bin.closed:
             for suffix in (".bin.tmp", ".idx.tmp"):
                 Path(self.prefix + suffix).unlink(missing_ok=True)
@@ -144,10 +144,10 @@ class IndexedDatasetBuilder:
 class IndexedDataset:
     """A pair of files, mapped into memory: `dataset[i]` is the i-th sequence, an array of `dtype`."""
 
-    vocab_size: int | None = None  # if known, every sample is checked to keep below it
+    vocab_size: int | None = None  # if known, the ids of every sample are checked against it
 
     def __init__(self, prefix: str | Path) -> None:
-        """Raises ValueError with file, value and rule for whatever does not hold together."""
+        """Open and check a pair. Raises ValueError with file, value and rule for any inconsistency."""
         self.prefix = str(prefix)
         for suffix in (".idx", ".bin"):
             path = Path(self.prefix + suffix)
@@ -192,7 +192,7 @@ class IndexedDataset:
         return code, sequences, documents
 
     def _check_sequences(self, pointers: np.ndarray) -> None:
-        """Every sequence begins where the one before it ended, and the last ends with the file."""
+        """Check that each sequence begins where the one before ended, and the last ends with the file."""
         name, begin = self.prefix + ".idx", 0
         for at in range(0, len(pointers), _CHUNK):
             lengths = self.sequence_lengths[at : at + _CHUNK]
@@ -244,11 +244,11 @@ class IndexedDataset:
 
     @functools.cached_property
     def identity(self) -> str:
-        """SHA-256 of the index: same lengths in the same order, wherever the files lie."""
+        """SHA-256 of the index, which identifies the lengths and their order, wherever the files are."""
         return file_hash(self.prefix + ".idx")
 
     def sidecar(self) -> dict | None:
-        """PREFIX.json, None where there is none. Raises ValueError if it was written for other data."""
+        """Read PREFIX.json; None if it does not exist. Raises ValueError if it was written for other data."""
         path = Path(self.prefix + ".json")
         if not path.is_file():
             return None
@@ -262,23 +262,23 @@ class IndexedDataset:
         return found
 
     def token_range(self) -> tuple[int, int]:
-        """Smallest and largest token, by reading all of PREFIX.bin."""
+        """Smallest and largest token; reads all of PREFIX.bin."""
         parts = [self._tokens[at : at + _CHUNK] for at in range(0, self._tokens.size, _CHUNK)]
         return min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
 
 
 class Samples:
-    """What data sets of samples have in common."""
+    """Base class of datasets of samples."""
 
-    indexed: Any  # an IndexedDataset, or what can be read like one
-    sequences: tuple[int, int]  # those of it that they read: [start, stop)
-    shuffle_index: np.ndarray  # the sample at each place of the order
+    indexed: Any  # an IndexedDataset, or an object with the same methods
+    sequences: tuple[int, int]  # the sequences that the samples come from: [start, stop)
+    shuffle_index: np.ndarray  # the number of the sample at each position of the order
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def checked(self, sample: np.ndarray, i: int) -> np.ndarray:
-        """Sample i, int64, if its tokens are in the vocabulary. A GPU would stop without saying why."""
+        """Return sample i, int64. Raises ValueError for an id outside the vocabulary: a GPU would abort."""
         limit = self.indexed.vocab_size
         if limit and sample.view(np.uint64).max() >= limit:
             raise ValueError(
@@ -288,15 +288,15 @@ class Samples:
         return sample
 
     def bytes_per_token(self) -> float | None:
-        """Bytes of text behind a token, on average over the sequences; None if PREFIX.json does not say.
+        """Bytes of text per token, on average over the sequences; None if PREFIX.json does not have them.
 
-        That has the bytes before some sequences (`marks`), between which they are in proportion to tokens.
+        PREFIX.json has the bytes before some sequences (`marks`); between these they are interpolated.
         """
         text, whole = self.indexed.sidecar(), (0, len(self.indexed))
         if not text or ("text_bytes_before" not in text and tuple(self.sequences) != whole):
             return None
         before = [*map(int, text.get("text_bytes_before", f"0 {text['text_bytes']}").split())]
-        if len(before) > whole[1] + 1:  # of other data than this
+        if len(before) > whole[1] + 1:  # written for other data
             return None
         tokens = np.concatenate(([0], self.indexed.sequence_lengths)).cumsum(dtype=np.int64)
         ends = tokens[list(self.sequences)]
@@ -305,28 +305,28 @@ class Samples:
 
 
 def marks(count: int, parts: int = 1000) -> np.ndarray:
-    """The first of each of `parts` equal parts of `count` sequences, or every sequence; and the end."""
+    """Indices that cut `count` sequences into `parts` nearly equal parts (at most one each), 0 to count."""
     return np.rint(np.linspace(0, count, min(count, parts) + 1)).astype(np.int64)
 
 
 def file_hash(path: str | Path) -> str:
-    """SHA-256, read in small pieces."""
+    """SHA-256 of a file, as hex digits; reads it in small pieces."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def file_lock(path: str | Path) -> Iterator[None]:
-    """Hold `path` among the processes that ask; the system releases it when a process dies."""
+    """Hold an exclusive lock on `path`; waits for other processes, and is released if this one dies."""
     with open(path, "ab") as file:
         lock_file(file)
         yield
 
 
 def lock_file(file: IO, wait: bool = True) -> bool:
-    """Lock a file until it is closed; False where another process holds it and one is not to wait.
+    """Lock a file until it is closed; returns False if another process holds it and `wait` is False.
 
-    A system without such locks lets everybody pass; a file system without raises OSError.
+    On a system without locks (Windows) nothing is locked; a file system without them raises OSError.
     """
     if fcntl is None:
         return True
@@ -339,7 +339,7 @@ def lock_file(file: IO, wait: bool = True) -> bool:
 
 @contextlib.contextmanager
 def publish(path: str | Path) -> Iterator[Path]:
-    """A temporary name to write to; it becomes `path`, whole and on disk, if the body succeeds."""
+    """Yield a temporary path to write to; if the body succeeds it is synced and renamed to `path`."""
     temporary = Path(f"{path}.tmp")
     try:
         yield temporary
@@ -361,7 +361,7 @@ def _sync(file) -> None:
 
 
 def _sync_folder(path: str | Path) -> None:
-    """A rename lasts once its folder is on disk."""
+    """Sync the folder of `path`: only then is a rename durable."""
     folder = os.open(Path(path).parent, os.O_RDONLY)
     try:
         os.fsync(folder)

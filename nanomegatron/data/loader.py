@@ -1,15 +1,15 @@
-"""Batches of samples, read ahead of the training that uses them.
+"""Batches of samples, prefetched during training.
 
-A sample's number in the order of the run is its identity. It depends on how much was consumed, never on how
-many processes share the work, and a microbatch is a piece of the order, cut by rank:
+A sample is identified by its number in the order of the run. The order depends on the consumed samples, never
+on the number of processes, and a microbatch is a slice of it, cut by rank:
 
     order   ... 24 25 26 27 | 28 29 30 31 | ...     micro_batch_size 2, dp 2
     rank 0      24 25         28 29                 BatchLoader.get(24), get(28), ...
     rank 1            26 27         30 31
 
-So a run resumes from the number of consumed samples, on any number of processes. Threads read the next
-microbatches while this one is trained on; each is a function of its number, and they are returned in order,
-so their count changes nothing.
+So a run resumes from the number of consumed samples, on any number of processes. Threads prefetch the next
+microbatches while one is trained on. A microbatch is a function of its number, and they are returned in
+order, so the number of threads changes no result.
 """
 
 from collections import deque
@@ -28,9 +28,9 @@ from nanomegatron.mesh import Axis
 
 
 def numbers(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig) -> list[int]:
-    """Where samples of the run are in the dataset; `cyclic` starts over at its end.
+    """Return the positions in the dataset of samples of the run; `cyclic` starts over at its end.
 
-    Raises ConfigError past the end with `single`.
+    Raises ConfigError past the end of the data if `dataloader_type` is single.
     """
     if data.dataloader_type == "single" and sample_ids.max(initial=0) >= len(dataset):
         at = f"sample {sample_ids.max()} of {len(dataset)}"
@@ -42,7 +42,10 @@ def numbers(dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataCon
 def load_batch(
     dataset: Sequence[np.ndarray], sample_ids: np.ndarray, data: DataConfig, eod: int, tokens_too: bool = True
 ) -> Batch:
-    """Read samples. Without tokens only where documents end. Raises ConfigError as `numbers`."""
+    """Read samples into a Batch, without `tokens_too` only the document bounds (documents end at `eod`).
+
+    Raises ConfigError past the end of the data if `dataloader_type` is single.
+    """
     inside = numbers(dataset, sample_ids, data)
     by_document = data.reset_position_ids or data.reset_attention_mask
     if not tokens_too and not data.reset_attention_mask:  # nothing is read
@@ -55,7 +58,7 @@ def load_batch(
         loss_mask[tokens == eod] = 0
     documents: dict[str, Any] = {}
     if by_document:
-        begins = np.ones(tokens.shape, bool)  # a document
+        begins = np.ones(tokens.shape, bool)  # where a document begins
         begins[:, 1:] = tokens[:, :-1] == eod
     if data.reset_position_ids:
         behind = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
@@ -69,7 +72,7 @@ def load_batch(
 
 
 class BatchLoader:
-    """One rank's microbatches on its device, `num_workers` threads ahead of the consumer."""
+    """One rank's microbatches on its device, prefetched by `num_workers` threads."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class BatchLoader:
         cp: Axis = Axis.single("cp"),  # noqa: B008 (frozen)
         types: Sequence[str] = (),
     ) -> None:
-        """dp: the rank's place among those that share the data, `rank` and `size`; cp, types: see `Shard`."""
+        """dp: has the `rank` and `size` of the ranks that share the data; cp, types: see `shard_batch`."""
         self._dataset, self._data = dataset, data
         self._eod, self._dp = eod, dp
         self._tokens_too, self._cp, self._types = tokens_too, cp, types
@@ -92,9 +95,9 @@ class BatchLoader:
         self._pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers else None
 
     def get(self, first_sample: int) -> Batch:
-        """This rank's part of the samples [first_sample, first_sample + micro_batch_size * dp.size).
+        """Return this rank's part of samples [first_sample, first_sample + micro_batch_size * dp.size).
 
-        Raises what reading them raised, ValueError past the end of the data.
+        Waits for the thread that reads it; raises that thread's error, ConfigError past the end of the data.
         """
         if self._pool is None:
             return self._read(first_sample).to(self._device)
@@ -107,7 +110,7 @@ class BatchLoader:
         return self._ahead.popleft().result().to(self._device)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._drop()
         if self._pool:
             self._pool.shutdown()

@@ -4,14 +4,14 @@
     sample     t0 t1 t2 t3                 labels t1 t2 t3 t4
                            t4 t5           labels t5 t6
 
-A document that is longer than a sample may be is cut into several; its last token is a label only, and one of
-a single token is no sample. A global batch takes documents in the order of the run, which depends only on
-seed and consumed samples: every epoch has each sample once, in an order of its own.
+A document longer than --seq-length is cut into several samples. Its last token is only a label; a document of
+one token is no sample. A global batch takes samples in the order of the run, which depends only on seed and
+consumed samples: every epoch has each sample once, in a different order.
 
-Which ranks have which documents is planned for each batch (`data/packing.py`) from their lengths, which stand
-in the index: all ranks know them all, and read the documents of their own packs. In a pack positions start
-over with each document, attention ends with it, and what is left at the end is one more, of padding, which
-has no loss. End-of-document tokens inside of a document end nothing.
+Documents are assigned to ranks for each batch (`data/packing.py`) by their lengths, which are in the index:
+every rank knows all lengths, and reads only the documents of its own packs. In a pack positions restart at
+each document, attention does not cross documents, and the rest of the row is a document of padding, which has
+no loss. End-of-document tokens inside a document have no effect.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from nanomegatron.mesh import Mesh
 
 
 class DocumentDataset(Samples):
-    """Sequences [start, stop) of an indexed dataset, each one or more samples of up to seq_length tokens."""
+    """Samples of up to seq_length tokens from sequences [start, stop) of an indexed dataset, >= 1 from each."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DocumentDataset(Samples):
         cache_folder: str | Path | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        """As `GPTDataset`; `before` changes nothing, for more epochs leave the order as it is.
+        """Arguments as of `GPTDataset`; `before` has no effect: further epochs do not change the order.
 
         Raises ValueError if no sequence has two tokens.
         """
@@ -67,14 +67,14 @@ class DocumentDataset(Samples):
         )
 
     def _place(self, i: int) -> tuple[int, int, int]:
-        """Which sequence sample i is from, where it begins there, and its tokens without the last label."""
+        """Return for sample i: its sequence, its offset there, and its tokens without the last label."""
         sample = int(self.shuffle_index[i])
         place = int(np.searchsorted(self.ends, sample, side="right"))
         offset = (sample - int(self.ends[place - 1]) * (place > 0)) * self.seq_length
         return self.sequences[0] + place, offset, min(self.seq_length, int(self.lengths[place]) - 1 - offset)
 
     def length(self, i: int) -> int:
-        """Tokens of sample i, as many as it has labels."""
+        """The number of tokens of sample i, which equals that of its labels."""
         return self._place(i)[2]
 
     def __getitem__(self, i: int) -> np.ndarray:
@@ -86,14 +86,14 @@ class DocumentDataset(Samples):
 
 
 def _epochs(samples: int, epochs: int, seed: int) -> np.ndarray:
-    """The numbers below `samples`, this many times, each time in another order."""
+    """Concatenate `epochs` random permutations of range(samples)."""
     random = np.random.RandomState(seed)
     kind = np.uint32 if samples < 2**32 else np.int64
     return np.concatenate([random.permutation(samples).astype(kind) for _ in range(epochs)])
 
 
 class PackLoader:
-    """One rank's packs of global batches, on its device; a thread reads the next batch meanwhile."""
+    """One rank's packs of global batches, on its device; a thread prefetches the next batch."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PackLoader:
         mesh: Mesh,
         padded_vocab_size: int,
     ) -> None:
-        """config: resolved. dataset: a DocumentDataset, or a blend of such."""
+        """config: resolved. dataset: a DocumentDataset, or a blend of them."""
         self._dataset, self._data = dataset, config.data
         self._eod, self._mesh = eod, mesh
         self._cost = partial(cost, config.model, padded_vocab_size)
@@ -113,9 +113,9 @@ class PackLoader:
         self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}
 
     def batches(self, first_sample: int, count: int) -> list[Batch]:
-        """This rank's packs of `count` documents.
+        """Return this rank's packs of `count` documents from `first_sample` on.
 
-        Raises what reading them raised, ValueError past the end of the data.
+        Waits for the thread that reads them; raises its error, ConfigError past the end of the data.
         """
         found = self._ahead.pop((first_sample, count), None)
         self._drop()
@@ -126,17 +126,17 @@ class PackLoader:
         return [batch.to(self._mesh.device) for batch in batches]
 
     def lengths(self, first_sample: int, count: int) -> list[int]:
-        """Tokens of these documents. Raises ValueError past the end of the data."""
+        """Tokens of each of these documents. Raises ConfigError past the end of the data."""
         ids = np.arange(first_sample, first_sample + count)
         return [self._dataset.length(i) for i in numbers(self._dataset, ids, self._data)]
 
     def plan(self, first_sample: int, count: int) -> list[Pack]:
-        """The packs of all ranks."""
+        """Return the packs of all ranks for these documents."""
         lengths = self.lengths(first_sample, count)
         return plan(lengths, [*map(self._cost, lengths)], self.ranks)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._drop()
         if self._pool:
             self._pool.shutdown()
@@ -161,9 +161,9 @@ class PackLoader:
 
 
 def load_pack(texts: Sequence[np.ndarray], ids: np.ndarray, tokens: int, seq_length: int) -> Batch:
-    """Samples packed in one row of `tokens` tokens, padded. ids: their numbers in the order of the run.
+    """Pack samples into a row of `tokens` tokens, with padding. ids: their numbers in the order of the run.
 
-    `positions` of the batch are places in the whole run, `sample_ids` is 0: for dropout masks.
+    For dropout masks, `positions` of the batch count tokens over the whole run, and `sample_ids` is 0.
     """
     lengths = [len(text) - 1 for text in texts]
     rest = tokens - sum(lengths)

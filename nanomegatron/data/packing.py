@@ -1,22 +1,22 @@
-"""Which ranks work on which documents of a global batch, where documents are of any length.
+"""Assigns the documents of a global batch, which have any length, to ranks.
 
-Documents are laid end to end in *packs*, and a group of ranks works on a pack as on one row (`cp.py`):
+Documents are concatenated into *packs*; a group of ranks shards a pack as one row (`cp.py`):
 
     cp 4       rank 0   1   2   3
     fixed      [a   a   a   a]  [b c   b c   b c   b c]  [d ...      every pack over all of cp
     dynamic    [a   a   a   a]                                       a long document over all
-               [b   b] [c   c]                                       shorter ones over as few as they
-               [d e][f] [g] [h i j]                                  fit in: less to communicate
+               [b   b] [c   c]                                       shorter ones over the fewest
+               [d e][f] [g] [h i j]                                  that hold them: less communication
 
-A group has 1, 2, 4, ... ranks next to each other, all of one replica, and takes up to `limit` tokens a rank
-at a time. Every rank does its packs from those of large groups to those of small ones. So the ranks of a
-group have done the same packs of larger groups before and arrive together: no rank waits within a step, and
-no two packs wait for each other.
+A group has 1, 2, 4, ... neighbouring ranks of one replica, and takes packs of up to `limit` tokens per rank.
+Each rank processes the packs of large groups before those of small ones. So the ranks of a group have
+processed the same packs before and arrive together: no rank waits within a step, and no two packs wait for
+each other.
 
-Who does what: the longest document goes first, to the smallest group that can take it, there to the ranks
-that are least busy. If they would then have clearly more to do than their share of the batch, it goes to a
-group of the size that ends first, which may be larger. All of this is a function of the arguments, so that
-every rank comes to the same plan. (The idea is that of Megatron-LM's hybrid_cp_schedule)
+Documents are assigned in order of length, longest first, each to the smallest groups that can hold it, and of
+these to the least busy one. If that group would exceed its share of the batch by more than SLACK, larger ones
+are tried, and the group that would finish first gets it. The plan is a function of the arguments, so every
+rank computes the same one. (The idea is that of Megatron-LM's hybrid_cp_schedule)
 """
 
 import math
@@ -31,22 +31,22 @@ from nanomegatron.flops import flops_per_iteration
 # How much longer a FLOP of attention takes than one of a matmul: on an H200 torch's flash attention reaches
 # 290 TFLOP/s of 650, and computes seven products where six are counted.
 ATTENTION = 2.5
-SLACK = 1.02  # times what every rank has to do at least: no document goes to more ranks for the sake of less
+SLACK = 1.02  # times the least possible load of the busiest rank: below this no document gets more ranks
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who shares the work, numbered cp fastest, and how much of a pack each may have."""
+    """The ranks that share the work, numbered cp fastest, and the tokens of a pack that each may hold."""
 
     dp: int
     cp: int
-    limit: int  # tokens of a pack that one rank takes at most; counts as the next multiple of `align`
-    align: int = 1  # a rank's tokens of each pack are a multiple of it
-    dynamic: bool = False  # else all groups are those of cp
+    limit: int  # maximum tokens of a pack on one rank, rounded up to a multiple of `align`
+    align: int = 1  # must divide a rank's tokens of each pack
+    dynamic: bool = False  # groups of any size up to cp; else all of cp
 
     @classmethod
     def from_config(cls, config: Config) -> "Ranks":
-        """Those of a resolved config."""
+        """The ranks of a resolved config."""
         parallel, precision = config.parallel, config.precision
         cp = parallel.context_parallel_size
         unit = config.sequence_cut * (precision.fp8_multiple if precision.fp8_format else 1)
@@ -56,44 +56,44 @@ class Ranks:
 
     @property
     def sizes(self) -> list[int]:
-        """Ranks that a group can have, ascending."""
+        """The possible numbers of ranks in a group, ascending."""
         powers = (1 << i for i in range(self.cp.bit_length())) if self.dynamic else ()
         return [n for n in powers if n < self.cp and self.cp % n == 0] + [self.cp]
 
     def tokens(self, size: int, length: int) -> int:
-        """Of a pack of `length` tokens, padded; a pack without any is padding."""
+        """Tokens of a pack of `length` tokens on `size` ranks with padding; at least one unit."""
         unit = size * self.align
         return max(-(-length // unit), 1) * unit
 
     def room(self, size: int) -> int:
-        """Tokens that a group of `size` ranks takes at most."""
+        """Maximum tokens of a pack on a group of `size` ranks."""
         return self.tokens(size, size * self.limit)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Documents by their number in the batch, and the ranks first, first + 1, ..., which work on them."""
+    """Documents, by number in the batch, and the `size` ranks from `first` on that work on them."""
 
     documents: tuple[int, ...]
     first: int
     size: int
 
     def has(self, rank: int) -> bool:
-        """Whether a rank works on it."""
+        """Whether `rank` works on this pack."""
         return self.first <= rank < self.first + self.size
 
 
 def cost(model: TransformerConfig, padded_vocab_size: int, length: int) -> float:
-    """What a document takes, forward and backward, in FLOPs of matmuls."""
+    """The time of a document, forward and backward, in FLOPs of matmuls."""
     whole, token = (flops_per_iteration(model, padded_vocab_size, n, 1) for n in (length, 1))
     return length * token + ATTENTION * (whole - length * token)
 
 
 def plan(lengths: Sequence[int], costs: Sequence[float], ranks: Ranks) -> list[Pack]:
-    """All packs of a batch of documents of `lengths` tokens, in the order in which ranks do theirs.
+    """Return all packs of a batch of documents of `lengths` tokens, in the order in which ranks process them.
 
-    costs: what the documents take of one rank's time, in any unit; n ranks take an n-th each. Every rank has
-    a pack at least, if only of padding; without `dynamic` all have equally many.
+    costs: the time of each document on one rank, in any unit; n ranks take 1/n of it. Every rank has at least
+    one pack, if only of padding; without `dynamic` all ranks have the same number.
     Raises ValueError for a document that is too long for cp ranks.
     """
     packs = [
@@ -116,7 +116,7 @@ def plan(lengths: Sequence[int], costs: Sequence[float], ranks: Ranks) -> list[P
 def assign_documents(
     lengths: np.ndarray, costs: np.ndarray, ranks: Ranks
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """(size, number among the groups of that size, documents) of each group that has any."""
+    """Yield (size, index among the groups of that size, documents) of each group with documents."""
     if lengths.max() > ranks.room(ranks.cp):
         raise ValueError(
             f"a document of {lengths.max()} tokens is too long for --context-parallel-size {ranks.cp} x "
@@ -143,7 +143,7 @@ def assign_documents(
 
 
 def _filled(documents: list[int], lengths: Sequence[int], room: int) -> list[tuple[int, ...]]:
-    """The documents, longest first, in few packs: each goes to the first that has room for it."""
+    """Fill few packs with documents, longest first: each goes to the first pack with room for it."""
     packs: list[list[int]] = []
     free: list[int] = []
     for i in documents:

@@ -1,12 +1,12 @@
-"""Documents from files, tokenized by several processes in the order of the files. No torch.
+"""Reads documents from files and tokenizes them with several processes, in order. No torch.
 
     blocks -> chunks -> in_order(encode) -> the writer
-    reads     512 KiB   workers find the     adds them up
+    reads     512 KiB   workers find the     writes them
                         lines, parse them
                         and tokenize
 
-A few chunks a worker are in flight, never more, so memory stays small whatever the size of the input. Each
-document carries its file and line, and whatever is wrong with it is reported as `file:line: reason`.
+Only a few chunks per worker are in flight, so memory stays small for any size of input. Each document has its
+file and line, and an error in it is reported as `file:line: reason`.
 """
 
 import functools
@@ -44,14 +44,14 @@ CHUNK_BYTES, CHUNKS_PER_WORKER = 1 << 19, 4
 
 
 class Line(NamedTuple):
-    """One document as it stands in a file; `number` 0 is a whole file of plain text."""
+    """One document as in the file: line `number`; 0 for a whole file of plain text."""
 
     path: str
     number: int
     raw: bytes
 
     def texts(self, keys: tuple[str, ...]) -> list[str]:
-        """Its text under each key. Raises ValueError with the place and the reason."""
+        """Parse the line and return its text under each key. Raises ValueError with file, line and reason."""
         try:
             text = self.raw.decode("utf-8-sig" if self.number <= 1 else "utf-8")
             if not self.number:
@@ -75,7 +75,7 @@ class Line(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The documents of a chunk under one key."""
+    """The tokens of a chunk's documents under one key; tokens and bytes of text of each."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -90,7 +90,7 @@ class TextBlock(NamedTuple):
     raw: bytes
 
     def lines(self) -> Iterator[Line]:
-        """Its documents; blank lines are none."""
+        """Yield its documents, without blank lines."""
         if not self.number:
             yield Line(*self)
             return
@@ -100,7 +100,7 @@ class TextBlock(NamedTuple):
 
 
 def input_files(patterns: Iterable[str]) -> list[str]:
-    """Files that the patterns match, each pattern's in order of name."""
+    """Return the files that match each pattern, sorted by name. Raises ValueError."""
     files = []
     for pattern in patterns:
         found = (
@@ -127,7 +127,7 @@ def kind(file: str) -> str:
 
 
 def unpacked(path: str, raw: BinaryIO) -> BinaryIO:
-    """What is in the file `raw`, unpacked as its name says."""
+    """Open the contents of `raw`, decompressed if `path` ends in .gz or .zst."""
     if path.lower().endswith(".gz"):
         return gzip.open(raw)
     if path.lower().endswith(".zst"):
@@ -137,7 +137,7 @@ def unpacked(path: str, raw: BinaryIO) -> BinaryIO:
 
 
 def blocks(files: Iterable[str], on_bytes: Callable[[int], None] = lambda count: None) -> Iterator[TextBlock]:
-    """All files in pieces of about CHUNK_BYTES; `on_bytes` learns how much of the files was read."""
+    """Yield all files in blocks of about CHUNK_BYTES; calls `on_bytes` with the bytes read so far."""
     done = 0
     for path in files:
         number = 1
@@ -163,13 +163,13 @@ def _zstd_errors() -> tuple[type, ...]:
 
 
 def lines(files: Iterable[str]) -> Iterator[Line]:
-    """The documents of all files."""
+    """Yield the documents of all files."""
     for block in blocks(files):
         yield from block.lines()
 
 
 def chunks(pieces: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
-    """Lists of blocks of about CHUNK_BYTES together: small files are not worth a task each."""
+    """Yield lists of blocks of about CHUNK_BYTES in total: one task per small file would be slow."""
     chunk, size = [], 0
     for block in pieces:
         chunk.append(block)
@@ -182,7 +182,7 @@ def chunks(pieces: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
 
 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all texts in a row, and how many each has: what `encode` gives, sooner where it can be."""
+    """Encode all texts -> ids, concatenated, and their number in each text; ASCII runs by `encode_ascii`."""
     if getattr(tokenizer, "encode_ascii", None) is None:
         ids = [tokenizer.encode(text) for text in texts]
         return np.array(list(itertools.chain.from_iterable(ids)), np.int64), np.array(
@@ -208,7 +208,7 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray
 
 
 class Portable:
-    """A tokenizer that a worker process builds again, once, instead of receiving it with every task."""
+    """A tokenizer that each worker process rebuilds once from its spec, instead of unpickling it per task."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -228,9 +228,9 @@ def _again(spec: str, fingerprint: str) -> Portable:
 def encode(
     chunk: list[TextBlock], portable: Portable, keys: tuple[str, ...], append_eod: bool
 ) -> tuple[list[Encoded], list[str]]:
-    """What a worker does: the good lines under each key, and what is wrong with the others.
+    """Tokenize a chunk, in a worker -> its valid documents under each key, and errors for the others.
 
-    As in Megatron an empty document stays empty: no end-of-document token.
+    As in Megatron an empty document stays empty, without an end-of-document token.
     """
     tokenizer = portable.tokenizer
     good, bad = [], []
@@ -241,7 +241,7 @@ def encode(
             bad.append(str(error))
     try:
         return _columns(tokenizer, good, keys, append_eod), bad
-    except ValueError:  # of a tokenizer that does not take every text: one by one to find which
+    except ValueError:  # the tokenizer refuses some texts: try one at a time to find which
         for document in list(good):
             try:
                 _columns(tokenizer, [document], keys, append_eod)
@@ -254,7 +254,7 @@ def encode(
 def _columns(
     tokenizer: Tokenizer, documents: list[tuple[Line, list[str]]], keys: tuple[str, ...], append_eod: bool
 ) -> list[Encoded]:
-    """The documents' texts under each key as ids."""
+    """Tokenize the documents' texts under each key."""
     result = []
     for k in range(len(keys)):
         texts = [texts[k] for _, texts in documents]
@@ -269,10 +269,10 @@ def _columns(
 
 
 def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
-    """work(x) of every x, in order, by `workers` processes; few inputs are taken ahead of the results.
+    """Yield work(x) for each x, in order, computed by `workers` processes; few inputs are read ahead.
 
-    This process is one of them, whenever the next result is not there yet. The others are spawned, not
-    forked: the caller may have threads.
+    This process is one of them while the next result is not ready. The others are spawned, not forked:
+    the caller may have threads.
     """
     if workers == 1:
         yield from map(work, inputs)
@@ -302,7 +302,7 @@ def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
 
 
 def _start_worker() -> None:
-    """Ctrl-C is the parent's to handle; and a pool would wait for ever for a parent that was killed."""
+    """Leave Ctrl-C to the parent, and exit if the parent is killed: the pool would wait forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
@@ -313,7 +313,7 @@ def _start_worker() -> None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, output: Path) -> str:
-    """A byte-level BPE of `vocab` entries, <|endoftext|> included, to a tiktoken rank file; a line of report.
+    """Train a byte-level BPE of `vocab` entries, <|endoftext|> included; write `output` -> a line of report.
 
     Raises ValueError without the tokenizers library, and for fewer than 257 entries.
     """

@@ -1,4 +1,4 @@
-"""Text to token ids and back: seven tokenizers behind one small interface. No torch.
+"""Text to token ids and back: seven tokenizers with one small interface. No torch.
 
     ByteTokenizer            the 256 bytes and <|endoftext|>: no file, nothing to download
     NullTokenizer            "12 7 3" is [12, 7, 3]: data that was tokenized elsewhere
@@ -8,12 +8,12 @@
     HuggingFaceTokenizer     tokenizer.json, or the folder that holds it          (tokenizers library)
     SentencePieceTokenizer   tokenizer.model of Llama 2, Mistral 7B               (sentencepiece library)
 
-Special tokens that stand in a text are ordinary text: a document cannot end itself. `spec` is JSON enough to
-build the tokenizer again, `fingerprint` shows whether two give the same ids; data and checkpoints carry both.
+Special tokens inside a text are encoded as ordinary text: a document cannot end itself. `spec` is JSON from
+which the tokenizer can be rebuilt; equal `fingerprint`s mean equal ids. Data and checkpoints store both.
 
-Byte pair encoding (arXiv:1508.07909) as tiktoken has it: a pattern splits the text into words, then within a
-word the neighbours whose union has the lowest rank merge, again and again. The rank of a token is its id, so
-a list of byte strings in order is the whole model.
+Byte pair encoding (arXiv:1508.07909) in tiktoken: a pattern splits the text into words; within a word the
+neighbours whose concatenation has the lowest rank are merged repeatedly. The rank of a token is its id, so a
+list of byte strings in order is the whole model.
 """
 
 import hashlib
@@ -30,38 +30,38 @@ from nanomegatron.data.ascii_bpe import AsciiEncoder
 from nanomegatron.data.vocabulary import byte_alphabet, check_ids, read_megatron_ranks, read_ranks, read_table
 
 EOD = "<|endoftext|>"
-# GPT-2's: contractions, words, numbers, punctuation, space. `++` never gives back what it took, so that a
-# megabyte of one letter costs no megabyte of stack.
+# GPT-2's: contractions, words, numbers, punctuation, space. `++` does not backtrack, so that a megabyte of
+# one letter needs no megabyte of stack.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# Megatron's two for its JSON vocabularies: Mistral's tekken is v2.
+# Megatron's two patterns for its JSON vocabularies: Mistral's tekken uses v2.
 MEGATRON_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-MEGATRON_SPECIAL = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()  # and <SPECIAL_7> and so on behind them
-# Names of the end of a document in Hugging Face vocabularies, where no tokenizer_config.json says.
+MEGATRON_SPECIAL = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()  # then <SPECIAL_7> and so on
+# End-of-document tokens of Hugging Face vocabularies without a tokenizer_config.json.
 _HF_EODS = (EOD, "<|end_of_text|>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer has."""
+    """The interface of all tokenizers."""
 
-    vocab_size: int  # ids are below
+    vocab_size: int  # all ids are below it
     eod: int  # the id that ends a document
-    spec: dict  # what `tokenizer_from_spec` needs; file names are absolute
-    fingerprint: str  # SHA-256 of what defines the ids
+    spec: dict  # the argument of `tokenizer_from_spec`; file names are absolute
+    fingerprint: str  # SHA-256 of everything that defines the ids
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens in it are ordinary text."""
+        """Return the ids of a text; special tokens in it are encoded as ordinary text."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
 
 
 class ByteTokenizer:
-    """One id a byte of UTF-8, and 256 for <|endoftext|>."""
+    """One id per byte of UTF-8, and 256 for <|endoftext|>."""
 
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256
@@ -76,7 +76,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Ids written as decimal numbers, blanks between them; `eod`, the last id without, ends a document."""
+    """Text is ids as decimal numbers, separated by blanks; `eod` ends a document (None: the last id)."""
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         last = vocab_size - 1
@@ -90,7 +90,7 @@ class NullTokenizer:
         self.fingerprint = _sha256(f"NullTokenizer {vocab_size}", *other.values())
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in a text. Raises ValueError for any other word and for ids outside the vocabulary."""
+        """Return the numbers in a text. Raises ValueError for other words and ids outside the vocabulary."""
         ids = [int(word) for word in text.split()]
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -102,14 +102,14 @@ class NullTokenizer:
 
 
 class TikTokenizer:
-    """Byte pair encoding by tiktoken, from a rank file or by the name that tiktoken knows it under.
+    """Byte pair encoding by tiktoken, from a rank file or one of tiktoken's own by name.
 
-    A rank file has a line `base64(token) rank` a token. Text is split as GPT-2 does and the one special token
-    is <|endoftext|>, behind the ranks, unless FILE.json says otherwise:
+    A rank file has a line `base64(token) rank` per token. Text is split as in GPT-2 and the only special token
+    is <|endoftext|>, after the ranks, unless FILE.json says otherwise:
     `{"pattern": "...", "special_tokens": {"<|end_of_text|>": 128001}, "eod": "<|end_of_text|>"}`.
 
-    A model FILE.json is Megatron's JSON vocabulary: `special` tokens first, of which </s> ends a document,
-    then those of the file up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
+    A model FILE.json is Megatron's JSON vocabulary: ids are `special` special tokens, of which </s> ends a
+    document, then the file's tokens up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class TikTokenizer:
         self._use(encoding, special_tokens[eod], spec, pattern)
 
     def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
-        """A named encoding's pattern is not in the fingerprint: tiktoken rewords it between releases."""
+        """Set the encoding. A named one's pattern is not in the fingerprint: tiktoken may rewrite it."""
         self._encoding, self.eod, self.spec = encoding, eod, spec
-        # All at once, where the words are GPT-2's.
+        # For many texts at once, if words are split as in GPT-2.
         end = encoding.decode_single_token_bytes(eod).decode()
         self.encode_ascii = AsciiEncoder(encoding, end) if encoding._pat_str == GPT2_PATTERN else None
         self.vocab_size = encoding.n_vocab
@@ -186,11 +186,11 @@ class TikTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError where tiktoken's stack does not suffice."""
+        """Return the ids of a text. Raises ValueError if it overflows tiktoken's stack."""
         try:
             return self._encoding.encode_ordinary(text)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Rust's, which no module exports
+            if type(error).__name__ != "PanicException":  # a Rust panic, whose class no module exports
                 raise
             raise ValueError("tiktoken cannot split it: hundreds of thousands of blanks in a row") from None
 
@@ -199,7 +199,7 @@ class TikTokenizer:
 
 
 class GPT2BPETokenizer(TikTokenizer):
-    """GPT-2's own two files, run by tiktoken."""
+    """GPT-2's tokenizer from its two files, run by tiktoken."""
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         vocab, merges = _file(vocab_file, "--vocab-file"), _file(merge_file, "--merge-file")
@@ -227,7 +227,7 @@ class GPT2BPETokenizer(TikTokenizer):
 
 
 class Llama3Tokenizer(TikTokenizer):
-    """Llama 3's tokenizer.model: ranks as tiktoken's, its own pattern, 256 special tokens behind them."""
+    """Llama 3's tokenizer.model: a rank file, with its own pattern and 256 special tokens after the ranks."""
 
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -252,7 +252,7 @@ class Llama3Tokenizer(TikTokenizer):
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the tokenizers library; no code of a model repository is ever run."""
+    """A tokenizer.json, run by the tokenizers library; no code from a model repository is executed."""
 
     def __init__(self, model: str) -> None:
         library = import_extra("tokenizers", "HuggingFaceTokenizer")
@@ -330,11 +330,11 @@ def build_tokenizer(
     pattern: str | None = None,
     special: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer of these flags; `kind` is a class name of this module.
+    """Return the tokenizer of these flags; `kind` is a class name of this module.
 
-    eod is NullTokenizer's; pattern and special are of a TikTokenizer's JSON vocabulary, as in Megatron.
+    eod is for NullTokenizer; pattern and special are for a TikTokenizer with Megatron's JSON vocabulary.
 
-    Raises ValueError for an unknown kind, a flag that is missing, and a file or library that is not there.
+    Raises ValueError for an unknown kind, and a missing flag, file or library.
     """
     arguments = {
         "ByteTokenizer": (ByteTokenizer, {}),
@@ -359,10 +359,7 @@ def build_tokenizer(
 
 
 def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokenizer:
-    """The tokenizer that a dataset or checkpoint names; files that have moved are searched in `beside`.
-
-    (And in its folder hf, where convert.py keeps what came with a model.)
-    """
+    """Rebuild the tokenizer of a dataset or checkpoint; missing files are searched in `beside` and its hf/."""
     kinds = dict.fromkeys(("type", "model", "vocab_file", "merge_file", "pattern"), str)
     kinds |= dict.fromkeys(("vocab_size", "eod", "special"), int)
     if "type" not in spec or any(type(value) is not kinds.get(name) for name, value in spec.items()):
@@ -377,7 +374,7 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
 
 
 def import_extra(name: str, user: str) -> ModuleType:
-    """An optional library. Raises ValueError with the command that installs it."""
+    """Import an optional library. Raises ValueError with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -391,7 +388,7 @@ def _file(name: str, flag: str) -> Path:
 
 
 def _sha256(*parts: object) -> str:
-    """Of the parts, each with its length before it, so that no two lists of parts look the same."""
+    """SHA-256 of the parts, each preceded by its length, so that different lists have different hashes."""
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()

@@ -1,4 +1,4 @@
-"""The files of tokenizers, read with suspicion: tiktoken's ranks, JSON, and ids that a model can have."""
+"""Reads and checks the files of tokenizers: tiktoken's ranks, JSON vocabularies, and their ids."""
 
 import base64
 import json
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-MOST_IDS = 2**31  # as Megatron's .bin files can hold
+MOST_IDS = 2**31  # the limit of Megatron's .bin files
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """token -> rank of a tiktoken rank file. Raises ValueError with the line that is wrong."""
+    """Read a tiktoken rank file -> {token: rank}. Raises ValueError with the invalid line."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
@@ -29,10 +29,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def read_megatron_ranks(path: Path, most: int, offset: int) -> dict[bytes, int]:
-    """token -> id of the first `most` tokens of Megatron's JSON vocabulary; ids begin at `offset`.
+    """Read the first `most` tokens of Megatron's JSON vocabulary -> {token: id}, ids from `offset` on.
 
-    The file is a list of {"rank": 0, "token_bytes": "AA==", "token_str": "..."}, the 256 bytes first (so is
-    the "vocab" of Mistral's tekken.json). Raises ValueError with the entry that is wrong.
+    The file is a list of {"rank": 0, "token_bytes": "AA==", "token_str": "..."}, the 256 bytes first, like
+    "vocab" in Mistral's tekken.json. Raises ValueError with the invalid entry.
     """
     entries = _json(path)
     if not isinstance(entries, list):
@@ -54,14 +54,14 @@ def read_megatron_ranks(path: Path, most: int, offset: int) -> dict[bytes, int]:
 
 
 def write_ranks(path: Path, tokens: Iterable[bytes]) -> None:
-    """A tiktoken rank file; `tokens` in the order of their ids."""
+    """Write a tiktoken rank file; tokens: in the order of their ids."""
     path.write_bytes(b"".join(b"%b %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens)))
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters by which GPT-2's files write bytes -> the byte.
+    """Return {printable character: byte}: how GPT-2's files write the 256 bytes.
 
-    Printable Latin-1 stands for itself; the rest, in order, are the characters from U+0100 on.
+    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100 on.
     """
     plain = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     rest = [b for b in range(256) if b not in plain]
@@ -69,7 +69,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def read_table(path: Path, keys: Iterable[str] | None = None) -> dict[str, Any]:
-    """A JSON object, with no other keys than these. Raises ValueError."""
+    """Read a JSON object that has only these keys (None: any). Raises ValueError."""
     table = _json(path)
     if not isinstance(table, dict):
         raise ValueError(f"{path}: must be a JSON object, not a {type(table).__name__}")
@@ -87,7 +87,7 @@ def _json(path: Path) -> Any:
 
 
 def check_ids(path: Path, *tables: Any) -> None:
-    """Raise ValueError unless all tables are of token -> id, and no id is used twice."""
+    """Raise ValueError unless each table is a dict {token: id} and no id occurs twice."""
     owner: dict[int, Any] = {}
     for table in tables:
         if not isinstance(table, dict):
