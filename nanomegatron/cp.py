@@ -1,16 +1,16 @@
 """Context parallelism: attention over rows whose tokens are sharded over the ranks of an axis.
 
-Everything but attention works on each token by itself. A causal query attends to earlier tokens, so equal
+All layers but attention work on each token separately. A causal query attends to earlier tokens, so equal
 slices of a row would be unequal work. A row is cut into 2 * cp chunks, and rank r has chunks r and 2cp-1-r:
 
     cp 4     chunk   0  1  2  3 | 4  5  6  7           zigzag: queries see equally many keys on every rank
              rank    0  1  2  3 | 3  2  1  0           a rank's tokens are in the order of the row
 
-A rank has n heads of queries, g of keys and of values (of its own share over tp), `[s/cp, b, heads, d]`.
+A rank has n query heads and g key/value heads (its share over tp), in tensors `[s/cp, b, heads, d]`.
 
                 what happens                                          each rank sends, in heads x s/cp tokens
     p2p         a ring: attention to one rank's keys while            forward 2g, cp - 1 times; backward the
-                those of the next arrive                              same, and 2g in fp32, cp times
+                those of the next are received                        same, and 2g in fp32, cp times
     allgather   all-gather keys and values, then attention            the same; 2g in fp32, cp - 1 times
     a2a         all-to-all: s tokens of n/cp heads for s/cp           forward n + 2g and n; backward the same
                 tokens of n heads, and back
@@ -18,20 +18,20 @@ A rank has n heads of queries, g of keys and of values (of its own share over tp
 
 `RingFunction` below is the plain ring; on GPUs `fast/ring.py` takes its place.
 
-    the ring, cp 4, rank 1    compute    q1 k1 | q1 k0 | q1 k3 | q1 k2 |        each rank's k goes round,
-                              send       k1    | k0    | k3    |       |        always to the next rank
+    the ring, cp 4, rank 1    compute    q1 k1 | q1 k0 | q1 k3 | q1 k2 |        k of every rank is passed
+                              send       k1    | k0    | k3    |       |        on to the next rank
                               receive    k0    | k3    | k2    |       |
     backward: the same, and   add to     dk1   | dk0   | dk3   | dk2   |        the sums of gradients follow
-                              send             | dk1   | dk0   | dk3   | dk2    their keys a step behind, and
-                              receive          | dk0   | dk3   | dk2   | dk1    come home after a full turn
+                              send             | dk1   | dk0   | dk3   | dk2    k one step behind, and reach
+                              receive          | dk0   | dk3   | dk2   | dk1    their own rank at the end
 
 Attention to a part of the keys gives o_i, and l_i, the log-sum-exp of its scores. Parts are merged in fp32 to
 l = log sum exp(l_i) and o = sum exp(l_i - l) o_i. The backward of a part needs o and l of all keys, nothing
-else of other parts: so each part is the kernel's own forward and backward, called directly.
+else of other parts: so each part calls the attention kernel's forward and backward directly.
 
-Each document is cut zigzag by itself. The remainder of its length divided by 2 * cp is dealt out one token a
-rank, round robin across documents: ranks have equally many tokens, none is padding. A layer with a sliding
-window uses allgather in place of the ring. A group of neighbouring ranks, taken as one rank, has neighbouring
+Each document is cut zigzag separately. The remainder of its length modulo 2 * cp is distributed one token per
+rank, round robin across documents: ranks have equal numbers of tokens, without padding. A layer with a window
+uses allgather instead of the ring. A group of neighbouring ranks, treated as one rank, has neighbouring
 chunks: groups are cut zigzag, too. Weight gradients are of s/cp tokens; `dp.py` sums them over dp x cp.
 (Ring: arXiv 2310.01889; zigzag: Megatron-LM; all-to-all: DeepSpeed-Ulysses, 2309.14509; all-gather: Llama 3,
 2407.21783; two levels: LoongTrain, 2406.18485)
@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
 
 def memoized(plan: Callable) -> Callable:
-    """A method of Shard whose result is kept, for each tuple of arguments."""
+    """Decorate a method of Shard: cache its result for each tuple of arguments."""
 
     def planned(self: "Shard", *args: Any) -> Any:
         if (plan, args) not in self._plans:
@@ -74,18 +74,18 @@ def memoized(plan: Callable) -> Callable:
 
 
 class Shard:
-    """This rank's tokens of a row that the ranks of an axis share; `types`: how each layer communicates.
+    """This rank's tokens of a row sharded over an axis; `types`: how each layer communicates ("p2p", ...).
 
-    `places`: int64 `[s/size]`, where in the row they are, ascending. Where methods take a `group`, that many
-    neighbouring ranks are treated as one rank, and `rank` is the index of such a group.
+    `places`: int64 `[s/size]`, the tokens' positions in the row, ascending. If a method takes a `group`, that
+    many neighbouring ranks are treated as one rank, and `rank` is the index of such a group.
     """
 
     def __init__(
         self, axis: Axis, s: int, types: Sequence[str], cu_seqlens: np.ndarray | None = None
     ) -> None:
-        """cu_seqlens: bounds of the documents; tokens past the last one are treated as a document of padding.
+        """cu_seqlens: bounds of the documents in the row; tokens past the last one are a document of padding.
 
-        Raises ValueError for a row that does not divide.
+        Raises ValueError if `s` is not divisible by 2 * axis.size.
         """
         if s % (2 * axis.size):
             raise ValueError(f"{s} tokens do not divide into twice {axis.size} context-parallel chunks")
@@ -97,22 +97,22 @@ class Shard:
         self._plans: dict[tuple, Any] = {}
 
     def chunks(self, rank: int, group: int = 1) -> np.ndarray:
-        """Where in the row a rank's two chunks of each document begin and end: `[docs, 2, 2]`."""
+        """Return (begin, end) in the row of a rank's two chunks of each document: `[docs, 2, 2]`."""
         bounds = self.bounds[:, ::group]
         return np.stack((bounds[:, rank : rank + 2], bounds[:, -2 - rank :][:, :2]), axis=1)
 
     def token_indices(self, rank: int, group: int = 1) -> np.ndarray:
-        """The places in the row of a rank's tokens, ascending."""
+        """Return the positions of a rank's tokens in the row, ascending."""
         return ranges(*self.chunks(rank, group).reshape(-1, 2).T)
 
     def query_key_rows(self, own: int, other: int, group: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """A rank's queries that see keys of another, and these keys, among the tokens of each.
-
+        """Return which queries of rank `own` see keys of rank `other`, and which keys they see.
             other = own    all queries, all keys                          causal, as if in one sequence
             other < own    all queries, the first half of the keys        (the second chunk comes later)
             other > own    the second half of the queries, all keys       (the first chunk comes before)
 
-        (begin, end) for each document that has both, `[2, docs]`. No score is computed to be masked.
+        Both are (begin, end) among the tokens of their rank, for each document that has both: `[2, docs]`.
+        So no chunk of scores is computed that is masked.
         """
         q_sizes, k_sizes = (np.diff(self.chunks(rank, group))[..., 0] for rank in (own, other))
         q_ends, k_ends = (sizes.cumsum().reshape(sizes.shape) for sizes in (q_sizes, k_sizes))
@@ -123,7 +123,7 @@ class Shard:
 
     @memoized
     def ring(self, group: int, device: torch.device) -> list[Step | None]:
-        """The steps with the keys of this rank, the one before it, and so on; None: no query sees any."""
+        """Return the steps for the keys of this rank, of the one before it, ...; None: no query sees them."""
         size, own = self.axis.size // group, self.axis.rank // group
         steps: list[Step | None] = []
         for other in ((own - i) % size for i in range(size)):
@@ -139,7 +139,7 @@ class Shard:
 
     @memoized
     def gathered(self, group: int, window: int | None, device: torch.device) -> list[Step]:
-        """The steps with all keys, in the order of the row: four at most."""
+        """Return the steps, four at most, for all keys in the order of the row."""
         begin, end = self.chunks(self.axis.rank // group, group).reshape(-1, 2).T
         first = np.repeat(self.starts, 2)
         if window is not None:
@@ -158,9 +158,9 @@ class Shard:
 
     @memoized
     def order(self, group: int, among: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The permutation that puts the tokens of `among` ranks, rank after rank, in the order of the row.
+        """Return the permutation of the tokens of `among` ranks from rank after rank to the order of the row.
 
-        This rank is among them. Returns it and its inverse -> `[n]`, `[n]`, n tokens of these ranks.
+        This rank is one of them. -> permutation `[n]`, its inverse `[n]`, n tokens of these ranks.
         """
         first = self.axis.rank // (group * among) * among
         order = np.argsort(np.concatenate([self.token_indices(first + i, group) for i in range(among)]))
@@ -168,19 +168,20 @@ class Shard:
 
 
 def chunk_bounds(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Where the chunks of documents begin and end, in each document: `[docs]` -> `[docs, 2 * size + 1]`.
+    """Cut each document into 2 * size chunks: lengths `[docs]` -> bounds in it `[docs, 2 * size + 1]`.
 
-    Sizes differ by one at most; where all lengths together divide by `size`, its ranks have equally much.
+    The chunks of a document differ by one token at most; all ranks have equal numbers of tokens if the sum of
+    lengths is divisible by `size`.
     """
     each, extra = np.divmod(np.asarray(lengths, np.int64)[:, None], 2 * size)
-    turn = (np.arange(size) - (extra.cumsum(0) - extra)) % size  # the rank's in the dealing out
+    turn = (np.arange(size) - (extra.cumsum(0) - extra)) % size  # each rank's turn to get an extra token
     first, second = each + (turn < extra), each + (turn < extra - size)
     sizes = np.concatenate((0 * each, first, second[:, ::-1]), axis=1)
     return sizes.cumsum(1)
 
 
 def shard_batch(batch: Batch, axis: Axis, types: Sequence[str]) -> Batch:
-    """This rank's `[b, s/cp]` of a batch, with its `shard`; types: of each layer, as for `Shard`."""
+    """Return this rank's tokens `[b, s/cp]` of a batch, with `shard` set; types: as for `Shard`."""
     if axis.size == 1:
         return batch
     bounds = None if batch.cu_seqlens is None else batch.cu_seqlens.numpy()
@@ -201,11 +202,11 @@ def context_attention(
     backend: str,
     fused_softmax: bool = True,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries to all keys.
+    """Compute causal attention of this rank's queries to the keys of all ranks.
 
     q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
-    mask: of the whole row; fused_softmax: as for `core_attention`, which a2a calls. Communicates over the
-    axis of the shard, as its type of the layer says. Raises ValueError where heads do not divide.
+    mask: of the whole row; fused_softmax: as for `core_attention`, which a2a calls. Communicates over
+    shard.axis as shard.types[layer] says. Raises ValueError if a2a cannot divide the heads over the ranks.
     """
     kind, axis, device = shard.types[layer], shard.axis, q.device
 
@@ -229,7 +230,7 @@ def context_attention(
 class RingFunction(torch.autograd.Function):
     """p2p, as drawn above. q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    steps: `Shard.ring`.
+    steps: those of `Shard.ring`.
     """
 
     @staticmethod
@@ -264,10 +265,10 @@ class RingFunction(torch.autograd.Function):
 
 
 def ring_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis) -> Iterator[torch.Tensor]:
-    """Keys and values of this rank, of the one before it, and so on.
+    """Yield keys and values of this rank, of the rank before it, and so on.
 
     k, v `[s/cp, b, g, d]` -> kv `[2, s/cp, b, g, d]`, cp times. Those of the next step are in flight while
-    one computes with the present ones.
+    the caller computes with the current ones.
     """
     kv = torch.stack((k, v))
     for _ in range(axis.size - 1):
@@ -280,9 +281,9 @@ def ring_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis) -> Iterator[torch.Tens
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, rows: Rows, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Merge attention of some rows to more keys into out `[s, b, n, d]` and lse `[b, n, s]`, both fp32.
+    """Merge the attention of `rows` to further keys into out `[s, b, n, d]` and lse `[b, n, s]`, both fp32.
 
-    part `[rows, b, n, d]` and part_lse `[b, n, rows]`: of these rows to those keys.
+    part `[rows, b, n, d]` and part_lse `[b, n, rows]`: output and log-sum-exp for the further keys.
     """
     total = torch.logaddexp(lse[..., rows], part_lse)
     weights = ((x - total).exp().permute(2, 0, 1)[..., None] for x in (lse[..., rows], part_lse))
@@ -291,7 +292,7 @@ def merge_(
 
 
 def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend: str) -> tuple:
-    """Gradients of a step's queries, keys and values.
+    """Compute the gradients of a step's queries, keys and values.
 
     kv `[2, s, b, g, d]`; known: dout, q, out `[s/cp, b, n, d]`, lse `[b, n, s/cp]` of attention to all keys.
     """
@@ -303,7 +304,7 @@ def step_gradients(step: Step, kv: Sequence[torch.Tensor], known: tuple, backend
 class GatherFunction(torch.autograd.Function):
     """allgather: q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`
 
-    Keys and values are gathered again for the backward.
+    Keys and values are gathered again in the backward. steps: `Shard.gathered`, order: `Shard.order`.
     """
 
     @staticmethod
@@ -341,7 +342,7 @@ class GatherFunction(torch.autograd.Function):
 
 
 def gather_kv(k: torch.Tensor, v: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
-    """k, v `[s/cp, b, g, d]` of all ranks in the order of the row, order `[s]` -> `[2, s, b, g, d]`"""
+    """Gather k, v `[s/cp, b, g, d]` of all ranks, then permute rows by order `[s]` -> `[2, s, b, g, d]`"""
     return start_all_gather(torch.stack((k, v), 1), axis).wait()[order].transpose(0, 1)
 
 
@@ -353,10 +354,10 @@ def ulysses_attention(
     shard: Shard,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """a2a: attend(q, k, v) with all tokens of the axis, in the row's order, and this rank's share of heads.
+    """a2a: call attend(q, k, v) on all tokens of the axis, in the row's order, for this rank's heads.
 
-    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`. Where there are
-    fewer key/value heads than ranks, those that share one are each sent a copy.
+    q `[s, b, n, d]`, k, v `[s, b, g, d]` -> `[s, b, n*d]`; attend: of `[s*cp, b, n/cp, d]`. With fewer
+    key/value heads than ranks, each of the ranks that share a head gets a copy.
     """
     (s, b, n, d), g, ranks = q.shape, k.shape[2], axis.size
     if n % ranks or (g % ranks and ranks % g):
@@ -372,7 +373,7 @@ def ulysses_attention(
 
 
 class Reorder(torch.autograd.Function):
-    """x[order] for x `[n, ...]`, order, inverse `[n]` -> `[n, ...]`. Backward: the inverse, no sums."""
+    """x[order] of x `[n, ...]`, order, inverse `[n]` -> `[n, ...]`. The backward indexes with `inverse`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

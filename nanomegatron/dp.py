@@ -1,6 +1,6 @@
-"""Data parallelism: each replica sees other samples, and their gradients are summed before the update.
+"""Data parallelism: each replica sees different samples, and gradients are summed before the update.
 
-The d ranks that sum are those of dp x cp; of experts those of edp.
+Gradients are summed over d ranks: those of dp x cp, for experts those of edp.
 
     parameters in reverse order of use, laid into flat buckets
 
@@ -17,12 +17,12 @@ view. Each of d ranks owns a shard of every bucket and updates that shard only (
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
 `optim_grads` allocates a bucket's gradients when the first of them is written. A full bucket starts its
-reduce-scatter and frees them; the shard is added to an fp32 sum when the reduction is waited for. Under both
-sharded strategies `Optimizer.step` starts the all-gather of the parameters. Experts have their own buckets.
+reduce-scatter and frees its gradients; the reduced shard is then added to an fp32 sum. With both sharded
+strategies `Optimizer.step` starts the all-gather of the parameters. Experts have their own buckets.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; with averaging the loss is multiplied by d (`grad_scale`), which the average divides out. A bucket is
-full when as many contributions have arrived as it has in a microbatch (`spec.uses` of each parameter).
+full when it has all gradient contributions of a microbatch (`spec.uses` from each parameter).
 (PyTorch DDP, arXiv 2006.15704; main_grad is Megatron-LM's)
 """
 
@@ -40,20 +40,20 @@ from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.merge import add_
 from nanomegatron.param import Part, main_grad
 
-PARAM_ALIGN, SHARD_ALIGN = 64, 128  # where a parameter begins; what a shard's length is a multiple of
-IN_FLIGHT = 2  # reductions at most with `optim_grads`; each holds a bucket's gradients
+PARAM_ALIGN, SHARD_ALIGN = 64, 128  # in elements: a parameter's begin and a shard's length are multiples
+IN_FLIGHT = 2  # reductions in flight at most with `optim_grads`; each holds a bucket's gradients
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What a rank's shard of a bucket holds of one part of a parameter: a range of its flattened elements."""
+    """The elements of one part of a parameter that a rank's shard of a bucket holds: a flattened range."""
 
     param: nn.Parameter
     part: Part
     at: int  # where the range begins in the flattened local slice of the part
-    start: int  # and where it is in the shard
+    start: int  # the range in the shard is [start, stop)
     stop: int
-    saver: bool  # of the ranks that hold this range, the one that saves it and counts it in a norm
+    saver: bool  # this rank, of those that hold the range, saves it and counts it in norms
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """The range, a view: shard `[size/ranks]` -> `[stop - start]`"""
@@ -63,17 +63,17 @@ class Slice:
 class ShardComm:
     """Reduce-scatters and all-gathers flat tensors over an axis; the default of `Buckets(shard_comm=...)`.
 
-    size: bytes of all tensors of `zeros` together. reason: why no faster path moves them, for the banner.
+    size: bytes of all tensors of `zeros` together. reason: why no faster path is used, for the banner.
     """
 
-    shared_bytes = 0  # of memory that torch's allocator does not count
+    shared_bytes = 0  # memory that torch's allocator does not count
 
     def __init__(self, axis: Axis, device: torch.device, size: int, reason: str = "") -> None:
         self.axis, self.device = axis, device
         self.description = f"collectives ({reason})" if reason else "collectives"
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A whole flat tensor -> `[size]`, to be sharded. All ranks make the same ones in the same order."""
+        """Allocate a whole flat tensor -> `[size]`, to be sharded. All ranks call this in the same order."""
         return torch.zeros(size, dtype=dtype, device=self.device)
 
     def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
@@ -87,13 +87,13 @@ class ShardComm:
         return start_all_gather(own, self.axis, whole)
 
     def wait_for_readers(self) -> None:
-        """Hold up the current stream while other ranks read what this one is about to write."""
+        """Make the current stream wait for other ranks that read this rank's tensors; not needed here."""
 
 
 class GatheredParams:
     """The tensor that is all-gathered after an update: the parameters. (FP8 gathers bytes.)
 
-    whole: the flat tensor that is gathered, `[size]`; shard: this rank's. Sets `bucket.data`.
+    whole: the flat tensor that is gathered, `[size]`; shard: this rank's slice of it. Sets `bucket.data`.
     """
 
     itemsize: int | None = None  # bytes of an element of `whole`; None: those of a parameter
@@ -108,17 +108,17 @@ class GatheredParams:
         out.copy_(main)
 
     def free_params(self) -> None:
-        """Free the parameters where `whole` replaces them during a step: it does not here."""
+        """Free the parameters if `whole` replaces them during a step; not so here."""
 
     def rebuild_params(self) -> None:
         """Rebuild freed parameters. All ranks call it together."""
 
 
 class Bucket:
-    """Some parameters and their gradients, flat; every parameter knows its own as `param.bucket`.
+    """Some parameters and their gradients in flat tensors; `param.bucket` is the bucket of a parameter.
 
-    axis: the ranks that sum gradients; `shards`, those of `comm`, share the update: an axis of one for no
-    sharding. With `optim_grads` gradients have memory between `alloc_grads` and `free_grads` only.
+    axis: the ranks that sum gradients; `shards`, the axis of `comm`: the ranks that divide the update, one
+    without sharding. With `optim_grads` gradients have memory only from `alloc_grads` to `free_grads`.
     """
 
     data: torch.Tensor | None  # the parameters `[size]`, None while they are freed
@@ -151,7 +151,7 @@ class Bucket:
         self.start_step(1)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in flat `[size]`, in their shapes -> `[...]`, one each."""
+        """Return a view of each parameter's elements in flat `[size]` -> `[...]`, in its shape."""
         return [flat[b : b + p.numel()].view(p.shape) for b, p in zip(self.begins, self.params, strict=True)]
 
     def _slices(self) -> Iterator[Slice]:
@@ -181,7 +181,7 @@ class Bucket:
             param.main_grad = None
 
     def start_step(self, microbatches: int) -> None:
-        """Count contributions from zero."""
+        """Reset the counts of contributions, for a step of `microbatches`."""
         self.counts, self.seen = Counter(), 0
         self.microbatches = microbatches
 
@@ -191,7 +191,7 @@ class Bucket:
         self.ready(param)
 
     def ready(self, param: nn.Parameter) -> None:
-        """A contribution to the gradient of `param` has been added. Raises RuntimeError for one too many."""
+        """Count a contribution added to the gradient of `param`. Raises RuntimeError for one too many."""
         self.counts[param] += 1
         if self.counts[param] > self.microbatches * param.spec.uses:
             raise RuntimeError(
@@ -203,7 +203,7 @@ class Bucket:
             self.buckets.on_full(self, self.seen == self.microbatches * self.uses)
 
     def missing(self) -> list[str]:
-        """Parameters that have not had all their contributions."""
+        """Return the names of the parameters whose gradients lack contributions."""
         return [p.spec.name for p in self.params if self.counts[p] < self.microbatches * p.spec.uses]
 
     def start_reduce(self, op: str) -> Pending:
@@ -213,11 +213,11 @@ class Bucket:
         return self.comm.start_reduce_scatter(self.grads, op)
 
     def start_gather(self) -> None:
-        """Begin to fetch what other ranks have updated."""
+        """Begin to all-gather the shards, after each rank has updated its own."""
         self.gather = self.comm.start_all_gather(self.gathered.whole)
 
     def wait_params(self, *_: object) -> None:
-        """Wait for the gather that is in flight, if there is one: a hook in front of a module's forward."""
+        """Wait for the gather, if one is in flight. Also a forward pre-hook of the modules that read it."""
         if self.gather is not None:
             self.gather.wait()
             self.gather = None
@@ -231,7 +231,7 @@ def _move_grad(param: nn.Parameter) -> None:
 
 
 def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
-    """Where each parameter begins in a flat tensor, and the tensor's length, a multiple of `multiple`."""
+    """Return where each parameter begins in a flat tensor, and its length, a multiple of `multiple`."""
     begins, end = [], 0
     for param in params:
         begins.append(math.ceil(end / PARAM_ALIGN) * PARAM_ALIGN)
@@ -240,15 +240,15 @@ def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], i
 
 
 def reduction_axis(param: nn.Parameter, mesh: Mesh) -> Axis:
-    """The ranks that hold a parameter, each with a summand of its gradient: of dense ones all of dp x cp."""
+    """Return the ranks over which a parameter's gradient is summed: edp for experts, else dp x cp."""
     return mesh.edp if param.spec.expert else mesh.dp_cp
 
 
 def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
-    """The parameters in lists of at least `size` elements, the last perhaps of fewer.
+    """Split the parameters into lists of at least `size` elements; the last may have fewer.
 
-    A tied embedding, full at the very end, is in a list of its own and delays no other; where two pipeline
-    stages have one, both cut it up alike, since they sum their shards' gradients.
+    A tied embedding, whose gradient is complete only at the end, gets its own list and delays no other. If
+    two pipeline stages hold it, both thus shard it equally, so that they can sum the gradients of the shards.
     """
     lists, full = [], True
     for param in params:
@@ -261,19 +261,18 @@ def split_into_buckets(params: Iterable[nn.Parameter], size: float) -> list[list
 
 
 def bucket_size(parallel: ParallelConfig, ranks: int) -> float:
-    """Elements of a bucket; where none is set and nothing gains from several, everything in one."""
+    """Return the elements per bucket; infinite if no size is set and no option gains from several."""
     many = parallel.overlap_grad_reduce or parallel.overlap_param_gather or parallel.sharding == "optim_grads"
     return parallel.bucket_size(ranks) if many or parallel.ddp_bucket_size else math.inf
 
 
 class Buckets:
-    """All gradients of a model in buckets, summed over the replicas; and the parameters, gathered from them.
-
+    """All parameters and gradients of a model in buckets; sums gradients over replicas, gathers parameters.
     buckets.zero(microbatches=8)   forward and backward, 8 times   buckets.grad_sync()   optimizer.step(loss)
 
-    Re-points the parameters into flat tensors, so nothing else may hold views of them. `grad_scale` is to be
-    multiplied into the loss. The order of `all` is that in which gradients become ready. shard_comm: makes
-    the `ShardComm` of an axis; gathered: (param, axis) -> a class like `GatheredParams`.
+    Moves the parameters into flat tensors, so nothing else may hold views of them. The caller multiplies the
+    loss by `grad_scale`. `all` is in the order in which gradients become ready. shard_comm: makes the
+    `ShardComm` of an axis; gathered: (param, axis) -> a class like `GatheredParams`.
     """
 
     def __init__(
@@ -320,13 +319,13 @@ class Buckets:
                 module.register_forward_pre_hook(bucket.wait_params)
 
     def slices(self) -> Iterator[tuple[Bucket, Slice]]:
-        """What this rank's shards hold, in the order of the forward."""
+        """Yield (bucket, slice) for all that this rank's shards hold, in the order of the forward."""
         for bucket in reversed(self.all):
             for piece in reversed(bucket.slices):
                 yield bucket, piece
 
     def zero(self, microbatches: int = 1) -> None:
-        """Zero all gradients: before the first of `microbatches` of an iteration."""
+        """Zero all gradients; call it before the first of an iteration's `microbatches`."""
         self._finish_reductions()
         for comm in self.comms:
             comm.wait_for_readers()
@@ -336,7 +335,7 @@ class Buckets:
             bucket.start_step(microbatches)
 
     def on_full(self, bucket: Bucket, last: bool) -> None:
-        """A bucket has a microbatch's number of contributions more; last: all of the step."""
+        """Called when a bucket has all contributions of a microbatch; last: of the step's last microbatch."""
         if self.pooled or (last and self.overlap_reduce):
             self.in_flight.append((bucket, bucket.start_reduce(self.op)))
         if self.pooled:
@@ -348,20 +347,20 @@ class Buckets:
         while len(self.in_flight) > left:
             bucket, pending = self.in_flight.popleft()
             summed = pending.wait()
-            share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # of experts other than 1
+            share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # for experts not 1
             if self.pooled:
                 bucket.grad_shard.add_(summed, alpha=share)
             elif share != 1.0:
                 bucket.grad_shard.mul_(share)
 
     def grad_sync(self) -> None:
-        """Finish the sums over replicas, then those of partial gradients: each `grad_shard` is final.
+        """Finish the sums over replicas, then those of partial gradients; then each `grad_shard` is final.
 
-        Communicates the gradients once (a microbatch, with optim_grads) over dp x cp, or edp, and the shard's
-        partial gradients in one all-reduce an axis: tp (norms under sequence parallelism), ranks that share a
-        key/value head, `embed` (tied embeddings). Raises RuntimeError for missing gradients (of a layer that
-        is not used, or did not report them), and for parameters whose gather was not waited for: read without
-        the forward of the module that owns them.
+        Communicates the gradients once (with optim_grads per microbatch) over dp x cp or edp, and the shard's
+        partial gradients in one all-reduce per axis: tp (norms under sequence parallelism), ranks that share
+        a key/value head, `embed` (tied embeddings). Raises RuntimeError for missing gradients (a layer was
+        not used, or did not report them), and for parameters whose gather was not waited for: they were read
+        without the forward of the module that owns them.
         """
         if missing := [name for bucket in self.all for name in bucket.missing()]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")
@@ -375,7 +374,7 @@ class Buckets:
             torch._foreach_copy_(pieces, list(summed.split([len(piece) for piece in pieces])))
 
     def wait_params(self) -> None:
-        """Wait for all parameters, rebuild those that were freed; they are there until `zero`. All ranks."""
+        """Wait for all gathers and rebuild freed parameters, which last until `zero`. All ranks call this."""
         for bucket in self.all:
             bucket.wait_params()
             bucket.gathered.rebuild_params()

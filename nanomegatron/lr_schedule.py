@@ -1,8 +1,8 @@
-"""What changes from step to step: learning rates, weight decay, and the loss scale of fp16.
+"""Values that change from step to step: learning rates, weight decay, and the loss scale of fp16.
 
     samples before a step   0 ... warmup ... decay        learning rate: up from `warmup_init`, then down
 
-The schedules count samples, as Megatron's do: a step's learning rate is that of the samples before it.
+The schedules count samples, as Megatron's do: a step's learning rate follows from the samples before it.
 """
 
 import math
@@ -15,13 +15,13 @@ from nanomegatron.config.settings import Config, OptimizerConfig, PrecisionConfi
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate against samples, with the lengths already in samples."""
+    """The learning rate as a function of the samples so far; all lengths are in samples."""
 
     style: str
     lr: float
     min_lr: float
     warmup_init: float
-    warmup: float  # a fraction of the decay need not be whole samples
+    warmup: float  # with --lr-warmup-fraction perhaps no whole number
     decay: int
     wsd_style: str = "exponential"
     wsd_decay: int = 0
@@ -51,7 +51,7 @@ class Schedule:
         return self.min_lr + self._remaining(samples) * (self.lr - self.min_lr)
 
     def _remaining(self, samples: int) -> float:
-        """The share of the way from min_lr up to lr, 1 at the end of the warm-up."""
+        """The learning rate as a fraction of the way from min_lr (0) to lr (1, right after the warm-up)."""
         ratio = (samples - self.warmup) / (self.decay - self.warmup)
         if self.style == "linear":
             return 1.0 - ratio
@@ -80,10 +80,10 @@ def weight_decay_at(config: OptimizerConfig, samples: int, length: int) -> float
 
 
 def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
-    """Learning rate, that of the vocabulary's weights, and weight decay of every step of a run, and one more.
+    """Return learning rates, those of the vocabulary's weights, and weight decays: one value for each step.
 
-    samples_before: of each of these. Lengths in iterations become samples by the full batch size even where a
-    run grows into it, as in Megatron.
+    samples_before: the samples before each step of the run and one step more. Lengths in iterations are
+    converted to samples with the full batch size, even during batch size ramp-up, as in Megatron.
     """
     optimizer, batch, before = config.optimizer, config.data.global_batch_size, samples_before
     length = config.run.train_samples or (len(before) - 1) * batch
@@ -97,9 +97,9 @@ def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
 
 
 class LossScaler:
-    """Dynamic loss scale of fp16, all on the device; a constant 1 for bf16 and fp32.
+    """Dynamic loss scale of fp16 (arXiv 1710.03740), on the device; a constant 1 for bf16 and fp32.
 
-    A window of good steps doubles it; bad steps halve it once `hysteresis` have come. (arXiv 1710.03740)
+    A window of good steps doubles the scale; bad steps halve it, from the `hysteresis`-th on.
     """
 
     def __init__(self, precision: PrecisionConfig, device: torch.device) -> None:
@@ -109,7 +109,7 @@ class LossScaler:
         self.hysteresis = torch.tensor(float(precision.hysteresis), device=device)
         self.scale = torch.tensor(start, device=device)
         self.good_in_a_row = torch.zeros((), device=device)
-        self.hysteresis_left = self.hysteresis  # bad steps that do not halve the scale
+        self.hysteresis_left = self.hysteresis  # bad steps until the scale is halved
 
     def update(self, finite: torch.Tensor) -> None:
         """Adapt the scale to one step. finite `[]`: 1 or 0"""
@@ -123,7 +123,7 @@ class LossScaler:
         self.good_in_a_row = good * ~double
 
     def state(self) -> list[float]:
-        """What a checkpoint holds. Waits for the device."""
+        """Numbers for a checkpoint. The host waits for the device."""
         return torch.stack((self.scale, self.good_in_a_row, self.hysteresis_left)).tolist()
 
     def load(self, state: list[float]) -> None:

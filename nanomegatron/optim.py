@@ -1,12 +1,12 @@
-"""AdamW with fp32 main parameters, clipping and loss scaling, without one host sync a step.
+"""AdamW with fp32 main parameters, clipping and loss scaling; the host never waits in a step.
 
     gradients (summed)  ->  norm of each part  ->  global norm over all ranks  ->  clip factor, finite?
                                                                                            |
     main params (fp32)   <-  AdamW reads factor and flag from the device: a bad step changes nothing
     params (bf16/fp16)   <-  copied from the main params; in fp32 they are the same tensors
 
-All of it happens on this rank's shards (`dp.py`), bucket by bucket in the order of the forward: as soon as
-one is updated, the gather of its parameters starts.
+Each rank updates its shards (`dp.py`), bucket by bucket in the order of the forward: as soon as a shard is
+updated, the all-gather of its bucket starts.
 
 Everything that a step decides stays on the device as 0-d tensors: the finite flag, the number of good steps,
 learning rates and weight decay (looked up in a table by that number, so a skipped step holds the schedules)
@@ -34,27 +34,27 @@ from nanomegatron.ops.adamw import (
 from nanomegatron.ops.kernels import usable
 from nanomegatron.param import ParamSpec
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # what --decoupled-lr is for
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # these use --decoupled-lr
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def segment_kind(spec: ParamSpec) -> int:
-    """Which learning rate a parameter has, and whether it decays: for `Segments`."""
+    """Return the flags of a parameter for `Segments`: DECAY if it decays, DECOUPLED for --decoupled-lr."""
     return DECAY * spec.decay | DECOUPLED * (spec.name in VOCABULARY)
 
 
 class ShardState:
     """Main parameters and moments of this rank's shard of one bucket, flat, and their update by AdamW.
 
-    On a GPU one kernel does it all. Torch's own update works in fp32 on what is kept in bf16, so that a step
-    takes memory for the copy of one shard. Another update rule, or another place for the states (`device`),
-    is another class, which `ShardUpdates` is given.
+    On a GPU one kernel does the update. Torch's own update works on fp32 copies of bf16 moments, so it needs
+    memory for those of one shard. For another update rule, or states on another `device`, `ShardUpdates`
+    takes another class.
     """
 
     def __init__(self, bucket: Bucket, config: OptimizerConfig, device: torch.device | None = None) -> None:
         self.bucket, self.config = bucket, config
         self.mixed = bucket.dtype != torch.float32
-        self.main = bucket.data[bucket.shard].float().to(device or bucket.device)  # in fp32 the parameters
+        self.main = bucket.data[bucket.shard].float().to(device or bucket.device)  # fp32: a view, no copy
         self.exp_avg = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_dtype])
         self.exp_avg_sq = torch.zeros_like(self.main, dtype=MOMENT_DTYPES[config.exp_avg_sq_dtype])
         ranges = [(piece.start, piece.stop, segment_kind(piece.param.spec)) for piece in bucket.slices]
@@ -64,10 +64,10 @@ class ShardState:
     def update(
         self, step: torch.Tensor, values: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
-        """One step from the bucket's `grad_shard` to the shard of what is gathered. All on the device.
+        """Do one step: read the bucket's `grad_shard`, write this rank's shard of the tensor to gather.
 
         step `[]`: its number; values `[3]`: its `step_values`. The gradients are divided by grad_scale `[]`
-        first; where skip `[]` is 1 nothing changes.
+        first; if skip `[]` is 1, nothing changes. The host does not wait.
         """
         numbers = step, values, grad_scale, skip
         if usable(self.bucket.grad_shard, "adamw"):
@@ -77,7 +77,7 @@ class ShardState:
             self.publish()
 
     def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
-        """The same in one launch; numbers `[...]`: the arguments of `update`."""
+        """Do `update` in one kernel launch; numbers `[...]`: its arguments."""
         copy = self.bucket.gathered.shard if self.mixed else None
         state = FlatState(self.main, copy, self.bucket.grad_shard, self.exp_avg, self.exp_avg_sq)
         adamw_flat_(state, self.segments, numbers, self.betas_eps)
@@ -109,7 +109,7 @@ class ShardState:
                 kept.copy_(new)
 
     def publish(self) -> None:
-        """Write this rank's shard of what is gathered from the main parameters."""
+        """Convert the main parameters into this rank's shard of the tensor to gather."""
         if self.mixed:
             self.bucket.gathered.write(self.main, self.bucket.gathered.shard)
 
@@ -120,13 +120,13 @@ class ShardState:
 
 
 class ShardUpdates:
-    """The order in which shards are updated and gathered. state: makes the state of a bucket's shard."""
+    """Updates the shards and starts their gathers, in this order. state: makes a shard's `ShardState`."""
 
     def __init__(self, state: Callable[[Bucket, OptimizerConfig], ShardState] = ShardState) -> None:
         self.state = state
 
     def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """Update all shards and start their gathers; numbers `[...]`: as those of `ShardState.update`."""
+        """Update all shards and start their gathers; numbers `[...]`: as for `ShardState.update`."""
         for shard in shards:
             shard.update(*numbers)
             shard.bucket.start_gather()
@@ -137,12 +137,12 @@ class ShardUpdates:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step did, as 0-d device tensors; `part_norms` has one for each of `Optimizer.part_names`."""
+    """Numbers of one step, as 0-d device tensors; `part_norms` has one for each `Optimizer.part_names`."""
 
     grad_norm: torch.Tensor
     finite: torch.Tensor
     lr: torch.Tensor
-    next_lr: torch.Tensor  # of the step after it, if this one is good
+    next_lr: torch.Tensor  # of the next step, if this one is good
     loss_scale: torch.Tensor
     part_norms: torch.Tensor
 
@@ -150,10 +150,9 @@ class StepStats:
 class Optimizer:
     """Clips by the global norm, scales and schedules, and updates this rank's shards of all buckets.
 
-    values: `step_values`, three numbers for each step of the run, and one more. Norms count each part of each
-    parameter once: the rank that would save it does, whichever axes share it, so that one all-reduce of a
-    number over all ranks is right for dense parameters and experts alike. A step gathers the parameters where
-    they are sharded.
+    values: `step_values`, three numbers for each step of the run and for one step more. Norms count each part
+    of a parameter once, on the rank that saves it; so one all-reduce of a number over all ranks is correct
+    for dense parameters and for experts. A step gathers the parameters if they are sharded.
     """
 
     def __init__(
@@ -181,15 +180,15 @@ class Optimizer:
     def step(self, loss: torch.Tensor) -> StepStats:
         """Update the parameters from the summed gradients, unless the loss or the norm is not finite.
 
-        loss `[]`: the global one, so that every rank decides alike. FP8 weights are cast with the scales of
-        `Scales.end_step`, which is called before. Communicates the norm over all ranks, and the parameters.
+        loss `[]`: the global loss, so that all ranks decide the same. FP8 weights are cast with the scales of
+        `Scales.end_step`: call that first. Communicates the norm over all ranks, and the parameters.
         """
         squares = self._over_parts(self._grads())
         norm = (self._norm(squares) / self.scaler.scale).float()
         finite = (norm.isfinite() & loss.isfinite()).float()
         clip = self.config.clip_grad
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
-        now = self.good_steps.clamp(max=self.values.shape[1] - 1)  # [...] would wait for the GPU
+        now = self.good_steps.clamp(max=self.values.shape[1] - 1)  # values[:, now] would wait for the GPU
         values, next_lr = self.values.index_select(1, now[None])[:, 0].split((3, 1))
         self.good_steps += finite.long()
         numbers = self.good_steps.float(), values.float(), self.scaler.scale / factor, 1.0 - finite
@@ -200,9 +199,9 @@ class Optimizer:
         return stats
 
     def cast_weights(self) -> None:
-        """Before the first step: make the FP8 weights that `step` would make, so that no step needs both.
+        """Make the FP8 weights before the first step, as `step` does, so that no step also holds 16-bit ones.
 
-        Communicates them where they are gathered, and their amaxes. All ranks call it alike.
+        Communicates their amaxes, and the weights if they are gathered. All ranks call this.
         """
         self.updates.cast_weights(self.shards)
         self._finish_gathers()
@@ -215,7 +214,7 @@ class Optimizer:
         return [shard.bucket.grad_shard for shard in self.shards]
 
     def _over_parts(self, flat: list[torch.Tensor], zeros: bool = False) -> torch.Tensor:
-        """Sums of squares, or numbers of zeros, of the parts that count here -> fp64 `[parts]`"""
+        """Sums of squares, or numbers of zeros, of the parts that this rank counts -> fp64 `[parts]`"""
         pairs = zip(flat, self.segments, strict=True)
         each = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
         return torch.cat([sums.to(self.values.device) for sums in each])
@@ -224,21 +223,21 @@ class Optimizer:
         return all_reduce_(squares.sum(), self.buckets.world).sqrt()
 
     def params_norm(self) -> torch.Tensor:
-        """L2 norm of all parameters, each once -> `[]`. Communicates a number as the gradients' norm does."""
+        """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""
         return self._norm(self._over_parts([shard.main for shard in self.shards]))
 
     def num_zeros(self) -> torch.Tensor:
-        """Gradients that are zero, padding not counted -> `[]`. Communicates a number."""
+        """Number of zero gradients, without padding -> `[]`. All-reduces one number over all ranks."""
         zeros = self._over_parts(self._grads(), zeros=True).sum().long()
         return all_reduce_(zeros, self.buckets.world)
 
     def reset_main(self) -> None:
-        """Copy the main parameters from the parameters: after weights were loaded without them."""
+        """Copy the main parameters from the parameters, after loading weights without main parameters."""
         for shard in self.shards:
             shard.reset_main()
 
     def states(self) -> dict[str, list[tuple[Slice, torch.Tensor]]]:
-        """What a checkpoint holds beside the parameters, by kind -> flat ranges of parts `[n]`, views"""
+        """Optimizer states for a checkpoint, by kind -> slices, and views of their flat elements `[n]`"""
         kinds = (["main"] if self.shards[0].mixed else []) + ["exp_avg", "exp_avg_sq"]
         return {
             kind: [
@@ -250,7 +249,7 @@ class Optimizer:
         }
 
     def scalars(self) -> dict:
-        """The numbers that a checkpoint holds. Waits for the device."""
+        """Numbers for a checkpoint. The host waits for the device."""
         return {"good_steps": int(self.good_steps), "loss_scaler": self.scaler.state()}
 
     def load_scalars(self, saved: dict) -> None:

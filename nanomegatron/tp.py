@@ -87,7 +87,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # saving a tensor may lose its `bucket`
+        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # hooks on saved tensors may lose `bucket`
         y = (all_gather(x, axis) if comm == "gather" else x) @ weight.t()
         if comm == "scatter":
             return reduce_scatter(y, axis)
