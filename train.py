@@ -1,20 +1,20 @@
-"""Train a model: the story of a run, top to bottom.
+"""Train a model: the whole run, in the order in which it happens.
 
     python train.py                                  one process, a small model, Python's own sources as text
     python train.py --nproc 2                        the same on two processes of this machine
     torchrun --nproc-per-node 8 train.py --config llama3-8b --data-path my_text_document
-    python train.py --load FOLDER --eval-only        no training: what a checkpoint is worth
+    python train.py --load FOLDER --eval-only        no training: the loss of a checkpoint
 
     main -> settings (all errors at once) -> run_rank on each process -> set_up -> train -> finish
                                                                           |
                                                      train_step: batches, forward, backward, sync, update
 
 Exit codes: 0 done, 1 a failure with a traceback, 2 bad configuration or data, 3 no usable checkpoint, 4 save
-failed, 75 pre-empted and saved. torchrun turns every failure into 1, so the code also stands in
+failed, 75 pre-empted and saved. torchrun turns every failure into 1, so the code is also written to
 runs/NAME/status.json. One run at a time writes into a folder, which all machines must see (faults/lock.py).
 
 SIGTERM and Ctrl-C end a run at its next safe point, in set-up, training and evaluation (faults/signals.py).
-What only a reader needs, logs, sample and pictures, fails no run (RunLog.attempt in report/log.py).
+An error in a log, the sample or a picture does not end the run (RunLog.attempt in report/log.py).
 """
 
 import functools
@@ -26,7 +26,7 @@ from pathlib import Path
 from nanomegatron.config.early import early_answer, print_errors
 
 if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not None:
-    sys.exit(answered)  # in less time than it takes to import torch
+    sys.exit(answered)  # without the time to import torch
 
 import torch
 
@@ -78,11 +78,11 @@ from nanomegatron.step import (
 )
 from preprocess import prepare_embedded
 
-# Settings: what is to be run. Nothing here needs another process or a GPU.
+# Settings. Nothing here needs another process or a GPU.
 
 
 def main(argv: list[str]) -> int:
-    """Check the whole run, then do it here or in --nproc processes of this machine; returns the exit code."""
+    """Check all settings, then run here or in --nproc processes of this machine; return the exit code."""
     world = World.from_environment()
     if (answered := early_answer(argv)) is not None:
         return answered
@@ -104,9 +104,9 @@ def main(argv: list[str]) -> int:
 
 
 def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
-    """The parsed command line and the resolved configuration of the whole run.
+    """Return the parsed command line and the resolved configuration of the whole run.
 
-    Raises ConfigError (a ValueError) with everything that is wrong at once.
+    Raises ConfigError (a ValueError) that lists all errors at once.
     """
     parsed = parse(argv)
     config = parsed.config
@@ -130,7 +130,7 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
 
 
 def with_text(parsed: Parsed) -> DataConfig:
-    """The data that was asked for; where none was, the embedded text. Raises ConfigError."""
+    """Return the given data settings, or by default the embedded text; ConfigError if that cannot be used."""
     data, load = parsed.config.data, parsed.config.checkpoint.load
     if data.data_path or data.data_args_path or data.train_data_path or data.mock_data:
         return data
@@ -155,7 +155,7 @@ def with_text(parsed: Parsed) -> DataConfig:
 
 
 def run_rank(world: World, argv: list[str]) -> int:
-    """Everything one process does; returns its exit code."""
+    """Do everything that one process does; return its exit code."""
     try:
         parsed, config = settings(argv, world)
         device = pick_device(config.run.device, world)
@@ -164,7 +164,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
-        comm.barrier(mesh.world)  # the run has begun in status.json before a rank may say that it failed
+        comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
     except ValueError as error:
         if world.rank == 0:
             print_errors(error)
@@ -188,7 +188,7 @@ def run_rank(world: World, argv: list[str]) -> int:
 
 
 def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Signals = UNHEARD) -> Run:
-    """Tokenizer, data, model, optimizer, the newest checkpoint if there is one. Preempted after a signal."""
+    """Build tokenizer, data, model, optimizer; load the newest checkpoint. Raises Preempted on a signal."""
     profile = Profile(config.run, mesh, log)  # before anything takes memory
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
     data, before = config.data, samples_before(config, mesh.dp.size)
@@ -231,7 +231,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
 
 
 def train(run: Run) -> int:
-    """All iterations; returns the exit code. Each step's numbers are read when the next one is in flight."""
+    """Run all iterations; return the exit code. A step's numbers are read while the next one is in flight."""
     config = run.config.run
     run.log.begin(run.iteration, config.train_iters)
     saved = run.iteration
@@ -266,12 +266,11 @@ def train(run: Run) -> int:
 
 
 def train_step(run: Run) -> StepReport:
-    """One iteration: gradient of the mean loss over the unmasked tokens of the global batch, and the update.
+    """Do one iteration: gradient of the mean loss over the global batch's unmasked tokens, and the update.
 
-    Communicates the token count and the gradients over dp_cp, the loss and the stop flags over world, the
-    gradient norm and the load of experts too, parameters where they are cut over ranks, what the model does,
-    and what the pipeline sends; counts of FP8 casts over world where they are logged. The host waits for
-    nothing.
+    Communicates the token count and the gradients over dp_cp; loss, stop flags, gradient norm, expert load
+    and (if logged) counts of FP8 casts over world; parameters if they are sharded; besides, what the model
+    and the pipeline communicate. The host does not wait.
     """
     mesh, config, data = run.mesh, run.config.run, run.config.data
     timers, tracer = run.reporter.timers, run.reporter.tracer
@@ -284,7 +283,7 @@ def train_step(run: Run) -> StepReport:
     if expert_load:
         expert_load.begin()
     if counts_casts := due(config.log_fp8_stats, batch.iteration):
-        run.grads.wait_params()  # to be cast again
+        run.grads.wait_params()  # the weights, which are cast again to be counted
         fp8_stats.begin()
     run.grads.zero(len(microbatches))
     loss = torch.zeros((), device=mesh.device)
@@ -296,7 +295,7 @@ def train_step(run: Run) -> StepReport:
     empty_unused_memory(run, level=1)
     with timers("all-grads-sync"):
         run.grads.grad_sync()
-    local_loss = loss if run.model.is_loss_rank else torch.zeros_like(loss)  # of all dp ranks, each once
+    local_loss = loss if run.model.is_loss_rank else torch.zeros_like(loss)  # counted once per dp_cp rank
     stop_flags = torch.tensor(run.stop_flags(), dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = torch.cat((local_loss[None], stop_flags.to(mesh.device, non_blocking=True)))
     comm.all_reduce_(shared, mesh.world)
@@ -315,7 +314,7 @@ def train_step(run: Run) -> StepReport:
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()
     report = StepReport(batch, shared, stats, extras, clock, timers.take(), mesh.traffic)
-    tracer.end()  # after the step's clock has stopped: to draw takes a second
+    tracer.end()  # after the step's clock has stopped: drawing takes a second
     for line in tracer.summary:
         run.log.line(f"trace   {line}")
     return report
@@ -323,9 +322,9 @@ def train_step(run: Run) -> StepReport:
 
 @torch.no_grad()
 def evaluate(run: Run, split: str = "validation") -> None:
-    """Mean loss over the first --eval-iters global batches of the held-out data, the same ones every time.
+    """Log the mean loss over the first --eval-iters global batches of held-out data, the same every time.
 
-    A signal on any rank ends it before the next batch: it is not logged, and the run is to end.
+    After a signal on any rank it returns before the next batch and logs no loss; the run is to end.
     """
     run.flush_report()
     config, which = run.config, ("train", "validation", "test").index(split)
@@ -356,7 +355,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
 
 
 def evaluate_only(run: Run) -> int:
-    """--eval-only: what was loaded, on validation and test data; returns the exit code."""
+    """--eval-only: evaluate the loaded model on validation and test data; return the exit code."""
     if not any(run.datasets[1:]):
         raise ConfigError(["--eval-only: no validation and no test data; see --split and --valid-data-path"])
     for split in ("validation", "test"):
@@ -371,7 +370,7 @@ def evaluate_only(run: Run) -> int:
 
 
 def finish(run: Run) -> int:
-    """The last lines: held-out loss, a sample, the pictures, what to do next."""
+    """Evaluate, log a sample, draw the pictures, print the next command; return the exit code."""
     config, log = run.config, run.log
     if run.stop and not run.preempted:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")
