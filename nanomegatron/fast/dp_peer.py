@@ -1,13 +1,13 @@
-"""Same result as `dp.ShardComm`, to the rounding of sums of three and more: shards moved by copy engines.
+"""Same result as `dp.ShardComm`, up to rounding in sums of three or more: shards copied by copy engines.
 
-In memory that the GPUs of one machine share, on a stream of its own:
+In memory that the GPUs of one machine share, on a separate stream:
 
-    reduce-scatter    barrier; of every peer's tensor copy my shard, a piece at a time; add the pieces to mine
+    reduce-scatter    barrier; copy my shard of every peer's tensor, a piece at a time; add the pieces to mine
     all-gather        barrier; copy every peer's shard from its tensor into mine
 
-NCCL's kernels take multiprocessors from the matmuls that they overlap with; here only the sums do. Gain,
+NCCL's kernels take multiprocessors from the matmuls they overlap with; here only the additions do. Gain,
 Llama-3-8B, four H200, optimizer states sharded, one microbatch: 883 ms a step, 927 without overlap
-(benchmarks/results/2026-11-21-parallel-dp4.json). In an earlier run NCCL's overlap took 6 ms off 933, that of
+(benchmarks/results/2026-11-21-parallel-dp4.json). In an earlier run NCCL's overlap saved 6 ms of 933, that of
 copy engines 40 to 44 (docs/log.md, "Gradients and parameters beside a step").
 """
 
@@ -24,32 +24,32 @@ from nanomegatron.mesh import Axis
 
 
 class PeerShards:
-    """Flat tensors of which each rank owns a shard, in one block of shared memory a rank.
+    """Flat tensors of which each rank owns a shard, in one block of shared memory per rank.
 
-    All copies run in one stream in the order of the calls, so a barrier means that the peers have done what
-    was asked of them before. `wait_for_readers` makes sure that no peer still copies from what is about to be
-    overwritten; a shard that is written between a reduce-scatter and the gather after it is safe by that
+    All copies run on one stream in the order of the calls, so after a barrier the peers have finished all
+    earlier calls. `wait_for_readers` makes sure that no peer still copies from a tensor that is about to be
+    overwritten; a shard that is written between a reduce-scatter and the next all-gather is safe by that
     order.
     """
 
     description = "GPU copy engines"
     PIECE = 2**24  # elements
-    ALIGN = 128  # bytes: shards are multiples of as many elements
+    ALIGN = 128  # bytes; the number of elements of a shard is a multiple of it, too
 
     def __init__(self, axis: Axis, device: torch.device, size: int) -> None:
-        """size: bytes on each rank for all tensors together. All ranks of the axis take part."""
+        """size: bytes on each rank for all tensors together. All ranks of the axis call it together."""
         self.axis, self.device = axis, device
         self.shared_bytes, self.used = size, 0
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.handle, self.arenas = share_memory(axis, device, size)
-        self.tensors: dict[int, list[torch.Tensor]] = {}  # by address: the ranks' own
+        self.tensors: dict[int, list[torch.Tensor]] = {}  # by this rank's address: those of all ranks
         self.others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
         self.buffers: dict[torch.dtype, torch.Tensor] = {}
         self.readers_done, self.reading = torch.cuda.Event(), False
         self.collectives = ShardComm(axis, device, 0)
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor that all ranks make together -> `[size]`; later ones lie behind it."""
+        """A flat tensor of zeros in shared memory -> `[size]`; all ranks call it together, in one order."""
         nbytes = size * dtype.itemsize
         begin, self.used = self.used, self.used + -(-nbytes // self.ALIGN) * self.ALIGN
         views = [arena[begin : begin + nbytes].view(dtype) for arena in self.arenas]
@@ -57,7 +57,7 @@ class PeerShards:
         return views[self.axis.rank].zero_()
 
     def start_reduce_scatter(self, whole: torch.Tensor, op: str) -> Pending:
-        """Begin to reduce whole `[size]`, by collectives if not of `zeros`; the result: this rank's shard."""
+        """Start to reduce whole `[size]`, giving this rank's shard; by collectives if not from `zeros`."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_reduce_scatter(whole, op)
         count_traffic(self.axis, "reduce_scatter", whole)
@@ -77,7 +77,7 @@ class PeerShards:
             return Pending(mine, [self.stream.record_event()])
 
     def start_all_gather(self, whole: torch.Tensor) -> Pending:
-        """Begin to fetch the other ranks' shards of whole `[size]`; by collectives if not of `zeros`."""
+        """Start to fetch the other ranks' shards of whole `[size]`, by collectives if not from `zeros`."""
         if whole.data_ptr() not in self.tensors:
             return self.collectives.start_all_gather(whole)
         count_traffic(self.axis, "all_gather", whole)
@@ -88,7 +88,7 @@ class PeerShards:
             return Pending(whole, [self.stream.record_event()])
 
     def wait_for_readers(self) -> None:
-        """Hold up the current stream until no peer reads what it is to reduce."""
+        """Make the current stream wait until no peer reads from the tensors that were last reduced."""
         if self.reading:
             with self._after_barrier():
                 pass
@@ -99,7 +99,7 @@ class PeerShards:
 
     @contextmanager
     def _after_barrier(self) -> Iterator[None]:
-        """Work in the stream of the copies, behind what the current stream has been given, on all ranks."""
+        """Use the stream of the copies, after the work launched so far on all ranks' current streams."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             self.handle.barrier(channel=0)
@@ -110,7 +110,7 @@ class PeerShards:
 
 
 class PeerShardComm:
-    """Makes the `shard_comm` of each axis for `dp.Buckets`: `PeerShards` where its ranks share memory."""
+    """Makes the `shard_comm` of an axis: `PeerShards` if its ranks share memory, else `ShardComm`."""
 
     def __init__(self, peers: PeerAccess) -> None:
         self.peers = peers

@@ -1,10 +1,10 @@
 """Same result as `moe.GroupedLinearFunction` to the precision of FP8, with the matmuls of experts in FP8.
 
-A scale for each row is the only kind that torch's grouped matmul supports, and E4M3 the only format: so only
-the rowwise recipe quantizes experts, with gradients in E4M3 in the hybrid format too; under the others they
-multiply in bf16. Both operands are laid out along the sum, as in `fp8_linear.py`. In the transposed weights
-all experts share a row and its scale. Groups begin at multiples of 16 rows, and none is empty
-(`ops/permute.route`). Where torch has no such matmul, on a CPU, there is a loop.
+torch's grouped matmul supports only a scale per row and only E4M3. So only the rowwise recipe quantizes
+experts, with gradients in E4M3 in the hybrid format, too; with other recipes they multiply in bf16. Both
+operands are contiguous along the contracted dim, as in `fp8_linear.py`. In the transposed weights all experts
+share a row and its scale. Groups begin at multiples of 16 rows, and none is empty (`ops/permute.route`). On a
+CPU, where torch has no grouped FP8 matmul, a loop over the groups replaces it.
 
 Gain: one H200, 4 experts, 16,384 rows of 4,096 to 28,672 features: 1,389 TFLOP/s, 784 in bf16; 64 experts on
 131,072 rows of 2,048 to 1,536: 1,166, in bf16 735 (benchmarks/results/2026-11-22-moe-experts.json).
@@ -27,7 +27,7 @@ from nanomegatron.recompute import source_of
 
 
 def quantize_experts(experts: GroupedExperts, scales: Scales) -> None:
-    """Multiply in FP8 from now on, if the recipe is rowwise."""
+    """Make the experts multiply in FP8, if the recipe is rowwise."""
     if scales.recipe.name != "rowwise":
         return
     first, second = (
@@ -46,7 +46,7 @@ def fp8_expert_linear(
     groups: Groups,
     transposed: bool,
 ) -> torch.Tensor:
-    """A `GroupedExperts.linear`; the second layer is the one with a transposed weight.
+    """A `GroupedExperts.linear` in FP8; first, second: states of the two layers, the second `transposed`.
 
     x `[r, i]`, weight `[e*o, i]` or `[e*i, o]` (transposed) -> `[r, o]`
     """
@@ -63,14 +63,14 @@ def quantizing_expert_act(second: Fp8Linear, act: Activation, x: torch.Tensor) -
 
 
 def one_kernel(x: torch.Tensor, groups: Groups) -> bool:
-    """Whether to use `torch._scaled_grouped_mm` for FP8 rows x `[r, i]` or `[o, r]`, transposed ones."""
+    """Whether to use `torch._scaled_grouped_mm` for FP8 rows x `[r, i]` or `[o, r]` (transposed)."""
     return groups.grouped and x.is_cuda and x.numel() > 0
 
 
 def grouped_fp8_mm(
     x: Fp8Matrix, w: Fp8Matrix, groups: Groups, dtype: torch.dtype, fast: bool = False
 ) -> torch.Tensor:
-    """As `ops.grouped_mm`: x `[r, i]`, w `[e, o, i]`, i in one piece, with inverses `[e, o]` -> `[r, o]`"""
+    """`grouped_mm` in FP8: x `[r, i]`, w `[e, o, i]`, contiguous along i, inverses `[e, o]` -> `[r, o]`"""
     if one_kernel(x.data, groups):
         how = dict(offs=groups.offsets[1:], out_dtype=dtype, use_fast_accum=fast)
         return torch._scaled_grouped_mm(x.data, w.data.mT, x.inverse.flatten(), w.inverse, **how)
@@ -82,7 +82,7 @@ def grouped_fp8_mm(
 
 
 def fp8_weight_grad(weight: nn.Parameter, a: Fp8Matrix, b: Fp8Matrix, groups: Groups) -> torch.Tensor | None:
-    """As `moe.weight_grad`, of the transposed copies. a `[m, r]`, b `[n, r]` -> `[e*m, n]`, or None"""
+    """`moe.weight_grad` from transposed FP8 copies: a `[m, r]`, b `[n, r]` -> `[e*m, n]`, or None"""
     if one_kernel(a.data, groups):
         scales = [c.inverse.flatten().repeat(groups.experts) for c in (a, b)]
         how = dict(offs=groups.offsets[1:], out_dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def fp8_weight_grad(weight: nn.Parameter, a: Fp8Matrix, b: Fp8Matrix, groups: Gr
 
 
 class GroupedFp8LinearFunction(torch.autograd.Function):
-    """`moe.GroupedLinearFunction` in FP8. Rows that belong to no expert are zeros, given to the last.
+    """`moe.GroupedLinearFunction` in FP8. Rows that belong to no expert are zeros, and count as the last's.
 
     x `[r, i]`, or a placeholder for it with FP8 copies, weight `[e*o, i]` or `[e*i, o]` (transposed)
     -> `[r, o]`

@@ -1,14 +1,14 @@
 """Same result as `fp8.Fp8Linear.weight`, to the bit: FP8 weights cast by the optimizer, gathered as bytes.
 
 The plain form casts the gathered bf16 weights at first use. Here AdamW's kernel writes the FP8 copy in its
-own pass over the main weights; a sharded optimizer gathers one byte a weight, not two (--fp8-param-gather);
-and between steps there are no 16-bit weights. These are rebuilt from the main weights for a reader
+own pass over the main weights; a sharded optimizer gathers one byte per weight, not two (--fp8-param-gather);
+and between steps there are no 16-bit weights. These are rebuilt from the main weights when they are needed
 (`Buckets.wait_params`), and are NaN until then, so that no stale one is read unnoticed. Gain, Llama-3-8B,
 four H200, both overlaps: 559.2 ms a step, not 562.7, and 99.4 GiB, not 112.5
 (benchmarks/results/2026-11-21-parallel-dp4-fp8.json).
 
-What is cast is the main weight rounded to 16 bits, which is the weight that a checkpoint has. A step that is
-skipped casts as well: its weights are the old ones, their scales may be new.
+The cast starts from the main weight rounded to 16 bits, which is the weight in a checkpoint. A skipped step
+casts, too: its weights are the old ones, their scales may be new.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from nanomegatron.optim import ShardState, ShardUpdates, segment_kind
 class WeightCasts:
     """The FP8 copies of a bucket's weights, in place of `dp.GatheredParams`; all weights are bf16.
 
-    whole: their bytes `[size]`, rowwise, at the places of the parameters; shard: this rank's.
+    whole: their bytes `[size]`, rowwise, at the parameters' offsets; shard: this rank's shard of whole.
     """
 
     itemsize = 1
@@ -49,37 +49,37 @@ class WeightCasts:
             if start < stop:
                 ranges.append((start - first, stop - first, segment_kind(param.spec)))
                 slots.append(layer.slot("w"))
-        self.segments = Segments.from_ranges(ranges, bucket.device)  # one of each weight
+        self.segments = Segments.from_ranges(ranges, bucket.device)  # one per weight
         self.slots = torch.tensor(slots, dtype=torch.int64, device=bucket.device)
 
     @property
     def waits(self) -> bool:
-        """Whether scales need the amaxes of all weights: tensorwise, and delayed before its first step."""
+        """Whether casts wait for the amaxes of all weights: tensorwise, and delayed before its first step."""
         return not self.layers[0].has_scale
 
     def cast_scales(self, main: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the weights in this shard -> scales fp32 `[weights]`, and zeros `[weights]` for their amaxes.
+        """Scales of the weights in this shard -> fp32 `[weights]`, and zeros `[weights]` for their amaxes.
 
-        main fp32 `[size/ranks]`: the main weights, on whose device both are.
+        main fp32 `[size/ranks]`: the main weights; the results are on its device.
         """
         self.main, self.segments = main, self.segments.on(main.device)
         scale = self.scales.scale.index_select(0, self.slots).to(main.device)
         return scale, torch.zeros_like(scale)
 
     def record_amax(self, amax: torch.Tensor) -> None:
-        """Record the amax `[weights]` of those in this shard, for later steps and `update_weight_scales`."""
+        """Record the amax `[weights]` of this shard's weights, for later steps and `update_weight_scales`."""
         recorded = self.scales.history[0]
         amax = torch.maximum(recorded.index_select(0, self.slots), amax.to(recorded.device))
         recorded.index_copy_(0, self.slots, amax)
 
     def write(self, main: torch.Tensor, out: torch.Tensor) -> None:
-        """Cast main fp32 `[size/ranks]` into out uint8 `[size/ranks]`, on its device; record its amaxes."""
+        """Cast main fp32 `[size/ranks]` into out uint8 `[size/ranks]`, on main's device; record amaxes."""
         scale, amax = self.cast_scales(main)
         cast_flat_(main, out.view(E4M3), self.segments, scale, amax)
         self.record_amax(amax)
 
     def start_gather(self) -> None:
-        """Begin to gather the bytes, and let FP8 layers use them as their weights."""
+        """Start to gather the bytes, and make FP8 layers use them as their weights."""
         self.bucket.start_gather()
         for layer, cast in zip(self.layers, self.bucket.views(self.whole), strict=True):
             layer.set_optimizer_cast(cast.view(E4M3))
@@ -116,7 +116,7 @@ class CastShard(ShardState):
     """A shard of weights that AdamW's kernel casts to FP8."""
 
     def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
-        """As `ShardState`, and the cast in the same launch. numbers `[...]`: the arguments of `update`"""
+        """Update and cast by AdamW's kernel, in one launch. numbers `[...]`: the arguments of `update`"""
         casts = self.bucket.gathered
         scale, amax = casts.cast_scales(self.main)
         copy, grads = casts.shard.view(E4M3), self.bucket.grad_shard
@@ -131,18 +131,18 @@ def cast_state(bucket: Bucket, config: OptimizerConfig) -> ShardState:
 
 
 class CastUpdates(ShardUpdates):
-    """Updates that cast FP8 weights; where scales need all amaxes, casts and gathers come last.
+    """Updates that cast FP8 weights; if scales need all weights' amaxes, casts and gathers come last.
 
-    end_step              amaxes of the step that ends -> scales                       delayed
+    end_step              amaxes of the step that ends -> scales                       delayed only
     AdamW                 main weights -> bytes, in its own pass; records each weight's amax
-    update_weight_scales  the amaxes of all weights, over all ranks -> scales          tensorwise: the bytes
-    cast                  main weights -> bytes again                                  above were made with
-    gather                bytes of all shards                                          the old ones
+    update_weight_scales  the amaxes of all weights, over all ranks -> scales          tensorwise only, as
+    cast                  main weights -> bytes again                                  AdamW used old scales
+    gather                bytes of all shards
     first use             columnwise copy (fp8.py)
     """
 
     def step(self, shards: Iterable[ShardState], *numbers: torch.Tensor) -> None:
-        """As `ShardUpdates`; numbers `[...]`. Where scales need amaxes, all-reduces them once an axis."""
+        """Update, cast and gather all shards; numbers `[...]`. If scales need it, all-reduces amaxes."""
         waiting = []
         for shard in shards:
             shard.update(*numbers)

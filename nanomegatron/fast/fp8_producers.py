@@ -1,18 +1,18 @@
-"""Same result as `layers.normalize` and `layers.activate` before an FP8 layer, which then quantizes itself.
+"""Same result as `layers.normalize` and `layers.activate` before an FP8 layer that quantizes its own input.
 
-Here the tensor that only such a layer reads is quantized where it is made, if it can be in the same kernel:
+Here a tensor that only such a layer reads is quantized where it is computed, if possible in the same kernel:
 
     x ----- norm ---------- normed ----- linear_qkv, linear_fc1
     h ----- act(gate) up -- y ---------- linear_fc2                 h [s, b, 2f]: the output of linear_fc1
-      <---- dh -----------------------                             its gradient: what its backward reads
+      <---- dh -----------------------                             its gradient, read by linear_fc1's backward
 
-normed, y and dh need to exist in FP8 only. Autograd is given a placeholder: a tensor of the shape and type
-that it expects without memory, whose `source` has the FP8 copies; all of it is one NaN, so that reading it
-does not go unnoticed. For the backward a linear layer keeps the transposed FP8 copy, half of what bf16 takes.
+normed, y and dh need to exist in FP8 only. Autograd gets a placeholder: a tensor of the expected shape and
+type without memory, whose `source` has the FP8 copies; its elements are one expanded NaN, so that reading it
+does not go unnoticed. For the backward a linear layer saves the transposed FP8 copy, half the bytes of bf16.
 
-Delayed scaling knows the scales before: its casts are fused into the norm, the unit and the unit's backward.
-Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With the other recipes the
-results are equal to the bit.
+With delayed scaling the scales are known before: casts are fused into the norm, the gated activation and its
+backward. Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With the other
+recipes the results are equal to the bit.
 
 Gain: of the tensors that linear layers read, half the memory for the backward, and no pass for the cast: on
 an H200 sum, norm and cast take 124 us in one kernel, SwiGLU and cast 173 us at 96 % of a copy's bandwidth
@@ -36,25 +36,25 @@ from nanomegatron.recompute import Source
 
 
 def accepts_fp8(linear: nn.Module) -> bool:
-    """Whether a layer of tp.py reads only FP8 copies: else it makes its weight gradient from x itself."""
+    """Whether a layer of tp.py reads only FP8 copies of x: else it computes its weight gradient from x."""
     return linear.fp8 is not None and linear.fp8.recipe.wgrad
 
 
 def copies_for(linear: nn.Module) -> tuple[str, bool]:
-    """The copies of its input that an FP8 layer wants, and whether it trains."""
+    """The copies of its input that an FP8 layer needs, and whether autograd records."""
     trains = torch.is_grad_enabled()
     return input_copies(linear.fp8, linear.comm, trains), trains
 
 
 def quantized_for(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """x `[..., i]` for the layer that reads it, as nothing else does -> a placeholder `[..., i]`"""
+    """Quantize x `[..., i]` for the layer, the only one that reads it -> a placeholder `[..., i]`"""
     return CastFp8Function.apply(x, linear.fp8, linear.tp, linear.comm, torch.is_grad_enabled())
 
 
 class QuantizingNorm:
-    """A `Norm.op` whose result `linear` reads, and nothing else does.
+    """A `Norm.op` whose result only `linear` reads, in FP8.
 
-    x, residual `[s, b, h]` or `[s/tp, b, h]` -> a placeholder `[..., h]`, and the sum of both `[..., h]`
+    x, residual `[s, b, h]` or `[s/tp, b, h]` -> a placeholder `[..., h]`, and x + residual (or x) `[..., h]`
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -74,9 +74,9 @@ class QuantizingNorm:
 
 
 def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
-    """An `MLP.act` whose result is quantized, and so is its gradient where both layers allow it.
+    """An `MLP.act` whose result is quantized, and whose gradient is, too, if both layers allow it.
 
-    x `[..., f]` or `[..., 2*f]` (gated) -> a placeholder `[..., f]`; f/tp of the features are here.
+    x `[..., f]` or `[..., 2*f]` (gated) -> a placeholder `[..., f]`, where f is this rank's f/tp
     """
     first, second = mlp.linear_fc1, mlp.linear_fc2
     can_fuse_cast = mlp.fused and first.bias is None and accepts_fp8(first)
@@ -86,9 +86,9 @@ def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...], casts: Quantized) -> torch.Tensor:
-    """A tensor of NaN with no memory whose source has the FP8 copies of the true one -> `[...]`, of `shape`
+    """A tensor of NaN without memory whose source has the FP8 copies of the real one -> `[...]`, of `shape`
 
-    like `[...]`: has its type and device.
+    like `[...]`: a tensor of the same type and device.
     """
     x = _nan(like.dtype, like.device).expand(shape)
     x.source = Source(casts)
@@ -101,7 +101,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class CastFp8Function(torch.autograd.Function):
-    """A cast by itself: x `[..., k]` -> a placeholder `[..., k]`. See `fp8_linear.cast_input`."""
+    """A cast that is not fused: x `[..., k]` -> a placeholder `[..., k]`. See `fp8_linear.cast_input`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, fp8: Fp8Linear, axis: Axis | None, comm: str, trains: bool):
@@ -116,7 +116,7 @@ class NormFp8Function(torch.autograd.Function):
     """`ops.norm.norm` or, with a residual, `add_norm`, for a linear layer.
 
     x, residual `[..., h]`, weight, bias `[h]` -> a placeholder `[..., h]`, with a residual also the sum
-    `[..., h]`. fp8, how: the layer's state, and what it wants (`copies_for`).
+    `[..., h]`. fp8: the layer's state; how: the result of `copies_for`.
     """
 
     @staticmethod
@@ -143,8 +143,8 @@ class NormFp8Function(torch.autograd.Function):
 class GatedFp8Function(torch.autograd.Function):
     """SwiGLU between two linear layers: x `[..., 2*f]` -> a placeholder `[..., f]`
 
-    In the backward another one for the gradient. before, after: of the two layers; copies: those that the
-    second wants.
+    The backward returns a placeholder for the gradient. before, after: states of the two layers; copies,
+    trains: what `copies_for` returns for the second.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Same result as `tp.vocab_parallel_cross_entropy` of the logits: projection, loss and gradients by chunks.
 
-The plain form writes all logits, and the backward as large a gradient.
-Here (`--cross-entropy-loss-fusion`) they are made together for one chunk of tokens after the other, and
-communication hides behind the matmuls of the next chunk:
+The plain form writes all logits, and its backward a gradient of the same size.
+Here (`--cross-entropy-loss-fusion`) both are computed for one chunk of tokens at a time, and communication
+overlaps with the matmuls of the next chunk:
 
     time ->        chunk 1                                            chunk 2
     matmuls        [ x W^T ]            [ dx = d W ][ dW += d^T x ]   [ x W^T ] ...
@@ -41,8 +41,9 @@ class FusedLossFunction(torch.autograd.Function):
     x `[s, b, h]` or `[s/tp, b, h]`, weight `[V/tp, h]`, labels, loss_weights `[1, s*b]` or `[tp, s*b/tp]`
     -> `[1, s*b]` or `[tp, s*b/tp]`
 
-    With x cut along the sequence the others have a row for each rank's tokens. A chunk has as many tokens of
-    each rank, so that it is gathered and its gradient scattered by itself. No `loss_weights`: only losses.
+    If x is sharded along the sequence, the others have a row for each rank's tokens. A chunk has equally many
+    tokens of each rank, so that each is gathered, and its gradient scattered, separately. Without
+    `loss_weights` no gradients are computed.
     """
 
     chunk = 2048  # tokens
@@ -73,7 +74,7 @@ class FusedLossFunction(torch.autograd.Function):
             loss, dx = chunk_loss(rows.wait(), weight, numbers, target, reduce, tp, real)
             losses.append(loss.view(ranks, -1))
             ctx.dx.append(dx)
-        ctx.weight = weight  # what hooks save comes back without its bucket
+        ctx.weight = weight  # not saved by ctx: hooks on saved tensors would return it without its bucket
         ctx.save_for_backward(loss_weights)
         return torch.cat(losses, 1)
 
@@ -91,7 +92,7 @@ class FusedLossFunction(torch.autograd.Function):
         dx, dw = ctx.dx, ctx.dw
         ctx.dx = ctx.dw = None
         if dw is None:
-            main_grad(weight)  # a bucket that has given its memory away since is reported open
+            main_grad(weight)  # allocates the gradients again if the bucket has freed them since
             weight.bucket.ready(weight)
         dx = torch.cat([piece.wait() for piece in dx]).view(ctx.shape)
         return dx, dw if dw is None else dw.to(weight.dtype), None, None, None, None
@@ -106,11 +107,11 @@ def chunk_loss(
     tp: Axis,
     real: int,
 ) -> tuple[torch.Tensor, Pending | None]:
-    """Losses of the rows, and their gradient in flight through `reduce`; adds dW to `target`.
+    """Losses of a chunk, and dx in flight through `reduce` (None without loss weights); adds dW to `target`.
 
     rows `[t, h]`, weight, target `[V/tp, h]`, numbers `[t]` -> `[t]`, and dx `[t, h]` before it is reduced.
-    numbers: labels, counted from this rank's first column, and loss weights where gradients are wanted. A
-    function of its own, so that its logits are freed before the next chunk's are made.
+    numbers: labels, counted from this rank's first row of weight, and loss weights if gradients are needed. A
+    separate function, so that its logits are freed before the next chunk's are computed.
     """
     labels, *loss_weights = numbers
     logits = rows @ weight.t()
@@ -132,22 +133,22 @@ def fused_linear_cross_entropy(
     vocab_size: int,
     sequence_parallel: bool = False,
 ) -> torch.Tensor:
-    """-log softmax(x W^T)[label] of each token, fp32, the same on all ranks of tp; logits live a chunk long.
+    """-log softmax(x W^T)[label] of each token, fp32, equal on all ranks of tp, a chunk of logits at a time.
 
     x `[s, b, h]` or `[s/tp, b, h]`, weight `[V/tp, h]`, labels, loss_weights `[b, s]` -> `[b, s]`
-    x is the same on all ranks or, with `sequence_parallel`, cut over them. Columns past `vocab_size` are
-    padding.
+    x is the same on all ranks or, with `sequence_parallel`, sharded over them. Rows of the whole weight from
+    `vocab_size` on are padding.
 
-    Where autograd wants gradients they are made here, in the forward, so the factor of each token's loss must
+    If autograd records, gradients are computed here, in the forward, so the factor of each token's loss must
     be known: `loss_weights` is all of it (mask, 1/tokens, loss scale), and the loss is used as
     `(loss * loss_weights).sum().backward()`, once. The weight's gradient is added to `main_grad` here and
-    reported once, in the backward: zero gradients before the forward, let a backward follow each forward that
-    autograd sees, and recompute nothing around this. Without a bucket it is summed in fp32 for autograd.
-    Communicates over tp, a chunk at a time: an all-gather of 2 numbers a token, an all-reduce of dx; with
+    reported once, in the backward: zero gradients before the forward, run a backward after each forward that
+    autograd records, and do not recompute this. Without a bucket it is summed in fp32 for autograd.
+    Communicates over tp, per chunk: an all-gather of 2 numbers per token, an all-reduce of dx; with
     `sequence_parallel` an all-gather of x and a reduce-scatter of dx.
 
-    Raises ValueError where gradients are wanted without `loss_weights`; in the backward RuntimeError (on a
-    GPU a device-side assertion, the host waits for nothing) where the gradient is another.
+    Raises ValueError if gradients are needed without `loss_weights`; in the backward RuntimeError (on a GPU
+    a device-side assertion, for which the host does not wait) if the loss's gradient is not `loss_weights`.
     """
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if wanted and loss_weights is None:
