@@ -1,8 +1,8 @@
-"""How a run ends: exit codes, what a rank that fails leaves behind, and which rank failed first.
+"""The end of a run: exit codes, the report of a rank that fails, and which rank failed first.
 
-A rank that dies takes its connections with it, so the others fail a moment later, with errors that say
-nothing of the cause. They are reported as that, and give way to the message of the rank that failed first, or
-to what the launcher of `--nproc` has seen of its end.
+When a rank dies its connections close, so the others fail a moment later, with errors that do not name the
+cause. These are reported as a lost peer, and replaced by the message of the rank that failed first, or by
+what the launcher of `--nproc` saw of its end.
 """
 
 import re
@@ -21,16 +21,16 @@ from nanomegatron.report.log import LOST_PEER, RunLog, read_status, write_status
 
 DONE, BAD_CONFIG = 0, 2
 NO_CHECKPOINT, SAVE_FAILED = 3, 4
-SAID = (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED)  # with a message of the rank's own
+SAID = (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED)  # the rank has printed its own message
 LOST = (
     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting|remote process exited|ncclRemoteError"
 )
 
 
 def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
-    """Say on console, log and status.json why this rank fails; returns its exit code.
+    """Write to console, log and status.json why this rank fails; returns its exit code.
 
-    begun: it was set up. Before, a ValueError is one of settings or data; after, it is like any other.
+    begun: set-up is done. Before, a ValueError means wrong settings or data; after, it is like any error.
     """
     kinds = {CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED, ConfigError: BAD_CONFIG}
     kinds |= {} if begun else {ValueError: BAD_CONFIG}
@@ -56,10 +56,10 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
 
 
 def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running: list[int]) -> None:
-    """The launcher's last word: which rank failed first, as it has said itself, or as the launcher saw it.
+    """Print which rank failed first: its own message, or what the launcher saw, also put in status.json.
 
-    The latter goes to status.json, too. Where rank 0 has said what is wrong with settings or data there is
-    nothing to add. running: ranks that had to be stopped; began: `timestamp` of the launch.
+    Prints nothing if rank 0 has reported wrong settings or data. began: `timestamp` of the launch; rank: the
+    first that failed; codes: all exit codes; running: ranks that had to be stopped.
     """
     code, path = codes[rank], folder / "status.json"
     if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
@@ -67,17 +67,17 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
     facts = read_status(path, lambda text: print(text, file=sys.stderr))
     said = facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER)
     what = seen_by_launcher(rank, code, running)
-    if said and str(facts.get("time")) >= began:  # else of an earlier run
+    if said and str(facts.get("time")) >= began:  # else it is of an earlier run
         what = f"{facts['rank']} failed first: {facts['message']}"
     elif facts and code not in SAID:
-        with suppress(ConfigError, OSError), lock(folder, wait=False):  # not while another run is in there
+        with suppress(ConfigError, OSError), lock(folder, wait=False):  # not if another run holds the folder
             facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
             write_status(path, facts)
     print(f"train.py: {what}", file=sys.stderr)
 
 
 def seen_by_launcher(rank: int, code: int, running: list[int]) -> str:
-    """How the first rank that failed ended, and which were still running behind it, if any."""
+    """Describe how the rank that failed first ended, and which ranks still ran then, if any."""
     if code < 0:
         signals = {number.value: number.name for number in signal.Signals}
         hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""

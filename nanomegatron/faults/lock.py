@@ -1,11 +1,11 @@
-"""Whose folders these are: a run holds those it writes into, and all its machines must see the same ones.
+"""Locks on a run's folders: one run at a time writes there, and all its machines must see the same ones.
 
     runs/NAME/run.lock       pid 4711 on node7 since 2026-11-22T21:45:00+01:00, run 3735928559
     runs/NAME/ckpt/run.lock
 
 Rank 0 locks the files (flock) before anything is written. The kernel unlocks them when the process ends,
-however it ends (on NFS a machine that is lost, when its lease is over), so the files themselves stay. Every
-rank then looks for the number of this run in them.
+however it ends (on NFS, if its machine is lost, when the lease expires); the files stay. Every rank then
+checks that the files hold the number of this run.
 """
 
 import os
@@ -26,12 +26,12 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import timestamp
 
 LOCK = "run.lock"
-DYING = 5.0  # seconds in which a predecessor that was killed is gone
+DYING = 5.0  # seconds for a killed predecessor to release its lock
 STALE = 60.0  # seconds for which NFS may remember that a file was not there
 
 
 def settings_in(folder: Path) -> Config | None:
-    """Those of the run in a folder; None where there is none. Raises ConfigError for a damaged file."""
+    """Read the settings of the run in a folder; None if there is no run. Raises ConfigError if damaged."""
     path = folder / "config.toml"
     try:
         if not path.is_file():
@@ -46,12 +46,12 @@ def settings_in(folder: Path) -> Config | None:
 
 
 def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
-    """Lock the run folder and the --save folder until the result is closed; notes: for the first lines.
+    """Lock the run folder and the --save folder until the result is closed. notes: gets lines for the log.
 
-    --eval-only saves nothing, and does not lock the second. A run folder that cannot be written costs
-    the logs, not the run. Communicates a number, and what each rank sees, over world. Raises ConfigError on
-    all ranks, with the messages on rank 0, where another run holds a folder, where --save cannot be written,
-    and where a rank does not see one of them.
+    --eval-only does not lock the second. If the run folder cannot be written, the run continues without its
+    logs. All-reduces numbers and gathers texts over world. Raises ConfigError on all ranks, with the messages
+    on rank 0, if another run holds a folder, --save cannot be written, or a rank does not see rank 0's
+    folders.
     """
     folder, save = config.run.folder, Path(config.checkpoint.save)
     saves = not config.run.eval_only
@@ -88,9 +88,9 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
 def lock(
     folder: Path, name: str = "", number: int = 0, notes: list[str] | None = None, wait: bool = True
 ) -> TextIO:
-    """The open lock file of a folder, which is made; closing it unlocks. `name`: the flag that names it.
+    """Lock a folder, made if absent, and return the open lock file: closing it unlocks. name: its flag.
 
-    Waits up to DYING seconds. Raises ConfigError where another process holds the folder, OSError where it
+    With `wait` tries for DYING seconds. Raises ConfigError if another process holds the folder, OSError if it
     cannot be written.
     """
     end = time.monotonic() + DYING * wait
@@ -112,7 +112,7 @@ def lock(
 
 
 def _locked(file: TextIO, notes: list[str] | None) -> bool:
-    """Lock a file, if no other process holds it; where its file system has no locks, a note says so."""
+    """Try to lock a file; False if another process holds it. Without lock support: True, and a note."""
     try:
         return lock_file(file, wait=False)
     except OSError as error:
@@ -122,7 +122,7 @@ def _locked(file: TextIO, notes: list[str] | None) -> bool:
 
 
 def not_seen(folders: dict[str, Path], number: int, mesh: Mesh) -> list[str]:
-    """A message for each folder, by flag, in which a rank does not find rank 0's number."""
+    """Return a message for each folder in which a rank does not find rank 0's number. folders: by flag."""
     end = time.monotonic() + STALE
     seen = [_sees(folder / LOCK, f", run {number}\n", end) for folder in folders.values()]
     text = f"{socket.gethostname()} {''.join(str(int(found)) for found in seen)}"
@@ -143,7 +143,7 @@ def not_seen(folders: dict[str, Path], number: int, mesh: Mesh) -> list[str]:
 
 
 def _sees(path: Path, text: str, end: float) -> bool:
-    """Whether the file holds the text, by then."""
+    """Wait until the file holds the text; False if it does not by the time `end`."""
     while True:
         try:
             if text in path.read_text(encoding="utf-8", errors="replace"):

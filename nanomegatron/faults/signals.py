@@ -1,12 +1,12 @@
-"""SIGTERM and Ctrl-C: a rank counts what it gets, and all leave together where they next ask each other.
+"""SIGTERM and Ctrl-C: a rank counts its signals, and all ranks stop together at their next common check.
 
     set-up        between its stages                nothing to save                   exit code 75
     training      in every step's all-reduce        finish the step, save             75
-    evaluation    before each global batch          give it up, save if need be       75
+    evaluation    before each global batch          stop it, save if needed           75
 
-They count once the run's folders are held and its log is open; before, a signal ends the rank. A second one,
-ECHO seconds or more after the first, leaves at once, by the signal itself, and status.json says so; but not
-out of a collective, to which Python's handlers have to wait.
+Signals are counted once the run's folders are locked and its log is open; before, a signal ends the rank. A
+second one, ECHO seconds or more after the first, ends the process at once, by the signal itself, and
+status.json says so. Inside a collective it has to wait, since Python runs its handler only afterwards.
 """
 
 import signal
@@ -18,25 +18,25 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 
 PREEMPTED = 75  # exit code
-ECHO = 1.0  # seconds within which a signal is the same one, by the launcher and as one of a process group
+ECHO = 1.0  # seconds in which two signals count as one: from the launcher, and to the process group
 
 
 class Preempted(Exception):
-    """A rank was signalled before there was anything to save, and all ranks know."""
+    """Raised on all ranks: one of them got a signal before there was anything to save."""
 
 
 def preempted(log: RunLog, text: str, **facts: Any) -> int:
-    """Say that a signal has ended the run, and what to do; returns the exit code."""
+    """Log `text`, which says that a signal has ended the run; returns the exit code."""
     log.line(text)
     log.status("preempted", exit_code=PREEMPTED, message=text, **facts)
     return PREEMPTED
 
 
 class Signals:
-    """How often this rank has received SIGTERM or SIGINT."""
+    """Counts the SIGTERM and SIGINT that this rank receives."""
 
     def __init__(self, log: RunLog | None = None) -> None:
-        """Count from here on, where there is a log, which the second one writes its status to."""
+        """Install the handlers if there is a log; the second signal writes its status there."""
         self.count, self.first = 0, 0.0
         if log is None:
             return
@@ -58,7 +58,7 @@ class Signals:
             signal.signal(number, note)
 
     def anywhere(self, mesh: Mesh) -> bool:
-        """Whether any rank has received one. Communicates a number over world, for which the host waits."""
+        """Return whether any rank has received one. All-reduces a number over world; the host waits."""
         return any_rank(self.count > 0, mesh.world, mesh.device)
 
     def check(self, mesh: Mesh) -> None:
@@ -67,4 +67,4 @@ class Signals:
             raise Preempted("a signal before the first step: nothing to save, the same command starts again")
 
 
-UNHEARD = Signals()  # of a run that does not listen
+UNHEARD = Signals()  # for a run without handlers
