@@ -1,23 +1,23 @@
-"""The memory of the forms in `fast/`: what ranks hold for them beside the layers, and what they save.
+"""The memory of the fast paths in `fast/`: their buffers beside the layers, and what they save.
 
     keys in a ring over cp     slots that other ranks write into, the same for all layers
     matmuls in pieces          slots for tokens, over tp and over the ranks that share experts
     fused loss                 logits of one chunk of tokens at a time, forward and backward at once
     FP8 casts                  the optimizer makes them, so that no weights are kept in 16 bits
 
-What is predicted are these forms, the default on GPUs.
+The plan assumes these paths, the default on GPUs.
 """
 
 from nanomegatron.config.settings import Config
 from nanomegatron.plan.layer import Sizes
 
-# As the code that allocates has them; tests/test_plan.py compares.
+# The values of the code that allocates; tests/test_plan.py compares them.
 RING_ROUND = 2  # ranks whose keys arrive at a time: ring.ROUND
 FUSED_LOSS_CHUNK = 2048  # tokens: FusedLossFunction.chunk
 
 
 def ring_buffers(sizes: Sizes) -> float:
-    """Bytes of the slots for a round of keys and values, two, and for gradients, one a round and one more."""
+    """Return the bytes of a ring's slots: keys and values of two rounds, gradients of all and one more."""
     ranks = max((mode.keys for mode in sizes.cp_modes if not mode.gathered), default=1)
     if ranks == 1 or not sizes.machine.gpu or sizes.parallel.dynamic_context_parallel:
         return 0
@@ -26,7 +26,7 @@ def ring_buffers(sizes: Sizes) -> float:
 
 
 def piece_buffers(sizes: Sizes) -> float:
-    """Bytes of the slots for tokens in pieces: two for a rank's tokens, two for the sums of all ranks'."""
+    """Return the bytes of slots for matmuls in pieces: two for a rank's tokens, two for all ranks'."""
     model, parallel, tp = sizes.model, sizes.parallel, sizes.tp
     slots = 0
     if parallel.tp_comm_overlap and tp > 1:
@@ -39,15 +39,15 @@ def piece_buffers(sizes: Sizes) -> float:
 
 
 def fused_loss(sizes: Sizes, columns: int, fp32: int) -> float:
-    """Bytes of one chunk of logits, with this number of fp32 copies of each, and of the stream's gradient.
+    """Return the bytes of a chunk of logits, with `fp32` bytes of copies each, and of the stream's gradient.
 
-    Under sequence parallelism the last norm's output, gathered, and its gradient before the scatter.
+    Under sequence parallelism also the last norm's gathered output, and its gradient before the scatter.
     """
     stream = sizes.model.hidden_size * (2 if sizes.h < sizes.model.hidden_size else 1)
     return columns * min(sizes.tokens, FUSED_LOSS_CHUNK) * (sizes.item + fp32) + stream * sizes.value
 
 
 def optimizer_casts(config: Config, sharded: bool) -> bool:
-    """Whether the optimizer, of shards or of all, casts FP8 weights: Recipe.cast_by_optimizer."""
+    """Return whether the optimizer casts FP8 weights, as Recipe.cast_by_optimizer does."""
     precision = config.precision
     return precision.fp8_param_gather if sharded else precision.fp8_recipe == "delayed"

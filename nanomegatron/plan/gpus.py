@@ -1,11 +1,11 @@
-"""What GPUs can do at most: the dense peaks of their tensor cores.
+"""The dense peak FLOP/s of GPUs' tensor cores.
 
 Data sheets mostly quote twice as much, "with sparsity".
 """
 
 import re
 
-# Pattern of the device's name, TFLOP/s in bf16 or fp16, and in tf32. The first pattern found holds.
+# Pattern of the device's name, TFLOP/s in bf16 or fp16, and in tf32. The first pattern that matches counts.
 PEAKS = (
     ("GB200", 2500.0, 1250.0),  # NVIDIA GB200 NVL72 data sheet, per GPU: 5 and 2.5 PFLOP/s sparse
     ("B200", 2250.0, 1125.0),  # NVIDIA HGX B200 data sheet, per GPU: 4.5 and 2.25 PFLOP/s sparse
@@ -15,16 +15,16 @@ PEAKS = (
     ("H100 NVL", 835.5, 417.5),  # NVIDIA H100 data sheet: 1671 and 835 sparse
     ("H100 PCIe", 756.5, 378.0),  # NVIDIA H100 PCIe product brief: 1513 and 756 sparse
     ("H100", 989.5, 494.5),  # NVIDIA H100 data sheet, SXM5: 1979 and 989 sparse
-    ("A100", 312.0, 156.0),  # NVIDIA A100 data sheet, SXM and PCIe alike
+    ("A100", 312.0, 156.0),  # NVIDIA A100 data sheet, SXM and PCIe
     ("L40S", 362.05, 183.0),  # NVIDIA L40S data sheet
     ("RTX 4090$", 165.2, 82.6),  # NVIDIA Ada whitepaper, appendix A; not the D or the laptop
 )
 
 
 def device_peak(device_name: str, dtype_name: str) -> float | None:
-    """Dense peak of one device in FLOP/s for matmuls in `dtype_name` (torch's spelling; float32 means TF32).
+    """Dense peak FLOP/s of one device for matmuls in `dtype_name` (torch's spelling; float32 means TF32).
 
-    device_name is what torch.cuda.get_device_name() says. None where no figure is known: CPUs, slices of a
+    device_name: from torch.cuda.get_device_name(). None if no figure is known: CPUs, slices of a
     GPU (MIG), other GPUs and types.
     """
     column = {"bfloat16": 0, "float16": 0, "float32": 1}.get(dtype_name)

@@ -1,32 +1,32 @@
-"""What a layer keeps of each token for its backward.
+"""The activations that a layer keeps of each token for its backward.
 
-In values of one tp rank: h the residual stream, n the query, g the key or value and f the FFN features; of
-what is marked * sequence parallelism keeps the tp-th part.
+In values of one tp rank: h features of the residual stream, n of the query, g of the key or value, f of the
+FFN. Sequence parallelism divides the rows marked * by tp.
 
     norm inputs *      2h          the residual sums; a CPU's RMSNorm keeps x and x/rms in fp32
     norm outputs *     2h          inputs of QKV and fc1; none if `layernorm` is recomputed
-    QKV output         n + 2g      as long as attention reads q, k or v in place; after an all-to-all over cp
-                                   its result instead, with a copy of a key/value head for each rank
+    QKV output         n + 2g      if attention reads q, k or v in place; after an all-to-all over cp its
+                                   result instead, with at least one key/value head for each rank
     q/k norm           n + g       where the QKV output is not kept, or by a CPU's RMSNorm
     q, k, v            n + g       q and k after a norm, or after rotation without the kernel
-                       2n          k and v, a head for each query head: of grouped queries, not by `fused`;
-                                   `unfused` copies q, k and v in any case
+                       2n          k and v repeated for each query head: with grouped queries, not by `fused`;
+                                   `unfused` always copies q, k and v
     attention output   n           twice with an all-to-all, before and after it
-    scores             heads * s   `unfused`: softmax in the type of the weights, without the kernel in fp32
+    scores             heads * s   `unfused`: softmax in the weights' type, also in fp32 without the kernel
     MLP                4f or 2f    SwiGLU: gate and up, silu(gate) without the kernel, product; GELU: before
                                    and after; one f less if `mlp_act` is recomputed, none with `mlp`
-    experts            c(2h + 4f)  of c copies of a token, with the f of one expert: inputs, as in an MLP,
+    experts            c(2h + 4f)  for c copies of a token, with the f of one expert: inputs, as in an MLP,
                                    outputs; none with `moe`
-    router *           k, E        of each choice two int64, of each expert fp32
+    router *           k, E        two int64 for each choice, fp32 for each expert
     dropout masks *    2h          with --hidden-dropout
-    statistics         fp32        1 or 2 a norm, log-sum-exp of each head
+    statistics         fp32        1 or 2 per norm, log-sum-exp of each head
 
-FP8 layers keep one byte a value of what they multiply: norm outputs, attention output (beside the 16 bits
-that attention keeps) and the product inside the MLP. A recomputed MLP then starts at its norm. (Layers in
-bf16 at the ends are counted as the others.)
+FP8 layers keep one byte per value of their inputs: norm outputs, attention output (beside the 16 bits that
+attention keeps) and the product inside the MLP. A recomputed MLP then starts at its norm. (Layers in bf16 at
+the ends are counted like the others.)
 
-The load of experts is taken to be even: a rank of etp has the k choices of each of etp ranks' tokens, as far
-as capacity goes, and in FP8 16 rows of padding for each of its experts. Shared experts are an MLP.
+The load of experts is assumed to be even: an etp rank has the k copies of the tokens of all etp ranks, up to
+the capacity, and in FP8 16 rows of padding for each of its experts. Shared experts count as an MLP.
 """
 
 from collections import Counter
@@ -34,11 +34,11 @@ from typing import NamedTuple
 
 from nanomegatron.config.settings import Config
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes a value, by torch's name of the type
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per value, by torch's name of the type
 
 
 class Machine(NamedTuple):
-    """What a run computes on, as far as its memory depends on it."""
+    """The properties of a machine that a run's memory depends on."""
 
     gpu: bool = True
     kernels: bool = True  # those of cuda/ are built for it
@@ -53,7 +53,7 @@ class CPMode(NamedTuple):
 
 
 class Sizes:
-    """What the table counts with: bytes, tokens and features of one rank, by the letters above."""
+    """The quantities of the table above, by its letters: bytes, tokens and features of one rank."""
 
     def __init__(self, config: Config, machine: Machine) -> None:
         model, parallel, precision = config.model, config.parallel, config.precision
@@ -63,12 +63,12 @@ class Sizes:
         self.item = ITEMSIZE[config.dtype_name]  # bytes of a weight or an activation
         fp8 = precision.fp8_format is not None
         self.fp8_experts = fp8 and precision.fp8_recipe == "rowwise"
-        self.input = 1 if fp8 and precision.fp8_wgrad else self.item  # of an input that a matmul keeps
+        self.input = 1 if fp8 and precision.fp8_wgrad else self.item  # per value of a matmul's kept input
         self.expert_input = self.input if self.fp8_experts else self.item
         own = parallel.max_seqlen_per_dp_cp_rank or config.data.seq_length // parallel.context_parallel_size
         self.row = own * parallel.context_parallel_size  # tokens that cp ranks share, the largest pack's
         self.tokens = own * config.data.micro_batch_size  # of a microbatch on this rank
-        self.h = model.hidden_size / config.sequence_cut  # features of the stream that it keeps of a token
+        self.h = model.hidden_size / config.sequence_cut  # features of the stream kept of a token
         self.heads = model.num_attention_heads // self.tp
         self.n = self.heads * model.head_dim
         self.g = max(model.num_kv_heads // self.tp, 1) * model.head_dim
@@ -82,13 +82,13 @@ class Sizes:
         self.value = self.item * self.tokens  # bytes of one value of each token of a microbatch
 
     def ffn(self, moe: bool) -> int:
-        """Features inside the MLP of a layer; of one with experts, inside those that are shared."""
+        """Return the inner features of a layer's MLP; moe: of its shared experts."""
         model = self.model
         return (model.moe_shared_expert_intermediate_size or 0 if moe else model.ffn_size) // self.tp
 
     @property
     def backend(self) -> str:
-        """What --attention-backend means on this machine: as ops.attention.choose_backend."""
+        """The attention backend on this machine, as ops.attention.choose_backend chooses it."""
         if self.model.attention_backend != "auto":
             return self.model.attention_backend
         if self.machine.gpu:
@@ -97,7 +97,7 @@ class Sizes:
 
     @property
     def norm_input(self) -> tuple[int, int]:
-        """Bytes a value that a norm keeps: its input, and fp32 copies where torch has no fused kernel."""
+        """Bytes per value that a norm keeps: its input, and fp32 copies if torch has no fused kernel."""
         if self.machine.gpu or self.model.normalization != "RMSNorm":
             return self.item, 0
         return (4, 4) if self.item == 4 else (0, 8)
@@ -115,7 +115,7 @@ class Sizes:
 
 
 def saved_by_layer(sizes: Sizes) -> dict[str, float]:
-    """Bytes a token that a layer keeps for its backward, by part, on average over all layers."""
+    """Return the bytes per token that a layer keeps for its backward, by part, averaged over the layers."""
     model, total = sizes.model, Counter()
     for (mode, moe), layers in Counter(zip(sizes.cp_modes, model.moe_layers, strict=True)).items():
         for part, size in (_saved(sizes, moe) | _saved_by_attention(sizes, mode)).items():
@@ -124,9 +124,9 @@ def saved_by_layer(sizes: Sizes) -> dict[str, float]:
 
 
 def _saved(sizes: Sizes, moe: bool) -> dict[str, float]:
-    """The same of a layer with experts or without, but for what lies between the matmuls of attention."""
+    """The same for a layer with or without experts, except the part between attention's matmuls."""
     model, item, read = sizes.model, sizes.item, sizes.input
-    outputs = 1 if read < item and model.recomputes("mlp") else 2  # of norms, that are kept
+    outputs = 1 if read < item and model.recomputes("mlp") else 2  # the norms whose outputs are kept
     routed = item * (moe and read < item)  # the router reads 16 bits
     experts = moe and not model.recomputes("moe")
     mlp = (experts and not model.recomputes("shared_experts")) if moe else not model.recomputes("mlp")
@@ -141,7 +141,7 @@ def _saved(sizes: Sizes, moe: bool) -> dict[str, float]:
 
 
 def _saved_by_attention(sizes: Sizes, mode: CPMode) -> dict[str, float]:
-    """The same between the matmuls of QKV and of the projection."""
+    """The same for the part between the matmuls of QKV and of the projection."""
     model, item = sizes.model, sizes.item
     n, g = sizes.n, sizes.g
     kernels = sizes.machine.kernels
@@ -168,7 +168,7 @@ def _saved_by_attention(sizes: Sizes, mode: CPMode) -> dict[str, float]:
 
 
 def _feature(sizes: Sizes, read: int, activation: str) -> float:
-    """Bytes that an MLP keeps of each inner feature, of which its last matmul reads `read` bytes."""
+    """Return the bytes that an MLP keeps per inner feature; its last matmul reads `read` of them."""
     model, before = sizes.model, 1
     if model.swiglu:
         before = 2 if sizes.machine.kernels and model.bias_swiglu_fusion else 3
@@ -176,7 +176,7 @@ def _feature(sizes: Sizes, read: int, activation: str) -> float:
 
 
 def _saved_by_experts(sizes: Sizes) -> float:
-    """Bytes a token that router and experts keep."""
+    """Return the bytes per token that router and experts keep."""
     model, item, read = sizes.model, sizes.item, sizes.expert_input
     alltoall = model.moe_token_dispatcher_type == "alltoall"
     swaps = alltoall and sizes.parallel.expert_model_parallel_size > 1
@@ -188,10 +188,10 @@ def _saved_by_experts(sizes: Sizes) -> float:
 
 
 def attention_in_flight(sizes: Sizes) -> float:
-    """Bytes a token that the backward of attention over cp has beside what is kept, at most.
+    """Return the most bytes per token that the backward of attention over cp needs beside the kept ones.
 
-    Where keys are gathered, queries and their gradients, all keys and values, and fp32 sums of their
-    gradients; of `unfused` the scores of a block. (The rest of a ring or an all-to-all is less than an MLP.)
+    If keys are gathered: queries and their gradients, all keys and values, and fp32 sums of their gradients;
+    with `unfused` the scores of a block. (A ring or an all-to-all otherwise needs less than an MLP.)
     """
     largest = 0.0
     for mode in sizes.cp_modes:

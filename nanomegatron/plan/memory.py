@@ -1,26 +1,26 @@
-"""The memory that a run needs, before it starts: of every pipeline rank, at the peak of a step.
+"""Predict a run's memory before it starts: of every pipeline rank, at the peak of a step.
 
-Bytes a parameter of this rank's share of the model (ZeRO, arXiv:1910.02054, section 3.1); d ranks share the
-optimizer states with `optim` and `optim_grads`, the gradients too with `optim_grads`, which then needs some
-buckets of gradients in use. Parameters of experts have the d of edp instead of dp x cp.
+Bytes per parameter of this rank's part of the model (ZeRO, arXiv:1910.02054, section 3.1). With `optim` and
+`optim_grads` the optimizer states are sharded over d ranks, with `optim_grads` the gradients too, which then
+needs some whole buckets in use. d is the size of dp x cp, for parameters of experts that of edp.
 
     type         weights   main weights   main_grad   Adam moments
     fp32            4           -             4           8/d
     bf16, fp16      2          4/d         4, 4/d         8/d        less with bf16 gradients and moments
     FP8 layers    2 + 2        4/d         4, 4/d         8/d        2: both casts
 
-To these a microbatch adds what its forward keeps for the backward: `plan/layer.py` has the table of a layer;
-recomputed layers keep their input, and one group of them is whole again in the backward. At the end come the
-last norm, the logits, then their gradient and without kernels a chunk of the loss in fp32: there the memory
-of a rank with a loss is at its peak. That of others is where the first gradients inside an MLP join what is
-kept or, with that MLP freed, the gradients of attention over cp. (The same count for a model of 2022:
-arXiv:2205.05198, section 4.)
+A microbatch adds the activations that its forward keeps for the backward (`plan/layer.py`: the table of a
+layer). Recomputed layers keep their input, and the backward rebuilds the activations of one group at a time.
+The last stage adds the last norm, the logits, their gradient and without kernels a chunk of the loss in fp32:
+there a rank with a loss has its peak. Other ranks have it when the first gradients inside an MLP are added to
+the kept activations or, with that MLP freed, the gradients of attention over cp. (The same count for a model
+of 2022: arXiv:2205.05198, section 4.)
 
-Pipeline ranks differ in layers, in what they have of the two ends of the model, and in how many microbatches
-are in flight. So the ops of each rank (`schedules.py`) are gone through: F adds what its chunk keeps, B or BW
-frees it; what a deferred weight gradient needs is held from B to W. Of messages there are five: one in flight
-from and one to each of two neighbours, and one in use. `plan/fast.py` has what the fast forms hold besides.
-Not counted is what torch takes for itself: some 0.3 GiB of a process on a CPU, more of a GPU.
+Pipeline ranks differ in their layers, in having the first or the last stage, and in the microbatches in
+flight. So the plan walks through each rank's ops (`schedules.py`): F adds the activations of its chunk, B or
+BW frees them; the tensors of a deferred weight gradient are held from B to W. Five messages are counted: one
+in flight from and one to each of two neighbours, and one in use. `plan/fast.py` adds the fast paths' buffers.
+Not counted is torch's own memory: about 0.3 GiB per process on a CPU, more on a GPU.
 
 A prediction within 3 % of what is allocated is enough: finer details are left out.
 """
@@ -36,13 +36,13 @@ from nanomegatron.plan.fast import fused_loss, optimizer_casts, piece_buffers, r
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer
 from nanomegatron.schedules import Op, most_open, placement, schedule
 
-# As the code that allocates has them; tests/test_plan.py compares.
+# The values of the code that allocates; tests/test_plan.py compares them.
 LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
 REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
 
 
 class StageChunk(NamedTuple):
-    """A stage: how many layers, and whether it is the first (embedding) and the last (norm, loss)."""
+    """A stage: its number of layers, and whether it is the first (embedding) and the last (norm, loss)."""
 
     layers: int
     first: bool = True
@@ -60,15 +60,15 @@ class ChunkMemory(NamedTuple):
 
 
 def memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, float]:
-    """Bytes by part at the peak of a step, of the pipeline rank that needs most.
+    """Return the bytes by part at the peak of a step, of the pipeline rank that needs most.
 
-    Config resolved, vocab_size without padding.
+    config: resolved; vocab_size: without padding.
     """
     return max(memory_of_ranks(config, vocab_size, machine), key=_total)
 
 
 def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[dict[str, float]]:
-    """The same of each pipeline rank."""
+    """Return the same for each pipeline rank."""
     sizes, ranks = Sizes(config, machine), []
     vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, sizes.tp)
     layers, (lists, placed) = stage_layers(config, vocab), _pipeline(config)
@@ -86,7 +86,7 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[d
 
 
 def chunks_kept(config: Config) -> list[int]:
-    """The most forwards of single chunks that wait for their backward at a time, of each pipeline rank."""
+    """Return for each pipeline rank the most forwards of chunks that wait for their backward at a time."""
     return [most_open(ops) for ops in _pipeline(config)[0]]
 
 
@@ -100,9 +100,9 @@ def describe_memory(*ranks: dict[str, float]) -> str:
 
 
 def check_room(config: Config, vocab_size: int, machine: Machine, ranks: int, room: float) -> str:
-    """A note with the table of parts where `ranks` ranks together need more than `room` bytes, or "".
+    """Return a note with the table of parts if `ranks` ranks together need more than `room` bytes, or "".
 
-    Raises ValueError where they need more than twice as much, which no inaccuracy of the plan explains.
+    Raises ValueError if they need more than twice as much, which no inaccuracy of the plan explains.
     """
     each = memory_of_ranks(config, vocab_size, machine)
     worst = max(each, key=_total)
@@ -119,7 +119,7 @@ def check_room(config: Config, vocab_size: int, machine: Machine, ranks: int, ro
 
 
 def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer of a rank with these layers, by number, in these chunks."""
+    """Return the bytes of weights, gradients and optimizer of a rank, by part. layers: their numbers."""
     config, model, parallel = sizes.config, sizes.model, sizes.parallel
     tp = sizes.tp
     ends = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
@@ -136,14 +136,14 @@ def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]
 
 
 def expert_weights(sizes: Sizes, layers: list[int]) -> int:
-    """Parameters of experts that a rank has, if it has the layers of these numbers."""
+    """Count the parameters of experts on a rank that has the layers of these numbers."""
     model = sizes.model
     sparse = sum(model.moe_layers[layer] for layer in layers)
     return sparse * expert_parameters(model, sizes.local_experts, sizes.etp)
 
 
 def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, float]:
-    """The same of parameters shared by this number of ranks, `fp8` of them in FP8."""
+    """The same for `params` parameters sharded over `ranks` ranks, `fp8` of them in FP8."""
     parallel, optimizer = config.parallel, config.optimizer
     item = ITEMSIZE[config.dtype_name]
     shared = ranks if parallel.sharding != "no_shard" else 1
@@ -165,12 +165,12 @@ def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, floa
 
 
 def peak_over_schedule(ops: list[Op], chunks: list[ChunkMemory]) -> Counter:
-    """What microbatches take at the peak of a rank's ops, by part."""
+    """Return the bytes by part that microbatches take at the peak of a rank's ops."""
     return max((during for during, _ in memory_of_ops(ops, chunks)), key=_total)
 
 
 def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Counter, Counter]]:
-    """For each op of a rank what microbatches take, by part: at most while it runs, and afterwards."""
+    """Yield the bytes by part that microbatches take at each op of a rank: at most in it, and afterwards."""
     held: Counter = Counter()
     for op in ops:
         chunk, before = chunks[op.chunk], held
@@ -187,15 +187,15 @@ def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Co
 
 
 def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
-    """What a microbatch takes in a chunk, with `columns` of the logits on a rank."""
+    """Return the bytes that a microbatch takes in a chunk. columns: of the logits on a rank."""
     model, value = sizes.model, sizes.value
     layer, inside = _layer_backward(sizes)
     inside *= chunk.layers > 0
     recomputed = max((len(run) for run, again in model.segments(chunk.layers) if again), default=0)
-    group = min(recomputed or 1, chunk.layers)  # the layers whose backward begins or ends that of the chunk
+    group = min(recomputed or 1, chunk.layers)  # the layers first or last in the chunk's backward
     deferred = value * deferred_wgrad_values(sizes, chunk, columns)
     freed = value * deferred_wgrad_values(sizes, StageChunk(group, False, False), columns)
-    fp32 = 0 if sizes.machine.kernels else 8 if sizes.item < 4 else 4  # bytes of a logit's copies, in a chunk
+    fp32 = 0 if sizes.machine.kernels else 8 if sizes.item < 4 else 4  # bytes of copies per logit, in a chunk
     forward = Counter()
     logits, loss, freed_loss = 0.0, 0.0, 0.0
     if chunk.last and model.cross_entropy_loss_fusion:  # the forward leaves the gradient of the stream
@@ -207,7 +207,7 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
         loss = columns * fp32 * min(sizes.tokens, LOSS_CHUNK)
         if sizes.config.sequence_cut > 1:  # the last norm's output, gathered; its gradient before the scatter
             loss += 2 * value * model.hidden_size
-        freed_loss = logits + loss  # by the time of the last layers
+        freed_loss = logits + loss  # freed before the last layers' backward
     last_layers = max(0, recomputed * layer + inside - freed_loss)
     return ChunkMemory(
         kept=Counter({"activations": activations(sizes, chunk), "logits and loss": logits}),
@@ -219,9 +219,9 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
 
 
 def _layer_backward(sizes: Sizes) -> tuple[float, float]:
-    """Bytes of what a layer keeps of a microbatch, and of the gradients inside it, at most.
+    """Return the bytes that a layer keeps of a microbatch, and the most that gradients inside it take.
 
-    These are those of an MLP, or those of attention by when what the MLP kept is free.
+    The latter are those of an MLP, or those of attention less the activations that the MLP has freed.
     """
     saved, routed = saved_by_layer(sizes), sizes.copies * sizes.expert_ffn
     widest = max(sizes.ffn(moe) + moe * routed for moe in sizes.model.moe_layers)
@@ -231,7 +231,7 @@ def _layer_backward(sizes: Sizes) -> tuple[float, float]:
 
 
 def activations(sizes: Sizes, chunk: StageChunk) -> float:
-    """Bytes that a microbatch keeps of a chunk, from its embedding or input to its last norm."""
+    """Return the bytes that a chunk keeps of a microbatch, from its embedding or input to its last norm."""
     model, layer = sizes.model, _total(saved_by_layer(sizes))
     stream = sizes.item * sizes.h
     spread = model.hidden_size // sizes.tp if model.distribute_saved_activations else sizes.h
@@ -244,9 +244,9 @@ def activations(sizes: Sizes, chunk: StageChunk) -> float:
 
 
 def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> float:
-    """Values a token held from B to W: inputs of matmuls, and gradients of their outputs. FP8 counts by size.
+    """Return the values per token held from B to W: inputs of matmuls, and gradients of their outputs.
 
-    A fused loss has done the output layer's by then.
+    FP8 values count by their size. A fused loss has computed the output layer's gradient before.
     """
     model, h = sizes.model, sizes.model.hidden_size
     f = 3 if model.swiglu else 2  # of fc2's input, and of the gradient of fc1's output
@@ -259,7 +259,7 @@ def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> floa
 
 
 def _pipeline(config: Config) -> tuple[list[list[Op]], list[list[int]]]:
-    """The ops of every pipeline rank, for the largest batch there will be, and their stages."""
+    """Return the ops of every pipeline rank for the run's largest batch, and their stages."""
     parallel, data = config.parallel, config.data
     replicas = parallel.data_parallel_size or 1
     batch = max(size for _, size in batch_stages(data, replicas))
