@@ -57,7 +57,7 @@ class Paths:
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
     def describe(self, config: Config, mesh: Mesh) -> str:
-        """Describe for the banner how fast paths communicate over tp, cp and ep, and why so."""
+        """Describe for the banner how fast paths communicate over tp, cp and ep, and why."""
         if config.parallel.fast_paths is False:
             return "plain (--no-fast-paths)"
         model, parts = config.model, []

@@ -58,7 +58,7 @@ def parameter_count(
     """Count the parameters on one of `tp` ranks, those of the whole model with tp 1.
 
     Matrices and the biases of column-parallel layers are sharded, norms, positions and the other biases
-    replicated. vocab_size: the tokenizer's, or the padded one, as is to be counted. For a pipeline rank:
+    replicated. vocab_size: the tokenizer's or the padded one, whichever is to count. For a pipeline rank:
     its layers (None: all), and whether it has the first stage (embedding) and the last one (norm, output
     weight). experts: the number counted per layer (None: all); `moe_router_topk` for those of a token.
     """

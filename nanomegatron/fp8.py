@@ -14,7 +14,7 @@ scale is limit / amax: amax the largest |x|, limit = the format's largest value 
     delayed     tensor             of earlier steps; a       tp, dp, cp      end_step: one   by the optimizer,
                                    cast records its own      (Scales.axes)   max of all      or at first use
     tensorwise  tensor             of this one: a pass       tp, where the   every cast:     at first use, or
-                                   before the cast           tensor is cut   one number      by the optimizer
+                                   before the cast           tensor is split one number      by the optimizer
     rowwise     row of each copy   of this row               -               -               at first use
     blockwise   1 x 128 of each    of this block, in the     -               -               at first use
                 copy; W 128 x 128  cast
@@ -23,7 +23,7 @@ W is cast once a step, for all microbatches and both matmuls, from its 16-bit va
 same bits by the optimizer (`fast/fp8_gather.py`), which makes the rowwise copy; the columnwise one is made at
 first use. A flat shard may end inside a row or block, so with their scales the optimizer never casts.
 
-A row or block that tp cuts has a scale for each part: results depend on tp, within the error of the format.
+A row or block that tp splits has a scale for each part: results depend on tp, within the error of the format.
 Scales of rows and blocks are powers of two: requantizing along the other dim (`requantize_transposed`) is
 exact but for underflow.
 
@@ -120,7 +120,7 @@ class Quantized(NamedTuple):
 
     @classmethod
     def with_scale(cls, pair: Pair, inverse: torch.Tensor) -> "Quantized":
-        """Build it from the copies that a cast with one scale made, and the scale's inverse `[]`."""
+        """Build from the copies that a cast with one scale made, and the scale's inverse `[]`."""
         return cls(*(None if data is None else Fp8Matrix(data, inverse) for data in pair))
 
     def saved_form(self) -> Fp8Matrix:
@@ -225,7 +225,7 @@ class Scales:
         self.clear_weight_cache()
 
     def _update_inverses(self) -> None:
-        """Compute `[n, INVERSE_STRIDE]` of 1 / scale; a new tensor, since casts keep views of the old one."""
+        """Compute the inverse scales `[n, INVERSE_STRIDE]`; a new tensor, as casts keep views of the old."""
         self.inverses = (1.0 / self.scale)[:, None].repeat(1, INVERSE_STRIDE)
 
 

@@ -129,7 +129,7 @@ def stream(
 
 
 def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torch.Tensor:
-    """Logits of the token after `columns`, which follow the cached ones: `[b][s]` -> `[b, V]`, unpadded.
+    """Return the next token's logits after `columns` `[b][s]`, which follow the cache -> `[b, V]`, unpadded.
 
     Sends activations between stages, broadcasts the logits over pp and all-gathers them over tp: every rank
     has the whole batch, and returns the same logits.
@@ -162,8 +162,8 @@ def prompts_of(tokenizer: Tokenizer) -> tuple[str, str]:
 def show_sample(model: Stages, tokenizer: Tokenizer, seed: int, mesh: Mesh, log: RunLog) -> None:
     """Continue two prompts and log them, at the end of a run; every rank must call it.
 
-    An error on all ranks is only a warning, since a run can do without. One on some ranks is raised, since
-    the others wait in a collective.
+    An error on all ranks is only a warning. One on some ranks is raised, since the others wait in a
+    collective.
     """
     ids, texts = [], []
     limit = model.config.max_position_embeddings

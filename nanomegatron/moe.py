@@ -1,4 +1,4 @@
-"""Mixture of experts: many small MLPs replace that of a layer; a router picks k of them for each token.
+"""Mixture of experts: many small MLPs in place of one; a router picks k of them for each token.
 
     x [t, h] --+-- route       Router: probs, ids [t, k]
                |-- dispatch    tokens to the ranks of their experts, copies in order of experts    rows [r, h]
@@ -7,7 +7,7 @@
                +-- shared      an MLP for every token, added                                       [t, h]
 
 Ranks have distinct tokens (tp > 1 needs sequence parallelism). Experts have their own grid of ranks, etp x ep
-(`mesh.py`): expert i of E is on ep rank i // (E / ep), cut over etp. There are two dispatchers:
+(`mesh.py`): expert i of E is on ep rank i // (E / ep), sharded over etp. The two dispatchers:
 
     allgather     x, probs and ids are all-gathered over etp x ep. Each rank takes the copies for its experts;
                   the ranks' partial sums are reduce-scattered.
@@ -182,7 +182,7 @@ class AllToAllDispatch(TokenDispatch):
         each = all_gather(received.sum()[None], etp).tolist()
         self.over_ep = sizes.tolist(), received.tolist()
         self.over_etp = [each[etp.rank]] * etp.size, each
-        # tokens, and probs and ids as one row, to the ep ranks, then to the etp ranks that share an expert
+        # send tokens, and probs and ids as one row, to ep ranks, then to the etp ranks that share an expert
         choices = torch.cat((probs, ids + 1.0), dim=1)  # rows of padding are 0: no expert
         x, choices = (self.permute(v, self.to_ranks) for v in (x, choices))
         x, choices = (all_to_all(v, ep, *self.over_ep) for v in (x, choices))

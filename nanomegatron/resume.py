@@ -56,7 +56,7 @@ def save_checkpoint(run: Run) -> None:
 
 
 def environment_info(run: Run) -> dict:
-    """Return what, beside data and state, must stay the same for a resumed run to give the same bits."""
+    """Return hardware and layout: a resumed run gives the same bits only where they are the same."""
     mesh = run.mesh
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     experts = (mesh.ep, mesh.etp) if run.config.model.num_experts else ()
@@ -74,7 +74,7 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
 
 
 def load_checkpoint(run: Run) -> None:
-    """Resume from what `find_source` finds: a checkpoint of ours or a Hugging Face folder.
+    """Resume from the folder that `find_source` chooses: a checkpoint of ours or a Hugging Face folder.
 
     Raises CheckpointError if --load names a folder without a checkpoint, unless it is --save's: then a new
     run begins there.

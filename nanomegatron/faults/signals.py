@@ -62,7 +62,7 @@ class Signals:
         return any_rank(self.count > 0, mesh.world, mesh.device)
 
     def check(self, mesh: Mesh) -> None:
-        """Raises Preempted on every rank if any has received one. Communicates as `anywhere`."""
+        """Raise Preempted on every rank if any has received one. Communicates as `anywhere`."""
         if self.anywhere(mesh):
             raise Preempted("a signal before the first step: nothing to save, the same command starts again")
 

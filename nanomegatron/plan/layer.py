@@ -45,7 +45,7 @@ class Machine(NamedTuple):
 
 
 class CPMode(NamedTuple):
-    """How cp ranks share the attention of a layer: all-to-all over `heads` of them, keys over the rest."""
+    """How cp ranks split a layer's attention: heads over `heads` ranks (all-to-all), keys over `keys`."""
 
     heads: int = 1
     keys: int = 1
