@@ -1,19 +1,19 @@
-"""Checkpoints: saved by global name and slice, published atomically, verified before a byte is used.
+"""Checkpoints: saved by global name and slice, published atomically, verified before use.
 
 Each rank writes the slices it owns, so any layout loads what any other has saved (`checkpoint/files.py` has
-the folder's format). What a kill leaves behind at each point of a save:
+the folder's format). The stages of a save, and the state that a kill in each of them leaves:
 
     make      iter_0000120.tmp/                       a leftover: ignored, removed by the next save
-    write     a shard a rank, each to the disk        the same
-    merge     rank 0: do the slices tile each tensor? then the manifest, to the disk
+    write     one shard per rank, synced to disk      the same
+    merge     rank 0 checks that the slices tile each tensor, and syncs the manifest to disk: the same
     rename    iter_0000120.tmp -> iter_0000120        from here on this is the newest checkpoint
-    point     latest_checkpointed_iteration.txt       a hint for people; the names of the folders decide
+    point     latest_checkpointed_iteration.txt       for people only; loading uses the folders' names
 
-Nothing is ever written into a published folder. Saving an iteration again replaces it: the old folder is set
-aside as iter_0000120.old, found there if a kill comes between the two renames, and removed afterwards.
+A published folder is never written to. Saving an iteration again replaces it: the old folder is renamed to
+iter_0000120.old, which is used after a kill between the two renames, and removed afterwards.
 
-Every rank's success is agreed upon before the next stage, so that an error on one (a full disk) is the same
-error on all, and no rank waits for one that has given up. All ranks must see the same `root`.
+The ranks exchange errors after each stage: an error on one (a full disk) is raised on all, and no rank waits
+for one that has failed. All ranks must see the same `root`.
 """
 
 import contextlib
@@ -55,12 +55,12 @@ LEFTOVER = re.compile(r"iter_[0-9]{7,18}\.(tmp|old)")
 
 
 class SaveError(Exception):
-    """A checkpoint was not written; those before it are as they were."""
+    """A checkpoint was not written; earlier ones are unchanged."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside tensors; `notes` are for the user to read."""
+    """The contents of a checkpoint besides tensors; `notes` are for the user."""
 
     iteration: int
     state: dict[str, Any]
@@ -71,10 +71,10 @@ class Loaded:
 def training_pieces(
     params: Iterable[torch.nn.Parameter], states: dict[str, list[tuple[Slice, torch.Tensor]]], mesh: Mesh
 ) -> list[Piece]:
-    """The parameters, and the optimizer's tensors: by kind, flat ranges of the parameters' parts.
+    """Return the pieces of the parameters, and of the optimizer's states: flat ranges of parts, by kind.
 
-    Of the ranks that hold a parameter (dp x cp, edp) the first is the owner. A range of a part becomes the
-    rectangles that it consists of.
+    Of the ranks that hold a parameter (dp x cp, edp) the first is the owner. A range of a part is cut into
+    rectangles.
     """
     pieces = []
     for param in params:
@@ -95,16 +95,16 @@ def training_pieces(
 
 
 def state_pieces(states: Mapping[str, torch.Tensor], mesh: Mesh) -> list[Piece]:
-    """Small tensors beside the parameters, by key, that all ranks of a pipeline stage have alike.
+    """Return the pieces of small tensors, by key, that are equal on all ranks of a pipeline stage.
 
-    Where a checkpoint has none of them, or of another shape, they stay as they are.
+    A load leaves a tensor unchanged if the checkpoint lacks it or has another shape.
     """
     first = mesh.tp.rank == mesh.dp_cp.rank == 0
     return [Piece(key, tuple(x.shape), (0,) * x.dim(), x, first, True) for key, x in states.items()]
 
 
 def module_states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What modules with a `states()` keep, such as routers' biases: its fp32 views, by global name."""
+    """Return the fp32 tensors of all modules' `states()`, such as routers' biases, by global name."""
     states = [module.states() for module in model.modules() if hasattr(module, "states")]
     return {f"model/{name}": x for found in states for name, x in found.items()}
 
@@ -117,7 +117,7 @@ def save(
 ) -> None:
     """Write and publish `root/iter_<iteration>`; every rank calls this with its pieces and the same `root`.
 
-    Rank 0's `state` (JSON) and `config` (TOML) are kept. Raises SaveError on all ranks if any fails.
+    Rank 0's `state` (JSON) and `config` (TOML) are saved. Raises SaveError on all ranks if one fails.
     """
     root, first = Path(root), mesh.world.rank == 0
     owned = [piece for piece in pieces if piece.owner and piece.data.numel()]
@@ -140,7 +140,7 @@ def save(
 
 
 def _make(temporary: Path, need: int) -> None:
-    """The empty temporary folder, without the leftovers of earlier saves."""
+    """Make the empty temporary folder, and remove the leftovers of earlier saves."""
     root = temporary.parent
     root.mkdir(parents=True, exist_ok=True)
     in_use = set(_folders(root).values())
@@ -154,7 +154,7 @@ def _make(temporary: Path, need: int) -> None:
 
 
 def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config: str) -> None:
-    """Rank 0: put the manifest together, then make the folder what it is called."""
+    """On rank 0: merge the manifest, then give the folder its final name."""
     indices = [(temporary / shard_name(rank)).with_suffix(".json") for rank in range(ranks)]
     files.write_manifest(temporary, Manifest(iteration, state, config, *merge(indices)))
     for index in indices:
@@ -193,23 +193,22 @@ def _free(folder: Path) -> int:
 
 
 def latest(root: str | Path) -> int | None:
-    """The newest iteration that is published in root, by the names of the folders; None without any."""
+    """Return the newest iteration published in root, by the names of the folders; None if there is none."""
     return max(_folders(Path(root)), default=None)
 
 
 def load(
     root: str | Path, pieces: Iterable[Piece], mesh: Mesh, step: int | None = None, cast: bool = False
 ) -> Loaded | None:
-    """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint at all.
+    """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint.
 
-    Every rank calls this with its own pieces, whatever layout has saved; of `mesh` only `world` and `device`
-    are used. All files are hashed first, each by one rank. A damaged checkpoint is passed over, and the notes
-    say so, unless `step` asks for just this one; one of a newer format is an error. `cast` allows another
-    dtype than the saved one. Pieces that are `optional` are left as they are, with a note, where none of this
-    shape was saved.
+    Every rank calls this with its own pieces, for any layout of the saving run; of `mesh` only `world` and
+    `device` are used. All files are hashed first, each by one rank. A damaged checkpoint is skipped with a
+    note, unless `step` asks for it; one of a newer format is an error. `cast` allows a dtype other than the
+    saved one. A piece that is `optional` is left unchanged, with a note, if no tensor of its shape was saved.
 
-    Raises CheckpointError, on all ranks, where no checkpoint is usable, or where tensors are missing or have
-    another shape or dtype: all of them at once, before anything is filled.
+    Raises CheckpointError, on all ranks, if no checkpoint is usable, or if tensors are missing or differ in
+    shape or dtype; it lists all of them, before any piece is filled.
     """
     pieces = [piece for piece in pieces if piece.data.numel()]
     folder, manifest, notes = _newest_intact(Path(root), mesh, step)
@@ -230,9 +229,9 @@ def load(
 
 
 def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[dict[str, Any], str] | None:
-    """State and settings of the checkpoint that `load` tries first, as rank 0 reads them; None if it cannot.
+    """Return state and settings of the checkpoint that `load` tries first, read by rank 0; None if it cannot.
 
-    Only its manifest is looked at: `load` may find other files damaged and go back further.
+    Only the manifest is checked: `load` may find other files damaged and use an older checkpoint.
     """
     found, _ = _on_all_ranks(mesh, _first_manifest if mesh.world.rank == 0 else None, Path(root), step)
     text = json.dumps([found.state, found.config]) if found else ""
@@ -249,8 +248,8 @@ def _first_manifest(root: Path, step: int | None) -> Manifest | None:
 
 
 def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Manifest | None, list[str]]:
-    """The checkpoint to load, verified, and what is to be said about those that were passed over."""
-    # Rank 0's view of the folders counts, lest ranks with a stale one look at another checkpoint.
+    """Return the checkpoint to load, verified, and notes on the damaged ones that were skipped."""
+    # Rank 0's view of the folders is used: a rank with a stale view would load another checkpoint.
     folders, errors = _on_all_ranks(mesh, _folders if mesh.world.rank == 0 else None, root)
     if errors:
         raise CheckpointError(f"{root}: {errors[0]}")
@@ -276,7 +275,7 @@ def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Mani
 
 
 def _folders(root: Path) -> dict[int, Path]:
-    """Iteration -> folder, for every published one; one set aside counts where nothing has replaced it."""
+    """Return {iteration: folder} of all published folders, with an .old one only if nothing replaced it."""
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()) if root.is_dir() else []:  # "iter_0000120" before "iter_0000120.old"
         match = PUBLISHED.fullmatch(path.name)
@@ -286,7 +285,7 @@ def _folders(root: Path) -> dict[int, Path]:
 
 
 def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
-    """The manifest, once this rank's share of the files has been hashed. Raises CheckpointError."""
+    """Read the manifest and verify the hashes of this rank's share of the files. Raises CheckpointError."""
     manifest = files.read_manifest(folder)
     if manifest.iteration != iteration:
         raise CheckpointError(f"{folder} was saved as iteration {manifest.iteration}")
@@ -321,14 +320,14 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
 
 
 def _on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, list[str]]:
-    """The result of `work(*args)` here (None: nothing to do), and the errors of all ranks, each once.
+    """Call `work(*args)` on this rank (None: nothing) -> its result, and the distinct errors of all ranks.
 
-    The list is the same on every rank, so all of them continue or none does.
+    Waits for all ranks. The errors are the same on every rank, so all continue or none does.
     """
     result, error = None, ""
     try:
         result = work(*args) if work else None
-    except Exception as caught:  # whatever it is, the other ranks wait to hear of it
+    except Exception as caught:  # any error: the other ranks wait for it
         error = describe_piece(caught)
     lines = [line for text in all_gather_text(error, mesh.world, mesh.device) for line in text.splitlines()]
     return result, list(dict.fromkeys(lines))

@@ -1,21 +1,21 @@
-"""One checkpoint folder: rectangles of named tensors in safetensors files, and the manifest that lists them.
+"""A checkpoint folder: rectangles of named tensors in safetensors files, and a manifest that lists them.
 
     iter_0000120/
-        rank_00000.safetensors   what rank 0 wrote, each entry named like "model/w[0:2,0:4]"
+        rank_00000.safetensors   the tensors of rank 0, each entry named like "model/w[0:2,0:4]"
         rank_00001.safetensors
         manifest.json            where each tensor is (checkpoint/manifest.py); files, SHA-256; state; config
         manifest.json.sha256     the manifest's own hash, in the format of `sha256sum -c`
 
-    saved by two ranks, cut by rows          wanted by rank 1 of 2, cut by columns
+    saved by two ranks, sharded by rows      loaded by rank 1 of 2, sharded by columns
         0 0 0 0   rank_00000                     . . # #   it overlaps both saved rectangles;
-        0 0 0 0                                  . . # #   of each only the overlap is read
+        0 0 0 0                                  . . # #   only the overlaps are read
         1 1 1 1   rank_00001                     . . # #
         1 1 1 1                                  . . # #
 
-All is said in coordinates of the global tensors, so no reader needs to know the layout that wrote. No tensor
-format notices a flipped bit by itself, hence the hashes. A folder from a stranger can be wrong but never do
-harm: nothing is unpickled, file names are of one fixed form, symbolic links are not followed, and no size is
-believed before it is compared with that of the file. (Format: huggingface.co/docs/safetensors)
+Rectangles are in coordinates of the global tensors: a reader need not know the layout of the writer. Tensor
+formats do not detect a flipped bit, hence the hashes. An untrusted folder may be wrong but is not dangerous:
+nothing is unpickled, file names have one fixed form, symbolic links are not followed, and every size is
+checked against that of the file. (Format: huggingface.co/docs/safetensors)
 """
 
 import hashlib
@@ -49,7 +49,7 @@ from nanomegatron.checkpoint.manifest import (
 )
 
 MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.json.sha256"
-MANIFEST_LIMIT = 64 * 2**20  # bytes; docs/parallel.md has what large models need
+MANIFEST_LIMIT = 64 * 2**20  # bytes; docs/parallel.md has the sizes for large models
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Piece:
     data: torch.Tensor
     owner: bool = True  # this rank writes it; of the ranks that hold the same rectangle exactly one does
     optional: bool = False  # a load may leave it as it is
-    range: tuple[Rectangle, int, int] | None = None  # the box and range it is of; None: the whole tensor
+    range: tuple[Rectangle, int, int] | None = None  # the (box, begin, end) it is part of, if it is
 
 
 # Rectangles: (offset, shape) in the coordinates of a global tensor.
 
 
 def overlap(offset: Sequence, shape: Sequence, offset2: Sequence, shape2: Sequence) -> list | None:
-    """The (begin, end) of the intersection along each dim, or None where there is none."""
+    """Return (begin, end) of the intersection along each dim; None if it is empty."""
     ranges = [
         (max(a, b), min(a + n, b + m)) for a, n, b, m in zip(offset, shape, offset2, shape2, strict=True)
     ]
@@ -80,10 +80,10 @@ def overlap(offset: Sequence, shape: Sequence, offset2: Sequence, shape2: Sequen
 
 
 def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
-    """Write the pieces as one safetensors file, to the disk, and beside it what the manifest will say of it.
+    """Write the pieces to one safetensors file, synced to disk, and its part of the manifest to a .json file.
 
-    Streams: one tensor at a time is copied to the host, hashed and written. Of a range all pieces are given.
-    Raises CheckpointError where two are the same.
+    One tensor at a time is copied to the host, hashed and written. `pieces` has all rectangles of a range.
+    Raises CheckpointError if two pieces are the same rectangle.
     """
     pieces = sorted(pieces, key=lambda p: -p.data.element_size())  # stable; keeps every tensor aligned
     header: dict[str, Any] = {}
@@ -116,25 +116,25 @@ def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
 
 
 def raw_bytes(piece: Piece) -> Any:
-    """The piece's elements in C order as bytes on the host."""
+    """The piece's elements in C order, as bytes on the host; waits for the copy."""
     return piece.data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, to the disk."""
+    """Write a small file and sync it to disk."""
     with open(path, "wb") as file:
         file.write(text.encode())
         sync(file)
 
 
 def sync(file: BinaryIO) -> None:
-    """Return when what was written is on the disk."""
+    """Wait until everything written to the file is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the folder's entries are on the disk: files made in it, renames."""
+    """Wait until the folder's entries are on disk: files created in it, renames."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,7 +143,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and its hash, to the disk. Raises CheckpointError where none could read it."""
+    """Write the manifest and its hash, synced to disk. Raises CheckpointError if it is too large."""
     text = to_json(manifest)
     if (size := len(text.encode())) > MANIFEST_LIMIT:
         hint = "larger buckets (--ddp-bucket-size) make fewer ranges"
@@ -160,7 +160,7 @@ def _sum_line(manifest: bytes) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A plain file, opened for reading. Raises CheckpointError for anything else, symbolic links included."""
+    """Open a plain file for reading. Raises CheckpointError for anything else, symbolic links included."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -173,7 +173,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, checked against its hash and in itself; opens no other file.
+    """Read a folder's manifest, checked against its hash and for consistency; opens no other file.
 
     Raises CheckpointError.
     """
@@ -203,9 +203,9 @@ def verify_file(path: Path, expected: SavedFile) -> None:
 
 
 def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece]) -> None:
-    """Copy into each piece what the saved rectangles hold of it, reading nothing else of the files.
+    """Fill each piece in place from its overlaps with the saved rectangles, and read nothing else.
 
-    The manifest has the keys and shapes of the pieces. Raises CheckpointError.
+    All keys of the pieces, with their shapes, must be in the manifest. Raises CheckpointError.
     """
     jobs: dict[int, list] = {}
     for piece in pieces:
@@ -233,11 +233,11 @@ def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece]) -> None:
 def _stored(
     box: Rectangle, ranges: list[Range], offset: Sequence, shape: Sequence
 ) -> Iterator[tuple[int, Rectangle]]:
-    """(rank, rectangle) of the entries of a box that may overlap with a slice of the tensor."""
+    """Yield (rank, rectangle) of the entries of a box that may overlap with a slice of the tensor."""
     found = overlap(*box, offset, shape)
     if found is None:
         return
-    first = last = 0  # of the elements in question, in the flattened box
+    first = last = 0  # of the overlap's elements, in the flattened box
     for (begin, end), o, n in zip(found, *box):
         first, last = first * n + begin - o, last * n + end - 1 - o
     at = bisect_right(ranges, first, key=lambda r: r.begin) - 1

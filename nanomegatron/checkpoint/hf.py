@@ -1,4 +1,4 @@
-"""Where our weights lie in a Hugging Face folder: a table of names a family, and little else.
+"""Maps our weights to those of a Hugging Face folder, by a table of names for each family.
 
     ours     decoder.layers.3.self_attention.linear_qkv.q.weight    [q, h]
     Llama    model.layers.3.self_attn.q_proj.weight                 [q, h]
@@ -7,8 +7,8 @@
     ours     decoder.layers.3.mlp.experts.5.linear_fc2.weight_t     [f, h]
     Mixtral  model.layers.3.block_sparse_moe.experts.5.w2.weight    [h, f]
 
-GPT-2 keeps its weights as [in, out]: our q is the first third of the transpose. The others keep them as ours,
-head by head. Files are mapped into memory: a rank that copies its slice of a tensor reads only that slice.
+GPT-2 stores its weights as [in, out]: our q is the first third of the transpose. The others store them as we
+do, head by head. Files are memory-mapped: a rank that copies its slice of a tensor reads only that slice.
 """
 
 import json
@@ -77,14 +77,14 @@ output_layer                                    lm_head
 """
 WEIGHT_TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL}
 WEIGHT_TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
-HEADER = ".header"  # NAME.header: the bytes of the weight file NAME before its first tensor
+HEADER = ".header"  # NAME.header: the bytes of weight file NAME before its first tensor
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
-TOKENIZER_FILES = {  # what our tokenizers' files are called in a Hugging Face folder
+TOKENIZER_FILES = {  # names of our tokenizers' files in a Hugging Face folder
     "HuggingFaceTokenizer": {"model": "tokenizer.json"},
     "SentencePieceTokenizer": {"model": "tokenizer.model"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
 }
-# Tensors of older files that hold no weights: masks and tables that the model computes.
+# Tensors of older files that are no weights: masks and tables that the model computes.
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 INDEX = r"(?<=\.)\d+(?=\.)"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -103,7 +103,7 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a global tensor of ours lies: the name of theirs, and which of how many equal parts of it."""
+    """The place of one of our global tensors: part `index` of `count` equal parts of their tensor `name`."""
 
     name: str
     transposed: bool = False
@@ -111,25 +111,25 @@ class Place:
     count: int = 1
 
     def ours(self, theirs: torch.Tensor) -> torch.Tensor:
-        """Our tensor out of theirs: a view."""
+        """Return our tensor as a view of theirs."""
         rows = theirs.t() if self.transposed else theirs
         return rows.unflatten(0, (self.count, -1))[self.index]
 
     def theirs(self, ours: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Their tensor, from the `count` of ours that lie in it, in order."""
+        """Concatenate `count` of our tensors, in order, to theirs."""
         rows = torch.cat(list(ours))
         return rows.t() if self.transposed else rows
 
     def shape(self, ours: Sequence[int]) -> list[int]:
-        """Their shape, from that of our tensor."""
+        """Return the shape of their tensor, from that of ours."""
         shape = [self.count * ours[0], *ours[1:]]
         return shape[::-1] if self.transposed else shape
 
 
 def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dict[str, Place]:
-    """The place of each global name of ours. Raises ValueError for one that the family has not.
+    """Return the place of each of our global names. Raises ValueError for one that the family does not have.
 
-    theirs: the names that a folder has. Saved without the language model's head, they lack their prefix.
+    theirs: the names in a folder; if it was saved without the LM head they have no prefix such as `model.`.
     """
     rows = filter(None, WEIGHT_TABLES.get(family, LLAMA).splitlines())
     table = {ours: rest for ours, *rest in map(str.split, rows)}
@@ -139,7 +139,7 @@ def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dic
     found = {}
     for ours in names:
         stem, kind = ours.rsplit(".", 1)
-        numbers = re.findall(INDEX, stem)  # of the layer, of the expert
+        numbers = re.findall(INDEX, stem)  # layer, expert
         if (stem := re.sub(INDEX, "*", stem)) not in table:
             raise ValueError(f"{ours}: the Hugging Face family {family} has nothing like it")
         name, *how = table[stem]
@@ -151,13 +151,13 @@ def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dic
 
 
 class Folder:
-    """The tensors of a Hugging Face folder by name, mapped into memory. Raises ValueError."""
+    """The tensors of a Hugging Face folder by name, memory-mapped. Raises ValueError."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.family, self.settings = read_folder(path)
         self.files = weight_files(self.path)
-        self.tensors = {}  # what is not touched is not read
+        self.tensors = {}  # read only when accessed
         for name in self.files:
             try:
                 with safe_open(self.path / name, "pt") as file:
@@ -166,7 +166,7 @@ class Folder:
                 raise ValueError(f"{self.path / name}: {error}") from None
 
     def match(self, parts: Iterable[Part]) -> dict[str, Place]:
-        """Where each part lies. Raises ValueError with all that is missing, left over or of another shape."""
+        """Return the place of each part. Raises ValueError with all missing, extra or misshapen tensors."""
         shapes, errors = {part.name: part.shape for part in parts}, []
         found = places(shapes, self.family, self.tensors)
         for ours, place in found.items():
@@ -192,7 +192,7 @@ class Folder:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors files: model.safetensors, or those of the index, or the only one there is."""
+    """Return the names of the safetensors files: model.safetensors, those of the index, or the only one."""
     index = folder / "model.safetensors.index.json"
     names = [path.name for path in folder.glob("*.safetensors")]
     if "model.safetensors" in names:
@@ -211,9 +211,9 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def keep_source_files(source: str | Path, kept: Path) -> None:
-    """Copy to `kept` all but the weights of a Hugging Face folder, or of what is kept beside a checkpoint.
+    """Copy to `kept` all files but the weights of a Hugging Face folder, or of a checkpoint's hf/ folder.
 
-    Chat template, generation settings, tokenizer: `convert.py` writes them again.
+    They are chat template, generation settings and tokenizer; `convert.py` writes them back.
     """
     folder = Path(source) if is_hf_folder(source) else Path(source) / "hf"
     for path in folder.iterdir() if folder.is_dir() and folder != kept else ():
@@ -223,7 +223,7 @@ def keep_source_files(source: str | Path, kept: Path) -> None:
 
 
 def folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; where there is none, text is ids as decimal numbers.
+    """Return the tokenizer of a Hugging Face folder, or if it has none a NullTokenizer (text is decimal ids).
 
     Raises ValueError.
     """
@@ -234,9 +234,9 @@ def folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def model_parts(config: TransformerConfig, vocab_size: int) -> list[Part]:
-    """The parts of all parameters of a whole model, without memory for its weights."""
+    """Return the parts of all parameters of a whole model, built without memory for weights."""
     model = GPTModel(
-        replace(config, attention_backend="auto"),  # the run's may want a device
+        replace(config, attention_backend="auto"),  # the run's may need a GPU
         vocab_size=vocab_size,
         max_sequence_length=config.max_position_embeddings,
         init=Init(device=torch.device("meta")),
@@ -251,11 +251,11 @@ def load_weights(
     vocab_size: int,
     upcycling: bool = False,
 ) -> list[str]:
-    """Fill the parameters from a Hugging Face folder, each rank its slices; returns notes for the user.
+    """Fill each rank's slices of parameters from a Hugging Face folder; returns notes for the user.
 
-    config, vocab_size: of the whole model, of which the parameters may be a stage or some experts. upcycling:
-    the folder's model is the same without experts. Nothing is communicated.
-    Raises ValueError, before anything is filled, with all that does not fit.
+    config, vocab_size: of the whole model, even if `params` are only a stage or some experts. upcycling: the
+    folder's model is the same without experts. Nothing is communicated.
+    Raises ValueError with all mismatches, before any parameter is filled.
     """
     there, types = Folder(folder), set()
     if upcycling and there.settings.get("num_experts"):
@@ -275,7 +275,7 @@ def load_weights(
 
 
 def config_mismatches(there: Folder, config: TransformerConfig) -> list[str]:
-    """Settings that the weights of a folder fit, but were not trained with."""
+    """Return notes on settings that fit the folder's weights but differ from those they were trained with."""
     free = {"init_method_std", "max_position_embeddings"}
     return [
         f"{flag(name)} {getattr(config, name)}: {there.path} was trained with {value}"

@@ -1,21 +1,21 @@
-"""The manifest of a checkpoint: which file holds which elements of every global tensor.
+"""The manifest of a checkpoint: which file has which elements of every global tensor.
 
-A tensor is tiled by boxes, rectangles that a rank's parameter is of it. The ranks that share the optimizer's
-states of one cut it flat, wherever a bucket ends, so each has a range of its elements:
+A tensor is tiled by boxes, the rectangles of it that parameters of ranks hold. The ranks that shard the
+optimizer's states of a box cut it flat, at the ends of buckets, so each has a range of its elements:
 
     . . . .
-    . . a a    the rest of a row, or of what a row is in more dimensions     a range is up to 2 n - 1
+    . . a a    the rest of a row (in n dimensions: of a slice of dim 0)      a range is up to 2 n - 1
     b b b b    whole rows                                                    rectangles in n dimensions,
-    c . . .    the beginning of one                                          each an entry of the file
+    c . . .    the beginning of a row                                        each an entry of the file
 
-The text (format_version 2), each list in one line and without spaces:
+The JSON text (format_version 2), each list in one line and without spaces:
 
     "tensors": {"main/w": ["F32", 5], "exp_avg/w": ["F32", 5], ...}    dtype, which of the cuts
     "cuts":    [[shape, [offset, shape, rank, begin, end, rank, begin, end, ...], ...], ...]    boxes, ranges
     "files":   [[rank, bytes, sha256], ...]
 
-What is cut alike is written once: main weights and both moments. Names of entries and files follow from it.
-Version 1, which is read too, lists each rectangle with the names of its entry and file.
+Tensors with equal cuts share one entry: main weights and both moments. Names of entries and files follow from
+the cuts. Version 1, which is read too, lists each rectangle with the names of its entry and file.
 """
 
 import itertools
@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 import torch
 
 FORMAT_VERSION = 2
-UPDATE = "update the program"  # ends what is said of a newer format
+UPDATE = "update the program"  # ends the error message for a newer format
 SHARD_NAME = re.compile(r"rank_([0-9]{5}|[1-9][0-9]{5,6})\.safetensors")
 RANGES_LIMIT = 2**24  # twenty times what 405B parameters on 16,384 ranks need
-MAX_CUT_DIMS = 6  # of a tensor: the time of its check doubles with each
+MAX_CUT_DIMS = 6  # cut dims of a tensor: the time to check it doubles with each
 DTYPES = {  # safetensors' names
     torch.float64: "F64",
     torch.float32: "F32",
@@ -58,7 +58,7 @@ class CheckpointError(Exception):
 
 
 def describe_piece(error: BaseException) -> str:
-    """The error in one line."""
+    """Describe an error in one line."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -70,7 +70,7 @@ class Rectangle(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Elements of a flattened box, in the file of a rank."""
+    """Elements `begin` to `end` of a flattened box, in the file of `rank`."""
 
     begin: int
     end: int
@@ -79,7 +79,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor; the boxes tile it, and its ranges, in order, each box."""
+    """A global tensor; its boxes tile it, and the ranges of each box, in order, tile the box."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """What a file must be like."""
+    """The size and SHA-256 that a file must have."""
 
     bytes: int
     sha256: str
@@ -106,7 +106,7 @@ class Manifest:
 
     @cached_property
     def header_limits(self) -> Counter:
-        """Bytes that the header of each rank's file may take."""
+        """The maximum bytes of the header of each rank's file."""
         limits = Counter(dict.fromkeys(self.files, 1024))
         for key, tensor in self.tensors.items():
             dims = len(tensor.shape)
@@ -117,17 +117,17 @@ class Manifest:
 
 
 def shard_name(rank: int) -> str:
-    """The file of a rank."""
+    """The name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def entry_name(key: str, rectangle: Rectangle) -> str:
-    """What a slice of the tensor `key` is called in its file: "model/w[0:2,0:4]"."""
+    """The name of a slice of the tensor `key` in its file: "model/w[0:2,0:4]"."""
     return f"{key}[{','.join(f'{o}:{o + n}' for o, n in zip(*rectangle))}]"
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle]:
-    """The rectangles, in order, that elements begin to end of a flattened tensor make up."""
+    """Yield the rectangles, in order, that elements `begin` to `end` of a flattened tensor consist of."""
     if end - begin == math.prod(shape):
         yield Rectangle((0,) * len(shape), tuple(shape))
         return
@@ -150,11 +150,11 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle
 
 
 def tiling_error(shape: tuple[int, ...], boxes: Mapping[Rectangle, list[Range]]) -> str:
-    """Why the boxes, and their ranges in order, do not cover a tensor exactly once; "" where they do.
+    """Return why the boxes, and their ranges in order, do not cover a tensor exactly once; "" if they do.
 
-    The time is linear in their number. Boxes are a tiling if their indicator functions sum up to that of the
-    whole. Such a sum is known by its differences along all dims, which of one box are +1 and -1 at its
-    corners; so all must cancel but those of the whole.
+    The time is linear in their number. Boxes tile the tensor if their indicator functions sum to its own. A
+    sum is determined by its differences along all dims, which for one box are +1 and -1 at its corners; so
+    all of these must cancel except those of the whole tensor.
     """
     covered, volume = 0, math.prod(shape)
     for box, ranges in boxes.items():
@@ -182,8 +182,8 @@ def tiling_error(shape: tuple[int, ...], boxes: Mapping[Rectangle, list[Range]])
 
 
 def check_manifest(tensors: dict[str, SavedTensor], files: dict[int, SavedFile]) -> None:
-    """Raise CheckpointError unless files hold each tensor exactly once and have room for what they hold."""
-    cuts = {id(tensor.boxes): (key, tensor) for key, tensor in tensors.items()}  # those in common once
+    """Raise CheckpointError unless files have each element exactly once, and are large enough for them."""
+    cuts = {id(tensor.boxes): (key, tensor) for key, tensor in tensors.items()}  # shared ones once
     for key, tensor in cuts.values():
         if error := tiling_error(tensor.shape, tensor.boxes):
             raise CheckpointError(f"{key}: {error}")
@@ -206,7 +206,7 @@ def check_manifest(tensors: dict[str, SavedTensor], files: dict[int, SavedFile])
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest's text; one rank's part of it is written the same way."""
+    """Return the JSON text of a manifest, or of one rank's part of it."""
     cuts: dict[str, int] = {}
     tensors = {}
     for key, tensor in manifest.tensors.items():
@@ -231,7 +231,7 @@ def _dumps(value: Any) -> str:
 
 
 def merge(indices: Iterable[Path]) -> tuple[dict[str, SavedTensor], dict[int, SavedFile]]:
-    """What all ranks wrote. Raises CheckpointError where it does not make up whole tensors."""
+    """Merge the parts of all ranks -> tensors, files. Raises CheckpointError if tensors are not complete."""
     tensors: dict[str, SavedTensor] = {}
     files: dict[int, SavedFile] = {}
     for path in indices:
@@ -255,7 +255,7 @@ def merge(indices: Iterable[Path]) -> tuple[dict[str, SavedTensor], dict[int, Sa
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """A manifest, of any version, or one rank's part of it, which `check` has not seen.
+    """Parse a manifest of any version, or one rank's part of it; `check_manifest` checks it.
 
     Raises CheckpointError.
     """
@@ -306,7 +306,7 @@ def _version_1(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile
 
 
 def _rank(name: str) -> int:
-    """Whose file this is. Raises CheckpointError for a name that is none of ours."""
+    """Return the rank whose file this is. Raises CheckpointError for a name of another form."""
     match = SHARD_NAME.fullmatch(name)
     if not match:
         raise CheckpointError(f"file name {name[:80]!r} is not of the form rank_00000.safetensors")

@@ -1,10 +1,10 @@
-"""Which checkpoint a run begins with, and which samples its data was made for before.
+"""Which checkpoint a run starts from, and the numbers of samples of the runs before it.
 
     --save has a checkpoint     the run resumes from it; --eval-only: only if there is no --load
     it has none                 --load, if it is given
     --finetune, upcycling       only the weights of --load, at iteration 0
 
-All ranks take the folder that rank 0 has chosen.
+All ranks use the folder that rank 0 chooses.
 """
 
 import tomllib
@@ -22,33 +22,33 @@ from nanomegatron.config.cli import from_toml, to_toml
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh
 
-# What the order of the data depends on, besides the numbers of samples.
+# Settings on which the order of the data depends, besides the numbers of samples.
 ORDER = """
 data-path data-args-path train-data-path split mock-data variable-seq-lengths seq-length seed
 """.split()
 
 
 class LoadSource(NamedTuple):
-    """What a run resumes from: a folder of checkpoints, and which iteration if not the newest."""
+    """The checkpoint that a run resumes from: a folder, and the iteration (None: the newest)."""
 
     root: str
     step: int | None
     only_weights: bool  # the run begins at iteration 0
-    upcycling: bool  # its weights are of a dense model, this one has experts
+    upcycling: bool  # its weights are of a dense model, the run's model has experts
 
 
 def find_source(whole: Config, mesh: Mesh) -> LoadSource:
-    """The run's own folder if it has a checkpoint, or else --load.
+    """Return the run's own folder if it has a checkpoint, or else --load.
 
-    --eval-only wants what --load names, whatever the run has; --finetune and --moe-use-upcycling are for a
-    run's beginning. What rank 0 sees counts: it is broadcast over world. Raises ValueError for a step back in
-    the run's own.
+    --eval-only prefers --load; --finetune and --moe-use-upcycling apply only to a run without a checkpoint.
+    Rank 0's view of the folders is broadcast over world. Raises ValueError if --ckpt-step is older than the
+    newest checkpoint of the run's own folder.
     """
     config, eval_only = whole.checkpoint, whole.run.eval_only
     seen, step = latest(config.save), config.ckpt_step
     newest = int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
     if config.moe_use_upcycling and newest >= 0 and not eval_only:
-        step = None  # it was one of the dense model's
+        step = None  # it named an iteration of the dense model
     if step is not None and max(newest, 0) > step and not eval_only:
         raise ValueError(
             f"--ckpt-step {step}: {config.save} holds iteration {newest}, which a later resume "
@@ -61,10 +61,10 @@ def find_source(whole: Config, mesh: Mesh) -> LoadSource:
 
 
 def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted: int) -> list[int]:
-    """Numbers of samples that the training data is built for: those of the runs before, then `wanted`.
+    """Return the numbers of samples of the runs before this one, and `wanted`: the data is built for them.
 
-    The former are in the checkpoint that this run resumes from; for one of an earlier version its settings
-    say how many. Communicates over world. Raises CheckpointError where they are not numbers of samples.
+    The former are in the checkpoint that this run resumes from, or follow from its settings if it is of an
+    earlier version. Communicates over world. Raises CheckpointError if the numbers in it are invalid.
     """
     source = find_source(config, mesh)
     root, fresh = source.root, source.only_weights or config.run.eval_only

@@ -1,15 +1,15 @@
-"""A dense model made into one with experts: --moe-use-upcycling (arXiv 2212.05055, 2410.07524).
+"""Initializes a model with experts from a dense one: --moe-use-upcycling (arXiv 2212.05055, 2410.07524).
 
     dense                     with experts
     mlp.linear_fc1.weight     mlp.experts.0.linear_fc1.weight, mlp.experts.1.linear_fc1.weight, ...
     mlp.linear_fc2.weight     mlp.experts.0.linear_fc2.weight_t, ...           transposed
-    nothing                   mlp.router.weight                                drawn
+    nothing                   mlp.router.weight                                random
     all others                the same
 
-All experts begin as the same function. So the model begins as the dense one where the weights of a token's
-experts sum to a number that is known, by which fc2 is divided. With --moe-router-pre-softmax and the like it
-is not known: fc2 is divided by what it is where all experts are as good (Megatron makes the same of it, but
-of the roots of this number for both layers), and the model begins near the dense one.
+All experts start as the same function. So if the weights of a token's experts have a known sum, fc2 is
+divided by it and the model starts equal to the dense one. With --moe-router-pre-softmax and such it is not
+known: fc2 is divided by its value for equally good experts (Megatron does the same, with the root of this
+number in both layers), and the model starts close to the dense one.
 """
 
 import re
@@ -24,7 +24,7 @@ from nanomegatron.config.settings import TransformerConfig
 
 
 def dense_source(name: str) -> tuple[str, bool] | None:
-    """The tensor of the dense model that becomes `name`, and whether it is transposed; None: it is new."""
+    """Return the dense model's tensor for `name`, and whether it is transposed; None: `name` is new."""
     if ".mlp.router." in name:
         return None
     found = re.sub(r"\.mlp\.experts\.\d+\.", ".mlp.", name)
@@ -32,7 +32,7 @@ def dense_source(name: str) -> tuple[str, bool] | None:
 
 
 def dense_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same memory, as pieces of the dense model that it is to be filled from."""
+    """Return the dense model's pieces that fill `pieces`: same memory, experts' fc2 transposed, no router."""
     found = []
     for piece in pieces:
         source = dense_source(piece.key) if piece.key.startswith("model/") else (piece.key, False)
@@ -47,7 +47,7 @@ def dense_pieces(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def sum_of_weights(config: TransformerConfig) -> tuple[float, bool]:
-    """What the weights of a token's experts sum to at first, and whether they do for every token."""
+    """Return the initial sum of the weights of a token's experts, and whether every token has this sum."""
     k, share = config.moe_router_topk, config.moe_router_topk / config.num_experts
     factor, sigmoid = config.moe_router_topk_scaling_factor or 1.0, False
     if "sinkhorn" in config.moe_router_load_balancing_type:
@@ -64,7 +64,7 @@ def sum_of_weights(config: TransformerConfig) -> tuple[float, bool]:
 
 @torch.no_grad()
 def divide_outputs(params: Iterable[nn.Parameter], config: TransformerConfig) -> list[str]:
-    """Divide what experts give by the sum of a token's weights, in place; returns notes for the user."""
+    """Divide fc2 of experts by the sum of a token's weights, in place; returns notes for the user."""
     total, exact = sum_of_weights(config)
     for param in params if total != 1 else ():
         for part in param.spec.parts:

@@ -34,7 +34,7 @@ from nanomegatron.mesh import Mesh
 
 
 class DocumentDataset(Samples):
-    """Samples of up to seq_length tokens from sequences [start, stop) of an indexed dataset, >= 1 from each."""
+    """Samples of up to `seq_length` tokens from the sequences [start, stop) of an indexed dataset."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Text is ids as decimal numbers, separated by blanks; `eod` ends a document (None: the last id)."""
+    """Text is decimal ids separated by blanks; `eod` ends a document (None: the last id)."""
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         last = vocab_size - 1
@@ -104,7 +104,7 @@ class NullTokenizer:
 class TikTokenizer:
     """Byte pair encoding by tiktoken, from a rank file or one of tiktoken's own by name.
 
-    A rank file has a line `base64(token) rank` per token. Text is split as in GPT-2 and the only special token
+    A rank file has a line `base64(token) rank` per token. Text is split as in GPT-2, the only special token
     is <|endoftext|>, after the ranks, unless FILE.json says otherwise:
     `{"pattern": "...", "special_tokens": {"<|end_of_text|>": 128001}, "eod": "<|end_of_text|>"}`.
 
@@ -359,7 +359,7 @@ def build_tokenizer(
 
 
 def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokenizer:
-    """Rebuild the tokenizer of a dataset or checkpoint; missing files are searched in `beside` and its hf/."""
+    """Rebuild the tokenizer of a dataset or checkpoint; missing files are searched in `beside` and hf/."""
     kinds = dict.fromkeys(("type", "model", "vocab_file", "merge_file", "pattern"), str)
     kinds |= dict.fromkeys(("vocab_size", "eod", "special"), int)
     if "type" not in spec or any(type(value) is not kinds.get(name) for name, value in spec.items()):
