@@ -1,10 +1,10 @@
-"""Same result as `moe.MoELayer.run`, with its communication beside other work.
+"""Same result as `moe.MoELayer.run`, with its communication overlapped with other work.
 
-    AllGatherInPieces    each rank fetches the others' tokens, a rank's at a time, beside work on those before
-    AsyncAllToAll        each token is sent to the ranks of its experts, beside work on other tokens
+    AllGatherInPieces    each rank fetches the others' tokens, one rank's at a time, and works on those before
+    AsyncAllToAll        each token is sent to the ranks of its experts, while other tokens are worked on
 
-A backward reads their timelines from right to left: autograd runs first what was made last, so what stands
-between start and end of an exchange stands between those of its gradients' way back.
+In the backward their timelines run from right to left, as autograd does: if the forward does work between the
+start and the end of an exchange, its backward lies between the start and the end of the gradients' exchange.
 
 Gain: one layer of Qwen3-30B-A3B by all-gather on four H200, forward and backward: 9.18 ms, 10.64 with whole
 collectives (benchmarks/results/2026-11-22-moe-layer-four-in-step.json, -pieces-before.json).
@@ -49,21 +49,21 @@ Finish = Callable[[], torch.Tensor]
 class OverlappedMoe:
     """A `MoELayer.run` that overlaps communication with other work. x `[s, b, h]` -> `[s, b, h]`, or of s/tp
 
-    Each dispatch is made of its tokens, then goes in steps, of which those that start something return what
-    finishes it: set_routing (of all parts of a batch at once), start_dispatch, start_combine.
+    A dispatch is constructed with its tokens; then come set_routing (for all parts of a batch at once),
+    start_dispatch and start_combine. The last two return the function that finishes what they started.
 
-    How many rows arrive is known on the GPU, and messages and memory need it on the host. The numbers start
-    on their way before the router's losses are computed, and are read after all else is launched, for both
-    halves at once if there are halves: the one time that the host waits, and not for the GPU's whole queue.
-    Where every expert's rows are padded to one capacity, or one rank has all experts, it does not wait.
+    The number of rows that arrive is known on the GPU, but messages and memory need it on the host. Its copy
+    starts before the router's losses are computed, and is read after all else is launched, for both halves at
+    once if there are halves: only then the host waits, and not for the GPU's whole queue. If every expert's
+    rows are padded to one capacity, or one rank has all experts, it does not wait.
     """
 
     def __init__(self, peers: PeerAccess | None, halves: bool = False) -> None:
-        """halves: of a rank's tokens alternate (--overlap-moe-expert-parallel-comm), by collectives."""
+        """halves: interleave halves of the tokens (--overlap-moe-expert-parallel-comm), by collectives."""
         self.peers, self.halves = None if halves else peers, halves  # peer memory serves one call at a time
 
     def install(self, layer: MoELayer) -> None:
-        """Let the layer use this; before its parameters are put into buckets."""
+        """Make the layer use this; to be called before its parameters are put into buckets."""
         layer.run = self
         for weight in (layer.experts.weight1, layer.experts.weight2) if self.halves else ():
             weight.spec = replace(weight.spec, uses=2)
@@ -96,10 +96,10 @@ class OverlappedMoe:
 
         leaving = []
         for way in ways:
-            recompute: list[Callable] | None = None if self.halves else []  # else both halves at once
+            recompute: list[Callable] | None = None if self.halves else []  # both would recompute at once
             y = run_experts(layer.experts, way.wgrads, *arriving.pop(0)(), recompute)
             leaving.append(way.start_combine(y, recompute))
-            del y  # not held here until the end
+            del y  # so that its memory is freed before the end
         found = [finish() for finish in leaving]
         y = (torch.cat(found) if self.halves else found[0]).view_as(x)
         return y if y_shared is None else y + y_shared
@@ -113,7 +113,7 @@ def run_experts(
     ends: list[int] | None,
     recompute: list[Callable] | None,
 ) -> torch.Tensor:
-    """The experts on their rows; their backward leaves `wgrads` deferred.
+    """Run the experts on their rows; the backward defers the weight gradients of `wgrads`.
 
     rows `[r, h]`, offsets int32 `[e + 1]` -> `[r, h]`
     """
@@ -124,9 +124,9 @@ def run_experts(
 
 
 class AllGatherInPieces(TokenDispatch):
-    """All-gather and reduce-scatter over etp x ep, in the blocks of the ranks (`moe_pieces.py`).
+    """All-gather and reduce-scatter over etp x ep, in one block per rank (`moe_pieces.py`).
 
-    x `[t, h]` is sent before the router knows its ids. Of 4 ranks, where GPUs access each other's memory:
+    x `[t, h]` is sent before the router has its ids. With 4 ranks whose GPUs access each other's memory:
 
     forward
         network         x1 ----> x2 ----> x3 ---->                      to 1 --> to 2 --> to 3 -->
@@ -135,13 +135,13 @@ class AllGatherInPieces(TokenDispatch):
         network         dy1 ---> dy2 ---> dy3 --->                to 1 --> to 2 --> to 3 -->
         GPU       copy  again  own  dy1  dy2  dy3  experts  for 1 for 2 for 3 own  first dW  router  sum
 
-    Over the network are copies by copy engines, which take no multiprocessors from the GPU; `own`, `x1`: that
-    rank's tokens permuted, `for 1`, `own`: their sums; `again`: activations that experts recompute. So
-    recomputation runs between the gradients of y and their permutation; weight gradients of the experts'
-    first layers and the router's backward between the gradients of x and their sum. Elsewhere collectives
-    replace the copies: own tokens are permuted beside them, the others' when all have arrived, and beside the
-    way back in the backward is the sum of the weight gradients. Probs and ids are always sent by collectives,
-    probs beside the experts.
+    network: copies by copy engines, which take no multiprocessors from the GPU. `own`, `x1`: that rank's
+    tokens are permuted; `for 1`, `own`: their sums; `again`: the experts recompute activations. So
+    recomputation overlaps with the gradients of y in flight; the weight gradients of the experts' first
+    layers and the router's backward overlap with the gradients of x. Elsewhere collectives replace the
+    copies: own tokens are permuted meanwhile, the others' when all have arrived, and of the weight gradients
+    only the addition to main_grad overlaps. Probs and ids are always sent by collectives, probs while the
+    experts run.
     """
 
     def __init__(self, x: torch.Tensor, experts: GroupedExperts, peers: PeerAccess | None) -> None:
@@ -158,7 +158,7 @@ class AllGatherInPieces(TokenDispatch):
 
     @staticmethod
     def set_routing(ways: list["AllGatherInPieces"], ids: Sequence[torch.Tensor]) -> None:
-        """Gathers ids int32 `[t, k]`, -1 for a dropped copy."""
+        """All-gather ids int32 `[t, k]` (-1: a dropped copy); start to copy the offsets to the host."""
         for way, part in zip(ways, ids, strict=True):
             axis, capacity = way.mesh.etp_ep, way.capacity(len(part))
             way.routing = way.route(all_gather(part, axis), capacity)
@@ -168,7 +168,10 @@ class AllGatherInPieces(TokenDispatch):
                 way.ends = AsyncHostCopy(way.routing.offsets).read if axis.size > 1 else lambda: None
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
-        """probs fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
+        """Start to gather probs fp32 `[t, k]`; the host waits for the offsets.
+
+        -> a function that waits for the tokens and returns what `TokenDispatch.dispatch` does
+        """
         self.probs = start_gather_seq(probs, self.mesh.etp_ep)
         fused = self.config.moe_permute_fusion
         self.blocks = RankBlocks(self.routing, self.mesh.etp_ep, fused, self.peers)
@@ -177,10 +180,10 @@ class AllGatherInPieces(TokenDispatch):
         return lambda: (GatherPermute.apply(self.started, self.exchange, self.blocks), routing.offsets, ends)
 
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
-        """Sends each rank its sums while those of the next are added. Finishes as `TokenDispatch.combine`.
+        """Start to send each rank the sums of its tokens, while the next rank's are added.
 
-        rows `[r, h]`, the sums `[t, h]`; recompute: functions for the backward to call while the gradient of
-        the result is in flight.
+        rows `[r, h]` -> a function that returns `[t, h]` as `TokenDispatch.combine`; recompute: functions for
+        the backward to call while the gradient of the result is in flight.
         """
         forward = partial(start_pieces, axis=self.mesh.etp_ep, peers=self.peers)
         exchange = AsyncExchange(None, forward, recompute)
@@ -191,8 +194,8 @@ class AllGatherInPieces(TokenDispatch):
 class AsyncAllToAll(TokenDispatch):
     """All-to-all over ep, then over etp, of x `[t, h]`.
 
-    It hides the sum of weight gradients and recomputed activations, with one of two settings also other work;
-    the second works with `AllGatherInPieces` too, by collectives:
+    The addition of weight gradients and the recomputation of activations overlap with it, and with one of two
+    settings other work; the second setting works with `AllGatherInPieces` too, by collectives:
 
     --moe-shared-expert-overlap
         network            dispatch ------------->                         combine ->
@@ -210,7 +213,7 @@ class AsyncAllToAll(TokenDispatch):
 
     @staticmethod
     def set_routing(ways: list["AsyncAllToAll"], ids: Sequence[torch.Tensor]) -> None:
-        """Sends ep + E counts of each part to all of etp x ep, by one message, and to the host.
+        """All-gather ep + E counts of each part over etp x ep, at once; start to copy them to the host.
 
         ids int32 `[t, k]`
         """
@@ -234,7 +237,7 @@ class AsyncAllToAll(TokenDispatch):
             way.numbers = lambda i=i: numbers.read()[i]
 
     def sizes(self) -> tuple[list[int], list[int], list[int] | None]:
-        """Rows sent to each ep rank, received from each rank of etp x ep, and the offsets of experts."""
+        """Rows sent to each ep rank, received from each of etp x ep, and experts' offsets; waits for them."""
         ep, ranks = self.mesh.ep.size, self.mesh.etp_ep.size
         if self.rows_each is not None:
             each = len(self.to_ranks.source) // ep
@@ -243,7 +246,7 @@ class AsyncAllToAll(TokenDispatch):
         return row[:ep], row[ep:][:ranks], list(accumulate(row[ep + ranks :], initial=0))
 
     def start_dispatch(self, probs: torch.Tensor) -> Callable[[], Dispatched]:
-        """probs fp32 `[t, k]`. Finishes as `TokenDispatch.dispatch`."""
+        """Start to send tokens and probs fp32 `[t, k]` -> a function that finishes the dispatch."""
         choices = torch.cat((probs, self.ids + 1.0), dim=1)  # rows of padding are 0: no expert
         x, choices = (self.permute(v, self.to_ranks) for v in (self.x, choices))
         ep, etp = self.mesh.ep, self.mesh.etp
@@ -259,7 +262,7 @@ class AsyncAllToAll(TokenDispatch):
         return partial(self.finish_dispatch, come, ends)
 
     def finish_dispatch(self, come: tuple[Finish, Finish], ends: list[int] | None) -> Dispatched:
-        """On to the etp ranks that share an expert, and to the order of experts."""
+        """Wait for the rows, gather them over the etp ranks, and permute them to the order of experts."""
         rows, choices = (finish() for finish in come)
         size, etp = self.mesh.etp.size, self.mesh.etp
         if size > 1:
@@ -272,7 +275,7 @@ class AsyncAllToAll(TokenDispatch):
         return self.permute(rows, self.routing), routing.offsets, ends
 
     def start_combine(self, rows: torch.Tensor, recompute: list[Callable] | None) -> Finish:
-        """Finishes as `TokenDispatch.combine`. rows `[r, h]`; recompute: as AllGatherInPieces takes it."""
+        """Start to send rows `[r, h]` back -> a function that returns what `TokenDispatch.combine` does."""
         (sent, received), (shared, each), etp = self.over_ep, self.over_etp, self.mesh.etp
         y = self.unpermute(rows, self.routing, self.probs)
         if etp.size > 1:
@@ -282,22 +285,22 @@ class AsyncAllToAll(TokenDispatch):
 
 
 def beside(wgrads: OverlappedWgrads | None) -> list[Callable]:
-    """What the backward runs while the gradients of tokens are in flight."""
+    """The functions that the backward calls while the gradients of tokens are in flight."""
     return [] if wgrads is None else [wgrads.run]
 
 
 def padded_ends(routing: Routing, experts: int) -> list[int]:
-    """The offsets of a routing to a capacity, which the host knows."""
+    """The `experts + 1` offsets, from 0, of experts' rows padded to a capacity: known without the GPU."""
     return [i * (len(routing.source) // experts) for i in range(experts + 1)]
 
 
 def cut_to(routing: Routing, ends: list[int] | None) -> Routing:
-    """The tables without rows that no expert has, where the host knows its offsets."""
+    """The tables without the rows past the last expert's, if the host knows the offsets, `ends`."""
     return routing if ends is None else replace(routing, source=routing.source[: ends[-1]])
 
 
 class AsyncHostCopy:
-    """A tensor of the GPU, numbers `[...]`, in flight to the host since this was made."""
+    """A copy of numbers `[...]` from the GPU to the host, in flight as soon as this is constructed."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.event = numbers.to("cpu", non_blocking=True), None
@@ -306,19 +309,19 @@ class AsyncHostCopy:
             self.event.record()
 
     def read(self) -> list:
-        """The numbers; waits for what was launched before them."""
+        """Wait for the copy, and all work launched before it, and return the numbers."""
         if self.event is not None:
             self.event.synchronize()
         return self.numbers.tolist()
 
 
 def start(x: torch.Tensor, exchange: AsyncExchange) -> Finish:
-    """Start an exchange of x `[n, ...]`; the returned call gives the rows received. Differentiable."""
+    """Start an exchange of x `[n, ...]` -> a function that waits for the rows received. Differentiable."""
     return partial(FinishExchange.apply, StartExchange.apply(x, exchange), exchange)
 
 
 def start_gather_seq(x: torch.Tensor, axis: Axis) -> Finish:
-    """`comm.gather_seq` of x `[n, ...]`, in flight between two calls; the second gives `[n*size, ...]`."""
+    """Start `comm.gather_seq` of x `[n, ...]` -> a function that waits for it and returns `[n*size, ...]`"""
     if axis.size == 1:
         return lambda: x
     return start(
@@ -329,9 +332,9 @@ def start_gather_seq(x: torch.Tensor, axis: Axis) -> Finish:
 def start_exchange(
     x: torch.Tensor, axis: Axis, send: list[int], receive: list[int], meanwhile: list[Callable] | None = None
 ) -> Finish:
-    """`comm.all_to_all` of x `[n, ...]`, in flight between two calls; the second gives the rows received.
+    """Start `comm.all_to_all` of x `[n, ...]` -> a function that waits for the rows received.
 
-    Rows of x beyond those sent may get any gradient.
+    Rows of x after those sent may get any gradient.
     """
     if axis.size == 1:
         return lambda: x[: sum(send)]
@@ -344,6 +347,6 @@ def start_exchange(
 
 
 def split_rows(x: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
-    """x `[t, ...]` in parts -> `[t/parts, ...]` each, as even as can be, some perhaps empty"""
+    """Split x `[t, ...]` into parts of nearly equal size, some perhaps empty -> `[t/parts, ...]` each"""
     places = [len(x) * i // parts for i in range(parts + 1)]
     return [x] if parts == 1 else x.split([end - start for start, end in pairwise(places)])

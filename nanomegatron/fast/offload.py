@@ -28,8 +28,8 @@ HOST = torch.device("cpu")
 class HostStaging:
     """Copies shards of gradients to the host, in the same order every step, and parameters back.
 
-    grads `[size/ranks]`: the shards, final when a step fetches its first one. prefetch: copy the next shard
-    while the host updates this one. On a CPU all are plain copies.
+    grads `[size/ranks]`: the shards, complete when a step fetches the first. prefetch: copy the next shard
+    while the host updates this one. If the device is a CPU, all are plain copies.
     """
 
     def __init__(self, grads: Sequence[torch.Tensor], device: torch.device, prefetch: bool) -> None:
@@ -43,9 +43,8 @@ class HostStaging:
         self.turns = Counter()
 
     def fetch(self, numbers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The next shard of gradients -> `[size/ranks]`, and a step's numbers `[...]`, in host memory.
+        """Wait for the next shard of gradients -> `[size/ranks]`, and a step's numbers `[...]`, on the host.
 
-        The host waits for them.
         The buffer of a shard is used again by the next but one.
         """
         if not self.waiting and not self.copying:  # the first one of a step
@@ -62,7 +61,7 @@ class HostStaging:
         return self.buffers[key][:size], self.numbers
 
     def send(self, write: Callable[[torch.Tensor], None], out: torch.Tensor) -> None:
-        """Begin to copy to out `[size/ranks]` what `write` writes on the host; the device's stream waits."""
+        """Start to copy to out `[size/ranks]` the values that `write` writes; the device's stream waits."""
         key = self._buffer("out", out.dtype)
         self._wait_copy(key)
         staged = self.buffers[key][: len(out)]
@@ -78,7 +77,7 @@ class HostStaging:
         self.copying.append((key, len(grads)))
 
     def _buffer(self, direction: str, dtype: torch.dtype) -> tuple:
-        """The key of the buffer of this direction and type whose turn it is."""
+        """The key of the buffer to use next for this direction and type; there are two of each."""
         self.turns[direction, dtype] += 1
         key = (direction, dtype, self.turns[direction, dtype] % 2)
         if key not in self.buffers:
@@ -107,13 +106,13 @@ class HostShard(ShardState):
         self.staging = staging
 
     def update(self, *numbers: torch.Tensor) -> None:
-        """As `ShardState`, numbers `[...]` too; the host waits for the gradients."""
+        """Update on the host, which waits for the gradients. numbers `[...]`: as in `ShardState.update`."""
         grads, numbers = self.staging.fetch(numbers)
         self.adamw(grads.float(), *numbers)
         self.publish()
 
     def publish(self) -> None:
-        """As `ShardState`, by way of a staging buffer."""
+        """Write the parameters as `ShardState.publish` does, through a staging buffer."""
         gathered = self.bucket.gathered
         self.staging.send(partial(gathered.write, self.main), gathered.shard)
 

@@ -1,8 +1,8 @@
-"""Same result as `comm.start_all_gather` and its like, by memory that GPUs share; this says over which axes.
+"""Same result as `comm.start_all_gather` and the like, by shared GPU memory; here: which axes can share it.
 
-The machines report which GPUs reach each other; then every rank pushes numbers to its peers and pulls theirs,
-once, before anything relies on it: a driver can report access between two GPUs that does not work (an IOMMU,
-a virtual machine).
+The drivers report which GPUs can access each other. Then every rank pushes numbers to its peers and pulls
+theirs, once, as a trial: a driver can report access between two GPUs that does not work (an IOMMU, a virtual
+machine).
 
 Gain: that of the paths which use the memory (benchmarks/results/2026-11-22-cp-train-four.json against
 2026-11-22-cp-train-four-messages.json, which has the same run by messages).
@@ -28,12 +28,12 @@ from nanomegatron.mesh import Axis, Mesh
 
 PeerGroups = list[tuple[int, ...]]  # of one axis: world ranks
 
-NUMBERS = 2**18  # of a copy, int32: 1 MiB
-SECONDS = 60  # within which the copies of a trial end, or never
+NUMBERS = 2**18  # int32 numbers per copy of the trial: 1 MiB
+SECONDS = 60  # timeout of the copies of the trial
 
 
 class Gpu(NamedTuple):
-    """Where a rank computes."""
+    """The GPU of a rank."""
 
     machine: int  # hash of the host's name
     index: int
@@ -44,13 +44,13 @@ class PeerAccess:
     """Which axes share GPU memory, and the buffers in it that the fast paths use, made at first use."""
 
     def __init__(self, errors: dict[str, str]) -> None:
-        """errors: by the name of an axis why its ranks share no memory; "" where they do."""
+        """errors: axis name -> the reason why its ranks share no memory; "" if they do."""
         self.errors = errors
         self.buffers: dict[tuple[str, str], PeerMemory | PeerRing] = {}
 
     @classmethod
     def build(cls, mesh: Mesh, parallel: ParallelConfig) -> "PeerAccess":
-        """Of a run. All ranks call it together; communicates over world where there are GPUs."""
+        """Find the axes of a run. All ranks call it together; communicates over world if there are GPUs."""
         if mesh.world.size == 1:
             return cls({})
         if not parallel.peer_memory:
@@ -62,16 +62,16 @@ class PeerAccess:
         return cls(errors)
 
     def error(self, axis: Axis) -> str:
-        """Why the ranks of an axis share no memory, the same for all of its groups; "" where they do."""
+        """The reason why the ranks of an axis share no memory, for all of its groups; "" if they do."""
         return self.errors.get(axis.name, "no GPU")
 
     def describe(self, axis: Axis, otherwise: str = "asynchronous collectives") -> str:
-        """How tensors are sent over this axis beside the work on others, for a person to read."""
+        """How tensors are sent over this axis while the GPU works, as text for the banner."""
         error = self.error(axis)
         return f"{otherwise} ({error})" if error else "GPU copy engines"
 
     def memory(self, axis: Axis, device: torch.device, kind: str) -> PeerMemory | None:
-        """Of "all_gather" or "reduce_scatter", if the ranks share any. All of them call it together."""
+        """Buffers for "all_gather" or "reduce_scatter", None if not shared. All ranks call it together."""
         if axis.size == 1 or self.error(axis):
             return None
         if (axis.name, kind) not in self.buffers:
@@ -81,10 +81,10 @@ class PeerAccess:
     def ring(
         self, axis: Axis, device: torch.device, name: str, room: int, kept: int
     ) -> Callable[..., Pending]:
-        """How tensors go round an axis: by the `PeerRing` of this name, or by messages.
+        """A function of (parts, like, plan) like `start_transfers`: by the `PeerRing` `name`, or by messages.
 
-        The function takes parts, like and plan, as `start_transfers`; room and kept: as a ring does. All
-        ranks call it together.
+        room: for `PeerRing.start_transfers`, kept: for the ring's constructor. All ranks of the axis call it
+        together.
         """
         if axis.size == 1 or self.error(axis):
             return partial(start_transfers, axis=axis)
@@ -96,17 +96,17 @@ class PeerAccess:
 def peer_access_errors(
     axes: dict[str, PeerGroups], communicators: dict[tuple[int, ...], Any], device: torch.device
 ) -> dict[str, str]:
-    """Why the ranks of each axis cannot share memory, "" where they can: the same on every rank.
+    """Axis name -> the reason why its ranks cannot share memory, "" if they can; the same on every rank.
 
     axes: the groups of each, `world` among them; communicators: this rank's, by the ranks of the group. All
-    ranks of the world call it together. Raises RuntimeError where memory cannot be mapped or a copy never
-    ends.
+    ranks of the world call it together. Raises RuntimeError if memory cannot be mapped or a copy does not
+    end.
 
-    An axis shares memory in all of its groups or in none. torch counts for each process how often it has met
-    others to share memory, in whichever group, and waits forever for a process that has met fewer: with cp 3
-    and ep 4 on machines of eight GPUs the cp group {6, 7, 8} spans two machines and {3, 4, 5} does not. If
-    the second shared memory and the first did not, ranks 4 and 5 of the ep group {4, 5, 6, 7} would have met
-    others and 6 and 7 would not.
+    An axis shares memory in all of its groups or in none. torch counts the rendezvous of each process, over
+    all groups, and waits forever for a process whose count is lower: with cp 3 and ep 4 on machines of eight
+    GPUs the cp group {6, 7, 8} spans two machines and {3, 4, 5} does not. If the second shared memory and the
+    first did not, ranks 4 and 5 of the ep group {4, 5, 6, 7} would have counted one rendezvous and ranks 6
+    and 7 none.
     """
     (everyone,) = axes["world"]
     if device.type != "cuda" or len(everyone) == 1:
@@ -146,7 +146,7 @@ def _here(device: torch.device) -> Gpu:
 
 
 def _gather(row: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:
-    """The numbers of every rank of a group."""
+    """All-gather the numbers of every rank of a group, to the host."""
     mine = torch.tensor(row, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
@@ -154,7 +154,7 @@ def _gather(row: Sequence[int], group: Any, device: torch.device) -> list[list[i
 
 
 def _first_obstacle(name: str, groups: PeerGroups, gpus: list[Gpu]) -> str:
-    """Why one of the groups cannot share memory, by what the machines report; "" if all can."""
+    """The reason, from the drivers' reports, why one of the groups cannot share memory; "" if all can."""
     for group in groups:
         machines = {gpus[rank].machine for rank in group}
         if len(machines) > 1:
@@ -168,7 +168,7 @@ def _first_obstacle(name: str, groups: PeerGroups, gpus: list[Gpu]) -> str:
 
 
 def _shared_memory(size: int, device: torch.device) -> torch.Tensor | None:
-    """A row of NUMBERS for each of `size` ranks; None, and a warning why, where torch cannot make it."""
+    """Memory to share: NUMBERS for each of `size` ranks; None, after a warning, if torch cannot."""
     try:
         return symmetric.empty(size * NUMBERS, dtype=torch.int32, device=device).fill_(-1)
     except RuntimeError as error:

@@ -1,9 +1,9 @@
-"""Same result as `comm.start_all_gather` and its like, by copy engines that write into each other's GPUs.
+"""Same result as `comm.start_all_gather` and the like, by copy engines that access other GPUs' memory.
 
-Memory on every GPU of an axis that its peers read and write themselves, over NVLink, while matmuls run.
+Every GPU of an axis has buffers that its peers read and write directly, over NVLink, while matmuls run.
 
-`PeerMemory` is for activations, which tp ranks send as they are made, and for keys and values, which cp ranks
-send each other (`transfers.py`).
+`PeerMemory` is for activations, which tp ranks send as they are computed, and for keys and values, which cp
+ranks send each other (`transfers.py`).
 
     rank 0                  rank 1                  call       n              n + 1          n + 2
     [ slot 0 | slot 1 ]     [ slot 0 | slot 1 ]     slot       0              1              0
@@ -11,8 +11,8 @@ send each other (`transfers.py`).
          +--- a copy engine -----+
 
 The copies run on a stream of their own and take no multiprocessor from the matmuls. NVLink multicast is not
-used. Buffers come from torch's symmetric memory and grow on demand; growing stops every rank for a moment.
-`peer_access.py` says which axes may do this.
+used. Buffers come from torch's symmetric memory and grow on demand; growing synchronizes all ranks.
+`peer_access.py` finds the axes that can use this.
 
 Gain: on 4 H200 a tp layer's gather and matmul in 1.53 ms where NCCL before it takes 2.06
 (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
@@ -25,7 +25,7 @@ import torch
 
 try:
     import torch.distributed._symmetric_memory as symmetric
-except ImportError:  # it is torch's own business, and may go
+except ImportError:  # a private module of torch, which may disappear
     symmetric = None
 
 from nanomegatron.comm import count_traffic
@@ -33,9 +33,9 @@ from nanomegatron.mesh import Axis
 
 
 def share_memory(axis: Axis, device: torch.device, *shape: int) -> tuple[Any, list[torch.Tensor]]:
-    """Torch's handle, which has a barrier, and memory of every rank of the axis, mapped here -> uint8 `[...]`
+    """Allocate shared memory of `shape` bytes on each rank of the axis, and map that of all ranks here.
 
-    Each rank's is `shape` bytes. All ranks of the axis call it together.
+    -> torch's handle, which has a barrier, and each rank's memory, uint8 `[...]`. All ranks call it together.
     """
     own = symmetric.empty(math.prod(shape), dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, axis.group.group_name)
@@ -46,18 +46,18 @@ class PeerMemory:
     """Buffers of one kind of collective over an axis, as drawn above, and the stream of its copies.
 
     **Why one barrier a call is enough.** Every call works in one slot, slots alternate, and a call has one
-    barrier. `begin` orders a call of a rank after all work of its call before, copies included. So once a
+    barrier. `begin` orders a rank's call after all work of its previous call, copies included. So once a
     rank has passed the barrier of call n + 1, no rank writes into the slot of call n on behalf of call n any
     more. With two slots call n + 2, which is after that barrier, may write into the slot of call n, here and
     on the peers, before its own barrier, if the data of call n is not needed after the barrier of call n + 1;
     with more slots, that many calls later. As for every collective, all ranks make the same calls, in the
     same order and of the same sizes.
 
-    `kind` is what `axis.traffic` calls it. A call is `begin`, work with `views`, `record` and `copy`, and one
-    `barrier`: what is read after it was written by all ranks before it. A `barrier_before_copies` comes, on
-    all ranks, after the barrier of the call before and before this one's. Views and events are made once and
-    used again, which saves host time (0.14 ms a call instead of 0.2). An event that is recorded again stands
-    for more work of the same stream, never for less.
+    `kind` is its name in `axis.traffic`. A call is `begin`, work with `views`, `record` and `copy`, and one
+    `barrier`: data read after it was written by all ranks before it. A `barrier_before_copies` comes, on all
+    ranks, between the previous call's barrier and this one's. Views and events are made once and reused,
+    which saves host time (0.14 ms per call instead of 0.2). An event that is recorded again stands for more
+    work of the same stream, never for less.
     """
 
     def __init__(self, axis: Axis, device: torch.device, kind: str, slots: int = 2) -> None:
@@ -68,7 +68,7 @@ class PeerMemory:
         self._views: dict[tuple, list[torch.Tensor]] = {}
 
     def begin(self, size: int, *sent: torch.Tensor) -> None:
-        """Begin a call that needs `size` bytes on every rank. sent `[...]`: tensors that count as that"""
+        """Begin a call that needs `size` bytes on every rank. sent `[...]`: tensors to count as traffic"""
         for x in sent:
             count_traffic(self.axis, self.kind, x)
         if size > self.size:
@@ -88,9 +88,9 @@ class PeerMemory:
         return self._views[key]
 
     def allocate(self, size: int) -> list[torch.Tensor]:
-        """New slots of each rank -> uint8 `[slots, size]`. The device finishes all earlier calls before.
+        """Allocate new slots -> those of each rank, uint8 `[slots, size]`. The device first finishes.
 
-        All ranks take part. The caller frees the old ones: no rank does before all have come here.
+        All ranks call it together; the caller frees the old slots, which by then no rank uses any more.
         """
         torch.cuda.synchronize(self.device)
         self.stream = torch.cuda.Stream(self.device, priority=-1)
@@ -106,7 +106,7 @@ class PeerMemory:
         return self.ready[k]
 
     def copy(self, *copies: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]) -> list[torch.cuda.Event]:
-        """Begin out.copy_(source) for each (event, out, source), in order; an event for the end of each.
+        """Start out.copy_(source) after the event, for each (event, out, source) -> events of the ends
 
         copies `[...]`: both tensors of one shape.
         """
@@ -120,15 +120,15 @@ class PeerMemory:
         return self.done[: len(copies)]
 
     def wait_copies(self) -> None:
-        """Hold up the current stream until all copies begun are done."""
+        """Make the current stream wait until all copies begun are done."""
         self.last.wait()
 
     def barrier_before_copies(self, ready: torch.cuda.Event) -> None:
-        """Hold up later copies until every rank has reached its event."""
+        """Make later copies wait until every rank has reached its event."""
         with torch.cuda.stream(self.stream):
             ready.wait(self.stream)
             self.handle.barrier(channel=0)
 
     def barrier(self) -> None:
-        """Hold up the current stream until the streams of all ranks have reached this point."""
+        """Make the current stream wait until the streams of all ranks have reached this point."""
         self.handle.barrier(channel=0)

@@ -1,9 +1,9 @@
-"""Same result as `comm.all_gather` and `comm.reduce_scatter`, in blocks of the ranks, to work on one by one.
+"""Same result as `comm.all_gather` and `comm.reduce_scatter`, in one block per rank, overlapped with work.
 
 A rank works on one block while the next is fetched (`gather_pieces`), or makes one while the last is sent
 (`scatter_pieces`). The copies are made by copy engines between the GPUs (`peer_memory.py`). Where GPUs cannot
-reach each other's memory, and on CPUs, whole collectives run beside the work, and sum in the blocks' type. So
-they do without `peers`: several calls at once would have to alternate in peer memory.
+reach each other's memory, on CPUs, and without `peers`, whole collectives run beside the work, and sum in the
+blocks' type. Several calls in flight at once have no `peers`, since peer memory serves one at a time.
 
 Gain: that of `tp_overlap.py` and `moe_pieces.py` (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
 """
@@ -25,7 +25,7 @@ Make = Callable[[int, torch.Tensor], Any]
 def gather_pieces(
     x: torch.Tensor, axis: Axis, peers: PeerAccess | None
 ) -> tuple[torch.Tensor, list[tuple[slice, Any]]]:
-    """Begin to gather x, a rank's block at a time.
+    """Start to gather x, one rank's block at a time.
 
     Rank r begins with its own block, fetches those of r + 1, r + 2, ... one after the other, so that no two
     ranks fetch from the same one, and works on each as it arrives:
@@ -33,7 +33,7 @@ def gather_pieces(
     rank 0 of 4    work     [barrier][ own ][ 1    ][ 2    ][ 3 ]
                    copies            [  1   ][  2   ][  3   ]
 
-    x `[n, ...]` -> `[n*size, ...]`, and (rows of it, what to wait for) as they arrive; all with the last
+    x `[n, ...]` -> `[n*size, ...]`, and (rows of it, object to wait for) as they arrive; the last means all
     """
     if axis.size == 1:
         return x, []
@@ -54,16 +54,16 @@ def gather_pieces(
 
 
 def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis, peers: PeerAccess | None) -> Pending:
-    """Begin to sum the ranks' blocks: `make(rank, out)` makes the one for a rank; the result: this rank's.
+    """Start to reduce-scatter blocks, of which `make(rank, out)` makes that for a rank; the result: its sum.
 
-    The blocks for the others are made first, a rank's own, which goes nowhere, last; then each rank adds the
-    blocks that it was given, in fp32, and rounds once. That may be as late as the sum is wanted.
+    The blocks for the others are made first, a rank's own, which is not sent, last. When the result is waited
+    for, each rank adds the blocks that it has received, in fp32, and rounds once.
 
     rank 0 of 4    work     [ for 1 ][ for 2 ][ for 3 ][ own    ][barrier][sum]
                    copies            [ to 1  ][ to 2  ][ to 3 ]
 
-    whole `[n*size, ...]`: room for all blocks; the result `[n, ...]`. Of those that copy engines carry none
-    may begin before one has waited for the one before.
+    whole `[n*size, ...]`: room for all blocks; the result `[n, ...]`. With copy engines a call may begin only
+    after the result of the previous one was waited for.
     """
     memory = peers.memory(axis, whole.device, "reduce_scatter") if peers and whole.numel() else None
     if memory is not None:
@@ -74,10 +74,10 @@ def scatter_pieces(make: Make, whole: torch.Tensor, axis: Axis, peers: PeerAcces
 
 
 def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bool = False) -> Pending:
-    """`scatter_pieces` into every rank's memory, at the place that is ours there. whole `[n*size, ...]`
+    """`scatter_pieces` by pushing blocks into this rank's slot in every rank's memory. whole `[n*size, ...]`
 
-    in_step: no rank pushes before all have their first block, so that none is pushed to by two at once, which
-    takes longer than in turn. Not beside matmuls, which may leave the barrier's kernel no room.
+    in_step: no rank pushes before all have made their first block, so that no two ranks push to the same one
+    at once, which is slower. Not for use beside matmuls, which may leave the barrier's kernel no room.
     """
     axis, parts = memory.axis, whole.chunk(memory.axis.size)
     memory.begin(whole.nbytes, whole)
@@ -97,7 +97,7 @@ def push_pieces(make: Make, whole: torch.Tensor, memory: PeerMemory, in_step: bo
 
 
 class _Sum:
-    """What the ranks push here, to be added when it is waited for; a Pending's work."""
+    """The work of a Pending: `wait` adds the blocks that the ranks have pushed here."""
 
     def __init__(self, memory: PeerMemory, mine: torch.Tensor, result: torch.Tensor) -> None:
         self.memory, self.mine, self.result = memory, mine, result
@@ -109,5 +109,5 @@ class _Sum:
 
 
 def others(axis: Axis) -> list[int]:
-    """The other ranks, so ordered that at each step all have another one."""
+    """The other ranks, in an order in which at each step every rank has a different one."""
     return [(axis.rank + step) % axis.size for step in range(1, axis.size)]

@@ -1,15 +1,15 @@
 """Same result as `tp.LinearFunction` with --sequence-parallel, its collectives in pieces beside the matmuls.
 
-A gather before a matmul, or a reduce-scatter behind it (`--tp-comm-overlap`): a matmul for each rank's block
-of rows, which copy engines fetch and push between the GPUs (timelines: `pieces.gather_pieces` and
+With `--tp-comm-overlap` a gather before a matmul, or a reduce-scatter after it, becomes a matmul for each
+rank's block of rows, which copy engines fetch and push between the GPUs (timelines: `pieces.gather_pieces`,
 `scatter_pieces`). Where GPUs cannot reach each other's memory, and on CPUs, the pieces are sent by
-collectives: the matmul of a rank's own rows hides part of the gather, that of the second half of every block
-hides part of the reduce-scatter, whose sum is then made in x's type.
+collectives: the matmul of a rank's own rows overlaps with part of the gather, that of the second half of each
+block with part of the reduce-scatter, which then sums in x's type.
 
 Gain: four linear layers of a Llama-3-8B block on 4 H200, 8192 rows, bf16: forward 1.21 ms for the matmuls,
-2.06 with NCCL before or behind them, 1.53 in pieces; with backward 3.86, 6.30 and 4.80 ms
+2.06 with NCCL before or after them, 1.53 in pieces; with backward 3.86, 6.30 and 4.80 ms
 (benchmarks/results/2026-11-21-tp-overlap-tp4.json).
-Left over are smaller matmuls that fit the GPU less well, the sum, and for qkv and o copies that take longer
+What remains is due to smaller, less efficient matmuls, the sum, and for qkv and o copies that take longer
 than the matmul. Tried and no better: two matmul streams, half blocks, the barrier beside the own matmul; all
 copies at once is worse. A call takes the host 0.14 ms, so with few rows this does not pay.
 (Decomposed collectives: Wang et al., ASPLOS 2023; Megatron-LM's --tp-comm-overlap.)
@@ -31,7 +31,7 @@ class OverlappedLinear:
     x `[s, b, i]` or `[s/tp, b, i]` or `[s, b, i/tp]`, weight `[o/tp, i]` or `[o, i/tp]`
     -> `[s, b, o/tp]` or `[s, b, o]` or `[s/tp, b, o]`, each with its `comm` as in `tp.LinearFunction`
 
-    peers: how pieces are sent; None: by collectives.
+    peers: the memory by which pieces are sent; None: by collectives.
     """
 
     def __init__(self, peers: PeerAccess | None) -> None:
@@ -101,7 +101,7 @@ def gather_matmul(
 
 
 def start_gather_rows(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -> Pending:
-    """Begin all_gather of x `[n, ...]`, to run beside matmuls; the result `[n*size, ...]` is waited for."""
+    """Start an all-gather of x `[n, ...]`, to overlap with matmuls; the result: `[n*size, ...]`"""
     if axis.size == 1:
         return Pending(x)
     gathered, arrivals = gather_pieces(x, axis, peers)
@@ -115,7 +115,7 @@ def matmul_scatter(
 
     x `[n*size, i]`, weight `[i, o]` of any strides -> `[n, o]`
 
-    Raises ValueError where the rows do not divide by the ranks.
+    Raises ValueError if the rows are not divisible by the number of ranks.
     """
     if axis.size == 1:
         return x @ weight
@@ -130,7 +130,7 @@ def matmul_scatter(
 
 
 def _scatter_halves(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Both halves of every block: the first is reduced while the second is multiplied."""
+    """`matmul_scatter` by collectives: each block's first half is reduced beside the second's matmul."""
     blocks = x.unflatten(0, (axis.size, -1))
     y = x.new_empty(blocks.shape[1], weight.shape[1])
     weights = weight.expand(axis.size, *weight.shape)

@@ -1,10 +1,10 @@
-"""Same result as `comm.start_messages`, by a plan that both ends know: by messages or by copy engines.
+"""Same result as `comm.start_messages`, by a plan known to sender and receiver: messages or copy engines.
 
     plan of rank 1     sends    3 rows to rank 2, as rows 0 ... 2 of the 5 that arrive there
                        recvs    4 rows of rank 0, as rows 0 ... 3 of 6; 2 rows of rank 3, as rows 4, 5
 
 A copy engine of the sender pushes rows to their places in the receiver's memory, and takes no multiprocessor
-from attention. So a sender knows where its rows go, and how many arrive there.
+from attention. For that a sender must know where its rows go, and how many arrive there in all.
 
 Gain: the ring at 128k tokens on 4 H200 at 0.971 of the rate of a GPU without communication, with messages at
 0.919 (benchmarks/results/2026-11-22-cp-attention-four-ring.json, -four-messages.json; two machines).
@@ -21,7 +21,7 @@ from nanomegatron.mesh import Axis
 
 
 class Transfer(NamedTuple):
-    """Rows for the rank `by` further on the axis; place: where the first goes, and how many arrive there."""
+    """Rows for the rank `by` further on the axis; place: index of the first there, and how many arrive."""
 
     by: int
     rows: int
@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
 
 
 class TransferPlan(NamedTuple):
-    """What this rank sends, and what it receives, in the order of the result."""
+    """The transfers that this rank sends, and those that it receives, in the order of the result."""
 
     sends: list[Transfer]
     recvs: list[Transfer]
@@ -38,10 +38,10 @@ class TransferPlan(NamedTuple):
 def start_transfers(
     parts: Sequence[Sequence[torch.Tensor]], like: Sequence[torch.Tensor], plan: TransferPlan, axis: Axis
 ) -> Pending:
-    """Begin to send the tensors of each part, by messages. The result: for each of `like` all that arrives.
+    """Start to send the tensors of each part, by messages. The result: for each of `like` the rows received.
 
-    parts `[rows, ...]`: of each transfer its tensors; like `[n, ...]`: tensors as they are sent and arrive,
-    but for the number of rows.
+    parts `[rows, ...]`: the tensors of each transfer that is sent; like `[n, ...]`: a tensor like each of
+    these, except for the number of rows.
     """
     rows = [transfer.rows for transfer in plan.recvs]
     outs = [x.new_empty(sum(rows), *x.shape[1:]) for x in like]
@@ -61,8 +61,8 @@ def start_transfers(
 class PeerRing:
     """`start_transfers` by copy engines: each rank pushes tensors into another's memory.
 
-    One call at a time. What arrives is in the memory of the ring, and is to be read before one waits for
-    the `kept`-th call after it.
+    One call at a time. The result is in the memory of the ring, and must be read before the `kept`-th call
+    after it is waited for.
     """
 
     def __init__(self, axis: Axis, device: torch.device, kept: int) -> None:
@@ -75,7 +75,7 @@ class PeerRing:
         plan: TransferPlan,
         room: int,
     ) -> Pending:
-        """As the function; room: bytes that on no rank arrive more than these.
+        """As the function `start_transfers`; room: an upper bound of the bytes that any rank receives.
 
         parts `[rows, ...]`, like `[n, ...]`
         """
@@ -96,6 +96,6 @@ class PeerRing:
         return Pending(here.unbind(0), [self], sent)
 
     def wait(self) -> None:
-        """Hold up the current stream until every rank has pushed what it began to."""
+        """Make the current stream wait until every rank has finished its pushes."""
         self.memory.wait_copies()
         self.memory.barrier()
