@@ -1,16 +1,16 @@
-"""Same result as `cp.context_attention`, whose ring (p2p, and between the groups of a2a+p2p) is another here.
+"""Same result as `cp.context_attention`, with another ring (for p2p, and between the groups of a2a+p2p).
 
     cp 4, rank 1      compute    q1 k1 | q1 k0  q1 k3 | q1 k2 |
                       receive   k0  k3 |           k2 |       |
-    backward          find         dk1 |   dk0    dk3 |   dk2 |          and send them to ranks 0, 3 and 2
-                      receive          |              | dk1 dk1 | dk1    what ranks 2, 3 and 0 have found
+    backward          compute      dk1 |   dk0    dk3 |   dk2 |          and send them to ranks 0, 3 and 2
+                      receive          |              | dk1 dk1 | dk1    computed by ranks 2, 3 and 0
 
-The plain ring passes all keys of a rank on from neighbour to neighbour, and the sums of their gradients in
-fp32 behind them. Here
+The plain ring passes all keys of a rank from neighbour to neighbour, followed by the fp32 sums of their
+gradients. Here
 
-- each rank sends its keys to those that need them, nearer ranks first, and only keys that are seen there;
-- the keys of two ranks arrive in a round; where both meet the queries in the same way, they are one call;
-- gradients go straight to the rank whose keys they are of, in the type of the keys, and are added in fp32;
+- each rank sends its keys to the ranks whose queries see them, nearer ranks first, and only keys seen there;
+- the keys of two ranks arrive per round; if the same queries see both, one kernel call handles both;
+- gradients are sent directly to the rank that owns the keys, in the keys' type, and are added in fp32;
 - up to four parts are merged at once (`ops/merge.py`), not each part into the sum so far;
 - between GPUs that reach each other's memory copy engines push keys and gradients, and leave the
   multiprocessors to attention (`transfers.py`); others send messages.
@@ -50,27 +50,27 @@ class RoundStep(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """What a rank does with the keys of a few others, in its first round with its own; ranks may be groups.
+    """One round of the ring on a rank (or group of ranks): attention to the keys at hand, and transfers.
 
-    Keys are those of one rank behind those of the other: for a step they are a slice.
+    The first round has the rank's own keys, each later one those of up to `ROUND` other ranks, concatenated.
     """
 
     steps: list[RoundStep]
     keys: list[Rows]
-    """Own ones that go to others, for each transfer of theirs."""
+    """Rows of this rank's keys that are sent, one entry for each receiving rank."""
     key_places: list[Rows]
-    """Where `merge_rows` adds the gradients of these."""
+    """Where `merge_rows` adds the gradients of these rows."""
     there: TransferPlan
-    """Of keys."""
+    """Transfers of keys, before the round."""
     back: TransferPlan
-    """Of their gradients."""
+    """Transfers of their gradients, after it."""
 
 
 class Ring:
     """`SelfAttention.context`: this ring for p2p and a2a+p2p; other kinds and windows are as in the core.
 
     q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n*d]`
-    The rounds of a shard are planned once, and kept while the shard is.
+    The rounds of a shard are planned once, and kept as long as the shard exists.
     """
 
     def __init__(self, peers: PeerAccess) -> None:
@@ -101,7 +101,7 @@ class Ring:
         return ulysses_attention(q, k, v, inner, shard, ring) if inner else ring(q, k, v)
 
     def rounds(self, shard: Shard, group: int, device: torch.device) -> list[RingStep]:
-        """What this rank does; with a group of more than one, what its group of neighbours does."""
+        """The rounds of this rank or, if `group` is more than one, of its group of neighbours."""
         plans = self.plans.setdefault(shard, {})
         if (group, device) not in plans:
             plans[group, device] = plan_rounds(shard, group, device)
@@ -111,9 +111,9 @@ class Ring:
 class RoundsFunction(torch.autograd.Function):
     """q `[s/cp, b, n, d]`, k, v `[s/cp, b, g, d]` -> `[s/cp, b, n, d]`, in the rounds of a ring.
 
-    Keys and values for the next round are sent while one is computed.
-    In the backward they are sent again, and after each round the gradients that it has found, to the ranks
-    whose keys they are of. After the last round only the sum for the queries hides that.
+    Keys and values for the next round are sent while one is computed. In the backward they are sent again,
+    and after each round its gradients of keys and values, to the ranks that own these. After the last round
+    that overlaps only with the sum of the queries' gradients.
     """
 
     @staticmethod
@@ -160,21 +160,21 @@ class RoundsFunction(torch.autograd.Function):
 
 
 class LseAccumulator:
-    """Parts that are for some of the tokens of like `[s, b, n, d]`, merged: `rows`, fp32 in between.
+    """Merges parts, each for some of the tokens of like `[s, b, n, d]`, to `rows`, in fp32 until the last.
 
-    With log-sum-exps of scores, `lse` `[b, n, s]`, averages over all keys so far; without, sums. Parts wait
-    until there are as many as can be merged at once: what is in a ring's memory stays no longer than it
-    may.
+    With log-sum-exps of scores, `lse` `[b, n, s]`, rows are averages over all keys so far; without, sums.
+    Parts are collected until there are as many as can be merged at once, which is before the memory of a
+    ring is reused.
     """
 
     def __init__(self, like: torch.Tensor, parts: int) -> None:
-        """parts: how many will be added."""
+        """parts: the number of parts that will be added."""
         self.like, self.left = like, parts
         self.rows = self.lse = None
         self.waiting: list[PartialRows] = []
 
     def add(self, places: Rows, part: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        """part `[rows, b, n, d]` for some of the tokens, and their log-sum-exps lse `[b, n, rows]`."""
+        """Add part `[rows, b, n, d]` for the tokens at `places`, and log-sum-exps lse `[b, n, rows]`."""
         self.left -= 1
         self.waiting.append(PartialRows(part, places, lse))
         if self.left and len(self.waiting) < MAX_PARTS:
@@ -192,7 +192,7 @@ class LseAccumulator:
 def rounds_kv(
     k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[RingStep], peers: PeerAccess
 ) -> Iterator[tuple[RingStep, Sequence[torch.Tensor]]]:
-    """Each round, and its keys and values; those of the next are in flight meanwhile.
+    """Yield each round with its keys and values, while those of the next are in flight.
 
     k, v `[s/cp, b, g, d]` -> two of `[tokens, b, g, d]` a round
     """
@@ -208,14 +208,14 @@ def rounds_kv(
 
 
 def exchange(peers: PeerAccess, axis: Axis, k: torch.Tensor, name: str, kept: int) -> Callable[..., Pending]:
-    """How keys k `[s/cp, b, g, d]` or their gradients, and those of values, are sent in a round."""
+    """The function (`PeerAccess.ring`) that sends keys k `[s/cp, b, g, d]` and values, or their gradients."""
     return peers.ring(axis, k.device, name, 2 * k.nbytes * min(ROUND, axis.size - 1), kept)
 
 
 def grads_to_return(this: RingStep, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """The gradients of keys and values that the steps of a round have found, for each rank that sent some.
+    """Yield dk and dv for each rank that sent its keys for this round.
 
-    found `[queries, b, n, d]` or `[keys, b, g, d]`: dq, dk, dv of a step -> `[rows, b, g, d]`: dk, dv
+    found `[queries, b, n, d]` or `[keys, b, g, d]`: dq, dk, dv of each step -> `[rows, b, g, d]`: dk, dv
     """
     for _, size, (begin, _) in this.there.recvs:
         for step, (_, *grads) in zip(this.steps, found, strict=True):
@@ -224,7 +224,7 @@ def grads_to_return(this: RingStep, found: list[Sequence[torch.Tensor]]) -> Iter
 
 
 def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[RingStep]:
-    """What this group of ranks does: the keys of `ROUND` others arrive at a time, of nearer ones first."""
+    """The rounds of this group of ranks: own keys, then those of `ROUND` others at a time, nearest first."""
     size = shard.axis.size // group
     distances = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
     planner = Planner(shard, group, device)
@@ -232,7 +232,7 @@ def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[RingStep
 
 
 class Planner:
-    """Plans the rounds of a group of ranks; what it calls ranks are groups."""
+    """Plans the rounds of a group of ranks; "rank" means such a group here."""
 
     def __init__(self, shard: Shard, group: int, device: torch.device) -> None:
         self.documents, self.device = shard.documents, device
@@ -241,7 +241,7 @@ class Planner:
         self.rows = functools.cache(functools.partial(shard.query_key_rows, group=group))
 
     def round(self, by: Sequence[int]) -> RingStep:
-        """With the keys of the ranks that are so far before this one."""
+        """Plan the round with the keys of the ranks at the distances `by` before this one."""
         steps = [
             self.step((self.own - d) % self.size, slice(begin, begin + rows))
             for d, (_, rows, (begin, _)) in zip(by, self.arriving(self.own, by, 1), strict=True)
@@ -256,7 +256,7 @@ class Planner:
         return RingStep(steps, keys, key_places, self.transfers(by, 1), self.transfers(by, -1))
 
     def step(self, other: int, keys: slice) -> RoundStep:
-        """Attention to the keys of another rank, which are these among all at hand."""
+        """Plan attention to the keys of the rank `other`, which are the slice `keys` of the round's."""
         causal = other == self.own
         queries, seen = self.rows(self.own, other)
         if not self.documents:
@@ -270,13 +270,13 @@ class Planner:
         return self.rows(queries % self.size, keys % self.size)[1]
 
     def transfers(self, by: Sequence[int], sign: int) -> TransferPlan:
-        """Of keys (1) or of their gradients (-1), in the round with the ranks that are so far before."""
+        """Plan to send keys (sign 1) or their gradients (-1) in the round with the distances `by`."""
         sends = [self.arriving(self.own + sign * d, by, sign)[i] for i, d in enumerate(by)]
         recvs = self.arriving(self.own, by, sign)
         return TransferPlan([x for x in sends if x.by and x.rows], [x for x in recvs if x.by and x.rows])
 
     def arriving(self, rank: int, by: Sequence[int], sign: int) -> list[Transfer]:
-        """What arrives at a rank: keys that its queries see (1), or gradients of its own keys (-1)."""
+        """The transfers to a rank: of keys that its queries see (sign 1), or of its keys' gradients (-1)."""
         pairs = [(rank, rank - d) if sign > 0 else (rank + d, rank) for d in by]
         rows = [int(np.diff(self.keys_seen(*pair), axis=0).sum()) for pair in pairs]
         return [Transfer(sign * d, rows[i], (sum(rows[:i]), sum(rows))) for i, d in enumerate(by)]
@@ -288,7 +288,7 @@ class Planner:
         return to_device(ranges(*bounds), self.device)
 
     def places(self, bounds: np.ndarray) -> Rows:
-        """The same as `merge_rows` takes it: for each token its number among these rows, or -1."""
+        """These rows as `PartialRows.at`: a slice, or for each token its number among the rows, or -1."""
         if not self.documents:
             return self.selection(bounds)
         rows, numbers = ranges(*bounds), np.full(self.tokens, -1)
