@@ -39,12 +39,9 @@ def softmaxes(s: Sizes) -> Iterator[Case]:
             return (x.float() * scale).masked_fill(hidden, -10000.0).softmax(dim=-1).to(x.dtype)
 
         moved = 2 * seen + 2 * scores + (0 if causal else n * n), 4 * seen + 2 * scores
-        more = dict(
-            moved=moved, one_pass=by_place if causal else masked, gate=({"share": 0.85}, {"share": 0.80})
-        )
-        more["megatron"] = forward(megatron), backward(megatron, (1, 1))
-        grads = (s.normal(1, heads, n, n),)
-        yield from passes(f"softmax {n} {kind}", inputs, 1, grads, ours, masked, **more)
+        functions, grads = (ours, masked, by_place if causal else masked), (s.normal(1, heads, n, n),)
+        peer = forward(megatron), backward(megatron, (1, 1))
+        yield from passes(f"softmax {n} {kind}", moved, inputs, grads, 1, functions, megatron=peer)
 
 
 def mask_of(n: int, causal: bool, device: str):
@@ -100,12 +97,11 @@ def ropes(s: Sizes) -> Iterator[Case]:
 
         return run
 
-    gate = {"share": 0.80, "liger": 1.7}
     ways = forms(forward(ours), lambda *args: rotated(*args)[:2], liger=liger_forward)
-    yield case("rope fwd", 4 * s.tokens * (n + g) * d, inputs, ways, gate=gate)
-    ways = forms(backward(ours_packed, (1, 3)), rotated, (1, 3), liger=liger_backward)
+    yield case("rope fwd", 4 * s.tokens * (n + g) * d, inputs, ways)
+    ways = forms(backward(ours_packed, (1, 3)), rotated, grads=(1, 3), liger=liger_backward)
     inputs = *inputs, *(s.normal(s.tokens, 1, heads, d) for heads in (n, g, g))
-    yield case("rope bwd", 4 * s.tokens * (n + 2 * g) * d, inputs, ways, gate=gate)
+    yield case("rope bwd", 4 * s.tokens * (n + 2 * g) * d, inputs, ways)
 
 
 def liger_tables(cos, sin):

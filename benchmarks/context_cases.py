@@ -5,7 +5,8 @@
     plain ring             p2p by the ring of cp.py
     equal slices           the same, but rank r has the r-th of N equal slices (arXiv 2310.01889): the last
                            one has the most to do
-    torch HOW              torch.distributed.tensor.experimental's context_parallel, both rotations, by cuDNN
+    torch HOW              torch.distributed.tensor.experimental's context_parallel, both rotations, by cuDNN;
+                           on GPUs only
     one gpu                without communication, as many FLOPs as each of the N: a causal row of s / sqrt(N)
                            tokens; of several documents, all of the row
 
@@ -17,12 +18,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.session import Case, Run, Session
@@ -34,11 +35,8 @@ from nanomegatron.mesh import World
 from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
 from nanomegatron.ops.merge import ALL
 
-aten = torch.ops.aten
 
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """s tokens, one document or several."""
 
     s: int
@@ -90,8 +88,7 @@ def parallel(world: World) -> ParallelConfig:
 def cases(session: Session) -> Iterator[Case]:
     """Rows of --lengths thousand tokens, and the first of them with documents."""
     unit, shape = (64, dict(heads=8, groups=2, head=16)) if session.args.small else (1024, {})
-    lengths = session.args.lengths or [32, 64, 128]
-    ring = Ring(PeerAccess.build(session.mesh, ParallelConfig()))
+    lengths, ring = session.args.lengths, Ring(PeerAccess.build(session.mesh, ParallelConfig()))
     bounds = document_bounds(lengths[0] * unit, 4 * unit)
     rows = {f"{k}k": Row(k * unit, **shape) for k in lengths}
     rows[f"{lengths[0]}k, documents"] = Row(lengths[0] * unit, bounds, **shape)
@@ -156,59 +153,33 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
     found["plain ring"] = functools.partial(ours, "p2p", context_attention)
     if not row.bounds:
         found["equal slices"] = equal_slices
-        found |= {f"torch {how}": functools.partial(by_torch, how) for how in ("allgather", "alltoall")}
+        for how in ("allgather", "alltoall") if session.cuda else ():
+            found[f"torch {how}"] = functools.partial(by_torch, how)
     return found | {"one gpu": functools.partial(one_gpu, session, row, alone)}
 
 
 @functools.cache
-def enter_torch(device: str, size: int) -> tuple[DeviceMesh, AbstractContextManager]:
+def enter_torch(device: str, size: int) -> AbstractContextManager:
     """torch's context parallelism over all ranks, which ends when nothing refers to it any more."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh, wanted = init_device_mesh(device, (size,)), [torch.arange(2 * size, device=device)]
     context = context_parallel(mesh, buffers=wanted, buffer_seq_dims=[0])  # it wants to cut something
     context.__enter__()
-    return mesh, context
+    return context
 
 
 def torch_ring(session: Session, rotate: str) -> Callable:
-    """Its attention by cuDNN; a CPU has none that it knows, and there the ring itself is called."""
+    """Its attention by cuDNN."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    mesh, _ = enter_torch(session.device.type, session.world.size)
+    enter_torch(session.device.type, session.world.size)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         set_rotate_method(rotate)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        if not session.cuda:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            return RingOnCpu.apply(q, k, v, mesh.get_group()).permute(2, 0, 1, 3)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3)
 
     return attention
-
-
-class RingOnCpu(torch.autograd.Function):
-    """torch's ring with its CPU kernel, which its patched attention does not know."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, group) -> torch.Tensor:
-        from torch.distributed.tensor.experimental._attention import _templated_ring_attention
-
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = _templated_ring_attention(group, 2, kernel, query=q, key=k, value=v, is_causal=True)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group = group
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple:
-        from torch.distributed.tensor.experimental._context_parallel import _attention
-
-        q, k, v, out, lse = ctx.saved_tensors
-        known = dict(query=q, key=k, value=v, out=out, logsumexp=lse, is_causal=True, dropout_p=0.0)
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = _attention._templated_ring_attention_backward(ctx.group, 2, kernel, grad, "grad_out", **known)
-        return *found[:3], None

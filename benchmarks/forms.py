@@ -41,28 +41,19 @@ class Sizes:
         return lambda: torch.randn(shape, dtype=dtype, device=self.device).mul_(scale)
 
 
-# Every case in seconds, on a CPU too.
-SMALL = functools.partial(
-    Sizes,
-    tokens=128,
-    hidden=128,
-    ffn=256,
-    heads=4,
-    groups=2,
-    head=16,
-    vocab=96,
-    experts=4,
-    scores=((2, 32), (1, 64)),
-    elements=1000,
-)
+TINY = dict(tokens=128, hidden=128, ffn=256, vocab=96, elements=1000, scores=((2, 32), (1, 64)))
+TINY |= dict(heads=4, groups=2, head=16, experts=4)
+SMALL = functools.partial(Sizes, **TINY)  # every case in seconds, on a CPU too
 
 
-def case(name: str, moved: int, inputs: tuple, ways: dict[str, Way], exact: Callable | None = None, **more):
+def case(
+    name: str, moved: int, inputs: tuple, ways: dict[str, Way], exact: Callable | None = None, **finish
+) -> Case:
     """A case of functions of tensors. inputs: what makes each; exact: None: torch's way in float64.
 
-    more: `gate` of the case; `finish`, by name of a form what turns its results into the expected ones.
+    finish: by name of a form what turns its results into the expected ones.
     """
-    exact, finish = exact or in_float64(ways["torch"]), more.pop("finish", {})
+    exact = exact or in_float64(ways["torch"])
 
     @functools.cache
     def made() -> tuple:
@@ -74,7 +65,7 @@ def case(name: str, moved: int, inputs: tuple, ways: dict[str, Way], exact: Call
         return Run(alternating(moved, ways[form], fresh), finish=finish.get(form))
 
     built = {form: functools.partial(build, form) for form in ways}
-    return Case(name, built, bytes=moved, expected=lambda: as_tuple(exact(*made())), **more)
+    return Case(name, built, bytes=moved, expected=lambda: as_tuple(exact(*made())))
 
 
 def alternating(moved: int, way: Way, fresh: Callable[[], tuple]) -> Callable[[], tuple]:
@@ -92,24 +83,24 @@ def alternating(moved: int, way: Way, fresh: Callable[[], tuple]) -> Callable[[]
     return run
 
 
-def forms(ours: Way, plain: Callable, grads: tuple = (), one_pass: Callable | None = None, **peers: Way):
+def forms(ours: Way, plain: Callable, one_pass: Callable | None = None, grads: tuple = (), **peers: Way):
     """Ours, torch's functions, eager and compiled (`one_pass`, if another compiles to less), and peers."""
     way = functools.partial(backward, grads=grads) if grads else forward
     return {"ours": ours, "torch": way(plain), "compile": way(compiled(one_pass or plain)), **peers}
 
 
-def passes(name: str, inputs: tuple, wanted: int, grads: tuple, ours: Callable, plain: Callable, **more):
+def passes(name: str, moved: tuple, inputs: tuple, grads: tuple, wanted: int, functions: tuple, **peers):
     """Two cases, forward and backward: the first `wanted` inputs have a gradient, the outputs' are `grads`.
 
-    more: a pair for forward and backward each: `moved`, `gate`, `finish`, and peers by name; `one_pass`.
+    moved: bytes of each; functions: ours, torch's, and what torch.compile gets if it is another; peers: by
+    name a way for each.
     """
-    finish, moved, gates = (more.pop(word, ({}, {})) for word in ("finish", "moved", "gate"))
-    given, one_pass = (wanted, len(grads)), more.pop("one_pass", None)
-    ways = forms(forward(ours), plain, (), one_pass), forms(backward(ours, given), plain, given, one_pass)
+    ours, *plain = functions
+    given = wanted, len(grads)
+    ways = forms(forward(ours), *plain), forms(backward(ours, given), *plain, grads=given)
     for i, word in enumerate(("fwd", "bwd")):
-        found = ways[i] | {peer: pair[i] for peer, pair in more.items()}
-        tensors = (*inputs, *grads[: i * len(grads)])
-        yield case(f"{name} {word}", moved[i], tensors, found, gate=gates[i], finish=finish[i])
+        found = ways[i] | {peer: pair[i] for peer, pair in peers.items()}
+        yield case(f"{name} {word}", moved[i], (*inputs, *grads[: i * len(grads)]), found)
 
 
 def forward(function: Callable) -> Way:

@@ -25,7 +25,6 @@ RMS = EPS, 0.0, "llama"  # Liger's: with Llama's casts, as by default
 def norms(s: Sizes) -> Iterator[Case]:
     """Forward 4 bytes a value, 8 with the add; backward 6 and 8."""
     x, bias, values = s.normal(s.tokens, s.hidden), s.normal(s.hidden), s.tokens * s.hidden
-    gate = {"share": 0.85}, {"share": 0.75, "compile": 2.0}
 
     def weight():
         return torch.rand(s.hidden, device=s.device).mul(0.4).add(0.5).bfloat16()
@@ -33,14 +32,17 @@ def norms(s: Sizes) -> Iterator[Case]:
     def ours(x, w, b=None):
         return norm(x, w, b, EPS)
 
-    common = dict(moved=(4 * values, 6 * values), gate=gate)
+    def ours_add(x, w, residual):
+        return add_norm(x, residual, w, None, EPS)
+
+    moved = 4 * values, 6 * values
     peer = forward(lambda x, w: liger("rms_norm_forward")(x, w, *RMS, None)[0]), liger_rms_backward
-    yield from passes("rms norm", (x, weight), 2, (x,), ours, rms, liger=peer, **common)
+    yield from passes("rms norm", moved, (x, weight), (x,), 2, (ours, rms), liger=peer)
     peer = forward(lambda x, w, b: liger("layer_norm_forward")(x, w, b, EPS)[0]), liger_layer_backward
-    yield from passes("layer norm", (x, weight, bias), 3, (x,), ours, layer, liger=peer, **common)
-    ours_add, common["moved"] = lambda x, w, r: add_norm(x, r, w, None, EPS), (8 * values, 8 * values)
+    yield from passes("layer norm", moved, (x, weight, bias), (x,), 3, (ours, layer), liger=peer)
+    moved = 8 * values, 8 * values
     peer = forward(lambda x, w, r: liger("fused_add_rms_norm_forward")(x, r, w, *RMS)[:2]), liger_add_backward
-    yield from passes("add+rms norm", (x, weight, x), 2, (x, x), ours_add, add_rms, liger=peer, **common)
+    yield from passes("add+rms norm", moved, (x, weight, x), (x, x), 2, (ours_add, add_rms), liger=peer)
 
 
 def rms(x, w):
@@ -89,10 +91,11 @@ def swiglus(s: Sizes) -> Iterator[Case]:
         a, b = (part.contiguous() for part in x.chunk(2, dim=-1))
         return lambda: liger("swiglu_backward")(a, b, grad)
 
-    more = dict(moved=(6 * values, 10 * values), liger=(liger_forward, liger_backward))
-    more["gate"] = {"share": 0.88}, {"share": 0.80, "liger": 1.4}
-    more["finish"] = {}, {"liger": lambda a, b: (torch.cat((a, b), dim=-1),)}
-    yield from passes("swiglu", (x,), 1, (grad,), swiglu, gated, **more)
+    ways = forms(forward(swiglu), gated, liger=liger_forward)
+    yield case("swiglu fwd", 6 * values, (x,), ways)
+    ways = forms(backward(swiglu, (1, 1)), gated, grads=(1, 1), liger=liger_backward)
+    joined = lambda a, b: (torch.cat((a, b), dim=-1),)  # noqa: E731
+    yield case("swiglu bwd", 10 * values, (x, grad), ways, liger=joined)
 
 
 def gated(x):
@@ -108,7 +111,7 @@ def cross_entropies(s: Sizes) -> Iterator[Case]:
 
     torch takes them to fp32, as is the custom; "torch bf16" leaves that to its kernels and rounds the loss.
     """
-    moved, gate = 2 * s.tokens * s.vocab, {"share": 0.80}
+    moved, one = 2 * s.tokens * s.vocab, lambda: torch.ones((), device=s.device)
     inputs = s.normal(s.tokens, s.vocab), lambda: torch.randint(s.vocab, (s.tokens,), device=s.device)
 
     def liger_losses(logits, labels):  # without gradients
@@ -118,15 +121,13 @@ def cross_entropies(s: Sizes) -> Iterator[Case]:
         return backward(F.cross_entropy, (1, 1))(logits, labels, grad.bfloat16())
 
     ways = forms(forward(cross_entropy_stats), losses, liger=forward(liger_losses))
-    of_stats = {"ours": lambda maximum, total, target: (maximum + total.log() - target,)}
-    yield case("cross entropy fwd", moved, inputs, ways, gate=gate, finish=of_stats)
-    ways = forms(ours_grad, mean, (1, 1)) | {"torch bf16": bf16_grad}
-    yield case(
-        "cross entropy grad", 2 * moved, (*inputs, lambda: torch.ones((), device=s.device)), ways, gate=gate
-    )
+    of_stats = lambda maximum, total, target: (maximum + total.log() - target,)  # noqa: E731
+    yield case("cross entropy fwd", moved, inputs, ways, ours=of_stats)
+    ways = forms(ours_grad, mean, grads=(1, 1)) | {"torch bf16": bf16_grad}
+    yield case("cross entropy grad", 2 * moved, (*inputs, one), ways)
     ways = {"ours": ours_both, "torch": both(mean), "torch bf16": both(F.cross_entropy)}
     ways |= {"compile": both(compiled(mean)), "liger": liger_both}
-    yield case("cross entropy fwd+bwd", 3 * moved, inputs, ways, gate=gate | {"liger": 3.0})
+    yield case("cross entropy fwd+bwd", 3 * moved, inputs, ways)
 
 
 def losses(logits, labels):
@@ -191,24 +192,18 @@ LR, WEIGHT_DECAY, STEP = 1e-4, 0.1, 10.0
 def adamws(s: Sizes) -> Iterator[Case]:
     """30 bytes an element: 16 read, 14 written, gradients and moments in fp32. The norm: 4."""
     n, flat = s.elements, s.normal(s.elements, dtype=torch.float32)
-    inputs = (
-        flat,
-        s.normal(n),
-        flat,
-        flat,
-        lambda: flat().square_(),
-        lambda: torch.full((), STEP, device=s.device),
+    second, step = lambda: flat().square_(), lambda: torch.full((), STEP, device=s.device)
+    ways = forms(ours_adamw, fused, stepped)
+    yield case(
+        "adamw", 30 * n, (flat, s.normal(n), flat, flat, second, step), ways, in_float64(forward(stepped))
     )
-    ways = forms(ours_adamw, fused, one_pass=stepped)
-    yield case("adamw", 30 * n, inputs, ways, in_float64(forward(stepped)), gate={"share": 0.88})
 
     def squares(grads):
         segments = Segments.from_ranges([(0, n, 0)], grads.device)
         return lambda: sums_of_squares(grads, segments)
 
-    ways = forms(squares, torch.linalg.vector_norm, one_pass=lambda x: torch.linalg.vector_norm(x))
-    finish = {"ours": lambda sums, _: (sums.sum().sqrt(),)}
-    yield case("gradient norm", 4 * n, (flat,), ways, finish=finish)
+    ways = forms(squares, torch.linalg.vector_norm, lambda x: torch.linalg.vector_norm(x))
+    yield case("gradient norm", 4 * n, (flat,), ways, ours=lambda sums, _: (sums.sum().sqrt(),))
 
 
 def stepped(main, params, grads, exp_avg, exp_avg_sq, step):
@@ -271,14 +266,17 @@ def permutes(s: Sizes) -> Iterator[Case]:
         rows = grad[position].float()
         return (rows * probs[:, :, None]).sum(dim=1).to(x.dtype), (rows * x[:, None]).sum(dim=-1)
 
+    def ours_permuted(x, probs):
+        return permute(x, routing, probs)
+
     ways = forms(forward(lambda x: permute(x, routing)), lambda x: x.index_select(0, token))
     yield case("moe permute", 2 * h * t * (k + 1), (x,), ways)
-    ways = forms(forward(ours), added, one_pass=gathered)
+    ways = forms(forward(ours), added, gathered)
     yield case("moe unpermute", 2 * h * t * (k + 1), (z, probs), ways)
-    ways = forms(backward(lambda x, probs: permute(x, routing, probs), (2, 1)), permuted, (2, 1))
+    ways = forms(backward(ours_permuted, (2, 1)), permuted, grads=(2, 1))
     ways["compile"] = forward(compiled(gathered_backward))
     yield case("moe permute bwd with probs", 2 * h * t * (k + 2), (x, probs, z), ways)
-    ways = forms(backward(ours, (2, 1)), added, (2, 1))
+    ways = forms(backward(ours, (2, 1)), added, grads=(2, 1))
     yield case("moe unpermute bwd with probs", 2 * h * t * (2 * k + 1), (z, probs, x), ways)
 
 

@@ -3,8 +3,7 @@
     python -m benchmarks.kernels [NAME...] [--form ours --form torch] --out FILE.json [--small]
 
 NAME: what the names of cases begin with, "swiglu". The shapes are Llama-3-8B's with 8,192 tokens, in bf16
-(forms.py); how it is measured stands in session.py. No call finds its inputs in the L2. Lines below the rows
-of a case say which gates the kernel misses.
+(forms.py); how it is measured stands in session.py. No call finds its inputs in the L2.
 """
 
 import itertools
@@ -30,7 +29,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 def main(argv: list[str]) -> None:
     """Measure, print, write the JSON."""
     args = arguments(__doc__, argv)
-    session = Session(args, World(), ParallelConfig(), "auto")
+    session = Session(args, World(), ParallelConfig())
     session.run(cases((SMALL if args.small else Sizes)(device=session.device.type)))
 
 

@@ -1,13 +1,12 @@
-"""Layers on one GPU or several: tensor and context parallel, experts, FP8; and the groups of a run.
+"""Layers on one GPU or several: tensor and context parallel, experts, FP8.
 
     torchrun --nproc-per-node 4 -m benchmarks.layers tp [NAME...] --out FILE.json [--small]
     torchrun --nproc-per-node 4 -m benchmarks.layers cp --lengths 32 64 128 --out FILE.json
     torchrun --nproc-per-node 4 -m benchmarks.layers moe [--flags "FLAGS OF train.py"] --out FILE.json
     python -m benchmarks.layers experts | transformers | fp8 --out FILE.json
-    torchrun --nproc-per-node 64 -m benchmarks.layers groups --flags "--tp 2 --pp 32" --samples 1
 
-What each part has is in layer_cases.py (tp, fp8, groups), context_cases.py (cp) and moe_cases.py; how it is
-measured stands in session.py. NAME: what the names of cases begin with.
+What each part has is in layer_cases.py (tp, fp8), context_cases.py (cp) and moe_cases.py; how it is measured
+stands in session.py. NAME: what the names of cases begin with.
 """
 
 import sys
@@ -24,7 +23,6 @@ CASES = {
     "experts": moe_cases.matmul_cases,
     "transformers": moe_cases.peer_cases,
     "fp8": layer_cases.fp8_cases,
-    "groups": layer_cases.group_cases,
 }
 
 
@@ -36,7 +34,7 @@ def main(argv: list[str], world: World | None = None) -> None:
         parallel = ParallelConfig(tensor_model_parallel_size=world.size, distributed_timeout_minutes=4)
     elif args.part == "cp":
         parallel = context_cases.parallel(world)
-    session = Session(args, world, parallel, "cpu" if args.part == "groups" else "auto")
+    session = Session(args, world, parallel)
     session.run(CASES[args.part](session))
     Mesh.close()
 

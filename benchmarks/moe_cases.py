@@ -3,8 +3,8 @@
     moe           a layer over all ranks, forward and backward: overlapped, by the core's forms (plain), in
                   halves of the tokens; its experts with as many rows each; pieces: its router, and dispatch
                   and combine with experts that return their rows
-    experts       forward, input and weight gradient of both linear layers of a rank's experts, for ep 1, 2
-                  and 4: in a loop, grouped, and grouped in FP8 without the casts
+    experts       forward and weight gradient of both linear layers of a rank's experts, for ep 1, 2 and 4:
+                  in a loop, grouped, and grouped in FP8 without the casts
     transformers  a layer on one GPU, ours and transformers', grouped and in a loop, with the same weights
 
 Weight gradients are included: ours go into fp32 buckets, transformers' are bf16. FLOPs are of the experts'
@@ -14,7 +14,7 @@ matmuls.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from types import SimpleNamespace
+from itertools import product
 
 import torch
 
@@ -29,7 +29,7 @@ from nanomegatron.fast.fp8_experts import fp8_parts, fp8_weight_grad, grouped_fp
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fp8 import E4M3, Recipe, Scales
-from nanomegatron.mesh import Axis, Mesh, World
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import GroupedExperts, MoELayer, weight_grad
 from nanomegatron.ops.grouped_mm import Groups, grouped_mm
 from nanomegatron.ops.swiglu import activation
@@ -40,10 +40,8 @@ MODELS = {
     "mixtral": "--config mixtral-8x7b --seq-length 4096 --micro-batch-size 2",
     "qwen": "--config qwen3-30b-a3b --seq-length 4096 --micro-batch-size 4",
 }
-SMALL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --moe-ffn-hidden-size 32 --num-attention-heads 4 "
-)
-SMALL += "--num-query-groups 2 --kv-channels 16 --num-experts 8 --vocab-size 96 --seq-length 32"
+SMALL = "--num-layers 2 --hidden-size 64 --moe-ffn-hidden-size 32 --num-attention-heads 4 --vocab-size 96"
+SMALL += " --num-query-groups 2 --kv-channels 16 --num-experts 8 --seq-length 32"
 
 
 def configs(session: Session) -> Iterator[tuple[str, Config]]:
@@ -63,7 +61,7 @@ class Layer:
     def __init__(self, session: Session, config: Config, form: str = "overlapped", **changes) -> None:
         """form: or "plain", or "halves" of the tokens, which alternate. changes: of the model's settings."""
         device, model, data = session.device, replace(config.model, **changes), config.data
-        dtype, self.topk = getattr(torch, config.dtype_name), model.moe_router_topk
+        dtype = getattr(torch, config.dtype_name)
         self.mesh = Mesh.build(config.parallel, session.world, device, config.model.num_kv_heads)
         self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"), activation(model))
         if form != "plain":
@@ -80,7 +78,7 @@ class Layer:
         self.x.requires_grad_()
 
     def run(self, call: Callable[[], object], **facts) -> Run:
-        return Run(call, self.prepare, single=True, facts=facts)
+        return Run(call, self.prepare, facts=facts)
 
     def prepare(self) -> None:
         self.buckets.zero(1)
@@ -92,43 +90,20 @@ class Layer:
         y.backward(self.grad)
         return y.detach()
 
-    def router(self) -> None:
+    def route(self) -> None:
+        """The router by itself."""
         probs, _ = self.layer.router(self.x.flatten(0, 1), self.batch)
         probs.backward(probs.detach())
 
-    def dispatch(self, probs: torch.Tensor, ids: torch.Tensor) -> None:
-        """There and back, of a given choice."""
-        layer, router = self.layer, Chosen(Choice(probs, ids, ids, probs, None))
-        parts = dict(router=router, experts=Same(layer.experts), shared_experts=None)
-        fake = SimpleNamespace(dispatch_class=layer.dispatch_class, **parts)
-        layer.run(fake, self.x, self.batch).backward(self.grad)
-
-
-class Chosen:
-    """A router whose choice is given."""
-
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-
-    def __call__(self, *_) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.choice.probs, self.choice.ids
-
-    def choose(self, *_) -> Choice:
-        return self.choice
-
-    def balance(self, *_) -> torch.Tensor:
-        return self.choice.probs
-
-
-class Same:
-    """Experts that return their rows."""
-
-    def __init__(self, experts: GroupedExperts) -> None:
-        self.config, self.mesh, self.multiple = experts.config, experts.mesh, experts.multiple
-        self.weight1 = experts.weight1
-
-    def __call__(self, rows: torch.Tensor, *_) -> torch.Tensor:
-        return rows
+    def leave_dispatch(self) -> None:
+        """From now on the router's choice is given, and experts return their rows."""
+        router = self.layer.router
+        with torch.no_grad():
+            probs, ids = router(self.x.flatten(0, 1), self.batch)
+        probs.requires_grad_()
+        router.forward = lambda *_: (probs, ids)
+        router.choose, router.balance = lambda *_: Choice(probs, ids, ids, probs, None), lambda *_: probs
+        self.layer.experts.forward = lambda rows, *_: rows
 
 
 def flops_of(config: Config) -> float:
@@ -139,45 +114,52 @@ def flops_of(config: Config) -> float:
 
 def layer_cases(session: Session) -> Iterator[Case]:
     """A layer, and pieces of it."""
-    gather = dict(moe_token_dispatcher_type="allgather")
     for name, config in configs(session):
 
-        def whole(config=config, **changes) -> Run:
-            layer = Layer(session, config, **changes)
+        def whole(config=config, dispatcher="alltoall", **how) -> Run:
+            layer = Layer(session, config, moe_token_dispatcher_type=dispatcher, **how)
             return layer.run(layer.both)
 
         def router(config=config) -> Run:
             layer = Layer(session, config)
-            return layer.run(layer.router)
+            return layer.run(layer.route)
 
-        def dispatch(config=config, **changes) -> Run:
-            layer = Layer(session, config, **changes)
-            with torch.no_grad():
-                probs, ids = layer.layer.router(layer.x.flatten(0, 1), layer.batch)
-            return layer.run(partial(layer.dispatch, probs.requires_grad_(), ids))
+        def dispatch(dispatcher, config=config) -> Run:
+            layer = Layer(session, config, moe_token_dispatcher_type=dispatcher)
+            layer.leave_dispatch()
+            return layer.run(layer.both)
 
         forms = {
             "alltoall": whole,
             "alltoall, plain": partial(whole, form="plain"),
             "halves": partial(whole, form="halves"),
-            "allgather": partial(whole, **gather),
-            "allgather, plain": partial(whole, form="plain", **gather),
+            "allgather": partial(whole, dispatcher="allgather"),
+            "allgather, plain": partial(whole, dispatcher="allgather", form="plain"),
             "experts": partial(experts_run, session, config),
         }
         yield Case(f"{name} layer", forms, flops=flops_of(config))
-        forms = {"router": router, "dispatch": dispatch, "dispatch, allgather": partial(dispatch, **gather)}
+        forms = {
+            "router": router,
+            "dispatch": partial(dispatch, "alltoall"),
+            "dispatch, allgather": partial(dispatch, "allgather"),
+        }
         yield Case(f"{name} pieces", forms)
 
 
 def experts_run(session: Session, config: Config) -> Run:
     """The experts with as many rows as if the router were even."""
     layer = Layer(session, config)
-    local = config.model.num_experts // layer.mesh.ep.size
-    each = layer.x.shape[:2].numel() * layer.topk // local
-    offsets = torch.arange(local + 1, dtype=torch.int32, device=session.device) * each
-    rows = torch.randn(local * each, *layer.x.shape[2:], device=session.device, dtype=layer.x.dtype)
+    offsets = even_offsets(config, layer.mesh.ep.size, session.device)
+    rows = torch.randn(int(offsets[-1]), config.model.hidden_size, device=session.device, dtype=layer.x.dtype)
     ends, rows = offsets.tolist() if layer.mesh.ep.size > 1 else None, rows.requires_grad_()
     return layer.run(lambda: layer.layer.experts(rows, offsets, ends).backward(rows.detach()))
+
+
+def even_offsets(config: Config, ep: int, device: torch.device) -> torch.Tensor:
+    """Of the rows of a rank's experts, where every expert has as many."""
+    count = config.model.num_experts // ep
+    each = config.data.micro_batch_size * config.data.seq_length * config.model.moe_router_topk // count
+    return torch.arange(count + 1, dtype=torch.int32, device=device) * each
 
 
 def peer_cases(session: Session) -> Iterator[Case]:
@@ -206,7 +188,7 @@ def peer_cases(session: Session) -> Iterator[Case]:
             ours.prepare()
             expected = ours.both().float()
             gap = (call().transpose(0, 1).float() - expected).norm() / expected.norm()
-            return Run(call, prepare, single=True, facts={"difference": gap.item()})
+            return Run(call, prepare, facts={"difference": gap.item()})
 
         forms = {
             "ours": lambda layer=layer: layer().run(layer().both),
@@ -220,30 +202,27 @@ class ExpertLinear:
     """A linear layer of the experts that a rank has under ep, each with as many rows."""
 
     def __init__(self, session: Session, config: Config, ep: int, name: str) -> None:
-        device, model, self.dtype = session.device, config.model, getattr(torch, config.dtype_name)
-        init = Init(7, self.dtype, device, name="mlp.experts")
-        experts = GroupedExperts(model, Mesh(ep=Axis("ep", ep, 0, tuple(range(ep)))), init, activation(model))
-        self.buckets = Buckets(experts, ParallelConfig(), Mesh.build(ParallelConfig(), World(), device))
+        device, self.dtype = session.device, getattr(torch, config.dtype_name)
+        init, act = Init(7, self.dtype, device, name="mlp.experts"), activation(config.model)
+        experts = GroupedExperts(config.model, Mesh(ep=Axis("ep", ep, 0, tuple(range(ep)))), init, act)
+        self.buckets = Buckets(experts, ParallelConfig(), session.mesh)
         self.weight, self.transposed = getattr(experts, name), name == "weight2"
-        count = model.num_experts // ep
-        each = config.data.micro_batch_size * config.data.seq_length * model.moe_router_topk // count
-        self.offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * each
-        self.w = self.weight.detach().view(count, -1, self.weight.shape[1])
-        widths = self.w.shape[1:] if self.transposed else self.w.shape[:0:-1]
-        self.x, self.grad = (torch.randn(count * each, n, device=device, dtype=self.dtype) for n in widths)
+        self.offsets = even_offsets(config, ep, device)
+        self.w = self.weight.detach().view(len(self.offsets) - 1, -1, self.weight.shape[1])
+        widths, rows = self.w.shape[1:] if self.transposed else self.w.shape[:0:-1], int(self.offsets[-1])
+        self.x, self.grad = (torch.randn(rows, n, device=device, dtype=self.dtype) for n in widths)
 
-    def run(self, product: str, how: str) -> Run:
+    def run(self, what: str, how: str) -> Run:
         """In a loop the host knows the offsets; grouped only the device, so that all is."""
         groups = Groups(self.offsets, self.offsets.tolist() if how == "loop" else None, how != "loop")
         calls = self.fp8(groups) if how == "fp8" else self.bf16(groups)
-        return Run(calls[product], partial(self.buckets.zero, 1), single=True)
+        return Run(calls[what], partial(self.buckets.zero, 1))
 
     def bf16(self, groups: Groups) -> dict[str, Callable]:
-        w, x, grad = self.w if self.transposed else self.w.mT, self.x, self.grad
-        pair = (x, grad) if self.transposed else (grad, x)
+        w = self.w if self.transposed else self.w.mT
+        pair = (self.x, self.grad) if self.transposed else (self.grad, self.x)
         return {
-            "y": lambda: grouped_mm(x, w, groups),
-            "dx": lambda: grouped_mm(grad, w.mT, groups),
+            "y": lambda: grouped_mm(self.x, w, groups),
             "dW": lambda: weight_grad(self.weight, *pair, groups),
         }
 
@@ -251,11 +230,10 @@ class ExpertLinear:
         """By casts that are there."""
         layer = Scales(Recipe("rowwise", E4M3), self.x.device).add_layer("layer")
         x, grad = layer.cast(self.x, "x"), layer.cast(self.grad, "g")
-        w = [fp8_parts(layer, self.weight, groups, flip) for flip in (self.transposed, not self.transposed)]
+        w = fp8_parts(layer, self.weight, groups, self.transposed)
         pair = (x.columnwise, grad.columnwise) if self.transposed else (grad.columnwise, x.columnwise)
         return {
-            "y": lambda: grouped_fp8_mm(x.rowwise, w[0], groups, self.dtype, fast=True),
-            "dx": lambda: grouped_fp8_mm(grad.rowwise, w[1], groups, self.dtype),
+            "y": lambda: grouped_fp8_mm(x.rowwise, w, groups, self.dtype, fast=True),
             "dW": lambda: fp8_weight_grad(self.weight, *pair, groups),
         }
 
@@ -263,13 +241,12 @@ class ExpertLinear:
 def matmul_cases(session: Session) -> Iterator[Case]:
     """The matmuls of one rank's experts, as if there were more ranks."""
     for name, config in configs(session):
-        for ep in (1, 2, 4):
-            for weight, part in (("weight1", 2 / 3), ("weight2", 1 / 3)):  # of SwiGLU
-                linear = cache(partial(ExpertLinear, session, config, ep, weight))
-                flops = flops_of(config) / 3 * part
-                for product in ("y", "dx", "dW"):
-                    forms = {
-                        how: lambda f=linear, p=product, h=how: f().run(p, h)
-                        for how in ("loop", "grouped", "fp8")
-                    }
-                    yield Case(f"{name} ep {ep} fc{weight[-1]} {product}", forms, flops=flops)
+        for ep, weight in product((1, 2, 4), ("weight1", "weight2")):
+            linear = cache(partial(ExpertLinear, session, config, ep, weight))
+            flops = flops_of(config) / 9 * (2 if weight == "weight1" else 1)  # of SwiGLU
+            for what in ("y", "dW"):
+                forms = {
+                    how: lambda linear=linear, what=what, how=how: linear().run(what, how)
+                    for how in ("loop", "grouped", "fp8")
+                }
+                yield Case(f"{name} ep {ep} fc{weight[-1]} {what}", forms, flops=flops)

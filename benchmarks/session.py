@@ -1,8 +1,8 @@
 """How kernels and layers are measured: cases are data; one timing loop, one file of results, one table.
 
 A case is one thing to compute and the forms that compute it: ours, torch's, torch.compile's, a library's. All
-forms of a case are built and warmed up, then interleaved, A B C A B C. A sample is as many calls as take
-`--sample-ms`, between two events on the stream; the median of the samples counts.
+forms of a case are built and warmed up, then interleaved, A B C A B C. A sample is as many calls as take a
+given time (kernels 1 ms, layers 5 ms), between two events on the stream; the median of the samples counts.
 
     host  [queue n calls       ]                  launches are not in the times, as in training, where the
     GPU   [sleep               ][meet][n calls]   host is ahead; a form that waits for the GPU shows that
@@ -20,7 +20,6 @@ import functools
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -28,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,9 +36,10 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.report.timers import Clock
+from tools.gpu_gate import commit_of
 
+WARM_UP = 2  # calls of a form before it is timed
 CLOCK, MAX_SLEEP = 2e9, 50e-3  # of the GPU, in Hz; seconds that it sleeps at most
-NVIDIA_SMI = "nvidia-smi --query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv,noheader"
 COLUMNS = {  # of the table, by the name in the JSON; factor: the time, of the first form's
     "ms": ".4f",
     "gb_per_s": ".0f",
@@ -57,17 +58,20 @@ class Run:
     """One form of a case, built."""
 
     call: Callable[[], object]
-    prepare: Callable[[], object] = lambda: None  # before every call, untimed
-    single: bool = False  # one call a sample, for those that need to be prepared
-    bytes: float = 0.0  # 0: as the case says
+    prepare: Callable[[], object] | None = None  # before every call, untimed; a sample is then one call
     finish: Callable[..., tuple] | None = None  # turns results into what is expected
     part: Callable[[torch.Tensor], torch.Tensor] | None = None  # of what is expected: this rank's
     alone: bool = False  # by each rank for itself: the mean of their times counts, and there is no error
     facts: dict = field(default_factory=dict)  # what else the JSON says
 
+    def once(self) -> object:
+        """Prepared, and called."""
+        if self.prepare:
+            self.prepare()
+        return self.call()
 
-@dataclass(frozen=True)
-class Case:
+
+class Case(NamedTuple):
     """What is computed, and what builds each of the forms that compute it."""
 
     name: str
@@ -75,29 +79,27 @@ class Case:
     bytes: float = 0.0
     flops: float = 0.0
     expected: Callable[[], tuple[torch.Tensor, ...]] | None = None
-    gate: dict[str, float] = field(default_factory=dict)  # least `share`; least factor to a form by name
 
 
 class Session:
     """Everything that is measured by one command."""
 
-    def __init__(self, args: argparse.Namespace, world: World, parallel: ParallelConfig, device: str) -> None:
-        self.args, self.world, self.begin = args, world, time.monotonic()
-        self.device = pick_device(device, world)
+    def __init__(self, args: argparse.Namespace, world: World, parallel: ParallelConfig) -> None:
+        self.args, self.world = args, world
+        self.device = pick_device("auto", world)
         self.cuda = self.device.type == "cuda"
         if self.cuda:
             torch.cuda.set_device(self.device)
         self.mesh, self.flag = Mesh.build(parallel, world, self.device), torch.zeros(1, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.cuda else "cpu"
         self.peak = device_peak(name, "bfloat16")
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        now = datetime.datetime.now().isoformat(timespec="seconds")
-        self.result = dict(date=now, command=args.command, commit=commit, small=args.small)
-        self.result |= dict(device=name, ranks=world.size, peak_flops=self.peak, torch=torch.__version__)
+        now, commit = datetime.datetime.now(), commit_of(Path(__file__).parent)
+        self.result = dict(date=now.isoformat(timespec="seconds"), command=args.command, commit=commit)
+        self.result |= dict(device=name, ranks=world.size, small=args.small, torch=torch.__version__)
         if self.cuda:
             self.result["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
             self.result["cudnn"] = torch.backends.cudnn.version()
-        self.result |= dict(cases={}, skipped=[])
+        self.result |= dict(peak_flops=self.peak, cases={})
 
     def run(self, cases: Iterable[Case]) -> None:
         """Those whose names begin as the command line says. Raises SystemExit for a name of none."""
@@ -109,15 +111,10 @@ class Session:
         cases = [case for case in cases if case.name.startswith(wanted)]
         while cases:
             case = cases.pop(0)
-            late = time.monotonic() > self.begin + 60 * self.args.minutes
-            if any_rank(late, self.mesh.world, self.device):
-                self.result["skipped"].append(case.name)
-            else:
-                self.result["cases"][case.name] = found = self.measure(case)
-                self.say("\n".join(lines(case.name, found)))
+            self.result["cases"][case.name] = found = self.measure(case)
+            self.say("\n".join(lines(case.name, found["forms"])))
             del case  # with all of its tensors
             self.free()
-            self.result["seconds"] = round(time.monotonic() - self.begin, 1)
             if self.args.out and not self.world.rank:
                 self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
 
@@ -140,9 +137,9 @@ class Session:
             rows[name], runs[name] = row, run
         expected = None
         for name, (ms, host) in self.times(runs).items():
-            rows[name] |= self.rates(case, runs[name], ms) | {"host_ms": 1e3 * host}
+            rows[name] |= self.rates(case, ms) | {"host_ms": 1e3 * host}
             rows[name]["factor"] = rows[name]["ms"] / rows[next(iter(runs))]["ms"]
-        return dict(gate=case.gate, forms=rows)
+        return {"forms": rows}
 
     def attempt(self, action: Callable[[], object]) -> tuple[object, str]:
         """Its result when all is done, and on every rank what went wrong on one; "" if nothing did.
@@ -163,7 +160,7 @@ class Session:
 
     def start(self, run: Run, expected: tuple | None) -> dict:
         """What the first two calls of a form say: its error, peak memory, and bytes sent by kind."""
-        row, results = dict(run.facts), call(run)
+        row, results = dict(run.facts), run.once()
         if expected is not None and not run.alone:
             row["error"] = error(run, results, expected)
         results = None
@@ -171,7 +168,7 @@ class Session:
         before = torch.cuda.memory_allocated() if self.cuda else 0
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        call(run)
+        run.once()
         if self.cuda:
             row["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
         sent = Counter()
@@ -182,36 +179,33 @@ class Session:
     def times(self, runs: dict[str, Run]) -> dict[str, tuple[list[float], float]]:
         """Milliseconds a call of each sample, of the slowest rank; seconds the host needs to queue a call."""
         plans = {name: self.plan(run) for name, run in runs.items()}
-        found, machine = {name: [] for name in runs}, None
-        for i in range(self.args.samples):
-            if self.cuda and i + 1 == self.args.samples and not self.world.rank:
-                machine = subprocess.Popen(NVIDIA_SMI.split(), stdout=subprocess.PIPE, text=True)
+        found = {name: [] for name in runs}
+        for _ in range(self.args.samples):
             for name, (count, host) in plans.items():
                 found[name].append(self.sample(runs[name], count, 2 * host * count))
-        if machine:
-            self.result["clocks"] = machine.communicate()[0].splitlines()
-        for name, ms in found.items():
-            ms = self.over_ranks(ms)
+        for name, samples in found.items():
+            ms = self.over_ranks(samples)
             found[name] = (ms.mean(0) if runs[name].alone else ms.amax(0)).tolist(), plans[name][1]
         return found
 
     def plan(self, run: Run) -> tuple[int, float]:
-        """Calls of a sample, and the host's seconds for one; the same on all ranks."""
-        for _ in range(self.args.warm):
-            call(run)
+        """Warm up -> calls of a sample, and the host's seconds for one; the same on all ranks."""
+        for _ in range(WARM_UP):
+            run.once()
         self.synchronize()
         begin = time.perf_counter()
         for _ in range(3):
-            call(run)
+            run.once()
         host = (time.perf_counter() - begin) / 3
-        ms = self.sample(run, 1 if run.single else 3, 6 * host)
-        count = 1 if run.single else max(1, round(self.args.sample_ms / max(ms, 1e-3)))
+        ms = self.sample(run, 1 if run.prepare else 3, 6 * host)
+        count = 1 if run.prepare else max(1, round(self.args.sample_ms / max(ms, 1e-3)))
         count, host = self.over_ranks([count, host]).amax(0).tolist()
         return int(count), host
 
     def sample(self, run: Run, count: int, sleep: float) -> float:
         """Milliseconds a call, of `count` in a row, queued while the GPU sleeps for some seconds."""
-        run.prepare()
+        if run.prepare:
+            run.prepare()
         if self.cuda:
             torch.cuda._sleep(int(CLOCK * min(sleep, MAX_SLEEP)))
         all_reduce_(self.flag, self.mesh.world)
@@ -220,11 +214,11 @@ class Session:
             run.call()
         return clock.stop().milliseconds() / count
 
-    def rates(self, case: Case, run: Run, ms: list[float]) -> dict:
+    def rates(self, case: Case, ms: list[float]) -> dict:
         """The median, and what it means in GB/s or TFLOP/s, and of the peak where that is known."""
-        row, moved = dict(ms=statistics.median(ms), min_ms=min(ms), max_ms=max(ms)), run.bytes or case.bytes
-        if moved:
-            row["gb_per_s"] = moved / row["ms"] / 1e6
+        row = dict(ms=statistics.median(ms), min_ms=min(ms), max_ms=max(ms))
+        if case.bytes:
+            row["gb_per_s"] = case.bytes / row["ms"] / 1e6
             row |= {"share": 1e9 * row["gb_per_s"] / self.bandwidth} if self.cuda else {}
         if case.flops:
             row["tflops"] = case.flops / row["ms"] / 1e9
@@ -251,7 +245,8 @@ class Session:
 
     def free(self) -> None:
         """Return the memory of what is no longer referred to; compiled code may refer to it."""
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
@@ -259,12 +254,6 @@ class Session:
     def say(self, text: str) -> None:
         if not self.world.rank:
             print(text, flush=True)
-
-
-def call(run: Run) -> object:
-    """Prepared, and once."""
-    run.prepare()
-    return run.call()
 
 
 def error(run: Run, results: object, expected: tuple[torch.Tensor, ...]) -> float:
@@ -279,17 +268,13 @@ def error(run: Run, results: object, expected: tuple[torch.Tensor, ...]) -> floa
     return torch.stack(errors).max().item()
 
 
-def lines(name: str, case: dict) -> list[str]:
-    """Markdown, a line a form, and what of its gate the first form misses."""
-    table, forms = [], case["forms"]
+def lines(name: str, forms: dict[str, dict]) -> list[str]:
+    """Markdown, a line a form."""
+    table = []
     for form, row in forms.items():
         cells = (format(row[key], spec) if key in row else "" for key, spec in COLUMNS.items())
         text = f"failed: {row['failed'][:120]}" if "failed" in row else " | ".join(cells)
         table.append(f"| {name} | {form} | {text} |")
-    for what, least in case["gate"].items():
-        form, key = (next(iter(forms), ""), "share") if what == "share" else (what, "factor")
-        if (reached := forms.get(form, {}).get(key, least)) < least:
-            table.append(f"{name} misses its gate: {reached:.2f} of {least} ({what})")
     return table
 
 
@@ -299,18 +284,15 @@ def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.
     add = parser.add_argument
     if parts:
         add("part", choices=parts)
-        add("--flags", default="", help="moe: of train.py; groups: as --tp 2 --pp 32")
-        add("--lengths", type=int, nargs="*", help="cp: rows in thousands of tokens")
+        add("--flags", default="", help="moe, experts, transformers: of train.py")
+        add("--lengths", type=int, nargs="*", default=[32, 64, 128], help="cp: rows in thousands of tokens")
     add("names", nargs="*", metavar="NAME", help="cases whose names begin so; none: all")
     add("--out", type=Path, metavar="FILE.json")
     add("--small", action="store_true", help="tiny shapes and few samples, on CPUs too")
     add("--form", action="append", default=[], help="this form only; may be repeated")
     add("--samples", type=int, help="of each form; 15, --small 2")
-    add("--sample-ms", type=float, help="least length of a sample; kernels 1, layers 5, --small 0.1")
-    add("--warm", type=int, default=2, help="calls before them")
-    add("--minutes", type=float, default=60.0, help="no case is begun later than this")
     args = parser.parse_intermixed_args(argv)
     args.samples = args.samples or (2 if args.small else 15)
-    args.sample_ms = args.sample_ms or (0.1 if args.small else 5.0 if parts else 1.0)
+    args.sample_ms = 0.1 if args.small else 5.0 if parts else 1.0
     args.out, args.command = args.out and args.out.absolute(), " ".join(argv)
     return args

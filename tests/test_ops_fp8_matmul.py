@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.layer_cases import Linear
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Matrix
@@ -120,14 +119,6 @@ def test_without_the_library_torch_multiplies(monkeypatch):
         check(case(SHAPES[1]))
     assert len(warned) == 1 and missing() == "no such file"
     missing.cache_clear()
-
-
-def test_the_benchmark_adds_too():
-    layer = Linear(SimpleNamespace(args=SimpleNamespace(small=True), device=CPU), "proj")
-    main = layer.first_sum()()
-    first = main.clone()
-    layer.added_in_matmul()()
-    assert torch.equal(main, first + first)
 
 
 # The calls of cuda/matmul_fp8.cu, compiled for the CPU, of a library that only checks and multiplies.
