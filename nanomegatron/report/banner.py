@@ -1,4 +1,4 @@
-"""The first lines of a run: what runs, on what, and why."""
+"""The first lines of a run's log: model, machine, layout, memory, and which implementations are used."""
 
 import contextlib
 import math
@@ -33,7 +33,7 @@ def banner(
     paths: str,
     notes: list[str],
 ) -> Iterator[str]:
-    """What runs on what. paths: the fast ones, "" where there are none to speak of. config: resolved."""
+    """Yield the lines of the banner. paths: the fast paths in use, "" if none. config: resolved."""
     yield f"nanomegatron 0.1 | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
@@ -53,8 +53,8 @@ def banner(
 
 
 def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:
-    """Notes where a config needs more memory than there is. Raises ValueError for over twice as much."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))  # without torchrun all are here
+    """Return a note if the run needs more memory than available. Raises ValueError if more than twice."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))  # without torchrun: all ranks
     if mesh.device.type == "cuda":
         room, local = torch.cuda.get_device_properties(mesh.device).total_memory, 1
     else:
@@ -64,7 +64,7 @@ def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:
 
 
 def host_memory() -> float:
-    """Bytes of memory that processes of this machine may use: of a container its limit; inf if unknown."""
+    """Bytes of memory available to this machine's processes, at most a container's limit; inf if unknown."""
     limits = [math.inf]
     with contextlib.suppress(AttributeError, ValueError, OSError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -74,12 +74,12 @@ def host_memory() -> float:
 
 
 def machine_of(mesh: Mesh) -> Machine:
-    """What the planner asks about a rank's machine."""
+    """The planner's description of a rank's machine."""
     return Machine(gpu=mesh.device.type == "cuda", kernels=not kernels_unavailable(mesh.device))
 
 
 def buckets_text(buckets: Buckets) -> str:
-    """What is sharded, reduced and gathered how; "" where nothing is out of the ordinary."""
+    """How gradients and optimizer states are sharded, reduced and gathered; "" for one fp32 all-reduce."""
     text = []
     if buckets.strategy != "no_shard":
         sizes = {bucket.params[0].spec.expert: bucket.shards.size for bucket in buckets.all}
@@ -99,7 +99,7 @@ def buckets_text(buckets: Buckets) -> str:
 
 
 def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> Iterator[str]:
-    """Data and batches of a run that consumes this many samples, and the folder of its files."""
+    """Yield lines on the data and batches of a run of `samples` samples, and the folder of its files."""
     run, dp = config.run, config.parallel.data_parallel_size
     sizes = [f"{len(d)} {n}" for n, d in zip(("train", "valid", "test"), datasets, strict=True) if d]
     yield f"data    {', '.join(sizes)} {batch_text(config)} | {run.train_iters} iterations | seed {run.seed}"
@@ -111,7 +111,7 @@ def data_lines(config: Config, datasets: tuple, samples: int, folder: Path) -> I
 
 
 def commit() -> str:
-    """The checkout's commit, marked when there are changes; "unknown" outside a checkout."""
+    """The checkout's commit, ending in "-dirty" with uncommitted changes; "unknown" outside a checkout."""
     folder = Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     try:
@@ -121,7 +121,7 @@ def commit() -> str:
 
 
 def machine_text(config: Config, mesh: Mesh) -> str:
-    """Torch, device, ranks and layout."""
+    """Version of torch, device, ranks and layout in one line."""
     cuda, size = mesh.device.type == "cuda", mesh.world.size
     device = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
     backend = "no communication"
@@ -133,7 +133,7 @@ def machine_text(config: Config, mesh: Mesh) -> str:
 
 
 def model_text(config: Config, vocab_size: int, padded_vocab_size: int) -> str:
-    """Shape, parameters and type of the model, and the loss it begins with."""
+    """Shape, parameters and type of the model, and its expected first loss."""
     model, precision = config.model, config.precision
     fp8 = f", FP8 {precision.fp8_format} {precision.fp8_recipe}" if precision.fp8_format else ""
     return (
@@ -145,16 +145,16 @@ def model_text(config: Config, vocab_size: int, padded_vocab_size: int) -> str:
 
 
 def expected_first_loss(model: TransformerConfig, vocab_size: int) -> float:
-    """Loss of fresh weights on any text: logits of a unit-variance state are normal with variance h * std^2.
+    """Return the loss of initial weights: logits of a unit-variance state are normal with variance h * std^2.
 
-    log E[exp(normal)] adds half of that variance to the ln(vocab_size) of equal odds. Tied weights begin by
-    betting on the token just read: text that often repeats one (bytes: runs of spaces) starts lower.
+    log E[exp(normal)] adds half of that variance to the ln(vocab_size) of equal odds. Tied weights initially
+    favour the token just read: text with many repetitions (bytes: runs of spaces) starts lower.
     """
     return math.log(vocab_size) + model.hidden_size * model.init_method_std**2 / 2
 
 
 def cp_text(config: Config) -> str:
-    """How the cp ranks share rows, and how attention communicates in how many layers."""
+    """How rows are sharded over cp, and the communication of attention with its number of layers."""
     model, parallel, total = config.model, config.parallel, config.model.num_layers
     types = parallel.cp_types(total)
     sizes = " x ".join(map(str, parallel.hierarchical_context_parallel_sizes))
@@ -167,7 +167,7 @@ def cp_text(config: Config) -> str:
 
 
 def kernel_lines(config: Config, device: torch.device) -> Iterator[str]:
-    """Which ops have kernels here, and which attention is used."""
+    """Yield lines on the ops that have kernels here, and the attention backend."""
     model, data = config.model, config.data
     dtype = getattr(torch, config.dtype_name)
     core = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
@@ -180,7 +180,7 @@ def kernel_lines(config: Config, device: torch.device) -> Iterator[str]:
 
 
 def batch_text(config: Config) -> str:
-    """What a global batch is made of."""
+    """The composition of a global batch, in words."""
     data, dp = config.data, config.parallel.data_parallel_size
     micro, batch = data.micro_batch_size, data.global_batch_size
     if not data.variable_seq_lengths:

@@ -1,26 +1,26 @@
-"""What a training step counts on the device, a table of the whole model: FP8 casts, and load of experts.
+"""Counters of a training step on the device, as a table for the whole model: FP8 casts, load of experts.
 
     step t        begin    the counts are zero
                   ...      forward and backward of all microbatches
-                  end      an all-reduce or two over all ranks, one table
-    step t + 1    the table comes to the host with the other numbers of step t
+                  end      one or two all-reduces over all ranks give the table
+    step t + 1    the table is copied to the host with the other numbers of step t
 
 Fp8Stats, in every N-th step (--log-fp8-stats N): a row for each tensor x, w, g of a layer
 
-    scale        what values were multiplied with; of the scales of rows, blocks, microbatches the smallest
-    amax         the largest |x|; infinite where there was a NaN
-    saturated    share of values that became the format's largest because they lay beyond it
-    underflow    share that became zero and was not
+    scale        factor of the values; the smallest one if rows, blocks or microbatches have several
+    amax         the largest |x|; infinite if there was a NaN
+    saturated    share of values above the format's largest, which they became
+    underflow    share of nonzero values that became zero
 
-What an evaluation casts does not count, nor does the first forward of a layer that is recomputed. Each tensor
-counts as cast rowwise: with scales of rows or blocks the columnwise copy loses other values, of the same
-order. A tensor that tp ranks have alike counts once a rank, which changes no share. All experts of a layer
-count as one, padding included. Such a step costs three passes over what is cast (blocks two more in fp32) and
-memory of one |x|; weights that the optimizer casts are gathered in 16 bits and cast again.
+Casts of an evaluation do not count, nor does the first forward of a layer that is recomputed. Counts are of
+the rowwise cast: with scales per row or block the columnwise copy loses other values, about as many. A tensor
+replicated over tp counts once per rank, which changes no share. All experts of a layer count as one tensor,
+padding included. Such a step costs three passes over the values cast (blocks two more in fp32) and memory for
+one |x|; weights that the optimizer casts are gathered in 16 bits and cast again.
 
-ExpertLoad, in every step: a row for each layer with experts; a token counts with each of its experts
+ExpertLoad, in every step: a row for each layer with experts; a token counts for each of its experts
 
-    tokens of each expert [E] | of these dropped [E] | losses of the router, each the batch's mean
+    tokens of each expert [E] | dropped ones [E] | losses of the router, each the mean of the batch
 """
 
 from typing import Any
@@ -36,11 +36,11 @@ from nanomegatron.ops.fp8_cast import Fp8Matrix, fp8_amax, fp8_decode, fp8_limit
 from nanomegatron.router import Router, loss_weights
 
 KINDS = ("scale", "amax", "saturated", "underflow")
-ROUNDING = 1.0 + 2.0**-20  # the largest value times its scale may lie a bit above the limit
+ROUNDING = 1.0 + 2.0**-20  # rounding may put the largest value times its scale slightly above the limit
 
 
 def cast_losses(x: torch.Tensor, row: Fp8Matrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many values of x `[m, k]` saturated in its cast, and how many became zero; NaN does neither. 0-d"""
+    """Count the values of x `[m, k]` that saturated in its cast, and those that became zero -> 0-d, 0-d"""
     top, inverse = torch.finfo(row.data.dtype).max * ROUNDING, row.inverse
     if inverse.shape in ((), (len(x), 1)):
         bound = (inverse * top).view(-1, 1)
@@ -51,9 +51,9 @@ def cast_losses(x: torch.Tensor, row: Fp8Matrix) -> tuple[torch.Tensor, torch.Te
 
 
 class Fp8Stats:
-    """Counts of the casts of one step, of all FP8 layers of all pipeline stages.
+    """Counts of the casts of one step, in all FP8 layers of all pipeline stages.
 
-    Made by every rank once its layers are; communicates their names over pp, and waits for that.
+    Built on every rank after its layers; communicates the layers' names over pp, and waits for them.
     """
 
     def __init__(self, scales: Scales, world: Axis, pp: Axis) -> None:
@@ -65,9 +65,11 @@ class Fp8Stats:
         self.mine = slice(first, first + len(ROLES) * len(scales.layers))
 
     def begin(self) -> None:
-        """Count from here on; clears the weight cache, so that the casts of weights count too."""
+        """Start counting; clears the weight cache, so that the casts of weights are counted too."""
         tensors = len(ROLES) * len(self.names)
-        self.counts = torch.zeros(3, tensors, dtype=torch.float64, device=self.device)  # values, then losses
+        self.counts = torch.zeros(
+            3, tensors, dtype=torch.float64, device=self.device
+        )  # values, saturated, underflow
         self.amax = torch.zeros(tensors, device=self.device)
         self.scales.stats_hook = self._record
         self.scales.clear_weight_cache()
@@ -79,17 +81,15 @@ class Fp8Stats:
             count.add_(more)
 
     def end(self) -> torch.Tensor:
-        """The table of the step `[layers * 3, 4]` fp64, a column for each of KINDS. Before Scales.end_step.
+        """Return the table `[layers * 3, 4]` fp64, a column for each of KINDS. Call before Scales.end_step.
 
-        Communicates two small all-reduces over world.
+        Does two small all-reduces over world.
         """
         scales, recipe = self.scales, self.scales.recipe
         scales.stats_hook = None
         most = torch.zeros(2, len(self.amax), device=self.device)
         most[0] = self.amax.nan_to_num(torch.inf, torch.inf)
-        if (
-            recipe.name == "delayed" and not scales.no_history_yet
-        ):  # else, on all ranks that have any, those of now
+        if recipe.name == "delayed" and not scales.no_history_yet:  # else the scales of this step's amax
             most[1, self.mine] = scales.scale
         amax, scale = all_reduce_(most, self.world, "max")
         values, saturated, underflow = all_reduce_(self.counts, self.world)
@@ -98,7 +98,7 @@ class Fp8Stats:
             limit = fp8_limit(recipe.dtype(role), 0 if blocks else recipe.margin)
             of = slice(i, None, len(ROLES))
             now = fp8_scale(amax[of], limit, power_of_two=recipe.name not in PER_TENSOR)[0]
-            if role == "g":  # of experts in E4M3, whatever the others' format
+            if role == "g":  # gradients of experts are in E4M3, in any format
                 ratio = fp8_limit(recipe.gradient) / fp8_limit(E4M3)
                 now /= now.new_tensor([ratio if ".experts." in name else 1.0 for name in self.names])
             scale[of] = scale[of].where(scale[of] > 0, now)
@@ -106,14 +106,14 @@ class Fp8Stats:
         return torch.stack((scale.double(), amax.double(), saturated / values, underflow / values), dim=1)
 
     def by_name(self, table: list[list[float]]) -> dict[str, float]:
-        """The numbers of `end`, on the host, under layer/tensor/kind."""
+        """Return the table of `end`, on the host, as {"layer/tensor/kind": number}."""
         tensors = [f"{name.removesuffix('.weight')}/{role}" for name in self.names for role in ROLES]
         rows = zip(tensors, table, strict=True)
         return {f"{t}/{kind}": x for t, row in rows for kind, x in zip(KINDS, row, strict=True)}
 
 
 class ExpertLoad:
-    """The counts of all routers of all pipeline stages; `model` is what this rank has of it."""
+    """The counts of all routers of all pipeline stages; model: this rank's part."""
 
     def __init__(self, model: nn.Module, config: TransformerConfig, mesh: Mesh) -> None:
         self.config, self.mesh, self.losses = config, mesh, tuple(loss_weights(config))
@@ -123,19 +123,19 @@ class ExpertLoad:
         self.rows = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
 
     def begin(self) -> None:
-        """Before the first microbatch of a step."""
+        """Reset the counts; call before the first microbatch of a step."""
         for router in self.routers:
             router.begin_step()
 
     def end(self, tokens: int) -> torch.Tensor:
-        """The table of the step `[layers, 2 E + losses]` fp64. tokens: of the global batch.
+        """Return the table of the step `[layers, 2 E + losses]` fp64. tokens: those of the global batch.
 
-        Communicates the table over world.
+        All-reduces the table over world.
         """
         experts, mesh = self.config.num_experts, self.mesh
         width = 2 * experts + len(self.losses)
         table = torch.zeros(len(self.layers), width, dtype=torch.float64, device=mesh.device)
-        if self.routers and (self.config.sequence_parallel or mesh.tp.rank == 0):  # else each token tp times
+        if self.routers and (self.config.sequence_parallel or mesh.tp.rank == 0):  # else counted tp times
             kinds = [[getattr(r, name) for r in self.routers] for name in ("counts", "dropped", "values")]
             mine = torch.cat([torch.stack(each).double() for each in kinds], dim=1)
             mine[:, 2 * experts :] /= tokens
@@ -143,11 +143,11 @@ class ExpertLoad:
         return all_reduce_(table, mesh.world)
 
     def own_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """Of this rank's routers the tokens of each expert, `[routers, E]`, from the table of `end`."""
+        """Select from the table of `end` the tokens per expert of this rank's routers -> `[routers, E]`"""
         return table[:, : self.config.num_experts].index_select(0, self.rows)
 
     def numbers(self, row: list[float]) -> dict[str, float]:
-        """Of a layer: the busiest expert's tokens over the mean, the share of tokens dropped, the losses."""
+        """Return for a layer: tokens of the busiest expert over the mean, share of dropped tokens, losses."""
         experts = self.config.num_experts
         tokens, dropped, losses = row[:experts], row[experts : 2 * experts], row[2 * experts :]
         total = max(sum(tokens), 1.0)
@@ -156,12 +156,12 @@ class ExpertLoad:
         return {"moe_load_imbalance": share, "moe_dropped_share": lost} | found
 
     def means(self, table: list[list[float]]) -> dict[str, float]:
-        """`numbers`, the mean over all layers with experts; `table` on the host."""
+        """Return the means of `numbers` over all layers with experts. table: that of `end`, on the host."""
         each = [self.numbers(row) for row in table]
         return {kind: sum(found[kind] for found in each) / len(each) for kind in each[0]}
 
     def by_name(self, table: list[list[float]]) -> dict[str, Any]:
-        """`numbers` under layer/kind, and under layer/tokens those of each expert; `table` on the host."""
+        """Return `numbers` of each layer as {"layer/kind": x}; "layer/tokens": the tokens of each expert."""
         found: dict[str, Any] = {}
         for layer, row in zip(self.layers, table, strict=True):
             name = f"decoder.layers.{layer}"

@@ -1,20 +1,20 @@
-"""What a run writes down: a console for people, files for programs.
+"""The records of a run: a console for people, files for programs.
 
     runs/NAME/log.txt        rank 0's console, with Megatron's log line instead of the table
-              log.R.txt      the words of rank R, once it has any
-              metrics.jsonl  one JSON object a step: KEYS, and whatever else the step knows
-              evals.jsonl    one an evaluation
-              fp8.jsonl      one a step of --log-fp8-stats: layer/tensor/kind, KINDS of counters.py
-              experts.jsonl  one a step of --moe-per-layer-logging: layer/kind, those of ExpertLoad there
+              log.R.txt      the lines of rank R, if it writes any
+              metrics.jsonl  one JSON object per step: KEYS, and further numbers of the step
+              evals.jsonl    one per evaluation
+              fp8.jsonl      one per step of --log-fp8-stats: layer/tensor/kind, KINDS of counters.py
+              experts.jsonl  one per step of --moe-per-layer-logging: layer/kind, kinds of ExpertLoad there
               status.json    running | done | preempted | failed, exit code, last checkpoint, the cause
 
-Only rank 0 writes numbers, whatever the layout. Other ranks warn on the console under their own name, and
-the first that fails says so in status.json. A resumed run drops the steps after its checkpoint from the
-.jsonl files before it adds to them, so that each is one clean series.
+Only rank 0 writes numbers, in any layout. Other ranks warn on the console under their own name, and the first
+that fails writes it to status.json. A resumed run drops the steps after its checkpoint from the .jsonl files
+before it appends to them, so that each is one clean series.
 
-Training does not depend on them: where a file or the console takes nothing (a full disk, a reader that
-has left), or a picture cannot be drawn, `attempt` warns once and later writes are tried again. A line that
-was cut short stays by itself, and is no record.
+Training does not depend on these records: if a file or the console cannot be written (a full disk, a closed
+pipe), or a picture cannot be drawn, `attempt` warns once and later writes are tried again. An incomplete line
+is left as it is, on its own line, and is no record.
 """
 
 import datetime
@@ -45,12 +45,12 @@ iteration consumed_samples global_batch_size lm_loss grad_norm lr next_lr step_t
 tflops_per_gpu mfu
 """.split()
 STATES = ("running", "done", "preempted", "failed")
-LOST_PEER = "lost a peer"  # how the message of a failure begins whose cause is another rank's
+LOST_PEER = "lost a peer"  # start of the message of a failure that another rank caused
 _COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
 
 
 class RunLog:
-    """The records of one run. Every rank makes one; methods that are rank 0's do nothing elsewhere.
+    """The records of one run. Every rank has a RunLog; methods for rank 0 do nothing on the others.
 
     Order of use: line() and warn() at any time, begin() once the first iteration is known, step() and
     evaluation() from then on, status() at each change, close() at the end.
@@ -64,9 +64,9 @@ class RunLog:
         label: str = "rank 0",
         stream: TextIO | None = None,
     ) -> None:
-        """`label` is what warnings of other ranks carry, such as "rank 3 tp1 dp0"; stream is sys.stdout.
+        """label: name of this rank in its warnings, such as "rank 3 tp1 dp0"; stream: None is sys.stdout.
 
-        Raises ValueError when an extra that the configuration asks for is not installed.
+        Raises ValueError if an optional package that the configuration needs is not installed.
         """
         if missing := missing_extras(config):
             raise ValueError("\n".join(missing))
@@ -90,7 +90,7 @@ class RunLog:
         self.status("running")
 
     def begin(self, iteration: int, train_iters: int) -> None:
-        """Open the series for the steps after `iteration` (0: new run); an earlier attempt's are dropped."""
+        """Open the series after `iteration` (0: new run); records of later iterations are dropped."""
         self.train_iters = train_iters
         if not self.is_main:
             return
@@ -108,9 +108,9 @@ class RunLog:
 
     @contextmanager
     def attempt(self, what: str, alike: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Do what a run can do without: where it fails this rank warns, once for each `what`, and continues.
+        """Context manager for work a run can do without: an error is a warning, once for each `what`.
 
-        alike: of a failure amid collectives, whether all ranks have it; else it is raised.
+        alike: whether all ranks have the same error (matters for collectives); if not, it is raised.
         """
         try:
             yield
@@ -125,13 +125,13 @@ class RunLog:
     # Text
 
     def line(self, text: str = "") -> None:
-        """One line on rank 0's console and in this rank's log file."""
+        """Write a line to rank 0's console and to this rank's log file."""
         if self.is_main:
             self._console(text)
         self._file(text)
 
     def warn(self, text: str) -> None:
-        """A line that starts with "!", from any rank."""
+        """Write a line that starts with "!", on any rank, to the console and this rank's log file."""
         text = f"! {text}" if self.is_main else f"! [{self.label}] {text}"
         self._console(text)
         self._file(text)
@@ -149,17 +149,17 @@ class RunLog:
             self._text.write(text)
 
     def replace(self, name: str, text: str) -> None:
-        """Write a file of the run's folder, whole, where that is possible."""
+        """Replace a file in the run's folder; an error is only a warning."""
         with self.attempt(str(self.folder / name)):
             replace_file(self.folder / name, text)
 
     # Numbers
 
     def step(self, record: dict[str, Any]) -> None:
-        """One iteration; a line on console and log at the first, the last and every --log-interval.
+        """Record an iteration; write a line at the first, the last and every --log-interval.
 
-        record: all of KEYS (mfu None where the peak is unknown). Known beside them: `skipped`, `loss_scale`,
-        `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, those of EXPERTS, and
+        record: has all of KEYS (mfu is None if the GPU's peak is unknown), and may have `skipped`,
+        `loss_scale`, `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, keys of EXPERT_TAGS, and
         `tflops_per_gpu_*` by other FLOP conventions.
         """
         if not self.is_main:
@@ -194,9 +194,9 @@ class RunLog:
         self._file(megatron_line(mean, self.train_iters, self.config))
 
     def details(self, kind: str, iteration: int, samples: int, numbers: dict[str, Any]) -> None:
-        """What a step reports about "fp8" casts or "experts", layer by layer; samples: consumed so far.
+        """Record a step's numbers per layer; kind: "fp8" or "experts"; samples: consumed so far.
 
-        Lists go to the file only.
+        Lists are only written to the file.
         """
         if not self.is_main:
             return
@@ -208,9 +208,9 @@ class RunLog:
     def evaluation(
         self, iteration: int, split: str, loss: float, bpb: float | None = None, samples: int | None = None
     ) -> None:
-        """An evaluation on "validation" or "test" data: Megatron's box in the log, one line on the console.
+        """Record an evaluation on "validation" or "test" data: Megatron's box in the log, and a console line.
 
-        loss in nats a token, bpb in bits a byte of text where that is known; samples: consumed so far.
+        loss: in nats per token; bpb: in bits per byte of text, if known; samples: consumed so far.
         """
         if not self.is_main:
             return
@@ -219,7 +219,7 @@ class RunLog:
         record["consumed_samples"] = samples
         evals = self._beside["evals"]
         with self.attempt(str(evals.path)):
-            if plain(record) not in evals.read():  # a finished run that is started again evaluates again
+            if plain(record) not in evals.read():  # a finished run that is restarted evaluates again
                 evals.append(record)
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
         if bpb is not None:
@@ -234,10 +234,10 @@ class RunLog:
     # State
 
     def status(self, state: str, **facts: Any) -> bool:
-        """Replace status.json: state and facts (iteration, exit_code, message, checkpoint) as last given.
+        """Write status.json: state and facts (iteration, exit_code, message, checkpoint), old facts included.
 
-        Rank 0's business, but any rank may report "failed". The first such report stays, unless it is that
-        of a rank that LOST_PEER. The result says whether this one counts.
+        Only rank 0 writes it, but any rank may report "failed". The first such report is kept, unless its
+        message begins with LOST_PEER. Returns whether this report is kept.
         """
         if state not in STATES:
             raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
@@ -256,7 +256,7 @@ class RunLog:
         return True
 
     def close(self) -> None:
-        """Flush and close everything; a second call does nothing."""
+        """Flush and close all files and writers; a second call does nothing."""
         for thing in [self._bar, self._text, *self._beside.values(), *self._series, *self._writers]:
             if thing is not None:
                 with self.attempt(f"closing {type(thing).__name__}"):
@@ -266,7 +266,7 @@ class RunLog:
 
 
 def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """What a status.json says; nothing without the file, nor, with a warning, where it is damaged."""
+    """Read a status.json; {} if there is none, or, with a warning, if it is damaged."""
     try:
         if not path.is_file():
             return {}
@@ -280,12 +280,12 @@ def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
 
 
 def write_status(path: Path, facts: dict[str, Any]) -> None:
-    """Replace a status.json by these facts and the time."""
+    """Write a status.json with these facts and the time."""
     replace_file(path, json.dumps(plain(facts | {"time": timestamp()}), indent=1) + "\n")
 
 
 def timestamp() -> str:
-    """Now, to the second, with the offset from UTC."""
+    """The current time, to the second, with the offset from UTC."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -293,12 +293,12 @@ def timestamp() -> str:
 
 
 def _columns(mean: dict[str, Any]) -> dict[str, int]:
-    """Names and widths; with experts how many times its share the busiest one has."""
+    """Names and widths of the columns; with experts also the load of the busiest over the mean."""
     return _COLUMNS | ({"busiest": 9} if "moe_load_imbalance" in mean else {}) | {"eta": 9}
 
 
 def table_row(mean: dict[str, Any], train_iters: int) -> str:
-    """The console's row for one interval, under the header of RunLog; `-` where there is nothing to say."""
+    """Return the console's row for an interval, under the header of RunLog; `-` for unknown values."""
     rate, share, memory = mean["tokens_per_s"], mean["mfu"], mean.get("peak_mem_gib")
     cells = (
         str(mean["iteration"]),
@@ -316,7 +316,7 @@ def table_row(mean: dict[str, Any], train_iters: int) -> str:
 
 
 def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:
-    """Megatron-LM's log line, for the tools that parse it, with the MFU; --log-throughput adds TFLOP/s.
+    """Return Megatron-LM's log line, for the tools that parse it, with MFU; --log-throughput adds TFLOP/s.
 
     Its learning rate is that of the next step, as in Megatron; console and metrics.jsonl have the step's own.
     """
@@ -349,9 +349,9 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
 
 
 def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record for an interval: loss over the steps that counted, rates over time, the rest the last.
+    """Return a record for an interval: the mean loss of steps not skipped, the mean rates over time.
 
-    What experts report is the mean over all steps.
+    Numbers of experts are means over all steps; all others are those of the last step.
     """
     milliseconds = sum(record["step_time_ms"] for record in records)
     losses = [record["lm_loss"] for record in records if not record.get("skipped")]
@@ -368,7 +368,7 @@ def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as m:ss, h:mm:ss or Nd HHh."""
+    """Format seconds as m:ss, h:mm:ss or Nd HHh."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     if hours >= 24:

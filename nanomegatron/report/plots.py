@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss curve, loss.png, and how busy each expert was, experts.png."""
+"""Pictures of a run: the loss curve in loss.png, and the load of each expert in experts.png."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +11,13 @@ from nanomegatron.report.writers import read_jsonl
 
 # After Okabe and Ito: distinct for colour-blind readers, and by their brightness in grey.
 RAW, SMOOTH, VALIDATION = "#9ad0f0", "#0072b2", "#d55e00"
-LAYERS, COLUMNS = 12, 400  # of experts.png at most: panels, and what steps are averaged into
+LAYERS, COLUMNS = 12, 400  # at most in experts.png: panels, and columns over which steps are averaged
 
 
 def plot_loss(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
     """Draw RUN/loss.png: training loss of each step, thin, and smoothed; validation as dots.
 
-    None, with a line to `say`, when there is nothing to draw or no matplotlib.
+    Returns its path; None, with a line to `say`, if there is nothing to draw or no matplotlib.
     """
     folder = Path(run_folder)
     if (figure := _figure("loss.png", 4.5, say)) is None:
@@ -42,10 +42,10 @@ def plot_loss(run_folder: str | Path, say: Callable[[str], None] = print) -> Pat
 
 
 def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
-    """Draw RUN/experts.png from experts.jsonl: a panel a layer, experts over steps, tokens as a colour.
+    """Draw RUN/experts.png from experts.jsonl: a panel per layer, experts over steps, tokens as colour.
 
-    White is an even share, red is more and blue is less, each colour's end four times. Of many layers some
-    are shown, at equal distances. None as above.
+    White is an even share of tokens, red is up to four times more, blue up to four times less. Of many layers
+    a selection at equal distances is shown. Returns the path; None, with a line to `say`, as `plot_loss`.
     """
     folder = Path(run_folder)
     records = read_jsonl(folder / "experts.jsonl")
@@ -77,7 +77,7 @@ def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> 
 
 
 def _figure(name: str, height: float, say: Callable[[str], None]) -> Any:
-    """An empty page of 8 inches by `height`; None, with a line to `say`, without matplotlib."""
+    """Return an empty figure of 8 by `height` inches; None, with a line to `say`, without matplotlib."""
     try:
         return canvas(name, (8, height), dpi=100)
     except ImportError as error:
@@ -86,7 +86,7 @@ def _figure(name: str, height: float, say: Callable[[str], None]) -> Any:
 
 
 def _series(path: Path, split: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Iterations and losses of a .jsonl file, of one split if given; empty without the file."""
+    """Read iterations and losses of a .jsonl file, of one split if given; empty if there is no file."""
     records = [record for record in read_jsonl(path) if split in (None, record.get("split"))]
     rows = [(record["iteration"], float(record["lm_loss"])) for record in records]
     table = np.array(rows, dtype=np.float64).reshape(-1, 2)

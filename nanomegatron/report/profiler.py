@@ -1,10 +1,10 @@
-"""What torch's own tools record of a run: the profiler's trace of some steps, and who allocated what.
+"""Records of a run by torch's own tools: the profiler's trace of some steps, and the memory history.
 
     iteration   1  ...  start-1 | start  ...  end-1 | end  ...
                                 [===== recorded ====]            --profile-step-start, --profile-step-end
 
-On a GPU the same steps lie between cudaProfilerStart and Stop, so that this records them, and with them the
-NVTX ranges of the pipeline's ops (`report/trace.py`):
+On a GPU the same steps are between cudaProfilerStart and cudaProfilerStop, so that this command records them,
+with the NVTX ranges of the pipeline's ops (`report/trace.py`):
 
     nsys profile -c cudaProfilerApi torchrun ... train.py --profile ...
 """
@@ -17,14 +17,14 @@ from nanomegatron.config.settings import RunConfig
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 
-HISTORY = 100_000  # allocations that are remembered
+HISTORY = 100_000  # number of allocations that are kept
 
 
 class Profile:
-    """--profile and --record-memory-history of one rank; nothing where neither was asked for."""
+    """--profile and --record-memory-history of one rank; does nothing if neither is set."""
 
     def __init__(self, run: RunConfig, mesh: Mesh, log: RunLog) -> None:
-        """Begins to record memory."""
+        """Starts to record the memory history, if configured."""
         self.run, self.mesh = run, mesh
         self.log, self.folder = log, log.folder
         self.cuda = mesh.device.type == "cuda"
@@ -40,7 +40,7 @@ class Profile:
             log.line(f"profile {steps} of ranks {ranks}: {self.folder}/profile-rank*.json")
 
     def step(self, iteration: int) -> None:
-        """At the start of every iteration."""
+        """Start or stop the profiler; call at the start of every iteration."""
         inside = self.run.profile_step_start <= iteration < self.run.profile_step_end
         with self.log.attempt("profile"):
             if self.wanted and inside and self.profiler is None:
@@ -49,7 +49,7 @@ class Profile:
                 self._stop()
 
     def close(self) -> None:
-        """At the end of the run: write what has been recorded."""
+        """Write all records; call at the end of the run."""
         with self.log.attempt("profile"):
             self._stop()
         with self.log.attempt("memory history"):

@@ -11,20 +11,20 @@ from nanomegatron.schedules import Op, Timeline
 
 # After Okabe and Ito: distinct for colour-blind readers. Later chunks are paler.
 COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115), "BW": (213, 94, 0)}
-HEIGHT = 0.84  # of a bar; rows are 1 apart
+HEIGHT = 0.84  # of a bar; the distance of rows is 1
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
 
 
 def shade(kind: str, chunk: int, chunks: int) -> tuple[int, ...]:
-    """Red, green, blue (0 - 255) of an op; at most three quarters of the way to white."""
+    """Return red, green, blue (0 - 255) of an op: later chunks are paler, by at most three quarters."""
     share = 0.75 * chunk / max(chunks, 1)
     return tuple(round(part + (255 - part) * share) for part in COLOURS[kind])
 
 
 def text(timeline: Timeline, colour: bool = False) -> str:
-    """A row a rank, a cell a unit of time (the shortest op), and below it bubble and peak activations.
+    """Draw a timeline as text: a row per rank, a cell per unit of time (the shortest op), then a summary.
 
-    Without colour a cell says kind, microbatch and, of several chunks, which (a, b ...).
+    Without colour a cell has the op's kind, microbatch and, if there are several, chunk (a, b ...).
     """
     events, (chunks, label) = timeline.events, _labels(timeline, colour)
     unit = min(event.end - event.start for event in events)
@@ -47,7 +47,7 @@ def text(timeline: Timeline, colour: bool = False) -> str:
 
 
 def timeline_summary(timeline: Timeline) -> str:
-    """Bubble and peak activations in words."""
+    """Return total time, bubble and peak activations in words."""
     peaks = [" ".join(map(str, peak)) for peak in (timeline.peak_until_backward, timeline.peak_until_weight)]
     kept = f"{peaks[0]} until B, {peaks[1]} until W" if peaks[0] != peaks[1] else peaks[0]
     return (
@@ -57,7 +57,7 @@ def timeline_summary(timeline: Timeline) -> str:
 
 
 def _labels(timeline: Timeline, short: bool) -> tuple[int, Callable[[Op], str]]:
-    """How many chunks there are, and the function that names an op."""
+    """Return the number of chunks, and a function that names an op."""
     chunks = 1 + max(event.op.chunk for event in timeline.events)
 
     def label(op: Op) -> str:
@@ -68,7 +68,7 @@ def _labels(timeline: Timeline, short: bool) -> tuple[int, Callable[[Op], str]]:
 
 
 def _painted(words: str, rgb: tuple[int, ...]) -> str:
-    """In the nearest of the terminal's 216 colours, with black or white letters."""
+    """Return `words` on the nearest of the terminal's 216 colours, in black or white letters."""
     red, green, blue = (round(part / 51) for part in rgb)
     letters = 16 if _ink(rgb) == "black" else 231
     return f"\x1b[48;5;{16 + 36 * red + 6 * green + blue};38;5;{letters}m{words}\x1b[0m"
@@ -79,7 +79,7 @@ def _ink(rgb: tuple[int, ...]) -> str:
 
 
 def canvas(what: str | Path, size: tuple[float, float], dpi: int = 120) -> Any:
-    """An empty figure of matplotlib, size in inches. Raises ImportError: `what` needs it."""
+    """Return an empty matplotlib figure, size in inches. Raises ImportError that `what` needs matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -91,9 +91,9 @@ def canvas(what: str | Path, size: tuple[float, float], dpi: int = 120) -> Any:
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None:
-    """Draw bars in time, a row a rank, to a file of the kind its name says (.png, .svg, .pdf).
+    """Draw a timeline as bars, a row per rank, to a file whose suffix is its format (.png, .svg, .pdf).
 
-    Raises: ImportError without matplotlib, ValueError for a kind of file that it cannot write.
+    Raises ImportError without matplotlib, ValueError for a format that it cannot write.
     """
     figure = canvas(path, (14, 1.6 + 0.4 * len(timeline.bubbles)))
     axes = figure.add_subplot()
@@ -104,14 +104,14 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
 
 
 def bars(axes: Any, timeline: Timeline) -> None:
-    """The bars themselves, on axes of matplotlib; those of a rank and a colour are one object, for speed."""
+    """Draw the bars on matplotlib axes; for speed those of one rank and colour are one object."""
     ranks, (chunks, label) = len(timeline.bubbles), _labels(timeline, short=True)
     spans: dict[tuple, list] = {}
     for event in timeline.events:
         rgb, length = shade(event.op.kind, event.op.chunk, chunks), event.end - event.start
         spans.setdefault((event.rank, rgb), []).append((event.start, length))
         words = label(event.op)
-        size = min(7, 1400 * length / timeline.total / len(words))  # points, to fit in
+        size = min(7, 1400 * length / timeline.total / len(words))  # points, to fit the bar
         if size > 4:
             style = dict(ha="center", va="center", fontsize=size, color=_ink(rgb), in_layout=False)
             axes.text(event.start + length / 2, event.rank, words, **style)
@@ -123,7 +123,7 @@ def bars(axes: Any, timeline: Timeline) -> None:
 
 
 def legend(axes: Any, timeline: Timeline, above: bool = False) -> None:
-    """What the colours mean: to the right of the axes, or in a line above them."""
+    """Draw the legend of the colours to the right of the axes, or in a line above them."""
     from matplotlib.patches import Patch
 
     kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in timeline.events)]

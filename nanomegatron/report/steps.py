@@ -1,8 +1,8 @@
-"""The numbers of a step, from the device to the log, without the host ever waiting for the step it launches.
+"""Brings the numbers of a step from the device to the log, while the host launches the next step.
 
 train_step t      device tensors -> one copy to pinned memory, in flight          StepReport
 train_step t+1    launched
-report t          the copy has arrived: log line, stop flags, bad steps           on every rank alike
+report t          the copy has arrived: log line, stop flags, bad steps           on every rank
 """
 
 import math
@@ -29,12 +29,12 @@ from nanomegatron.report.trace import Tracer
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of an iteration, `first` to `end` (exclusive), and how many have which length in tokens."""
+    """The samples of an iteration, [first, end), and the number of samples of each length in tokens."""
 
     iteration: int
     first: int
     end: int
-    lengths: Counter[int]  # whole documents count without padding
+    lengths: Counter[int]  # length -> samples; documents count without padding
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class GlobalBatch:
 
     @property
     def tokens(self) -> int:
-        """Masked ones too, but no padding."""
+        """The number of tokens, masked ones included, padding excluded."""
         return sum(length * n for length, n in self.lengths.items())
 
 
@@ -59,10 +59,10 @@ class StepReport:
         timed: list[tuple[str, Clock]],
         traffic: Counter,
     ) -> None:
-        """shared: loss, ranks that were signalled, ranks whose time is up; the same on all ranks.
+        """Start the copy to the host. shared `[3]`: loss, ranks with a signal, ranks out of time.
 
-        extras: further numbers for the log, 0-d, or tables of counters.py. traffic: what this rank has
-        communicated in the step.
+        extras: further numbers for the log, 0-d, or tables of counters.py. traffic: calls and bytes that this
+        rank communicated in the step.
         """
         numbers = dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True))
         numbers |= vars(stats) | extras
@@ -75,7 +75,7 @@ class StepReport:
         self.clock, self.timed, self.traffic = clock.stop(), timed, dict(traffic)
 
     def read(self) -> tuple[float, dict[str, Any]]:
-        """Milliseconds, and the numbers by name; waits for the end of the step."""
+        """Return the step's milliseconds, and its numbers by name; waits for the end of the step."""
         milliseconds = self.clock.milliseconds()  # waits
         values = self.values.split([shape.numel() for shape in self.shapes])
         lists = [x.view(shape).tolist() for x, shape in zip(values, self.shapes, strict=True)]
@@ -83,7 +83,7 @@ class StepReport:
 
 
 class Reporter:
-    """What observes the steps of a run, and the log of what they report."""
+    """Logs the steps of a run; has the objects that observe them: timers, tracer, FP8 and expert counters."""
 
     def __init__(
         self, config: Config, mesh: Mesh, log: RunLog, model: Stages, grads: Buckets, optimizer: Optimizer
@@ -99,7 +99,10 @@ class Reporter:
         self.expert_load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
 
     def report(self, step: StepReport, skipped_samples: int) -> tuple[bool, bool]:
-        """Read and log one step's numbers; returns whether ranks were signalled, and are out of time."""
+        """Wait for one step's numbers and log them -> (a rank got a signal, a rank is out of time).
+
+        skipped_samples: samples of --iterations-to-skip so far in the run; only logged.
+        """
         run, log, batch = self.config.run, self.log, step.batch
         milliseconds, numbers = step.read()
         signalled, out_of_time, finite = (numbers.pop(x) for x in ("signalled", "out_of_time", "finite"))
@@ -129,7 +132,7 @@ class Reporter:
         return bool(signalled), bool(out_of_time)
 
     def name_bad_step(self, step: StepReport, loss: float, norm: float) -> None:
-        """Warn of a step that was not finite: each rank names the first of its own bad gradients."""
+        """Warn of a step that was not finite: each rank names the first bad gradient that it has."""
         batch, names = step.batch, zip(self.part_names, step.part_norms.tolist(), strict=True)
         bad = next((name for name, value in names if not math.isfinite(value)), None)
         if self.log.is_main or bad:
@@ -142,7 +145,7 @@ class Reporter:
 def rates(
     config: Config, mesh: Mesh, padded_vocab_size: int, lengths: Counter[int], seconds: float
 ) -> dict[str, float | None]:
-    """The speed of steps of such sequences in `seconds`, in every unit that is logged."""
+    """Return the speed of a step of `seconds` with these sequence lengths, in every unit that is logged."""
     model, world = config.model, mesh.world.size
     peak = None
     if mesh.device.type == "cuda":
@@ -164,10 +167,10 @@ def rates(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Largest memory so far in bytes: of the allocator on a GPU, of the process on a CPU."""
+    """Return the peak memory in bytes: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(ImportError):  # it is Unix's
+    with suppress(ImportError):  # only on Unix
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -175,7 +178,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def ledger(traffic: dict[tuple[str, str, str], int]) -> list[str]:
-    """What `comm.count_traffic` has counted as lines of a table, a row a kind of communication."""
+    """Return the counts of `comm.count_traffic` as lines of a table, one per kind of communication."""
     kinds = sorted({key[:2] for key in traffic})
     rows = [(axis, kind, traffic[axis, kind, "calls"], traffic[axis, kind, "bytes"]) for axis, kind in kinds]
     return [

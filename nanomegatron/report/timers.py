@@ -1,4 +1,4 @@
-"""How long the parts of a step take, by the GPU's own clock where there is one.
+"""Times the parts of a step, by the GPU's own clock if there is one.
 
 with timers("forward-backward"):          two events on the stream; the host does not wait
 step's clocks --- one step late ---> sums over the log interval --- one all-gather ---> Megatron's lines
@@ -17,10 +17,10 @@ from nanomegatron.mesh import Axis
 
 
 class Clock:
-    """A device's own clock: events on a GPU's streams, on a CPU the host's time.
+    """A device's own clock: events on a GPU's streams, the host's time on a CPU.
 
-    Made at the beginning of a span and stopped at its end; `now` leaves further marks. None of these wait for
-    the device, reading a mark does.
+    Create it at the start of a span and stop it at its end; `now` records further marks. None of these wait
+    for the device, but reading a mark does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class Clock:
         self.begin = self.end = self.now()
 
     def now(self, stream: torch.cuda.Stream | None = None) -> Any:
-        """A mark: on a GPU when the stream (None: the current one) comes to this point."""
+        """Record a mark; on a GPU an event, timed when the stream (None: the current one) reaches it."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -40,7 +40,7 @@ class Clock:
         return self
 
     def milliseconds(self) -> float:
-        """The span; waits until the device has reached its end."""
+        """The length of the span; waits until the device has reached its end."""
         if not self.cuda:
             return 1e3 * (self.end - self.begin)
         self.end.synchronize()
@@ -54,14 +54,14 @@ class Clock:
         return self
 
     def _base(self) -> tuple[float, torch.cuda.Event, float]:
-        """How far apart two looks at the host's clock are, an event between them, and the time of that."""
+        """Return (time between two readings of the host's clock, an event between them, their midpoint)."""
         before, event = time.perf_counter(), self.now()
         event.synchronize()
         after = time.perf_counter()
         return after - before, event, (before + after) / 2
 
     def seconds(self, mark: Any) -> float:
-        """The moment of a mark on the host's clock; waits until the device has reached it."""
+        """Return the time of a mark on the host's clock; waits until the device has reached it."""
         if not self.cuda:
             return mark
         mark.synchronize()
@@ -69,7 +69,7 @@ class Clock:
 
 
 class Timers:
-    """Named parts of a step up to a level of detail: 1 for the parts, 2 for every microbatch's."""
+    """Times named parts of a step up to a level of detail: 1 parts of a step, 2 those of microbatches."""
 
     def __init__(self, level: int, option: str, device: torch.device) -> None:
         self.level, self.option, self.device = level, option, device
@@ -78,7 +78,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str, level: int = 1) -> Iterator[None]:
-        """Time what is inside, unless that is more detail than was asked for."""
+        """Context manager: time its body, if `level` is within the configured level."""
         if level > self.level:
             yield
             return
@@ -87,18 +87,18 @@ class Timers:
         clock.stop()
 
     def take(self) -> list[tuple[str, Clock]]:
-        """The clocks of the step that has just been launched."""
+        """Return and clear the clocks of the step that has just been launched."""
         clocks, self._clocks = self._clocks, []
         return clocks
 
     def add(self, clocks: list[tuple[str, Clock]]) -> None:
-        """Read the clocks of one step."""
+        """Add the times of one step's clocks; waits for the device."""
         self._steps += 1
         for name, clock in clocks:
             self._sums[name] += clock.milliseconds()
 
     def text(self, world: Axis) -> str:
-        """Milliseconds a step since the last call in Megatron's format. Communicates a number a name."""
+        """Return mean milliseconds since the last call, in Megatron's format. All-gathers them over world."""
         mine = torch.tensor([[*self._sums.values()]], dtype=torch.float64, device=self.device) / self._steps
         table = dict(zip(self._sums, all_gather(mine, world).T.tolist(), strict=True))
         self._sums, self._steps = Counter(), 0

@@ -1,19 +1,19 @@
-"""What every rank really did in a training step, and when: stamps on ops and messages, gathered by rank 0.
+"""Traces a training step: times of every rank's ops and messages, gathered by rank 0.
 
     begin          with op(F0.1): ...         receive, received         end
       |            [============]                   |                    |
     base event     mark       mark            mark: it arrived      gather, align, write
 
 A mark is an event on a GPU's stream, or the time on a CPU (`timers.Clock`); the host never waits for the
-device while the step runs. A message begins with the end of the op that sends it, on the sender's clock, and
-ends with its arrival: on a GPU when it came, on a CPU when the receiver had it, which is not before it asked.
+device during the step. A message starts at the end of the op that sends it, on the sender's clock, and ends
+at its arrival: on a GPU when the transfer ends, on a CPU when the receiver's wait ends.
 
 Chosen iterations are written as a picture, the planned timeline above the measured one, and as a trace for
-Perfetto (`trace_draw.py`). In others nothing is kept. On a GPU every op is an NVTX range, always, with the
-name that it has everywhere here: F1.4 is the forward through chunk 1 of microbatch 4.
+Perfetto (`trace_draw.py`). Others are not recorded. On a GPU every op is always an NVTX range, with the name
+that it has everywhere here: F1.4 is the forward through chunk 1 of microbatch 4.
 
-    event on a GPU  --- time since a base event, whose moment on the host's clock is known --->  host
-    host            --- none within a machine; else by how far apart a barrier lets go --->      rank 0's host
+    event on a GPU  --- time since a base event, whose time on the host's clock is known --->    host
+    host            --- offset 0 within a machine; else from the exits of barriers --->          rank 0's host
 """
 
 import hashlib
@@ -52,10 +52,10 @@ class _Step:
 
 
 class Tracer(NoTracer):
-    """Stamps what a rank does in the chosen iterations; without a folder, in none.
+    """Records the times of a rank's ops and messages in the chosen iterations; without a folder, in none.
 
-    timers: `timers(name, level=2)` is entered around every op, whatever is recorded (`timers.Timers`).
-    attempt: `attempt("trace")` is entered around the drawing (`log.RunLog`).
+    timers: `timers(name, level=2)` is entered around every op, recorded or not (`timers.Timers`).
+    attempt: `attempt("trace")` is entered around the drawing (`log.RunLog.attempt`).
     After `end`, `summary` on rank 0 has the lines for the log.
     """
 
@@ -73,17 +73,17 @@ class Tracer(NoTracer):
         self.summary: list[str] = []
         self.attempt = attempt
         self._step: _Step | None = None
-        self._streams: dict[int, torch.cuda.Stream] = {}  # by who sends
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by sender
 
     def begin(self, iteration: int, lists: list[list[Op]], placed: list[list[int]]) -> None:
-        """Before the first op of a step that does `lists` (see `schedules.py`); all ranks alike."""
+        """Start a step whose ops are `lists` (`schedules.py`); call on all ranks before its first op."""
         self.summary, self._step = [], None
         if self.folder is not None and iteration in self.iterations:
             self._step = _Step(iteration, lists, placed, Clock(self.mesh.device).align())
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
-        """Around the computation of an op whose message has arrived."""
+        """Context manager around the computation of an op, after its message has arrived."""
         with (
             torch.cuda.nvtx.range(op_name(op)) if self.cuda else nullcontext(),
             self.timers(TIMERS[op.kind], level=2),
@@ -94,10 +94,10 @@ class Tracer(NoTracer):
                 self._step.ops[op] = start, self._step.clock.now()
 
     def receive(self, message: Message, pending: Pending) -> None:
-        """Just before this rank waits for a message.
+        """Record the arrival of a message on a GPU; call just before this rank waits for it.
 
-        On a GPU a stream that does nothing else waits for it, too; one for each sender, since what came from
-        one rank must not seem to have come after what is still awaited from another.
+        A separate stream waits for it too. There is one for each sender: with one for all, a message would
+        seem to arrive after those of other ranks that are still in flight.
         """
         if self._step and self.cuda:
             if message.source not in self._streams:
@@ -108,14 +108,14 @@ class Tracer(NoTracer):
                 self._step.arrivals[message] = self._step.clock.now(stream)
 
     def received(self, message: Message) -> None:
-        """Just after the wait."""
+        """Record the arrival of a message on a CPU; call just after the wait."""
         if self._step and not self.cuda:
             self._step.arrivals[message] = self._step.clock.now()
 
     def end(self) -> list[Path]:
-        """After the step, on all ranks: what rank 0 has written; empty elsewhere, or if nothing is recorded.
+        """End the step, on all ranks -> paths that rank 0 wrote; empty elsewhere, or if not recorded.
 
-        Communicates, if something was, the marks: a number or two for each op and message of a rank.
+        A recorded step waits for the device and all-gathers the marks: 2 numbers per op, 1 per message.
         """
         step, self._step = self._step, None
         if step is None:
@@ -132,21 +132,21 @@ class Tracer(NoTracer):
         return paths
 
     def _gather(self, step: _Step, receives: list[list[Message]]) -> list[list[float]]:
-        """A row for each rank, in seconds by rank 0's clock: start and end of its ops, then the arrivals."""
+        """Return a row for each rank, in seconds on rank 0's clock: starts and ends of ops, then arrivals."""
         mesh, read = self.mesh, step.clock.seconds
         mine = [read(mark) for op in step.lists[mesh.pp.rank] for mark in step.ops[op]]
         mine += [read(step.arrivals[message]) for message in receives[mesh.pp.rank]]
         width = max(2 * len(ops) + len(received) for ops, received in zip(step.lists, receives))
         row = torch.full((1, width), torch.nan, dtype=torch.float64)
         row[0, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        world = replace(mesh.world, traffic=Counter())  # what is sent here is not the step's
+        world = replace(mesh.world, traffic=Counter())  # not counted as traffic of the step
         table = all_gather(row.to(mesh.device), world).cpu()
         ahead = torch.tensor(clock_offsets(world, mesh.device), dtype=torch.float64)
         return (table - ahead[:, None]).tolist()
 
 
 def _recording(mesh: Mesh, step: _Step, receives: list[list[Message]], table: list[list[float]]) -> Recording:
-    """What the rows of the table say, in milliseconds since the first op began."""
+    """Convert the table to a Recording, in milliseconds since the first op began."""
     apart = len(table) // mesh.pp.size  # ranks next to each other in a pipeline: pp varies slowest
     zero = min(row[0] for row in table)
     events, arrivals = [], []
@@ -161,7 +161,7 @@ def _recording(mesh: Mesh, step: _Step, receives: list[list[Message]], table: li
 
 
 def _label(mesh: Mesh, rank: int) -> str:
-    """The coordinates of any rank, tp fastest (`mesh.py`)."""
+    """Return a rank's coordinates in the mesh, such as "rank 3 tp1 cp0 dp1 pp0"."""
     words = [f"rank {rank}"]
     for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp):
         rank, place = divmod(rank, axis.size)
@@ -170,14 +170,14 @@ def _label(mesh: Mesh, rank: int) -> str:
 
 
 def machine() -> int:
-    """A number that the processes of one machine share, and with it `time.perf_counter` (CLOCK_MONOTONIC)."""
+    """Return a number that identifies the machine, whose processes share one `time.perf_counter`."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 def clock_offsets(world: Axis, device: torch.device, rounds: int = 9) -> list[float]:
-    """By how many seconds each rank's clock is ahead of rank 0's. Communicates a few numbers a rank."""
+    """Return the seconds by which each rank's clock is ahead of rank 0's. Does barriers and all-gathers."""
     machines = all_gather(torch.tensor([machine()], device=device), world).tolist()
     if len(set(machines)) == 1:
         return [0.0] * world.size
@@ -190,10 +190,10 @@ def clock_offsets(world: Axis, device: torch.device, rounds: int = 9) -> list[fl
 
 
 def offsets(exits: Sequence[Sequence[float]], machines: Sequence[int]) -> list[float]:
-    """`clock_offsets` from when each rank left some barriers, `exits[rank][round]`, by its own clock.
+    """Compute `clock_offsets` from the times `exits[rank][round]` when ranks left barriers, on their clocks.
 
-    The first of a machine to leave stands for it: a process may get its turn late, never early. The median
-    leaves out the rounds in which all of a machine were late.
+    The first process of a machine to leave represents it: a process may be scheduled late, never early. The
+    median excludes the rounds in which all processes of a machine were late.
     """
     first = {}
     for machine in set(machines):

@@ -1,14 +1,14 @@
-"""What was recorded of a step: as a picture, plan above measurement; as a trace for Perfetto; in words.
+"""Draws the recording of a step: a picture, plan above measurement; a trace for Perfetto; a summary.
 
-    planned    rank 0  [F0][F1]      [BW0=][BW1=]     every op takes the measured median of kind and stage
+    planned    rank 0  [F0][F1]      [BW0=][BW1=]     every op takes its kind's and stage's measured median
                rank 1      [F0][BW0=][F1][BW1=]
     measured   rank 0  [F0][F1 ]        [BW0=][BW1==]
                           \\__            /            thin lines: messages, from the end of the op that
                rank 1        [F0][BW0==][F1] ...      sends to the arrival
 
 Both are `schedules.Timeline`s, so that their bubbles mean the same: idle over busy time of all ranks drawn.
-The trace is in Chrome's format, which https://ui.perfetto.dev opens: a process a rank, a thread for its ops
-and one for what it gets from each other rank, arrows from the op that sends to the op that uses.
+The trace is in Chrome's format, which https://ui.perfetto.dev opens: a process per rank, a thread for its ops
+and one for the messages of each other rank, arrows from the op that sends to the op that receives.
 """
 
 import json
@@ -25,14 +25,14 @@ CONTENT = {"F": "activations", "B": "gradient"}
 
 
 class Arrival(NamedTuple):
-    """A message, and when it came."""
+    """A message, and the time of its arrival."""
 
     message: Message
     time: float
 
 
 class Wait(NamedTuple):
-    """A rank that stood idle before an op; message: the one that it stood idle for, if any."""
+    """Idle time of a rank before an op; message: the one that it waited for, if any."""
 
     length: float
     planned: float
@@ -42,32 +42,32 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """One step of all ranks; times in milliseconds since the first op began."""
+    """The ops of all ranks in one step; times in milliseconds since the first op began."""
 
     iteration: int
-    lists: list[list[Op]]  # what was to be done, by pipeline rank: `schedules.schedule`
+    lists: list[list[Op]]  # planned ops by pipeline rank: `schedules.schedule`
     placed: list[list[int]]
-    labels: list[str]  # of every rank of the world
-    drawn: Sequence[int]  # the ranks that get a row in the picture: of a pipeline, or else of dp
-    events: list[list[Event]]  # by rank of the world, as what follows
+    labels: list[str]  # by rank of the world
+    drawn: Sequence[int]  # ranks with a row in the picture: of a pipeline, or else of dp
+    events: list[list[Event]]  # by rank of the world, like `arrivals`
     arrivals: list[list[Arrival]]
 
     @property
     def apart(self) -> int:
-        """Ranks of the world from one pipeline rank to the next; pp varies slowest."""
+        """The distance of neighbouring pipeline ranks in the world; pp varies slowest."""
         return len(self.labels) // len(self.lists)
 
     @property
     def first(self) -> float:
-        """When the first op of the ranks drawn began; others of dp may have begun before."""
+        """The start of the first op of the ranks drawn; other dp ranks may have started earlier."""
         return min(self.events[rank][0].start for rank in self.drawn)
 
     def sender(self, rank: int, message: Message) -> int:
-        """The rank of the world that sent what `rank` got."""
+        """Return the rank of the world that sent `message` to `rank`."""
         return rank % self.apart + self.apart * message.source
 
     def timelines(self) -> tuple[Timeline, Timeline]:
-        """Planned and measured, of the ranks drawn; rows are numbered from 0."""
+        """Return the planned and the measured timeline of the ranks drawn; rows are numbered from 0."""
         runs = [[e._replace(rank=row) for e in self.events[rank]] for row, rank in enumerate(self.drawn)]
         took: dict[tuple[str, int], list[float]] = {}
         for rank, events in zip(self.drawn, runs):
@@ -75,13 +75,13 @@ class Recording:
                 stage = self.placed[rank // self.apart][event.op.chunk]
                 took.setdefault((event.op.kind, stage), []).append(event.end - event.start)
         costs = {key: statistics.median(times) for key, times in took.items()}
-        copies = len(self.drawn) // len(self.lists)  # of dp: all do the same, with no messages
+        copies = len(self.drawn) // len(self.lists)  # dp ranks: all do the same ops, without messages
         planned = simulate(self.lists * copies, self.placed * copies, costs)
         runs = [[e._replace(start=e.start - self.first, end=e.end - self.first) for e in run] for run in runs]
         return planned, timeline_of(runs)
 
     def sent(self) -> Iterator[tuple[Event, Arrival, Event]]:
-        """Of every message the op that sent it, its arrival, and the op that uses it."""
+        """Yield for each message: the op that sent it, its arrival, and the op that uses it."""
         exchanges = messages(self.lists, self.placed)
         senders = {}
         for rank, events in enumerate(self.events):
@@ -95,12 +95,12 @@ class Recording:
 
 
 def op_name(op: Op) -> str:
-    """Kind, chunk and microbatch: F1.4; in pictures, traces and NVTX ranges."""
+    """Return kind, chunk and microbatch, such as F1.4, for pictures, traces and NVTX ranges."""
     return f"{op.kind}{op.chunk}.{op.microbatch}"
 
 
 def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
-    """Write iteration-N.json, .svg and .png (without matplotlib the first): the files; lines for the log."""
+    """Write iteration-N.json, and with matplotlib .svg and .png -> the paths, and lines for the log."""
     planned, measured = recording.timelines()
     stem = folder / f"iteration-{recording.iteration}"
     paths, lines = [stem.with_suffix(".json")], describe_trace(recording, planned, measured)
@@ -115,7 +115,7 @@ def write(recording: Recording, folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) -> list[str]:
-    """Both bubbles and the cost of each kind of op; the longest waits, and the one furthest beyond plan."""
+    """Return lines on bubbles, cost of each kind of op, longest waits, and the one furthest above plan."""
     took: dict[str, list[float]] = {}
     for event in measured.events:
         took.setdefault(event.op.kind, []).append(event.end - event.start)
@@ -125,7 +125,7 @@ def describe_trace(recording: Recording, planned: Timeline, measured: Timeline) 
     worst, shown = max(found, key=lambda wait: wait.length - wait.planned), found[:3]
     return [
         f"iteration {recording.iteration}: {_total('planned', planned)} | {_total('measured', measured)}",
-        f"an op takes {costs} ms (median); the longest waits, and the one furthest beyond plan:",
+        f"an op takes {costs} ms (median); the longest waits, and the one furthest above plan:",
         *(_words(recording, wait) for wait in shown + [worst] * (worst not in shown)),
     ]
 
@@ -135,7 +135,7 @@ def _total(what: str, timeline: Timeline) -> str:
 
 
 def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[Wait]:
-    """Idle times before an op of the ranks drawn, longest first."""
+    """Return the idle times before ops of the ranks drawn, longest first."""
     exchanges, apart = messages(recording.lists, recording.placed), recording.apart
     uses = [x.uses for rank in recording.drawn for x in exchanges[rank // apart]]
     came = [dict(recording.arrivals[rank]) for rank in recording.drawn]
@@ -147,7 +147,7 @@ def waits(recording: Recording, planned: Timeline, measured: Timeline) -> list[W
 
 
 def _gaps(timeline: Timeline) -> list[float]:
-    """Idle time before each event."""
+    """Return the idle time before each event."""
     ends = [None, *timeline.events]
     same = [before is not None and before.rank == e.rank for before, e in zip(ends, timeline.events)]
     return [e.start - (b.end if s else 0.0) for b, e, s in zip(ends, timeline.events, same)]
@@ -167,9 +167,9 @@ def _words(recording: Recording, wait: Wait) -> str:
 def picture(
     recording: Recording, timelines: tuple[Timeline, Timeline], lines: list[str], paths: Sequence[Path]
 ) -> None:
-    """Draw both timelines over the same time, the messages of the second, and the lines below.
+    """Draw both timelines on one time axis, the messages of the measured one, and `lines` below.
 
-    Raises: ImportError without matplotlib.
+    Raises ImportError without matplotlib.
     """
     rows, drawn = len(recording.drawn), recording.drawn
     figure = canvas(f"the picture of iteration {recording.iteration}", (14, 1.6 + 0.4 * (2 * rows + 3)))
@@ -197,7 +197,7 @@ def picture(
 
 
 def chrome(recording: Recording) -> list[dict[str, Any]]:
-    """The events of Chrome's trace format, in microseconds, of all ranks."""
+    """Return the events of all ranks in Chrome's trace format, in microseconds."""
     found = []
     for rank, events in enumerate(recording.events):
         found.append(_called("process_name", rank, 0, recording.labels[rank]))
@@ -206,7 +206,7 @@ def chrome(recording: Recording) -> list[dict[str, Any]]:
             stage = recording.placed[rank // recording.apart][event.op.chunk]
             args = event.op._asdict() | dict(stage=stage)
             found.append(_slice(op_name(event.op), rank, 0, (event.start, event.end), args))
-    lanes: dict[tuple[int, int], list[float]] = {}  # by receiver and sender: when each of its threads is free
+    lanes: dict[tuple[int, int], list[float]] = {}  # (receiver, sender): when each of its threads is free
     for number, (sender, arrival, user) in enumerate(recording.sent()):
         ends = lanes.setdefault((user.rank, sender.rank), [])
         lane = next((i for i, end in enumerate(ends) if end <= sender.end), len(ends))

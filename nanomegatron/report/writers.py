@@ -1,7 +1,7 @@
-"""Where a run's numbers go: JSON lines, files replaced whole, TensorBoard, Weights & Biases, a progress bar.
+"""Writers of a run's numbers: JSON lines, whole files, TensorBoard, Weights & Biases, a progress bar.
 
-JSON knows no NaN: numbers that are not finite are written as the strings "nan", "inf" and "-inf", which
-float() reads like any number.
+JSON has no NaN: numbers that are not finite are written as the strings "nan", "inf" and "-inf", which float()
+accepts.
 """
 
 import importlib.util
@@ -19,14 +19,14 @@ from nanomegatron.config.settings import Config
 
 
 class Lines:
-    """A text file that grows by whole lines. One that a full disk or a kill has cut short stays by itself."""
+    """A text file to which lines are appended; an incomplete one (full disk, kill) keeps its own line."""
 
     def __init__(self, path: Path):
         self.path = path
         self._file, self._cut = None, False
 
     def write(self, text: str) -> None:
-        """Add a line, at once. Raises OSError where that fails; a later call may succeed."""
+        """Append a line, unbuffered. Raises OSError if that fails; a later call may succeed."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
@@ -43,14 +43,14 @@ class Lines:
 
 
 class JsonLines(Lines):
-    """A file of one JSON object a line, in order of `iteration`."""
+    """A file with one JSON object per line, in order of `iteration`."""
 
     _behind: int | None = None  # records after this iteration are still to be dropped
 
     def drop_after(self, iteration: int, warn: Callable[[str], None] = warnings.warn) -> None:
-        """Keep the records up to `iteration`, without lines that are damaged or were cut short.
+        """Keep the records up to `iteration`; lines that are damaged or incomplete are removed too.
 
-        Where that fails (OSError), nothing is appended before it has succeeded.
+        If that fails (OSError), `append` tries it again and writes only after it has succeeded.
         """
         self._behind = iteration
         if self.path.is_file():
@@ -62,16 +62,16 @@ class JsonLines(Lines):
         return read_jsonl(self.path)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Raises OSError as `write`."""
+        """Append a record. Raises OSError if that fails."""
         if self._behind is not None:
             self.drop_after(self._behind)
         self.write(json.dumps(plain(record), allow_nan=False))
 
 
 def read_jsonl(path: str | Path, warn: Callable[[str], None] = warnings.warn) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, none without the file.
+    """Read the records of a .jsonl file; [] if there is no file.
 
-    Lines that are no records are left out with one warning; a last line that a kill has cut, in silence.
+    Lines that are no records are skipped with one warning; an incomplete last line without a warning.
     """
     records: list[dict[str, Any]] = []
     if not Path(path).is_file():
@@ -92,7 +92,7 @@ def read_jsonl(path: str | Path, warn: Callable[[str], None] = warnings.warn) ->
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path` such that a reader, or a crash, sees the old file or the new one."""
+    """Write `text` to `path` atomically: readers, also after a crash, see the old or the new file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -106,7 +106,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with everything that JSON lacks, NaN, infinities and paths, as strings."""
+    """Return the record with values that JSON lacks (NaN, infinities, paths) as strings."""
 
     def strange(value: Any) -> bool:
         return isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
@@ -118,7 +118,7 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing_extras(config: Config) -> list[str]:
-    """One line for each package that the settings need and that is not installed; imports nothing."""
+    """Return a message for each package that the settings need and that is missing; imports nothing."""
     need = {
         "tensorboard": (config.run.tensorboard_dir, "--tensorboard-dir", '-e ".[viz]"'),
         "wandb": (config.run.wandb_project, "--wandb-project", '-e ".[log]"'),
@@ -130,9 +130,9 @@ def missing_extras(config: Config) -> list[str]:
     ]
 
 
-# Tags that begin like this; the rest vs samples too.
+# Prefixes of tags that are logged by iteration only; all others also by samples.
 BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/", "experts/")
-# What a step of a model with experts reports, each the mean over layers (report/counters.py), and its tag.
+# Numbers of a step with experts, each the mean over layers (report/counters.py) -> tag.
 EXPERT_TAGS = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
@@ -144,10 +144,10 @@ EXPERT_TAGS = {
 
 
 def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
-    """A step under Megatron's TensorBoard tags; times in seconds."""
+    """Return a step's numbers by Megatron's TensorBoard tags; times in seconds."""
     tags = {
         "lm loss": record["lm_loss"],
-        "learning-rate": record["next_lr"],  # as Megatron has it
+        "learning-rate": record["next_lr"],  # as in Megatron
         "grad-norm": record["grad_norm"],
         "iteration-time": record["step_time_ms"] / 1e3,
         "throughput": record["tflops_per_gpu"],
@@ -195,7 +195,7 @@ class _WeightsAndBiases:
 
 
 def scalar_writers(config: Config, folder: Path, iteration: int) -> dict[str, Callable[[], Any]]:
-    """What makes the writers asked for: add(scalars by tag, record they are of) and close()."""
+    """Return functions that make the configured writers, with add(scalars by tag, record) and close()."""
     made: dict[str, Callable[[], Any]] = {}
     if config.run.tensorboard_dir:
         made["TensorBoard"] = lambda: _TensorBoard(config.run.tensorboard_dir, iteration)
@@ -205,7 +205,7 @@ def scalar_writers(config: Config, folder: Path, iteration: int) -> dict[str, Ca
 
 
 def spare_exit(*streams: TextIO | None) -> None:
-    """Flush streams; one that takes nothing goes nowhere, lest Python's last flush change the exit code."""
+    """Flush streams; one that fails is redirected to /dev/null, or Python's last flush sets the exit code."""
     for stream in filter(None, streams):
         try:
             stream.flush()
@@ -215,7 +215,7 @@ def spare_exit(*streams: TextIO | None) -> None:
 
 
 def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:
-    """A tqdm bar on a terminal; None elsewhere, or without tqdm (the lines say it all)."""
+    """Return a tqdm bar if `stream` is a terminal and tqdm is installed; else None."""
     if not stream.isatty() or importlib.util.find_spec("tqdm") is None:
         return None
     from tqdm import tqdm
