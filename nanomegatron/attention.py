@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         n, g, h = config.num_attention_heads, config.num_kv_heads, config.hidden_size
         if n % tp.size or (g % tp.size and tp.size % g):
             raise ValueError(
-                f"{n} query, {g} key/value heads: both must divide by tp {tp.size}, or it by these"
+                f"{n} query heads must divide by tp {tp.size}, and {g} key/value heads by tp or tp by them"
             )
         copies = max(tp.size // g, 1)
         queries, keys = n * config.head_dim, g * config.head_dim

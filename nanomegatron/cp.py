@@ -88,7 +88,7 @@ class Shard:
         Raises ValueError if `s` is not divisible by 2 * axis.size.
         """
         if s % (2 * axis.size):
-            raise ValueError(f"{s} tokens do not divide into twice {axis.size} context-parallel chunks")
+            raise ValueError(f"{s} tokens do not divide into 2 x {axis.size} context-parallel chunks")
         self.axis, self.types, self.documents = axis, types, cu_seqlens is not None
         bounds = np.array([0, s]) if cu_seqlens is None else np.append(np.asarray(cu_seqlens, np.int64), s)
         self.starts = bounds[:-1]

@@ -128,5 +128,5 @@ def test_chunks_of_any_lengths():
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="42 tokens do not divide into twice 4 context-parallel chunks"):
+    with pytest.raises(ValueError, match="42 tokens do not divide into 2 x 4 context-parallel chunks"):
         shards(4, None, 42)
