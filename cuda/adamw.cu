@@ -6,20 +6,20 @@
 //
 // The naive loop, in fp32:  for each segment, for i in start..stop-1: the four assignments above
 //
-// main, params, grads, exp_avg, exp_avg_sq are flat and of one length. A table [count, 4] of int64 on the
-// device says what is to be done: rows (start, stop, first, kind), the block that begins with the segment,
-// and as bits of `kind` 1: the second learning rate, 2: weight decay. A block has `chunk` elements of one
-// segment; elements of none are left alone. All that changes from step to step is fp32 on the device too:
-// step (the number of this update, from 1), values (lr, decoupled lr, decay), grad_scale, skip (not 0:
-// nothing changes but a copy in E4M3 and its amax, which are made of w as it is).
+// main, params, grads, exp_avg, exp_avg_sq are flat and of one length. The segments are a table [count, 4] of
+// int64 on the device, rows (start, stop, first, kind): first is the segment's first block; bits of `kind`
+// are 1: the second learning rate, 2: weight decay. A block has `chunk` elements of one segment; elements of
+// no segment are unchanged. All values that change from step to step are fp32 on the device, too: step (the
+// number of this update, from 1), values (lr, decoupled lr, decay), grad_scale, skip (not 0: only a copy in
+// E4M3 and its amax are updated, from the unchanged w).
 //
-// The main parameters are fp32, with a copy in 16 bits written beside them if wanted; or they are cut in two:
-// the parameters in bf16 are their upper half, rounded half away from zero, `main` the lower half, 16 bits
-// with a sign, so that (params << 16) + main are the 32 bits (as Megatron's store_param_remainders has it; a
-// NaN is made quiet). A copy in E4M3 beside fp32 is fp8(bf16(w) * scale), saturating, which is the cast of a
-// copy in bf16, with a scale and an amax a segment, fp32 on the device: a segment is then what shares a
-// scale, one parameter or a part of it, and amax = max(amax, |bf16(w)|) of what is new. Moments are fp32 or
-// bf16, rounded to nearest or, by a seed, at random: up with the probability that keeps the mean.
+// The main parameters are fp32, with a 16-bit copy if wanted; or they are split in two halves: `params`
+// (bf16) is the upper half, rounded half away from zero, `main` the lower half, a signed 16-bit integer, so
+// that (params << 16) + main are the 32 bits (as Megatron's store_param_remainders has it; a NaN is made
+// quiet). A copy in E4M3 beside fp32 is fp8(bf16(w) * scale), saturating, equal to the cast of a bf16 copy,
+// with a scale and an amax per segment, fp32 on the device: a segment is then one parameter or a part of it,
+// which has one scale, and amax = max(amax, |bf16(w)|) of the new w. Moments are fp32 or bf16, rounded to
+// nearest or, given a seed, stochastically: up with the probability that keeps the mean.
 //
 // Bytes an element, fp32 moments and gradients: 30 with a copy (4 + 12 read, 12 + 2 written), 29 with one in
 // E4M3 (skipped: 4 read, 1 written), 28 without; bf16 moments and remainders: 20 (4 + 8 read, 8 written).
@@ -49,7 +49,7 @@ struct Range {
     int kind, segment;
 };
 
-// Has a barrier at least. All threads test the table at once: one trip to memory.
+// Contains at least one barrier. All threads test the table at once: one round trip to memory.
 __device__ __forceinline__ Range own_range(const Segment* table, int count, int64_t chunk, int size,
                                            bool whole) {
     const auto block = static_cast<int64_t>(blockIdx.x);
@@ -70,7 +70,7 @@ __device__ __forceinline__ Range own_range(const Segment* table, int count, int6
     return range;
 }
 
-// What no pack takes, before and behind them.
+// The single elements before and after the whole packs.
 template <typename Body>
 __device__ __forceinline__ void each_alone(const Range& range, Body body) {
     const auto before = static_cast<int>(range.first - range.begin);
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(THREADS)
     partial[gridDim.x + blockIdx.x] = found;
 }
 
-// A block a segment: adds up what its blocks have found. out: [2, count], as partial: [2, blocks]
+// One block per segment: adds up the partial results of the segment's blocks. out: [2, count]
 __global__ void __launch_bounds__(THREADS)
     sum_totals(double* __restrict__ out, const double* __restrict__ partial,
                const Segment* __restrict__ table, int count, int64_t blocks) {

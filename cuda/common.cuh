@@ -1,8 +1,8 @@
 // What all kernels share: loads and stores of 16 bytes, sums over warps and blocks, launches.
 //
-// A kernel works on packs of 16 bytes, eight bf16 or four fp32, several of them on their way before the first
-// is used. What does not fill a pack, or is not aligned to one, goes element by element: mostly the same code
-// with packs of one.
+// A kernel works on packs of 16 bytes, eight bf16 or four fp32, with several loads in flight before the first
+// is used. Elements that do not fill a pack, or are not aligned to one, are handled one by one: mostly by the
+// same code with packs of one.
 
 #pragma once
 #include <cuda_bf16.h>
@@ -100,8 +100,8 @@ __device__ __forceinline__ float over_warp(float x) {
     return x;
 }
 
-// Over all threads of a block of at most 1024; every thread gets the result. `shared` holds 32 floats and is
-// free again when all threads have returned.
+// Over all threads of a block of at most 1024; every thread gets the result. `shared` holds 32 floats and may
+// be reused when all threads have returned.
 template <typename Op>
 __device__ __forceinline__ float over_block(float x, float* shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;

@@ -25,7 +25,7 @@ namespace {
 constexpr int THREADS = 256, UNROLL = 4;     // first pass: a block a row
 constexpr int GRAD_UNROLL = 4, BATCHES = 2;  // second pass: several blocks a row
 
-// How many elements come before the first whole pack.
+// The number of elements before the first whole pack.
 template <typename T>
 __device__ __forceinline__ int before_packs(const T* row, int columns) {
     const int bytes = static_cast<int>(-reinterpret_cast<std::uintptr_t>(row) & 15);
@@ -61,8 +61,8 @@ struct Seen {
     }
 };
 
-// out: [3, rows], maxima, totals, targets. Rows of any alignment: what is before and behind whole packs goes
-// alone.
+// out: [3, rows], maxima, totals, targets. Rows of any alignment: elements before and after the whole packs
+// are handled one by one.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4)
     cross_entropy_statistics(float* __restrict__ out, const T* __restrict__ logits,
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     }
 }
 
-// What the gradient of one row needs.
+// The inputs of one row's gradient.
 struct Row {
     float grad, scale, lse;
     int label;  // -1: not here
@@ -113,8 +113,8 @@ struct Row {
     }
 };
 
-// blockIdx.x is the piece of the row, THREADS * GRAD_UNROLL * BATCHES packs; the first piece has what no pack
-// takes. `out` may be `logits`: each element is read and then written by one thread.
+// blockIdx.x is the piece of the row, THREADS * GRAD_UNROLL * BATCHES packs; the first piece has the elements
+// outside whole packs, too. `out` may be `logits`: each element is read and then written by one thread.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 5)
     cross_entropy_gradient(T* out, const T* logits, const int64_t* labels, const float* lse,

@@ -1,8 +1,8 @@
 // FP8 for kernels: values to bytes and back, maxima of |x|, a scale from such a maximum; eight neighbours at
 // once, and tiles whose columns are turned into rows.
 //
-// A maximum of |x| is one of integers, its bits: in any order the same, also between blocks by atomics, and
-// NaN is the largest.
+// A maximum of |x| is taken over its bits as integers: the same in any order, also between blocks by atomics,
+// and NaN is the largest.
 
 #pragma once
 #include <type_traits>
@@ -25,8 +25,8 @@ __device__ __forceinline__ unsigned largest_of_block(unsigned bits) {
     return __reduce_max_sync(0xffffffff, warps[threadIdx.x % (THREADS / 32)]);
 }
 
-// Raises *amax, which is at least +0, to a block's largest. Most blocks have nothing to add, and to see that
-// is cheaper than an atomic.
+// Raises *amax, which is at least +0, to a block's largest. Most blocks need no update, and a read that shows
+// this is cheaper than an atomic.
 __device__ __forceinline__ void raise_to(unsigned* amax, unsigned largest) {
     if (threadIdx.x == 0 && largest > *static_cast<volatile unsigned*>(amax)) atomicMax(amax, largest);
 }
@@ -95,7 +95,7 @@ struct Eight<Coded<FORMAT>> {
     }
 };
 
-// Whole: 16 bytes at a time. Else one by one, of the type that is named, into floats.
+// Whole: loads of 16 bytes. Else elements one by one, of the type that `type` names, into floats.
 template <bool WHOLE, typename T>
 __device__ __forceinline__ Eight<T> load_eight(const void* from, int type, int64_t at, int64_t inside) {
     Eight<T> eight = {};
@@ -177,7 +177,7 @@ __device__ __forceinline__ uint2 cast_eight(const Eight<T>& x, float s) {
 
 // Tiles.
 
-// Of a row of the tile, for all 16 threads that have pieces of it.
+// The maximum of a row of the tile, for all 16 threads that have pieces of it.
 template <typename T>
 __device__ __forceinline__ unsigned largest_of_row(const Eight<T>& x) {
     unsigned largest = 0;
@@ -190,7 +190,7 @@ __device__ __forceinline__ unsigned largest_of_row(const Eight<T>& x) {
     return largest;
 }
 
-// Of each column of the tile: thread i < 128 gets that of column i. Called once a kernel.
+// The maximum of each column of the tile: thread i < 128 gets that of column i. Called once per kernel.
 template <typename T>
 __device__ __forceinline__ unsigned largest_of_column(const Eight<T> (&x)[8]) {
     __shared__ unsigned largest_of[THREADS / 32][TILE];

@@ -8,13 +8,13 @@
 // The naive loop, in fp32:  for r, c:  q[r][c] = flip[c][r] = fp8(x[r][c] * scale)
 //                           amax = max(amax, |x[r][c]|)
 //
-// Scales a block come of its own amax, 1 where that is zero or not finite (arXiv 2412.19437, section 3.3):
+// A block's scale comes from its own amax, 1 if that is zero or not finite (arXiv 2412.19437, section 3.3):
 //     lines      1 x 128 along the contracted dim: along k for q, along m for flip, which are cast apart;
 //                inverse [k/128, m] and [m/128, k] in memory, as cuBLASLt has them (outer dim contiguous)
 //     squares    128 x 128, one for both; inverse [m/128, k/128] and [k/128, m/128], rows a `stride` apart
 //
-// x may be FP8 itself, with an inverse of each row or block, and is cast as what it stands for; where it has
-// but one scale, its bytes are transposed as they are.
+// x may be FP8 itself, with an inverse of each row or block: then x * inverse is cast; if it has a single
+// scale, its bytes are transposed unchanged.
 //
 // Bytes an element of 16 bits: amax 2, cast 3, cast with its transpose 4; an FP8 one transposed 2.
 //
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(THREADS, 6)
 
 // Launches.
 
-// The amax alone takes few blocks, which meet less often; a cast as many as there are batches.
+// For the amax only, few blocks, with fewer atomics; for a cast as many as there are batches.
 template <int FORMAT>
 void launch_line(Address out, Address x, Address scale, Address amax, int64_t n, int type, Address stream) {
     constexpr int64_t BATCH = 8 * THREADS * UNROLL<FORMAT>;

@@ -6,7 +6,7 @@
 //     amax is zero or not finite
 //     inverse [m, 1] and [k, 1] = 1 / scale, so that x ~ q * inverse
 //
-// x may be FP8 itself, with an inverse of each row or block, and is cast as what it stands for.
+// x may be FP8 itself, with an inverse of each row or block: then x * inverse is cast.
 //
 // The naive loop of q, in fp32:  for r:  amax = max over c of |x[r][c]|;  s = scale of amax
 //                                        inverse[r] = 1 / s;  for c:  q[r][c] = fp8(x[r][c] * s)
@@ -31,7 +31,7 @@ struct Rows {  // what x [m, k] gives, null where not wanted
     }
 };
 
-constexpr int BATCH = 2;  // loads that a thread has on their way, of one row
+constexpr int BATCH = 2;  // loads of one row that a thread has in flight
 
 template <int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : 6) fp8_row(const Source x, const Rows to) {

@@ -9,8 +9,8 @@
 // before it.
 // The naive loop:  for i:  amax = most_recent ? history[0][i] : max over j of history[j][i]
 //                          scale[i] = limits[i] / amax;  history[j][i] = history[j - 1][i], history[0][i] = 0
-// An entry that is not finite keeps the scale in its own step and is moved on as zero: it does not hold the
-// scale for as many steps as the history is long. 8 bytes an entry; some microseconds of latency.
+// An entry that is not finite keeps the scale in its own step and is shifted as zero, so that it does not
+// keep the scale for the length of the history. 8 bytes per entry; some microseconds of latency.
 
 #include "fp8.cuh"
 

@@ -3,7 +3,7 @@
 //
 // Pointers and the stream come as numbers; a null pointer says that something optional is not wanted. `Type`
 // is the element type of the tensors that can have several. All sizes are counts of elements. The caller
-// has checked types, shapes, contiguity and devices (ops_*.py): here only the launch itself is checked.
+// (nanomegatron/ops) has checked types, shapes, contiguity and devices: here only the launch is checked.
 
 #pragma once
 #include <cstdint>

@@ -32,7 +32,7 @@ struct Forward {
     int group;            // threads of a row: a power of two up to 32, or all of the block
 };
 
-// The row in registers, packs lane, lane + group, ...; all are on their way before the first is used.
+// The row in registers, packs lane, lane + group, ...; all loads are in flight before the first is used.
 template <bool ADD, typename P, int PER>
 __device__ __forceinline__ void load_row(P (&x)[PER], const Forward& a, int64_t begin, int packs, int lane) {
     const P* from = static_cast<const P*>(a.x) + begin;
@@ -60,8 +60,8 @@ __device__ __forceinline__ void load_row(P (&x)[PER], const Forward& a, int64_t 
     }
 }
 
-// Weights of a thread's packs: on their way while the row is summed up, where there are registers for them
-// (RMSNorm) and they are of the type of x; else they come when they are needed.
+// Weights of a thread's packs: in flight while the row is summed up, if registers suffice (RMSNorm) and they
+// are of the type of x; else loaded when they are needed.
 template <typename T, int PER, bool EARLY>
 struct Weights {
     Pack<T> early[EARLY ? PER : 1];

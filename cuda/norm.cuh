@@ -25,8 +25,8 @@ inline Split split(int64_t packs, int teams, int per) {
     return group <= MOST ? Split{per, static_cast<int>(group), static_cast<int>(group)} : Split{};
 }
 
-// Sums over the threads of a row; all of the block come here together. One barrier: what the last call left
-// in `shared` is not overwritten before everybody has passed the next one.
+// Sums over the threads of a row; all threads of the block call it together. One barrier: what the last call
+// left in `shared` is not overwritten before all threads have passed the next one.
 template <int N>
 __device__ __forceinline__ void over_group(float (&x)[N], int group, float (*shared)[N * WARPS], int& turn) {
     const auto over_lanes = [&](int lanes) {

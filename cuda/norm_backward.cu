@@ -42,8 +42,7 @@ struct Backward {
     int group, stages;
 };
 
-// Copies from device to shared memory that go on while the thread works; `wait` for all but the last few
-// groups.
+// Asynchronous copies from device to shared memory, in groups; `wait` for all but the last few groups.
 __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
     const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
@@ -140,7 +139,7 @@ struct Columns {
         return w[KEPT];
     }
 
-    // n and g = dy w of pack k, from shared memory; dy too for who wants it.
+    // n and g = dy w of pack k, from shared memory; dy too if wanted.
     __device__ __forceinline__ void read(const Pack<T>* x, const Pack<T>* dy, float (&pdy)[N],
                                          const Backward& a, int k, int lane, float rstd, float mean) {
         const Pack<T> packed_x = x[k * blockDim.x], packed_dy = dy[k * blockDim.x];

@@ -126,8 +126,8 @@ struct Row {
     }
 };
 
-// The first read of a row, some loads at once; writes the total and the copy. Gives its sum, or sum of
-// squares.
+// The first read of a row, several loads at once; writes the total and the copy. Gives the row's sum, or
+// sum of squares.
 template <bool ADD, bool WHOLE, typename T>
 __device__ __forceinline__ float first_read(const Norm& a, const Row<WHOLE, T>& row, bool squares) {
     constexpr int BATCH = (ADD ? 8 : 16) / sizeof(T);

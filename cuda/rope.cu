@@ -1,4 +1,4 @@
-// Rotary position embedding: each pair of features (x1, x2) of a query or key head turns by its token's
+// Rotary position embedding: each pair of features (x1, x2) of a query or key head is rotated by its token's
 // angle.
 //
 //     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        the backward is the turn by -angle, of dy
@@ -11,8 +11,8 @@
 // The naive loop, in fp32:  for token, head < n + g, i:  the two lines above
 //                           features from r on, and v:  copied
 //
-// q, k and out may be the same memory, the packed projection [s, b, (n + 2g) d] turned where it lies: then
-// neither v nor the features from r on are touched (values = 0, and what is in its place already is not
+// q, k and out may be the same memory, the packed projection [s, b, (n + 2g) d] rotated in place: then
+// neither v nor the features from r on are touched (values = 0, and features already in place are not
 // copied). Bytes in 16 bits a value that turns: 4 (one read, one written). A thread keeps the cos and sin of
 // its token and loops over heads, so the tables cost r/2 * 8 bytes a token against 2 * 2 (n + g) r. (arXiv
 // 2104.09864)

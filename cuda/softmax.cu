@@ -69,7 +69,7 @@ struct Share {
     }
 };
 
-// All of a row in registers. Exponentials count from the maximum of the warp, so that warps meet once.
+// All of a row in registers. Exponentials are relative to the warp's maximum, so that warps meet only once.
 template <typename P, int K, bool MASKED>
 __global__ void __launch_bounds__(MAX_THREADS)
     softmax_forward_resident(P* out, float* lse, const P* x, Problem a) {
