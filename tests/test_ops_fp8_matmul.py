@@ -115,7 +115,7 @@ def test_without_the_library_torch_multiplies(monkeypatch):
     monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(fp8_matmul_ready=ready))
     monkeypatch.setattr(ops_fp8_matmul, "usable", lambda *_: True)
     missing.cache_clear()
-    with pytest.warns(UserWarning, match="take a pass to be added: no such file") as warned:
+    with pytest.warns(UserWarning, match="added in a separate pass: no such file") as warned:
         check(case(SHAPES[1]))
     assert len(warned) == 1 and missing() == "no such file"
     missing.cache_clear()

@@ -83,7 +83,7 @@ def missing() -> str:
     try:
         ops_kernels._kernels.fp8_matmul_ready()
     except RuntimeError as error:
-        warnings.warn(f"FP8 weight gradients take a pass to be added: {error}", stacklevel=3)
+        warnings.warn(f"FP8 weight gradients are added in a separate pass: {error}", stacklevel=3)
         return str(error)
     return ""
 
