@@ -1,24 +1,29 @@
 """The benchmarks of data, tiny: what they measure is there, and all ways make the same bytes."""
 
 import json
+import sys
 
 import pytest
 
 from benchmarks import data
 
-NUMBERS = ["0 threads", "0 threads documents", "1 threads", "1 threads documents"]
+NUMBERS = ["dataset", "0 threads", "0 threads documents", "1 threads", "1 threads documents"]
 
 
-def test_loader(tmp_path, capsys):
+def test_loader(tmp_path, capsys, monkeypatch, full):
+    """Without megatron-core in the fast tier: to import it takes seconds."""
+    if not full:
+        monkeypatch.setitem(sys.modules, "megatron.core.datasets", None)
     out = tmp_path / "loader.json"
     data.main(["loader", "--small", "--documents", "2000", "--out", str(out)])
     result = json.loads(out.read_text())
     assert result["documents"] == 2000 and result["tokens"] == 2_000_000
     for s in ("seq 1024", "seq 8192"):
         found = result[s]
-        assert list(found["ours"]) == ["dataset", *NUMBERS, "2 threads", "2 threads documents"]
+        assert list(found["ours"]) == NUMBERS
+        assert full or "megatron" in found["megatron"]["failed"]
         assert min(found["ours"].values()) > 0 and found["cold start"]["seconds"] > 0
-    assert "seq 8192 ours 2 threads documents" in capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out) == result
 
 
 @pytest.mark.full
@@ -27,10 +32,10 @@ def test_preprocess(tmp_path):
     pytest.importorskip("megatron.core")
     texts = ["the quick brown fox", *(f"line {i} of a page" for i in range(70))]
     lines = [json.dumps({"text": text}) for text in texts]
-    (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
-    out = tmp_path / "preprocess.json"
+    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "preprocess.json"
+    corpus.write_text("\n".join(lines) + "\n")
     flags = "--tokenizer ByteTokenizer --repeats 1 --corpus".split()
-    data.main(["preprocess", *flags, str(tmp_path), "--out", str(out)])
+    data.main(["preprocess", *flags, str(corpus), "--out", str(out)])
     result = json.loads(out.read_text())
     cases = ["tiktoken, 1", "ours, 1", "per document, 1", "ours, 2", "per document, 2"]
     assert list(result["mb_per_s"]) == list(result["median"]) == cases
@@ -38,9 +43,10 @@ def test_preprocess(tmp_path):
 
 
 def test_outputs_that_differ_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "a"}\n')
 
-    def child(args, case, workers, prefix, corpus):
+    def child(args, case, workers, prefix):
         for end in ("bin", "idx"):
             with open(f"{prefix}_text_document.{end}", "w") as file:
                 file.write(case)
@@ -48,4 +54,4 @@ def test_outputs_that_differ_are_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(data, "child", child)
     with pytest.raises(ValueError, match="different bytes"):
-        data.main(["preprocess", "--corpus", str(tmp_path)])
+        data.main(["preprocess", "--corpus", str(corpus), "--tokenizer", "ByteTokenizer"])
