@@ -1,8 +1,7 @@
 """Cases of mixtures of experts, layers of Mixtral 8x7B and Qwen3-30B-A3B. Tokens are random.
 
-    moe           a layer over all ranks, forward and backward: overlapped, by the core's forms (plain), in
-                  halves of the tokens; its experts with as many rows each; pieces: its router, and dispatch
-                  and combine with experts that return their rows
+    moe           a layer over all ranks, forward and backward, overlapped; in halves of the tokens; its
+                  experts with as many rows each, its router, and dispatch and combine by themselves
     experts       forward and weight gradient of both linear layers of a rank's experts, for ep 1, 2 and 4:
                   in a loop, grouped, and grouped in FP8 without the casts
     transformers  a layer on one GPU, ours and transformers', grouped and in a loop, with the same weights
@@ -58,15 +57,13 @@ def configs(session: Session) -> Iterator[tuple[str, Config]]:
 class Layer:
     """One of our layers with experts on its own buckets, and the tokens of a microbatch."""
 
-    def __init__(self, session: Session, config: Config, form: str = "overlapped", **changes) -> None:
-        """form: or "plain", or "halves" of the tokens, which alternate. changes: of the model's settings."""
+    def __init__(self, session: Session, config: Config, halves: bool = False, **changes) -> None:
+        """halves: of the tokens alternate. changes: of the model's settings."""
         device, model, data = session.device, replace(config.model, **changes), config.data
-        dtype = getattr(torch, config.dtype_name)
+        dtype, self.config = getattr(torch, config.dtype_name), config
         self.mesh = Mesh.build(config.parallel, session.world, device, config.model.num_kv_heads)
         self.layer = MoELayer(model, 0, self.mesh, Init(7, dtype, device, name="mlp"), activation(model))
-        if form != "plain":
-            peers = PeerAccess.build(self.mesh, config.parallel)
-            OverlappedMoe(peers, halves=form == "halves").install(self.layer)
+        OverlappedMoe(PeerAccess.build(self.mesh, config.parallel), halves).install(self.layer)
         self.buckets = Buckets(self.layer, config.parallel, self.mesh)
         b, s = data.micro_batch_size, data.seq_length
         places, tokens = torch.arange(s, device=device), torch.zeros(b, s, dtype=torch.int64, device=device)
@@ -76,9 +73,6 @@ class Layer:
         how = dict(generator=generator, device=device, dtype=dtype)
         self.x, self.grad = (torch.randn(s, b, model.hidden_size, **how) for _ in range(2))
         self.x.requires_grad_()
-
-    def run(self, call: Callable[[], object], **facts) -> Run:
-        return Run(call, self.prepare, facts=facts)
 
     def prepare(self) -> None:
         self.buckets.zero(1)
@@ -90,13 +84,12 @@ class Layer:
         y.backward(self.grad)
         return y.detach()
 
-    def route(self) -> None:
-        """The router by itself."""
+    def router(self) -> None:
         probs, _ = self.layer.router(self.x.flatten(0, 1), self.batch)
         probs.backward(probs.detach())
 
-    def leave_dispatch(self) -> None:
-        """From now on the router's choice is given, and experts return their rows."""
+    def dispatch(self) -> Callable:
+        """The layer, whose router's choice is given from now on, and whose experts return their rows."""
         router = self.layer.router
         with torch.no_grad():
             probs, ids = router(self.x.flatten(0, 1), self.batch)
@@ -104,6 +97,14 @@ class Layer:
         router.forward = lambda *_: (probs, ids)
         router.choose, router.balance = lambda *_: Choice(probs, ids, ids, probs, None), lambda *_: probs
         self.layer.experts.forward = lambda rows, *_: rows
+        return self.both
+
+    def experts(self) -> Callable:
+        """Its experts with as many rows as if the router were even."""
+        offsets = even_offsets(self.config, self.mesh.ep.size, self.x.device)
+        rows = self.x.detach().new_empty(int(offsets[-1]), self.x.shape[2]).normal_().requires_grad_()
+        ends = offsets.tolist() if self.mesh.ep.size > 1 else None
+        return lambda: self.layer.experts(rows, offsets, ends).backward(rows.detach())
 
 
 def flops_of(config: Config) -> float:
@@ -116,43 +117,24 @@ def layer_cases(session: Session) -> Iterator[Case]:
     """A layer, and pieces of it."""
     for name, config in configs(session):
 
-        def whole(config=config, dispatcher="alltoall", **how) -> Run:
+        def run(piece: Callable, dispatcher: str = "alltoall", config=config, **how) -> Run:
             layer = Layer(session, config, moe_token_dispatcher_type=dispatcher, **how)
-            return layer.run(layer.both)
+            return Run(piece(layer), layer.prepare)
 
-        def router(config=config) -> Run:
-            layer = Layer(session, config)
-            return layer.run(layer.route)
-
-        def dispatch(dispatcher, config=config) -> Run:
-            layer = Layer(session, config, moe_token_dispatcher_type=dispatcher)
-            layer.leave_dispatch()
-            return layer.run(layer.both)
-
+        whole, router = lambda layer: layer.both, lambda layer: layer.router  # what is called, of a layer
         forms = {
-            "alltoall": whole,
-            "alltoall, plain": partial(whole, form="plain"),
-            "halves": partial(whole, form="halves"),
-            "allgather": partial(whole, dispatcher="allgather"),
-            "allgather, plain": partial(whole, dispatcher="allgather", form="plain"),
-            "experts": partial(experts_run, session, config),
+            "alltoall": partial(run, whole),
+            "halves": partial(run, whole, halves=True),
+            "allgather": partial(run, whole, "allgather"),
+            "experts": partial(run, Layer.experts),
         }
         yield Case(f"{name} layer", forms, flops=flops_of(config))
         forms = {
-            "router": router,
-            "dispatch": partial(dispatch, "alltoall"),
-            "dispatch, allgather": partial(dispatch, "allgather"),
+            "router": partial(run, router),
+            "dispatch": partial(run, Layer.dispatch),
+            "dispatch, allgather": partial(run, Layer.dispatch, "allgather"),
         }
         yield Case(f"{name} pieces", forms)
-
-
-def experts_run(session: Session, config: Config) -> Run:
-    """The experts with as many rows as if the router were even."""
-    layer = Layer(session, config)
-    offsets = even_offsets(config, layer.mesh.ep.size, session.device)
-    rows = torch.randn(int(offsets[-1]), config.model.hidden_size, device=session.device, dtype=layer.x.dtype)
-    ends, rows = offsets.tolist() if layer.mesh.ep.size > 1 else None, rows.requires_grad_()
-    return layer.run(lambda: layer.layer.experts(rows, offsets, ends).backward(rows.detach()))
 
 
 def even_offsets(config: Config, ep: int, device: torch.device) -> torch.Tensor:
@@ -164,9 +146,8 @@ def even_offsets(config: Config, ep: int, device: torch.device) -> torch.Tensor:
 
 def peer_cases(session: Session) -> Iterator[Case]:
     """Our layer and transformers'; their difference is relative to the norm, since few choices may differ."""
-    settings = dict(
-        moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,), moe_router_dtype=None
-    )
+    settings = dict(moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
+    settings["moe_router_dtype"] = None
     for name, config in configs(session):
         layer = cache(partial(Layer, session, config, **settings))
 
@@ -191,7 +172,7 @@ def peer_cases(session: Session) -> Iterator[Case]:
             return Run(call, prepare, facts={"difference": gap.item()})
 
         forms = {
-            "ours": lambda layer=layer: layer().run(layer().both),
+            "ours": lambda layer=layer: Run(layer().both, layer().prepare),
             "transformers, grouped": partial(theirs, "grouped_mm"),
             "transformers, loop": partial(theirs, "eager"),
         }
@@ -213,29 +194,19 @@ class ExpertLinear:
         self.x, self.grad = (torch.randn(rows, n, device=device, dtype=self.dtype) for n in widths)
 
     def run(self, what: str, how: str) -> Run:
-        """In a loop the host knows the offsets; grouped only the device, so that all is."""
+        """In a loop the host knows the offsets; grouped only the device, so that all is; fp8: of casts."""
         groups = Groups(self.offsets, self.offsets.tolist() if how == "loop" else None, how != "loop")
-        calls = self.fp8(groups) if how == "fp8" else self.bf16(groups)
+        x, grad, w = self.x, self.grad, self.w if self.transposed else self.w.mT
+        matmul, add = partial(grouped_mm, x, w, groups), weight_grad
+        if how == "fp8":
+            layer = Scales(Recipe("rowwise", E4M3), x.device).add_layer("layer")
+            casts = layer.cast(x, "x")
+            x, grad = casts.columnwise, layer.cast(grad, "g").columnwise
+            w, add = fp8_parts(layer, self.weight, groups, self.transposed), fp8_weight_grad
+            matmul = partial(grouped_fp8_mm, casts.rowwise, w, groups, self.dtype, fast=True)
+        pair = (x, grad) if self.transposed else (grad, x)
+        calls = {"y": matmul, "dW": lambda: add(self.weight, *pair, groups)}
         return Run(calls[what], partial(self.buckets.zero, 1))
-
-    def bf16(self, groups: Groups) -> dict[str, Callable]:
-        w = self.w if self.transposed else self.w.mT
-        pair = (self.x, self.grad) if self.transposed else (self.grad, self.x)
-        return {
-            "y": lambda: grouped_mm(self.x, w, groups),
-            "dW": lambda: weight_grad(self.weight, *pair, groups),
-        }
-
-    def fp8(self, groups: Groups) -> dict[str, Callable]:
-        """By casts that are there."""
-        layer = Scales(Recipe("rowwise", E4M3), self.x.device).add_layer("layer")
-        x, grad = layer.cast(self.x, "x"), layer.cast(self.grad, "g")
-        w = fp8_parts(layer, self.weight, groups, self.transposed)
-        pair = (x.columnwise, grad.columnwise) if self.transposed else (grad.columnwise, x.columnwise)
-        return {
-            "y": lambda: grouped_fp8_mm(x.rowwise, w, groups, self.dtype, fast=True),
-            "dW": lambda: fp8_weight_grad(self.weight, *pair, groups),
-        }
 
 
 def matmul_cases(session: Session) -> Iterator[Case]:
