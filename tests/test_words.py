@@ -16,7 +16,7 @@ stand_in fp8_placeholder | casts_of Quantized | kept_of saved_form | fp8_turn fp
 _agree_ all_reduce_amax_ | knows_scales has_scale | takes_casts accepts_fp8 | Inlet CaptureInputGrad
 Outlet InjectOutputGrad | wires p2p_links | WIRE_CTAS P2P_MAX_CTAS | Leg Transfer | Legs TransferPlan
 start_shift start_ring_exchange | ring_shift start_ring_exchange | start_swap start_all_to_all
-Round RingStep | _meet overlap | _sides query_key_rows | travelling ring_kv
+Round RingRound | _meet overlap | _sides query_key_rows | travelling ring_kv
 by_heads ulysses_attention | line_up barrier_before_copies | obstacle PeerAccess
 why_not kernels_unavailable | settle flush_report | flying in_flight | Ferry HostStaging | sailing copying
 _landed _wait_copy | tells_loss is_loss_rank | wishes stop_flags | rehearse warm_up

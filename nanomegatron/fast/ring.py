@@ -40,7 +40,7 @@ from nanomegatron.ops.merge import ALL, MAX_PARTS, PartialRows, merge_rows
 ROUND = 2  # other ranks whose keys arrive at a time
 
 
-class RoundStep(NamedTuple):
+class RingStep(NamedTuple):
     """A step as `cp.Step`; places: where `merge_rows` puts the results of its queries."""
 
     queries: Rows
@@ -49,13 +49,13 @@ class RoundStep(NamedTuple):
     places: Rows
 
 
-class RingStep(NamedTuple):
+class RingRound(NamedTuple):
     """One round of the ring on a rank (or group of ranks): attention to the keys at hand, and transfers.
 
     The first round has the rank's own keys, each later one those of up to `ROUND` other ranks, concatenated.
     """
 
-    steps: list[RoundStep]
+    steps: list[RingStep]
     keys: list[Rows]
     """Rows of this rank's keys that are sent, one entry for each receiving rank."""
     key_places: list[Rows]
@@ -75,7 +75,7 @@ class Ring:
 
     def __init__(self, peers: PeerAccess) -> None:
         self.peers = peers
-        self.plans: WeakKeyDictionary[Shard, dict[tuple, list[RingStep]]] = WeakKeyDictionary()
+        self.plans: WeakKeyDictionary[Shard, dict[tuple, list[RingRound]]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -100,7 +100,7 @@ class Ring:
 
         return ulysses_attention(q, k, v, inner, shard, ring) if inner else ring(q, k, v)
 
-    def rounds(self, shard: Shard, group: int, device: torch.device) -> list[RingStep]:
+    def rounds(self, shard: Shard, group: int, device: torch.device) -> list[RingRound]:
         """The rounds of this rank or, if `group` is more than one, of its group of neighbours."""
         plans = self.plans.setdefault(shard, {})
         if (group, device) not in plans:
@@ -117,7 +117,7 @@ class RoundsFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, axis: Axis, rounds: list[RingStep], peers: PeerAccess, backend: str):
+    def forward(ctx, q, k, v, axis: Axis, rounds: list[RingRound], peers: PeerAccess, backend: str):
         total = LseAccumulator(q, sum(len(this.steps) for this in rounds))
         for this, kv in rounds_kv(k, v, axis, rounds, peers):
             for step in this.steps:
@@ -135,7 +135,7 @@ class RoundsFunction(torch.autograd.Function):
         sent = 1 + sum(len(this.keys) for this in rounds)
         dkv = LseAccumulator(k, sent), LseAccumulator(v, sent)
         send = exchange(peers, axis, k, "gradients of keys", kept=len(rounds) - 1)
-        in_flight: list[tuple[RingStep, Pending]] = []
+        in_flight: list[tuple[RingRound, Pending]] = []
 
         def receive() -> None:
             this, arriving = in_flight.pop()
@@ -190,8 +190,8 @@ class LseAccumulator:
 
 
 def rounds_kv(
-    k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[RingStep], peers: PeerAccess
-) -> Iterator[tuple[RingStep, Sequence[torch.Tensor]]]:
+    k: torch.Tensor, v: torch.Tensor, axis: Axis, rounds: list[RingRound], peers: PeerAccess
+) -> Iterator[tuple[RingRound, Sequence[torch.Tensor]]]:
     """Yield each round with its keys and values, while those of the next are in flight.
 
     k, v `[s/cp, b, g, d]` -> two of `[tokens, b, g, d]` a round
@@ -212,7 +212,7 @@ def exchange(peers: PeerAccess, axis: Axis, k: torch.Tensor, name: str, kept: in
     return peers.ring(axis, k.device, name, 2 * k.nbytes * min(ROUND, axis.size - 1), kept)
 
 
-def grads_to_return(this: RingStep, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+def grads_to_return(this: RingRound, found: list[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
     """Yield dk and dv for each rank that sent its keys for this round.
 
     found `[queries, b, n, d]` or `[keys, b, g, d]`: dq, dk, dv of each step -> `[rows, b, g, d]`: dk, dv
@@ -223,7 +223,7 @@ def grads_to_return(this: RingStep, found: list[Sequence[torch.Tensor]]) -> Iter
                 yield [x[begin - step.keys.start :][:size] for x in grads]
 
 
-def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[RingStep]:
+def plan_rounds(shard: Shard, group: int, device: torch.device) -> list[RingRound]:
     """The rounds of this group of ranks: own keys, then those of `ROUND` others at a time, nearest first."""
     size = shard.axis.size // group
     distances = [[0], *(range(i, min(i + ROUND, size)) for i in range(1, size, ROUND))]
@@ -240,7 +240,7 @@ class Planner:
         self.tokens = len(shard.places) * group
         self.rows = functools.cache(functools.partial(shard.query_key_rows, group=group))
 
-    def round(self, by: Sequence[int]) -> RingStep:
+    def round(self, by: Sequence[int]) -> RingRound:
         """Plan the round with the keys of the ranks at the distances `by` before this one."""
         steps = [
             self.step((self.own - d) % self.size, slice(begin, begin + rows))
@@ -253,17 +253,17 @@ class Planner:
         sent = [bounds for bounds in sent if bounds.size]
         keys = [self.selection(bounds) for bounds in sent]
         key_places = [self.places(bounds) for bounds in sent]
-        return RingStep(steps, keys, key_places, self.transfers(by, 1), self.transfers(by, -1))
+        return RingRound(steps, keys, key_places, self.transfers(by, 1), self.transfers(by, -1))
 
-    def step(self, other: int, keys: slice) -> RoundStep:
+    def step(self, other: int, keys: slice) -> RingStep:
         """Plan attention to the keys of the rank `other`, which are the slice `keys` of the round's."""
         causal = other == self.own
         queries, seen = self.rows(self.own, other)
         if not self.documents:
-            return RoundStep(self.selection(queries), keys, Block(causal), self.places(queries))
+            return RingStep(self.selection(queries), keys, Block(causal), self.places(queries))
         block = Block.packed(queries, seen, self.device, causal)
         whole = np.diff(queries, axis=0).sum() == self.tokens
-        return RoundStep(ALL if whole else self.selection(queries), keys, block, self.places(queries))
+        return RingStep(ALL if whole else self.selection(queries), keys, block, self.places(queries))
 
     def keys_seen(self, queries: int, keys: int) -> np.ndarray:
         """The keys of one rank that queries of another see, (begin, end) by document, `[2, docs]`."""
