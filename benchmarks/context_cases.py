@@ -2,9 +2,8 @@
 
     p2p, a2a, allgather    ours (cp.py) with the ring of fast/ring.py, and from 4 ranks on a2a+p2p, with pairs
                            of neighbours that exchange heads
-    plain ring             p2p by the ring of cp.py
-    equal slices           the same, but rank r has the r-th of N equal slices (arXiv 2310.01889): the last
-                           one has the most to do
+    equal slices           the ring of cp.py, where rank r has the r-th of N equal slices (arXiv 2310.01889):
+                           the last one has the most to do
     torch HOW              torch.distributed.tensor.experimental's context_parallel, both rotations, by cuDNN;
                            on GPUs only
     one gpu                without communication, as many FLOPs as each of the N: a causal row of s / sqrt(N)
@@ -18,6 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.session import Case, Run, Session
 from nanomegatron.config.parallel import CP_TYPES, ParallelConfig
-from nanomegatron.cp import RingFunction, Shard, Step, context_attention
+from nanomegatron.cp import RingFunction, Shard, Step
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
 from nanomegatron.mesh import World
@@ -45,24 +45,16 @@ class Row(NamedTuple):
     groups: int = 8
     head: int = 128
 
-    def flops(self, tokens: int | None = None) -> float:
-        """Forward. tokens: of a shorter row without documents."""
-        lengths = np.diff(self.bounds) if self.bounds else np.array([tokens or self.s])
-        return 2.0 * float((lengths.astype(float) ** 2).sum()) * self.heads * self.head
+    def flops(self) -> float:
+        """Forward."""
+        lengths = np.diff(self.bounds or (0, self.s)).astype(float)
+        return 2.0 * float((lengths**2).sum()) * self.heads * self.head
 
     def mask(self, device: torch.device) -> Mask:
         if not self.bounds:
             return Mask()
         bounds = torch.tensor(self.bounds, dtype=torch.int32, device=device)
         return Mask(cu_seqlens=bounds, max_seqlen=int(np.diff(self.bounds).max()))
-
-    def tensors(self, device: torch.device, places: np.ndarray) -> list[torch.Tensor]:
-        """q, k, v and the output's gradient at some places of the row, which is the same on all ranks."""
-        generator = torch.Generator(device).manual_seed(1)
-        how = dict(generator=generator, device=device, dtype=dtype_of(device))
-        at, counts = torch.from_numpy(places).to(device), (self.heads, self.groups, self.groups, self.heads)
-        q, k, v, grad = (torch.randn(self.s, 1, n, self.head, **how)[at] for n in counts)
-        return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -77,12 +69,9 @@ def document_bounds(s: int, mean: int, seed: int = 1) -> tuple[int, ...]:
 
 def parallel(world: World) -> ParallelConfig:
     """All ranks share the row; pairs of neighbours are made where there are several pairs."""
-    levels = (2, world.size // 2) if world.size > 2 and world.size % 2 == 0 else ()
-    return ParallelConfig(
-        context_parallel_size=world.size,
-        hierarchical_context_parallel_sizes=levels,
-        distributed_timeout_minutes=2,
-    )
+    n = world.size
+    levels = (2, n // 2) if n > 2 and n % 2 == 0 else ()
+    return ParallelConfig(context_parallel_size=n, hierarchical_context_parallel_sizes=levels)
 
 
 def cases(session: Session) -> Iterator[Case]:
@@ -102,29 +91,25 @@ def cases(session: Session) -> Iterator[Case]:
             yield Case(f"{name} {word}", forms, flops=flops, expected=expected)
 
 
-def run_of(
-    session: Session, row: Row, places: np.ndarray, attention: Callable, backward: bool, **more
-) -> Run:
-    """The forward, or that and the backward, of the tokens at these places."""
-    *inputs, grad = row.tensors(session.device, places)
-    at = torch.from_numpy(places).to(session.device)
+def run_of(session: Session, row: Row, places: np.ndarray, attention: Callable, backward: bool) -> Run:
+    """The forward, or that and the backward, of these tokens of the row, which is the same on all ranks."""
+    device, at = session.device, torch.from_numpy(places).to(session.device)
+    how = dict(generator=torch.Generator(device).manual_seed(1), device=device, dtype=dtype_of(device))
+    counts = row.heads, row.groups, row.groups, row.heads
+    *inputs, grad = (torch.randn(row.s, 1, n, row.head, **how)[at].requires_grad_() for n in counts)
 
     def call() -> tuple[torch.Tensor, ...]:
         out = attention(*inputs).view(grad.shape)
         return (out.detach(), *torch.autograd.grad(out, inputs, grad)) if backward else (out.detach(),)
 
-    return Run(call, part=lambda whole: whole[at], **more)
+    return Run(call, part=lambda whole: whole[at])
 
 
 def one_gpu(session: Session, row: Row, s: int, backward: bool) -> Run:
     """The first s tokens, by the fastest kernel there is, without the others."""
-    backend = choose_backend("auto", session.device, dtype_of(session.device))
-    mask = row.mask(session.device)
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return core_attention(q, k, v, backend, mask)[0]
-
-    return run_of(session, row, np.arange(s), attention, backward, alone=True)
+    backend, mask = choose_backend("auto", session.device, dtype_of(session.device)), row.mask(session.device)
+    attention = lambda q, k, v: core_attention(q, k, v, backend, mask)[0]  # noqa: E731
+    return replace(run_of(session, row, np.arange(s), attention, backward), alone=True)
 
 
 def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], Run]]:
@@ -132,9 +117,9 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
     axis, device, mask = session.mesh.cp, session.device, row.mask(session.device)
     backend = choose_backend("auto", device, dtype_of(device))
 
-    def ours(kind: str, attention: Callable, backward: bool) -> Run:
+    def ours(kind: str, backward: bool) -> Run:
         shard = Shard(axis, row.s, (kind,), np.array(row.bounds) if row.bounds else None)
-        call = lambda q, k, v: attention(q, k, v, shard, 0, mask, backend)  # noqa: E731
+        call = lambda q, k, v: ring(q, k, v, shard, 0, mask, backend)  # noqa: E731
         return run_of(session, row, shard.places, call, backward)
 
     def equal_slices(backward: bool) -> Run:
@@ -149,8 +134,7 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
 
     alone = row.s if row.bounds else round(row.s / math.sqrt(axis.size))
     kinds = [kind for kind in CP_TYPES if kind != "a2a+p2p" or axis.levels]
-    found = {kind: functools.partial(ours, kind, ring) for kind in kinds}
-    found["plain ring"] = functools.partial(ours, "p2p", context_attention)
+    found = {kind: functools.partial(ours, kind) for kind in kinds}
     if not row.bounds:
         found["equal slices"] = equal_slices
         for how in ("allgather", "alltoall") if session.cuda else ():

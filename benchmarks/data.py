@@ -52,15 +52,16 @@ def loader(args: argparse.Namespace) -> dict:
         prefix = f"{folder}/data"
         tokenizer = make(prefix, tokens, args.documents)
         for s in (1024, 8192):
-            _, cold = opened(prefix, tokens, s, tokenizer)
-            dataset, warm = opened(prefix, tokens, s, tokenizer)
-            found = {"cold start": {"seconds": cold}, "warm start": {"seconds": warm}}
+            result[f"seq {s}"] = found = {}
+            for start in ("cold start", "warm start"):
+                begin, data = time.perf_counter(), DataConfig(data_path=(prefix,), split="1", seq_length=s)
+                dataset = build_datasets(data, (tokens // s - 1, 0, 0), 1234, tokenizer)[0]
+                found[start] = {"seconds": time.perf_counter() - begin}
             found["ours"] = ours(dataset, s, read // s, tokenizer.eod)
             try:
                 found["megatron"] = megatron(prefix, tokens, s, read // s)
             except ImportError as error:
                 found["megatron"] = {"failed": str(error)}
-            result[f"seq {s}"] = found
     return result
 
 
@@ -75,13 +76,6 @@ def make(prefix: str, tokens: int, documents: int):
             builder.add_documents(random.integers(0, 50256, part.sum(), dtype=np.uint16), part)
         builder.finalize(facts)
     return tokenizer
-
-
-def opened(prefix: str, tokens: int, s: int, tokenizer) -> tuple:
-    """The dataset of one epoch, and the seconds it took."""
-    begin, data = time.perf_counter(), DataConfig(data_path=(prefix,), split="1", seq_length=s)
-    dataset = build_datasets(data, (tokens // s - 1, 0, 0), 1234, tokenizer)[0]
-    return dataset, time.perf_counter() - begin
 
 
 def rate(items: Iterator, tokens: int) -> float:
@@ -115,13 +109,9 @@ def megatron(prefix: str, tokens: int, s: int, count: int) -> dict[str, float]:
         path_to_cache=f"{prefix}-megatron",
         tokenizer=SimpleNamespace(**tokenizer),
     )
-    sizes, found = [tokens // s - 1, 0, 0], {}
-    for name in ("cold start", "warm start"):
-        begin = time.perf_counter()
-        builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder
-        dataset = builder(gpt_dataset.GPTDataset, sizes, lambda: True, config).build()[0]
-        found[name] = time.perf_counter() - begin
-    found["dataset"] = rate(map(dataset.__getitem__, range(count)), s)
+    builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder
+    dataset = builder(gpt_dataset.GPTDataset, [tokens // s - 1, 0, 0], lambda: True, config).build()[0]
+    found = {"dataset": rate(map(dataset.__getitem__, range(count)), s)}
     for workers in (0, 2):
         reader = torch.utils.data.DataLoader(dataset, 8192 // s, num_workers=workers)
         found[f"{workers} processes"] = rate(islice(reader, count * s // 8192), 8192)
