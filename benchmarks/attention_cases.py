@@ -4,6 +4,7 @@ Liger's softmax knows no mask and no scale, so it is no peer. Megatron's fused o
 extension; "megatron" is the unfused path that it takes without.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ def softmaxes(s: Sizes) -> Iterator[Case]:
     for (heads, n), kind in (*((size, "causal") for size in s.scores), (s.scores[0], "mask")):
         causal, scale, scores = kind == "causal", s.head**-0.5, heads * n * n
         seen = heads * n * (n + 1) // 2 if causal else scores
-        inputs = s.normal(1, heads, n, n, scale=8.0), mask_of(n, causal, s.device)
+        inputs = s.normal(1, heads, n, n, scale=8.0), functools.partial(hidden_of, n, causal, s.device)
 
         def ours(x, hidden, scale=scale, causal=causal):
             return scaled_softmax(x, scale, None if causal else hidden, causal=causal)[0]
@@ -44,15 +45,11 @@ def softmaxes(s: Sizes) -> Iterator[Case]:
         yield from passes(f"softmax {n} {kind}", moved, inputs, grads, 1, functions, megatron=peer)
 
 
-def mask_of(n: int, causal: bool, device: str):
-    """What makes a mask of what is hidden, `[1, 1, n, n]`: the later, or three in ten at random."""
-
-    def make() -> torch.Tensor:
-        if causal:
-            return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)[None, None]
-        return (torch.rand(n, n, device=device) < 0.3).fill_diagonal_(False)[None, None]
-
-    return make
+def hidden_of(n: int, causal: bool, device: str) -> torch.Tensor:
+    """A mask of what is hidden, `[1, 1, n, n]`: the later, or three in ten at random."""
+    if causal:
+        return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)[None, None]
+    return (torch.rand(n, n, device=device) < 0.3).fill_diagonal_(False)[None, None]
 
 
 def ropes(s: Sizes) -> Iterator[Case]:
@@ -64,10 +61,7 @@ def ropes(s: Sizes) -> Iterator[Case]:
     n, g, d = s.heads, s.groups, s.head
     widths = [n * d, g * d, g * d]
     angles = torch.arange(s.tokens)[:, None] / 500000.0 ** (torch.arange(0, d, 2) / d)
-    tables = (
-        lambda: angles.cos().to(s.device)[:, None, None],
-        lambda: angles.sin().to(s.device)[:, None, None],
-    )
+    tables = (lambda t=t: t.to(s.device)[:, None, None] for t in (angles.cos(), angles.sin()))
     inputs = s.normal(s.tokens, 1, sum(widths)), *tables
 
     def rotated(packed, cos, sin):

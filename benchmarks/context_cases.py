@@ -130,7 +130,8 @@ def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], R
     def by_torch(rotate: str, backward: bool) -> Run:  # chunks r and 2N - 1 - r, as it balances by default
         chunks = np.arange(row.s).reshape(2 * axis.size, -1)
         places = np.concatenate((chunks[axis.rank], chunks[-1 - axis.rank]))
-        return run_of(session, row, places, torch_ring(session, rotate), backward)
+        enter_torch(device.type, axis.size)
+        return run_of(session, row, places, functools.partial(torch_attention, rotate), backward)
 
     alone = row.s if row.bounds else round(row.s / math.sqrt(axis.size))
     kinds = [kind for kind in CP_TYPES if kind != "a2a+p2p" or axis.levels]
@@ -153,17 +154,12 @@ def enter_torch(device: str, size: int) -> AbstractContextManager:
     return context
 
 
-def torch_ring(session: Session, rotate: str) -> Callable:
-    """Its attention by cuDNN."""
+def torch_attention(rotate: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """torch's patched attention, by cuDNN."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    enter_torch(session.device.type, session.world.size)
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        set_rotate_method(rotate)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3)
-
-    return attention
+    set_rotate_method(rotate)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.permute(2, 0, 1, 3)

@@ -10,8 +10,8 @@ have 8192 tokens.
 `preprocess`: MB of text a second of tiktoken by itself, one thread; of preprocess.py; and of a loop document
 by document, of the kind of Megatron's tools/preprocess_data.py: pool.imap over lines in chunks of 32,
 json.loads and a tokenizer call a document, results pickled, one add_document each to megatron-core's
-IndexedDatasetBuilder. Each is a process, start and end included, interleaved --repeats times; medians. All
-outputs have the same bytes, or the program fails.
+IndexedDatasetBuilder. The last two are processes, start and end included; all are interleaved --repeats
+times; medians. All outputs have the same bytes, or the program fails.
 """
 
 import argparse
@@ -145,29 +145,26 @@ def per_document(args: argparse.Namespace) -> None:
     builder.finalize(f"{args.prefix}_text_document.idx")
 
 
-def texts(corpus: str) -> list[str]:
-    with open(corpus, encoding="utf-8") as lines:
-        return [json.loads(line)["text"] for line in lines]
-
-
-def tiktoken(args: argparse.Namespace) -> None:
-    """Print the seconds for texts that are in memory already; the result is thrown away."""
-    tokenizer, each = tokenizer_of(*args.tokenizer), texts(args.corpus)
+def tiktoken(tokenizer, texts: list[str]) -> float:
+    """Seconds for texts that are in memory already; the result is thrown away."""
     begin = time.perf_counter()
-    for text in each:
+    for text in texts:
         tokenizer.encode(text)
-    print(time.perf_counter() - begin)
+    return time.perf_counter() - begin
 
 
 def preprocess(args: argparse.Namespace) -> dict:
     """All, interleaved. Raises ValueError where they differ."""
-    megabytes = sum(len(text.encode()) for text in texts(args.corpus)) / 1e6
-    cases = [("tiktoken", 1), ("ours", 1), ("per document", 1), ("ours", 2), ("per document", 2)]
-    seconds, hashes = {f"{case}, {workers}": [] for case, workers in cases}, set()
+    with open(args.corpus, encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    cases, hashes = [("ours", 1), ("per document", 1), ("ours", 2), ("per document", 2)], set()
+    seconds = {"tiktoken, 1": []} | {f"{case}, {workers}": [] for case, workers in cases}
     with tempfile.TemporaryDirectory() as folder:
-        for case, workers in cases * args.repeats:
-            seconds[f"{case}, {workers}"].append(child(args, case, workers, f"{folder}/data"))
-            if case != "tiktoken":
+        for _ in range(args.repeats):
+            seconds["tiktoken, 1"].append(tiktoken(tokenizer_of(*args.tokenizer), texts))
+            for case, workers in cases:
+                seconds[f"{case}, {workers}"].append(child(args, case, workers, f"{folder}/data"))
                 files = [Path(f"{folder}/data_text_document.{end}").read_bytes() for end in ("bin", "idx")]
                 hashes.add(hashlib.sha256(b"".join(files)).hexdigest())
     if len(hashes) != 1:
@@ -194,17 +191,17 @@ def child(args: argparse.Namespace, case: str, workers: int, prefix: str) -> flo
     seconds = time.perf_counter() - begin
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return float(done.stdout) if case == "tiktoken" else seconds
+    return seconds
 
 
-PARTS = {"loader": loader, "preprocess": preprocess, "tiktoken": tiktoken, "per document": per_document}
+PARTS = {"loader": loader, "preprocess": preprocess, "per document": per_document}
 
 
 def main(argv: list[str]) -> None:
     """Measure one part; print it and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("part", choices=PARTS, help="the last two: processes that preprocess starts")
+    add("part", choices=PARTS, help="the last: a process that preprocess starts")
     add("--out", type=Path, metavar="FILE.json")
     add("--documents", type=int, default=1_000_000, help="loader: of the billion tokens")
     add("--small", action="store_true", help="loader: two million tokens")

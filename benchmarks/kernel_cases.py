@@ -107,24 +107,19 @@ LIGER_LOSS = None, -100, 0.0, 0.0  # weight, ignored label, z loss, label smooth
 
 
 def cross_entropies(s: Sizes) -> Iterator[Case]:
-    """Logits `[tokens, vocab]`, bytes each: statistics 2, gradient 4, both 6.
+    """Logits `[tokens, vocab]`, bytes each: statistics 2, with the gradient 6.
 
     torch takes them to fp32, as is the custom; "torch bf16" leaves that to its kernels and rounds the loss.
     """
-    moved, one = 2 * s.tokens * s.vocab, lambda: torch.ones((), device=s.device)
+    moved = 2 * s.tokens * s.vocab
     inputs = s.normal(s.tokens, s.vocab), lambda: torch.randint(s.vocab, (s.tokens,), device=s.device)
 
     def liger_losses(logits, labels):  # without gradients
         return liger("cross_entropy_forward")(logits, labels, *LIGER_LOSS, "none", None, False)[0]
 
-    def bf16_grad(logits, labels, grad):
-        return backward(F.cross_entropy, (1, 1))(logits, labels, grad.bfloat16())
-
     ways = forms(forward(cross_entropy_stats), losses, liger=forward(liger_losses))
     of_stats = lambda maximum, total, target: (maximum + total.log() - target,)  # noqa: E731
     yield case("cross entropy fwd", moved, inputs, ways, ours=of_stats)
-    ways = forms(ours_grad, mean, grads=(1, 1)) | {"torch bf16": bf16_grad}
-    yield case("cross entropy grad", 2 * moved, (*inputs, one), ways)
     ways = {"ours": ours_both, "torch": both(mean), "torch bf16": both(F.cross_entropy)}
     ways |= {"compile": both(compiled(mean)), "liger": liger_both}
     yield case("cross entropy fwd+bwd", 3 * moved, inputs, ways)
@@ -152,13 +147,6 @@ def both(function):
         return run
 
     return way
-
-
-def ours_grad(logits, labels, grad):
-    """The second pass by itself."""
-    maximum, total, _ = cross_entropy_stats(logits, labels)
-    lse, grads = maximum + total.log(), (grad / len(labels)).expand(len(labels)).contiguous()
-    return lambda: cross_entropy_grad_(logits, labels, lse, grads)
 
 
 def ours_both(logits, labels):
@@ -242,15 +230,12 @@ def ours_adamw(main, params, grads, exp_avg, exp_avg_sq, step):
 
 
 def permutes(s: Sizes) -> Iterator[Case]:
-    """x `[t, h]`, k copies: 2 h t (k + 1); with what the probabilities' gradients read besides, backward."""
+    """x `[t, h]`, k copies: 2 h t (k + 1); backward k more, which the probabilities' gradients read."""
     t, h, k = s.tokens, s.hidden, s.topk
     routing = routed(s)
     source, position = routing.source.long(), routing.position.long()
     token = source // k
     x, z, probs = s.normal(t, h), s.normal(t * k, h), lambda: torch.rand(t, k, device=s.device)
-
-    def permuted(x, probs):  # by torch
-        return (x.index_select(0, token) * probs.flatten()[source, None]).to(x.dtype)
 
     def ours(z, probs):
         return unpermute(z, routing, probs)
@@ -262,20 +247,10 @@ def permutes(s: Sizes) -> Iterator[Case]:
     def gathered(z, probs):  # the same with no atomics
         return (z[position] * probs[:, :, None]).sum(dim=1).to(z.dtype)
 
-    def gathered_backward(x, probs, grad):  # of `permuted`
-        rows = grad[position].float()
-        return (rows * probs[:, :, None]).sum(dim=1).to(x.dtype), (rows * x[:, None]).sum(dim=-1)
-
-    def ours_permuted(x, probs):
-        return permute(x, routing, probs)
-
     ways = forms(forward(lambda x: permute(x, routing)), lambda x: x.index_select(0, token))
     yield case("moe permute", 2 * h * t * (k + 1), (x,), ways)
     ways = forms(forward(ours), added, gathered)
     yield case("moe unpermute", 2 * h * t * (k + 1), (z, probs), ways)
-    ways = forms(backward(ours_permuted, (2, 1)), permuted, grads=(2, 1))
-    ways["compile"] = forward(compiled(gathered_backward))
-    yield case("moe permute bwd with probs", 2 * h * t * (k + 2), (x, probs, z), ways)
     ways = forms(backward(ours, (2, 1)), added, grads=(2, 1))
     yield case("moe unpermute bwd with probs", 2 * h * t * (2 * k + 1), (z, probs, x), ways)
 

@@ -21,7 +21,7 @@ from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import OverlappedLinear, gather_matmul, matmul_scatter
-from nanomegatron.fp8 import RECIPES, Fp8Linear, Recipe, Scales
+from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_matmul import fp8_matmul
@@ -51,9 +51,7 @@ def tp_cases(session: Session) -> Iterator[Case]:
             yield Case(f"{name} {passes}", forms, flops=flops * rows * i * o, expected=expected)
 
 
-def tp_forms(
-    session: Session, peers: PeerAccess, kind: str, sizes: tuple[int, int, int]
-) -> tuple[dict, dict]:
+def tp_forms(session: Session, peers: PeerAccess, kind: str, sizes: tuple) -> tuple[dict, dict]:
     """Forms of the forward, and of both passes; tensors are made when the first is built."""
     (rows, i, o), tp, gathers = sizes, session.mesh.tp, kind == "gather"
 
@@ -121,23 +119,17 @@ class Linear:
         make = bind(torch.randn, dtype=torch.bfloat16, device=self.device)
         return {role: make(m, n) * scale for role, (m, n, scale) in shapes.items()}
 
-    def fp8(self, recipe: str) -> Fp8Linear:
-        return Scales(Recipe(recipe), self.device).add_layer("layer")
-
     def matmul(self, product: str, recipe: str) -> Callable:
         """y = x W^T, dx = g W or dW = g^T x; dW in fp32, as main_grad is, but bf16's."""
         x, w, g = self.values.values()
         if recipe == "bf16":
             return {"y": lambda: x @ w.t(), "dx": lambda: g @ w, "dW": lambda: g.t() @ x}[product]
-        fp8 = self.fp8(recipe)
+        fp8 = Scales(Recipe(recipe), self.device).add_layer("layer")
         x, w, g = (fp8.cast(value, role) for role, value in self.values.items())
-        operands = {
-            "y": (x.rowwise, w.rowwise),
-            "dx": (g.rowwise, w.columnwise),
-            "dW": (g.columnwise, x.columnwise),
-        }
-        dtype = torch.float32 if product == "dW" else torch.bfloat16
-        return bind(fp8_matmul, *operands[product], dtype, product == "y")
+        if product == "dW":
+            return bind(fp8_matmul, g.columnwise, x.columnwise, torch.float32)
+        a, b = (x.rowwise, w.rowwise) if product == "y" else (g.rowwise, w.columnwise)
+        return bind(fp8_matmul, a, b, torch.bfloat16, product == "y")
 
     def both(self, recipe: str) -> Callable:
         """Forward and backward of one of a step's many microbatches: the input gradient."""
@@ -147,7 +139,7 @@ class Linear:
         Buckets(linear, ParallelConfig(), self.mesh).zero(10**9)
         run = lambda: torch.autograd.grad(linear(x), x, g)[0]  # noqa: E731
         if recipe != "bf16":
-            use_fp8(linear, self.fp8(recipe))
+            use_fp8(linear, Scales(Recipe(recipe), self.device).add_layer("layer"))
             run()
             linear.fp8.scales.end_step()  # delayed: the next step's scales are of such tensors
         return run

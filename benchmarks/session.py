@@ -1,4 +1,4 @@
-"""How kernels and layers are measured: cases are data; one timing loop, one file of results, one table.
+"""How kernels and layers are measured: cases are data; one timing loop, one file of results.
 
 A case is one thing to compute and the forms that compute it: ours, torch's, torch.compile's, a library's. All
 forms of a case are built and warmed up, then interleaved, A B C A B C. A sample is as many calls as take a
@@ -11,7 +11,7 @@ given time (kernels 1 ms, layers 5 ms), between two events on the stream; the me
 GB/s and TFLOP/s are of what the case must move or compute at least, so a form that moves more shows; shares
 are of the bandwidth of a 1 GiB copy and of the dense bf16 peak. `error` is of the first call's results: the
 largest difference to what is expected, relative to the largest expected value. A form that fails is left
-out; the JSON, written after each case, says why.
+out; the JSON, written after each case, says why. `factor`: the time of a form over the first form's.
 """
 
 import argparse
@@ -40,9 +40,6 @@ from tools.gpu_gate import commit_of
 
 WARM_UP = 2  # calls of a form before it is timed
 CLOCK, MAX_SLEEP = 2e9, 50e-3  # of the GPU, in Hz; seconds that it sleeps at most
-# Of the table, by the name in the JSON; factor: the time, of the first form's.
-COLUMNS = dict(ms=".4f", gb_per_s=".0f", tflops=".0f", share=".3f", factor=".3f", error=".1e")
-COLUMNS |= dict(host_ms=".3f", sent_mib=".1f", peak_gib=".2f")
 
 
 @dataclass
@@ -99,16 +96,17 @@ class Session:
         known = [case.name for case in cases]
         if unknown := [word for word in wanted if not any(name.startswith(word) for name in known)]:
             raise SystemExit(f"no case begins with {', '.join(unknown)}; there are {', '.join(known)}")
-        self.say(f"| case | form | {' | '.join(COLUMNS)} |\n|---|---|{'--:|' * len(COLUMNS)}")
         cases = [case for case in cases if case.name.startswith(wanted)]
         while cases:
             case = cases.pop(0)
-            self.result["cases"][case.name] = found = self.measure(case)
-            self.say("\n".join(lines(case.name, found["forms"])))
+            name = case.name
+            self.result["cases"][name] = found = self.measure(case)
             del case  # with all of its tensors
             self.free()
-            if self.args.out and not self.world.rank:
-                self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
+            if not self.world.rank:
+                print(*(line(name, *pair) for pair in found["forms"].items()), sep="\n", flush=True)
+                if self.args.out:
+                    self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
 
     def measure(self, case: Case) -> dict:
         """Build, compare, warm up and time all forms of a case: what the JSON says of it."""
@@ -243,10 +241,6 @@ class Session:
         if self.cuda:
             torch.cuda.empty_cache()
 
-    def say(self, text: str) -> None:
-        if not self.world.rank:
-            print(text, flush=True)
-
 
 def error(run: Run, results: object, expected: tuple[torch.Tensor, ...]) -> float:
     """The largest of all results; NaN if there is one. Raises ValueError for other shapes or numbers."""
@@ -260,14 +254,10 @@ def error(run: Run, results: object, expected: tuple[torch.Tensor, ...]) -> floa
     return torch.stack(errors).max().item()
 
 
-def lines(name: str, forms: dict[str, dict]) -> list[str]:
-    """Markdown, a line a form."""
-    table = []
-    for form, row in forms.items():
-        cells = (format(row[key], spec) if key in row else "" for key, spec in COLUMNS.items())
-        text = f"failed: {row['failed'][:120]}" if "failed" in row else " | ".join(cells)
-        table.append(f"| {name} | {form} | {text} |")
-    return table
+def line(name: str, form: str, row: dict) -> str:
+    """A form's numbers, or why it failed."""
+    numbers = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float)]
+    return f"{name}, {form}: {', '.join(numbers) or row['failed'][:120]}"
 
 
 def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.Namespace:
