@@ -68,10 +68,7 @@ def ropes(s: Sizes) -> Iterator[Case]:
         q, k, v = (part.unflatten(-1, (-1, d)) for part in packed.split(widths, dim=-1))
         return rope_ref(q, cos, sin), rope_ref(k, cos, sin), v
 
-    def ours(packed, *args):
-        return rope_packed(packed, widths, d, *args)[:2]
-
-    def ours_packed(packed, *args):  # in place, so not of a leaf
+    def ours(packed, *args):  # in place, so not of a leaf
         return rope_packed(packed.view_as(packed), widths, d, *args)
 
     def liger_forward(packed, cos, sin):
@@ -91,9 +88,10 @@ def ropes(s: Sizes) -> Iterator[Case]:
 
         return run
 
-    ways = forms(forward(ours), lambda *args: rotated(*args)[:2], liger=liger_forward)
+    turned = lambda function: lambda *args: function(*args)[:2]  # noqa: E731
+    ways = forms(forward(turned(ours)), turned(rotated), liger=liger_forward)
     yield case("rope fwd", 4 * s.tokens * (n + g) * d, inputs, ways)
-    ways = forms(backward(ours_packed, (1, 3)), rotated, grads=(1, 3), liger=liger_backward)
+    ways = forms(backward(ours, (1, 3)), rotated, grads=(1, 3), liger=liger_backward)
     inputs = *inputs, *(s.normal(s.tokens, 1, heads, d) for heads in (n, g, g))
     yield case("rope bwd", 4 * s.tokens * (n + 2 * g) * d, inputs, ways)
 

@@ -31,7 +31,6 @@ from nanomegatron.config.parallel import CP_TYPES, ParallelConfig
 from nanomegatron.cp import RingFunction, Shard, Step
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.ring import Ring
-from nanomegatron.mesh import World
 from nanomegatron.ops.attention import Block, Mask, choose_backend, core_attention
 from nanomegatron.ops.merge import ALL
 
@@ -57,19 +56,14 @@ class Row(NamedTuple):
         return Mask(cu_seqlens=bounds, max_seqlen=int(np.diff(self.bounds).max()))
 
 
-def dtype_of(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def document_bounds(s: int, mean: int, seed: int = 1) -> tuple[int, ...]:
     """Documents of `mean` tokens on average, from very short to a few times as long, that fill a row."""
     cuts = np.random.RandomState(seed).permutation(np.arange(1, s))[: max(s // mean, 1) - 1]
     return (0, *sorted(cuts.tolist()), s)
 
 
-def parallel(world: World) -> ParallelConfig:
+def parallel(n: int) -> ParallelConfig:
     """All ranks share the row; pairs of neighbours are made where there are several pairs."""
-    n = world.size
     levels = (2, n // 2) if n > 2 and n % 2 == 0 else ()
     return ParallelConfig(context_parallel_size=n, hierarchical_context_parallel_sizes=levels)
 
@@ -94,7 +88,7 @@ def cases(session: Session) -> Iterator[Case]:
 def run_of(session: Session, row: Row, places: np.ndarray, attention: Callable, backward: bool) -> Run:
     """The forward, or that and the backward, of these tokens of the row, which is the same on all ranks."""
     device, at = session.device, torch.from_numpy(places).to(session.device)
-    how = dict(generator=torch.Generator(device).manual_seed(1), device=device, dtype=dtype_of(device))
+    how = dict(generator=torch.Generator(device).manual_seed(1), device=device, dtype=session.dtype)
     counts = row.heads, row.groups, row.groups, row.heads
     *inputs, grad = (torch.randn(row.s, 1, n, row.head, **how)[at].requires_grad_() for n in counts)
 
@@ -107,7 +101,7 @@ def run_of(session: Session, row: Row, places: np.ndarray, attention: Callable, 
 
 def one_gpu(session: Session, row: Row, s: int, backward: bool) -> Run:
     """The first s tokens, by the fastest kernel there is, without the others."""
-    backend, mask = choose_backend("auto", session.device, dtype_of(session.device)), row.mask(session.device)
+    backend, mask = choose_backend("auto", session.device, session.dtype), row.mask(session.device)
     attention = lambda q, k, v: core_attention(q, k, v, backend, mask)[0]  # noqa: E731
     return replace(run_of(session, row, np.arange(s), attention, backward), alone=True)
 
@@ -115,7 +109,7 @@ def one_gpu(session: Session, row: Row, s: int, backward: bool) -> Run:
 def ways(session: Session, row: Row, ring: Ring) -> dict[str, Callable[[bool], Run]]:
     """By name what builds a form; given whether it has a backward."""
     axis, device, mask = session.mesh.cp, session.device, row.mask(session.device)
-    backend = choose_backend("auto", device, dtype_of(device))
+    backend = choose_backend("auto", device, session.dtype)
 
     def ours(kind: str, backward: bool) -> Run:
         shard = Shard(axis, row.s, (kind,), np.array(row.bounds) if row.bounds else None)

@@ -111,10 +111,10 @@ def megatron(prefix: str, tokens: int, s: int, count: int) -> dict[str, float]:
     )
     builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder
     dataset = builder(gpt_dataset.GPTDataset, [tokens // s - 1, 0, 0], lambda: True, config).build()[0]
-    found = {"dataset": rate(map(dataset.__getitem__, range(count)), s)}
+    found, batches = {"dataset": rate(map(dataset.__getitem__, range(count)), s)}, count * s // 8192
     for workers in (0, 2):
         reader = torch.utils.data.DataLoader(dataset, 8192 // s, num_workers=workers)
-        found[f"{workers} processes"] = rate(islice(reader, count * s // 8192), 8192)
+        found[f"{workers} processes"] = rate(islice(reader, batches), 8192)
     return found
 
 
@@ -131,18 +131,17 @@ def encode(flags: tuple[str, ...], line: str) -> list[int]:
     return [*ids, tokenizer.eod] if ids else []
 
 
-def per_document(args: argparse.Namespace) -> None:
+def per_document(corpus: str, flags: tuple[str, ...], workers: int, prefix: str) -> None:
     """The loop."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    dtype = DType.optimal_dtype(tokenizer_of(*args.tokenizer).vocab_size)
-    builder = IndexedDatasetBuilder(f"{args.prefix}_text_document.bin", dtype)
-    one = functools.partial(encode, tuple(args.tokenizer))
-    pool = multiprocessing.get_context("fork").Pool(args.workers)
-    with pool, open(args.corpus, encoding="utf-8") as lines:
-        for ids in pool.imap(one, lines, 32):
+    dtype = DType.optimal_dtype(tokenizer_of(*flags).vocab_size)
+    builder = IndexedDatasetBuilder(f"{prefix}_text_document.bin", dtype)
+    pool = multiprocessing.get_context("fork").Pool(workers)
+    with pool, open(corpus, encoding="utf-8") as lines:
+        for ids in pool.imap(functools.partial(encode, flags), lines, 32):
             builder.add_document(ids, [len(ids)])
-    builder.finalize(f"{args.prefix}_text_document.idx")
+    builder.finalize(f"{prefix}_text_document.idx")
 
 
 def tiktoken(tokenizer, texts: list[str]) -> float:
@@ -170,49 +169,42 @@ def preprocess(args: argparse.Namespace) -> dict:
     if len(hashes) != 1:
         raise ValueError("the outputs have different bytes")
     median = {name: statistics.median(times) for name, times in seconds.items()}
-    rates = {name: megabytes / value for name, value in median.items()}
-    facts = dict(tokenizer=args.tokenizer[0], text_mb=megabytes)
-    return facts | dict(seconds=seconds, median=median, mb_per_s=rates)
+    return dict(tokenizer=args.tokenizer[0], text_mb=megabytes, seconds=seconds, median=median)
 
 
 def child(args: argparse.Namespace, case: str, workers: int, prefix: str) -> float:
-    """Seconds of one case in a new process."""
-    kind, *files = args.tokenizer
+    """Seconds of one case in a new process. Raises RuntimeError if it fails."""
+    (kind, *files), begin = args.tokenizer, time.perf_counter()
     if case == "ours":
         names = ["--vocab-file", "--merge-file"] if len(files) == 2 else ["--tokenizer-model"]
-        given = [word for pair in zip(names, files) for word in pair]
         words = ["preprocess.py", "--input", args.corpus, "--output-prefix", prefix, "--tokenizer-type", kind]
-        words += [*given, "--append-eod", "--workers", str(workers)]
+        words += [word for pair in zip(names, files) for word in pair]
+        words += ["--append-eod", "--workers", str(workers)]
+        failed = subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL).returncode
     else:
-        words = ["-m", "benchmarks.data", case, "--workers", str(workers), "--prefix", prefix]
-        words += ["--corpus", args.corpus, "--tokenizer", *args.tokenizer]
-    begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-W", "ignore", *words], capture_output=True, text=True)
-    seconds = time.perf_counter() - begin
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return seconds
-
-
-PARTS = {"loader": loader, "preprocess": preprocess, "per document": per_document}
+        given = args.corpus, tuple(args.tokenizer), workers, prefix
+        process = multiprocessing.get_context("spawn").Process(target=per_document, args=given)
+        process.start()
+        process.join()
+        failed = process.exitcode
+    if failed:
+        raise RuntimeError(f"{case}: exit code {failed}")
+    return time.perf_counter() - begin
 
 
 def main(argv: list[str]) -> None:
     """Measure one part; print it and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("part", choices=PARTS, help="the last: a process that preprocess starts")
+    add("part", choices=("loader", "preprocess"))
     add("--out", type=Path, metavar="FILE.json")
     add("--documents", type=int, default=1_000_000, help="loader: of the billion tokens")
     add("--small", action="store_true", help="loader: two million tokens")
     add("--corpus", help="preprocess: a JSON object with a text a line")
     add("--tokenizer", nargs="+", help="preprocess: type and files")
     add("--repeats", type=int, default=3, help="preprocess")
-    add("--prefix", help=argparse.SUPPRESS)  # of a process that preprocess starts, with the next
-    add("--workers", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if (found := PARTS[args.part](args)) is None:
-        return
+    found = (loader if args.part == "loader" else preprocess)(args)
     facts = dict(date=str(datetime.date.today()), command=" ".join(argv), commit=commit_of(Path.cwd()))
     text = json.dumps(facts | dict(cpus=os.cpu_count()) | found, indent=1)
     print(text)

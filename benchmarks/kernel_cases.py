@@ -5,6 +5,7 @@ gradients in place never grow; cross entropy's gradient, ours and Liger's, takes
 later calls see gradients: as many bytes, and finite.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -26,15 +27,12 @@ def norms(s: Sizes) -> Iterator[Case]:
     """Forward 4 bytes a value, 8 with the add; backward 6 and 8."""
     x, bias, values = s.normal(s.tokens, s.hidden), s.normal(s.hidden), s.tokens * s.hidden
 
-    def weight():
-        return torch.rand(s.hidden, device=s.device).mul(0.4).add(0.5).bfloat16()
+    weight = lambda: torch.rand(s.hidden, device=s.device).mul(0.4).add(0.5).bfloat16()  # noqa: E731
 
     def ours(x, w, b=None):
         return norm(x, w, b, EPS)
 
-    def ours_add(x, w, residual):
-        return add_norm(x, residual, w, None, EPS)
-
+    ours_add = lambda x, w, residual: add_norm(x, residual, w, None, EPS)  # noqa: E731
     moved = 4 * values, 6 * values
     peer = forward(lambda x, w: liger("rms_norm_forward")(x, w, *RMS, None)[0]), liger_rms_backward
     yield from passes("rms norm", moved, (x, weight), (x,), 2, (ours, rms), liger=peer)
@@ -117,6 +115,7 @@ def cross_entropies(s: Sizes) -> Iterator[Case]:
     def liger_losses(logits, labels):  # without gradients
         return liger("cross_entropy_forward")(logits, labels, *LIGER_LOSS, "none", None, False)[0]
 
+    losses = functools.partial(mean, reduction="none")
     ways = forms(forward(cross_entropy_stats), losses, liger=forward(liger_losses))
     of_stats = lambda maximum, total, target: (maximum + total.log() - target,)  # noqa: E731
     yield case("cross entropy fwd", moved, inputs, ways, ours=of_stats)
@@ -125,12 +124,8 @@ def cross_entropies(s: Sizes) -> Iterator[Case]:
     yield case("cross entropy fwd+bwd", 3 * moved, inputs, ways)
 
 
-def losses(logits, labels):
-    return F.cross_entropy(wide(logits), labels, reduction="none")
-
-
-def mean(logits, labels):
-    return F.cross_entropy(wide(logits), labels)
+def mean(logits, labels, reduction="mean"):
+    return F.cross_entropy(wide(logits), labels, reduction=reduction)
 
 
 def both(function):
@@ -190,7 +185,7 @@ def adamws(s: Sizes) -> Iterator[Case]:
         segments = Segments.from_ranges([(0, n, 0)], grads.device)
         return lambda: sums_of_squares(grads, segments)
 
-    ways = forms(squares, torch.linalg.vector_norm, lambda x: torch.linalg.vector_norm(x))
+    ways = forms(squares, lambda x: torch.linalg.vector_norm(x))
     yield case("gradient norm", 4 * n, (flat,), ways, ours=lambda sums, _: (sums.sum().sqrt(),))
 
 

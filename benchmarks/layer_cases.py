@@ -60,8 +60,8 @@ def tp_forms(session: Session, peers: PeerAccess, kind: str, sizes: tuple) -> tu
         """x and the gradient as this rank has them, the weight, and x of all ranks."""
         some = rows // tp.size
         shapes = (some, i) if gathers else (rows, i), (rows, o) if gathers else (some, o), (o, i), (rows, i)
-        dtype = torch.bfloat16 if session.cuda else torch.float32
-        x, grad, w, whole = (torch.randn(shape, device=session.device, dtype=dtype) for shape in shapes)
+        make = bind(torch.randn, device=session.device, dtype=session.dtype)
+        x, grad, w, whole = map(make, shapes)
         return [x.requires_grad_(), grad, w.requires_grad_(), whole]
 
     def forward(function: Callable) -> Run:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from operator import attrgetter
 
 import torch
 
@@ -121,7 +122,7 @@ def layer_cases(session: Session) -> Iterator[Case]:
             layer = Layer(session, config, moe_token_dispatcher_type=dispatcher, **how)
             return Run(piece(layer), layer.prepare)
 
-        whole, router = lambda layer: layer.both, lambda layer: layer.router  # what is called, of a layer
+        whole, router = attrgetter("both"), attrgetter("router")  # what is called, of a layer
         forms = {
             "alltoall": partial(run, whole),
             "halves": partial(run, whole, halves=True),
@@ -129,11 +130,8 @@ def layer_cases(session: Session) -> Iterator[Case]:
             "experts": partial(run, Layer.experts),
         }
         yield Case(f"{name} layer", forms, flops=flops_of(config))
-        forms = {
-            "router": partial(run, router),
-            "dispatch": partial(run, Layer.dispatch),
-            "dispatch, allgather": partial(run, Layer.dispatch, "allgather"),
-        }
+        forms = {"router": partial(run, router), "dispatch": partial(run, Layer.dispatch)}
+        forms["dispatch, allgather"] = partial(run, Layer.dispatch, "allgather")
         yield Case(f"{name} pieces", forms)
 
 
@@ -216,8 +214,6 @@ def matmul_cases(session: Session) -> Iterator[Case]:
             linear = cache(partial(ExpertLinear, session, config, ep, weight))
             flops = flops_of(config) / 9 * (2 if weight == "weight1" else 1)  # of SwiGLU
             for what in ("y", "dW"):
-                forms = {
-                    how: lambda linear=linear, what=what, how=how: linear().run(what, how)
-                    for how in ("loop", "grouped", "fp8")
-                }
+                run = lambda how, linear=linear, what=what: linear().run(what, how)  # noqa: E731
+                forms = {how: partial(run, how) for how in ("loop", "grouped", "fp8")}
                 yield Case(f"{name} ep {ep} fc{weight[-1]} {what}", forms, flops=flops)

@@ -77,8 +77,9 @@ class Session:
         self.args, self.world = args, world
         self.device = pick_device("auto", world)
         self.cuda = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
         if self.cuda:
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device)  # before there are communicators
         self.mesh, self.flag = Mesh.build(parallel, world, self.device), torch.zeros(1, device=self.device)
         name = torch.cuda.get_device_name(self.device) if self.cuda else "cpu"
         self.peak = device_peak(name, "bfloat16")
@@ -86,8 +87,7 @@ class Session:
         self.result = dict(date=now.isoformat(timespec="seconds"), command=args.command, commit=commit)
         self.result |= dict(device=name, ranks=world.size, small=args.small, torch=torch.__version__)
         if self.cuda:
-            self.result["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-            self.result["cudnn"] = torch.backends.cudnn.version()
+            self.result |= dict(nccl=torch.cuda.nccl.version(), cudnn=torch.backends.cudnn.version())
         self.result |= dict(peak_flops=self.peak, cases={})
 
     def run(self, cases: Iterable[Case]) -> None:
@@ -99,14 +99,13 @@ class Session:
         cases = [case for case in cases if case.name.startswith(wanted)]
         while cases:
             case = cases.pop(0)
-            name = case.name
-            self.result["cases"][name] = found = self.measure(case)
-            del case  # with all of its tensors
-            self.free()
+            self.result["cases"][case.name] = found = self.measure(case)
             if not self.world.rank:
-                print(*(line(name, *pair) for pair in found["forms"].items()), sep="\n", flush=True)
+                print(*(line(case.name, *row) for row in found["forms"].items()), sep="\n", flush=True)
                 if self.args.out:
                     self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
+            del case  # with all of its tensors
+            self.free()
 
     def measure(self, case: Case) -> dict:
         """Build, compare, warm up and time all forms of a case: what the JSON says of it."""
@@ -260,21 +259,20 @@ def line(name: str, form: str, row: dict) -> str:
     return f"{name}, {form}: {', '.join(numbers) or row['failed'][:120]}"
 
 
-def arguments(doc: str, argv: list[str], parts: Iterable[str] = ()) -> argparse.Namespace:
-    """The command line of kernels.py and layers.py."""
+def arguments(doc: str, argv: list[str], parts: Iterable[str]) -> argparse.Namespace:
+    """The command line of layers.py."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     add = parser.add_argument
-    if parts:
-        add("part", choices=parts)
-        add("--flags", default="", help="moe, experts, transformers: of train.py")
-        add("--lengths", type=int, nargs="*", default=[32, 64, 128], help="cp: rows in thousands of tokens")
+    add("part", choices=parts)
     add("names", nargs="*", metavar="NAME", help="cases whose names begin so; none: all")
     add("--out", type=Path, metavar="FILE.json")
+    add("--flags", default="", help="moe, experts, transformers: of train.py")
+    add("--lengths", type=int, nargs="*", default=[32, 64, 128], help="cp: rows in thousands of tokens")
     add("--small", action="store_true", help="tiny shapes and few samples, on CPUs too")
     add("--form", action="append", default=[], help="this form only; may be repeated")
     add("--samples", type=int, help="of each form; 15, --small 2")
     args = parser.parse_intermixed_args(argv)
     args.samples = args.samples or (2 if args.small else 15)
-    args.sample_ms = 0.1 if args.small else 5.0 if parts else 1.0
+    args.sample_ms = 0.1 if args.small else 1.0 if args.part == "kernels" else 5.0
     args.out, args.command = args.out and args.out.absolute(), " ".join(argv)
     return args

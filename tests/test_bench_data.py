@@ -38,7 +38,7 @@ def test_preprocess(tmp_path):
     data.main(["preprocess", *flags, str(corpus), "--out", str(out)])
     result = json.loads(out.read_text())
     cases = ["tiktoken, 1", "ours, 1", "per document, 1", "ours, 2", "per document, 2"]
-    assert list(result["mb_per_s"]) == list(result["median"]) == cases
+    assert list(result["seconds"]) == cases and min(result["median"].values()) > 0
     assert result["text_mb"] == pytest.approx(sum(map(len, texts)) / 1e6)
 
 

@@ -6,16 +6,19 @@ import math
 import pytest
 import torch
 
-from benchmarks import kernels
-from benchmarks.forms import SMALL, alternating
-from benchmarks.session import Run, error, line
+from benchmarks import layers
+from benchmarks.forms import alternating
+from benchmarks.session import Run, Session, arguments, error, line
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.mesh import World
 
-CASES = {case.name: case for case in kernels.cases(SMALL(device="cpu"))}
+SESSION = Session(arguments("kernels", ["kernels", "--small"], ["kernels"]), World(), ParallelConfig())
+CASES = {case.name: case for case in layers.kernels(SESSION)}
 FORMS = "ours", "torch", "torch bf16", "megatron"  # those that need no GPU
 
 
 def test_names_differ():
-    names = [case.name for case in kernels.cases(SMALL(device="cpu"))]
+    names = [case.name for case in layers.kernels(SESSION)]
     assert len(names) == len(CASES) > 30
 
 
@@ -62,7 +65,7 @@ def test_program(tmp_path, capsys):
     """Lines on the console, a JSON file that says the same; what fails is left out."""
     out = tmp_path / "kernels.json"
     flags = "--small --form ours --form torch --form liger --samples 3 --out"
-    kernels.main(["rms norm", "moe permute", *flags.split(), str(out)])
+    layers.main(["kernels", "rms norm", "moe permute", *flags.split(), str(out)])
     result, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert list(result["cases"]) == ["rms norm fwd", "rms norm bwd", "moe permute"]
     assert result["device"] == "cpu" and result["ranks"] == 1
@@ -79,7 +82,7 @@ def test_program(tmp_path, capsys):
 
 def test_no_such_case():
     with pytest.raises(SystemExit, match="no case begins with norm; there are rms norm fwd, "):
-        kernels.main(["--small", "norm"])
+        layers.main(["kernels", "--small", "norm"])
 
 
 def test_line():
