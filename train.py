@@ -324,7 +324,7 @@ def train_step(run: Run) -> StepReport:
 def evaluate(run: Run, split: str = "validation") -> None:
     """Log the mean loss over the first --eval-iters global batches of held-out data, the same every time.
 
-    After a signal on any rank it returns before the next batch and logs no loss; the run is to end.
+    After a signal on any rank it returns before the next batch and logs no loss; the caller ends the run.
     """
     run.flush_report()
     config, which = run.config, ("train", "validation", "test").index(split)

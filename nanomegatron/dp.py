@@ -11,7 +11,7 @@ Gradients are summed over d ranks: those of dp x cp, for experts those of edp.
 A bucket has one flat tensor of parameters and one of gradients; every `param.data` and `param.main_grad` is a
 view. Each of d ranks owns a shard of every bucket and updates that shard only (ZeRO, arXiv 1910.02054):
 
-    strategy       shard   gradients                                      bytes: bf16, gradient, fp32 states
+    strategy       shard   gradients                                      bytes a parameter: bf16, grad, fp32
     no_shard       all     all-reduced after the last microbatch          2 + 4 + 12
     optim          1/d     reduce-scattered after the last microbatch     2 + 4 + 12/d
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use

@@ -95,7 +95,11 @@ class Stage:
 
 
 class GPTModel(nn.Module):
-    """The decoder or one stage of it. Returns each token's loss, or without labels this rank's logits."""
+    """The decoder, or one pipeline stage of it.
+
+    The last stage returns each token's loss, or without labels this tp rank's shard of the logits; a stage
+    before it returns hidden states.
+    """
 
     def __init__(
         self,

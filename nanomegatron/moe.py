@@ -143,7 +143,10 @@ class TokenDispatch:
         return route(ids - (first + self.mesh.ep.rank * self.local), self.local, self.multiple, rows)
 
     def route_to_ranks(self, ids: torch.Tensor, capacity: int | None) -> Routing:
-        """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`"""
+        """Sort this rank's tokens by ep rank, once for each rank with any of its experts. ids `[t, k]`
+
+        capacity: rows per expert; each rank then gets a fixed number of rows, padded. None: the ids decide.
+        """
         owner = ids.div(self.local, rounding_mode="floor")
         repeated = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(2)
         most = None if capacity is None else min(capacity * self.local, len(ids))
@@ -207,7 +210,10 @@ class AllToAllDispatch(TokenDispatch):
 def accumulate_by_expert(
     weight: nn.Parameter, groups: Groups, add: Callable[[torch.Tensor, int, int], None]
 ) -> torch.Tensor | None:
-    """Accumulate the gradient of stacked weights -> `[e*o, i]`; `add(out [o, i], begin, end)` adds a part."""
+    """Add the gradient of stacked weights to `main_grad`, now or deferred -> `[e*o, i]` without a bucket.
+
+    `add(out [o, i], begin, end)` adds to `out` the gradient from one expert's rows, begin to end.
+    """
     target = main_grad(weight)
     total = torch.zeros_like(weight) if target is None else target
     each = total.view(groups.experts, -1, weight.shape[1])

@@ -77,7 +77,7 @@ class ShardState:
             self.publish()
 
     def update_by_kernel(self, numbers: tuple[torch.Tensor, ...]) -> None:
-        """Do `update` in one kernel launch; numbers `[...]`: its arguments."""
+        """Do `update` in one kernel launch; numbers `[...]`: (step, values, grad_scale, skip)."""
         copy = self.bucket.gathered.shard if self.mixed else None
         state = FlatState(self.main, copy, self.bucket.grad_shard, self.exp_avg, self.exp_avg_sq)
         adamw_flat_(state, self.segments, numbers, self.betas_eps)

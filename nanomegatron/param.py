@@ -220,8 +220,8 @@ def run_or_defer(
 ) -> torch.Tensor | None:
     """Run `work` now, or queue it in the parameter's store -> the gradient `[...]` for autograd, or None.
 
-    beside_nccl: the work can run beside NCCL's kernels (a grouped matmul cannot: its thread blocks expect all
-    multiprocessors from the start; where they must wait for some, the matmul ends later by as much).
+    beside_nccl: the work can overlap NCCL's kernels; a store that asks for such work runs any other at once.
+    (A grouped matmul cannot: its thread blocks need all multiprocessors at once, and would wait for NCCL's.)
     """
     if not is_deferred(param, beside_nccl):
         return work()

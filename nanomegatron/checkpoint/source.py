@@ -1,8 +1,7 @@
-"""Which checkpoint a run starts from, and the numbers of samples of the runs before it.
+"""Which checkpoint a run starts from, and how many samples the data of each earlier run was built for.
 
     --save has a checkpoint     the run resumes from it; --eval-only: only if there is no --load
-    it has none                 --load, if it is given
-    --finetune, upcycling       only the weights of --load, at iteration 0
+    it has none                 --load, if given; --finetune, upcycling: only its weights, at iteration 0
 
 All ranks use the folder that rank 0 chooses.
 """

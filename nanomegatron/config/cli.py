@@ -216,7 +216,7 @@ class _Reader:
             self.notes.append(f"--min-lr {self.values['min_lr']:g}: {low:g} scaled with --lr")
 
     def with_companions(self, values: dict[str, Any]) -> Config:
-        """Return the config with the settings that others bring (`Rules.brings`), each with a note."""
+        """Return the config with the settings that others imply (`Rules.brings`), each with a note."""
         config, companions = build_config(values), _Reader()
         for option, owner in brought(config, self.values):
             companions.read_flags(option.split())

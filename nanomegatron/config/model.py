@@ -120,7 +120,7 @@ class TransformerConfig:
     moe_router_bias_update_rate: float = moe(1e-3, "step size of the expert bias", at_least=0, needs=BIAS)
     moe_router_dtype: str | None = moe(None, "router's matmul type; default the model's", choices="fp32 fp64")
     moe_input_jitter_eps: float | None = moe(
-        None, "multiply router inputs by random factors 1 +- eps", at_least=0, below=1
+        None, "multiply router inputs by factors in 1 +- eps", at_least=0, below=1
     )
     moe_router_force_load_balancing: bool = moe(
         False, "route to random experts in training, to benchmark with a balanced load"

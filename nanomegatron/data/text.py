@@ -163,7 +163,7 @@ def _zstd_errors() -> tuple[type, ...]:
 
 
 def lines(files: Iterable[str]) -> Iterator[Line]:
-    """Yield the documents of all files."""
+    """Yield the documents of all files: each non-blank line of a JSON file, or a whole text file."""
     for block in blocks(files):
         yield from block.lines()
 
@@ -182,7 +182,7 @@ def chunks(pieces: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
 
 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode all texts -> ids, concatenated, and their number in each text; ASCII runs by `encode_ascii`."""
+    """Encode texts -> all ids, and how many each text has; ASCII runs by `encode_ascii` if there is one."""
     if getattr(tokenizer, "encode_ascii", None) is None:
         ids = [tokenizer.encode(text) for text in texts]
         return np.array(list(itertools.chain.from_iterable(ids)), np.int64), np.array(

@@ -87,7 +87,7 @@ def _json(path: Path) -> Any:
 
 
 def check_ids(path: Path, *tables: Any) -> None:
-    """Raise ValueError unless each table is a dict {token: id} and no id occurs twice."""
+    """Raise ValueError unless all tables are dicts {token: id}, with ids below MOST_IDS that differ."""
     owner: dict[int, Any] = {}
     for table in tables:
         if not isinstance(table, dict):

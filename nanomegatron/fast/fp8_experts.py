@@ -70,7 +70,7 @@ def one_kernel(x: torch.Tensor, groups: Groups) -> bool:
 def grouped_fp8_mm(
     x: Fp8Matrix, w: Fp8Matrix, groups: Groups, dtype: torch.dtype, fast: bool = False
 ) -> torch.Tensor:
-    """`grouped_mm` in FP8: x `[r, i]`, w `[e, o, i]`, contiguous along i, inverses `[e, o]` -> `[r, o]`"""
+    """`grouped_mm` in FP8: x `[r, i]`, w `[e, o, i]`, contiguous along i, w.inverse `[e, o]` -> `[r, o]`"""
     if one_kernel(x.data, groups):
         how = dict(offs=groups.offsets[1:], out_dtype=dtype, use_fast_accum=fast)
         return torch._scaled_grouped_mm(x.data, w.data.mT, x.inverse.flatten(), w.inverse, **how)

@@ -86,7 +86,7 @@ def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...], casts: Quantized) -> torch.Tensor:
-    """A tensor of NaN without memory whose source has the FP8 copies of the real one -> `[...]`, of `shape`
+    """A NaN tensor without storage; its `source` holds the FP8 copies of the real one -> `[...]`, of `shape`
 
     like `[...]`: a tensor of the same type and device.
     """

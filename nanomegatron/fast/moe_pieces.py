@@ -142,8 +142,8 @@ def start_pieces(x: torch.Tensor, axis: Axis, peers: PeerAccess | None) -> Arriv
 class RankBlocks:
     """Permutes all ranks' tokens for this rank's experts, and back, in one block per rank of the axis.
 
-    routing: its source must be cut to the number of rows before any are permuted. The constructor uses only
-    tables that do not need this number.
+    routing: before `permute` the caller replaces it by one that is cut to the number of rows. The constructor
+    does not need that number, so it can run before the host knows it.
     """
 
     def __init__(self, routing: Routing, axis: Axis, fused: bool, peers: PeerAccess | None) -> None:

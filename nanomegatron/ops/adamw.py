@@ -47,7 +47,7 @@ class Segments:
 
     @classmethod
     def merged(cls, ranges: Iterable[tuple[int, int, int]], device: torch.device) -> "Segments":
-        """The segments of the sorted ranges, adjacent ranges of the same kind merged."""
+        """Sort the ranges (start, stop, kind), and merge adjacent ones of the same kind."""
         whole: list[tuple[int, int, int]] = []
         for start, stop, kind in sorted(ranges):
             if whole and whole[-1][1:] == (start, kind):

@@ -54,7 +54,7 @@ def _drop(x: torch.Tensor, p: float, rows: torch.Tensor, columns: torch.Tensor) 
 
 
 def _bits(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """24 random bits for each row and column."""
+    """A 24-bit hash of each pair of row `[...]` and column `[n]` -> int64 `[..., n]`"""
     return (_mix(rows[..., None] + columns) >> 20) & 0xFFFFFF
 
 

@@ -128,7 +128,7 @@ def permute_ref(x: torch.Tensor, routing: Routing, probs: torch.Tensor | None = 
 
 
 def unpermute(z: torch.Tensor, routing: Routing, probs: torch.Tensor | None = None) -> torch.Tensor:
-    """z `[rows, h]` -> `[t, h]`, the sum of each token's copies times their probs fp32 `[t, k]`, if any.
+    """Sum each token's copies, times their probs fp32 `[t, k]`, if any: z `[rows, h]` -> `[t, h]`
 
     Sums in fp32, in the order of the copies. Raises ValueError if shapes, types or devices do not fit.
     """

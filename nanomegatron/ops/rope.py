@@ -25,7 +25,7 @@ LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's positio
 
 
 def rope_angles(positions: torch.Tensor, config: TransformerConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position * frequency, fp32, for the r features of a head that are rotated.
+    """cos and sin of position * frequency, fp32, for a head's r rotated features; for yarn times its scale.
 
     positions `[s]` or `[b, s]` -> `[s, 1, 1, r/2]` or `[s, b, 1, r/2]`, `[s, 1, 1, r/2]` or `[s, b, 1, r/2]`
     """

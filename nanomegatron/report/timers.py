@@ -61,7 +61,7 @@ class Clock:
         return after - before, event, (before + after) / 2
 
     def seconds(self, mark: Any) -> float:
-        """Return the time of a mark on the host's clock; waits until the device has reached it."""
+        """Convert a mark to seconds of the host's clock, after `align`; waits until the device reached it."""
         if not self.cuda:
             return mark
         mark.synchronize()
