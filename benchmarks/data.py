@@ -70,11 +70,10 @@ def make(prefix: str, tokens: int, documents: int):
     tokenizer, random = build_tokenizer("NullTokenizer", vocab_size=50257), np.random.default_rng(0)
     lengths = np.maximum(1, random.exponential(tokens / documents * 0.99, documents)).astype(np.int64)
     lengths[-1] += max(0, tokens - lengths.sum())
-    facts = dict(fingerprint=tokenizer.fingerprint, tokenizer=tokenizer.spec, max_token=50255, tokens=tokens)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for part in np.array_split(lengths, max(1, documents // 10_000)):
             builder.add_documents(random.integers(0, 50256, part.sum(), dtype=np.uint16), part)
-        builder.finalize(facts)
+        builder.finalize()
     return tokenizer
 
 

@@ -92,9 +92,7 @@ def fused_casts(s: Sizes) -> Iterator[Case]:
     x, unit, grad = s.normal(t, h), s.normal(t, 2 * f), s.normal(t, f, scale=0.1)
     weight = lambda: 1 + s.normal(h, scale=0.1)()  # noqa: E731
 
-    def into(scale: float) -> Callable:  # its scale and amax
-        return lambda: torch.tensor([scale, 0.0], device=s.device)
-
+    into = lambda scale: lambda: torch.tensor([scale, 0.0], device=s.device)  # noqa: E731
     for name, moved, ours, plain, inputs in (
         ("add+rmsnorm to fp8", 8 * t * h, ours_norm, normed, (into(50.0), x, x, weight)),
         ("swiglu to fp8 fwd", 6 * t * f, ours_gated, gated, (into(20.0), unit)),

@@ -29,9 +29,7 @@ def norms(s: Sizes) -> Iterator[Case]:
 
     weight = lambda: torch.rand(s.hidden, device=s.device).mul(0.4).add(0.5).bfloat16()  # noqa: E731
 
-    def ours(x, w, b=None):
-        return norm(x, w, b, EPS)
-
+    ours = lambda x, w, b=None: norm(x, w, b, EPS)  # noqa: E731
     ours_add = lambda x, w, residual: add_norm(x, residual, w, None, EPS)  # noqa: E731
     moved = 4 * values, 6 * values
     peer = forward(lambda x, w: liger("rms_norm_forward")(x, w, *RMS, None)[0]), liger_rms_backward
@@ -111,12 +109,9 @@ def cross_entropies(s: Sizes) -> Iterator[Case]:
     """
     moved = 2 * s.tokens * s.vocab
     inputs = s.normal(s.tokens, s.vocab), lambda: torch.randint(s.vocab, (s.tokens,), device=s.device)
-
-    def liger_losses(logits, labels):  # without gradients
-        return liger("cross_entropy_forward")(logits, labels, *LIGER_LOSS, "none", None, False)[0]
-
-    losses = functools.partial(mean, reduction="none")
-    ways = forms(forward(cross_entropy_stats), losses, liger=forward(liger_losses))
+    losses, given = functools.partial(mean, reduction="none"), (*LIGER_LOSS, "none", None, False)
+    peer = forward(lambda *x: liger("cross_entropy_forward")(*x, *given)[0])  # without gradients
+    ways = forms(forward(cross_entropy_stats), losses, liger=peer)
     of_stats = lambda maximum, total, target: (maximum + total.log() - target,)  # noqa: E731
     yield case("cross entropy fwd", moved, inputs, ways, ours=of_stats)
     ways = {"ours": ours_both, "torch": both(mean), "torch bf16": both(F.cross_entropy)}
