@@ -70,8 +70,8 @@ def test_gated_strange_numbers(act):
 def test_gated_writes_nothing_beside(f):
     guarded, x, grad = norm.Guarded(), torch.randn(5, 2 * f), torch.randn(5, f)
     y, dx = guarded.new(5, f, dtype=FP32), guarded.new(5, 2 * f, dtype=FP32)
-    ops_mlp.launch("swiglu_forward", y, x, 5, f, ops_mlp.SILU, TYPES[FP32])
-    ops_mlp.launch("swiglu_backward", dx, grad, x, 5, f, ops_mlp.SILU, TYPES[FP32])
+    ops_mlp.launch_kernel("swiglu_forward", y, x, 5, f, ops_mlp.SILU, TYPES[FP32])
+    ops_mlp.launch_kernel("swiglu_backward", dx, grad, x, 5, f, ops_mlp.SILU, TYPES[FP32])
     guarded.check()
     right = mlp.run(lambda x: ops_mlp.gated_ref(x, ops_mlp.SILU), x, grad)
     for ours, theirs in zip((y, dx), right, strict=True):
