@@ -24,7 +24,7 @@ py := $(VENV)/bin/python
 
 # GPUs that torch can use; asked only where there is a device, since the asking takes two seconds.
 gpus = $(if $(wildcard /dev/nvidia[0-9]*),$(shell $(py) -c 'import torch; print(torch.cuda.device_count())'),0)
-TRAIN_FLAGS ?= --config configs/tiny-cpu.toml --run-name python
+TRAIN_FLAGS ?= --config tiny-cpu --run-name python
 TEST_FLAGS ?= -n 2 --dist worksteal
 
 .PHONY: help train test test-full gpu-test mutations goldens gpu-gate gpu-gate-many kernels lint clean

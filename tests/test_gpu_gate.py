@@ -39,8 +39,7 @@ def attend(q, k, *args, **keywords):
 
 def checkout(folder: Path) -> Path:
     """A copy of what a run needs of this one."""
-    for name in ("nanomegatron", "configs"):
-        shutil.copytree(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "nanomegatron", folder / "nanomegatron")
     (folder / "tools").mkdir()
     for name in ("train.py", "preprocess.py", "tools/gpu_gate.py", "tools/gpu_gate_worker.py"):
         shutil.copy2(ROOT / name, folder / name)

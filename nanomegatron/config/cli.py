@@ -1,6 +1,6 @@
 """Parses a command line and TOML files into one `Config`, and reports all errors at once.
 
-    configs/base.toml  <-  extends  --  configs/mine.toml  <-  --config  --  flags
+    base.toml  <-  extends  --  mine.toml  <-  --config  --  flags
                                                   of several values the rightmost is used
 
 Flags are the fields of `settings.py`: `--hidden-size 64`, `--hidden_size=64`, `--swiglu`, `--no-swiglu`,
@@ -27,7 +27,7 @@ from nanomegatron.config.megatron import answer, megatron_flags, missing_compani
 from nanomegatron.config.rules import brought, declared, flag, spelled
 from nanomegatron.config.settings import Config
 
-PRESETS = Path(__file__).resolve().parents[2] / "configs"
+PRESETS = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT_PRESET = "tiny-cpu"
 MOST_BASES = 20  # files that extend each other in a row
 # Alternative settings: a flag drops the file's values of the other fields in its line. one way | another
@@ -50,7 +50,7 @@ MEGATRON_DEFAULTS = {
     "split": "969,30,1",
 }
 HEADING = """python train.py [--config FILE] [--flag value ...]
-  --config FILE                        settings from a TOML file, a preset of configs/ by name, or
+  --config FILE                        settings from a TOML file, a preset by name, or
                                        a Hugging Face folder's config.json
   --print-config                       print the resolved settings as TOML, and stop
   --help, --help all                   the most used flags, all flags"""
@@ -132,7 +132,7 @@ def build_config(values: dict[str, Any]) -> Config:
 
 
 def find_preset(name: str) -> Path:
-    """Return the path that --config names: a file, a preset in configs/, or a folder with a config.json."""
+    """Return the path that --config names: a file, a preset in presets/, or a folder with a config.json."""
     candidates = [Path(name), PRESETS / name, PRESETS / f"{name}.toml"]
     found = (path for path in candidates if path.is_file() or (path / "config.json").is_file())
     return next(found, candidates[0])

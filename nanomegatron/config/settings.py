@@ -4,7 +4,7 @@ A field is a setting; its name with dashes is its flag, and its key in a TOML fi
 
     @dataclass(frozen=True)
     class OptimizerConfig:                      --weight-decay 0.1        (command line)
-        weight_decay: float = ...               weight-decay = 0.1        (configs/*.toml)
+        weight_decay: float = ...               weight-decay = 0.1        (presets/*.toml)
 
 Names and meanings are Megatron-LM's. The settings of parallelism are in `config/parallel.py`, those of the
 model in `config/model.py`. `config/rules.py` has what else a field declares, `config/cli.py` turns the fields
