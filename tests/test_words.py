@@ -73,7 +73,11 @@ PHRASES = {
     "next to nothing": "little",
     "here and there": "in places",
 }
-DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("nanomegatron/presets/*.toml"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("nanomegatron/presets/*.toml")),
+]
 DOCUMENTS = [path for path in DOCUMENTS if path.name != "log.md"]  # a diary of what was tried
 
 
