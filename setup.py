@@ -1,4 +1,4 @@
-"""Builds the CUDA extension `nanomegatron._kernels` where there is a compiler; the rest is in pyproject.toml.
+"""Builds the package with its programs, and `nanomegatron._kernels` where there is a CUDA compiler.
 
     pip install .            for the GPU of this machine, or sm_90a (Hopper) where there is none
     pip install -e .         the same, in the checkout; again after a change in cuda/
@@ -25,6 +25,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
@@ -71,6 +72,18 @@ def _output_of(*command: str | Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr
+
+
+class BuildPackage(build_py):
+    """Puts the programs into the installed package, where `nanomegatron train` finds them."""
+
+    def run(self) -> None:
+        """Copy the package, and train.py, preprocess.py and convert.py into its folder programs/."""
+        super().run()
+        target = Path(self.build_lib, "nanomegatron", "programs")
+        for name in () if self.editable_mode else ("train.py", "preprocess.py", "convert.py"):
+            target.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(ROOT / name), str(target / name))
 
 
 class BuildKernels(build_ext):
@@ -169,7 +182,8 @@ def main() -> None:
     """What pip and the command line run."""
     os.chdir(ROOT)  # setuptools looks for pyproject.toml and the package in the current folder
     sources = ["cuda/bindings.cpp", *sorted(f"cuda/{path.name}" for path in Path("cuda").glob("*.cu"))]
-    setup(ext_modules=[Extension("nanomegatron._kernels", sources)], cmdclass={"build_ext": BuildKernels})
+    commands = {"build_py": BuildPackage, "build_ext": BuildKernels}
+    setup(ext_modules=[Extension("nanomegatron._kernels", sources)], cmdclass=commands)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from setuptools import Distribution
 from setuptools.errors import PlatformError
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ("train.py", "preprocess.py", "convert.py")
 SPILLS = {"80": 32, "89": 32, "90a": 0}  # bytes a kernel may spill, by architecture
 CACHE = (
     Path(tempfile.gettempdir()) / f"nanomegatron-kernels-{os.getuid()}"
@@ -139,14 +140,17 @@ for module in pkgutil.walk_packages(nanomegatron.__path__, "nanomegatron."):
 
 @needs_nvcc
 def test_wheel_and_sdist(tmp_path):
-    """pip builds a copy of the project that has one small kernel; the sdist holds all sources."""
+    """pip builds a copy of the project that has one small kernel; the sdist holds all sources.
+
+    The wheel has the programs and the presets: `nanomegatron train` works from it.
+    """
     tree = tmp_path / "project with blanks"
     shutil.copytree(
         ROOT / "nanomegatron",
         tree / "nanomegatron",
         ignore=shutil.ignore_patterns("*.so", "__pycache__"),
     )
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", *PROGRAMS):
         shutil.copy(ROOT / name, tree)
     (tree / "cuda").mkdir()
     (tree / "cuda/bindings.cpp").write_text(BINDINGS)
@@ -163,12 +167,14 @@ def test_wheel_and_sdist(tmp_path):
     sources = (ROOT / "nanomegatron").rglob("*.py")
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources}
     assert found >= {name for name in names if not name.endswith(("__init__", "__main__"))}
+    preset = run(elsewhere, "-m", *"nanomegatron train --config llama3-8b --print-config".split())
+    assert "hidden-size = 4096" in preset
     shutil.copytree(ROOT / "cuda", tree / "cuda", dirs_exist_ok=True)
     run(tree, "setup.py", "-q", "sdist")
     (sdist,) = tree.glob("dist/*.tar.gz")
     with tarfile.open(sdist) as archive:
         packed = {Path(name).name for name in archive.getnames()}
-    assert {path.name for path in (ROOT / "cuda").iterdir()} <= packed
+    assert {*PROGRAMS, *(path.name for path in (ROOT / "cuda").iterdir())} <= packed
 
 
 def run(folder: Path, *words: str) -> str:

@@ -222,7 +222,8 @@ def test_extras_are_imported_where_used():
 
 
 def test_package_init_is_empty():
-    none(f"{s.name}:1 must stay empty" for s in PACKAGE if s.stem == "__init__" and s.text.strip())
+    inits = [s for s in PACKAGE if s.stem == "__init__" and s.module != "__init__"]
+    none(f"{s.name}:1 must stay empty" for s in inits if s.text.strip())
 
 
 def test_public_names_are_documented():

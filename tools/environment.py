@@ -94,6 +94,9 @@ def main() -> None:
     python = home / "bin" / "python"
     site = next(home.glob("lib/python3*/site-packages"))
     (site / "nanomegatron.pth").write_text("\n".join([str(ROOT), *borrowed]) + "\n")
+    command = home / "bin" / "nanomegatron"  # as pip would make it
+    command.write_text(f"#!{python}\nimport sys\nfrom nanomegatron.__main__ import main\nsys.exit(main())\n")
+    command.chmod(0o755)
 
     wanted = requirements([e for e in extras if e != "oracle"])
     alone = [r for r in requirements(extras) if r not in wanted]  # the oracle, without its dependencies

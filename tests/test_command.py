@@ -1,0 +1,77 @@
+"""`nanomegatron VERB`: the list of commands, the programs behind it, and modules that are none."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanomegatron.__main__ import COMMANDS, main
+from tests.test_style import PACKAGE, ROOT
+
+MOCK = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
+
+
+def run(*words: str, cwd: Path = ROOT, code: int = 0) -> str:
+    """What a Python command prints, errors included."""
+    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("argv", ([], ["--help"], ["-h"]), ids=str)
+def test_all_commands_fit_one_screen(argv, capsys):
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == [*COMMANDS]
+
+
+def test_an_unknown_command_gets_the_nearest(capsys):
+    assert main(["comparee"]) == 2
+    assert "no command 'comparee'; did you mean compare?" in capsys.readouterr().err
+
+
+def test_each_module_that_runs_is_listed():
+    """A module runs if it has a block for `__main__`, or a main(argv) in commands/."""
+    listed = {where.removesuffix(".py").removeprefix("nanomegatron.") for where, _ in COMMANDS.values()}
+    runs = {s.module for s in PACKAGE if "__main__" in s.text and "__name__" in s.text} - {"__main__"}
+    runs |= {
+        s.module
+        for s in PACKAGE
+        if s.module.startswith("commands.")
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in s.tree.body)
+    }
+    assert runs == {module for module in listed if "." in module}
+
+
+@pytest.mark.parametrize("module", ("nanomegatron.tp", "nanomegatron.commands.generate"))
+def test_other_modules_do_not_run_in_silence(module):
+    """Also where Python has flags of its own; modules that import the package are not concerned."""
+    assert f"{module} is a module to import, not a command" in run("-m", module, code=1)
+    assert "not a command" in run("-X", "dev", f"-m{module}", "x", code=1)
+
+
+def test_ops_also_runs_as_a_module():
+    assert "usage:" in run("-m", "nanomegatron.ops", "--help")
+
+
+@pytest.mark.parametrize("verb", ("train", "preprocess", "convert"))
+def test_programs_are_the_same_code(verb):
+    """Help, and a wrong flag, as `python train.py` has them."""
+    for argv, code in ((["--help"], 0), (["--no-such-flag"], 2)):
+        assert run("-m", "nanomegatron", verb, *argv, code=code) == run(f"{verb}.py", *argv, code=code)
+
+
+def test_ranks_of_a_program_start_outside_the_checkout(tmp_path):
+    """--nproc starts ranks that import the program again."""
+    flags = f"{MOCK} --nproc 2 --train-iters 2 --eval-iters 0 --run-name two --device cpu".split()
+    assert "saved" in run("-m", "nanomegatron", "train", *flags, cwd=tmp_path)
+    assert (tmp_path / "runs/two/metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_the_version_is_one(capsys):
+    assert main(["--version"]) == 0
+    version = capsys.readouterr().out.split()[1]
+    assert f"## {version.removesuffix('.0')}\n" in (ROOT / "CHANGELOG.md").read_text()
