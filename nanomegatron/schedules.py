@@ -10,7 +10,7 @@
 p ranks, m microbatches, v model chunks per rank; equal times of F, B and W; m >= p, for zb-v m >= 2p - 1.
 Sources are arXiv numbers. Nothing here needs torch or a second process. To print and draw a schedule:
 
-    python -m nanomegatron schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
+    nanomegatron schedules --schedule interleaved --stages 4 --microbatches 8 --chunks 2
 
 In the pictures a row is a rank and a cell a unit of time; F0b is the forward of microbatch 0 through chunk b.
 """

@@ -1,9 +1,9 @@
 """The command `generate`: continue texts with a trained model.
 
-    python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def "
-    python -m nanomegatron generate --load runs/NAME/ckpt            reads one prompt per line of stdin
-    python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2          tensor parallel
-    python -m nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2 --pp 2   in two stages
+    nanomegatron generate --load runs/NAME/ckpt --prompt "def "
+    nanomegatron generate --load runs/NAME/ckpt            reads one prompt per line of stdin
+    nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2          tensor parallel
+    nanomegatron generate --load runs/NAME/ckpt --prompt "def " --nproc 2 --pp 2   in two stages
 
 Exit codes: 0 done, 2 bad arguments, 3 no usable checkpoint, 130 Ctrl-C.
 """

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
 
 def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     """Parse the command line; exits with code 2 if it is wrong. `world_size`: processes of torchrun."""
-    parser = argparse.ArgumentParser(prog="python -m nanomegatron generate", description="Continue a text.")
+    parser = argparse.ArgumentParser(prog="nanomegatron generate", description="Continue a text.")
     add = parser.add_argument
     add("--load", required=True, help="folder of checkpoints, runs/NAME/ckpt, or of a Hugging Face model")
     add("--ckpt-step", type=int, help="iteration to load; the newest")

@@ -1,4 +1,4 @@
-"""`python -m nanomegatron.ops`: which implementation each op uses here, and whether kernels are correct."""
+"""`nanomegatron ops`: which implementation each op uses here, and whether kernels are correct."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from nanomegatron.ops.paths import report
 
 def main(argv: list[str]) -> int:
     """Print the report; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m nanomegatron ops", description="Paths of all ops.")
+    parser = argparse.ArgumentParser(prog="nanomegatron ops", description="Paths of all ops.")
     parser.parse_args(argv)
     return report()
 

@@ -1,6 +1,6 @@
 """Which implementation (kernel or torch) each op uses on this machine, and whether the kernels are correct.
 
-`python -m nanomegatron.ops` prints both; the errors are those of results and gradients relative to float64:
+`nanomegatron ops` prints both; the errors are those of results and gradients relative to float64:
 
     largest error    fp32     bf16     fp16
     rms_norm          1.5e-07  2.9e-03  2.8e-04  OK
