@@ -58,7 +58,7 @@ from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pp import execute
-from nanomegatron.report.banner import banner, check_memory, data_lines
+from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
 from nanomegatron.report.log import RunLog, timestamp
 from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
@@ -205,8 +205,12 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     signals.check(mesh)
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     notes = [*parsed.notes, *run_notes(config), *check_memory(config, mesh, vocab_size)]
-    init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     paths = paths_for(config, mesh)
+    for line in banner(config, mesh, vocab_size, padded, paths.describe(config, mesh), notes):
+        log.line(line)
+    for line in data_lines(config, datasets, before[-1], log.folder):
+        log.line(line)
+    init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = install(build(config, mesh, vocab_size, padded, init), paths)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     grads = optimizer = reporter = None
@@ -215,10 +219,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
         reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     run = Run(*parts, before, asked, profile, reporter, signals)
-    for line in banner(config, mesh, model, grads, paths.describe(config, mesh), notes):
-        log.line(line)
-    for line in data_lines(config, datasets, before[-1], log.folder):
-        log.line(line)
+    if grads and (sharding := buckets_text(grads)):
+        log.line(f"dp      {sharding}")
     signals.check(mesh)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from nanomegatron import __version__
 from nanomegatron.config.batch import stages
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config
@@ -22,29 +23,27 @@ from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.paths import describe_kernels
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import check_room, chunks_kept, describe_memory, memory_of_ranks
-from nanomegatron.pp import Stages
+from nanomegatron.schedules import placement
 
 
 def banner(
-    config: Config,
-    mesh: Mesh,
-    model: Stages,
-    grads: Buckets | None,
-    paths: str,
-    notes: list[str],
+    config: Config, mesh: Mesh, vocab_size: int, padded: int, paths: str, notes: list[str]
 ) -> Iterator[str]:
-    """Yield the lines of the banner. paths: the fast paths in use, "" if none. config: resolved."""
-    yield f"nanomegatron 0.1 | commit {commit()} | {machine_text(config, mesh)}"
+    """Yield what is known before the model is built; config: resolved.
+
+    padded: vocab_size rounded up for tp. paths: the fast paths in use, "" if none.
+    """
+    version = f"nanomegatron {__version__.removesuffix('.0')}"
+    yield f"{version} | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
-    yield f"model   {model_text(config, model.vocab_size, model[0].padded_vocab_size)}"
-    yield f"memory  {describe_memory(*memory_of_ranks(config, model.vocab_size, machine_of(mesh)))}"
-    if grads and (sharding := buckets_text(grads)):
-        yield f"dp      {sharding}"
+    yield f"model   {model_text(config, vocab_size, padded)}"
+    yield f"memory  {describe_memory(*memory_of_ranks(config, vocab_size, machine_of(mesh)))}"
     if mesh.pp.size > 1:
-        layers = stage_layers(config, model[0].padded_vocab_size)
-        ranks = (" + ".join(str(len(layers[stage])) for stage in stages) for stages in model.placed)
+        layers, parallel = stage_layers(config, padded), config.parallel
+        placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
+        ranks = (" + ".join(str(len(layers[stage])) for stage in stages) for stages in placed)
         kept = " | ".join(map(str, chunks_kept(config)))
-        yield f"pp      {model.name}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}"
+        yield f"pp      {parallel.schedule}: layers {' | '.join(ranks)}, microbatches of a piece kept {kept}"
     if mesh.cp.size > 1:
         yield f"cp      {cp_text(config)}"
     if paths:
