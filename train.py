@@ -87,14 +87,11 @@ def main(argv: list[str]) -> int:
     if (answered := early_answer(argv)) is not None:
         return answered
     try:
-        parsed, config = settings(argv, world)
+        _, config = settings(argv, world)
     except ValueError as error:
         if world.rank == 0:
             print_errors(error)
         return BAD_CONFIG
-    if parsed.action == "print-config":
-        print(to_toml(config), end="")
-        return DONE
     if config.run.nproc == 1 or world.size > 1:
         return run_rank(world, argv)
     blame = functools.partial(name_culprit, config.run.folder, timestamp())

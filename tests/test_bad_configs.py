@@ -199,7 +199,7 @@ KINDS = {
 --learning-rate 1e-3 | --learning-rate: unknown flag
 --foo bar | --foo: unknown flag; --help all lists every flag
 --no-lr | --no-lr: unknown flag
---batch-size 8 | --batch-size: a flag of Megatron-LM for something that is not here; --micro-batch-size
+--batch-size 8 | --batch-size: unknown flag; did you mean --global-batch-size?
 --use-megatron-fsdp | --use-megatron-fsdp: a flag of Megatron-LM for something that is not here
 --use-flash-attn 2 | --use-flash-attn 2: takes 0 values
 """,
@@ -235,7 +235,7 @@ KINDS = {
 --profile --profile-step-start 5 --profile-step-end 5 | --profile-step-end 5: must exceed --profile-step-start
 """,
     "file of settings": """
---config nowhere.toml | --config nowhere.toml: no such file; presets are
+--config nowhere.toml | --config nowhere.toml: no such file or preset; presets are
 --config torn.toml | torn.toml: Unterminated string
 --config latin.toml | latin.toml: 'utf-8' codec
 --config key.toml | key.toml: unknown key hiden-size; did you mean --hidden-size?

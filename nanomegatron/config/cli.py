@@ -10,7 +10,6 @@ silently ignored.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -22,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanomegatron.config.help import PRESETS, did_you_mean, suggest_flags
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron import answer, megatron_flags, missing_companions
 from nanomegatron.config.rules import brought, declared, flag, spelled
 from nanomegatron.config.settings import Config
 
-PRESETS = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT_PRESET = "tiny-cpu"
 MOST_BASES = 20  # files that extend each other in a row
 # Alternative settings: a flag drops the file's values of the other fields in its line. one way | another
@@ -49,11 +48,6 @@ MEGATRON_DEFAULTS = {
     "dataloader_type": "single",
     "split": "969,30,1",
 }
-HEADING = """python train.py [--config FILE] [--flag value ...]
-  --config FILE                        settings from a TOML file, a preset by name, or
-                                       a Hugging Face folder's config.json
-  --print-config                       print the resolved settings as TOML, and stop
-  --help, --help all                   the most used flags, all flags"""
 
 
 class ConfigError(ValueError):
@@ -71,8 +65,9 @@ class Parsed:
     config: Config
     notes: list[str]
     preset: str | None = None  # name of the file the settings come from
-    action: str = "train"  # or "help", "help all", "print-config"
+    action: str = "train"  # or "help", "help TOPIC", "print-config"
     errors: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()  # flags whose values are unknown because of errors
 
 
 def parse(argv: list[str]) -> Parsed:
@@ -87,7 +82,7 @@ def parse(argv: list[str]) -> Parsed:
         reader.notes.append(f"no model is given: the preset {preset} (--config names another)")
     from_file = _Reader()
     if preset is not None and reader.action.split()[0] != "help":
-        from_file.read_file(find_preset(preset))
+        from_file.read_file(find_preset(preset), f"--config {preset}")
     reader.scale_min_lr(from_file.values)
     values = drop_alternatives(from_file.values, reader.values) | reader.values
     if values.get("megatron_defaults"):
@@ -101,7 +96,8 @@ def parse(argv: list[str]) -> Parsed:
     errors = (*from_file.errors, *reader.errors, *missing_companions(reader.megatron, argv, config))
     path = find_preset(preset).resolve() if preset else Path()
     name = (path.parent if path.name == "hf" else path).name.removesuffix(".toml")
-    return Parsed(config, reader.notes, name or None, reader.action, errors)
+    unread = frozenset(map(flag, (from_file.unread - values.keys()) | reader.unread))
+    return Parsed(config, reader.notes, name or None, reader.action, errors, unread)
 
 
 def hf_settings(load: str | None) -> str | None:
@@ -131,11 +127,11 @@ def build_config(values: dict[str, Any]) -> Config:
     return Config(**parts)
 
 
-def find_preset(name: str) -> Path:
-    """Return the path that --config names: a file, a preset in presets/, or a folder with a config.json."""
-    candidates = [Path(name), PRESETS / name, PRESETS / f"{name}.toml"]
-    found = (path for path in candidates if path.is_file() or (path / "config.json").is_file())
-    return next(found, candidates[0])
+def find_preset(name: str, beside: Path = Path(), readers: tuple[Path, ...] = ()) -> Path:
+    """Return the file or folder that --config names, or `extends` in the last of `readers` (not itself)."""
+    paths = [folder / file for folder in (beside, PRESETS) for file in (name, f"{name}.toml")]
+    found = [path for path in paths if path.is_file() or (path / "config.json").is_file()]
+    return next((path for path in found if path.resolve() not in readers), (found or paths)[0])
 
 
 @dataclass
@@ -145,6 +141,7 @@ class _Reader:
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)  # settings whose values could not be read
     config_file: str | None = None
     action: str = "train"
     megatron_notes: int = 0  # on flags that only Megatron has
@@ -200,13 +197,14 @@ class _Reader:
                 self.notes.append(note)
                 self.megatron_notes += 1
             else:
-                self.errors.append(error or f"{word}: unknown flag{self._nearest(name)}")
+                self.errors.append(error or f"{word}: unknown flag{suggest_flags(name, self.settings)}")
 
     def _set(self, name: str, words: list[str], source: str) -> None:
         try:
             self.values[name] = convert(self.settings[name], words)
         except ValueError as error:
             self.errors.append(f"{source}: {error}")
+            self.unread.add(name)
 
     def scale_min_lr(self, base: dict[str, Any]) -> None:
         """If --lr is given without --min-lr and below the file's min-lr, scale min-lr in proportion to lr."""
@@ -223,39 +221,22 @@ class _Reader:
             self.notes.append(f"{option}: set, which {owner} needs")
         return build_config(values | companions.values) if companions.values else config
 
-    def _nearest(self, name: str) -> str:
-        names = map(flag, (*self.settings, *self.aliases, "config", "print_config", "help"))
-        return did_you_mean(flag(name), names) or "; --help all lists every flag"
-
-    def read_file(self, path: Path, seen: tuple[Path, ...] = ()) -> None:
-        """Read a TOML file and those it extends, or the config.json of a Hugging Face folder."""
-        if (path / "config.json").is_file():
-            try:
-                self.values |= read_folder(path)[1]
-            except ValueError as error:
-                self.errors += str(error).splitlines()
-            return
-        if path.resolve() in seen:
-            self.errors.append(f"{path}: extends itself through {', '.join(p.name for p in seen)}")
-            return
-        if len(seen) == MOST_BASES:
-            self.errors.append(f"{seen[0]}: extends more than {MOST_BASES} files in a row")
-            return
+    def read_file(self, path: Path, named: str, seen: tuple[Path, ...] = ()) -> None:
+        """Read a file and those it extends, or a Hugging Face folder; `named` (where) is for errors."""
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            names = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
-            self.errors.append(f"--config {path}: no such file; presets are {names}")
+            if (path / "config.json").is_file():
+                self.values |= read_folder(path)[1]
+                return
+            table = read_toml(path, named, seen)
+        except ValueError as error:
+            self.errors += str(error).splitlines()
+            self.unread |= self.settings.keys()
             return
-        except (OSError, ValueError, RecursionError) as error:
-            why = "nested too deeply" if isinstance(error, RecursionError) else error
-            self.errors.append(f"{path}: {why}")
-            return
-        base = table.pop("extends", None)
+        base, seen = table.pop("extends", None), (*seen, path.resolve())
         if base is not None and not isinstance(base, str):
             self.errors.append(f"{path}: extends = {base!r}: must be the name of a file")
         elif base:
-            self.read_file(path.parent / base, (*seen, path.resolve()))
+            self.read_file(find_preset(base, path.parent, seen), f"{path}: extends {base}", seen)
         self.read_table(table, str(path))
 
     def read_table(self, table: dict[str, Any], source: str) -> None:
@@ -271,7 +252,24 @@ class _Reader:
                 words = [str(w).lower() if isinstance(w, bool) else str(w) for w in words]
                 self._set(name, words, f"{source}: {key} = {value!r}")
             else:
-                self.errors.append(f"{source}: unknown key {key}{self._nearest(name)}")
+                self.errors.append(f"{source}: unknown key {key}{suggest_flags(name, self.settings)}")
+
+
+def read_toml(path: Path, named: str, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the table of a file. Raises ValueError with what is wrong; arguments as in `read_file`."""
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: extends itself through {', '.join(p.name for p in seen)}")
+    if len(seen) == MOST_BASES:
+        raise ValueError(f"{seen[0]}: extends more than {MOST_BASES} files in a row")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = sorted(p.stem for p in PRESETS.glob("*.toml"))
+        hint = did_you_mean(path.name.removesuffix(".toml"), names)
+        raise ValueError(f"{named}: no such file or preset{hint}; presets are {', '.join(names)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path}: {why}") from None
 
 
 def convert(setting: dataclasses.Field, words: list[str]) -> Any:
@@ -311,13 +309,6 @@ def convert(setting: dataclasses.Field, words: list[str]) -> Any:
     return values if several else values[0]
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Suggest the name most similar to an unknown word, as the end of a message; empty if none is."""
-    folded = {name.casefold(): name for name in names}
-    close = difflib.get_close_matches(word.casefold(), folded, 1)
-    return f"; did you mean {folded[close[0]]}?" if close else ""
-
-
 def to_toml(config: Config) -> str:
     """All settings that are not None as TOML, readable by --config."""
     parts: dict[str, list[str]] = {}
@@ -344,19 +335,3 @@ def from_toml(text: str) -> Config:
     if reader.errors:
         raise ConfigError(reader.errors)
     return build_config(reader.values)
-
-
-def help_text(everything: bool) -> str:
-    """The flags with their help and defaults: the most used, or all."""
-    parts: dict[str, list[str]] = {HEADING: []}
-    for part, setting, value in declared(Config()):
-        rules = setting.metadata
-        if everything or rules["most_used"]:
-            names = ", ".join([flag(setting.name), *(f"--{alias}" for alias in rules["aliases"])])
-            choices = f" [{'|'.join(map(str, rules['choices']))}]" if rules["choices"] else ""
-            text, mark, follows = rules["help"].partition("; default")  # choices stand before the default
-            words = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            words = f"on (off: --no-{flag(setting.name)[2:]})" if value is True else words
-            default = "" if value in (None, ()) or value is False else f"; default {words}"
-            parts.setdefault(part, []).append(f"  {names:<36} {text}{choices}{mark}{follows}{default}")
-    return "\n\n".join("\n".join([part, *lines]) for part, lines in parts.items())

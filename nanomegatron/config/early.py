@@ -1,47 +1,56 @@
-"""Answers a command line before torch is imported, in a fraction of a second: help, and most errors."""
+"""Answers a command line before torch is imported, in a fraction of a second: help, settings, most errors."""
 
 import os
+import re
 import sys
 
-from nanomegatron.config.check import validate
-from nanomegatron.config.cli import ConfigError, Parsed, help_text, parse
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
+from nanomegatron.config.help import help_text
 
 
 def early_answer(argv: list[str]) -> int | None:
-    """Print help or errors and return the exit code; None for a command line that may be right.
+    """Print help, settings or errors and return the exit code; None for a command line that may be right.
 
     Without `--device` only errors that hold both on CPUs and on GPUs are reported. Under torchrun only rank 0
-    prints.
+    prints. The settings are those that follow from files, flags and the number of processes: no data is read.
     """
-    parsed, first = parse(argv), os.environ.get("RANK", "0") == "0"
-    if parsed.action.startswith("help"):
+    parsed, first, text = parse(argv), os.environ.get("RANK", "0") == "0", ""
+    try:
+        if parsed.action.startswith("help"):
+            text = help_text(parsed.action[len("help ") :])
+        elif errors := early_errors(parsed):
+            raise ConfigError(errors)
+        elif parsed.action == "print-config":
+            text = to_toml(resolve(parsed.config, processes_of_torchrun(parsed.config.run.nproc))).rstrip()
+        if text and first:
+            print(text, flush=True)
+    except ValueError as error:
         if first:
-            print(help_text(everything=parsed.action == "help all"))
-        return 0
-    if errors := early_errors(parsed):
-        if first:
-            print_errors(ConfigError(errors))
+            print_errors(error)
         return 2
-    return None
+    except BrokenPipeError:  # the reader has read enough, as `head` does; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if text else None
 
 
-def processes_of_torchrun() -> int:
-    """The number of processes that torchrun has started, 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+def processes_of_torchrun(without: int = 1) -> int:
+    """The number of processes that torchrun has started, if several; else `without`."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return world if world > 1 else without
 
 
 def early_errors(parsed: Parsed) -> list[str]:
-    """Return the errors that a command line has on every device that it may run on."""
-    run, world = parsed.config.run, processes_of_torchrun()
-    kinds = ("cpu", "cuda") if run.device == "auto" else (run.device,)
-    size = world if world > 1 else run.nproc
+    """Return the errors that a command line has on every device, and not those that follow from others."""
+    run = parsed.config.run
+    kinds, size = ("cpu", "cuda") if run.device == "auto" else (run.device,), processes_of_torchrun(run.nproc)
     found, *others = (validate(parsed.config, size, kind) for kind in kinds)
+    found = [error for error in found if parsed.unread.isdisjoint(re.findall(r"--[\w-]+", error))]
     return [*parsed.errors, *(error for error in found if all(error in other for other in others))]
 
 
 def print_errors(error: ValueError) -> None:
     """Print one line for each error to stderr."""
     messages = getattr(error, "messages", [str(error)])
-    print(f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started", file=sys.stderr)
-    for message in messages:
-        print(f"  {message}", file=sys.stderr)
+    title = f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started"
+    print(title, *messages, sep="\n  ", file=sys.stderr)

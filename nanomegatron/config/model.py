@@ -85,7 +85,7 @@ class TransformerConfig:
     window_attn_skip_freq: str | None = setting(
         None, "full attention in each N-th layer; or a list like [1]*5+[0], 1: window", needs="--window-size"
     )
-    num_experts: int | None = setting(
+    num_experts: int | None = common(
         None,
         "experts of each MoE layer, over all ep ranks; default no MoE",
         at_most=MAX_EXPERTS,
@@ -93,7 +93,7 @@ class TransformerConfig:
     )
     moe_ffn_hidden_size: int | None = moe(None, "inner width of an expert; default --ffn-hidden-size")
     moe_layer_freq: str = moe("1", "MoE in each N-th layer; or a list like [0]*1+[1]*23, 1: MoE")
-    moe_router_topk: int = moe(2, "experts per token", at_most=MOE)
+    moe_router_topk: int = moe(2, "experts per token", at_most=MOE, most_used=True)
     moe_router_score_function: str = moe("softmax", "function of router scores", choices="softmax sigmoid")
     moe_router_pre_softmax: bool = moe(False, "softmax before the top-k, not after it", excludes=SIGMOID)
     moe_router_topk_scaling_factor: float | None = moe(None, "multiply the routing weights by this")
@@ -162,7 +162,7 @@ class TransformerConfig:
     bias_gelu_fusion: bool = setting(True, "GELU in its tanh form, where linear layers have biases")
     bias_swiglu_fusion: bool = fusion("SwiGLU in one kernel")
     persist_layer_norm: bool = fusion("residual add and norm in one kernel")
-    sequence_parallel: bool = setting(
+    sequence_parallel: bool = common(
         False,
         "sequence parallelism: shard norms and dropout over tp, along the sequence",
         "sp",
@@ -171,7 +171,7 @@ class TransformerConfig:
     cross_entropy_loss_fusion: bool = setting(
         False, "compute output layer and loss in chunks, without full logits", fast_path=True, resumable=True
     )
-    recompute_granularity: str | None = setting(
+    recompute_granularity: str | None = common(
         None,
         "recompute activations in the backward: of some modules, or of whole layers",
         choices="selective full",

@@ -81,8 +81,10 @@ class ParallelConfig:
         "maximum tokens of a microbatch on one cp rank; default --seq-length / cp",
         needs="--dynamic-context-parallel",
     )
-    expert_model_parallel_size: int = moe(1, "expert parallelism: ranks that divide the experts", "ep")
-    expert_tensor_parallel_size: int | None = setting(
+    expert_model_parallel_size: int = moe(
+        1, "expert parallelism: ranks that divide the experts", "ep", most_used=True
+    )
+    expert_tensor_parallel_size: int | None = common(
         None, "tensor parallelism of experts: ranks that split each; default --tp", "etp"
     )
     overlap_moe_expert_parallel_comm: bool = moe(
@@ -95,7 +97,7 @@ class ParallelConfig:
     data_parallel_size: int | None = common(None, "number of replicas; checked, not needed", "dp")
     fast_paths: bool | None = setting(None, "use fast paths; default only on GPUs", names_run=False)
     tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls", fast_path=True)
-    use_distributed_optimizer: bool = setting(False, "shard optimizer states over dp", excludes=NO_SHARD)
+    use_distributed_optimizer: bool = common(False, "shard optimizer states over dp", excludes=NO_SHARD)
     data_parallel_sharding_strategy: str | None = setting(
         None,
         "shard nothing, optimizer states, or also gradients over dp (ZeRO 0, 1, 2); default no_shard",

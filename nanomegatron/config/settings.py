@@ -285,9 +285,9 @@ class RunConfig:
     )
     record_memory_history: bool = setting(False, "record GPU allocations for pytorch.org/memory_viz")
     memory_snapshot_path: str = setting("snapshot.pickle", "file that --record-memory-history writes")
-    metrics_jsonl: str | None = common(None, "second file for what runs/NAME/metrics.jsonl has")
-    tensorboard_dir: str | None = setting(None, "TensorBoard folder, with Megatron's tags")
-    wandb_project: str | None = setting(None, "Weights & Biases project")
+    metrics_jsonl: str | None = setting(None, "second file for what runs/NAME/metrics.jsonl has")
+    tensorboard_dir: str | None = common(None, "TensorBoard folder, with Megatron's tags")
+    wandb_project: str | None = common(None, "Weights & Biases project")
     wandb_exp_name: str | None = setting(None, "wandb run name; default --run-name", needs="--wandb-project")
     wandb_save_dir: str | None = setting(None, "wandb folder; default runs/NAME", needs="--wandb-project")
 
