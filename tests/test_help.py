@@ -164,6 +164,8 @@ def test_an_unknown_topic_lists_the_topics(capsys):
         ("--wandb", "--wandb-project"),
         ("--HIDDEN-SIZE 3", "--hidden-size"),
         ("--no-flash-attn", "--attention-backend"),
+        ("--schedul x", "--pipeline-schedule"),
+        ("--tp_siz 2", "--tensor-model-parallel-size (--tp)"),
     ],
 )
 def test_suggestions(given, meant):

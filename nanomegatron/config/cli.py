@@ -265,8 +265,8 @@ def read_toml(path: Path, named: str, seen: tuple[Path, ...]) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         names = sorted(p.stem for p in PRESETS.glob("*.toml"))
-        hint = did_you_mean(path.name.removesuffix(".toml"), names)
-        raise ValueError(f"{named}: no such file or preset{hint}; presets are {', '.join(names)}") from None
+        hint = did_you_mean(path.name.removesuffix(".toml"), names) or ";"
+        raise ValueError(f"{named}: no such file or preset{hint} presets are {', '.join(names)}") from None
     except (OSError, ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{path}: {why}") from None

@@ -61,8 +61,8 @@ def _found(word: str) -> list[tuple[str, str]]:
     found = [row[1:] for row in _rows() if row[0] == word or re.search(has, row[1])]
     found = found or [row[1:] for row in _rows() if re.search(begins, row[2])]
     if not found:
-        what = f"no topic, and in no flag{did_you_mean(word, TOPICS)}"
-        raise ValueError(f"--help {word}: {what}; topics are all, presets, {', '.join(TOPICS)}")
+        what = f"no topic, and in no flag{did_you_mean(word, TOPICS) or ';'}"
+        raise ValueError(f"--help {word}: {what} topics are all, presets, {', '.join(TOPICS)}")
     return sorted(found, key=lambda row: not re.search(name, row[0]))
 
 
@@ -83,15 +83,16 @@ def _presets(short: bool = False) -> list[tuple[str, str]]:
 
 def suggest_flags(name: str, settings: dict[str, dataclasses.Field]) -> str:
     """Return the end of a message on an unknown flag: the flags it may mean, or how all are listed."""
-    word, known = name.casefold().replace("_", "-"), {n: f"--{n}" for n in ("config", "print-config", "help")}
+    word, own = name.casefold().replace("_", "-"), {n: f"--{n}" for n in ("config", "print-config", "help")}
     for s in settings.values():
         shown = flag(s.name) + "".join(f" (--{alias})" for alias in s.metadata["aliases"])
-        known |= dict.fromkeys((flag(s.name)[2:], *s.metadata["aliases"]), shown)
-    theirs = OTHER_NAMES.get(word) or OTHER_NAMES.get(word.removeprefix("no-"), "")
+        own |= dict.fromkeys((flag(s.name)[2:], *s.metadata["aliases"]), shown)
+    known = {theirs: own.get(ours[2:], ours) for theirs, ours in OTHER_NAMES.items()} | own
+    word = word if word in known else word.removeprefix("no-")
     almost, close = (difflib.get_close_matches(word, known, 1, cutoff) for cutoff in (0.85, 0.6))
-    parts = [key for key in known if key.startswith(word) or key.endswith(f"-{word}")]
-    found = [theirs[2:]] * bool(theirs) or almost or parts * (len(parts) <= MOST_SUGGESTED) or close
-    options = dict.fromkeys(known.get(key, f"--{key}") for key in found)
+    parts = [key for key in own if key.startswith(word) or key.endswith(f"-{word}")]
+    found = almost or parts * (len(parts) <= MOST_SUGGESTED) or close
+    options = dict.fromkeys(known[key] for key in found)
     others = "; --help all lists every flag, --help WORD those with a word"
     return f"; did you mean {', '.join(options)}?" if options else others
 
