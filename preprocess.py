@@ -82,7 +82,9 @@ def parser() -> argparse.ArgumentParser:
         "--json-keys", nargs="+", default=["text"], help="keys whose text is taken, a dataset each"
     )
     p.add_argument("--output-prefix", help="writes PREFIX_KEY_document.{bin,idx,json}")
-    p.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES)
+    p.add_argument(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
+    )
     p.add_argument(
         "--tokenizer-model", help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"
     )

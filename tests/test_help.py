@@ -300,3 +300,9 @@ def test_a_reader_may_close_the_pipe(words):
     with program(*words.split(), stdout=write) as process:
         os.close(write)
         assert process.stderr.read() == "" and process.wait() == 0
+
+
+@pytest.mark.parametrize("name", ["preprocess.py", "convert.py"])
+def test_help_of_the_other_programs_fits_the_terminal(name):
+    done = subprocess.run([sys.executable, ROOT / name, "--help"], text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0 and max(map(len, done.stdout.splitlines())) <= 80
