@@ -116,7 +116,7 @@ def test_what_a_topic_has(topic, inside, outside):
         ("lr", "--lr", "--min-lr --lr-decay-style"),
         ("tp", "--tensor-model-parallel-size", "--tp-comm-overlap"),
         ("seq_length", "--seq-length", ""),
-        ("swiglu", "--swiglu", ""),
+        ("SwiGLU", "--swiglu", ""),
         ("wandb", "--wandb-project", "--wandb-exp-name"),
         ("learning-rate", "--lr", ""),
     ],
@@ -132,6 +132,12 @@ def test_an_unknown_topic_lists_the_topics(capsys):
     out, err = capsys.readouterr()
     assert not out and "--help mo3: " in err and "did you mean moe" in err
     assert all(topic in err for topic in TOPICS)
+    assert early_answer(["--help", "lr(["]) == 2
+
+
+def test_help_in_a_tiny_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "5")
+    assert "  --num-layers N        number of transformer\n" in help_text("model")
 
 
 # Suggestions.

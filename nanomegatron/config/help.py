@@ -29,7 +29,7 @@ def help_text(topics: str = "") -> str:
         for topic, (title, _) in TOPICS.items():
             blocks[f"{topic}: {title}"] = [row[1:] for row in _rows(short) if row[0] == topic]
     else:
-        words = (word.lstrip("-").replace("_", "-") for word in topics.split())
+        words = (word.lstrip("-").replace("_", "-").casefold() for word in topics.split())
         blocks = {f"{word}: {TOPICS.get(word, ('flags',))[0]}": _found(word) for word in words}
     texts = ([title, *(_entry(*row) for row in rows)] for title, rows in blocks.items() if rows)
     return "\n\n".join(map("\n".join, texts))
@@ -56,7 +56,8 @@ def _found(word: str) -> list[tuple[str, str]]:
     """The flags of a topic; or the flag of this name and those that have the word, else whose text has it."""
     if word == "presets":
         return _presets()
-    name, begins = OTHER_NAMES.get(word, flag(word)).split()[0] + r"\b(?!-)", rf"(?i)\b{re.escape(word)}"
+    option, begins = OTHER_NAMES.get(word, flag(word)).split()[0], rf"(?i)\b{re.escape(word)}"
+    name = rf"{re.escape(option)}\b(?!-)"
     has = TOPICS.get(word, ("", f"{begins}|{name}"))[1]
     found = [row[1:] for row in _rows() if row[0] == word or re.search(has, row[1])]
     found = found or [row[1:] for row in _rows() if re.search(begins, row[2])]
@@ -70,7 +71,7 @@ def _entry(name: str, text: str) -> str:
     """A name and its text, beside it or below it."""
     left, indent = f"  {name}  ".ljust(COLUMN), " " * COLUMN
     above, left = ("", left) if len(left) <= COLUMN + 16 else (f"{left.rstrip()}\n", indent)
-    width = min(shutil.get_terminal_size(PIPED).columns, WIDEST_LINE)
+    width = min(max(shutil.get_terminal_size(PIPED).columns, 2 * COLUMN), WIDEST_LINE)
     return above + textwrap.TextWrapper(width, left, indent, break_on_hyphens=False).fill(text)
 
 
@@ -91,8 +92,7 @@ def suggest_flags(name: str, settings: dict[str, dataclasses.Field]) -> str:
     word = word if word in known else word.removeprefix("no-")
     almost, close = (difflib.get_close_matches(word, known, 1, cutoff) for cutoff in (0.85, 0.6))
     parts = [key for key in own if key.startswith(word) or key.endswith(f"-{word}")]
-    found = almost or parts * (len(parts) <= MOST_SUGGESTED) or close
-    options = dict.fromkeys(known[key] for key in found)
+    options = dict.fromkeys(known[k] for k in almost or parts * (len(parts) <= MOST_SUGGESTED) or close)
     others = "; --help all lists every flag, --help WORD those with a word"
     return f"; did you mean {', '.join(options)}?" if options else others
 
