@@ -19,6 +19,7 @@ An error in a log, the sample or a picture does not end the run (RunLog.attempt 
 
 import functools
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,7 @@ from nanomegatron.faults.exit import (
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.flops import bits_per_byte
-from nanomegatron.generate import prompts_of, show_sample
+from nanomegatron.generate import show_sample
 from nanomegatron.launch import launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
@@ -378,8 +379,9 @@ def finish(run: Run) -> int:
     if run.preempted:
         text = f"stopped by {run.stop} after step {run.iteration}; the same command resumes from there"
         return preempted(log, text, iteration=run.iteration)
+    prompt, held_out = None, run.datasets[1] or run.datasets[0]
     if not config.data.mock_data:
-        show_sample(run.model, run.tokenizer, config.run.seed, run.mesh, log)
+        prompt = show_sample(run.model, run.tokenizer, held_out, config.run.seed, run.mesh, log)
     pictures = {"loss.png": plot_loss}
     if config.run.moe_per_layer_logging:
         pictures["experts.png"] = plot_experts
@@ -387,9 +389,9 @@ def finish(run: Run) -> int:
         with log.attempt(name):
             if picture := draw(log.folder, log.line):
                 log.line(f"picture {picture}")
-    prompt = prompts_of(run.tokenizer)[0]
-    log.line(f"next    python -m nanomegatron generate --load {config.checkpoint.save} --prompt {prompt}")
-    log.status("done", exit_code=DONE, iteration=run.iteration)
+    words = ["--load", config.checkpoint.save, *(["--prompt", prompt] if prompt else ())]
+    log.line(f"next    nanomegatron generate {shlex.join(words)}")
+    log.status("stopped" if run.stop else "done", exit_code=DONE, iteration=run.iteration)
     return DONE
 
 

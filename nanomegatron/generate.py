@@ -11,11 +11,12 @@ on one new token. Prompts of a batch step together, at the same position, and ne
 
 Each prompt has a random generator of its own, on the CPU, whose numbers depend on neither the rest of the
 batch nor the device. Under tensor parallelism all ranks gather the same logits and choose the same tokens;
-under pipeline parallelism the last stage broadcasts them. `python -m nanomegatron generate` is the command.
+under pipeline parallelism the last stage broadcasts them. `nanomegatron generate` is the command.
 (Nucleus sampling: arXiv 1904.09751)
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -154,24 +155,32 @@ def next_logits(model: Stages, columns: list[list[int]], cache: KVCache) -> torc
     return comm.all_gather(logits, model.tp, dim=-1)[:, : model.vocab_size]
 
 
-def prompts_of(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return two prompts that a tokenizer takes: of Python code, or ids if it has no text."""
-    return ("0", "1") if tokenizer.spec["type"] == "NullTokenizer" else ("def", "    def test")
+def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
+    """Return two prompts of at most `length` tokens: the first line of text in each of its first samples."""
+    prompts = []
+    for i in range(min(len(dataset), 20)):
+        ids = dataset[i][:length].tolist()
+        text = tokenizer.decode(ids[: ids.index(tokenizer.eod)] if tokenizer.eod in ids else ids)
+        prompts += [line.rstrip() for line in text.splitlines() if line.strip()][:1]
+    return prompts[:2]
 
 
-def show_sample(model: Stages, tokenizer: Tokenizer, seed: int, mesh: Mesh, log: RunLog) -> None:
-    """Continue two prompts and log them, at the end of a run; every rank must call it.
+def show_sample(
+    model: Stages, tokenizer: Tokenizer, dataset: Any, seed: int, mesh: Mesh, log: RunLog
+) -> str | None:
+    """Continue two prompts of a dataset and log them, at the end of a run; return the first prompt.
 
-    An error on all ranks is only a warning. One on some ranks is raised, since the others wait in a
-    collective.
+    Every rank must call it. An error on all ranks is only a warning. One on some ranks is raised, since the
+    others wait in a collective.
     """
-    ids, texts = [], []
+    prompts, ids, texts = [], [], []
     limit = model.config.max_position_embeddings
     with log.attempt("sample"):
-        ids = [tokenizer.encode(prompt) for prompt in prompts_of(tokenizer)]
+        prompts = prompts_of(tokenizer, dataset, min(32, limit // 2))
+        ids = [tokenizer.encode(prompt) for prompt in prompts]
     fit = ids and all(0 < len(prompt) < limit for prompt in ids)
     if comm.any_rank(not fit, mesh.world, mesh.device):
-        return
+        return None
     apart = mesh.tp.size * mesh.pp.size * mesh.etp_ep.size == 1  # no collectives
     with log.attempt("sample", alike=lambda: apart or Mesh.all_ranks_arrive("sample")):
         length = min(120, limit - max(map(len, ids)))
@@ -180,3 +189,4 @@ def show_sample(model: Stages, tokenizer: Tokenizer, seed: int, mesh: Mesh, log:
         for text in texts:
             known = [token for token in text if token < tokenizer.vocab_size]  # the model may have more ids
             log.line("sample  " + tokenizer.decode(known).replace("\n", "\n        "))
+    return prompts[0]

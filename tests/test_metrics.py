@@ -164,7 +164,7 @@ def test_status_keeps_facts_and_the_first_failure(tmp_path):
     again = started(tmp_path)
     again.status("preempted", exit_code=75)
     assert status()["exit_code"] == 75
-    with pytest.raises(ValueError, match="'over' is not one of running, done, preempted, failed"):
+    with pytest.raises(ValueError, match="'over' is not one of running, done, stopped, preempted, failed"):
         again.status("over")
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]  # no temporary left
 
@@ -368,3 +368,16 @@ def test_picture_of_experts(tmp_path, monkeypatch):
     assert 0.15 < shares[0] < 0.3 and shares[1] > 0.5 and shares[2] > 0.9, shares
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot_experts(tmp_path, said.append) is None and said[1].startswith("experts.png needs matplotlib")
+
+
+def test_an_evaluation_again_replaces_its_row(tmp_path):
+    """A finished run that is restarted evaluates again, perhaps on more data: the last result counts."""
+    for losses in ((3.0, 2.0), (2.5, 2.0)):
+        log = RunLog(tmp_path, Config(), stream=io.StringIO())
+        log.begin(8, 8)
+        for split, loss in zip(("validation", "test"), losses):
+            log.evaluation(8, split, loss)
+        log.evaluation(8, "validation", losses[0])
+        log.close()
+        rows = read_jsonl(tmp_path / "evals.jsonl")
+        assert [(row["split"], row["lm_loss"]) for row in rows] == [*zip(("validation", "test"), losses)]

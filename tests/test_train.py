@@ -305,6 +305,8 @@ def test_exit_interval_saves_and_resumes(corpus, iters, alone, tmp_path):
     argv = arguments(corpus, f"--train-iters {iters}")
     output = output_of(tmp_path, [*argv, "--exit-interval", "5"], train.DONE, picture=True)
     assert "after step 5" in output and ("\npicture " in output or not find_spec("matplotlib"))
+    status = json.loads((tmp_path / "runs/test/status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", train.DONE)
     steps = run_spmd(run_train, 1, argv, str(tmp_path))[0]
     assert [step["lm_loss"] for step in steps] == [step["lm_loss"] for step in alone]
 
@@ -391,24 +393,3 @@ def test_fp16_skips_steps_until_the_loss_scale_fits(corpus, tmp_path):
     assert len({step["lr"] for step in steps[: first_good + 1]}) == 1  # the schedule waits for finite steps
     rates = logged_rates(tmp_path)  # Megatron's line has the rate of the step that follows
     assert [rates[i + 1] for i in range(39)] == pytest.approx([step["lr"] for step in steps[1:]], rel=1e-6)
-
-
-def test_the_first_lines_stand_before_the_model_is_built(corpus, tmp_path, monkeypatch, capsys):
-    """A large model takes long to build: until then one sees what it will be, and its data."""
-    monkeypatch.chdir(tmp_path)
-    printed = []
-
-    def no_build(*_) -> None:
-        printed.append(capsys.readouterr().out)
-        raise ValueError("not built")
-
-    monkeypatch.setattr(train, "build", no_build)
-    assert train.main(arguments(corpus)) == train.BAD_CONFIG
-    assert [line.split(" ")[0] for line in printed[0].splitlines() if not line.startswith("note")] == [
-        "nanomegatron",
-        "model",
-        "memory",
-        "kernels",
-        "data",
-        "files",
-    ]

@@ -118,7 +118,9 @@ def test_what_is_shown_fails_no_run(corpus, tmp_path):  # noqa: F811
     said = output_of(tmp_path, arguments(corpus, numbers, more), train.DONE, ranks=2, picture=True)
     samples = [line.split()[1:] for line in said.splitlines() if line.startswith("sample ")]
     assert len(samples) == 2 and all(word.isdecimal() for words in samples for word in words)
-    assert [said.count(f"! {name}: ") for name in named] == [1] * len(named) and "--prompt 0" in said
+    assert [said.count(f"! {name}: ") for name in named] == [1] * len(named)
+    held_out = " ".join(samples[0])
+    assert f"next    nanomegatron generate --load runs/test/ckpt --prompt '{held_out[:20]}" in said
     assert json.loads((folder / "status.json").read_text())["state"] == "done"
 
 
@@ -146,3 +148,24 @@ def test_a_rank_that_fails_amid_a_sample_stops_the_others(corpus, tmp_path):  # 
     argv = arguments(corpus, "--train-iters 1 --lr-warmup-iters 0 --tp 2")
     assert launch(sample_fails, 2, (argv, str(tmp_path), "generate", "1"), timeout=40, threads=1)[1] == 1
     assert (tmp_path / "runs/test/ckpt").is_dir()
+
+
+def test_the_first_lines_stand_before_the_model_is_built(corpus, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """A large model takes long to build: until then one sees what it will be, and its data."""
+    monkeypatch.chdir(tmp_path)
+    printed = []
+
+    def no_build(*_) -> None:
+        printed.append(capsys.readouterr().out)
+        raise ValueError("not built")
+
+    monkeypatch.setattr(train, "build", no_build)
+    assert train.main(arguments(corpus)) == train.BAD_CONFIG
+    assert [line.split(" ")[0] for line in printed[0].splitlines() if not line.startswith("note")] == [
+        "nanomegatron",
+        "model",
+        "memory",
+        "kernels",
+        "data",
+        "files",
+    ]

@@ -6,7 +6,7 @@
               evals.jsonl    one per evaluation
               fp8.jsonl      one per step of --log-fp8-stats: layer/tensor/kind, KINDS of counters.py
               experts.jsonl  one per step of --moe-per-layer-logging: layer/kind, kinds of ExpertLoad there
-              status.json    running | done | preempted | failed, exit code, last checkpoint, the cause
+              status.json    one of STATES, exit code, last checkpoint, the cause
 
 Only rank 0 writes numbers, in any layout. Other ranks warn on the console under their own name, and the first
 that fails writes it to status.json. A resumed run drops the steps after its checkpoint from the .jsonl files
@@ -44,7 +44,7 @@ KEYS = """
 iteration consumed_samples global_batch_size lm_loss grad_norm lr next_lr step_time_ms tokens_per_s
 tflops_per_gpu mfu
 """.split()
-STATES = ("running", "done", "preempted", "failed")
+STATES = ("running", "done", "stopped", "preempted", "failed")  # stopped: as an --exit- flag says
 LOST_PEER = "lost a peer"  # start of the message of a failure that another rank caused
 _COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
 
@@ -219,8 +219,7 @@ class RunLog:
         record["consumed_samples"] = samples
         evals = self._beside["evals"]
         with self.attempt(str(evals.path)):
-            if plain(record) not in evals.read():  # a finished run that is restarted evaluates again
-                evals.append(record)
+            evals.put(record, ("iteration", "split"))
         tags = {f"lm loss {split}": loss, f"lm loss {split} ppl": ppl}
         if bpb is not None:
             tags[f"bits per byte {split}"] = bpb

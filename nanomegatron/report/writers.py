@@ -58,8 +58,16 @@ class JsonLines(Lines):
             replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self._behind = None
 
-    def read(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.path)
+    def put(self, record: dict[str, Any], keys: tuple[str, ...]) -> None:
+        """Replace the record with the same values of `keys`, or append it. Raises OSError."""
+        records = read_jsonl(self.path)
+        alike = [i for i, other in enumerate(records) if all(other.get(key) == record[key] for key in keys)]
+        if not alike:
+            self.append(record)
+            return
+        records[alike[0]] = plain(record)
+        self.close()
+        replace_file(self.path, "".join(json.dumps(other) + "\n" for other in records))
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record. Raises OSError if that fails."""
