@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanomegatron.__main__ import COMMANDS, main
+from nanomegatron.commands.verbs import COMMANDS, main
 from tests.test_style import PACKAGE, ROOT
 
 MOCK = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
@@ -42,7 +42,7 @@ def test_each_module_that_runs_is_listed():
         for s in PACKAGE
         if s.module.startswith("commands.")
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in s.tree.body)
-    }
+    } - {"commands.verbs"}
     assert runs == {module for module in listed if "." in module}
 
 

@@ -10,7 +10,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6000,
     "checkpoint": 1385,
-    "commands": 270,
+    "commands": 970,
     "config": 2740,
     "data": 2340,
     "fast": 2500,
@@ -40,7 +40,8 @@ build
 run
 generate step resume
 preprocess
-train convert setup __main__ commands/
+train convert setup commands/
+__main__
 """
 
 

@@ -95,7 +95,8 @@ def main() -> None:
     site = next(home.glob("lib/python3*/site-packages"))
     (site / "nanomegatron.pth").write_text("\n".join([str(ROOT), *borrowed]) + "\n")
     command = home / "bin" / "nanomegatron"  # as pip would make it
-    command.write_text(f"#!{python}\nimport sys\nfrom nanomegatron.__main__ import main\nsys.exit(main())\n")
+    code = "import sys\nfrom nanomegatron.commands.verbs import main\nsys.exit(main())\n"
+    command.write_text(f"#!{python}\n{code}")
     command.chmod(0o755)
 
     wanted = requirements([e for e in extras if e != "oracle"])
