@@ -11,7 +11,7 @@ BUDGETS = {
     "": 6000,
     "checkpoint": 1385,
     "commands": 970,
-    "config": 2740,
+    "config": 2790,
     "data": 2340,
     "fast": 2500,
     "faults": 330,

@@ -41,6 +41,14 @@ data_path | data_args_path | train_data_path valid_data_path test_data_path | mo
 global_batch_size rampup_batch_size | step_batch_size_schedule
 num_layers_per_virtual_pipeline_stage | num_virtual_stages_per_pipeline_rank
 """
+# Keys of a run's config.toml that a run with the same settings does not take from it.
+OF_ONE_RUN = """
+run-name save nproc data-parallel-size metrics-jsonl trace-dir tensorboard-dir
+wandb-exp-name wandb-save-dir
+"""
+OF_ANY_LAYOUT = (
+    "seed train-iters train-samples eval-interval eval-iters"  # of the run, taken with a checkpoint
+)
 MEGATRON_DEFAULTS = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
@@ -77,12 +85,17 @@ def parse(argv: list[str]) -> Parsed:
     preset, load = reader.config_file, reader.values.get("load")
     if preset is None and (preset := hf_settings(load)):
         reader.notes.append(f"the model is that of --load {load}, but for other flags")
-    elif preset is None and not any(reader.settings[name].metadata["required"] for name in reader.values):
+    model_given = any(reader.settings[name].metadata["required"] for name in reader.values)
+    from_file, saved = _Reader(), {}
+    if preset is None and not model_given and (saved := saved_settings(load)):
+        from_file.read_table(saved, load)
+        reader.notes.append(f"model, data and training are those of --load {load}, but for other flags")
+    elif preset is None and not model_given:
         preset = DEFAULT_PRESET
         reader.notes.append(f"no model is given: the preset {preset} (--config names another)")
-    from_file = _Reader()
     if preset is not None and reader.action.split()[0] != "help":
         from_file.read_file(find_preset(preset), f"--config {preset}")
+    reader.notes += from_file.notes
     reader.scale_min_lr(from_file.values)
     values = drop_alternatives(from_file.values, reader.values) | reader.values
     if values.get("megatron_defaults"):
@@ -94,8 +107,8 @@ def parse(argv: list[str]) -> Parsed:
         reader.notes.append(f"Megatron-LM's defaults differ: {theirs}; --megatron-defaults takes them")
     config = reader.with_companions(values)
     errors = (*from_file.errors, *reader.errors, *missing_companions(reader.megatron, argv, config))
-    path = find_preset(preset).resolve() if preset else Path()
-    name = (path.parent if path.name == "hf" else path).name.removesuffix(".toml")
+    path = find_preset(preset).resolve() if preset else Path(load if saved else "").resolve()
+    name = (path.parent if path.name in ("hf", "ckpt", "config.toml") else path).name.removesuffix(".toml")
     unread = frozenset(map(flag, (from_file.unread - values.keys()) | reader.unread))
     return Parsed(config, reader.notes, name or None, reader.action, errors, unread)
 
@@ -105,6 +118,27 @@ def hf_settings(load: str | None) -> str | None:
     if load and is_hf_folder(load):
         return load
     return f"{load}/hf" if load and (Path(load) / "hf" / "config.json").is_file() else None
+
+
+def saved_settings(load: str | None) -> dict[str, Any]:
+    """Return the settings that decide the result of the run that saved --load; {} if there is no checkpoint.
+
+    Layout, records and what only makes a run faster are not among them.
+    """
+    try:
+        step = int((Path(load or "") / "latest_checkpointed_iteration.txt").read_text())
+        manifest = json.loads((Path(load) / f"iter_{step:07}" / "manifest.json").read_text(encoding="utf-8"))
+        saved = tomllib.loads(manifest["config"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}  # loading it says what is wrong
+    decide = set(OF_ANY_LAYOUT.split())
+    for part, setting, _ in declared(Config()):
+        rules = setting.metadata
+        if part in ("model", "data", "precision", "optimizer") and not (
+            rules["resumable"] or rules["fast_path"]
+        ):
+            decide.add(setting.name.replace("_", "-"))
+    return {key: value for key, value in saved.items() if key in decide}
 
 
 def drop_alternatives(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
@@ -237,6 +271,9 @@ class _Reader:
             self.errors.append(f"{path}: extends = {base!r}: must be the name of a file")
         elif base:
             self.read_file(find_preset(base, path.parent, seen), f"{path}: extends {base}", seen)
+        if (path.parent / "status.json").is_file():  # the folder of a run
+            left = [key for key in OF_ONE_RUN.split() if table.pop(key, None) is not None]
+            self.notes.append(f"{path}: taken without {', '.join(left)}, which are that run's own")
         self.read_table(table, str(path))
 
     def read_table(self, table: dict[str, Any], source: str) -> None:
