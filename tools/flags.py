@@ -24,14 +24,14 @@ PAGE = ROOT / "docs" / "flags.md"
 HEAD = """\
 # Flags of training
 
-All {count} flags of `nanomegatron train`, which is also `python train.py`. `python tools/flags.py --write` makes the
-page from their declarations; `nanomegatron train --help TOPIC` prints a section of it, `--help WORD` the
-flags with a word.
+All {count} flags of `nanomegatron train`, which is also `python train.py`. `python tools/flags.py --write`
+makes the page from their declarations; `nanomegatron train --help TOPIC` prints a section of it, `--help
+WORD` the flags with a word.
 
-A key of a TOML file is a flag's name without the dashes in front. `--no-NAME` turns off a switch that is on by default
-or by a file. `N` is a whole number, `X` any number, `...` one or more values. _fixed_: a run that
-resumes in its folder must have the same value. Other flags of Megatron-LM's are taken with a note if they
-change nothing here, or are an error that says so ([from Megatron](from-megatron.md)).
+A key of a TOML file is a flag's name without the dashes in front. `--no-NAME` turns off a switch that is on
+by default or by a file. `N` is a whole number, `X` any number, `...` one or more values. _fixed_: a run
+that resumes in its folder must have the same value. Other flags of Megatron-LM's are taken with a note if
+they change nothing here, or are an error that says so ([from Megatron](from-megatron.md)).
 """
 COLUMNS = "| flag | default | what it does | rules |\n|---|---|---|---|\n"
 SIGNS = {bool: "", int: "N", float: "X", str: "VALUE"}
