@@ -22,7 +22,6 @@ import os
 import shlex
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from nanomegatron.config.early import early_answer, print_errors
 
@@ -36,9 +35,10 @@ from nanomegatron.batch import Batch
 from nanomegatron.build import build, build_optimizer, install, paths_for
 from nanomegatron.checkpoint.source import data_samples
 from nanomegatron.config.batch import samples_before
-from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
+from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
+from nanomegatron.config.run_folder import changed_settings, resume_conflicts, with_run_name
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.faults.exit import (
@@ -115,15 +115,11 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     if errors := [*parsed.errors, *validate(config, size, device.type, gpu)]:
         raise ConfigError(errors)
     config = resolve(replace(config, data=with_text(parsed)), size)
-    name = config.run.run_name or default_run_name(config, parsed.preset)
-    folder = config.checkpoint.save or str(Path("runs") / name / "ckpt")
-    config = replace(
-        config,
-        run=replace(config.run, run_name=name),
-        checkpoint=replace(config.checkpoint, save=folder),
-    )
-    if (earlier := settings_in(config.run.folder)) and (errors := resume_conflicts(earlier, config)):
-        raise ConfigError([*errors, f"{config.run.folder} holds another run: choose another --run-name"])
+    config = with_run_name(config, parsed.preset, parsed.given)
+    if earlier := settings_in(config.run.folder):
+        if errors := resume_conflicts(earlier, config):
+            raise ConfigError([*errors, f"{config.run.folder} holds another run: choose another --run-name"])
+        parsed.notes.extend(f"changed {change}" for change in changed_settings(earlier, config))
     return parsed, config
 
 
@@ -162,6 +158,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
+        log.mark_latest()
         comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
     except ValueError as error:
         if world.rank == 0:
@@ -222,7 +219,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     signals.check(mesh)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
-        log.replace("config.toml", to_toml(config))
+        log.keep_settings(to_toml(config), run.iteration)
     signals.check(mesh)
     return run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, validate
+from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import (
     PRESETS,
     ConfigError,
@@ -20,7 +20,9 @@ from nanomegatron.config.cli import (
     to_toml,
 )
 from nanomegatron.config.help import help_text
+from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, padded_vocab_size
+from tests.test_config_reuse import full_name
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
 GOOD = f"{SHAPE} --mock-data --vocab-size 100 --seq-length 32 --train-iters 10"
@@ -314,12 +316,9 @@ def test_no_torch_and_fast():
 def test_run_name_and_folder_match():
     config = resolve(read(GOOD).config, 1)
     logged = dataclasses.replace(config, run=dataclasses.replace(config.run, log_interval=3, eval_iters=1))
-    assert default_run_name(config, None) == default_run_name(logged, None)
+    assert full_name(config) == full_name(logged)
     other = resolve(read(GOOD + " --lr 1").config, 1)
-    assert (
-        default_run_name(config, None) != default_run_name(other, None)
-        and resume_conflicts(config, other) == []
-    )
+    assert full_name(config) != full_name(other) and resume_conflicts(config, other) == []
     wider = resolve(read(GOOD + " --hidden-size 128 --seed 5").config, 1)
     flags = [message.split()[0] for message in resume_conflicts(config, wider)]
     assert {"--hidden-size", "--seed"} <= set(flags)

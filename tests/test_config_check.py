@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, validate
+from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
+from nanomegatron.config.run_folder import default_run_name, resume_conflicts
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 GOOD = f"{SHAPE} --mock-data --vocab-size 100 --train-iters 10"
@@ -153,12 +154,15 @@ def test_what_may_change_when_a_run_goes_on():
     def config(flags: str):
         return resolve(parse(f"{GOOD} {flags}".split()).config, 1)
 
+    def name(flags: str) -> str:
+        return default_run_name(config(flags), "x", parse(flags.split()).given)
+
     free = "--num-workers 0 --eval-only --log-params-norm --timing-log-level 2 --log-num-zeros-in-grad"
-    assert default_run_name(config(free), "x") == default_run_name(config(""), "x")
+    assert name(free) == name("")
     for flags in ("--fast-paths", "--no-fast-paths"):
-        assert default_run_name(config(flags), "x") == default_run_name(config(""), "x")
+        assert name(flags) == name("")
         assert resume_conflicts(config(""), config(flags)) == []
     assert resume_conflicts(config(""), config(f"{free} --iterations-to-skip 3 --micro-batch-size 1")) == []
     for flags in ("--global-batch-size 4 --rampup-batch-size 1 1 9", "--step-batch-size-schedule 0:4,1K:8"):
         assert any("the run in this folder has" in m for m in resume_conflicts(config(""), config(flags)))
-        assert default_run_name(config(flags), "x") != default_run_name(config(""), "x")
+        assert name(flags) != name("")

@@ -5,10 +5,12 @@ import re
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
+from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
+from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.data.packing import Ranks
+from tests.test_config_reuse import full_name
 
 GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 96 --mock-data --vocab-size 100 "
@@ -184,7 +186,7 @@ def test_samples_count_replicas():
 
 def test_a_run_goes_on_with_another_cp_and_is_named_by_its_own():
     one, two = (resolve(config_of(f"--global-batch-size 4 {flags}"), 4) for flags in ("", "CP 2 TYPE a2a"))
-    assert resume_conflicts(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
+    assert resume_conflicts(one, two) == [] and full_name(one) != full_name(two)
     (message,) = resume_conflicts(one, resolve(config_of("--global-batch-size 4 LENGTHS"), 4))
     assert message.startswith("--variable-seq-lengths True: the run in this folder has False")
 

@@ -6,10 +6,12 @@ import re
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, run_notes, validate
+from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.help import help_text
+from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, PrecisionConfig
+from tests.test_config_reuse import full_name
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
 GOOD = f"{SHAPE} --mock-data --vocab-size 100 --train-iters 10"
@@ -264,6 +266,6 @@ def test_the_nearest_values_fit():
 
 def test_a_run_goes_on_with_fp8_and_is_named_by_its_own():
     one, two = (resolve(config_of(flags), 1) for flags in (f"{GOOD} --bf16", FP8))
-    assert resume_conflicts(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
+    assert resume_conflicts(one, two) == [] and full_name(one) != full_name(two)
     logged = resolve(config_of(f"{FP8} --log-fp8-stats 5"), 1)
-    assert default_run_name(two, None) == default_run_name(logged, None)
+    assert full_name(two) == full_name(logged)

@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from nanomegatron.config.check import resolve, resume_conflicts, validate
+from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
 from nanomegatron.config.model import MAX_EXPERTS
+from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, TransformerConfig
 from tests.test_style import ROOT
 

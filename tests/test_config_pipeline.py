@@ -4,10 +4,12 @@ import re
 
 import pytest
 
-from nanomegatron.config.check import default_run_name, resolve, resume_conflicts, validate
+from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import from_toml, parse, to_toml
+from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.config.split import layout_sizes, stage_ranges
+from tests.test_config_reuse import full_name
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 "
@@ -189,11 +191,11 @@ def test_a_run_goes_on_in_another_pipeline_and_is_named_by_its_own():
     one, two = (
         resolve(config_of(f"--global-batch-size 4 {flags}"), 4) for flags in ("", "PP 4 SCHEDULE zb-v")
     )
-    assert resume_conflicts(one, two) == [] and default_run_name(one, None) != default_run_name(two, None)
+    assert resume_conflicts(one, two) == [] and full_name(one) != full_name(two)
     looked_at = config_of(
         "--trace-dir x --profile --profile-step-end 20 --profile-ranks 1 --trace-iterations 5"
     )
-    assert default_run_name(resolve(looked_at, 4), None) == default_run_name(one, None)
+    assert full_name(resolve(looked_at, 4)) == full_name(one)
 
 
 def test_a_gpu_records_its_memory():

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import build_config, parse, to_toml
+from nanomegatron.config.rules import values_of
+from nanomegatron.config.run_folder import changed_settings, default_run_name
+from nanomegatron.config.settings import Config
 
 MODEL = dict(num_layers=3, hidden_size=48, num_attention_heads=6, sequence_parallel=True)
 RUN = dict(
@@ -16,6 +20,11 @@ TRAINING = dict(lr=2e-3, optimizer_cpu_offload=True, data_path=("old_text",), mi
 OLD = build_config(
     MODEL | RUN | PARALLEL | TRAINING | dict(save="runs/old/ckpt", tokenizer_type="ByteTokenizer")
 )
+
+
+def full_name(config: Config) -> str:
+    """The default run name as if every setting had been given."""
+    return default_run_name(config, None, values_of(config))
 
 
 @pytest.fixture
@@ -66,3 +75,46 @@ def test_a_model_on_the_command_line_comes_first(old):
 def test_a_folder_without_a_checkpoint_gives_the_default(old):
     (old / "ckpt/iter_0000055/manifest.json").write_text("{}")
     assert parse(["--load", str(old / "ckpt")]).preset == "tiny-cpu"
+
+
+@pytest.mark.parametrize(
+    "flags, world, name",
+    [
+        ("", 1, "tiny-cpu"),
+        ("--tp 2 --lr 4e-3", 2, "tiny-cpu-tp2-lr4e-3"),
+        ("--dtype-is-no-flag", 4, "tiny-cpu-dp4"),
+        ("--log-interval 1 --save there --nproc 1", 1, "tiny-cpu"),
+        (
+            "--train-iters 20 --no-swiglu --adam-beta2 0.95",
+            1,
+            "tiny-cpu-no-swiglu-adam-beta20.95-train-iters20",
+        ),
+        ("--config tiny-moe-cpu --ep 2 --pp 2", 4, "tiny-moe-cpu-pp2-ep2-dp2"),
+    ],
+)
+def test_a_run_is_named_by_its_layout_and_flags(flags, world, name):
+    parsed = parse(flags.split())
+    assert default_run_name(resolve(parsed.config, world), parsed.preset, parsed.given) == name
+
+
+def test_a_name_that_cannot_say_all_ends_in_a_hash():
+    """Paths of one end, and more flags than fit: names of different runs differ."""
+
+    def name(flags: str) -> str:
+        parsed = parse(flags.split())
+        return default_run_name(resolve(parsed.config, 1), parsed.preset, parsed.given)
+
+    many = "--lr-warmup-iters 20 --lr-decay-style linear --weight-decay 0.1 --clip-grad 0.5 --seed"
+    one, two = name("--data-path a/text_document"), name("--data-path b/text_document")
+    assert one != two and one.startswith("tiny-cpu-data-pathtext_document")
+    assert name(f"{many} 1") != name(f"{many} 2") and name(f"{many} 1") == name(f"{many} 1")
+    assert all(len(each) < 120 and "/" not in each for each in (one, two, name(f"{many} 1")))
+
+
+def test_changed_settings_are_listed():
+    before = resolve(parse(["--lr", "1e-3"]).config, 1)
+    after = resolve(parse("--lr 5e-4 --tp 2 --save-interval 7".split()).config, 2)
+    changes = changed_settings(before, after)
+    assert "--lr 0.001 -> 0.0005" in changes and "--save-interval 100 -> 7" in changes
+    assert "--tensor-model-parallel-size 1 -> 2" in changes
+    assert changed_settings(before, before) == []

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
-from nanomegatron.config.check import resume_conflicts
 from nanomegatron.config.cli import parse
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import cross_entropy as ops_loss
 from nanomegatron.ops import norm as ops_norm

@@ -7,7 +7,6 @@ settings against each other. A message has the flag and its value, the rule, and
     --num-attention-heads 6: must divide by --tensor-model-parallel-size 4; nearest 4 or 8
 """
 
-import hashlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from nanomegatron.config.batch import samples_before, stages
 from nanomegatron.config.check_layout import layout_errors, multiple, with_virtual_stages
 from nanomegatron.config.check_model import data_errors, fp8_errors, model_errors
-from nanomegatron.config.rules import beyond_limits, broken_rules, declared, flag, spelled, values_of
+from nanomegatron.config.rules import beyond_limits, broken_rules, flag, spelled
 from nanomegatron.config.settings import MOST_ITERS, Config
 
 
@@ -99,6 +98,8 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
     run = config.run
     if run.run_name is not None and len(run.run_name.encode()) > 200:
         yield f"--run-name {run.run_name[:40]}...: must have at most 200 bytes"
+    elif run.run_name == "latest":
+        yield "--run-name latest: runs/latest is a link to the newest run; give another name"
     elif run.run_name is not None and (not run.run_name.strip(".") or "/" in run.run_name):
         yield f"--run-name {run.run_name}: must be the name of a folder in runs/, without a slash"
     for name, package in (("tensorboard_dir", "tensorboard"), ("wandb_project", "wandb")):
@@ -169,24 +170,3 @@ def _bucket_size(config: Config, dp: int) -> int | None:
     in_16_bits = "bf16" in (opt.main_grads_dtype, opt.exp_avg_dtype, opt.exp_avg_sq_dtype)
     wanted = opt.optimizer_cpu_offload or in_16_bits or config.parallel.grad_reduce_in_bf16
     return config.parallel.bucket_size(dp) if wanted else config.parallel.ddp_bucket_size
-
-
-def default_run_name(config: Config, preset: str | None) -> str:
-    """Return a folder name: the preset's, and a hash of the settings that decide result and layout."""
-    named = {}
-    for part, setting, value in declared(config):
-        names_run = setting.metadata["names_run"]
-        if names_run or (names_run is None and part not in ("checkpoint", "run")):
-            named[setting.name] = value
-    return f"{preset or 'run'}-{hashlib.sha256(repr(named).encode()).hexdigest()[:8]}"
-
-
-def resume_conflicts(earlier: Config, config: Config) -> list[str]:
-    """Return errors for changes from `earlier` that a resumed run may not have: model, data, batch, seed."""
-    before, errors = values_of(earlier), []
-    for part, setting, value in declared(config):
-        resumable, old = setting.metadata["resumable"], before[setting.name]
-        resumable = part not in ("model", "data") if resumable is None else resumable
-        if value != old and not resumable:
-            errors.append(f"{flag(setting.name)} {value}: the run in this folder has {old}")
-    return errors

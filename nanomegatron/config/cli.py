@@ -75,6 +75,7 @@ class Parsed:
     preset: str | None = None  # name of the file the settings come from
     action: str = "train"  # or "help", "help TOPIC", "print-config"
     errors: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()  # settings that flags have set
     unread: frozenset[str] = frozenset()  # flags whose values are unknown because of errors
 
 
@@ -110,7 +111,8 @@ def parse(argv: list[str]) -> Parsed:
     path = find_preset(preset).resolve() if preset else Path(load if saved else "").resolve()
     name = (path.parent if path.name in ("hf", "ckpt", "config.toml") else path).name.removesuffix(".toml")
     unread = frozenset(map(flag, (from_file.unread - values.keys()) | reader.unread))
-    return Parsed(config, reader.notes, name or None, reader.action, errors, unread)
+    given = frozenset(reader.values)
+    return Parsed(config, reader.notes, name or None, reader.action, errors, given, unread)
 
 
 def hf_settings(load: str | None) -> str | None:

@@ -94,10 +94,11 @@ def spelled(name: str, value: Any) -> str:
     """A setting as it is given: '--hidden-size 64', '--window-size 7 0', '--swiglu', '--no-rope-fusion'."""
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")
-    return " ".join([flag(name), *map(str, _items(value))])
+    return " ".join([flag(name), *map(str, items(value))])
 
 
-def _items(value: Any) -> tuple:
+def items(value: Any) -> tuple:
+    """The values of a list, or the one value."""
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -132,7 +133,7 @@ def beyond_limits(config: Any) -> bool:
 
 
 def _numbers(value: Any) -> list[float]:
-    return [n for n in _items(value) if type(n) in (int, float)]
+    return [n for n in items(value) if type(n) in (int, float)]
 
 
 def _broken_bounds(value: Any, rules: Rules, values: dict[str, Any]) -> str:
@@ -155,7 +156,7 @@ def _broken_bounds(value: Any, rules: Rules, values: dict[str, Any]) -> str:
 
 def _conditions(conditions: Conditions, value: Any) -> tuple[str, ...]:
     if isinstance(conditions, dict):
-        return tuple(text for v in _items(value) for text in _conditions(conditions.get(v, ()), v))
+        return tuple(text for v in items(value) for text in _conditions(conditions.get(v, ()), v))
     return (conditions,) if isinstance(conditions, str) else conditions
 
 
@@ -190,7 +191,7 @@ def _is_set(option: str, values: dict[str, Any]) -> bool:
     if wanted.startswith("greater than "):
         return value > float(wanted.removeprefix("greater than "))
     if wanted:
-        return any(str(item) in wanted.split(" or ") for item in _items(value))
+        return any(str(item) in wanted.split(" or ") for item in items(value))
     return value is not None and value is not False and value != ()
 
 

@@ -1,6 +1,8 @@
 """The records of a run: a console for people, files for programs.
 
-    runs/NAME/log.txt        rank 0's console, with Megatron's log line instead of the table
+    runs/latest            a link to the newest run's folder
+    runs/NAME/config.toml  its settings; config-to-N.toml: other ones it had up to iteration N
+              log.txt        rank 0's console, with Megatron's log line instead of the table
               log.R.txt      the lines of rank R, if it writes any
               metrics.jsonl  one JSON object per step: KEYS, and further numbers of the step
               evals.jsonl    one per evaluation
@@ -35,6 +37,7 @@ from nanomegatron.report.writers import (
     plain,
     progress_bar,
     replace_file,
+    replace_link,
     scalar_writers,
     spare_exit,
     step_scalars,
@@ -152,6 +155,23 @@ class RunLog:
         """Replace a file in the run's folder; an error is only a warning."""
         with self.attempt(str(self.folder / name)):
             replace_file(self.folder / name, text)
+
+    def keep_settings(self, text: str, iteration: int) -> None:
+        """Write config.toml; one with other settings stays as config-to-ITERATION.toml, where they ended."""
+        path = self.folder / "config.toml"
+        with self.attempt(str(path)):
+            before = path.read_text(encoding="utf-8") if path.is_file() else text
+            kept = self.folder / f"config-to-{iteration}.toml"
+            if before != text and not kept.exists():
+                replace_file(kept, before)
+            replace_file(path, text)
+
+    def mark_latest(self) -> None:
+        """Let the link `latest` beside this run's folder point to it; rank 0 only."""
+        link = self.folder.parent / "latest"
+        if self.is_main:
+            with self.attempt(str(link)):
+                replace_link(link, self.folder.name)
 
     # Numbers
 

@@ -113,6 +113,17 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
+def replace_link(link: Path, target: str) -> None:
+    """Let a symbolic link point to `target`, atomically. Raises OSError, also where `link` is a folder."""
+    temporary = link.with_name(f"{link.name}.{os.getpid()}.tmp")
+    try:
+        os.symlink(target, temporary)
+        os.replace(temporary, link)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def plain(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with values that JSON lacks (NaN, infinities, paths) as strings."""
 

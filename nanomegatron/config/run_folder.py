@@ -1,0 +1,85 @@
+"""The folder of a run: its name, and what may change when the run resumes in it.
+
+runs/tiny-cpu-tp2-lr4e-3     preset, layout, flags; the same command resumes
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+from nanomegatron.config.rules import declared, flag, items, spelled, values_of
+from nanomegatron.config.settings import Config
+
+MOST_IN_NAME = 100  # characters of a default --run-name
+LAYOUT_AXES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "data_parallel_size": "dp",
+}
+
+
+def with_run_name(config: Config, preset: str | None, given: Iterable[str]) -> Config:
+    """Return a resolved config with --run-name and --save filled in; arguments as in default_run_name."""
+    name = config.run.run_name or default_run_name(config, preset, given)
+    folder = config.checkpoint.save or str(Path("runs") / name / "ckpt")
+    return replace(
+        config, run=replace(config.run, run_name=name), checkpoint=replace(config.checkpoint, save=folder)
+    )
+
+
+def default_run_name(config: Config, preset: str | None, given: Iterable[str]) -> str:
+    """Return a folder name that says preset, layout and flags: "tiny-cpu-tp2-lr4e-3".
+
+    config: resolved. given: the settings that are set by flags. Where the name cannot say all of it, it ends
+    in a hash of the settings that decide result and layout.
+    """
+    named = {}
+    for part, setting, value in declared(config):
+        names_run = setting.metadata["names_run"]
+        if names_run or (names_run is None and part not in ("checkpoint", "run")):
+            named[setting.name] = value
+    layout = [f"{axis}{named[name]}" for name, axis in LAYOUT_AXES.items() if (named[name] or 1) > 1]
+    flags = [_named_flag(name, named[name]) for name in named if name in given and name not in LAYOUT_AXES]
+    whole = "-".join([preset or "run", *layout, *flags])
+    name = re.sub(r"[^\w.+-]+", "_", whole)[:MOST_IN_NAME]
+    return name if name == whole else f"{name}-{hashlib.sha256(repr(named).encode()).hexdigest()[:8]}"
+
+
+def _named_flag(name: str, value: object) -> str:
+    """A setting in a folder's name: lr4e-3, bf16, no-swiglu; of a path its end, marked as incomplete."""
+    if isinstance(value, bool):
+        return spelled(name, value)[2:]
+    small = [isinstance(x, float) and 0 < abs(x) < 0.01 for x in items(value)]
+    words = [f"{Decimal(repr(x)):e}" if few else str(x) for x, few in zip(items(value), small, strict=True)]
+    return flag(name)[2:] + "-".join(word.split("/")[-1] + "/" * ("/" in word) for word in words)
+
+
+def changed_settings(earlier: Config, config: Config) -> list[str]:
+    """Return a line for each setting that a run has changed since `earlier`: "--lr 0.001 -> 0.0005"."""
+    before = values_of(earlier)
+    return [
+        f"{flag(s.name)} {_value(before[s.name])} -> {_value(value)}"
+        for _, s, value in declared(config)
+        if value != before[s.name]
+    ]
+
+
+def _value(value: object) -> str:
+    return "unset" if value in (None, ()) else " ".join(map(str, items(value)))
+
+
+def resume_conflicts(earlier: Config, config: Config) -> list[str]:
+    """Return errors for changes from `earlier` that a resumed run may not have: model, data, batch, seed."""
+    before, errors = values_of(earlier), []
+    for part, setting, value in declared(config):
+        resumable, old = setting.metadata["resumable"], before[setting.name]
+        resumable = part not in ("model", "data") if resumable is None else resumable
+        if value != old and not resumable:
+            errors.append(f"{flag(setting.name)} {value}: the run in this folder has {old}")
+    return errors
