@@ -1,6 +1,8 @@
 # From a bare machine to a trained model. The first call of a target sets up what it needs, later ones start at once.
 #
-#   make train      train a small model on the text of the Python standard library; again: resume, or say it is done
+#   make train      train a model on the text of the Python standard library; again: resume, or say it is done
+#                   on two CPU cores a small one; on 1, 2, 4 or 8 GPUs the size of GPT-2 small; in FP8 instead of bf16:
+#                   make train ARGS="--fp8-format hybrid"
 #   make test       the fast tests, which need no GPU            make gpu-test   those that need one
 #   make test-full  all tests: every layout, every grid          make lint       ruff and clang-format
 #   make mutations  plant bugs, each caught by a fast test       make goldens    renew the kept results (docs/testing.md)
@@ -24,7 +26,8 @@ py := $(VENV)/bin/python
 
 # GPUs that torch can use; asked only where there is a device, since the asking takes two seconds.
 gpus = $(if $(wildcard /dev/nvidia[0-9]*),$(shell $(py) -c 'import torch; print(torch.cuda.device_count())'),0)
-TRAIN_FLAGS ?= --config tiny-cpu --run-name python
+# Those that `make train` uses: a power of two, at most 8, which its batch divides by.
+train_gpus = $(shell found=$(gpus); for n in 8 4 2 1; do [ $$found -lt $$n ] || { echo $$n; break; }; done)
 TEST_FLAGS ?= -n 2 --dist worksteal
 
 .PHONY: help train test test-full gpu-test mutations goldens gpu-gate gpu-gate-many kernels lint clean
@@ -47,10 +50,11 @@ $(VENV)/.kernels: $(VENV)/.train setup.py $(wildcard cuda/*)
 kernels: $(VENV)/.kernels
 
 train: $(VENV)/.train $(if $(wildcard /dev/nvidia[0-9]*),$(VENV)/.kernels)
-	@gpus=$(gpus); if [ $$gpus -gt 0 ]; then \
-		exec $(py) -m torch.distributed.run --standalone --nproc-per-node $$gpus train.py $(TRAIN_FLAGS) --bf16; \
+	@gpus=$(train_gpus); if [ "$$gpus" ]; then \
+		exec $(py) -m torch.distributed.run --standalone --nproc-per-node $$gpus \
+			train.py $(or $(TRAIN_FLAGS),--config demo-gpu) $(ARGS); \
 	else \
-		exec $(py) train.py $(TRAIN_FLAGS) --nproc 2; \
+		exec $(py) train.py $(or $(TRAIN_FLAGS),--config tiny-cpu --run-name python) --nproc 2 $(ARGS); \
 	fi
 
 test: $(VENV)/.test

@@ -234,7 +234,7 @@ def test_a_value_that_cannot_be_read_is_one_error(tmp_path):
 def test_an_unknown_preset_gets_the_nearest(given, meant):
     (error,) = errors_of(f"--config {given}")
     assert error.startswith(f"--config {given}: no such file or preset; did you mean {meant}?")
-    assert "presets are gpt2-124m, " in error
+    assert "presets are demo-gpu, " in error
 
 
 def test_presets_and_own_files_are_reached_by_name(tmp_path, monkeypatch):
