@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import distributions
@@ -28,22 +29,7 @@ from nanomegatron import __version__
 GIB = 2**30
 CPU_ONLY = "training runs on the CPU"
 TORCH = "pip install --force-reinstall 'torch>=2.11,<3'"
-REQUIRED = ("numpy", "tiktoken", "safetensors")
-OPTIONAL = {  # package: what does not work without it
-    "matplotlib": "no picture is drawn",
-    "tqdm": "no progress bar",
-    "tensorboard": "--tensorboard-dir writes nothing",
-    "wandb": "--wandb-project logs nothing",
-    "tokenizers": "no HuggingFaceTokenizer, no --train-tokenizer",
-    "sentencepiece": "no SentencePieceTokenizer",
-    "zstandard": "preprocess reads no .zst",
-}
-LIMITS = """
-    n NOFILE  | open files             | 4096     | 65536     | many ranks end in 'Too many open files'
-    u NPROC   | processes and threads  | 4096     | 32768     | many ranks cannot start
-    l MEMLOCK | bytes of locked memory | 67108864 | unlimited | NCCL over InfiniBand cannot register buffers
-"""  # letter of ulimit, name | what | enough | value to set | what less costs
-VARIABLES = ("CUDA_", "GLOO_", "NCCL_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")  # and what begins so
+EXPECTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 Findings = Iterator[tuple[str, ...]]  # mark, name, what was found; its cost and what mends it, where not ok
 
 
@@ -76,17 +62,16 @@ def as_text(mark: str, name: str, found: str, cost: str = "", fix: str = "") -> 
 
 def examine() -> Findings:
     """Yield all findings; a check that raises is one, as is torch that cannot be imported."""
-    gpus, failure = 0, ""
+    torch, gpus, checks = None, 0, {"Python": _python()}
     try:
         torch = importlib.import_module("torch")
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except Exception as error:
-        torch, failure = None, f"{type(error).__name__}: {error}"
-    checks = {"Python": _python(), "torch": _torch(torch, failure), "GPU": _gpus(torch, gpus)}
-    if torch:
-        checks |= {"messages": _messages(torch, gpus), "kernels": _kernels(torch, gpus)}
-    checks |= {"packages": _packages(), "disk": _disk(), "machine": _machine(torch, gpus)}
-    for name, check in (checks | {"limits": _limits(gpus)}).items():
+        yield "bad", "torch", f"{type(error).__name__}: {error}", "nothing runs", TORCH
+    else:
+        checks |= {"torch": _torch(torch), "kernels": _kernels(torch, gpus), "peers": _messages(torch, gpus)}
+    checks |= {"GPU": _gpus(torch, gpus), "packages": _packages(), "disk": _disk()}
+    for name, check in (checks | {"machine": _machine(torch, gpus), "limits": _limits(gpus)}).items():
         try:
             yield from check
         except Exception as error:
@@ -95,14 +80,12 @@ def examine() -> Findings:
 
 def _python() -> Findings:
     yield "ok", "Python", f"{platform.python_version()}, {sys.executable}, {platform.platform(terse=True)}"
-    if given := [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(VARIABLES)]:
-        yield "ok", "variables", " ".join(given)
+    shown = sorted(name for name in os.environ if name.startswith(tuple(EXPECTED["variables"])))
+    if shown:
+        yield "ok", "variables", " ".join(f"{name}={os.environ[name]}" for name in shown)
 
 
-def _torch(torch: Any, failure: str) -> Findings:
-    if torch is None:
-        yield "bad", "torch", failure, "nothing runs", TORCH
-        return
+def _torch(torch: Any) -> Findings:
     hip, cuda = getattr(torch.version, "hip", None), torch.version.cuda
     build = f"ROCm {hip}, which is not tested" if hip else f"CUDA {cuda}" if cuda else "CPUs only"
     fits = (2, 11) <= tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (3, 0)
@@ -118,8 +101,9 @@ def _gpus(torch: Any, gpus: int) -> Findings:
     if there:
         yield "ok", "driver", there[0][-1]
     if gpus:
-        for card, n in Counter(map(_card, map(torch.cuda.get_device_properties, range(gpus)))).items():
-            yield _rate_card(n, *card, torch.cuda.get_arch_list())
+        cards = map(torch.cuda.get_device_properties, range(gpus))
+        kinds = Counter((c.name, round(c.total_memory / GIB), 10 * c.major + c.minor) for c in cards)
+        yield from (_rate_card(n, *card, torch.cuda.get_arch_list()) for card, n in kinds.items())
     elif there and torch:
         fix = "a newer driver, torch for an older CUDA, or another CUDA_VISIBLE_DEVICES"
         found = f"{len(there)} x {there[0][0]}, which torch cannot use, built for CUDA {torch.version.cuda}"
@@ -127,10 +111,6 @@ def _gpus(torch: Any, gpus: int) -> Findings:
     else:
         apple = torch and torch.backends.mps.is_available()
         yield "note", "GPU", "Apple's, which is not used" if apple else "none found", CPU_ONLY
-
-
-def _card(gpu: Any) -> tuple[str, int, int]:
-    return gpu.name, round(gpu.total_memory / GIB), 10 * gpu.major + gpu.minor
 
 
 def _rate_card(n: int, name: str, size: int, sm: int, codes: list[str]) -> tuple[str, ...]:
@@ -174,15 +154,16 @@ def _kernels(torch: Any, gpus: int) -> Findings:
 
 
 def _packages() -> Findings:
-    for name in REQUIRED:
+    required, optional = EXPECTED["required"], EXPECTED["optional"]
+    for name in required:
         try:
             importlib.import_module(name)
         except Exception as error:
             yield "bad", name, f"{type(error).__name__}: {error}", "nothing runs", f"pip install {name}"
-    there = {d.name: d.version for d in distributions() if d.name in (*REQUIRED, *OPTIONAL)}
+    there = {d.name: d.version for d in distributions() if d.name in (*required, *optional)}
     yield "ok", "packages", ", ".join(map(" ".join, sorted(there.items())))
-    missing = [name for name in OPTIONAL if name not in there]
-    yield from (("note", name, "not installed", OPTIONAL[name], f"pip install {name}") for name in missing)
+    for name in sorted(optional.keys() - there):
+        yield "note", name, "not installed", optional[name], f"pip install {name}"
 
 
 def _disk() -> Findings:
@@ -208,12 +189,10 @@ def _machine(torch: Any, gpus: int) -> Findings:
 def _limits(gpus: int) -> Findings:
     import resource  # which Windows has not
 
-    for line in LIMITS.strip().splitlines():
-        names, text, enough, value, cost = (word.strip() for word in line.split("|"))
-        letter, name = names.split()
+    for letter, (name, text, enough, value, cost) in EXPECTED["limits"].items():
         limits = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         soft, hard = (float("inf") if n == resource.RLIM_INFINITY else n for n in limits)
         set_to = f"ulimit -{letter} {value if hard == float('inf') else hard}"
-        fix = set_to if hard >= int(enough) else "raise it in /etc/security/limits.conf"
-        fine = soft >= int(enough) or (letter == "l" and not gpus)
+        fix = set_to if hard >= enough else "raise it in /etc/security/limits.conf"
+        fine = soft >= enough or (letter == "l" and not gpus)
         yield _rated(fine, f"ulimit -{letter}", f"{soft:,.0f} {text}", cost, fix)
