@@ -1,8 +1,8 @@
 """Attention softmax(q k^T / sqrt(d)) v, of whole rows or in blocks, by the fastest available backend.
 
     backend    where                what                                      masks
-    fused      CUDA, bf16/fp16      cuDNN's; on Hopper 2x as fast as flash    causal, full; the rest as flash
-    flash      CUDA, bf16/fp16      torch's flash attention                   all
+    fused      Ampere, bf16/fp16    cuDNN's; on Hopper 2x as fast as flash    causal, full; the rest as flash
+    flash      Ampere, bf16/fp16    torch's flash attention                   all
                CPU                  torch's blocked CPU kernel                all, in blocks
     unfused    anywhere             scores, softmax, dropout, matmul: the     all, s x s in memory
                                     oracle
@@ -70,10 +70,11 @@ def choose_backend(asked: str, device: torch.device, dtype: torch.dtype, dropout
 
     Raises ValueError where the one asked for cannot run.
     """
-    half = dtype in (torch.bfloat16, torch.float16)
+    gpu, half = device.type == "cuda", dtype in (torch.bfloat16, torch.float16)
+    old = gpu and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
     possible = {
-        "fused": device.type == "cuda" and half,
-        "flash": (device.type == "cuda" and half) or (device.type == "cpu" and dropout == 0.0),
+        "fused": gpu and half and not old,
+        "flash": (gpu and half and not old) or (device.type == "cpu" and dropout == 0.0),
         "unfused": True,
     }
     if asked == "auto":
@@ -82,7 +83,7 @@ def choose_backend(asked: str, device: torch.device, dtype: torch.dtype, dropout
         rest = ", ".join(name for name, can in possible.items() if can)
         raise ValueError(
             f"--attention-backend {asked} cannot run {str(dtype).removeprefix('torch.')} on {device.type}"
-            f"{' with attention dropout' if dropout else ''}; here: auto, {rest}"
+            f"{' before Ampere' * old}{' with attention dropout' * bool(dropout)}; here: auto, {rest}"
         )
     return asked
 

@@ -74,17 +74,14 @@ def _unfit(device: torch.device) -> str:
 def _unfit_once(device: torch.device) -> str:
     if device.type != "cuda":
         return f"there are none for {device.type}"
+    major, minor = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    if 0 < major < 8:
+        return f"they need Ampere (sm_80), this GPU is sm_{major}{minor}; bf16 is slow on it, --fp16 is not"
     if _kernels is None:
         return f"the extension is not built ({MISSING}); pip install . where nvcc is"
-    if not torch.cuda.is_available():
+    if not major:
         return "there is no GPU here"
-    major, minor = torch.cuda.get_device_capability(device)
-    archs = [arch.removeprefix("sm_") for arch in _kernels.archs.split()]
-    fits = [
-        a
-        for a in archs
-        if a == f"{major}{minor}a" or (a.isdigit() and a[:-1] == str(major) and int(a[-1]) <= minor)
-    ]
+    fits = {f"sm_{major}{minor}a", *(f"sm_{major}{i}" for i in range(minor + 1))} & {*_kernels.archs.split()}
     return "" if fits else f"the extension is built for {_kernels.archs}, this GPU is sm_{major}{minor}"
 
 

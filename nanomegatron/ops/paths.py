@@ -53,7 +53,8 @@ def paths(device: torch.device, off: Collection[str] = ()) -> dict[str, str]:
 def describe_kernels(device: torch.device, model: TransformerConfig) -> str:
     """The result of `paths` for a model's settings, in one line."""
     if why := kernels_unavailable(device):
-        why = "none for cpu" if device.type == "cpu" else f"none, {why}"
+        apple = " (Apple's GPU is not used)" * torch.backends.mps.is_available()
+        why = f"none for cpu{apple}" if device.type == "cpu" else f"none, {why}"
         return f"{why}: torch's fused {', '.join(FUSED)}; reference for the rest"
     off = [op for switch, ops in SWITCHES.items() if not getattr(model, switch) for op in ops]
     by_path: dict[str, list[str]] = {}
