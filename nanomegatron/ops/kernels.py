@@ -76,7 +76,7 @@ def _unfit_once(device: torch.device) -> str:
         return f"there are none for {device.type}"
     major, minor = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
     if 0 < major < 8:
-        return f"they need Ampere (sm_80), this GPU is sm_{major}{minor}; bf16 is slow on it, --fp16 is not"
+        return f"they need Ampere (sm_80), this GPU is sm_{major}{minor} (bf16 is slow on it: use --fp16)"
     if _kernels is None:
         return f"the extension is not built ({MISSING}); pip install . where nvcc is"
     if not major:
