@@ -7,12 +7,10 @@ import re
 import sys
 import types
 
-import numpy as np
 import pytest
 
 from nanomegatron.config.settings import Config, DataConfig, RunConfig
 from nanomegatron.report.log import KEYS, RunLog
-from nanomegatron.report.plots import plot_experts, plot_loss, smoothed
 from nanomegatron.report.writers import EXPERT_TAGS, missing_extras, read_jsonl, step_scalars
 
 
@@ -259,45 +257,6 @@ def test_a_missing_extra_is_named_before_anything_is_written(tmp_path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-# The loss curve
-
-
-def write_series(folder, losses) -> None:
-    log = started(folder)
-    for i, loss in enumerate(losses, 1):
-        log.step(record(i, lm_loss=loss))
-    log.evaluation(len(losses), "validation", 2.5)
-    log.close()
-
-
-def test_plot_is_a_picture_that_fits_a_page(tmp_path):
-    pytest.importorskip("matplotlib")
-    from matplotlib.image import imread
-
-    write_series(tmp_path, [5.5, float("nan"), 4.0, 3.0])
-    assert plot_loss(tmp_path) == tmp_path / "loss.png"
-    pixels = imread(tmp_path / "loss.png")
-    assert pixels.shape[1] == 800 and pixels[..., :3].std() > 0.01
-
-
-def test_plot_says_what_it_lacks(tmp_path, monkeypatch):
-    said: list[str] = []
-    write_series(tmp_path, [float("nan")])
-    assert plot_loss(tmp_path, said.append) is None and "no finite loss" in said[0]
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot_loss(tmp_path, said.append) is None
-    assert said[1] == 'loss.png needs matplotlib: pip install -e ".[viz]"'
-
-
-def test_smoothing_is_a_centred_mean_of_what_is_finite():
-    line = np.arange(400.0)
-    assert smoothed(line) == pytest.approx(line)  # a straight line stays one, up to its ends
-    noise = np.random.default_rng(0).normal(size=4000)
-    assert smoothed(noise)[100:-100].std() < 0.15
-    noise[7] = np.nan
-    assert np.isfinite(smoothed(noise)).all()
-
-
 # Experts
 
 
@@ -342,42 +301,3 @@ def test_details_of_layers_have_a_file_of_their_own(tmp_path):
     started(tmp_path, iteration=1)
     assert [r["iteration"] for r in read_jsonl(tmp_path / "experts.jsonl")] == [1]
     assert read_jsonl(tmp_path / "fp8.jsonl") == []
-
-
-def test_picture_of_experts(tmp_path, monkeypatch):
-    """The busy expert of the first half is red, then all are white: of 20 layers 12 are shown."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.image import imread
-
-    said: list[str] = []
-    assert plot_experts(tmp_path, said.append) is None and "no tokens of experts" in said[0]
-    log = started(tmp_path)
-    for i in range(1, 1001):
-        tokens = [4096, 0, 0, 0] if i <= 500 else [1024] * 4
-        log.details("experts", i, i, {f"decoder.layers.{n}/tokens": tokens for n in range(20)})
-    log.close()
-    assert plot_experts(tmp_path) == tmp_path / "experts.png"
-    pixels = imread(tmp_path / "experts.png")[..., :3]
-    red, blue, grey = (
-        pixels[:, 70:650] @ [1, -1, 0],
-        pixels[:, 70:650] @ [-1, 0, 1],
-        pixels[:, 70:650].min(-1),
-    )
-    assert pixels.shape[1] == 800 and 1500 < len(pixels) < 1800
-    shares = [(red[:, :250] > 0.3).mean(), (blue[:, :250] > 0.3).mean(), (grey[:, 320:560] > 0.9).mean()]
-    assert 0.15 < shares[0] < 0.3 and shares[1] > 0.5 and shares[2] > 0.9, shares
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot_experts(tmp_path, said.append) is None and said[1].startswith("experts.png needs matplotlib")
-
-
-def test_an_evaluation_again_replaces_its_row(tmp_path):
-    """A finished run that is restarted evaluates again, perhaps on more data: the last result counts."""
-    for losses in ((3.0, 2.0), (2.5, 2.0)):
-        log = RunLog(tmp_path, Config(), stream=io.StringIO())
-        log.begin(8, 8)
-        for split, loss in zip(("validation", "test"), losses):
-            log.evaluation(8, split, loss)
-        log.evaluation(8, "validation", losses[0])
-        log.close()
-        rows = read_jsonl(tmp_path / "evals.jsonl")
-        assert [(row["split"], row["lm_loss"]) for row in rows] == [*zip(("validation", "test"), losses)]

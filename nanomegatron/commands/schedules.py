@@ -1,6 +1,6 @@
 """The command `schedules`: print or draw a pipeline schedule.
 
-python -m nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--png zb-v.png]
+nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--png zb-v.png]
 """
 
 import argparse
@@ -13,7 +13,7 @@ from nanomegatron.schedules import NAMES, placement, schedule, simulate
 
 def main(argv: list[str]) -> int:
     """Print the timeline of a schedule, and draw it with --png; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m nanomegatron schedules", description="Show a schedule.")
+    parser = argparse.ArgumentParser("nanomegatron schedules", description="Show a schedule.")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
     parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -23,7 +23,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
-        timeline = simulate(lists, placement(args.schedule, args.stages, args.chunks))
+        placed = placement(args.schedule, args.stages, args.chunks)
+        costs = dict.fromkeys("FBW", 1 / len(placed[0]))  # the layers of a rank, in pieces
+        timeline = simulate(lists, placed, costs)
         print(text(timeline, colour=sys.stdout.isatty()))
         if args.png:
             title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"

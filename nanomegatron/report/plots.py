@@ -1,5 +1,6 @@
 """Pictures of a run: the loss curve in loss.png, and the load of each expert in experts.png."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,42 +11,78 @@ from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl
 
 # After Okabe and Ito: distinct for colour-blind readers, and by their brightness in grey.
-RAW, SMOOTH, VALIDATION = "#9ad0f0", "#0072b2", "#d55e00"
+RAW, SMOOTH, VALIDATION, MARK = "#9ad0f0", "#0072b2", "#d55e00", "#555555"
+LOADS = ("#2f7fb8", "#4393c3", "white", "#a50f25", "#4d0010")  # the first and the last: beyond the scale
+DEAD = dict(facecolor="black", edgecolor="#8c8c8c", hatch="////", linewidth=0)  # an expert without a token
 LAYERS, COLUMNS = 12, 400  # at most in experts.png: panels, and columns over which steps are averaged
 
 
 def plot_loss(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
-    """Draw RUN/loss.png: training loss of each step, thin, and smoothed; validation as dots.
+    """Draw RUN/loss.png: training loss, thin for each step and smoothed; validation; below the learning rate.
 
     Returns its path; None, with a line to `say`, if there is nothing to draw or no matplotlib.
     """
     folder = Path(run_folder)
-    if (figure := _figure("loss.png", 4.5, say)) is None:
+    if (figure := _figure("loss.png", 5.2, say)) is None:
         return None
-    steps, losses = _series(folder / "metrics.jsonl")
+    steps, losses, rates = _series(folder / "metrics.jsonl", "lm_loss", "lr")
     if not np.isfinite(losses).any():
         say(f"loss.png not drawn: no finite loss in {folder / 'metrics.jsonl'}")
         return None
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color=RAW, linewidth=0.8, label="training, each step")
-    axes.plot(steps, smoothed(losses), color=SMOOTH, linewidth=2, label="training, smoothed")
-    steps, losses = _series(folder / "evals.jsonl", split="validation")
-    if len(steps):
-        label = f"validation, last {losses[-1]:.3f}"
-        axes.plot(steps, losses, "o", color=VALIDATION, markeredgecolor="black", markersize=7, label=label)
-    axes.set(title=folder.resolve().name, xlabel="iteration", ylabel="loss (nats per token)")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    label = "training"
+    if reach := smoothing_reach(len(steps)):
+        axes.plot(steps, losses, color=RAW, linewidth=0.8, label="training, each step")
+        losses, label = smoothed(losses), f"training, mean of {2 * reach + 1} steps"
+    axes.plot(steps, losses, "o" if len(steps) == 1 else "-", color=SMOOTH, linewidth=2, label=label)
+    evaluated, values = _series(folder / "evals.jsonl", "lm_loss", split="validation")
+    if len(evaluated):
+        axes.plot(evaluated, values, "o", color=VALIDATION, mec="black", markersize=7, label="validation")
+    _end_values(axes, (steps, losses, SMOOTH), (evaluated, values, VALIDATION))
+    _mark_checkpoints(axes, folder / "log.txt")
+    axes.set(title=folder.resolve().name, ylabel="loss (nats per token)")
     axes.legend(frameon=False, loc="upper right")
+    below.plot(steps, rates, color=SMOOTH, linewidth=1.5)
+    below.set(xlabel="iteration", ylabel="learning rate", ylim=(0, None))
+    below.yaxis.set_major_formatter("{x:.4g}")
+    below.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    for each in (axes, below):
+        each.grid(color="#dddddd", linewidth=0.6)
+        each.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
     figure.savefig(folder / "loss.png")
     return folder / "loss.png"
+
+
+def _end_values(axes: Any, *curves: tuple[np.ndarray, np.ndarray, str]) -> None:
+    """Write the last finite value of each of two curves beside it, that of the higher one on top."""
+    ends = [(y[finite][-1], x[finite][-1], c) for x, y, c in curves if (finite := np.isfinite(y)).any()]
+    for (y, x, c), place in zip(sorted(ends, reverse=True), ("bottom", "top")):
+        axes.annotate(
+            f"{y:.3f}", (x, y), (7, 0), textcoords="offset points", va=place, color=c, weight="bold"
+        )
+
+
+def _mark_checkpoints(axes: Any, log: Path) -> None:
+    """Draw triangles for the checkpoints of log.txt, without those of dropped steps, and resumes dashed."""
+    saved, resumed = set(), set()
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    for what, step in re.findall(r"^(saved|resumed) .*, step (\d+)$", text, re.MULTILINE):
+        (saved if what == "saved" else resumed).add(int(step))
+        saved = {each for each in saved if what == "saved" or each <= int(step)}
+    look = dict(color=MARK, transform=axes.get_xaxis_transform())  # y: 0 is the bottom of the axes, 1 the top
+    if resumed:
+        axes.vlines(sorted(resumed), 0, 1, linestyles="--", linewidth=1, label="resumed", **look)
+    if saved:
+        axes.plot(sorted(saved), [0.02] * len(saved), "^", markersize=5, label="checkpoint", **look)
 
 
 def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
     """Draw RUN/experts.png from experts.jsonl: a panel per layer, experts over steps, tokens as colour.
 
-    White is an even share of tokens, red is up to four times more, blue up to four times less. Of many layers
-    a selection at equal distances is shown. Returns the path; None, with a line to `say`, as `plot_loss`.
+    White is an even share of tokens, red is up to four times more, blue up to four times less, hatched black
+    no token at all. Of many layers a selection at equal distances is shown. Returns the path; None, with a
+    line to `say`, as `plot_loss`.
     """
     folder = Path(run_folder)
     records = read_jsonl(folder / "experts.jsonl")
@@ -56,21 +93,33 @@ def plot_experts(run_folder: str | Path, say: Callable[[str], None] = print) -> 
     shown = [found[i] for i in np.unique(np.linspace(0, len(found) - 1, LAYERS).round().astype(int))]
     if (figure := _figure("experts.png", 1.2 + 1.3 * len(shown), say)) is None:
         return None
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Patch
+
+    fewer, *between, more = LOADS
+    colours = LinearSegmentedColormap.from_list("load", between).with_extremes(under=fewer, over=more)
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     ends = records[0]["iteration"] - 0.5, records[-1]["iteration"] + 0.5
     for axes, key in zip(panels, shown, strict=True):
         tokens = np.array([record[key] for record in records], dtype=np.float64)
-        columns = np.array_split(tokens, min(COLUMNS, len(tokens)))
+        bounds = np.linspace(0, len(tokens), 1 + min(COLUMNS, len(tokens))).round().astype(int)
+        columns = np.split(tokens, bounds[1:-1])
         load = np.stack([each.sum(0) / max(each.sum() / tokens.shape[1], 1e-9) for each in columns], axis=1)
         place = (*ends, tokens.shape[1] - 0.5, -0.5)
-        scale = dict(cmap="RdBu_r", vmin=-2, vmax=2, aspect="auto", interpolation="nearest")
-        image = axes.imshow(np.log2(np.maximum(load, 2.0**-9)), extent=place, **scale)
-        axes.set_ylabel(key.removesuffix("/tokens").removeprefix("decoder.").replace("s.", " "), fontsize=8)
+        scale = dict(cmap=colours, vmin=-2, vmax=2, aspect="auto", interpolation="nearest")
+        axes.patch.set(**DEAD)  # seen where the image is masked
+        image = axes.imshow(np.ma.log2(np.ma.masked_equal(load, 0)), extent=place, **scale)
+        layer = key.removesuffix("/tokens").removeprefix("decoder.").replace("s.", " ")
+        axes.set_ylabel(f"{layer}\nexpert", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.yaxis.get_major_locator().set_params(integer=True)
-    panels[0].set_title(f"{folder.resolve().name}: tokens of each expert", fontsize=10)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    panels[0].set_title(f"{folder.resolve().name}: tokens of each expert", fontsize=10, loc="left")
+    dead = dict(handles=[Patch(**DEAD, label="no token")], loc="lower right", bbox_to_anchor=(1, 1))
+    panels[0].legend(**dead, fontsize=8, frameon=False, borderaxespad=0.2)
     panels[-1].set_xlabel("iteration")
-    bar = figure.colorbar(image, ax=panels, ticks=range(-2, 3), label="share of the tokens, over an even one")
+    bar = figure.colorbar(image, ax=panels, ticks=range(-2, 3), extend="both")
+    bar.set_label("tokens of an expert, as a multiple of an even share")
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
     figure.savefig(folder / "experts.png")
     return folder / "experts.png"
@@ -85,22 +134,28 @@ def _figure(name: str, height: float, say: Callable[[str], None]) -> Any:
         return None
 
 
-def _series(path: Path, split: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Read iterations and losses of a .jsonl file, of one split if given; empty if there is no file."""
+def _series(path: Path, *keys: str, split: str | None = None) -> list[np.ndarray]:
+    """Read iterations and `keys` of a .jsonl file, of one split if given; empty if there is no file."""
     records = [record for record in read_jsonl(path) if split in (None, record.get("split"))]
-    rows = [(record["iteration"], float(record["lm_loss"])) for record in records]
-    table = np.array(rows, dtype=np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
+    return [np.array([float(record[key]) for record in records]) for key in ("iteration", *keys)]
+
+
+def smoothing_reach(steps: int) -> int:
+    """Steps to either side over which the loss is averaged: a fortieth of the run; of a short run none."""
+    return min(steps // 40, 250) if steps >= 100 else 0
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a fortieth of the run, shorter at the ends, over finite values only."""
-    reach = min(len(values) // 80, 250)
+    """Centred moving mean over `smoothing_reach` steps to either side, over finite values only.
+
+    At the first steps, where the loss falls steeply, it reaches less far on both sides; at the last ones only
+    to the right, so that the curve ends with a mean of many steps, not with one step's own loss.
+    """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     index = np.arange(len(values))
-    half = np.minimum(reach, np.minimum(index, len(values) - 1 - index))
-    start, stop = index - half, index + half + 1
+    half = np.minimum(smoothing_reach(len(values)), index)
+    start, stop = index - half, np.minimum(index + half + 1, len(values))
     number = counts[stop] - counts[start]
     return np.where(number > 0, (sums[stop] - sums[start]) / np.maximum(number, 1), np.nan)

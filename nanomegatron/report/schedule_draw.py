@@ -3,7 +3,7 @@
 rank 0  F0 F1 F2 .. .. .. .. BW0=== BW1=== BW2===        time runs to the right, a row is a rank
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from nanomegatron.schedules import Op, Timeline
 
 # After Okabe and Ito: distinct for colour-blind readers. Later chunks are paler.
 COLOURS = {"F": (0, 114, 178), "B": (230, 159, 0), "W": (0, 158, 115), "BW": (213, 94, 0)}
+IDLE = "#ebebeb"
 HEIGHT = 0.84  # of a bar; the distance of rows is 1
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
 
@@ -47,11 +48,11 @@ def text(timeline: Timeline, colour: bool = False) -> str:
 
 
 def timeline_summary(timeline: Timeline) -> str:
-    """Return total time, bubble and peak activations in words."""
+    """Return total time, in forwards of a rank's layers, bubble and peak activations in words."""
     peaks = [" ".join(map(str, peak)) for peak in (timeline.peak_until_backward, timeline.peak_until_weight)]
     kept = f"{peaks[0]} until B, {peaks[1]} until W" if peaks[0] != peaks[1] else peaks[0]
     return (
-        f"total {timeline.total:g}, bubble {100 * timeline.bubble:.1f} % of ideal time; "
+        f"total {timeline.total:g} forwards, bubble {100 * timeline.bubble:.1f} % of ideal time; "
         f"peak activations, in chunks, of each rank: {kept}"
     )
 
@@ -98,43 +99,49 @@ def draw_timeline(timeline: Timeline, path: str | Path, title: str = "") -> None
     figure = canvas(path, (14, 1.6 + 0.4 * len(timeline.bubbles)))
     axes = figure.add_subplot()
     bars(axes, timeline)
+    axes.set_xlabel("time in units of one forward (of a microbatch through the layers of a rank)")
     legend(axes, timeline)
-    axes.set_title(f"{title}\n{timeline_summary(timeline)}".strip(), fontsize=9)
+    figure.suptitle(f"{title}\n{timeline_summary(timeline)}".strip(), fontsize=10, x=0.01, ha="left")
     figure.savefig(path)
 
 
-def bars(axes: Any, timeline: Timeline) -> None:
-    """Draw the bars on matplotlib axes; for speed those of one rank and colour are one object."""
+def bars(axes: Any, timeline: Timeline, span: float = 0.0) -> None:
+    """Draw the bars on matplotlib axes, for speed those of one rank and colour as one object; idle is grey.
+
+    span: the time that the axes show, if more than the timeline's. Numbers that do not fit are left out.
+    """
     ranks, (chunks, label) = len(timeline.bubbles), _labels(timeline, short=True)
+    span = max(span, timeline.total)
+    points = 72 * 0.92 * axes.figure.get_figwidth() / span  # of a unit of time
+    axes.barh(range(ranks), timeline.total, HEIGHT, color=IDLE, zorder=0.3)
     spans: dict[tuple, list] = {}
     for event in timeline.events:
         rgb, length = shade(event.op.kind, event.op.chunk, chunks), event.end - event.start
-        spans.setdefault((event.rank, rgb), []).append((event.start, length))
+        spans.setdefault((event.rank, f"#{bytes(rgb).hex()}"), []).append((event.start, length))
         words = label(event.op)
-        size = min(7, 1400 * length / timeline.total / len(words))  # points, to fit the bar
-        if size > 4:
+        size = min(7, (points * length - 2) / (0.65 * len(words)))  # in points; a digit is 0.64 wide
+        if size >= 5:
             style = dict(ha="center", va="center", fontsize=size, color=_ink(rgb), in_layout=False)
             axes.text(event.start + length / 2, event.rank, words, **style)
-    for (rank, rgb), pieces in spans.items():
-        axes.broken_barh(pieces, (rank - HEIGHT / 2, HEIGHT), color=_face(rgb), ec="white", lw=0.5)
-    axes.set(xlim=(0, timeline.total), xlabel="time")
-    axes.set(ylim=(ranks - 0.5, -0.5), yticks=range(ranks), ylabel="rank")
+    for (rank, colour), pieces in spans.items():
+        axes.broken_barh(pieces, (rank - HEIGHT / 2, HEIGHT), color=colour, ec="white", lw=0.5)
+    axes.set(xlim=(0, span), ylim=(ranks - 0.5, -0.5), yticks=range(ranks), ylabel="rank")
     axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", color="#c8c8c8", linewidth=0.6)
 
 
-def legend(axes: Any, timeline: Timeline, above: bool = False) -> None:
-    """Draw the legend of the colours to the right of the axes, or in a line above them."""
+def legend(axes: Any, timeline: Timeline, more: Sequence[Any] = ()) -> None:
+    """Draw the legend in a line above the axes: a swatch for each shade, for idle, and the handles `more`."""
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
+    chunks = 1 + max(event.op.chunk for event in timeline.events)
     kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in timeline.events)]
-    patches = [Patch(color=_face(shade(kind, 0, 1)), label=MEANING[kind]) for kind in kinds]
-    if any(event.op.chunk for event in timeline.events):
-        patches.append(Patch(color="none", label="paler: later chunks"))
-    place = dict(loc="upper left", bbox_to_anchor=(1, 1))
-    if above:
-        place = dict(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), borderaxespad=0)
-    axes.legend(handles=patches, fontsize=8, frameon=False, **place)
-
-
-def _face(rgb: tuple[int, ...]) -> tuple[float, ...]:
-    return tuple(part / 255 for part in rgb)
+    paints = [[shade(kind, chunk, chunks) for chunk in range(chunks)] for kind in kinds]
+    shades = [tuple(Patch(color=f"#{bytes(rgb).hex()}") for rgb in paint) for paint in paints]
+    each = f", chunks 0-{chunks - 1}" * (chunks > 1)
+    labels = [*(MEANING[k] + each for k in kinds), "idle", *(handle.get_label() for handle in more)]
+    place = dict(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), borderaxespad=0)
+    look = dict(handlelength=1 + chunks, fontsize=8, handler_map={tuple: HandlerTuple(None, pad=0)})
+    axes.legend([*shades, Patch(color=IDLE), *more], labels, frameon=False, **place, **look)

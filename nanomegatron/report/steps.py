@@ -24,7 +24,7 @@ from nanomegatron.pp import Stages
 from nanomegatron.report.counters import ExpertLoad, Fp8Stats
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.timers import Clock, Timers
-from nanomegatron.report.trace import Tracer
+from nanomegatron.report.trace import Tracer, trace_title
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Reporter:
         self.part_names, self.padded_vocab_size = optimizer.part_names, model[0].padded_vocab_size
         self.timers = Timers(run.timing_log_level, run.timing_log_option, mesh.device)
         folder = Path(run.trace_dir) if run.trace_dir else None
-        self.tracer = Tracer(mesh, folder, run.trace_iterations, self.timers, log.attempt)
+        title = trace_title(log.folder.name, config, mesh)
+        self.tracer = Tracer(mesh, folder, run.trace_iterations, self.timers, log.attempt, title)
         self.fp8_stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if run.log_fp8_stats else None
         self.expert_load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
 

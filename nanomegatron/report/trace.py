@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from nanomegatron.comm import Pending, all_gather, barrier
+from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.pp import NoTracer
 from nanomegatron.report.timers import Clock
@@ -55,7 +56,7 @@ class Tracer(NoTracer):
     """Records the times of a rank's ops and messages in the chosen iterations; without a folder, in none.
 
     timers: `timers(name, level=2)` is entered around every op, recorded or not (`timers.Timers`).
-    attempt: `attempt("trace")` is entered around the drawing (`log.RunLog.attempt`).
+    attempt: `attempt("trace")` is entered around the drawing (`log.RunLog.attempt`), under a `trace_title`.
     After `end`, `summary` on rank 0 has the lines for the log.
     """
 
@@ -66,12 +67,13 @@ class Tracer(NoTracer):
         iterations: Collection[int],
         timers: Callable[..., AbstractContextManager] | None = None,
         attempt: Callable[[str], AbstractContextManager] = nullcontext,
+        title: str = "",
     ) -> None:
         self.mesh, self.folder, self.iterations = mesh, folder, iterations
         self.timers = timers or (lambda name, level: nullcontext())
         self.cuda = mesh.device.type == "cuda"
         self.summary: list[str] = []
-        self.attempt = attempt
+        self.attempt, self.title = attempt, title
         self._step: _Step | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}  # by sender
 
@@ -128,7 +130,8 @@ class Tracer(NoTracer):
         paths: list[Path] = []
         with self.attempt("trace"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            paths, self.summary = write(_recording(self.mesh, step, receives, table), self.folder)
+            recording = replace(_recording(self.mesh, step, receives, table), title=self.title)
+            paths, self.summary = write(recording, self.folder)
         return paths
 
     def _gather(self, step: _Step, receives: list[list[Message]]) -> list[list[float]]:
@@ -158,6 +161,14 @@ def _recording(mesh: Mesh, step: _Step, receives: list[list[Message]], table: li
     labels = [_label(mesh, rank) for rank in range(len(table))]
     drawn = mesh.pp.ranks if mesh.pp.size > 1 else mesh.dp_cp.ranks[:8]
     return Recording(step.iteration, step.lists, step.placed, labels, drawn, events, arrivals)
+
+
+def trace_title(name: str, config: Config, mesh: Mesh) -> str:
+    """Return a line with the run's name, its model, its layout and its schedule."""
+    model, schedule = config.model, config.parallel.schedule
+    layout = " ".join(f"{axis.name}{axis.size}" for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.cp, mesh.ep))
+    how = f"{schedule}, {config.parallel.chunks} chunks a rank" if mesh.pp.size > 1 else "no pipeline"
+    return f"{name}: {model.num_layers} layers, hidden {model.hidden_size} | {layout} | {how}"
 
 
 def _label(mesh: Mesh, rank: int) -> str:

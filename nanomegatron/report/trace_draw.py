@@ -51,6 +51,7 @@ class Recording:
     drawn: Sequence[int]  # ranks with a row in the picture: of a pipeline, or else of dp
     events: list[list[Event]]  # by rank of the world, like `arrivals`
     arrivals: list[list[Arrival]]
+    title: str = ""  # of the picture: the model, the layout, the schedule
 
     @property
     def apart(self) -> int:
@@ -171,26 +172,28 @@ def picture(
 
     Raises ImportError without matplotlib.
     """
-    rows, drawn = len(recording.drawn), recording.drawn
-    figure = canvas(f"the picture of iteration {recording.iteration}", (14, 1.6 + 0.4 * (2 * rows + 3)))
+    from matplotlib.lines import Line2D
+
+    row = {rank: i for i, rank in enumerate(recording.drawn)}
+    figure = canvas(f"the picture of iteration {recording.iteration}", (14, 1.8 + 0.4 * (2 * len(row) + 3)))
     above, below = figure.subplots(2, 1, sharex=True)
+    span = max(timeline.total for timeline in timelines)
     for axes, timeline, what in zip((above, below), timelines, ("planned", "measured")):
-        bars(axes, timeline)
-        axes.set_yticks(range(rows), drawn)
+        bars(axes, timeline, span)
+        axes.set_yticks(range(len(row)), row)
         axes.set_title(_total(what, timeline), fontsize=9, loc="left")
-    above.set(xlabel="", xlim=(0, max(timeline.total for timeline in timelines)))
     below.set(xlabel="time (ms)")
-    legend(above, timelines[0], above=True)
-    row = {rank: i for i, rank in enumerate(drawn)}
-    for event, arrival, user in recording.sent():
-        if user.rank in row:
-            edge = HEIGHT / 2 if row[user.rank] > row[event.rank] else -HEIGHT / 2
-            times = event.end - recording.first, arrival.time - recording.first
-            ends = row[event.rank] + edge, row[user.rank] - edge
-            below.plot(times, ends, color="dimgrey", linewidth=0.8, zorder=0.5)  # behind the bars
+    look = dict(color="dimgrey", linewidth=0.8, zorder=0.7)  # behind the bars
+    sent = [found for found in recording.sent() if found[2].rank in row]
+    for event, arrival, user in sent:
+        edge = HEIGHT / 2 if row[user.rank] > row[event.rank] else -HEIGHT / 2
+        times = event.end - recording.first, arrival.time - recording.first
+        below.plot(times, (row[event.rank] + edge, row[user.rank] - edge), **look)
+    legend(above, timelines[0], [Line2D([], [], label="message", **look)] if sent else [])
     kind = "pipeline of dp 0, tp 0, cp 0" if len(recording.lists) > 1 else "ranks of dp; no pipeline"
     microbatches = 1 + max(op.microbatch for op in recording.lists[0])
-    figure.suptitle(f"iteration {recording.iteration}: {kind}, {microbatches} microbatches", fontsize=11)
+    title = f"{recording.title}\niteration {recording.iteration}: {kind}, {microbatches} microbatches"
+    figure.suptitle(title.strip(), fontsize=10, x=0.01, ha="left")
     figure.supxlabel("\n".join(lines), fontsize=8, x=0.04, ha="left")
     for path in paths:
         figure.savefig(path)
