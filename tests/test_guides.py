@@ -1,6 +1,162 @@
-"""The guides and the README: their commands run, their flags exist, and the page of all flags is current."""
+"""The guides and the README: their commands run, their flags exist, and the page of all flags is current.
 
+A block of code that begins with ```sh holds commands; those of a document run in order in one folder, with
+the programs of this checkout. A word behind it says what a block needs that a test does not have: gpu,
+cluster, network, package or files. Such a block is not run, but the flags of its trainings are checked.
+"""
+
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from nanomegatron.config.check import validate
+from nanomegatron.config.cli import parse
 from tools import flags
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *GUIDES]
+NEEDS = {"gpu", "cluster", "network", "package", "files"}
+SHORT = "--train-iters 4 --eval-iters 1"  # put before a command's own flags, which therefore win
+TRAIN = re.compile(
+    r"^(?:\w+=\S+ )*(?:srun )?(?:torchrun .*?|python )?(?:nanomegatron train|train\.py)(?= |$)"
+)
+LATER = (
+    r"^--config \S+\.toml: no such file|: no such (file|folder)(?! or preset)|: no file |: needs the package "
+)
+
+
+class Block(NamedTuple):
+    """A block of commands: what it needs ("": it can run here) and its lines."""
+
+    needs: str
+    text: str
+
+
+def blocks(document: Path) -> list[Block]:
+    """The ```sh blocks of a document."""
+    found = re.findall(r"(?ms)^```sh([^\n]*)\n(.*?)^```$", document.read_text(encoding="utf-8"))
+    return [Block(needs.strip(), text) for needs, text in found]
+
+
+def train_commands(document: Path) -> list[tuple[str, int, list[str]]]:
+    """(line, processes, arguments) of each command that trains, in any block of a document."""
+    text = document.read_text(encoding="utf-8")
+    code = "".join(re.findall(r"(?ms)^```[^\n]*\n(.*?)^```$", text)).replace("\\\n", " ")
+    found = []
+    for line in code.splitlines():
+        if match := TRAIN.match(line.strip()):
+            words = shlex.split(line.strip()[match.end() :], comments=True)
+            nodes, each = (
+                int((re.findall(rf"--{name}[ =](\d+)", match[0]) or [1])[0])
+                for name in ("nnodes", "nproc-per-node")
+            )
+            found.append((line.strip(), nodes * each, words))
+    return found
+
+
+def mistakes(processes: int, words: list[str]) -> list[str]:
+    """The errors of a command that trains, without those of LATER."""
+    parsed = parse(words)
+    errors = list(parsed.errors)
+    if parsed.action == "train":
+        kinds = ("cuda",) if processes > 1 else ("cpu", "cuda")
+        world = processes if processes > 1 else parsed.config.run.nproc
+        each = [validate(parsed.config, world, kind) for kind in kinds]
+        errors += [error for error in each[0] if all(error in others for others in each)]
+    known = (e for e in errors if e in parsed.errors or parsed.unread.isdisjoint(re.findall(r"--[\w-]+", e)))
+    return [error for error in known if not re.search(LATER, error)]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_commands_that_train_are_right(path):
+    wrong = [f"{line}: {error}" for line, n, words in train_commands(path) for error in mistakes(n, words)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_wrong_command_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh gpu\ntorchrun --nproc-per-node 8 train.py --tp 3 \\\n  --lrr 1 # why\n```\n")
+    [(_, processes, words)] = train_commands(page)
+    assert processes == 8 and words == ["--tp", "3", "--lrr", "1"]
+    assert any("--lrr" in error for error in mistakes(processes, words))
+    assert mistakes(8, ["--tp", "3"]) and not mistakes(8, ["--tp", "2"])
+    assert not mistakes(1, ["--data-path", "made_later"]) and mistakes(1, ["--seq-length", "0"])
+
+
+def test_guides_have_commands_and_say_what_these_need():
+    assert len(GUIDES) >= 8 and all(len(path.read_text().splitlines()) <= 170 for path in GUIDES)
+    assert sum(len(train_commands(path)) for path in DOCUMENTS) > 30
+    assert {block.needs for path in GUIDES for block in blocks(path)} <= {"", *NEEDS}
+
+
+def test_the_index_names_every_document():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").glob("**/*.md")]
+    assert [str(page) for page in pages if f"({page})" not in index and page.name != "README.md"] == []
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with this checkout's programs in bin/, and the embedded text, if it is prepared already."""
+    folder = tmp_path_factory.mktemp("guides")
+    (folder / "bin").mkdir()
+    programs = {"nanomegatron": "-m nanomegatron", "torchrun": "-m torch.distributed.run", "python": ""}
+    for name, module in programs.items():
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+def run_blocks(document: Path, place: Path) -> None:
+    """Run all blocks of a document that need nothing else, in a folder of their own."""
+    folder = place / document.stem
+    folder.mkdir()
+    for name in ("train.py", "preprocess.py", "convert.py", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    shared = ROOT / "data" if (ROOT / "data").is_dir() else place / "data"
+    shared.mkdir(exist_ok=True)
+    (folder / "data").symlink_to(shared)
+    paths = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for block in blocks(document):
+        if block.needs:
+            continue
+        script = re.sub(
+            r"(nanomegatron train|train\.py)(?= |$)(?! --help)", rf"\1 {SHORT}", block.text, flags=re.M
+        )
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=folder,
+            env=os.environ | paths | hidden,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, (
+            f"{document.name}:\n{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_commands_run(path, place):
+    run_blocks(path, place)
+
+
+def test_a_command_that_fails_is_found(tmp_path, place):
+    page = tmp_path / "failing.md"
+    page.write_text("```sh gpu\nexit 3\n```\n```sh\ntrue\nfalse\ntrue\n```\n")
+    with pytest.raises(AssertionError, match=r"failing\.md"):
+        run_blocks(page, place)
 
 
 def test_the_page_of_flags_is_current():
