@@ -227,7 +227,7 @@ def ticks(low: float, high: float) -> np.ndarray:
 
 
 def draw(panel: dict, left: int) -> list[str]:
-    """A panel of 440 x 320 as SVG: grid, axes, series as lines, dashes or dots, and a legend."""
+    """A panel of 440 x 320 as SVG: grid, axes, series as lines (`dash`: of SVG) or dots, and a legend."""
     curves = [curve(panel, series) for series in panel["series"]]
     scale = np.log2 if panel.get("log") else np.asarray
     xs, ys = (np.concatenate(values) for values in zip(*curves))
@@ -245,22 +245,17 @@ def draw(panel: dict, left: int) -> list[str]:
     for x in [x for x in np.unique(xs) if np.log2(x) % 1 == 0] if panel.get("log") else ticks(x0, x1):
         out.append(text(place_x(x), 291, "middle", f"{x / 1024:.0f}k" if panel.get("log") else f"{x:.6g}"))
     for i, (series, (x, y)) in enumerate(zip(panel["series"], curves)):
+        dots = series.get("style") == "dots"
+        look = '7" stroke-linecap="round' if dots else f'1.6" stroke-dasharray="{series.get("dash", "none")}'
         points = [f"{a:.1f} {b:.1f}" for a, b in zip(place_x(x), place_y(y))]
-        colour, style = COLOURS[series.get("colour", i)], series.get("style", "")
-        if style == "dots":
-            out += [
-                f'<path d="M{p}h0" stroke="{colour}" stroke-width="7" stroke-linecap="round"/>'
-                for p in points
-            ]
-        else:
-            dash = ' stroke-dasharray="5 4"' if style == "dashes" else ""
-            out.append(
-                f'<path d="M{"L".join(points)}" stroke="{colour}"{dash} stroke-width="1.4" fill="none"/>'
-            )
+        paths = [f"{point}h0" for point in points] if dots else ["L".join(points)]
         if "label" in series:
             x, y = panel.get("legend", [418, 48])
             y += 15 * sum("label" in s for s in panel["series"][:i])
-            out.append(f'<g fill="{colour}">{text(left + x, y, "end", series["label"])}</g>')
+            out.append(text(left + x - 36, y, "end", series["label"]))
+            paths.append(f"{left + x - 15} {y - 4}h0" if dots else f"{left + x - 30} {y - 4}h30")
+        stroke = f'fill="none" stroke="{COLOURS[series.get("colour", i)]}" stroke-width="{look}"'
+        out += [f'<path d="M{path}" {stroke}/>' for path in paths]
     return out
 
 
@@ -268,12 +263,8 @@ def plot(spec: dict) -> str:
     panels = [part for i, panel in enumerate(spec["panels"]) for part in draw(panel, 440 * i)]
     size = f"{440 * len(spec['panels'])} 320"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif"'
-    return (
-        "\n".join(
-            [head + ' font-size="12">', '<rect width="100%" height="100%" fill="white"/>', *panels, "</svg>"]
-        )
-        + "\n"
-    )
+    title, paper = f"<title>{spec['title']}</title>", '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head + ' font-size="12">', title, paper, *panels, "</svg>"]) + "\n"
 
 
 def outputs() -> dict[Path, str]:

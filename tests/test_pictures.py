@@ -2,12 +2,14 @@
 
 import itertools
 import sys
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import table
 from nanomegatron.commands.schedules import main as show_schedule
 from nanomegatron.config.settings import Config, ParallelConfig
 from nanomegatron.report.plots import plot_experts, plot_loss, smoothed
@@ -281,3 +283,26 @@ def test_title_of_a_trace():
     mesh = alone()
     mesh = replace(mesh, pp=replace(mesh.pp, size=2))
     assert trace_title("a", config, mesh).endswith("| tp1 pp2 dp1 cp1 ep1 | interleaved, 2 chunks a rank")
+
+
+# The pictures of benchmarks
+
+
+def test_legends_of_benchmarks_show_each_line():
+    """A word and, beside it, the mark of its series: the same colour, dashes and width as in the plot."""
+    panels = [panel for plot in table.SPEC["plots"] for panel in plot["panels"]]
+    seen = []
+    for panel in panels:
+        elements = [ElementTree.fromstring(element) for element in table.draw(panel, 0)]
+        named = [series for series in panel["series"] if "label" in series]
+        for series in named:
+            place = [x.text for x in elements].index(series["label"])
+            look = [dict(x.attrib) for x in elements[place + 1 :]]
+            count = len(table.curve(panel, series)[0]) if series.get("style") == "dots" else 1
+            marked = [{k: v for k, v in x.items() if k != "d"} for x in look[: count + 1]]
+            assert len({tuple(x.items()) for x in marked}) == 1 and len(marked) == count + 1, series["label"]
+            seen.append((series["label"], marked[0].get("stroke-dasharray")))
+        colours = [series.get("colour", i) for i, series in enumerate(panel["series"]) if "label" in series]
+        assert len(set(colours)) == len(named)
+    memory = ["no recompute", "selective: norms, SwiGLU", "full: layers", "memory of a GPU"]
+    assert [label for label, _ in seen[-4:]] == memory and ("FP8 tensorwise", "7 3") in seen
