@@ -21,7 +21,6 @@ flight. So the plan walks through each rank's ops (`schedules.py`): F adds the a
 BW frees them; the tensors of a deferred weight gradient are held from B to W. Five messages are counted: one
 in flight from and one to each of two neighbours, and one in use. `plan/fast.py` adds the fast paths' buffers.
 Not counted is torch's own memory: about 0.3 GiB per process on a CPU, more on a GPU.
-
 A prediction within 3 % of what is allocated is enough: finer details are left out.
 """
 
@@ -74,7 +73,8 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[d
     layers, (lists, placed) = stage_layers(config, vocab), _pipeline(config)
     for ops, stages in zip(lists, placed, strict=True):
         chunks = [StageChunk(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
-        peak = peak_over_schedule(ops, [chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in chunks])
+        microbatches = [chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in chunks]
+        peak = max((during for during, _ in memory_of_ops(ops, microbatches)), key=_total)
         parts = states(sizes, vocab, [layer for stage in stages for layer in layers[stage]], chunks)
         for name in ("activations", "logits and loss", "backward of a layer", "deferred weight gradients"):
             parts[name] = peak[name]
@@ -97,25 +97,6 @@ def describe_memory(*ranks: dict[str, float]) -> str:
     shares = [f"{name} {100 * size / total:.0f} %" for name, size in worst.items() if size > total / 200]
     which = f"of pipeline rank {ranks.index(worst)}" if len(ranks) > 1 else "per rank"
     return f"predicted peak {which} {total / 2**30:.2f} GiB ({', '.join(shares)})"
-
-
-def check_room(config: Config, vocab_size: int, machine: Machine, ranks: int, room: float) -> str:
-    """Return a note with the table of parts if `ranks` ranks together need more than `room` bytes, or "".
-
-    Raises ValueError if they need more than twice as much, which no inaccuracy of the plan explains.
-    """
-    each = memory_of_ranks(config, vocab_size, machine)
-    worst = max(each, key=_total)
-    need = max(_total(worst), sum(map(_total, each)) / len(each) * ranks)
-    if need <= room:
-        return ""
-    table = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in worst.items() if size >= 2**26)
-    text = f"about {need / 2**30:.1f} GiB are needed, and this machine has {room / 2**30:.1f}"
-    fix = "a smaller model or micro batch, more ranks, --use-distributed-optimizer or --recompute-activations"
-    text += f"; in GiB a rank: {table}; try {fix}"
-    if need > 2 * room:
-        raise ValueError(f"memory: {text}")
-    return f"memory: {text}"
 
 
 def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]) -> dict[str, float]:
@@ -162,11 +143,6 @@ def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, floa
         "Adam moments": params * moments * on_device / shared,
         "FP8 weights": 2 * fp8,
     }
-
-
-def peak_over_schedule(ops: list[Op], chunks: list[ChunkMemory]) -> Counter:
-    """Return the bytes by part that microbatches take at the peak of a rank's ops."""
-    return max((during for during, _ in memory_of_ops(ops, chunks)), key=_total)
 
 
 def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Counter, Counter]]:

@@ -22,7 +22,8 @@ from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.paths import describe_kernels
 from nanomegatron.plan.layer import Machine
-from nanomegatron.plan.memory import check_room, chunks_kept, describe_memory, memory_of_ranks
+from nanomegatron.plan.memory import chunks_kept, describe_memory, memory_of_ranks
+from nanomegatron.plan.room import Planned, check_room
 from nanomegatron.schedules import placement
 
 
@@ -58,7 +59,7 @@ def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:
         room, local = torch.cuda.get_device_properties(mesh.device).total_memory, 1
     else:
         room = host_memory()
-    note = check_room(config, vocab_size, machine_of(mesh), local, room)
+    note = check_room(Planned(config, vocab_size, machine_of(mesh), mesh.world.size, local), room)
     return [note] if note else []
 
 

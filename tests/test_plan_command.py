@@ -1,0 +1,97 @@
+"""Whether a run fits: the table and the remedies by arithmetic, and the command `nanomegatron plan`."""
+
+import re
+
+import pytest
+
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import parse
+from nanomegatron.config.rules import values_of
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.memory import memory_of_ranks
+from nanomegatron.plan.room import CHANGES, Planned, check_room, memory_table, remedies
+
+GIB = 2**30
+LLAMA = "--config llama3-8b --global-batch-size 128"
+PARAMETERS = 8030261248
+
+
+def planned(flags: str, world: int = 1, gpu: bool = True) -> Planned:
+    """The run of a command line."""
+    parsed = parse(flags.split())
+    assert [*parsed.errors, *validate(parsed.config, world, "cuda" if gpu else "cpu")] == []
+    machine = Machine(gpu=gpu, kernels=gpu)
+    shared = 1 if gpu else world
+    return Planned(resolve(parsed.config, world), parsed.config.data.vocab_size, machine, world, shared)
+
+
+def rows(run: Planned, room: float) -> dict[str, tuple[float, float]]:
+    """GiB by itself and with those above, by the flags."""
+    found = (re.match(r" +([\d.]+) +([\d.]+)   (--.*)", line) for line in remedies(run, room))
+    return {match[3]: (float(match[1]), float(match[2])) for match in found if match}
+
+
+def test_flags_are_the_changes_that_they_name():
+    for flags, values in CHANGES.items():
+        parsed = parse([*"--config gpt2-124m --no-bf16".split(), *flags.split()])
+        assert parsed.errors == ()
+        assert {name: values_of(parsed.config)[name] for name in values} == values, flags
+
+
+def test_remedies_need_what_a_run_with_their_flags_needs():
+    """The last makes room, and none before it; 12 bytes of a parameter are divided by 8."""
+    run, room = planned(LLAMA, 8), 70 * GIB
+    found = rows(run, room)
+    names = [name.removesuffix(", fits") for name in found]
+    assert names[0] == "--use-distributed-optimizer" and names[-1] == "--recompute-granularity full"
+    assert [name.endswith(", fits") for name in found] == [False] * (len(found) - 1) + [True]
+    saved = run.need / GIB - found["--use-distributed-optimizer"][0]
+    assert saved == pytest.approx(12 * PARAMETERS * 7 / 8 / GIB, abs=0.01)
+    for name, (alone, _) in zip(names, found.values(), strict=True):
+        assert alone == pytest.approx(planned(f"{LLAMA} {name}", 8).need / GIB, abs=0.006)
+    both = planned(f"{LLAMA} --use-distributed-optimizer --recompute-granularity full", 8).need / GIB
+    together = [*found.values()][-1][1]
+    assert together == pytest.approx(both, abs=0.006) and together <= 70
+
+
+def test_more_gpus_are_named_where_a_remedy_takes_them():
+    found = rows(planned(LLAMA), 40 * GIB)
+    assert "--use-distributed-optimizer" not in found  # nothing to divide by
+    assert "--tp 2 --sp on 2 GPUs" in found and "--tp 4 --sp on 4 GPUs, fits" in found
+    assert found["--tp 2 --sp on 2 GPUs"][0] == pytest.approx(
+        planned(f"{LLAMA} --tp 2 --sp", 2).need / GIB, abs=0.006
+    )
+
+
+def test_ranks_that_share_a_machine_are_counted_together():
+    """On a CPU: nothing goes to the host's memory, in which all is, and there are no more processes."""
+    run = planned("--config llama3-8b --no-bf16 --global-batch-size 8 --device cpu", 2, gpu=False)
+    assert run.need == 2 * sum(memory_of_ranks(*run[:3])[0].values())
+    found = rows(run, GIB)
+    assert list(found)[:2] == ["--bf16", "--use-distributed-optimizer"]
+    assert not any("offload" in name or "GPU" in name for name in found)
+    assert list(remedies(run, GIB))[-1].startswith("  these do not make room")
+
+
+def test_a_note_or_a_refusal_shows_the_table():
+    run = planned(LLAMA, 8)
+    assert check_room(run, 1.001 * run.need) == ""
+    note = check_room(run, 0.6 * run.need)
+    assert "about 170.73 GiB are needed, and this machine has 102.44" in note
+    with pytest.raises(ValueError) as refused:
+        check_room(run, 0.49 * run.need)
+    for text in note, str(refused.value):
+        assert re.search(r"^  Adam moments +59.83$", text, re.MULTILINE)
+        assert re.search(r"^  together +170.73$", text, re.MULTILINE)
+        assert re.search(r" --use-distributed-optimizer", text)
+
+
+def test_a_table_has_the_first_the_largest_and_the_last_of_many_ranks():
+    ranks = [{"weights": GIB * (1 + (i == 5)), "messages": 2**20} for i in range(12)]
+    lines = [line.split() for line in memory_table(ranks)]
+    assert lines == [
+        "GiB of a rank pp 0 pp 5 pp 11".split(),
+        "weights 1.00 2.00 1.00".split(),
+        "together 1.00 2.00 1.00".split(),
+    ]
+    assert "pp 7" in next(memory_table(ranks[:8])) and "pp" not in next(memory_table(ranks[:1]))
