@@ -10,14 +10,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6000,
     "checkpoint": 1385,
-    "commands": 970,
-    "config": 2830,
+    "commands": 1110,
+    "config": 2855,
     "data": 2340,
     "fast": 2500,
     "faults": 330,
     "ops": 2930,
     "plan": 630,
-    "report": 2150,
+    "report": 2160,
 }
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

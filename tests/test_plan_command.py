@@ -1,9 +1,13 @@
 """Whether a run fits: the table and the remedies by arithmetic, and the command `nanomegatron plan`."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
+import preprocess
+from nanomegatron.commands.plan import known_gpu, main
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import parse
 from nanomegatron.config.rules import values_of
@@ -95,3 +99,67 @@ def test_a_table_has_the_first_the_largest_and_the_last_of_many_ranks():
         "together 1.00 2.00 1.00".split(),
     ]
     assert "pp 7" in next(memory_table(ranks[:8])) and "pp" not in next(memory_table(ranks[:1]))
+
+
+# The command.
+
+
+def test_a_run_that_fits_and_one_that_does_not(capsys):
+    """The largest rank counts; a tenth of the memory is left to CUDA."""
+    flags = "--config llama3-8b --vocab-size 128256 --pp 4 --gpus 4 --global-batch-size 32".split()
+    need = planned(" ".join(flags).replace("--gpus 4", ""), 4).need / GIB
+    assert main([*flags, "--gpu-memory", f"{need / 0.9 + 0.1}"]) == 0
+    fits = capsys.readouterr().out
+    assert "fits    90% of" in fits and "with" not in fits.split("together")[1]
+    assert "8,030.3 M params" in fits and "tp1 pp4 dp1 cp1 ep1" in fits
+    bubble = 3 / 32  # of 1f1b: (stages - 1) / microbatches
+    assert f"bubble {bubble:.1%}" in fits
+    assert main([*flags, "--gpu-memory", f"{need / 0.9 - 0.1}"]) == 1
+    assert re.search(
+        r"no fit .*\n.*\n +[\d.]+ +[\d.]+   --recompute-granularity selective", capsys.readouterr().out
+    )
+
+
+def test_gpus_are_known_by_name(capsys):
+    for name, size in ("h100", 80), ("NVIDIA A100-SXM4-40GB", 40), ("GB200", 186), ("rtx 4090", 24):
+        assert known_gpu(name) == (name, size)
+    assert main(["--gpu", "foo"]) == 2
+    assert "--gpu foo: none of GB200, B200, " in capsys.readouterr().err
+
+
+def test_the_gpu_of_this_machine_is_asked(tmp_path, monkeypatch, capsys):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "NVIDIA H200, 143771"\necho "NVIDIA H200, 143771"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert known_gpu(None) == ("NVIDIA H200", 143771 / 1024)
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert known_gpu(None)[1] is None
+    assert main(["--config", "llama-80gb"]) == 0
+    assert "fits    GPUs of 80 GB or more" in capsys.readouterr().out
+
+
+def test_errors_are_those_of_train_all_at_once(capsys):
+    assert main("--config llama3-8b --tp 3 --lrr 1 --gpus 6".split()) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[0] == "nanomegatron plan:" and len(errors) >= 3
+    assert "--lrr: unknown flag" in errors[1] and "--tensor-model-parallel-size 3" in errors[2]
+    assert main(["--gpus", "0"]) == 2 and main(["--gpu-memory", "-1"]) == 2
+
+
+def test_the_vocabulary_is_that_of_the_data(tmp_path, capsys):
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n')
+    flags = f"--input {tmp_path}/text.jsonl --output-prefix {tmp_path}/text --tokenizer-type ByteTokenizer"
+    assert preprocess.main(flags.split()) == 0
+    assert main(["--config", "tiny-cpu", "--data-path", f"{tmp_path}/text_text_document"]) == 0
+    assert "vocab 257," in capsys.readouterr().out
+    assert main(["--config", "tiny-cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "vocab 4096," in out and "embedded text" in out
+
+
+def test_no_torch_is_needed():
+    code = (
+        "import sys; from nanomegatron.commands.plan import main; main([]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

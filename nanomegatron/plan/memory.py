@@ -70,7 +70,7 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[d
     """Return the same for each pipeline rank."""
     sizes, ranks = Sizes(config, machine), []
     vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, sizes.tp)
-    layers, (lists, placed) = stage_layers(config, vocab), _pipeline(config)
+    layers, (lists, placed) = stage_layers(config, vocab), pipeline_ops(config)
     for ops, stages in zip(lists, placed, strict=True):
         chunks = [StageChunk(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
         microbatches = [chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in chunks]
@@ -87,7 +87,7 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[d
 
 def chunks_kept(config: Config) -> list[int]:
     """Return for each pipeline rank the most forwards of chunks that wait for their backward at a time."""
-    return [most_open(ops) for ops in _pipeline(config)[0]]
+    return [most_open(ops) for ops in pipeline_ops(config)[0]]
 
 
 def describe_memory(*ranks: dict[str, float]) -> str:
@@ -234,7 +234,7 @@ def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> floa
     return chunk.layers * layer / sizes.item + h * chunk.first + loss
 
 
-def _pipeline(config: Config) -> tuple[list[list[Op]], list[list[int]]]:
+def pipeline_ops(config: Config) -> tuple[list[list[Op]], list[list[int]]]:
     """Return the ops of every pipeline rank for the run's largest batch, and their stages."""
     parallel, data = config.parallel, config.data
     replicas = parallel.data_parallel_size or 1

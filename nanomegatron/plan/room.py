@@ -54,15 +54,12 @@ class Planned(NamedTuple):
 
 
 def check_room(run: Planned, room: float) -> str:
-    """Return a note with the table and remedies if a run needs more than `room` bytes, or "".
-
-    Raises ValueError if it needs more than twice as much, which no inaccuracy of the plan explains.
-    """
+    """Return a note with a table if a run needs over `room` bytes, or "". Raises ValueError over twice."""
     if run.need <= room:
         return ""
     text = f"memory: about {run.need / 2**30:.2f} GiB are needed, and this machine has {room / 2**30:.2f}"
     text = "\n".join([text, *memory_table(memory_of_ranks(*run[:3])), *remedies(run, room)])
-    if run.need > 2 * room:
+    if run.need > 2 * room:  # which no inaccuracy of the plan explains
         raise ValueError(text)
     return text
 
@@ -74,7 +71,7 @@ def memory_table(ranks: list[dict[str, float]]) -> Iterator[str]:
     columns = [(f"pp {i}" * (n > 1), ranks[i] | {"together": totals[i]}) for i in shown]
     yield f"  {'GiB of a rank':<25}" + "".join(f"{name:>9}" for name, _ in columns)
     for part in columns[0][1]:
-        if max(parts[part] for _, parts in columns) >= 2**26:
+        if max(parts[part] for _, parts in columns) >= max(totals) / 200:
             yield f"  {part:<25}" + "".join(f"{parts[part] / 2**30:>9.2f}" for _, parts in columns)
 
 
