@@ -1,0 +1,175 @@
+"""The command `compare`: a table and a picture of several runs, and how far losses at equal tokens differ."""
+
+import argparse
+import math
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanomegatron.commands.page import Curve, Table, amount, run_page
+from nanomegatron.commands.runs import aligned, number, state_of
+from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
+from nanomegatron.config.help import did_you_mean
+from nanomegatron.config.rules import values_of
+from nanomegatron.config.settings import Config
+from nanomegatron.report.schedule_draw import canvas
+from nanomegatron.report.writers import read_jsonl, replace_file
+
+POINTS = 500  # at most in a curve; each is the mean of as many steps as that needs
+
+
+class RecordedRun(NamedTuple):
+    """What a run has recorded: steps by consumed tokens, and evaluations; with losses as numbers."""
+
+    name: str
+    folder: Path
+    config: Config
+    steps: dict[int, dict[str, Any]]
+    evals: list[dict[str, Any]]
+
+    def numbers(self, key: str) -> list[float]:
+        """The finite values of a key over all steps; [nan] if there are none."""
+        values = [float(step[key]) for step in self.steps.values() if step.get(key) is not None]
+        return list(filter(math.isfinite, values)) or [math.nan]
+
+    def curve(self) -> Curve:
+        """The finite losses over tokens, for a picture; means of several steps if there are over POINTS."""
+        line = [(tokens, r["lm_loss"]) for tokens, r in self.steps.items() if math.isfinite(r["lm_loss"])]
+        size = math.ceil(len(line) / POINTS) or 1
+        groups = [zip(*line[i : i + size], strict=True) for i in range(0, len(line), size)]
+        held_out = [(r["tokens"], r["lm_loss"]) for r in self.evals if r["split"] == "validation"]
+        dots = [dot for dot in held_out if math.isfinite(dot[1])]
+        return self.name, [tuple(map(statistics.fmean, group)) for group in groups], dots
+
+
+def main(argv: list[str]) -> int:
+    """Compare runs; returns 0, 1 if losses differ by more than --rtol, 2 if something cannot be read."""
+    parser = argparse.ArgumentParser("nanomegatron compare", description=main.__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="a name in runs/, or a folder; the first is the reference")
+    add("--rtol", type=float, help="exit with code 1 if a loss differs by more from the first run's")
+    add("--picture", type=Path, metavar="FILE", help=".png, .svg or .pdf; compare.png, if several runs")
+    add("--html", type=Path, metavar="FILE", help="also write one page that needs no other file")
+    args = parser.parse_args(argv)
+    try:
+        runs = [read_run(word) for word in dict.fromkeys(args.runs)]
+        tables, (words, largest) = [fact_table(runs), settings_table(runs)], differences(runs)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+        print("\n\n".join([*(aligned(table, width) for table in tables), *words]))
+        curves = [run.curve() for run in runs]
+        if args.html:
+            tables.append(evaluation_table(runs))
+            replace_file(args.html, run_page(words, curves, tables, [run.folder for run in runs]))
+            print(f"page    {args.html}")
+        if args.picture or len(runs) > 1:
+            draw_curves(curves, args.picture or Path("compare.png"))
+    except (ImportError, OSError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        if args.picture or not isinstance(error, ImportError):
+            return 2
+    if args.rtol is not None and not largest <= args.rtol:
+        print(f"--rtol {args.rtol:g}: the largest difference is {largest:.1e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_run(word: str) -> RecordedRun:
+    """Read the run in runs/WORD or WORD. Raises ValueError if there is none, or if it is damaged."""
+    folders = [path for path in (Path("runs") / word, Path(word)) if (path / "config.toml").is_file()]
+    if not folders:
+        hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
+        raise ValueError(f"{word}: no run, neither runs/{word} nor {word} has a config.toml{hint}")
+    try:
+        config = from_toml((folders[0] / "config.toml").read_text(encoding="utf-8"))
+        steps, evals = (read_jsonl(folders[0] / f"{kind}.jsonl") for kind in ("metrics", "evals"))
+        for record in steps + evals:
+            record |= {"lm_loss": float(record["lm_loss"]), "split": str(record.get("split"))}
+            record["tokens"] = (record.get("consumed_samples") or 0) * config.data.seq_length
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{word}: damaged settings or records ({error}); leave this run out") from None
+    return RecordedRun(word, folders[0].resolve(), config, {step["tokens"]: step for step in steps}, evals)
+
+
+def fact_table(runs: Sequence[RecordedRun]) -> Table:
+    """Return the results: a row per fact, a column per run."""
+    end = max(set.intersection(*(set(run.steps) for run in runs)), default=0)
+    table = [["results", "state", "steps", "tokens", f"loss at {amount(end) if end else 'equal'} tokens"]]
+    table[0] += ["last validation loss", "ranks", "tokens/s, median", "MFU, median", "peak memory, GiB"]
+    for run in runs:
+        parallel, last = run.config.parallel, max(run.steps, default=0)
+        facts = [
+            f"{run.steps[last]['iteration'] if last else 0}/{run.config.run.train_iters}",
+            f"{last:,}",
+            f"{run.steps[end]['lm_loss'] if end else math.nan:.6f}",
+            f"{([r['lm_loss'] for r in run.evals if r['split'] == 'validation'] or [math.nan])[-1]:.6f}",
+            str(parallel.ranks_per_replica * (parallel.data_parallel_size or 1)),
+            f"{statistics.median(run.numbers('tokens_per_s')):,.0f}",
+            f"{statistics.median(run.numbers('mfu')):.1%}",
+            f"{max(run.numbers('peak_mem_gib')):.2f}",
+        ]
+        table.append([run.name, state_of(run.folder), *("-" if f in ("nan", "nan%") else f for f in facts)])
+    return [list(row) for row in zip(*table, strict=True)]
+
+
+def settings_table(runs: Sequence[RecordedRun]) -> Table:
+    """Return the settings that differ between runs; of a single run those that are not the defaults."""
+    every, title = [values_of(run.config) for run in runs], "settings that differ"
+    if len(runs) == 1:
+        every, title = [*every, values_of(build_config({}))], "settings other than the defaults"
+    hidden = {key.replace("-", "_") for key in OF_ONE_RUN.split()} - {"data_parallel_size"}
+    names = [k for k in every[0] if k not in hidden and any(values[k] != every[0][k] for values in every)]
+    rows = [[k.replace("_", "-"), *(str(values[k]) for values in every[: len(runs)])] for k in names]
+    return [[title, *(run.name for run in runs)], *(rows or [["none", *("" for _ in runs)]])]
+
+
+def evaluation_table(runs: Sequence[RecordedRun]) -> Table:
+    """Return all evaluations of all runs."""
+    forms = {"iteration": ".0f", "lm_loss": ".6f", "ppl": ".5g", "bits_per_byte": ".4f"}
+    table = [["evaluations", "split", "step", "loss", "perplexity", "bits per byte"]]
+    for name, r in ((run.name, r) for run in runs for r in run.evals):
+        table.append([name, r["split"], *(number(r.get(key), form) for key, form in forms.items())])
+    return table
+
+
+def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
+    """Say how far losses differ from the first run's; returns lines and the largest, NaN without steps."""
+    first, lines, largest = runs[0], [], 0.0 if len(runs) > 1 else math.nan
+    for run in runs[1:]:
+        both = sorted(first.steps.keys() & run.steps.keys())
+        gaps = [(relative_gap(first.steps[t]["lm_loss"], run.steps[t]["lm_loss"]), t) for t in both]
+        gap, at = max(gaps, default=(math.nan, 0))
+        step = first.steps[at]["iteration"] if both else 0
+        text = f"largest relative difference of losses over {len(both)} steps: {gap:.1e} (at step {step})"
+        sizes = [(r.config.data.seq_length, set(r.numbers("global_batch_size"))) for r in (first, run)]
+        if sizes[0] != sizes[1]:
+            text += "; batch or sequence differ: only steps that end at equal tokens are compared"
+        lines.append(
+            f"{run.name} and {first.name}: {text if both else 'no losses to compare at equal tokens'}"
+        )
+        largest = math.nan if math.isnan(largest + gap) else max(largest, gap)
+    return lines, largest
+
+
+def relative_gap(a: float, b: float) -> float:
+    """|a - b| / |a|; infinity if only one of them is finite, 0 if none is."""
+    if math.isfinite(a) and math.isfinite(b):
+        return abs(a - b) / max(abs(a), 1e-300)
+    return math.inf if math.isfinite(a) != math.isfinite(b) else 0.0
+
+
+def draw_curves(curves: Sequence[Curve], path: Path) -> None:
+    """Draw losses over tokens. Raises ImportError without matplotlib, ValueError for a wrong suffix."""
+    axes = canvas(path, (9, 5)).add_subplot(title="training loss; dots: validation")
+    for i, (name, line, dots) in enumerate(curves):
+        look = dict(linestyle="--", linewidth=1.6) if i else dict(linewidth=2.6)  # runs that agree overlap
+        axes.plot([x for x, _ in line], [y for _, y in line], color=f"C{i}", label=name, **look)
+        axes.plot([x for x, _ in dots], [y for _, y in dots], "o", color=f"C{i}", markeredgecolor="black")
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_formatter(lambda x, _: amount(x) if x >= 0 else "")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.legend(frameon=False, loc="upper right")
+    axes.figure.savefig(path)
+    print(f"picture {path}")

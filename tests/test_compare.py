@@ -1,0 +1,368 @@
+"""`nanomegatron runs` and `nanomegatron compare`: states, tables, differences of losses, the page."""
+
+import dataclasses
+import html.parser
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanomegatron.commands import compare, page, runs
+from nanomegatron.config.cli import build_config, to_toml
+from nanomegatron.faults.lock import lock
+from tests.test_style import ROOT
+
+MODEL = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, train_iters=40)
+EVIL = '<script>alert("x")</script> & $title'
+
+
+def write_run(name: str, losses: list[float], batch: int = 4, state: str = "done", **settings) -> Path:
+    """Write the records of a run in runs/NAME."""
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    config = build_config(
+        MODEL | dict(run_name=name, save=f"runs/{name}/ckpt", data_parallel_size=1) | settings
+    )
+    (folder / "config.toml").write_text(to_toml(config))
+    rows = []
+    for i, loss in enumerate(losses, 1):
+        rows.append(dict(iteration=i, consumed_samples=i * batch, global_batch_size=batch, lm_loss=loss))
+        rows[-1] |= dict(tokens_per_s=100.0 * i, mfu=0.25, peak_mem_gib=0.5 + i, step_time_ms=1.0)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = dict(iteration=len(losses), split="validation", lm_loss=2.5, ppl=12.0, bits_per_byte=None)
+    held_out["consumed_samples"] = len(losses) * batch
+    test = held_out | dict(split="test", lm_loss=9.5)
+    (folder / "evals.jsonl").write_text(f"{json.dumps(held_out)}\n{json.dumps(test)}\n")
+    (folder / "status.json").write_text(json.dumps({"state": state}))
+    return folder
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Let all files of a run be this old."""
+    for path in folder.iterdir():
+        then = path.stat().st_mtime - seconds
+        os.utime(path, (then, then))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def listed(capsys) -> list[list[str]]:
+    assert runs.main([]) == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+# runs
+
+
+def test_runs_are_listed_newest_first(capsys):
+    age(write_run("old", [4.0, 3.0]), 7300)
+    write_run("new", [4.0, 3.5, 3.25], state="preempted")
+    age(write_run("middle", [4.0], train_iters=7), 130)
+    (Path("runs") / "latest").symlink_to("new")
+    header, *rows, mark = listed(capsys)
+    assert header == "run state step loss validation age".split()
+    assert rows[0][:7] == ["new", "*", "preempted", "3/40", "3.2500", "2.5000", "0"]
+    assert rows[1] == "middle done 1/7 4.0000 2.5000 2 min".split()
+    assert rows[2] == "old done 2/40 3.0000 2.5000 2 h".split()
+    assert mark == ["*", "runs/latest"] and len(rows) == 3
+
+
+def test_a_run_without_its_lock_has_died(capsys):
+    write_run("killed", [4.0], state="running")
+    write_run("copied", [4.0], state="running")
+    write_run("alive", [4.0], state="running")
+    lock(Path("runs/killed"), wait=False).close()
+    with lock(Path("runs/alive"), wait=False):
+        states = {row[0]: row[1] for row in listed(capsys)[1:]}
+    assert states == {"killed": "died", "copied": "died", "alive": "running"}
+
+
+def test_damaged_folders_are_named_and_the_others_listed(capsys):
+    write_run("good", [4.0])
+    (write_run("torn", [4.0, 3.0]) / "config.toml").write_text("num-layers = ")
+    (write_run("cut", [4.0, 3.0]) / "status.json").write_text('{"state": "do')
+    with open("runs/cut/metrics.jsonl", "a") as file:
+        file.write('{"iteration": 3, "lm_l')
+    Path("runs/empty").mkdir()
+    write_run("wrong", ["high"])
+    assert runs.main([]) == 0
+    out, err = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:5] for line in out.splitlines()[1:]}
+    assert rows == {
+        "good": ["done", "1/40", "4.0000", "2.5000"],
+        "torn": ["done", "2/-", "3.0000", "2.5000"],
+        "cut": ["-", "2/40", "3.0000", "2.5000"],
+    }
+    for text in ("runs/torn/config.toml: damaged", "runs/cut/status.json: damaged", "runs/empty: no run"):
+        assert text in err
+    assert "runs/wrong: could not convert string to float" in err
+
+
+def test_long_metrics_are_read_from_their_end(capsys):
+    write_run("long", [5.0] * 3000 + [1.25])
+    assert Path("runs/long/metrics.jsonl").stat().st_size > 2 * runs.TAIL
+    assert listed(capsys)[1][2:4] == ["3001/40", "1.2500"]
+
+
+def test_runs_without_a_folder_and_without_runs(capsys):
+    assert runs.main(["nowhere"]) == 2
+    assert "runs: nowhere: no such folder; give" in capsys.readouterr().err
+    Path("runs").mkdir()
+    assert runs.main([]) == 0
+    assert capsys.readouterr().out == "no runs in runs\n"
+
+
+def test_columns_beyond_the_terminal_follow_below():
+    table = [["name", "first", "second"], ["row", "1", "22"]]
+    assert runs.aligned(table) == "name  first  second\nrow       1      22"
+    assert runs.aligned(table, 18) == "name  first\nrow       1\n\nname  second\nrow       22"
+
+
+@pytest.mark.parametrize("verb", ("runs", "compare"))
+def test_torch_is_not_imported(verb):
+    code = f"import sys, nanomegatron.commands.{verb}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# compare
+
+
+def compared(capsys, *words: str, code: int = 0) -> str:
+    assert compare.main([*words]) == code
+    return capsys.readouterr().out
+
+
+def row_of(out: str, name: str) -> list[str]:
+    return next(line for line in out.splitlines() if line.startswith(name))[len(name) :].split()
+
+
+def test_two_layouts_in_one_table(capsys):
+    write_run("a", [4.0, 3.0, 2.0])
+    write_run("b", [4.0, 3.0, 2.0 + 2e-6, 1.5], tensor_model_parallel_size=2, nproc=2)
+    out = compared(capsys, "a", "runs/b")
+    assert row_of(out, "results") == ["a", "runs/b"] and row_of(out, "ranks") == ["1", "2"]
+    assert row_of(out, "steps") == ["3/40", "4/40"] and row_of(out, "tokens ") == ["96", "128"]
+    assert row_of(out, "loss at 96 tokens") == ["2.000000", "2.000002"]
+    assert row_of(out, "last validation loss") == ["2.500000", "2.500000"]
+    assert row_of(out, "tokens/s, median") == ["200", "250"] and row_of(out, "MFU, median") == ["25.0%"] * 2
+    assert row_of(out, "peak memory, GiB") == ["3.50", "4.50"]
+    differing = out[out.index("settings that differ") : out.index("runs/b and a")]
+    assert [line.split() for line in differing.split("\n")[1:-2]] == [
+        ["tensor-model-parallel-size", "1", "2"]
+    ]
+    assert "runs/b and a: largest relative difference of losses over 3 steps: 1.0e-06 (at step 3)" in out
+    assert Path("compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("rtol, code", [("1e-5", 0), ("1e-7", 1), ("0", 1), ("nan", 1)])
+def test_rtol_is_the_exit_code(rtol, code):
+    write_run("a", [4.0, 3.0])
+    write_run("b", [4.0, 3.0 + 3e-6])
+    assert compare.main(["a", "b", "--rtol", rtol]) == code
+
+
+def test_the_worst_of_several_runs_counts():
+    for name, loss in (("a", 3.0), ("b", 3.3), ("c", 3.0)):
+        write_run(name, [4.0, loss])
+    assert compare.main(["a", "b", "c", "--rtol", "0.05"]) == 1
+    assert compare.main(["a", "c", "--rtol", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    "a, b, gap",
+    [(2.0, 2.5, 0.25), (2.0, math.nan, math.inf), (math.inf, 2.0, math.inf), (math.nan, math.inf, 0.0)]
+    + [(0.0, 0.0, 0.0)],
+)
+def test_relative_gap(a, b, gap):
+    assert compare.relative_gap(a, b) == gap
+
+
+def test_a_loss_that_is_lost_in_one_run_differs():
+    write_run("a", [4.0, 3.0])
+    write_run("b", [4.0, "nan"])
+    assert compare.main(["a", "b", "--rtol", "1e9"]) == 1
+
+
+def test_other_batch_sizes_are_compared_at_equal_tokens(capsys):
+    write_run("small", [4.0, 3.0, 2.5, 2.25], batch=4)
+    write_run("large", [3.5, 2.25 * 1.01], batch=8, global_batch_size=8)
+    out = compared(capsys, "small", "large")
+    assert "over 2 steps: 1.7e-01 (at step 2); batch or sequence differ: only steps that end at equal" in out
+    assert row_of(out, "loss at 128 tokens") == ["2.250000", "2.272500"]
+
+
+def test_runs_without_common_steps_prove_nothing(capsys):
+    write_run("a", [4.0], batch=3)
+    write_run("b", [4.0], batch=4)
+    out = compared(capsys, "a", "b", "--rtol", "1", code=1)
+    assert "b and a: no losses to compare" in out and row_of(out, "loss at equal tokens") == ["-", "-"]
+
+
+def test_a_run_that_is_not_there_gets_the_nearest(capsys):
+    write_run("gpt-tp2", [4.0])
+    assert compare.main(["gpt-tp"]) == 2
+    assert "gpt-tp has a config.toml; did you mean gpt-tp2?" in capsys.readouterr().err
+
+
+def test_damaged_settings_are_an_error(capsys):
+    (write_run("a", [4.0]) / "config.toml").write_text("no-such-key = 1")
+    assert compare.main(["a"]) == 2
+    assert "a: damaged settings or records (config: unknown key no-such-key" in capsys.readouterr().err
+
+
+def test_without_matplotlib_only_the_picture_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    write_run("a", [4.0])
+    write_run("b", [4.0])
+    assert compare.main(["a", "b"]) == 0
+    out, err = capsys.readouterr()
+    assert "largest relative difference" in out and err.count("\n") == 1 and "needs matplotlib" in err
+    assert compare.main(["a", "b", "--picture", "x.png"]) == 2
+
+
+def test_a_picture_as_svg_names_its_runs():
+    write_run("first-run", [4.0, 3.0])
+    assert compare.main(["first-run", "--picture", "x.svg"]) == 0
+    assert "first-run" in Path("x.svg").read_text() and not Path("compare.png").exists()
+
+
+# The page
+
+
+class Checker(html.parser.HTMLParser):
+    """Collects elements, texts and errors in the nesting of a page."""
+
+    VOID = {"meta", "img", "path", "circle", "polyline"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack, self.found, self.errors = [], [], []
+        self.feed(text)
+        self.errors += self.stack
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if not self.stack or self.stack.pop() != tag:
+            self.errors.append(tag)
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def written_page(*names: str) -> tuple[str, Checker]:
+    assert compare.main([*names, "--html", "page.html"]) == 0
+    text = Path("page.html").read_text(encoding="utf-8")
+    return text, Checker(text)
+
+
+def test_the_page_is_whole_and_loads_nothing():
+    folder = write_run("a", [4.0, 3.0])
+    (folder / "log.txt").write_text(
+        "nanomegatron 0.2 | cpu\nmodel   <2 layers>\n [2026-01-01] iteration 1 |\nlater\n"
+    )
+    (folder / "loss.png").write_bytes(b"\x89PNG picture")
+    write_run("b", [4.0, 3.1], lr=0.5)
+    text, found = written_page("a", "b")
+    assert not found.errors and found.all("html") == [{"lang": "en"}] and len(found.all("h1")) == 1
+    assert len(found.all("caption")) == len(found.all("table")) == 3
+    assert {a["scope"] for a in found.all("th")} == {"row", "col"}
+    assert found.all("svg")[0]["role"] == "img" and 'id="chart-name"' in text and 'id="chart-ends"' in text
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in found.all("div"))
+    assert not re.search(r"https?://|url\(|@import|<script|<link", text)
+    assert [a["src"][:22] for a in found.all("img")] == ["data:image/png;base64,"] and found.all("img")[0][
+        "alt"
+    ]
+    assert "model   &lt;2 layers&gt;" in text and "iteration 1 |" not in text and "later" not in text
+    assert "<td>0.5</td>" in text and "a ends at 3.0000; b ends at 3.1000" in text
+    assert "largest relative difference of losses over 2 steps: 3.3e-02" in text
+    assert "<td>test</td><td>2</td><td>9.500000</td>" in text
+
+
+def test_the_page_of_one_run(capsys):
+    write_run("only", [4.0, 3.0], lr=0.5)
+    text, found = written_page("only")
+    assert not found.errors and "<title>only - nanomegatron</title>" in text
+    assert '<th scope="row">lr</th><td>0.5</td>' in text and "run-name" not in text
+
+
+def test_everything_is_escaped():
+    folder = write_run("a", [4.0], tokenizer_model=EVIL)
+    (folder / "log.txt").write_text(EVIL)
+    folder.rename("runs/" + EVIL.replace("/", "_"))
+    text, found = written_page(EVIL.replace("/", "_"))
+    assert not found.errors and not found.all("script") and "$title" in text
+
+
+def test_a_run_without_a_step_has_a_page():
+    write_run("none", [])
+    Path("runs/none/evals.jsonl").unlink()
+    text, found = written_page("none")
+    assert not found.errors and not re.search(r"\bnan\b", text)
+
+
+def test_curves_end_where_their_losses_are():
+    points = [(100.0, 3.0), (200.0, 1.0)]
+    lines = list(page.chart_lines([("a", points, [(200.0, 2.0)])]))
+    line = next(text for text in lines if "polyline" in text)
+    dot = next(text for text in lines if "circle" in text)
+    middle = (page.LEFT + page.RIGHT) / 2
+    assert f'points="{middle},{page.TOP}.0 {page.RIGHT}.0,{page.BOTTOM}.0"' in line
+    assert f'cx="{page.RIGHT}.0" cy="{(page.TOP + page.BOTTOM) / 2}"' in dot
+
+
+def test_long_runs_are_averaged_to_few_points():
+    write_run("long", [float(i % 2) for i in range(1, 2001)])
+    _, line, _ = compare.read_run("long").curve()
+    assert len(line) == compare.POINTS and {y for _, y in line} == {0.5}
+
+
+@pytest.mark.parametrize(
+    "low, high, ticks",
+    [(0, 60, [0, 10, 20, 30, 40, 50, 60]), (6.36, 8.36, [6, 6.5, 7, 7.5, 8, 8.5]), (3, 3, [3, 3.5])]
+    + [(0, 1.3e9, [0, 5e8, 1e9, 1.5e9])],
+)
+def test_ticks_enclose_the_values(low, high, ticks):
+    assert page.nice_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_amounts_of_tokens():
+    found = [page.amount(n) for n in (0, 500, 61440, 1_500_000, 3e9, 2e12)]
+    assert found == ["0", "500", "61.44k", "1.5M", "3B", "2T"]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_contrast_in_light_and_dark():
+    """At least 7 : 1 for text, 4.5 : 1 for captions, 3 : 1 for curves, by the formula of WCAG."""
+    style = Path(page.__file__).with_name("page.html").read_text(encoding="utf-8")
+    themes = [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in style.split("@media")[:2]]
+    least = dict(ink=7, faint=4.5) | {f"c{i}": 3 for i in range(page.LOOKS)}
+    for theme, (name, ratio) in itertools.product(themes, least.items()):
+        dark, light = sorted((luminance(theme[name]), luminance(theme["ground"])))
+        assert (light + 0.05) / (dark + 0.05) >= ratio, (name, theme[name])
+
+
+def test_names_of_one_run_are_settings():
+    """A renamed setting would silently be listed as a difference."""
+    names = {s.name for part in dataclasses.fields(build_config({})) for s in dataclasses.fields(part.type)}
+    assert {key.replace("-", "_") for key in compare.OF_ONE_RUN.split()} <= names
