@@ -115,11 +115,12 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     if errors := [*parsed.errors, *validate(config, size, device.type, gpu)]:
         raise ConfigError(errors)
     config = resolve(replace(config, data=with_text(parsed)), size)
-    config = with_run_name(config, parsed.preset, parsed.given)
+    config = with_run_name(config, parsed)
     if earlier := settings_in(config.run.folder):
         if errors := resume_conflicts(earlier, config):
             raise ConfigError([*errors, f"{config.run.folder} holds another run: choose another --run-name"])
-        parsed.notes.extend(f"changed {change}" for change in changed_settings(earlier, config))
+        changes = changed_settings(earlier, config) if not config.run.eval_only else ()
+        parsed.notes.extend(f"changed {change}" for change in changes)
     return parsed, config
 
 

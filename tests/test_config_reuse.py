@@ -8,7 +8,7 @@ import pytest
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import build_config, parse, to_toml
 from nanomegatron.config.rules import values_of
-from nanomegatron.config.run_folder import changed_settings, default_run_name
+from nanomegatron.config.run_folder import changed_settings, default_run_name, with_run_name
 from nanomegatron.config.settings import Config
 
 MODEL = dict(num_layers=3, hidden_size=48, num_attention_heads=6, sequence_parallel=True)
@@ -109,6 +109,40 @@ def test_a_name_that_cannot_say_all_ends_in_a_hash():
     assert one != two and one.startswith("tiny-cpu-data-pathtext_document")
     assert name(f"{many} 1") != name(f"{many} 2") and name(f"{many} 1") == name(f"{many} 1")
     assert all(len(each) < 120 and "/" not in each for each in (one, two, name(f"{many} 1")))
+
+
+def run_name(flags: str) -> str:
+    parsed = parse(flags.split())
+    return with_run_name(resolve(parsed.config, 1), parsed).run.run_name
+
+
+def test_a_name_says_what_a_run_starts_from(old, tmp_path):
+    """A run of its own for what is fine-tuned or starts from another's weights; evaluation needs none."""
+    load = "--load runs/old/ckpt --mock-data --vocab-size 9 --micro-batch-size 1"
+    folder = run_name(load)
+    assert folder == "old-mock-data-micro-batch-size1-vocab-size9"
+    assert run_name(f"{load} --eval-only") == run_name(f"{load} --eval-only --ckpt-step 5") == folder
+    others = [run_name(f"{load} {more}") for more in ("--finetune", "--ckpt-step 5", "--finetune --seed 5")]
+    (tmp_path / "runs/old").rename(tmp_path / "elsewhere")
+    moved = load.replace("runs/old", "elsewhere")
+    others += [
+        run_name(moved),
+        run_name(f"{moved} --finetune"),
+        run_name("--load elsewhere/ckpt --config tiny-cpu"),
+    ]
+    assert len({folder, *others}) == 7
+    assert run_name("--config tiny-cpu --save x --load x") == "tiny-cpu"
+
+
+def test_the_same_name_is_not_given_to_another_file(tmp_path):
+    """Presets of the package never change under their names, files of users do."""
+    mine, names = tmp_path / "mine.toml", []
+    for rate in ("1e-3", "2e-3", "1e-3"):
+        mine.write_text(f"extends = 'tiny-cpu'\nlr = {rate}\n")
+        names.append(run_name(f"--config {mine} --seed 3"))
+    assert names[0] == names[2] != names[1] and names[0].startswith("mine-seed3-")
+    assert run_name("--megatron-defaults") != run_name("") == "tiny-cpu"
+    assert run_name("--lr 1e-5") == "tiny-cpu-lr1e-5"  # with a --min-lr that follows from it
 
 
 def test_changed_settings_are_listed():

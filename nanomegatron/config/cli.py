@@ -76,6 +76,7 @@ class Parsed:
     action: str = "train"  # or "help", "help TOPIC", "print-config"
     errors: tuple[str, ...] = ()
     given: frozenset[str] = frozenset()  # settings that flags have set
+    own_file: bool = False  # the settings come from a file or a checkpoint, not from a preset of the package
     unread: frozenset[str] = frozenset()  # flags whose values are unknown because of errors
 
 
@@ -97,6 +98,7 @@ def parse(argv: list[str]) -> Parsed:
     if preset is not None and reader.action.split()[0] != "help":
         from_file.read_file(find_preset(preset), f"--config {preset}")
     reader.notes += from_file.notes
+    given = frozenset(reader.values)
     reader.scale_min_lr(from_file.values)
     values = drop_alternatives(from_file.values, reader.values) | reader.values
     if values.get("megatron_defaults"):
@@ -111,8 +113,8 @@ def parse(argv: list[str]) -> Parsed:
     path = find_preset(preset).resolve() if preset else Path(load if saved else "").resolve()
     name = (path.parent if path.name in ("hf", "ckpt", "config.toml") else path).name.removesuffix(".toml")
     unread = frozenset(map(flag, (from_file.unread - values.keys()) | reader.unread))
-    given = frozenset(reader.values)
-    return Parsed(config, reader.notes, name or None, reader.action, errors, given, unread)
+    own = bool(name) and PRESETS not in path.parents
+    return Parsed(config, reader.notes, name or None, reader.action, errors, given, own, unread)
 
 
 def hf_settings(load: str | None) -> str | None:

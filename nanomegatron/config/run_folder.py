@@ -10,6 +10,7 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
+from nanomegatron.config.cli import Parsed
 from nanomegatron.config.rules import declared, flag, items, spelled, values_of
 from nanomegatron.config.settings import Config
 
@@ -24,9 +25,10 @@ LAYOUT_AXES = {
 }
 
 
-def with_run_name(config: Config, preset: str | None, given: Iterable[str]) -> Config:
-    """Return a resolved config with --run-name and --save filled in; arguments as in default_run_name."""
-    name = config.run.run_name or default_run_name(config, preset, given)
+def with_run_name(config: Config, parsed: Parsed) -> Config:
+    """Return the resolved config of a command line with --run-name and --save filled in."""
+    preset = f"{parsed.preset}/" if parsed.own_file else parsed.preset
+    name = config.run.run_name or default_run_name(config, preset, parsed.given)
     folder = config.checkpoint.save or str(Path("runs") / name / "ckpt")
     return replace(
         config, run=replace(config.run, run_name=name), checkpoint=replace(config.checkpoint, save=folder)
@@ -34,10 +36,11 @@ def with_run_name(config: Config, preset: str | None, given: Iterable[str]) -> C
 
 
 def default_run_name(config: Config, preset: str | None, given: Iterable[str]) -> str:
-    """Return a folder name that says preset, layout and flags: "tiny-cpu-tp2-lr4e-3".
+    """Return a folder name that says preset, layout, flags and start: "tiny-cpu-tp2-lr4e-3".
 
-    config: resolved. given: the settings that are set by flags. Where the name cannot say all of it, it ends
-    in a hash of the settings that decide result and layout.
+    config: resolved. given: the settings that are set by flags. A "/" marks what the name does not say in
+    full, such as "mine/" for the file of a user, which may change. Such a name, and one that is too long,
+    ends in a hash of all settings that decide result and layout.
     """
     named = {}
     for part, setting, value in declared(config):
@@ -46,9 +49,22 @@ def default_run_name(config: Config, preset: str | None, given: Iterable[str]) -
             named[setting.name] = value
     layout = [f"{axis}{named[name]}" for name, axis in LAYOUT_AXES.items() if (named[name] or 1) > 1]
     flags = [_named_flag(name, named[name]) for name in named if name in given and name not in LAYOUT_AXES]
-    whole = "-".join([preset or "run", *layout, *flags])
-    name = re.sub(r"[^\w.+-]+", "_", whole)[:MOST_IN_NAME]
+    checkpoint, preset = config.checkpoint, preset or "run"
+    if goes_on := _same_folder(checkpoint.load, f"runs/{preset.rstrip('/')}/ckpt"):
+        preset = preset.rstrip("/")
+    if checkpoint.load and not (config.run.eval_only or _same_folder(checkpoint.load, checkpoint.save)):
+        step = checkpoint.ckpt_step
+        named |= {"load": checkpoint.load, "ckpt_step": step}
+        if checkpoint.finetune or not goes_on:
+            flags.append("finetune/" if checkpoint.finetune else "load/")
+        flags += [] if step is None else [f"ckpt-step{step}"]
+    whole = "-".join([preset, *layout, *flags])
+    name = re.sub(r"[^\w.+-]+", "_", whole.replace("/-", "-").rstrip("/"))[:MOST_IN_NAME]
     return name if name == whole else f"{name}-{hashlib.sha256(repr(named).encode()).hexdigest()[:8]}"
+
+
+def _same_folder(one: str | None, other: str | None) -> bool:
+    return None not in (one, other) and Path(one).resolve() == Path(other).resolve()
 
 
 def _named_flag(name: str, value: object) -> str:

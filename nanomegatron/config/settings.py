@@ -247,7 +247,9 @@ class RunConfig:
 
     nproc: int = common(1, "processes to start on this machine; on a cluster use torchrun", at_most=4096)
     device: str = common("auto", "where to compute", choices="auto cpu cuda")
-    megatron_defaults: bool = setting(False, "use Megatron's defaults (docs/from-megatron.md)")
+    megatron_defaults: bool = setting(
+        False, "use Megatron's defaults (docs/from-megatron.md)", names_run=True
+    )
     run_name: str | None = common(None, "folder name in runs/; default made from the settings")
     run_folder_per_host: bool = setting(False, "each machine has its own runs/NAME; --save must be shared")
     seed: int = common(1234, "random seed", at_least=0, below=2**32, resumable=False, names_run=True)
