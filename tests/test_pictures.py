@@ -283,6 +283,7 @@ def test_title_of_a_trace():
     mesh = alone()
     mesh = replace(mesh, pp=replace(mesh.pp, size=2))
     assert trace_title("a", config, mesh).endswith("| tp1 pp2 dp1 cp1 ep1 | interleaved, 2 chunks a rank")
+    assert trace_title("a", Config(), mesh).endswith("| 1f1b")
 
 
 # The pictures of benchmarks

@@ -165,9 +165,10 @@ def _recording(mesh: Mesh, step: _Step, receives: list[list[Message]], table: li
 
 def trace_title(name: str, config: Config, mesh: Mesh) -> str:
     """Return a line with the run's name, its model, its layout and its schedule."""
-    model, schedule = config.model, config.parallel.schedule
+    model, chunks = config.model, config.parallel.chunks
     layout = " ".join(f"{axis.name}{axis.size}" for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.cp, mesh.ep))
-    how = f"{schedule}, {config.parallel.chunks} chunks a rank" if mesh.pp.size > 1 else "no pipeline"
+    how = config.parallel.schedule + f", {chunks} chunks a rank" * (chunks > 1)
+    how = how if mesh.pp.size > 1 else "no pipeline"
     return f"{name}: {model.num_layers} layers, hidden {model.hidden_size} | {layout} | {how}"
 
 
