@@ -331,7 +331,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     batch_size = config.data.global_batch_size
     shape = run.model.shape(config.data.seq_length // run.mesh.cp.size, config.data.micro_batch_size)
-    for n in range(config.run.eval_iters):
+    for n in run.log.progress(f"{split} at step {run.iteration}", config.run.eval_iters):
         batches = list(step_batches(run, loader, n * batch_size, batch_size))
         if run.ends_by_signal():
             run.log.line(f"{split} at step {run.iteration}: given up after {n} batches")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import time
 import types
 
 import pytest
@@ -195,6 +196,24 @@ def test_bar_on_a_terminal_only(tmp_path):
     text = log.stream.getvalue()
     assert "40/100" in text and "\r" in text
     assert any(line.split()[:1] == ["50"] for line in text.splitlines())
+
+
+@pytest.mark.parametrize("batch, lines", [(0.05, 0), (3.0, 4), (60.0, 9)])
+def test_a_long_evaluation_says_how_far_it_is(tmp_path, monkeypatch, batch, lines):
+    """Every 10 seconds, or ten times; the time left is that of the batches left at the mean rate."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = started(tmp_path)
+    done = []
+    for n in log.progress("validation at step 7", 19):
+        clock[0] += batch
+        done.append(n)
+    assert done == list(range(19))
+    said = log.stream.getvalue().splitlines()
+    assert len(said) == lines
+    if lines == 4:
+        assert said[0] == "validation at step 7: 4 of 19, 0:45 left"
+    assert not (tmp_path / "log.txt").exists()  # only for people
 
 
 def test_tensorboard_has_megatrons_tags(tmp_path):

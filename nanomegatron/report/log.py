@@ -33,8 +33,10 @@ from nanomegatron.report.writers import (
     EXPERT_TAGS,
     JsonLines,
     Lines,
+    duration,
     missing_extras,
     plain,
+    progress,
     progress_bar,
     replace_file,
     replace_link,
@@ -250,6 +252,10 @@ class RunLog:
         bits = f", {bpb:.3f} bits per byte" if bpb is not None else ""
         self._console(f"{split} at step {iteration}: loss {loss:.4f}, perplexity {ppl:.4g}{bits}")
 
+    def progress(self, what: str, total: int) -> Iterator[int]:
+        """Yield 0 .. total - 1; the console says now and then how many are done, and the time left."""
+        return progress(total, lambda text: self._console(f"{what}: {text}") if self.is_main else None)
+
     # State
 
     def status(self, state: str, **facts: Any) -> bool:
@@ -384,12 +390,3 @@ def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
     mean["skipped"] = sum(bool(record.get("skipped")) for record in records)
     mean["nan"] = sum(not math.isfinite(record["lm_loss"]) for record in records)
     return mean
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as m:ss, h:mm:ss or Nd HHh."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d {hours % 24:02d}h"
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

@@ -1,4 +1,4 @@
-"""Writers of a run's numbers: JSON lines, whole files, TensorBoard, Weights & Biases, a progress bar.
+"""Writers of a run's numbers: JSON lines, whole files, TensorBoard, Weights & Biases, progress.
 
 JSON has no NaN: numbers that are not finite are written as the strings "nan", "inf" and "-inf", which float()
 accepts.
@@ -8,8 +8,9 @@ import importlib.util
 import json
 import math
 import os
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -241,3 +242,27 @@ def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:
 
     look = dict(unit="step", dynamic_ncols=True, leave=False)
     return tqdm(initial=iteration, total=train_iters, file=stream, **look)
+
+
+def progress(total: int, say: Callable[[str], object], every: float = 10.0) -> Iterator[int]:
+    """Yield 0 .. total - 1, and say how many are done with the time left: after `every` seconds or a tenth.
+
+    The longer of the two counts, so an evaluation of hours has ten lines and a short one none.
+    """
+    start = last = time.monotonic()
+    for n in range(total):
+        yield n
+        now = time.monotonic()
+        each = (now - start) / (n + 1)
+        if now - last >= max(every, each * total / 10) and n + 1 < total:
+            say(f"{n + 1} of {total}, {duration(each * (total - n - 1))} left")
+            last = now
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as m:ss, h:mm:ss or Nd HHh."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
