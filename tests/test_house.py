@@ -17,7 +17,7 @@ BUDGETS = {
     "faults": 330,
     "ops": 2930,
     "plan": 630,
-    "report": 2160,
+    "report": 2200,
 }
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

@@ -1,5 +1,6 @@
 """GPUs before Ampere and Apple's, imitated: what runs on them is plain torch, and a run says so."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,14 @@ import torch
 from nanomegatron.config.check_model import fp8_errors
 from nanomegatron.config.cli import parse
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.mesh import Mesh
 from nanomegatron.ops import kernels
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.ops.kernels import kernels_unavailable
 from nanomegatron.ops.paths import describe_kernels
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.memory import memory
+from nanomegatron.report.banner import machine_of
 
 CUDA = torch.device("cuda", 0)
 MODEL = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
@@ -60,6 +65,15 @@ def test_attention_before_ampere_is_unfused(capability):
         assert choose_backend("flash", CUDA, torch.float16) == "flash"
 
 
+def test_the_plan_knows_that_attention_is_unfused(capability):
+    mesh = replace(Mesh(), device=CUDA)
+    machine, config = machine_of(mesh), parse(["--fp16", "--micro-batch-size", "1"]).config
+    new = Machine(gpu=True, kernels=machine.kernels, fused=True)
+    more = sum(memory(config, 4096, machine).values()) - sum(memory(config, 4096, new).values())
+    scores = config.model.num_attention_heads * config.data.seq_length**2 * 2  # bytes of a layer's, in fp16
+    assert more >= config.model.num_layers * scores if capability < (8, 0) else more == 0
+
+
 def test_fp8_before_ada_is_an_error(capability):
     config = parse("--fp8-format hybrid --bf16".split()).config
     errors = [error for error in fp8_errors(config, capability) if "capability" in error]
@@ -73,4 +87,4 @@ def test_apples_gpu_is_named_where_it_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert describe_kernels(cpu, MODEL).startswith("none for cpu (Apple's GPU is not used): torch's fused")
     (error,) = parse(["--device", "mps"]).errors
-    assert error.startswith("--device mps: must be one of auto, cpu, cuda")
+    assert error == "--device mps: Apple's GPUs are not supported; leave it out, which means the CPU there"

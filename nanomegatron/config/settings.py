@@ -26,6 +26,7 @@ FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
 }
+NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
 BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
 TOKENIZERS = {  # kind -> what it needs
     "ByteTokenizer": (),
@@ -246,7 +247,7 @@ class RunConfig:
     """Length, pace and records of a run."""
 
     nproc: int = common(1, "processes to start on this machine; on a cluster use torchrun", at_most=4096)
-    device: str = common("auto", "where to compute", choices="auto cpu cuda")
+    device: str = common("auto", "where to compute", choices="auto cpu cuda", refused=NO_MPS)
     megatron_defaults: bool = setting(
         False, "use Megatron's defaults (docs/from-megatron.md)", names_run=True
     )

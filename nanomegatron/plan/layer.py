@@ -42,6 +42,7 @@ class Machine(NamedTuple):
 
     gpu: bool = True
     kernels: bool = True  # those of cuda/ are built for it
+    fused: bool = True  # its GPUs have fused attention: Ampere or later
 
 
 class CPMode(NamedTuple):
@@ -92,7 +93,7 @@ class Sizes:
         if self.model.attention_backend != "auto":
             return self.model.attention_backend
         if self.machine.gpu:
-            return "fused" if self.item == 2 else "unfused"
+            return "fused" if self.item == 2 and self.machine.fused else "unfused"
         return "unfused" if self.model.attention_dropout else "flash"
 
     @property

@@ -75,7 +75,8 @@ def host_memory() -> float:
 
 def machine_of(mesh: Mesh) -> Machine:
     """The planner's description of a rank's machine."""
-    return Machine(gpu=mesh.device.type == "cuda", kernels=not kernels_unavailable(mesh.device))
+    fused = choose_backend("auto", mesh.device, torch.bfloat16) == "fused"
+    return Machine(mesh.device.type == "cuda", not kernels_unavailable(mesh.device), fused)
 
 
 def buckets_text(buckets: Buckets) -> str:
