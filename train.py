@@ -1,7 +1,7 @@
 """Train a model: the whole run, in the order in which it happens.
 
-    python train.py                                  one process, a small model, Python's own sources as text
-    python train.py --nproc 2                        the same on two processes of this machine
+    python train.py                                  a small model, Python's own sources as text
+    python train.py --nproc 4 --tp 2                 the same on four processes of this machine
     torchrun --nproc-per-node 8 train.py --config llama3-8b --data-path my_text_document
     python train.py --load FOLDER --eval-only        no training: the loss of a checkpoint
 
@@ -53,7 +53,7 @@ from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.flops import bits_per_byte
 from nanomegatron.generate import show_sample
-from nanomegatron.launch import launch
+from nanomegatron.launch import launch, with_processes
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.model import GPTModel
@@ -93,10 +93,10 @@ def main(argv: list[str]) -> int:
         if world.rank == 0:
             print_errors(error)
         return BAD_CONFIG
-    if config.run.nproc == 1 or world.size > 1:
+    if (nproc := config.run.nproc or 1) == 1 or world.size > 1:
         return run_rank(world, argv)
     blame = functools.partial(name_culprit, config.run.folder, timestamp())
-    codes = launch(run_rank, config.run.nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED))
+    codes = launch(run_rank, nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED))
     named = (code for code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
@@ -108,7 +108,7 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     """
     parsed = parse(argv)
     config = parsed.config
-    size = world.size if world.size > 1 else config.run.nproc
+    size = world.size if world.size > 1 else config.run.nproc or 1
     device = pick_device(config.run.device, world)
     fp8_on_gpu = config.precision.fp8_format and device.type == "cuda"
     gpu = torch.cuda.get_device_capability(device) if fp8_on_gpu else ()
@@ -394,4 +394,4 @@ def finish(run: Run) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(with_processes(sys.argv[1:])))

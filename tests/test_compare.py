@@ -186,6 +186,27 @@ def test_relative_gap(a, b, gap):
     assert compare.relative_gap(a, b) == gap
 
 
+def test_latest_is_called_by_its_name(capsys):
+    write_run("a", [4.0])
+    Path("runs/latest").symlink_to("a")
+    assert row_of(compared(capsys, "latest"), "results") == ["a"]
+
+
+def test_growing_differences_are_called_rounding_only_after_equal_steps(capsys):
+    first = [4.0, 3.5, 3.0, 2.5]
+    write_run("a", first)
+    write_run("rounded", [4.0, 3.5 + 2e-6, 3.0 + 3e-5, 2.5])
+    write_run("other", [4.0, 3.6, 3.0, 2.5])
+    write_run("equal", first)
+    out = compared(capsys, "a", "rounded", "other", "equal")
+    lines = [line.partition("difference of losses ")[2] for line in out.splitlines() if " and a: " in line]
+    assert lines == [
+        "over 4 steps: 1.0e-05 (at step 3); up to 1e-06 in the first 2 steps, then rounding grows",
+        "over 4 steps: 2.9e-02 (at step 2)",
+        "over 4 steps: 0.0e+00 (at step 4)",
+    ]
+
+
 def test_a_loss_that_is_lost_in_one_run_differs():
     write_run("a", [4.0, 3.0])
     write_run("b", [4.0, "nan"])

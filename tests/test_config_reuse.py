@@ -49,7 +49,7 @@ def test_a_config_of_a_run_leaves_that_run_alone(old, in_a_run):
     assert parsed.errors == () and config.optimizer.lr == 1e-3
     assert (config.model, config.parallel.tensor_model_parallel_size) == (OLD.model, 2)
     own = (config.run.run_name, config.checkpoint.save, config.run.nproc, config.run.metrics_jsonl)
-    assert own == ((None, None, 1, None) if in_a_run else ("old", "runs/old/ckpt", 4, "all.jsonl"))
+    assert own == ((None, None, None, None) if in_a_run else ("old", "runs/old/ckpt", 4, "all.jsonl"))
     assert ("taken without run-name, save, nproc" in "".join(parsed.notes)) == in_a_run
 
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_knows_its_model_and_data(old):
     assert (config.run.seed, config.run.train_iters, config.run.eval_iters) == (7, 55, 3)
     assert config.precision.bf16 and not config.optimizer.optimizer_cpu_offload
     assert not config.model.sequence_parallel and config.parallel.tensor_model_parallel_size == 1
-    assert (config.run.nproc, config.run.run_name, config.run.log_interval) == (1, None, 10)
+    assert (config.run.nproc, config.run.run_name, config.run.log_interval) == (None, None, 10)
     assert any(f"are those of --load {old}/ckpt" in note for note in parsed.notes)
 
 

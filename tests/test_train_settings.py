@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+from nanomegatron import launch
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
@@ -35,6 +36,31 @@ def ramp(corpus, tmp_path_factory) -> tuple[Path, list[dict]]:  # noqa: F811
     folder = tmp_path_factory.mktemp("ramp")
     more = "--lr-warmup-iters 0 --lr-warmup-samples 20 --save-interval 4 --micro-batch-size 1"
     return folder, run_spmd(run_train, 1, arguments(corpus, RAMP, more), str(folder))[0]
+
+
+LARGE = "--config gpt2-124m --vocab-size 50257"
+
+
+@pytest.mark.parametrize(
+    "flags, threads, two",
+    [("", 2, True), ("", 8, True), ("", 1, False), ("--tp 2", 2, True), ("--tp 3 --lrr", 2, False)]
+    + [("--nproc 1", 2, False), ("--nproc 4 --tp 2", 2, False), (LARGE, 2, False)]
+    + [("--global-batch-size 3 --micro-batch-size 1", 2, False), ("--config tiny-moe-cpu --ep 2", 2, True)],
+)
+def test_a_small_model_takes_two_processes_of_a_cpu(flags, threads, two, monkeypatch):
+    """Where the command line leaves it open, one process has threads to spare, and both get samples."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("RANK", raising=False)
+    argv = flags.split()
+    assert launch.with_processes(argv) == [*argv, *["--nproc", "2"] * two]
+    with monkeypatch.context() as torchrun:
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            torchrun.setenv(name, value)
+        assert launch.with_processes(argv) == argv
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert launch.with_processes(argv) == argv
+    cpu = [*argv, "--device", "cpu"]
+    assert launch.with_processes(cpu) == [*cpu, *["--nproc", "2"] * two]
 
 
 def test_cached_memory_is_given_back(corpus, tmp_path, monkeypatch):  # noqa: F811

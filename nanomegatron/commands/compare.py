@@ -6,6 +6,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl, replace_file
 
+ROUNDED = 1e-6  # relative differences of losses that other orders of the same sums explain
 POINTS = 500  # at most in a curve; each is the mean of as many steps as that needs
 
 
@@ -90,7 +92,8 @@ def read_run(word: str) -> RecordedRun:
             record["tokens"] = (record.get("consumed_samples") or 0) * config.data.seq_length
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{word}: damaged settings or records ({error}); leave this run out") from None
-    return RecordedRun(word, folders[0].resolve(), config, {step["tokens"]: step for step in steps}, evals)
+    name = folders[0].resolve().name if folders[0].is_symlink() else word  # what runs/latest points to
+    return RecordedRun(name, folders[0].resolve(), config, {step["tokens"]: step for step in steps}, evals)
 
 
 def fact_table(runs: Sequence[RecordedRun]) -> Table:
@@ -143,6 +146,9 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         gap, at = max(gaps, default=(math.nan, 0))
         step = first.steps[at]["iteration"] if both else 0
         text = f"largest relative difference of losses over {len(both)} steps: {gap:.1e} (at step {step})"
+        equal = len(list(takewhile(lambda pair: pair[0] <= ROUNDED, gaps)))
+        if 1 < equal < len(both):
+            text += f"; up to {ROUNDED:g} in the first {equal} steps, then rounding grows"
         sizes = [(r.config.data.seq_length, set(r.numbers("global_batch_size"))) for r in (first, run)]
         if sizes[0] != sizes[1]:
             text += "; batch or sequence differ: only steps that end at equal tokens are compared"

@@ -61,7 +61,7 @@ def planned_run(parsed: Parsed, gpus: int | None) -> Planned:
     """Return the run of a command line on `gpus` GPUs. Raises ConfigError with all errors."""
     config, parallel = parsed.config, parsed.config.parallel
     smallest = parallel.ranks_per_replica * (parallel.data_parallel_size or 1)
-    world = gpus or (config.run.nproc if config.run.nproc > 1 else smallest)
+    world = gpus or config.run.nproc or smallest
     if errors := [*parsed.errors, *validate(config, world, "cuda")]:
         raise ConfigError(errors)
     if not (vocab := vocabulary(config.data)):

@@ -34,10 +34,10 @@ def early_answer(argv: list[str]) -> int | None:
     return 0 if text else None
 
 
-def processes_of_torchrun(without: int = 1) -> int:
-    """The number of processes that torchrun has started, if several; else `without`."""
+def processes_of_torchrun(without: int | None = None) -> int:
+    """The number of processes that torchrun has started, if several; else `without`, or 1."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    return world if world > 1 else without
+    return world if world > 1 else without or 1
 
 
 def early_errors(parsed: Parsed) -> list[str]:

@@ -246,7 +246,9 @@ class CheckpointConfig:
 class RunConfig:
     """Length, pace and records of a run."""
 
-    nproc: int = common(1, "processes to start on this machine; on a cluster use torchrun", at_most=4096)
+    nproc: int | None = common(
+        None, "processes to start on this machine; default 2 for small models on CPUs, else 1", at_most=4096
+    )
     device: str = common("auto", "where to compute", choices="auto cpu cuda", refused=NO_MPS)
     megatron_defaults: bool = setting(
         False, "use Megatron's defaults (docs/from-megatron.md)", names_run=True
