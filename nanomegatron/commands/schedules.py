@@ -1,6 +1,6 @@
 """The command `schedules`: print or draw a pipeline schedule.
 
-nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--png zb-v.png]
+nanomegatron schedules --schedule zb-v --stages 4 --microbatches 8 [--picture zb-v.png]
 """
 
 import argparse
@@ -12,14 +12,14 @@ from nanomegatron.schedules import NAMES, placement, schedule, simulate
 
 
 def main(argv: list[str]) -> int:
-    """Print the timeline of a schedule, and draw it with --png; returns the exit code."""
+    """Print the timeline of a schedule, and draw it with --picture; returns the exit code."""
     parser = argparse.ArgumentParser("nanomegatron schedules", description="Show a schedule.")
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--stages", "--pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--chunks", type=int, default=1, help="pieces of the model a rank holds")
     parser.add_argument("--group", type=int, help="of interleaved: microbatches a chunk takes in turn")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there; .svg, .pdf work, too")
+    parser.add_argument("--picture", "--png", type=Path, metavar="FILE", help=".png, .svg or .pdf")
     args = parser.parse_args(argv)
     try:
         lists = schedule(args.schedule, args.stages, args.microbatches, args.chunks, args.group)
@@ -27,9 +27,9 @@ def main(argv: list[str]) -> int:
         costs = dict.fromkeys("FBW", 1 / len(placed[0]))  # the layers of a rank, in pieces
         timeline = simulate(lists, placed, costs)
         print(text(timeline, colour=sys.stdout.isatty()))
-        if args.png:
+        if args.picture:
             title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
-            draw_timeline(timeline, args.png, title)
+            draw_timeline(timeline, args.picture, title)
     except (ValueError, ImportError, OSError) as error:
         print(f"schedules: {error}", file=sys.stderr)
         return 2
