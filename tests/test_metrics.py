@@ -271,7 +271,7 @@ def test_a_missing_extra_is_named_before_anything_is_written(tmp_path, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     asked = config(wandb_project="p", tensorboard_dir="tb")
     assert len(missing_extras(asked)) == 2 and missing_extras(config()) == []
-    with pytest.raises(ValueError, match=r'--wandb-project p needs .* wandb: pip install -e "\.\[log\]"'):
+    with pytest.raises(ValueError, match="--wandb-project p needs .* wandb: pip install wandb"):
         RunLog(tmp_path / "run", asked)
     assert not (tmp_path / "run").exists()
 

@@ -76,7 +76,7 @@ def test_plot_says_what_it_lacks(tmp_path, monkeypatch):
     assert plot_loss(tmp_path, said.append) is None and "no finite loss" in said[0]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot_loss(tmp_path, said.append) is None
-    assert said[1] == 'loss.png needs matplotlib: pip install -e ".[viz]"'
+    assert said[1] == "loss.png needs matplotlib: pip install matplotlib"
 
 
 def test_smoothing_does_not_end_with_one_steps_loss():

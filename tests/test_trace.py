@@ -364,7 +364,7 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     paths, lines = write(recording(), tmp_path)
     assert [path.name for path in paths] == ["iteration-9.json"] == [p.name for p in tmp_path.iterdir()]
-    assert lines[-2] == 'the picture of iteration 9 needs matplotlib: pip install -e ".[viz]"'
+    assert lines[-2] == "the picture of iteration 9 needs matplotlib: pip install matplotlib"
 
 
 def test_picture(tmp_path):

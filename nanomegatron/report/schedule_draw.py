@@ -85,7 +85,7 @@ def canvas(what: str | Path, size: tuple[float, float], dpi: int = 120) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f'{what} needs matplotlib: pip install -e ".[viz]"') from error
+        raise ImportError(f"{what} needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=size, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -140,12 +140,12 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
 def missing_extras(config: Config) -> list[str]:
     """Return a message for each package that the settings need and that is missing; imports nothing."""
     need = {
-        "tensorboard": (config.run.tensorboard_dir, "--tensorboard-dir", '-e ".[viz]"'),
-        "wandb": (config.run.wandb_project, "--wandb-project", '-e ".[log]"'),
+        "tensorboard": (config.run.tensorboard_dir, "--tensorboard-dir"),
+        "wandb": (config.run.wandb_project, "--wandb-project"),
     }
     return [
-        f"{flag} {value} needs the package {name}: pip install {target}, or leave the flag out"
-        for name, (value, flag, target) in need.items()
+        f"{flag} {value} needs the package {name}: pip install {name}, or leave the flag out"
+        for name, (value, flag) in need.items()
         if value and importlib.util.find_spec(name) is None
     ]
 
