@@ -68,7 +68,7 @@ def mistakes(processes: int, words: list[str]) -> list[str]:
     errors = list(parsed.errors)
     if parsed.action == "train":
         kinds = ("cuda",) if processes > 1 else ("cpu", "cuda")
-        world = processes if processes > 1 else parsed.config.run.nproc
+        world = processes if processes > 1 else parsed.config.run.nproc or 1
         each = [validate(parsed.config, world, kind) for kind in kinds]
         errors += [error for error in each[0] if all(error in others for others in each)]
     known = (e for e in errors if e in parsed.errors or parsed.unread.isdisjoint(re.findall(r"--[\w-]+", e)))
@@ -116,8 +116,8 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def run_blocks(document: Path, place: Path) -> None:
-    """Run all blocks of a document that need nothing else, in a folder of their own."""
+def run_blocks(document: Path, place: Path, short: str = SHORT, first: str = "") -> None:
+    """Run all blocks of a document that need nothing else, in a folder of their own; `first` before them."""
     folder = place / document.stem
     folder.mkdir()
     for name in ("train.py", "preprocess.py", "convert.py", "examples"):
@@ -127,11 +127,11 @@ def run_blocks(document: Path, place: Path) -> None:
     (folder / "data").symlink_to(shared)
     paths = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for block in blocks(document):
+    for block in [Block("", first), *blocks(document)]:
         if block.needs:
             continue
         script = re.sub(
-            r"(nanomegatron train|train\.py)(?= |$)(?! --help)", rf"\1 {SHORT}", block.text, flags=re.M
+            r"(nanomegatron train|train\.py)(?= |$)(?! --help)", rf"\1 {short}", block.text, flags=re.M
         )
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
@@ -150,6 +150,14 @@ def run_blocks(document: Path, place: Path) -> None:
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_commands_run(path, place):
     run_blocks(path, place)
+
+
+@pytest.mark.full
+def test_commands_of_the_readme_run(place):
+    """After `make train`, which runs this first; their names of runs are those of whole trainings."""
+    assert len(blocks(ROOT / "README.md")) == 3
+    make_train = "python train.py --config tiny-cpu --run-name python --nproc 2"
+    run_blocks(ROOT / "README.md", place, "--exit-interval 4 --eval-iters 1", make_train)
 
 
 def test_a_command_that_fails_is_found(tmp_path, place):
