@@ -198,8 +198,10 @@ def sweep(count: int, seed: int) -> list[tuple[str, str]]:
             layout += f"{axis}{size}{chance.choice(ways)}" * (size > 1)
         layout += "".join(chance.choice(words) for words in SWITCHES)
         size, flags = flags_of(layout)
+        if not 1 < size <= 4:
+            continue
         run = parse(" ".join((COMMON, FIVE_STEPS, MODELS[model], "--mock-data", flags)).split())
-        if 1 < size <= 4 and (layout, model) not in found and not validate(run.config, size):
+        if (layout, model) not in found and not validate(run.config, size):
             found.append((layout, model))
     return found
 

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import torch
 
@@ -86,17 +86,24 @@ def missing(function: ast.FunctionDef, doc: str) -> list[str]:
     return absent + ["->"] * (is_tensor(function.returns) and not results(doc))
 
 
+@functools.cache
+def compiled(dim: str) -> tuple[CodeType, frozenset[str]]:
+    """The code of a dim, which is names and arithmetic by `is_dim`, and its symbols."""
+    names = {node.id for node in ast.walk(ast.parse(dim)) if isinstance(node, ast.Name)}
+    return compile(dim, dim, "eval"), frozenset(names)
+
+
 def value(dim: str, sizes: dict[str, Fraction]) -> Fraction | None:
     """None: it has a symbol without a value."""
     try:
-        return Fraction(eval(dim, {"__builtins__": {}}, sizes))  # names and arithmetic, by is_dim
+        return Fraction(eval(compiled(dim)[0], {"__builtins__": {}}, sizes))
     except NameError:
         return None
 
 
 def solve(dim: str, size: int, sizes: dict[str, Fraction]) -> bool:
     """Whether `dim` can be `size`; gives its one unknown symbol, which stands in it linearly, a value."""
-    unknown = {node.id for node in ast.walk(ast.parse(dim)) if isinstance(node, ast.Name)} - sizes.keys()
+    unknown = set(compiled(dim)[1] - sizes.keys())
     if not unknown:
         return value(dim, sizes) == size
     if len(unknown) == 1:

@@ -24,7 +24,7 @@ class Source:
     def __init__(self, path: Path, text: str | None = None) -> None:
         self.path, self.text = path, path.read_text(encoding="utf-8") if text is None else text
         self.name = str(path.relative_to(ROOT))
-        self.lines, self.tree, self.stem = self.text.splitlines(), ast.parse(self.text), path.stem
+        self.lines, self.stem = self.text.splitlines(), path.stem
         self.module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("nanomegatron.")
 
     @property
@@ -32,6 +32,11 @@ class Source:
         """The folder of the package that it is in, with a /; "" for the core and programs."""
         room, dot, _ = self.module.partition(".")
         return f"{room}/" if dot else ""
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """Parsed when it is first asked for: ranks import this file for its names."""
+        return ast.parse(self.text)
 
     @functools.cached_property
     def functions(self) -> list:

@@ -10,7 +10,6 @@ silently ignored.
 """
 
 import dataclasses
-import functools
 import json
 import re
 import tomllib
@@ -109,7 +108,7 @@ def parse(argv: list[str]) -> Parsed:
         )
         reader.notes.append(f"Megatron-LM's defaults differ: {theirs}; --megatron-defaults takes them")
     config = reader.with_companions(values)
-    errors = (*from_file.errors, *reader.errors, *missing_companions(reader.megatron, argv, config))
+    errors = (*from_file.errors, *reader.errors, *missing_companions(megatron_flags(), argv, config))
     path = find_preset(preset).resolve() if preset else Path(load if saved else "").resolve()
     name = (path.parent if path.name in ("hf", "ckpt", "config.toml") else path).name.removesuffix(".toml")
     unread = frozenset(map(flag, (from_file.unread - values.keys()) | reader.unread))
@@ -188,11 +187,6 @@ class _Reader:
         self.settings = {setting.name: setting for _, setting, _ in declared(Config())}
         self.aliases = {alias: name for name, s in self.settings.items() for alias in s.metadata["aliases"]}
 
-    @functools.cached_property
-    def megatron(self) -> dict[str, Any]:
-        """The flags of Megatron-LM that are no setting here."""
-        return megatron_flags()
-
     def read_flags(self, argv: list[str]) -> None:
         """Read `--name value ...`, `--name=value`, `--name`: the words up to the next flag are its values."""
         groups: list[list[str]] = []
@@ -205,8 +199,8 @@ class _Reader:
                 self.errors.append(f"{word}: not a flag; flags begin with --, see --help")
         for word, *arguments in groups:
             name = word.lstrip("-").replace("_", "-")
-            if name in self.megatron["spellings"]:
-                name, *value = self.megatron["spellings"][name].split()
+            if name in megatron_flags()["spellings"]:
+                name, *value = megatron_flags()["spellings"][name].split()
                 arguments = value + arguments
             self._flag(word, name.replace("-", "_"), arguments)
 
@@ -230,7 +224,7 @@ class _Reader:
         elif switched_off and switched_off.type in (bool, bool | None) and not arguments:
             self.values[switched_off.name] = False
         else:
-            note, error = answer(self.megatron, word, name.replace("_", "-"), arguments)
+            note, error = answer(megatron_flags(), word, name.replace("_", "-"), arguments)
             if note:
                 self.notes.append(note)
                 self.megatron_notes += 1
@@ -285,7 +279,7 @@ class _Reader:
         for key, value in table.items():
             name = key.replace("-", "_")
             name = self.aliases.get(name, name)
-            spelling = self.megatron["spellings"].get(name.replace("_", "-"), "").split()
+            spelling = megatron_flags()["spellings"].get(name.replace("_", "-"), "").split()
             if spelling and value is True:
                 self.read_flags([f"--{spelling[0]}", *spelling[1:]])
             elif name in self.settings:

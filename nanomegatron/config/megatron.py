@@ -1,5 +1,6 @@
 """Megatron-LM's flags that are no setting here, from `megatron_flags.toml`: noted, refused or respelled."""
 
+import functools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from nanomegatron.config.rules import holds, values_of
 from nanomegatron.config.settings import Config
 
 
+@functools.cache
 def megatron_flags() -> dict[str, Any]:
     """Read the tables of megatron_flags.toml, whose comments explain them."""
     return tomllib.loads((Path(__file__).parent / "megatron_flags.toml").read_text())
