@@ -75,7 +75,7 @@ def test_torch_that_cannot_be_imported_is_a_line(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main([]) == 1
     text = capsys.readouterr().out
-    assert "bad   torch      ModuleNotFoundError: import of torch halted" in text
+    assert "bad   torch         ModuleNotFoundError: import of torch halted" in text
     assert "-> pip install --force-reinstall 'torch>=2.11,<3'" in " ".join(text.split())
     assert "ok    runs/" in text and "cannot be checked" not in text
     assert text.splitlines()[-1].startswith("no run works here: 1 bad")
@@ -177,7 +177,7 @@ def test_a_folder_where_nothing_can_be_written_is_bad(capsys, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     assert main([]) == 1
-    assert "bad   runs/      [Errno 13] Permission denied" in capsys.readouterr().out
+    assert "bad   runs/         [Errno 13] Permission denied" in capsys.readouterr().out
 
 
 def test_a_check_that_fails_is_a_note_and_the_others_run(capsys, monkeypatch):

@@ -56,8 +56,8 @@ def _rated(good: bool, name: str, found: str, *cost_and_fix: str, mark: str = "n
 def as_text(mark: str, name: str, found: str, cost: str = "", fix: str = "") -> str:
     """A finding in one line, or in more where the terminal is narrow."""
     words = found + f": {cost}" * bool(cost) + f" -> {fix}" * bool(fix)
-    width, begin = min(shutil.get_terminal_size((110, 24)).columns, 110), f"{mark:<6}{name:<11}"
-    return textwrap.TextWrapper(max(width, 40), begin, " " * 17, break_on_hyphens=False).fill(words)
+    width, begin = min(shutil.get_terminal_size((110, 24)).columns, 110), f"{mark:<6}{name:<14}"
+    return textwrap.TextWrapper(max(width, 40), begin, " " * 20, break_on_hyphens=False).fill(words)
 
 
 def examine() -> Findings:
@@ -148,7 +148,9 @@ def _kernels(torch: Any, gpus: int) -> Findings:
     lacks = ", ".join(name for name, there in tools.items() if not there)
     found = f"built for {kernels._kernels.archs}" if kernels._kernels else "not built"
     why = next(filter(None, (kernels.kernels_unavailable(torch.device("cuda", i)) for i in range(gpus))), "")
-    found += "" if gpus else f", not used on CPUs; to build them {lacks or 'nothing'} is missing"
+    if not gpus:
+        missing = f"; to build them {lacks or 'nothing'} is missing" * (not kernels._kernels)
+        found += f", not used on CPUs{missing}"
     fix = f"install {lacks}; then " * bool(lacks) + "pip install . in the checkout"
     yield _rated(not why, "kernels", why or found, "plain torch, slower", "" if "Ampere" in why else fix)
 
