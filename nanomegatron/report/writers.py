@@ -247,15 +247,16 @@ def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:
 def progress(total: int, say: Callable[[str], object], every: float = 10.0) -> Iterator[int]:
     """Yield 0 .. total - 1, and say how many are done with the time left: after `every` seconds or a tenth.
 
-    The longer of the two counts, so an evaluation of hours has ten lines and a short one none.
+    The longer of the two counts, so that hours have ten lines. Nothing is said shortly before the end.
     """
     start = last = time.monotonic()
     for n in range(total):
         yield n
         now = time.monotonic()
         each = (now - start) / (n + 1)
-        if now - last >= max(every, each * total / 10) and n + 1 < total:
-            say(f"{n + 1} of {total}, {duration(each * (total - n - 1))} left")
+        left = each * (total - n - 1)
+        if now - last >= max(every, each * total / 10) and left > every / 2:
+            say(f"{n + 1} of {total}, {duration(left)} left")
             last = now
 
 
