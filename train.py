@@ -159,7 +159,6 @@ def run_rank(world: World, argv: list[str]) -> int:
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
-        log.mark_latest()
         comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
     except ValueError as error:
         if world.rank == 0:
@@ -168,6 +167,7 @@ def run_rank(world: World, argv: list[str]) -> int:
     run = None
     try:
         run = set_up(parsed, config, mesh, log, Signals(log))
+        log.mark_latest()
         code = evaluate_only(run) if config.run.eval_only else train(run)
         for loader in filter(None, run.loaders):
             loader.close()

@@ -198,12 +198,14 @@ def test_growing_differences_are_called_rounding_only_after_equal_steps(capsys):
     write_run("rounded", [4.0, 3.5 + 2e-6, 3.0 + 3e-5, 2.5])
     write_run("other", [4.0, 3.6, 3.0, 2.5])
     write_run("equal", first)
-    out = compared(capsys, "a", "rounded", "other", "equal")
+    write_run("shorter", [4.0, 3.5, 3.0 + 3e-5, 2.5], train_iters=4)
+    out = compared(capsys, "a", "rounded", "other", "equal", "shorter")
     lines = [line.partition("difference of losses ")[2] for line in out.splitlines() if " and a: " in line]
     assert lines == [
         "over 4 steps: 1.0e-05 (at step 3); up to 1e-06 in the first 2 steps, then rounding grows",
         "over 4 steps: 2.9e-02 (at step 2)",
         "over 4 steps: 0.0e+00 (at step 4)",
+        "over 4 steps: 1.0e-05 (at step 3); up to 1e-06 in the first 2 steps",
     ]
 
 

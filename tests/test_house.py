@@ -10,9 +10,9 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6000,
     "checkpoint": 1385,
-    "commands": 1110,
+    "commands": 1130,
     "config": 2855,
-    "data": 2340,
+    "data": 2345,
     "fast": 2500,
     "faults": 330,
     "ops": 2930,

@@ -6,6 +6,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,7 +149,8 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         text = f"largest relative difference of losses over {len(both)} steps: {gap:.1e} (at step {step})"
         equal = len(list(takewhile(lambda pair: pair[0] <= ROUNDED, gaps)))
         if 1 < equal < len(both):
-            text += f"; up to {ROUNDED:g} in the first {equal} steps, then rounding grows"
+            text += f"; up to {ROUNDED:g} in the first {equal} steps"
+            text += ", then rounding grows" * (result_settings(first) == result_settings(run))
         sizes = [(r.config.data.seq_length, set(r.numbers("global_batch_size"))) for r in (first, run)]
         if sizes[0] != sizes[1]:
             text += "; batch or sequence differ: only steps that end at equal tokens are compared"
@@ -157,6 +159,13 @@ def differences(runs: Sequence[RecordedRun]) -> tuple[list[str], float]:
         )
         largest = math.nan if math.isnan(largest + gap) else max(largest, gap)
     return lines, largest
+
+
+def result_settings(run: RecordedRun) -> tuple[Any, ...]:
+    """Return the settings that decide losses in exact arithmetic: those of any layout."""
+    config, lengths = run.config, (run.config.run.train_iters, run.config.run.seed)
+    data = replace(config.data, micro_batch_size=1)
+    return config.model, config.precision, config.optimizer, data, lengths
 
 
 def relative_gap(a: float, b: float) -> float:

@@ -47,8 +47,10 @@ def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:
     losses = [number(record.get("lm_loss"), ".4f") for record in (step, held_out)]
     try:
         length = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("train-iters", "-")
-    except (FileNotFoundError, ValueError) as error:
-        print(f"! {folder / 'config.toml'}: damaged or missing ({error})", file=sys.stderr)
+    except FileNotFoundError:  # it has failed before it could begin
+        length = "-"
+    except ValueError as error:
+        print(f"! {folder / 'config.toml'}: damaged ({error})", file=sys.stderr)
         length = "-"
     cells = [folder.name + " *" * (folder.resolve() == newest), state_of(folder)]
     return time.time() - max(times), [*cells, f"{step.get('iteration', 0)}/{length}", *losses]

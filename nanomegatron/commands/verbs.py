@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         return (
             run_program(where, rest) if where.endswith(".py") else importlib.import_module(where).main(rest)
         )
+    if name in ("-h", "--help") and rest:  # a topic of the flags
+        return main(["train", "--help", *rest])
     if name in ("-h", "--help"):
         print(overview())
         return 0

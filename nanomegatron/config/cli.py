@@ -286,6 +286,8 @@ class _Reader:
                 words = value if isinstance(value, list) else [value]
                 words = [str(w).lower() if isinstance(w, bool) else str(w) for w in words]
                 self._set(name, words, f"{source}: {key} = {value!r}")
+            elif isinstance(value, dict):
+                self.errors.append(f"{source}: [{key}] is a table; write its keys without one, at the top")
             else:
                 self.errors.append(f"{source}: unknown key {key}{suggest_flags(name, self.settings)}")
 
@@ -304,6 +306,8 @@ def read_toml(path: Path, named: str, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{named}: no such file or preset{hint} presets are {', '.join(names)}") from None
     except (OSError, ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
+        toml = isinstance(error, tomllib.TOMLDecodeError)
+        why = f"{error}; a line of TOML is `name = value`, with text in quotes" if toml else why
         raise ValueError(f"{path}: {why}") from None
 
 

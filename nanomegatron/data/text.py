@@ -109,7 +109,8 @@ def input_files(patterns: Iterable[str]) -> list[str]:
             else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
         )
         if not found:
-            raise ValueError(f"--input {pattern}: no such file")
+            a_folder = f"a folder; give its files, such as '{pattern}/*.jsonl'"
+            raise ValueError(f"--input {pattern}: {a_folder if Path(pattern).is_dir() else 'no such file'}")
         files += found
     for file in files:
         if kind(file) not in (".jsonl", ".json", ".txt"):
