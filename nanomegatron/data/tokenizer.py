@@ -91,7 +91,10 @@ class NullTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers in a text. Raises ValueError for other words and ids outside the vocabulary."""
-        ids = [int(word) for word in text.split()]
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(f"{text[:40]!r}: without the data's tokenizer text is ids: '5 7 9'") from None
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"id {i} is outside 0..{self.vocab_size - 1}; raise --vocab-size")
