@@ -10,8 +10,9 @@
                                                      train_step: batches, forward, backward, sync, update
 
 Exit codes: 0 done, 1 a failure with a traceback, 2 bad configuration or data, 3 no usable checkpoint, 4 save
-failed, 75 pre-empted and saved. torchrun turns every failure into 1, so the code is also written to
-runs/NAME/status.json. One run at a time writes into a folder, which all machines must see (faults/lock.py).
+failed, 16 stopped by bad steps, 17 faulty machine, 75 pre-empted and saved. torchrun turns every failure into
+1, so the code is also written to runs/NAME/status.json. One run at a time writes into a folder, which all
+machines must see (faults/lock.py).
 
 SIGTERM and Ctrl-C end a run at its next safe point, in set-up, training and evaluation (faults/signals.py).
 An error in a log, the sample or a picture does not end the run (RunLog.attempt in report/log.py).
@@ -31,8 +32,8 @@ if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not No
 import torch
 
 from nanomegatron import comm
-from nanomegatron.batch import Batch
 from nanomegatron.build import build, build_optimizer, install, paths_for
+from nanomegatron.checkpoint.resume import load_checkpoint, save_checkpoint
 from nanomegatron.checkpoint.source import data_samples
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, run_notes, validate
@@ -41,22 +42,16 @@ from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.run_folder import changed_settings, resume_conflicts, with_run_name
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
-from nanomegatron.faults.exit import (
-    BAD_CONFIG,
-    DONE,
-    NO_CHECKPOINT,
-    SAVE_FAILED,
-    name_culprit,
-    report_failure,
-)
+from nanomegatron.evaluate import evaluate, evaluate_only
+from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, report_failure
+from nanomegatron.faults.health import Health
 from nanomegatron.faults.lock import claim, settings_in
+from nanomegatron.faults.recovery import roll_back, validated_step
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
-from nanomegatron.flops import bits_per_byte
 from nanomegatron.generate import show_sample
 from nanomegatron.launch import launch, with_processes
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
-from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from nanomegatron.pp import execute
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
@@ -65,13 +60,11 @@ from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.report.timers import Clock
-from nanomegatron.resume import load_checkpoint, save_checkpoint
 from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run, due
 from nanomegatron.step import (
     build_loaders,
     empty_unused_memory,
-    forward_microbatch,
     forward_step,
     step_batches,
     token_count,
@@ -97,7 +90,7 @@ def main(argv: list[str]) -> int:
         return run_rank(world, argv)
     blame = functools.partial(name_culprit, config.run.folder, timestamp())
     codes = launch(run_rank, nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED))
-    named = (code for code in (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED) if code in codes)
+    named = (code for code in SAID if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
 
@@ -209,12 +202,13 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
     model = install(build(config, mesh, vocab_size, padded, init), paths)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
-    grads = optimizer = reporter = None
+    grads = optimizer = reporter = health = None
     if not config.run.eval_only:
         grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
         reporter = Reporter(config, mesh, log, model, grads, optimizer)
+        health = Health(config.faults, mesh, log, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
-    run = Run(*parts, before, asked, profile, reporter, signals)
+    run = Run(*parts, before, asked, profile, reporter, health, signals)
     if grads and (sharding := buckets_text(grads)):
         log.line(f"dp      {sharding}")
     signals.check(mesh)
@@ -238,10 +232,13 @@ def train(run: Run) -> int:
     elif run.model.on_gpu and run.mesh.pp.size > 1:
         warm_up_step(run)
     run.optimizer.cast_weights()
+    step = train_step
+    if run.config.faults.rerun_mode == "validate_results":
+        step = functools.partial(validated_step, train_step=train_step)
     while run.iteration < config.train_iters and not run.stop:
         run.profile.step(run.iteration + 1)
-        skip = run.iteration + 1 in config.iterations_to_skip
-        previous, run.pending = run.pending, None if skip else train_step(run)
+        skip = run.iteration + 1 in {*config.iterations_to_skip, *run.skipped_iterations}
+        previous, run.pending = run.pending, None if skip else step(run)
         consumed = run.consumed_samples
         run.iteration += 1
         run.report(previous)
@@ -253,7 +250,13 @@ def train(run: Run) -> int:
             run.stop = f"--exit-interval {config.exit_interval}"
         if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
             evaluate(run)
-        if due(run.config.checkpoint.save_interval, run.iteration):
+        save = due(run.config.checkpoint.save_interval, run.iteration)
+        if save or run.iteration == config.train_iters:
+            run.flush_report()
+        if run.health.spike is not None:
+            roll_back(run)
+            saved = run.iteration
+        elif save:
             save_checkpoint(run)
             saved = run.iteration
     run.flush_report()
@@ -274,6 +277,7 @@ def train_step(run: Run) -> StepReport:
     timers, tracer = run.reporter.timers, run.reporter.tracer
     fp8_stats, expert_load = run.reporter.fp8_stats, run.reporter.expert_load
     clock, batch = Clock(mesh.device), run.next_batch()
+    run.health.set_limits(batch.iteration)
     mesh.traffic.clear()
     torch.manual_seed(config.seed + 1_000_003 * run.iteration + mesh.rank)  # dropout of the fused kernels
     with timers("batch-generator", level=2):
@@ -307,7 +311,7 @@ def train_step(run: Run) -> StepReport:
     with timers("optimizer"):
         if run.model.scales is not None:
             run.model.scales.end_step()
-        stats = run.optimizer.step(shared[0])
+        stats = run.optimizer.step(shared[0], run.health.checks_states(batch.iteration))
     empty_unused_memory(run, level=2)
     if config.log_params_norm:
         extras["params_norm"] = run.optimizer.params_norm()
@@ -316,52 +320,6 @@ def train_step(run: Run) -> StepReport:
     for line in tracer.summary:
         run.log.line(f"trace   {line}")
     return report
-
-
-@torch.no_grad()
-def evaluate(run: Run, split: str = "validation") -> None:
-    """Log the mean loss over the first --eval-iters global batches of held-out data, the same every time.
-
-    After a signal on any rank it returns before the next batch and logs no loss; the caller ends the run.
-    """
-    run.flush_report()
-    config, which = run.config, ("train", "validation", "test").index(split)
-    if (loader := run.loaders[which]) is None or run.preempted:
-        return
-    total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    batch_size = config.data.global_batch_size
-    shape = run.model.shape(config.data.seq_length // run.mesh.cp.size, config.data.micro_batch_size)
-    for n in run.log.progress(f"{split} at step {run.iteration}", config.run.eval_iters):
-        batches = list(step_batches(run, loader, n * batch_size, batch_size))
-        if run.ends_by_signal():
-            run.log.line(f"{split} at step {run.iteration}: given up after {n} batches")
-            return
-
-        def step(chunk: GPTModel, i: int, batches: list[Batch] = batches) -> torch.Tensor:
-            output, mask = forward_microbatch(chunk, batches[i]), batches[i].loss_mask
-            if chunk.post_process:
-                total.add_(torch.stack(((output * mask).sum(), mask.sum())))
-            return output
-
-        execute(run.model, step, len(batches), shape, forward_only=True)
-        empty_unused_memory(run, level=1)
-    local_total = total if run.model.is_loss_rank else torch.zeros_like(total)
-    loss, tokens = comm.all_reduce_(local_total, run.mesh.world).tolist()
-    loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
-    bpb = None if length is None else bits_per_byte(loss, 1, length)
-    run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)
-
-
-def evaluate_only(run: Run) -> int:
-    """--eval-only: evaluate the loaded model on validation and test data; return the exit code."""
-    if not any(run.datasets[1:]):
-        raise ConfigError(["--eval-only: no validation and no test data; see --split and --valid-data-path"])
-    for split in ("validation", "test"):
-        evaluate(run, split)
-    if run.preempted:
-        return preempted(run.log, "stopped by a signal; the same command starts again")
-    run.log.status("done", exit_code=DONE, iteration=run.iteration)
-    return DONE
 
 
 # The end.

@@ -208,6 +208,8 @@ class Bucket:
 
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
+        if self.buckets.fingerprints is not None:
+            self.buckets.fingerprints.append(fingerprint(self.grads))
         if self.shards.size < self.axis.size:
             return start_all_reduce_(self.grads, self.axis, op)
         return self.comm.start_reduce_scatter(self.grads, op)
@@ -221,6 +223,11 @@ class Bucket:
         if self.gather is not None:
             self.gather.wait()
             self.gather = None
+
+
+def fingerprint(x: torch.Tensor) -> torch.Tensor:
+    """The sum of the bit patterns of x `[n]`, which differs if one value does -> int64 `[]`"""
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()]).sum(dtype=torch.int64)
 
 
 def _move_grad(param: nn.Parameter) -> None:
@@ -292,6 +299,7 @@ class Buckets:
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
         self.in_flight: deque[tuple[Bucket, Pending]] = deque()
+        self.fingerprints: list[torch.Tensor] | None = None  # of this rank's gradients before they are summed
         self.all: list[Bucket] = []
         self.comms: list[ShardComm] = []
         groups: dict[tuple, list[nn.Parameter]] = {}

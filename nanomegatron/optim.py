@@ -8,11 +8,13 @@
 Each rank updates its shards (`dp.py`), bucket by bucket in the order of the forward: as soon as a shard is
 updated, the all-gather of its bucket starts.
 
-Everything that a step decides stays on the device as 0-d tensors: the finite flag, the number of good steps,
-learning rates and weight decay (looked up in a table by that number, so a skipped step holds the schedules)
-and the loss scale. The host reads them when it writes its log, one step late.
+A step is good if its loss, gradient norm and (if asked) optimizer states are finite, and loss and norm are
+not above `limits`. Everything that a step decides stays on the device as 0-d tensors: these flags, the number
+of good steps, learning rates and weight decay (looked up in a table by that number, so a skipped step holds
+the schedules) and the loss scale. The host reads them when it writes its log, one step late.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -35,6 +37,7 @@ from nanomegatron.ops.kernels import usable
 from nanomegatron.param import ParamSpec
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # these use --decoupled-lr
+LARGEST = torch.finfo(torch.float64).max  # what is not finite exceeds it
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -137,10 +140,13 @@ class ShardUpdates:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Numbers of one step, as 0-d device tensors; `part_norms` has one for each `Optimizer.part_names`."""
+    """Numbers of one step, as 0-d device tensors; `part_norms` has one for each `Optimizer.part_names`.
 
-    grad_norm: torch.Tensor
-    finite: torch.Tensor
+    On a rank that holds a replica these are of it, too, though the global norm does not count it.
+    """
+
+    grad_norm: torch.Tensor  # NaN also if optimizer states are not finite
+    good: torch.Tensor  # 1 if the step has updated the parameters, else 0
     lr: torch.Tensor
     next_lr: torch.Tensor  # of the next step, if this one is good
     loss_scale: torch.Tensor
@@ -171,31 +177,38 @@ class Optimizer:
         following = [*values[0][1:], values[0][-1]]
         self.values = torch.tensor([*values, following], dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
-        owned = [[s for s in reversed(shard.bucket.slices) if s.saver] for shard in self.shards]
-        self.part_names = [piece.part.name for pieces in owned for piece in pieces]
+        self.limits = torch.full((2,), LARGEST, dtype=torch.float64, device=device)  # of loss, gradient norm
+        slices = [list(reversed(shard.bucket.slices)) for shard in self.shards]
+        self.part_names = [piece.part.name for pieces in slices for piece in pieces]
+        counted = [float(piece.saver) for pieces in slices for piece in pieces]
+        self.counted = torch.tensor(counted, dtype=torch.float64, device=device)  # 0 for replicas
         self.segments = [
-            Segments.from_ranges(((s.start, s.stop, 0) for s in pieces), device) for pieces in owned
+            Segments.from_ranges(((s.start, s.stop, 0) for s in pieces), device) for pieces in slices
         ]
 
-    def step(self, loss: torch.Tensor) -> StepStats:
-        """Update the parameters from the summed gradients, unless the loss or the norm is not finite.
+    def step(self, loss: torch.Tensor, check_states: bool = False) -> StepStats:
+        """Update the parameters from the summed gradients, if the step is good.
 
-        loss `[]`: the global loss, so that all ranks decide the same. FP8 weights are cast with the scales of
-        `Scales.end_step`: call that first. Communicates the norm over all ranks, and the parameters.
+        loss `[]`: the global loss, so that all ranks decide the same. check_states: check main parameters and
+        moments, too. FP8 weights are cast with the scales of `Scales.end_step`: call that first. Communicates
+        the norm over all ranks, and the parameters.
         """
         squares = self._over_parts(self._grads())
-        norm = (self._norm(squares) / self.scaler.scale).float()
-        finite = (norm.isfinite() & loss.isfinite()).float()
+        total = self._sum(squares)  # NaN if one is not finite, also of a replica
+        if check_states:
+            total = torch.where(self.not_finite().any(), math.nan, total)
+        norm = (self._norm(total) / self.scaler.scale).float()
+        good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()
         clip = self.config.clip_grad
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
         now = self.good_steps.clamp(max=self.values.shape[1] - 1)  # values[:, now] would wait for the GPU
         values, next_lr = self.values.index_select(1, now[None])[:, 0].split((3, 1))
-        self.good_steps += finite.long()
-        numbers = self.good_steps.float(), values.float(), self.scaler.scale / factor, 1.0 - finite
+        self.good_steps += good.long()
+        numbers = self.good_steps.float(), values.float(), self.scaler.scale / factor, 1.0 - good
         self.updates.step(self.shards, *numbers)
         self._finish_gathers()
-        stats = StepStats(norm, finite, values[0], next_lr[0], self.scaler.scale, squares.sqrt())
-        self.scaler.update(finite)
+        stats = StepStats(norm, good, values[0], next_lr[0], self.scaler.scale, squares.sqrt())
+        self.scaler.update(good)
         return stats
 
     def cast_weights(self) -> None:
@@ -214,21 +227,32 @@ class Optimizer:
         return [shard.bucket.grad_shard for shard in self.shards]
 
     def _over_parts(self, flat: list[torch.Tensor], zeros: bool = False) -> torch.Tensor:
-        """Sums of squares, or numbers of zeros, of the parts that this rank counts -> fp64 `[parts]`"""
+        """Sums of squares, or numbers of zeros, of this rank's parts -> fp64 `[parts]`"""
         pairs = zip(flat, self.segments, strict=True)
         each = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
         return torch.cat([sums.to(self.values.device) for sums in each])
 
-    def _norm(self, squares: torch.Tensor) -> torch.Tensor:
-        return all_reduce_(squares.sum(), self.buckets.world).sqrt()
+    def _sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum of the numbers `[parts]` of the parts that this rank counts -> `[]`"""
+        return (parts * self.counted).sum()
+
+    def _norm(self, total: torch.Tensor) -> torch.Tensor:
+        return all_reduce_(total, self.buckets.world).sqrt()
+
+    def not_finite(self) -> torch.Tensor:
+        """Whether this rank's shards have a non-finite value: main, exp_avg, exp_avg_sq -> `[shards, 3]`"""
+        flat = [x for shard in self.shards for x in (shard.main, shard.exp_avg, shard.exp_avg_sq)]
+        largest = torch._foreach_norm(flat, math.inf)  # NaN if there is one
+        bad = [~x.isfinite().to(self.values.device) for x in largest]
+        return torch.stack(bad).view(-1, 3)
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""
-        return self._norm(self._over_parts([shard.main for shard in self.shards]))
+        return self._norm(self._sum(self._over_parts([shard.main for shard in self.shards])))
 
     def num_zeros(self) -> torch.Tensor:
         """Number of zero gradients, without padding -> `[]`. All-reduces one number over all ranks."""
-        zeros = self._over_parts(self._grads(), zeros=True).sum().long()
+        zeros = self._sum(self._over_parts(self._grads(), zeros=True)).long()
         return all_reduce_(zeros, self.buckets.world)
 
     def reset_main(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
+from nanomegatron.faults.health import Health
 from nanomegatron.faults.signals import UNHEARD, Signals
 from nanomegatron.mesh import Mesh
 from nanomegatron.optim import Optimizer
@@ -27,15 +28,18 @@ class Run:
     datasets: tuple  # training, validation, test; None where there is none
     loaders: tuple
     model: Stages
-    grads: Buckets | None  # these and reporter: None with --eval-only, which needs no memory for them
+    grads: Buckets | None  # these, reporter and health: None with --eval-only, which needs no memory for them
     optimizer: Optimizer | None
     samples_before: list[int]  # consumed before each iteration, and after the last
     data_samples: list[int]  # samples that the training data was built for, by each run so far
     profile: Profile
     reporter: Reporter | None
+    health: Health | None
     signals: Signals = UNHEARD
     iteration: int = 0  # the last finished one
-    skipped_samples: int = 0  # passed over by --iterations-to-skip
+    skipped_samples: int = 0  # not read, or of a spike without an update
+    skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip
+    rollbacks: Counter[int] = field(default_factory=Counter)  # to each checkpoint, by iteration
     pending: StepReport | None = None  # of the last step, launched and not yet reported
     stop: str = ""  # why the run ends early; "": it does not
     preempted: bool = False  # it ends because of a signal
@@ -54,14 +58,22 @@ class Run:
         return GlobalBatch(self.iteration + 1, first, end, lengths)
 
     def report(self, step: StepReport | None) -> None:
-        """Log a step's numbers, and set `stop` if a rank has to stop; waits for the end of the step."""
+        """Log and judge a step's numbers, set `stop` if a rank has to stop; waits for the end of the step.
+
+        Raises BadSteps if the run cannot go on.
+        """
         if step is None:
             return
-        signalled, out_of_time = self.reporter.report(step, self.skipped_samples)
-        if signalled:
+        numbers = self.reporter.numbers(step)
+        self.reporter.report(step, self.skipped_samples)
+        if numbers.signalled:
             self.stop, self.preempted = "a signal", True
-        elif out_of_time:
+        elif numbers.out_of_time:
             self.stop = f"--exit-duration-in-mins {self.config.run.exit_duration_in_mins}"
+        self.health.judge(numbers)
+        if self.health.spike and self.config.faults.on_spike == "skip":
+            self.skipped_samples += numbers.batch.size
+            self.health.spike = None
 
     def flush_report(self) -> None:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""

@@ -9,6 +9,7 @@ import train
 from nanomegatron import optim
 from nanomegatron.batch import Batch
 from nanomegatron.build import paths_for, quantize_layers
+from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
 from nanomegatron.dp import Buckets, GatheredParams
@@ -22,7 +23,6 @@ from nanomegatron.optim import Optimizer, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory, memory_of_ranks
-from nanomegatron.resume import save_checkpoint
 from tests import cuda_on_cpu
 from tests.checkpoints import ALONE
 from tests.layouts import flags_of, fp8
@@ -40,11 +40,11 @@ def steps(run, until: int, bad: int = 0) -> list[dict]:
     read, update = [], run.optimizer.step
     while run.iteration < until:
         skips = run.iteration + 1 == bad
-        run.optimizer.step = lambda loss, nan=skips: update(loss * torch.nan if nan else loss)
+        run.optimizer.step = lambda loss, *more, nan=skips: update(loss * (torch.nan if nan else 1), *more)
         read.append(train.train_step(run).read()[1])
         run.iteration += 1
     run.optimizer.step = update
-    return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "finite", "fp8")} for step in read]
+    return [{name: step.get(name) for name in ("lm_loss", "grad_norm", "good", "fp8")} for step in read]
 
 
 def cast_by_optimizer(buckets: Buckets) -> list:
@@ -66,7 +66,7 @@ def trained(world: World, argv: list[str], folder: str, ours: bool, first: bool 
     assert sent == sharded * sum(b.size * (1 if b in casting else 2) for b in run.grads.all)
     for bucket in casting:  # nothing is there to be read unnoticed
         assert bucket.data is None and all(param.isnan().all() for param in bucket.params)
-    assert [step["finite"] for step in found] == [1, 0, 1, 1]
+    assert [step["good"] for step in found] == [1, 0, 1, 1]
     run.grads.wait_params()
     scales = run.model.scales
     return {

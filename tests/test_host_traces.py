@@ -127,7 +127,7 @@ def record(world: World, name: str, folder: Path) -> list[str]:
             stepped = train.train_step(run)
             recorder.on = False
             run.iteration += 1
-        assert stepped.read()[1]["finite"] == 1
+        assert stepped.read()[1]["good"] == 1
         with recorder.quiet():
             Mesh.close()
     return folded(recorder.issued, coarse="--pp" in flags)

@@ -9,12 +9,12 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6000,
-    "checkpoint": 1385,
+    "checkpoint": 1530,
     "commands": 1130,
-    "config": 2855,
+    "config": 2875,
     "data": 2350,
     "fast": 2500,
-    "faults": 330,
+    "faults": 620,
     "ops": 2930,
     "plan": 630,
     "report": 2200,
@@ -38,7 +38,8 @@ checkpoint/ report/
 faults/
 build
 run
-generate step resume
+generate step checkpoint.resume
+evaluate faults.recovery
 preprocess
 train convert setup commands/
 __main__
@@ -46,9 +47,9 @@ __main__
 
 
 def entry(module: str) -> str:
-    """The entry of RANKS that a module belongs to: its room with a /, or itself."""
+    """The entry of RANKS that a module belongs to: itself if it has one, else its room with a /."""
     room, dot, _ = module.partition(".")
-    return f"{room}/" if dot else room
+    return f"{room}/" if dot and module not in RANKS.split() else module
 
 
 def rank(module: str) -> int:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import train
+from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.generate import Sampling, generate
 from nanomegatron.mesh import World
-from nanomegatron.resume import save_checkpoint
 from tests.layouts import flags_of
 from tests.spmd import run_spmd
 from tests.training import arguments, set_up

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import train
+from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.checkpoint.upcycle import dense_source, sum_of_weights
 from nanomegatron.config.cli import parse
 from nanomegatron.config.hf import read_folder
 from nanomegatron.generate import KVCache, next_logits
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
-from nanomegatron.resume import save_checkpoint
 from tests.layouts import ROPE, flags_of
 from tests.spmd import run_spmd
 from tests.training import Task

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import train
+from nanomegatron import evaluate
 from nanomegatron import generate as run_sample
+from nanomegatron.faults import exit as run_exit
 from nanomegatron.faults import signals as run_signals
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
@@ -22,20 +24,21 @@ LONG = f"{FOUR} --eval-interval 2 --eval-iters 6000"  # an evaluation takes minu
 
 
 def signalled(world: World, argv: list[str], folder: str, where: str, times: int, echo: float) -> int:
-    """A rank that gets SIGINT, rank 1 or both ranks, when it comes to a function of train.py."""
+    """A rank that gets SIGINT, rank 1 or both ranks, when it comes to a function of the program."""
     os.chdir(folder)
     run_signals.ECHO = echo
     name, _, ranks = where.partition(" of ")
-    usual = getattr(train, name)
+    module = train if hasattr(train, name) else evaluate
+    usual = getattr(module, name)
 
     def gets_it(*args, **kwargs):
         if str(world.rank) in (ranks or "01"):
-            setattr(train, name, usual)
+            setattr(module, name, usual)
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
         return usual(*args, **kwargs)
 
-    setattr(train, name, gets_it)
+    setattr(module, name, gets_it)
     train.plot_loss = train.show_sample = lambda *_: None
     return train.run_rank(world, argv)
 
@@ -104,7 +107,7 @@ def test_a_run_needs_no_log(corpus, tmp_path):  # noqa: F811
     assert (folder / "ckpt").is_dir() and len(read_jsonl(folder / "evals.jsonl")) == 1
     (tmp_path / "other/latest_checkpointed_iteration.txt").mkdir(parents=True)
     argv += ["--save", "other", "--train-iters", "3", "--load", str(folder / "ckpt")]
-    assert launch(without_files, 1, (argv, str(tmp_path)), timeout=40, threads=1) == [train.SAVE_FAILED]
+    assert launch(without_files, 1, (argv, str(tmp_path)), timeout=40, threads=1) == [run_exit.SAVE_FAILED]
 
 
 def test_what_is_shown_fails_no_run(corpus, tmp_path):  # noqa: F811

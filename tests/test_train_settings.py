@@ -17,6 +17,7 @@ from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.tokenizer import NullTokenizer
+from nanomegatron.faults import exit as run_exit
 from nanomegatron.mesh import Axis, World
 from nanomegatron.report.writers import read_jsonl
 from nanomegatron.step import token_count
@@ -125,7 +126,7 @@ def evaluations(folder: Path, name: str = "test") -> list[tuple]:
 def test_eval_only_is_the_evaluation_of_the_run(corpus, tmp_path):  # noqa: F811
     """After the run and from elsewhere; nothing of the run changes; without a checkpoint it says so."""
     argv = arguments(corpus, "--train-iters 6 --split 80,10,10 --eval-interval 4")
-    assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path)) == [train.NO_CHECKPOINT]
+    assert run_spmd(run_there, 1, [*argv, "--eval-only"], str(tmp_path)) == [run_exit.NO_CHECKPOINT]
     assert run_spmd(run_there, 1, argv, str(tmp_path)) == [train.DONE]
     end = evaluations(tmp_path)
     assert [(i, split) for i, split, *_ in end] == [(4, "validation"), (6, "validation"), (6, "test")]

@@ -83,9 +83,9 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
     run = set_up(world, argv, folder)
     steps, gradients, update = [], [], run.optimizer.step
 
-    def keep(loss: torch.Tensor):  # before the update, which may scale them
+    def keep(*numbers):  # before the update, which may scale them
         gradients.append([piece_of(s, s.of(b.grad_shard)) for b, s in run.grads.slices()])
-        return update(loss)
+        return update(*numbers)
 
     run.optimizer.step = keep
     entered: set[str] = set()

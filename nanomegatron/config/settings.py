@@ -1,4 +1,4 @@
-"""What a run is: seven small dataclasses, the only definition of every setting.
+"""What a run is: eight small dataclasses, the only definition of every setting.
 
 A field is a setting; its name with dashes is its flag, and its key in a TOML file:
 
@@ -7,9 +7,10 @@ A field is a setting; its name with dashes is its flag, and its key in a TOML fi
         weight_decay: float = ...               weight-decay = 0.1        (presets/*.toml)
 
 Names and meanings are Megatron-LM's. The settings of parallelism are in `config/parallel.py`, those of the
-model in `config/model.py`. `config/rules.py` has what else a field declares, `config/cli.py` turns the fields
-into flags and reads TOML files, `config/check.py` reports everything that is wrong with a run at once. No
-torch in any of them: a bad command line is answered in less than a second.
+model in `config/model.py`, those of bad steps in `config/faults.py`. `config/rules.py` has what else a field
+declares, `config/cli.py` turns the fields into flags and reads TOML files, `config/check.py` reports
+everything that is wrong with a run at once. No torch in any of them: a bad command line is answered in less
+than a second.
 """
 
 import functools
@@ -17,6 +18,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanomegatron.config.faults import FaultConfig
 from nanomegatron.config.model import TransformerConfig, moe
 from nanomegatron.config.parallel import ONE_SIZE, SHARDED, ParallelConfig
 from nanomegatron.config.rules import common, setting
@@ -312,6 +314,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultConfig = FaultConfig()
     run: RunConfig = RunConfig()
 
     @property

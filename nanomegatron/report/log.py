@@ -102,14 +102,18 @@ class RunLog:
         extra = self.config.run.metrics_jsonl
         paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
         self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
-        for series in [*self._series, *self._beside.values()]:
-            with self.attempt(str(series.path)):
-                series.drop_after(iteration, self.warn)
+        self.rewind(iteration)
         for name, make in scalar_writers(self.config, self.folder, iteration).items():
             with self.attempt(name):
                 self._writers.append(make())
         with self.attempt("progress bar"):
             self._bar = progress_bar(iteration, train_iters, self.stream)
+
+    def rewind(self, iteration: int) -> None:
+        """Drop the records of later iterations from the series; rank 0 only."""
+        for series in [*self._series, *self._beside.values()] if self.is_main else ():
+            with self.attempt(str(series.path)):
+                series.drop_after(iteration, self.warn)
 
     @contextmanager
     def attempt(self, what: str, alike: Callable[[], bool] = lambda: True) -> Iterator[None]:

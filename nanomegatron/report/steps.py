@@ -2,7 +2,7 @@
 
 train_step t      device tensors -> one copy to pinned memory, in flight          StepReport
 train_step t+1    launched
-report t          the copy has arrived: log line, stop flags, bad steps           on every rank
+report t          the copy has arrived: log line, StepNumbers for faults/health.py           on every rank
 """
 
 import math
@@ -44,6 +44,25 @@ class GlobalBatch:
     def tokens(self) -> int:
         """The number of tokens, masked ones included, padding excluded."""
         return sum(length * n for length, n in self.lengths.items())
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the host knows of one step; the same on every rank but for the norms."""
+
+    batch: GlobalBatch
+    loss: float
+    grad_norm: float
+    good: bool  # it has updated the parameters
+    loss_scale: float
+    signalled: bool  # a rank got a signal
+    out_of_time: bool  # a rank has run for longer than --exit-duration-in-mins
+    norms: dict[str, float]  # of the gradients of this rank's parts
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class StepReport:
@@ -99,16 +118,23 @@ class Reporter:
         self.fp8_stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if run.log_fp8_stats else None
         self.expert_load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
 
-    def report(self, step: StepReport, skipped_samples: int) -> tuple[bool, bool]:
-        """Wait for one step's numbers and log them -> (a rank got a signal, a rank is out of time).
+    def numbers(self, step: StepReport) -> StepNumbers:
+        """Wait for a step's numbers and return those that decide what follows."""
+        _, found = step.read()
+        norms = dict(zip(self.part_names, step.part_norms.tolist(), strict=True))
+        flags = (bool(found[name]) for name in ("signalled", "out_of_time"))
+        values = found["lm_loss"], found["grad_norm"], bool(found["good"]), found["loss_scale"]
+        return StepNumbers(step.batch, *values, *flags, norms)
 
-        skipped_samples: samples of --iterations-to-skip so far in the run; only logged.
+    def report(self, step: StepReport, skipped_samples: int) -> None:
+        """Wait for one step's numbers and log them.
+
+        skipped_samples: samples of --iterations-to-skip and of skipped spikes so far in the run; only logged.
         """
         run, log, batch = self.config.run, self.log, step.batch
         milliseconds, numbers = step.read()
-        signalled, out_of_time, finite = (numbers.pop(x) for x in ("signalled", "out_of_time", "finite"))
-        if not finite:
-            self.name_bad_step(step, numbers["lm_loss"], numbers["grad_norm"])
+        good = [numbers.pop(name) for name in ("signalled", "out_of_time", "good")][-1]
+        if not good:
             numbers["next_lr"] = numbers["lr"]  # a bad step holds the schedule
         if (table := numbers.pop("fp8", None)) is not None:
             log.details("fp8", batch.iteration, batch.end, self.fp8_stats.by_name(table))
@@ -119,7 +145,7 @@ class Reporter:
         record = dict(iteration=batch.iteration, consumed_samples=batch.end, global_batch_size=batch.size)
         record |= numbers
         record |= rates(self.config, self.mesh, self.padded_vocab_size, batch.lengths, milliseconds / 1e3)
-        record |= dict(skipped=int(not finite), skipped_samples=skipped_samples)
+        record |= dict(skipped=int(not good), skipped_samples=skipped_samples)
         record["peak_mem_gib"] = (peak_memory(self.mesh.device) + self.grads.shared_bytes) / 2**30
         log.step(record)
         self.timers.add(step.timed)
@@ -130,17 +156,6 @@ class Reporter:
             with log.attempt("traffic"):
                 for line in ledger(step.traffic) if run.log_comm else ():
                     log.line(f"comm    {line}")
-        return bool(signalled), bool(out_of_time)
-
-    def name_bad_step(self, step: StepReport, loss: float, norm: float) -> None:
-        """Warn of a step that was not finite: each rank names the first bad gradient that it has."""
-        batch, names = step.batch, zip(self.part_names, step.part_norms.tolist(), strict=True)
-        bad = next((name for name, value in names if not math.isfinite(value)), None)
-        if self.log.is_main or bad:
-            self.log.warn(
-                f"step {batch.iteration} (samples {batch.first} to {batch.end - 1}): loss {loss}, gradient "
-                f"norm {norm}, first bad gradient {bad or 'on another rank'}; the step changed nothing"
-            )
 
 
 def rates(

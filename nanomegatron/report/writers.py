@@ -54,6 +54,7 @@ class JsonLines(Lines):
         If that fails (OSError), `append` tries it again and writes only after it has succeeded.
         """
         self._behind = iteration
+        self.close()
         if self.path.is_file():
             kept = [record for record in read_jsonl(self.path, warn) if record["iteration"] <= iteration]
             replace_file(self.path, "".join(json.dumps(record) + "\n" for record in kept))

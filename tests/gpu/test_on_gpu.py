@@ -101,13 +101,13 @@ def trained_on(gradients: list, flags: list[str], folder) -> tuple[list[float], 
     run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(folder, config))
     update, losses, given = run.optimizer.step, [], len(gradients) > 0
 
-    def step(loss: torch.Tensor):
+    def step(*numbers):
         here = [bucket.grad_shard for bucket in run.grads.all]
         if given:
             torch._foreach_copy_(here, gradients[run.iteration])
         else:
             gradients.append([grads.clone() for grads in here])
-        return update(loss)
+        return update(*numbers)
 
     run.optimizer.step = step
     for _ in range(30):

@@ -34,7 +34,10 @@ from nanomegatron.run import Run
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save everything that the next run needs to continue to the bit; waits for the step in flight."""
+    """Save everything that the next run needs to continue to the bit; waits for the step in flight.
+
+    Raises BadSteps, on all ranks, if a tensor is not finite: such a checkpoint is never published.
+    """
     run.flush_report()
     state = {
         "iteration": run.iteration,
@@ -46,10 +49,13 @@ def save_checkpoint(run: Run) -> None:
         "tokenizer": run.tokenizer.spec,
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
         "circumstances": environment_info(run),
+        "health": run.health.state(),
+        "skipped_iterations": sorted(run.skipped_iterations),
     }
     run.grads.wait_params()
     states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
     pieces, _ = all_pieces(run, states)
+    run.health.check_pieces(pieces, run.iteration)
     save(run.config.checkpoint.save, run.iteration, pieces, state, to_toml(run.config), run.mesh)
     run.log.line(f"saved   {run.config.checkpoint.save}, step {run.iteration}")
     run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
@@ -131,6 +137,9 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
     Raises ValueError if by then this run would have consumed another number of samples.
     """
     run.iteration, run.skipped_samples = state["iteration"], state.get("skipped_samples", 0)
+    run.skipped_iterations = set(state.get("skipped_iterations", ()))
+    if run.health:
+        run.health.load(state.get("health", []))
     done = run.iteration >= len(run.samples_before) or run.config.run.eval_only
     if not done and state["consumed_samples"] != run.consumed_samples:
         raise ValueError(

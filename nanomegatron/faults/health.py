@@ -1,0 +1,175 @@
+"""Bad steps: non-finite numbers end a run before they reach a checkpoint, spikes are warned of or skipped.
+
+    step                                   the device           the host, one step later
+    loss, norm, states finite, no spike    updates              -
+    not finite                             changes nothing      names tensor, rank, samples; after
+                                                                --max-skipped-steps in a row: exit code 16
+    weights or moments not finite          changes nothing      the same at once: no later step can be good
+    spike, --on-spike warn                 updates              a warning
+    spike, --on-spike skip                 changes nothing      a warning; its samples count as skipped
+    spike, --on-spike rollback             changes nothing      returns to the last save (faults/recovery.py)
+
+A spike is a loss or a gradient norm that exceeds the median of the last --spike-window steps by more than
+--spike-deviations robust deviations: 1.4826 times the median distance from the median (for normal numbers the
+standard deviation), and at least FLOOR of the median. Up to half of the window may be spikes: that does not
+move a median far. The limits of a step follow from the steps up to LAG before it, whose numbers the host has
+when it launches the step; so they do not depend on when the host waits, and a resumed run has the same.
+"""
+
+import math
+import socket
+import statistics
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from nanomegatron.checkpoint.files import Piece
+from nanomegatron.comm import all_gather_text
+from nanomegatron.config.faults import FaultConfig
+from nanomegatron.mesh import Mesh
+from nanomegatron.optim import LARGEST, Optimizer
+from nanomegatron.report.log import RunLog
+from nanomegatron.report.steps import StepNumbers
+
+LAG = 2
+FEWEST = 32  # steps before which nothing is a spike
+FLOOR = {"loss": 0.02, "gradient norm": 0.1}  # least deviation, as a share of the median
+
+
+class BadSteps(Exception):
+    """Raised on all ranks: the run cannot go on, or its state must not be saved."""
+
+
+class Health:
+    """Judges the numbers of each step on the host; `limits` are what the device judges the next step by."""
+
+    def __init__(self, config: FaultConfig, mesh: Mesh, log: RunLog, optimizer: Optimizer) -> None:
+        self.config, self.optimizer = config, optimizer
+        self.mesh, self.log = mesh, log
+        self.window: list[tuple[int, float, float]] = []  # iteration, loss, gradient norm of finite steps
+        self.bad_in_a_row, self.first_bad = 0, ""
+        self.spike: int | None = None  # the iteration of the last spike that is not dealt with
+        self.lifted = False  # the next step is no spike, whatever its numbers: it is run again
+
+    def checks_states(self, iteration: int) -> bool:
+        """Whether this iteration looks at weights and moments before its update."""
+        every = self.config.check_states_interval
+        return bool(every) and iteration % every == 0
+
+    def set_limits(self, iteration: int) -> None:
+        """Give the device the limits of the iteration that is launched next, if it has to judge them."""
+        acts = self.config.on_spike != "warn" or self.config.rerun_mode != "disabled"
+        if acts:
+            limits = (LARGEST, LARGEST) if self.lifted else self.limits(iteration)
+            on_gpu = self.optimizer.limits.is_cuda
+            values = torch.tensor(limits, dtype=torch.float64, pin_memory=on_gpu)
+            self.optimizer.limits.copy_(values, non_blocking=True)
+
+    def limits(self, iteration: int) -> tuple[float, float]:
+        """The largest loss and gradient norm of an iteration that is no spike."""
+        before = [values for i, *values in self.window if i <= iteration - LAG]
+        if len(before) < min(FEWEST, self.config.spike_window):
+            return LARGEST, LARGEST
+        recent = before[-self.config.spike_window :]
+        return tuple(
+            self._limit([values[n] for values in recent], floor) for n, floor in enumerate(FLOOR.values())
+        )
+
+    def _limit(self, values: list[float], floor: float) -> float:
+        middle = statistics.median(values)
+        distance = statistics.median(abs(x - middle) for x in values)
+        return middle + self.config.spike_deviations * max(1.4826 * distance, floor * abs(middle))
+
+    def suspicious(self, step: StepNumbers) -> bool:
+        """Whether a step is not finite or a spike."""
+        return not step.finite or bool(self._spike(step))
+
+    def _spike(self, step: StepNumbers) -> str:
+        pairs = zip(FLOOR, (step.loss, step.grad_norm), self.limits(step.batch.iteration), strict=True)
+        return " and ".join(f"{name} {x:.6g} is above {top:.6g}" for name, x, top in pairs if x > top)
+
+    def judge(self, step: StepNumbers) -> None:
+        """Record and log a step; sets `spike`. Raises BadSteps. Gathers texts over world after a bad step."""
+        batch = step.batch
+        which = f"step {batch.iteration} (samples {batch.first} to {batch.end - 1})"
+        if not step.finite:
+            self._not_finite(step, which)
+            return
+        self.bad_in_a_row = 0
+        spike = self._spike(step)
+        if spike and self.mesh.rank == 0:
+            done = "the update was done" if step.good else "the update was skipped"
+            window = f"the median of {self.config.spike_window} steps plus {self.config.spike_deviations:g}"
+            self.log.warn(f"{which}: a spike: {spike}, {window} robust deviations; {done}")
+        if spike and not step.good:
+            self.spike = batch.iteration
+        self.window.append((batch.iteration, step.loss, step.grad_norm))
+        del self.window[: -self.config.spike_window - LAG]
+
+    def _not_finite(self, step: StepNumbers, which: str) -> None:
+        # A dynamic loss scale is meant to overflow until it fits.
+        searching = math.isfinite(step.loss) and self.optimizer.scaler.may_shrink(step.loss_scale)
+        culprit, in_states = self.first_not_finite(step)
+        text = f"{which}: loss {step.loss}, gradient norm {step.grad_norm}; {culprit}"
+        if self.mesh.rank == 0:
+            self.log.warn(f"{text}; the step changed nothing")
+        if not self.bad_in_a_row:
+            self.first_bad = text
+        self.bad_in_a_row += not searching
+        last = f"{self.bad_in_a_row} steps in a row were not finite (--max-skipped-steps)"
+        if in_states:
+            last = "weights or Adam moments are not finite, so no later step can be good"
+        if in_states or self.bad_in_a_row >= self.config.max_skipped_steps:
+            fix = "resume from the last checkpoint, with --iterations-to-skip or a lower --lr"
+            raise BadSteps(f"{last}. The first was {self.first_bad}. Nothing was saved: {fix}")
+
+    def first_not_finite(self, step: StepNumbers) -> tuple[str, bool]:
+        """Name the first non-finite tensor of all ranks, and whether it is a weight or a moment.
+
+        Weights and moments come before gradients, which follow from them. Gathers a text over world.
+        """
+        states = next(self._bad_states(), "")
+        gradient = next((name for name, x in step.norms.items() if not math.isfinite(x)), "")
+        mine = f"1 {states}" if states else f"2 gradient of {gradient}" if gradient else ""
+        here = f" on {self.mesh.label} ({socket.gethostname()})"
+        texts = all_gather_text(mine and mine + here, self.mesh.world, self.mesh.device)
+        found = sorted((text for text in texts if text), key=lambda text: text[0])
+        if not found:
+            return "no tensor is: only the loss", False
+        more = f", {len(found) - 1} other ranks have one, too" if len(found) > 1 else ""
+        return f"first non-finite tensor: {found[0][2:]}{more}", found[0][0] == "1"
+
+    def _bad_states(self) -> Iterator[str]:
+        """Yield the names of non-finite weights and moments of this rank. Waits for gathers."""
+        self.optimizer.buckets.wait_params()
+        for kind, slices in self.optimizer.states().items():
+            for piece, flat in slices:
+                if not flat.isfinite().all():
+                    yield f"{kind} of {piece.part.name}"
+        for param in self.optimizer.params:
+            if param.is_floating_point() and not param.detach().float().isfinite().all():
+                yield f"weight {param.spec.name}"
+
+    def check_pieces(self, pieces: Iterable[Piece], iteration: int) -> None:
+        """Raise BadSteps, on all ranks, if a tensor of a checkpoint is not finite.
+
+        Gathers a text over world.
+        """
+        float_types = (torch.float32, torch.bfloat16, torch.float16)
+        own = [p for p in pieces if p.data.dtype in float_types and p.data.numel()]
+        largest = torch._foreach_norm([p.data.detach() for p in own], math.inf)  # NaN if there is one
+        finite = torch.stack([x.isfinite().to(self.mesh.device) for x in largest]).tolist()
+        bad = next((p.key for p, fine in zip(own, finite, strict=True) if not fine), "")
+        text = bad and f"{bad} on {self.mesh.label} ({socket.gethostname()})"
+        if found := list(filter(None, all_gather_text(text, self.mesh.world, self.mesh.device))):
+            fix = "resume from the last checkpoint"
+            raise BadSteps(f"step {iteration} was not saved: {found[0]} is not finite; {fix}")
+
+    def state(self) -> list:
+        """What a checkpoint keeps."""
+        return [list(values) for values in self.window]
+
+    def load(self, saved: list) -> None:
+        """Restore `state()`."""
+        self.window = [(int(i), float(loss), float(norm)) for i, loss, norm in saved]
+        self.bad_in_a_row, self.first_bad, self.spike = 0, "", None

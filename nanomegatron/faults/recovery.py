@@ -1,0 +1,101 @@
+"""What follows a suspicious step: the step once more, or a return to the last checkpoint.
+
+--rerun-mode validate_results    The host waits for each step before it launches the next. The device has not
+    updated anything in a step that is not finite or a spike (faults/health.py), so the same step can be run
+    once more, from the same weights, samples and random numbers. On healthy machines it gives the same
+    gradients to the bit. If a rank's own gradients differ, before any sum over replicas, its machine is
+    faulty: exit code 17. If they are equal, settings or data are the cause: the run continues as without
+    this mode.
+
+--on-spike rollback    The run returns to its last checkpoint and later skips the samples of the spike and of
+    the BEFORE steps before it, as PaLM did by hand (arXiv 2204.02311, section 5.1).
+"""
+
+import socket
+from collections.abc import Callable
+
+import torch
+
+from nanomegatron.checkpoint.checkpoint import latest, module_states
+from nanomegatron.checkpoint.resume import load_checkpoint
+from nanomegatron.comm import all_gather_text, broadcast_
+from nanomegatron.faults.health import BadSteps
+from nanomegatron.faults.machine import MachineFault
+from nanomegatron.report.steps import StepReport
+from nanomegatron.run import Run
+
+BEFORE = 7  # steps before a spike whose samples are skipped, too
+MOST_ROLLBACKS = 3  # to the same checkpoint
+
+
+class Rewind:
+    """Copies of the small state that even a step without an update changes; `__call__` restores it.
+
+    That is FP8 scales, biases of routers and the loss scale. The parameters are not copied.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.modules = {name: x.clone() for name, x in module_states(run.model).items()}
+        self.fp8 = run.model.scales.state() if run.model.scales is not None else {}
+        scaler = run.optimizer.scaler
+        self.scaler = scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left  # replaced, not written to
+
+    def __call__(self) -> None:
+        """Restore the state of before the step."""
+        for name, x in module_states(self.run.model).items():
+            x.copy_(self.modules[name])
+        if self.run.model.scales is not None:
+            self.run.model.scales.load(self.fp8)
+        scaler = self.run.optimizer.scaler
+        scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left = self.scaler
+
+
+def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepReport:
+    """Do `train_step`, and once more if its numbers are suspicious; the host waits for the step.
+
+    Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
+    """
+    rewind, run.grads.fingerprints = Rewind(run), []
+    first = train_step(run)
+    health, numbers = run.health, run.reporter.numbers(first)
+    if not health.suspicious(numbers):
+        return first
+    before, iteration = run.grads.fingerprints, run.iteration + 1
+    rewind()
+    health.lifted, run.grads.fingerprints = run.config.faults.on_spike == "warn", []
+    second = train_step(run)
+    run.reporter.numbers(second)  # waits
+    health.lifted = False
+    same = [torch.equal(a, b) for a, b in zip(before, run.grads.fingerprints, strict=True)]
+    text = "" if all(same) else f"{run.mesh.label} ({socket.gethostname()})"
+    if faulty := [text for text in all_gather_text(text, run.mesh.world, run.mesh.device) if text]:
+        what = f"step {iteration}: loss {numbers.loss}, gradient norm {numbers.grad_norm}"
+        again = f"run again from the same state it gave other gradients on {', '.join(faulty)}"
+        fix = "Nothing was saved: resume from the last checkpoint, without that machine"
+        raise MachineFault(f"{what}; {again}, so that machine is faulty. {fix}")
+    run.log.line(f"step {iteration} again: the same to the bit on every rank, so not a fault of a machine")
+    return second
+
+
+def roll_back(run: Run) -> None:
+    """Return to the last checkpoint, and skip the samples around the spike from then on.
+
+    Raises BadSteps, on all ranks, if there is no checkpoint, or after MOST_ROLLBACKS from the same one.
+    """
+    spike, skipped = run.health.spike, run.skipped_iterations
+    run.flush_report()
+    folder, seen = run.config.checkpoint.save, latest(run.config.checkpoint.save)
+    newest = torch.tensor(-1 if seen is None else seen, device=run.mesh.device)
+    newest = int(broadcast_(newest, run.mesh.world))
+    if newest < 0:
+        fix = "give --save-interval, or --on-spike skip"
+        raise BadSteps(f"step {spike}: a spike, and no checkpoint to return to in {folder}: {fix}")
+    run.rollbacks[newest] += 1
+    if run.rollbacks[newest] > MOST_ROLLBACKS:
+        raise BadSteps(f"step {spike}: a spike after {MOST_ROLLBACKS} returns to step {newest}; see --lr")
+    load_checkpoint(run)
+    around = range(max(newest, spike - BEFORE - 1) + 1, spike + 1)
+    run.skipped_iterations |= skipped | set(around)
+    run.log.rewind(run.iteration)
+    run.log.warn(f"rolled back to step {newest}; the samples of steps {around[0]} to {spike} will be skipped")
