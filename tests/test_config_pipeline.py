@@ -203,6 +203,14 @@ def test_a_gpu_records_its_memory():
     assert validate(config, 1, "cuda") == [] and len(validate(config, 1, "cpu")) == 1
 
 
+def test_a_step_is_repeated_on_gpus_only_if_it_gives_the_same_bits():
+    config = config_of("--rerun-mode validate_results")
+    assert validate(config, 1, "cpu") == []
+    assert ["add --deterministic-mode" in error for error in validate(config, 1, "cuda")] == [True]
+    exact = config_of("--rerun-mode validate_results --deterministic-mode")
+    assert validate(exact, 1, "cuda") == []
+
+
 def test_megatrons_flags_of_what_is_always_so():
     flags = "--use-pytorch-profiler --nvtx-ranges --overlap-p2p-communication-warmup-flush"
     parsed = parse(f"{GOOD} {flags} --no-overlap-p2p-communication".split())

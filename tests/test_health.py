@@ -278,3 +278,21 @@ def test_a_step_run_again_tells_a_faulty_machine_from_bad_data(factor, corpus, t
         s["iteration"] for s in read_jsonl(tmp_path / "always/runs/test/metrics.jsonl") if s["skipped"]
     ]
     assert skipped == ([at] if factor != 1e6 else [])  # --on-spike warn: the second time it is applied
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp16",  # whose first steps overflow by themselves
+        "--bf16 --fp8-format hybrid --ffn-hidden-size 192 --seq-length 32",
+        "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+    ],
+)
+def test_what_a_step_without_an_update_changes_is_restored_before_it_is_run_again(flags, corpus, tmp_path):  # noqa: F811
+    """The loss scale, FP8 scales, biases of routers: without that a healthy machine would seem faulty."""
+    argv = arguments(
+        corpus, "--train-iters 4 --lr-warmup-iters 0 --eval-iters 0 --rerun-mode validate_results", flags
+    )
+    codes, status = outcome(tmp_path, argv, 1, {3: (0, NAN)})
+    assert codes == [0], status
+    assert "step 3 again: the same to the bit" in (tmp_path / "runs/test/log.txt").read_text()

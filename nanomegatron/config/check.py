@@ -94,7 +94,7 @@ def schedule_errors(config: Config) -> Iterator[str]:
 
 
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
-    """Yield the errors in a run's records: their names, packages, files and steps."""
+    """Yield the errors in a run's records, names, packages, files and steps, and in what it repeats."""
     run = config.run
     if run.run_name is not None and len(run.run_name.encode()) > 200:
         yield f"--run-name {run.run_name[:40]}...: must have at most 200 bytes"
@@ -118,6 +118,10 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
         yield f"--profile-step-end {run.profile_step_end}: {exceed}"
     if run.profile and (strange := [rank for rank in run.profile_ranks if rank >= world]):
         yield f"--profile-ranks {' '.join(map(str, strange))}: must be of the processes 0 to {world - 1}"
+    exact = config.precision.deterministic_mode or device != "cuda"
+    if config.faults.rerun_mode != "disabled" and not exact:
+        fix = "add --deterministic-mode, so that a step run again gives the same bits"
+        yield f"--rerun-mode {config.faults.rerun_mode}: {fix}"
     if run.record_memory_history and device != "cuda":
         yield "--record-memory-history: needs a GPU, whose allocations it records"
 
