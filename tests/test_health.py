@@ -288,7 +288,7 @@ def test_a_step_run_again_tells_a_faulty_machine_from_bad_data(factor, corpus, t
         "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
     ],
 )
-def test_what_a_step_without_an_update_changes_is_restored_before_it_is_run_again(flags, corpus, tmp_path):  # noqa: F811
+def test_small_state_is_restored_before_a_step_is_run_again(flags, corpus, tmp_path):  # noqa: F811
     """The loss scale, FP8 scales, biases of routers: without that a healthy machine would seem faulty."""
     argv = arguments(
         corpus, "--train-iters 4 --lr-warmup-iters 0 --eval-iters 0 --rerun-mode validate_results", flags
