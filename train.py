@@ -41,6 +41,7 @@ from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.run_folder import changed_settings, resume_conflicts, with_run_name
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
+from nanomegatron.data.identity import data_identity
 from nanomegatron.faults.exit import (
     BAD_CONFIG,
     DONE,
@@ -214,7 +215,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
         grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
         reporter = Reporter(config, mesh, log, model, grads, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
-    run = Run(*parts, before, asked, profile, reporter, signals)
+    known = data_identity(datasets) if mesh.rank == 0 else {}
+    run = Run(*parts, before, asked, profile, reporter, signals, known)
     if grads and (sharding := buckets_text(grads)):
         log.line(f"dp      {sharding}")
     signals.check(mesh)

@@ -34,6 +34,7 @@ class Run:
     profile: Profile
     reporter: Reporter | None
     signals: Signals = UNHEARD
+    data: dict = field(default_factory=dict)  # on rank 0 what it is trained on (data/identity.py)
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # passed over by --iterations-to-skip
     pending: StepReport | None = None  # of the last step, launched and not yet reported

@@ -15,6 +15,10 @@ from nanomegatron.config.rules import declared, flag, items, spelled, values_of
 from nanomegatron.config.settings import Config
 
 MOST_IN_NAME = 100  # characters of a default --run-name
+# Settings that say where data and tokenizer are: their contents are compared when the checkpoint is loaded.
+PLACES = set("data_path data_args_path train_data_path valid_data_path test_data_path".split())
+PLACES |= {"tokenizer_model", "vocab_file", "merge_file"}
+WHICH_DATA = PLACES | {"split", "mock_data", "tokenizer_type"}
 LAYOUT_AXES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -93,9 +97,10 @@ def _value(value: object) -> str:
 def resume_conflicts(earlier: Config, config: Config) -> list[str]:
     """Return errors for changes from `earlier` that a resumed run may not have: model, data, batch, seed."""
     before, errors = values_of(earlier), []
+    free = WHICH_DATA if config.checkpoint.allow_data_change else PLACES
     for part, setting, value in declared(config):
         resumable, old = setting.metadata["resumable"], before[setting.name]
         resumable = part not in ("model", "data") if resumable is None else resumable
-        if value != old and not resumable:
+        if value != old and not resumable and setting.name not in free:
             errors.append(f"{flag(setting.name)} {value}: the run in this folder has {old}")
     return errors
