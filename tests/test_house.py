@@ -12,7 +12,7 @@ BUDGETS = {
     "checkpoint": 1385,
     "commands": 1130,
     "config": 2855,
-    "data": 2440,
+    "data": 2530,
     "fast": 2500,
     "faults": 330,
     "ops": 2930,

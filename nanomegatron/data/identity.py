@@ -32,11 +32,10 @@ def data_identity(datasets: Sequence[Any]) -> dict[str, list[dict]]:
     """Return the facts of every pair of files in training, validation and test data (None: not built)."""
     found = {}
     for split, whole in zip(SPLITS, datasets, strict=True):
-        if whole is None:
-            continue
-        parts = getattr(whole, "datasets", [whole])  # of a blend
-        weights = getattr(whole, "weights", None) or [None] * len(parts)
-        found[split] = [_pair(part, weight) for part, weight in zip(parts, weights, strict=True)]
+        if whole is not None:
+            parts = getattr(whole, "datasets", [whole])  # of a blend
+            weights = getattr(whole, "weights", None) or [None] * len(parts)
+            found[split] = [_pair(part, weight) for part, weight in zip(parts, weights, strict=True)]
     return found
 
 
@@ -61,12 +60,8 @@ def sampled_hash(path: str) -> str:
 def data_changes(saved: Any, now: dict[str, list[dict]]) -> list[str]:
     """Return a line for each difference of the data from the `saved` ones, of splits that both have."""
     try:
-        return [
-            line
-            for split in SPLITS
-            if split in saved and split in now
-            for line in _split_changes(split, saved[split], now[split])
-        ]
+        both = [(split, saved[split], now[split]) for split in SPLITS if split in saved and split in now]
+        return [line for pairs in both for line in _split_changes(*pairs)]
     except (AttributeError, TypeError, ValueError):
         return ["what the checkpoint says of its data is damaged"]
 
@@ -74,14 +69,11 @@ def data_changes(saved: Any, now: dict[str, list[dict]]) -> list[str]:
 def _split_changes(split: str, saved: list[dict], now: list[dict]) -> list[str]:
     if len(saved) != len(now):
         names = [" ".join(str(pair.get("prefix")) for pair in pairs) for pairs in (saved, now)]
-        return [f"{split} data: {len(saved)} data sets -> {len(now)} ({names[0]} -> {names[1]})"]
+        return [f"{split} data: {len(saved)} data sets -> {len(now)} ({' -> '.join(names)})"]
     lines = []
     for i, (old, new) in enumerate(zip(saved, now, strict=True), 1):
-        facts = [
-            text.format(_short(old.get(fact)), _short(new.get(fact)))
-            for fact, text in FACTS.items()
-            if old.get(fact) != new.get(fact)
-        ]
+        changed = [fact for fact in FACTS if old.get(fact) != new.get(fact)]
+        facts = [FACTS[fact].format(_short(old.get(fact)), _short(new.get(fact))) for fact in changed]
         names = dict.fromkeys((str(old.get("prefix")), str(new.get("prefix"))))
         lines += [f"{split} data {i}, {' -> '.join(names)}: {'; '.join(facts)}"] * bool(facts)
     return lines
