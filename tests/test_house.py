@@ -11,7 +11,7 @@ BUDGETS = {
     "": 6000,
     "checkpoint": 1385,
     "commands": 1130,
-    "config": 2855,
+    "config": 2895,
     "data": 2530,
     "fast": 2500,
     "faults": 330,

@@ -256,6 +256,9 @@ class RunConfig:
     )
     run_name: str | None = common(None, "folder name in runs/; default made from the settings")
     run_folder_per_host: bool = setting(False, "each machine has its own runs/NAME; --save must be shared")
+    elastic: bool = setting(
+        False, "resume on any number of processes: the run keeps its global batch", names_run=True
+    )
     seed: int = common(1234, "random seed", at_least=0, below=2**32, resumable=False, names_run=True)
     train_iters: int | None = common(
         None, "iterations to train; default 1000", at_most=MOST_ITERS, names_run=True
