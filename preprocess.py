@@ -3,6 +3,7 @@
     python preprocess.py --input 'corpus/*.jsonl.gz' --output-prefix data/corpus --append-eod --workers 8 \\
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe
     python preprocess.py --input corpus.jsonl --train-tokenizer 32000 --output data/bpe.tiktoken
+    python preprocess.py --verify-data data/corpus_text_document
     python preprocess.py --embedded
 
 The main process reads, workers parse and tokenize, and the main process writes in the order of the input, so
@@ -42,18 +43,21 @@ from nanomegatron.data.text import (
     train_tokenizer,
 )
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
+from nanomegatron.data.verify import verify_pair
 
 TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code: 0 done, 2 wrong arguments or input, 130 interrupted."""
+    """Run the program; returns the exit code: 0 done, 2 wrong arguments, input or data, 130 interrupted."""
     arguments = parser().parse_args(argv)
     try:
         if arguments.embedded:
             prepare_embedded(Path(arguments.output or "data"))
+        elif arguments.verify_data:
+            return verify_data(arguments.verify_data)
         elif not arguments.input:
-            raise ValueError("nothing to do: give --input FILE ..., or --embedded")
+            raise ValueError("nothing to do: give --input FILE ..., --verify-data or --embedded")
         elif arguments.train_tokenizer:
             if not arguments.output:
                 raise ValueError("--train-tokenizer needs --output FILE for the rank file")
@@ -126,9 +130,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--train-tokenizer", type=int, metavar="N", help="instead: train a byte-level BPE of N entries"
     )
+    p.add_argument(
+        "--verify-data", nargs="+", metavar="PREFIX", help="instead: compare pairs with their hashes"
+    )
     p.add_argument("--embedded", action="store_true", help="instead: prepare the standard library's sources")
     p.add_argument("--output", help="rank file of --train-tokenizer; folder of --embedded (data)")
     return p
+
+
+def verify_data(prefixes: list[str]) -> int:
+    """Check pairs of files, reading all of them; returns the exit code: 0 whole, 2 if one is damaged."""
+    damaged = 0
+    for prefix in prefixes:
+        damage, text = verify_pair(prefix, os.cpu_count() or 1, lambda line: print(line, file=sys.stderr))
+        print(f"{prefix}: {text}")
+        for line in damage:
+            print(f"preprocess.py: {line}", file=sys.stderr)
+        damaged += bool(damage)
+    return 2 if damaged else 0
 
 
 def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:

@@ -39,9 +39,10 @@ from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
-from nanomegatron.config.run_folder import changed_settings, resume_conflicts, with_run_name
+from nanomegatron.config.run_folder import resumed, with_run_name
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
+from nanomegatron.data.identity import data_identity
 from nanomegatron.evaluate import evaluate, evaluate_only
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, report_failure
 from nanomegatron.faults.health import Health
@@ -107,14 +108,8 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     gpu = torch.cuda.get_device_capability(device) if fp8_on_gpu else ()
     if errors := [*parsed.errors, *validate(config, size, device.type, gpu)]:
         raise ConfigError(errors)
-    config = resolve(replace(config, data=with_text(parsed)), size)
-    config = with_run_name(config, parsed)
-    if earlier := settings_in(config.run.folder):
-        if errors := resume_conflicts(earlier, config):
-            raise ConfigError([*errors, f"{config.run.folder} holds another run: choose another --run-name"])
-        changes = changed_settings(earlier, config) if not config.run.eval_only else ()
-        parsed.notes.extend(f"changed {change}" for change in changes)
-    return parsed, config
+    config = with_run_name(resolve(replace(config, data=with_text(parsed)), size), parsed)
+    return parsed, resumed(config, parsed, settings_in(config.run.folder), size)
 
 
 def with_text(parsed: Parsed) -> DataConfig:
@@ -208,7 +203,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
         reporter = Reporter(config, mesh, log, model, grads, optimizer)
         health = Health(config.faults, mesh, log, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
-    run = Run(*parts, before, asked, profile, reporter, health, signals)
+    known = data_identity(datasets) if mesh.rank == 0 else {}
+    run = Run(*parts, before, asked, profile, reporter, health, signals, known)
     if grads and (sharding := buckets_text(grads)):
         log.line(f"dp      {sharding}")
     signals.check(mesh)

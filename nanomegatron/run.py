@@ -36,6 +36,7 @@ class Run:
     reporter: Reporter | None
     health: Health | None
     signals: Signals = UNHEARD
+    data: dict = field(default_factory=dict)  # on rank 0 what it is trained on (data/identity.py)
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # not read, or of a spike without an update
     skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip

@@ -151,8 +151,8 @@ def test_first_gradients_equal_one_process(layout, corpus, tmp_path):
             assert (piece - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def start(folder: Path, argv: list[str], **more) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "train.py"), *argv]
+def start(folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **more) -> subprocess.Popen:
+    command = [*prefix, sys.executable, str(ROOT / "train.py"), *argv]
     more |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, cwd=folder, **more)
 

@@ -3,7 +3,7 @@
     folder runs/NAME/ckpt    weights, main weights and Adam's moments by global name and slice
                              FP8 scales, biases of routers
                              state: iteration, samples consumed and asked for, good steps, loss scale, seed,
-                             tokenizer
+                             tokenizer, data (data/identity.py)
                              the resolved settings
 
 There is no random state to keep: weights depend on (seed, name), the order of the data on (seed, samples
@@ -27,9 +27,11 @@ from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.source import LoadSource, find_source
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
+from nanomegatron.comm import all_gather_text
 from nanomegatron.config.check_model import hub_hint
-from nanomegatron.config.cli import to_toml
+from nanomegatron.config.cli import ConfigError, to_toml
 from nanomegatron.config.hf import is_hf_folder
+from nanomegatron.data.identity import data_changes
 from nanomegatron.run import Run
 
 
@@ -46,6 +48,7 @@ def save_checkpoint(run: Run) -> None:
         "data_samples": run.data_samples,
         "optimizer": run.optimizer.scalars(),
         "seed": run.config.run.seed,
+        "data": run.data,
         "tokenizer": run.tokenizer.spec,
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
         "circumstances": environment_info(run),
@@ -108,8 +111,7 @@ def load_checkpoint(run: Run) -> None:
         return
     for note in loaded.notes:
         run.log.warn(note)
-    if loaded.state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
-        run.log.warn(f"{root} was trained on {loaded.state['tokenizer']}, this data is of another tokenizer")
+    check_data(run, root, loaded.state, resumes=not begins)
     if not only_weights:
         restore_progress(run, root, loaded.state)
         if states:
@@ -129,6 +131,23 @@ def load_checkpoint(run: Run) -> None:
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)
+
+
+def check_data(run: Run, root: str, state: dict, resumes: bool) -> None:
+    """Compare a checkpoint's data and tokenizer with this run's; gathers a text over world.
+
+    Raises ConfigError on all ranks if a run `resumes` on other data without --allow-data-change. Weights
+    alone may be used with any data; another tokenizer is a warning.
+    """
+    changes = data_changes(state["data"], run.data) if "data" in state and run.data and resumes else []
+    changes = all_gather_text("\n".join(changes), run.mesh.world, run.mesh.device)[0].splitlines()
+    if state.get("tokenizer_fingerprint") not in (None, run.tokenizer.fingerprint):
+        changes.append(f"tokenizer {state.get('tokenizer')} -> {run.tokenizer.spec}, which gives other ids")
+    if changes and resumes and not run.config.checkpoint.allow_data_change:
+        fix = "give the same; --allow-data-change resumes on these, --finetune starts at step 0"
+        raise ConfigError([f"{root} was trained on other data: {fix}", *changes])
+    for change in changes:
+        run.log.warn(f"{root} was trained on other data: {change}")
 
 
 def restore_progress(run: Run, root: str, state: dict) -> None:

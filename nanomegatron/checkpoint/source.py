@@ -21,10 +21,10 @@ from nanomegatron.config.cli import from_toml, to_toml
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh
 
-# Settings on which the order of the data depends, besides the numbers of samples.
-ORDER = """
-data-path data-args-path train-data-path split mock-data variable-seq-lengths seq-length seed
-""".split()
+# Settings on which the order of the data depends, besides the numbers of samples. The SOURCES say which data
+# it is; newer checkpoints know that by its contents (data/identity.py).
+SOURCES = "data-path data-args-path train-data-path split mock-data".split()
+ORDER = [*SOURCES, "variable-seq-lengths", "seq-length", "seed"]
 
 
 class LoadSource(NamedTuple):
@@ -80,9 +80,10 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
             counts = [samples_before(from_toml(found[1]), mesh.dp.size)[-1]]
     if not isinstance(counts, list) or not all(type(n) is int and n > 0 for n in counts):
         raise CheckpointError(f"{root}: data_samples {str(counts)[:80]} are not numbers of samples")
+    order = ORDER[len(SOURCES) :] if "data" in found[0] else ORDER
     if not counts:
         note = f"{root} does not say how many samples its data was made for"
-    elif changed := [f"--{key}" for key in ORDER if before.get(key) != now.get(key)]:
+    elif changed := [f"--{key}" for key in order if before.get(key) != now.get(key)]:
         note = f"{', '.join(changed)}: {root} was made with another"
     if note and mesh.rank == 0:
         warn(f"{note}: samples may be in another order, some come again and others never")

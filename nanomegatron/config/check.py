@@ -8,6 +8,7 @@ settings against each other. A message has the flag and its value, the rule, and
 """
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,13 @@ def batch_errors(config: Config, world: int) -> Iterator[str]:
     elif world % copy == 0:
         bad = next((size for size in sizes if size % unit), unit)
         of = f"--micro-batch-size {data.micro_batch_size} x dp {dp} ="
-        yield from multiple(flag(given[0]), bad, of, unit)
+        if run.elastic and bad % unit:
+            whole = math.gcd(*sizes)
+            some = [str(n * copy) for n in range(1, 2 * dp) if whole % (n * data.micro_batch_size) == 0]
+            fix = f"{' or '.join(some) or 'no number of'} processes can share it"
+            yield f"{flag(given[0])} {bad}: must divide by {of} {unit}; {fix}"
+        else:
+            yield from multiple(flag(given[0]), bad, of, unit)
     if run.train_samples and run.train_samples > MOST_ITERS * min(sizes):
         iters = run.train_samples // min(sizes)
         yield f"--train-samples {run.train_samples}: {iters} iterations; must be at most {MOST_ITERS}"

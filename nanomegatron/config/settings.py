@@ -242,6 +242,7 @@ class CheckpointConfig:
     no_load_optim: bool = setting(False, "do not load the optimizer state", needs="--load")
     moe_use_upcycling: bool = moe(False, "copy --load's dense MLP to each expert", needs=("--load", "--save"))
     no_save_optim: bool = setting(False, "do not save the optimizer state")
+    allow_data_change: bool = setting(False, "resume on other data than those of the checkpoint")
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,9 @@ class RunConfig:
     )
     run_name: str | None = common(None, "folder name in runs/; default made from the settings")
     run_folder_per_host: bool = setting(False, "each machine has its own runs/NAME; --save must be shared")
+    elastic: bool = setting(
+        False, "resume on any number of processes: the run keeps its global batch", names_run=True
+    )
     seed: int = common(1234, "random seed", at_least=0, below=2**32, resumable=False, names_run=True)
     train_iters: int | None = common(
         None, "iterations to train; default 1000", at_most=MOST_ITERS, names_run=True

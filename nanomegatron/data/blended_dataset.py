@@ -99,12 +99,13 @@ class BlendedDataset:
 
         before: as for `GPTDataset`; build[i](m, n) makes n samples that begin with those of build[i](m).
         """
+        self.weights = None if weights is None else _normalized(weights)
         if weights is None:
             self.datasets = [make(None) for make in build]
             limits = [len(dataset) for dataset in self.datasets]
             size, weights = min(num_samples, sum(limits)), _normalized(limits)
         else:
-            weights, limits = _normalized(weights), None
+            weights, limits = self.weights, None
             parts = [[math.ceil(n * w) for w in weights] for n in (*before, num_samples)]
             weights = _normalized(weights)  # again, as in Megatron: this changes last bits, and so ties
             size = max(map(sum, parts))

@@ -5,7 +5,7 @@
                   i32 length of each sequence
                   i64 byte in PREFIX.bin where each begins
                   i64 first sequence of each document, and the number of sequences
-    PREFIX.json   facts that the format lacks: the tokenizer, largest id, bytes of text (optional)
+    PREFIX.json   facts that the format lacks: the tokenizer, largest id, bytes of text, hashes (optional)
 
 A document is one sequence, or none if it is empty. Both files are memory-mapped: a sample reads only its own
 pages, and the processes of a machine share them.
@@ -36,12 +36,35 @@ except ImportError:  # only on Unix
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+HASHED_BYTES = 1 << 26  # of a .bin, which PREFIX.json has one hash for
 _CHUNK = 1 << 24  # elements read at a time, so that checks and scans need little memory
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
     """Return the type in which Megatron stores ids: uint16 for a `vocab_size` below 65500, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+class BlockHashes:
+    """SHA-256 of each HASHED_BYTES of a file, of the bytes in the order they are written in."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._digest, self._room = hashlib.sha256(), HASHED_BYTES
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        while len(data) >= self._room:
+            self._digest.update(data[: self._room])
+            data = data[self._room :]
+            self.done.append(self._digest.hexdigest())
+            self._digest, self._room = hashlib.sha256(), HASHED_BYTES
+        self._digest.update(data)
+        self._room -= len(data)
+
+    def finish(self) -> list[str]:
+        """Return the hashes of all blocks, in order; the last may be shorter."""
+        return self.done + [self._digest.hexdigest()] * (self._room < HASHED_BYTES)
 
 
 class IndexedDatasetBuilder:
@@ -58,6 +81,7 @@ class IndexedDatasetBuilder:
         self._code = codes[self.dtype.name]
         self.tokens, self.max_token = 0, -1
         self._lengths, self._documents = array("i"), array("q", [0])
+        self._hashes = BlockHashes()
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(self.prefix + ".bin.tmp", "ab")  # noqa: SIM115
         if not lock_file(self._bin, wait=False):
@@ -99,7 +123,9 @@ class IndexedDatasetBuilder:
                     f"{self.prefix}: token {wrong} ({tokens.dtype}) does not fit {self.dtype.name}"
                 )
             self.max_token = max(self.max_token, high)
-            self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).data)
+            data = np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).view(np.uint8).data
+            self._bin.write(data)
+            self._hashes.update(data)
         self.tokens += tokens.size
         self._documents.frombytes((self.sequences + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
@@ -126,7 +152,9 @@ class IndexedDatasetBuilder:
             Path(self.prefix + suffix).unlink(missing_ok=True)
         os.replace(self.prefix + ".bin.tmp", self.prefix + ".bin")
         if sidecar is not None:
-            text = json.dumps({**sidecar, "idx_sha256": index.hexdigest()}, indent=2) + "\n"
+            blocks = {"bin_block_bytes": HASHED_BYTES, "bin_sha256": " ".join(self._hashes.finish())}
+            hashes = {"idx_sha256": index.hexdigest(), **blocks}
+            text = json.dumps({**sidecar, **hashes}, indent=2) + "\n"
             with publish(self.prefix + ".json") as temporary:
                 temporary.write_text(text, encoding="utf-8")
         os.replace(self.prefix + ".idx.tmp", self.prefix + ".idx")
@@ -258,7 +286,7 @@ class IndexedDataset:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not written by preprocess.py ({error!r}); remove it") from None
         if not belongs:
-            raise ValueError(f"{path}: written for other data than {self.prefix}.idx; remove it")
+            raise ValueError(f"{path}: written for other data than {self.prefix}.idx, or that is damaged")
         return found
 
     def token_range(self) -> tuple[int, int]:
