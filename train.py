@@ -166,7 +166,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         return BAD_CONFIG
     run = None
     try:
-        run = set_up(parsed, config, mesh, log, Signals(log))
+        run = set_up(parsed, config, mesh, log, Signals(log, config.run.exit_on_preemption_file))
         log.mark_latest()
         code = evaluate_only(run) if config.run.eval_only else train(run)
         for loader in filter(None, run.loaders):
@@ -359,7 +359,7 @@ def evaluate_only(run: Run) -> int:
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:
-        return preempted(run.log, "stopped by a signal; the same command starts again")
+        return preempted(run.log, f"stopped by {run.stop}; the same command starts again")
     run.log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE
 

@@ -59,7 +59,7 @@ class Run:
             return
         signalled, out_of_time = self.reporter.report(step, self.skipped_samples)
         if signalled:
-            self.stop, self.preempted = "a signal", True
+            self.stop, self.preempted = self.signals.cause, True
         elif out_of_time:
             self.stop = f"--exit-duration-in-mins {self.config.run.exit_duration_in_mins}"
 
@@ -69,14 +69,14 @@ class Run:
         self.report(step)
 
     def stop_flags(self) -> tuple[bool, bool]:
-        """Return (this rank got a signal, its time limit is exceeded)."""
+        """Return (this rank got a signal or sees the preemption file, its time limit is exceeded)."""
         minutes = self.config.run.exit_duration_in_mins
-        return self.signals.count > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
+        return self.signals.asked, minutes is not None and time.monotonic() - self.started > 60 * minutes
 
     def ends_by_signal(self) -> bool:
-        """Whether any rank got a signal; if so, sets `stop`. All-reduces a number over world; waits."""
+        """Whether any rank has to stop; if so, sets `stop`. All-reduces a number over world; waits."""
         if not self.preempted and self.signals.anywhere(self.mesh):
-            self.stop, self.preempted = "a signal", True
+            self.stop, self.preempted = self.signals.cause, True
         return self.preempted
 
 
