@@ -51,6 +51,7 @@ from nanomegatron.faults.exit import (
 )
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
+from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.flops import bits_per_byte
 from nanomegatron.generate import show_sample
 from nanomegatron.launch import launch, with_processes
@@ -159,6 +160,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
+        locks.enter_context(Watchdog(config, mesh, log))
         comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
     except ValueError as error:
         if world.rank == 0:
@@ -274,7 +276,7 @@ def train_step(run: Run) -> StepReport:
     timers, tracer = run.reporter.timers, run.reporter.tracer
     fp8_stats, expert_load = run.reporter.fp8_stats, run.reporter.expert_load
     clock, batch = Clock(mesh.device), run.next_batch()
-    mesh.traffic.clear()
+    mesh.traffic.start_step()
     torch.manual_seed(config.seed + 1_000_003 * run.iteration + mesh.rank)  # dropout of the fused kernels
     with timers("batch-generator", level=2):
         microbatches = list(step_batches(run, run.loaders[0], batch.first, batch.size))

@@ -267,6 +267,9 @@ class RunConfig:
     exit_interval: int | None = setting(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = setting(None, "save and exit after this time in minutes")
     exit_on_preemption_file: str | None = setting(None, "save and exit once this file exists")
+    hang_timeout_secs: float | None = setting(
+        None, "end the run if a rank waits this long for others; default 0.9 x --distributed-timeout-minutes"
+    )
     log_interval: int = common(10, "iterations between console lines")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
     eval_only: bool = setting(False, "evaluate --load and stop", needs="--eval-iters greater than 0")

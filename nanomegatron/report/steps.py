@@ -105,7 +105,8 @@ class Reporter:
         skipped_samples: samples of --iterations-to-skip so far in the run; only logged.
         """
         run, log, batch = self.config.run, self.log, step.batch
-        milliseconds, numbers = step.read()
+        with self.mesh.traffic.wait():
+            milliseconds, numbers = step.read()
         signalled, out_of_time, finite = (numbers.pop(x) for x in ("signalled", "out_of_time", "finite"))
         if not finite:
             self.name_bad_step(step, numbers["lm_loss"], numbers["grad_norm"])
