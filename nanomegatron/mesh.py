@@ -78,7 +78,7 @@ class Traffic(Counter):
         return self.last
 
     def start_step(self) -> None:
-        """Forget the last step's counts and waits."""
+        """Forget the counts and waits before this step."""
         self.clear()
         self.waits = []
         self.steps += 1

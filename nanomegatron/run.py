@@ -8,6 +8,7 @@ from typing import Any
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
 from nanomegatron.faults.signals import UNHEARD, Signals
+from nanomegatron.faults.stragglers import Stragglers
 from nanomegatron.mesh import Mesh
 from nanomegatron.optim import Optimizer
 from nanomegatron.pp import Stages
@@ -39,7 +40,12 @@ class Run:
     pending: StepReport | None = None  # of the last step, launched and not yet reported
     stop: str = ""  # why the run ends early; "": it does not
     preempted: bool = False  # it ends because of a signal
+    stragglers: Stragglers | None = None
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.reporter is not None and self.config.run.log_straggler:
+            self.stragglers = Stragglers(self.mesh, self.log, self.config.run.log_interval)
 
     @property
     def consumed_samples(self) -> int:
@@ -58,6 +64,8 @@ class Run:
         if step is None:
             return
         signalled, out_of_time = self.reporter.report(step, self.skipped_samples)
+        if self.stragglers is not None:
+            self.stragglers.add(step)
         if signalled:
             self.stop, self.preempted = self.signals.cause, True
         elif out_of_time:

@@ -271,6 +271,7 @@ class RunConfig:
         None, "end the run if a rank waits this long for others; default 0.9 x --distributed-timeout-minutes"
     )
     log_interval: int = common(10, "iterations between console lines")
+    log_straggler: bool = setting(False, "log computing and waiting times over ranks; warn of slow ranks")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
     eval_only: bool = setting(False, "evaluate --load and stop", needs="--eval-iters greater than 0")
     iterations_to_skip: tuple[int, ...] = setting((), "iterations whose samples are skipped", names_run=True)
