@@ -247,6 +247,7 @@ def train(run: Run) -> int:
         consumed = run.consumed_samples
         run.iteration += 1
         run.report(previous)
+        run.check_replicas()
         if skip:
             unread = run.consumed_samples - consumed
             run.skipped_samples += unread

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
+from nanomegatron.faults.replicas import check_replicas
 from nanomegatron.faults.signals import UNHEARD, Signals
 from nanomegatron.faults.stragglers import Stragglers
 from nanomegatron.mesh import Mesh
@@ -75,6 +76,13 @@ class Run:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
         step, self.pending = self.pending, None
         self.report(step)
+
+    def check_replicas(self) -> None:
+        """Compare all replicas if it is time. Raises MachineFault on every rank if two differ."""
+        if due(self.config.run.check_replicas, self.iteration):
+            self.flush_report()
+            self.grads.wait_params()
+            check_replicas(self.model.parameters(), self.mesh, self.iteration)
 
     def stop_flags(self) -> tuple[bool, bool]:
         """Return (this rank got a signal or sees the preemption file, its time limit is exceeded)."""

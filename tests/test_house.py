@@ -8,13 +8,13 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6040,
+    "": 6060,
     "checkpoint": 1385,
     "commands": 1130,
     "config": 2855,
     "data": 2350,
     "fast": 2500,
-    "faults": 600,
+    "faults": 770,
     "ops": 2930,
     "plan": 630,
     "report": 2200,

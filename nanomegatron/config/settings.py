@@ -270,6 +270,7 @@ class RunConfig:
     hang_timeout_secs: float | None = setting(
         None, "end the run if a rank waits this long for others; default 0.9 x --distributed-timeout-minutes"
     )
+    check_replicas: int = setting(0, "compare the parameters of replicas every N steps; 0 never")
     log_interval: int = common(10, "iterations between console lines")
     log_straggler: bool = setting(False, "log computing and waiting times over ranks; warn of slow ranks")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
