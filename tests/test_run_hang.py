@@ -113,19 +113,21 @@ def test_collectives_out_of_order(how, tmp_path):
         assert "waits in " in text.splitlines()[0] and "in out_of_order" in text
 
 
+SHORT = 0.6  # seconds
+
+
 def slow(world: World, folder: str) -> int:
-    """Twice T without communication on all ranks, waits of T / 2, a slow start, a store that hangs."""
+    """A slow start, SHORT and more without communication, a wait of half of it; then a store that hangs."""
     mesh = Mesh.build(ParallelConfig(), world, torch.device("cpu"))
-    config = replace(Config(), run=replace(Config().run, hang_timeout_secs=T))
+    config = replace(Config(), run=replace(Config().run, hang_timeout_secs=SHORT))
     log = RunLog(folder, config, mesh.rank, mesh.label)
     with Watchdog(config, mesh, log):
-        time.sleep(1.5 * T * world.rank)
+        time.sleep(1.5 * SHORT * world.rank)
         comm.barrier(mesh.world)  # before the first step is done
         for _ in range(3):
             mesh.traffic.start_step()
             comm.barrier(mesh.world)
-        time.sleep(1.5 * T)
-        time.sleep(0.5 * T * world.rank)
+        time.sleep(1.5 * SHORT + 0.5 * SHORT * world.rank)
         comm.barrier(mesh.world)
     time.sleep(0.2)
     stuck = Watchdog(config, mesh, log)
@@ -140,7 +142,7 @@ def test_a_slow_run_is_no_hang_and_a_store_may_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(mesh_launch, "GRACE", 0.5)
     begin = time.monotonic()
     codes = launch(slow, 2, (str(tmp_path),), timeout=30, threads=1)
-    assert time.monotonic() - begin > 4.5 * T
+    assert time.monotonic() - begin > 4.5 * SHORT
     message = json.loads((tmp_path / "status.json").read_text())["message"]
     assert codes[0] == 1 and "the store of the ranks does not answer" in message and "barrier" in message
 
