@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 2855,
     "data": 2350,
     "fast": 2500,
-    "faults": 765,
+    "faults": 770,
     "ops": 2930,
     "plan": 630,
     "report": 2200,

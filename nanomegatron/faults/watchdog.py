@@ -75,14 +75,18 @@ class Watchdog:
         self.store = mesh.connect_store() if self.wanted else None
         self.host, self.beats = socket.gethostname(), 0
         self.closed, self.ending = threading.Event(), threading.Lock()
+        works = (self.watch, self.guard) if self.wanted else ()
+        self.threads = [threading.Thread(target=work, daemon=True) for work in works]
 
     def __enter__(self) -> "Watchdog":
-        for work in (self.watch, self.guard) if self.wanted else ():
-            threading.Thread(target=work, name=f"hang {work.__name__}", daemon=True).start()
+        for thread in self.threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.closed.set()
+        for thread in self.threads:
+            thread.join(1.0)  # longer only if the store does not answer
 
     def watch(self) -> None:
         """The thread that uses the store, each call of which may block for ever."""
