@@ -49,6 +49,7 @@ from nanomegatron.faults.health import Health
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
+from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.generate import show_sample
 from nanomegatron.launch import launch, with_processes
 from nanomegatron.lr_schedule import step_values
@@ -147,6 +148,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
+        locks.enter_context(Watchdog(config, mesh, log))
         comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
     except ValueError as error:
         if world.rank == 0:
@@ -154,7 +156,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         return BAD_CONFIG
     run = None
     try:
-        run = set_up(parsed, config, mesh, log, Signals(log))
+        run = set_up(parsed, config, mesh, log, Signals(log, config.run.exit_on_preemption_file))
         log.mark_latest()
         code = evaluate_only(run) if config.run.eval_only else train(run)
         for loader in filter(None, run.loaders):
@@ -238,6 +240,7 @@ def train(run: Run) -> int:
         consumed = run.consumed_samples
         run.iteration += 1
         run.report(previous)
+        run.check_replicas()
         if skip:
             unread = run.consumed_samples - consumed
             run.skipped_samples += unread
@@ -274,7 +277,7 @@ def train_step(run: Run) -> StepReport:
     fp8_stats, expert_load = run.reporter.fp8_stats, run.reporter.expert_load
     clock, batch = Clock(mesh.device), run.next_batch()
     run.health.set_limits(batch.iteration)
-    mesh.traffic.clear()
+    mesh.traffic.start_step()
     torch.manual_seed(config.seed + 1_000_003 * run.iteration + mesh.rank)  # dropout of the fused kernels
     with timers("batch-generator", level=2):
         microbatches = list(step_batches(run, run.loaders[0], batch.first, batch.size))

@@ -35,17 +35,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanomegatron.mesh import Axis, Link
+from nanomegatron.mesh import Axis, Call, Link
 
 # torch 2.13 renames the collectives that work on one tensor; 2.11 has the old names only.
 _gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def count_traffic(axis: Axis, kind: str, tensor: torch.Tensor) -> None:
-    """Count one communication of `tensor` `[...]` in `axis.traffic`."""
-    axis.traffic[axis.name, kind, "calls"] += 1
-    axis.traffic[axis.name, kind, "bytes"] += tensor.numel() * tensor.element_size()
+def count_traffic(axis: Axis, kind: str, *tensors: torch.Tensor) -> Call:
+    """Count the communication of tensors `[...]`, one call each, in `axis.traffic`; returns it for a wait."""
+    size = sum(x.numel() * x.element_size() for x in tensors)
+    axis.traffic[axis.name, kind, "calls"] += len(tensors)
+    axis.traffic[axis.name, kind, "bytes"] += size
+    return axis.traffic.start(axis, kind, size)
 
 
 def _check_divides(x: torch.Tensor, axis: Axis, dim: int) -> None:
@@ -59,16 +61,18 @@ class Pending:
     """Communication in flight: do not change its input or use its result before `wait` has returned.
 
     works: torch's Work handles, or objects with the same methods; sent `[...]`: input buffers to keep until
-    then. On a GPU the current stream waits, not the host.
+    then. On a GPU the current stream waits, not the host. call: what `axis.traffic` notes as waited for.
     """
 
-    def __init__(self, result: Any, works: Sequence[Any] = (), sent: Sequence[torch.Tensor] = ()) -> None:
-        self.result, self.works, self.sent = result, works, sent
+    def __init__(self, result: Any, works: Sequence = (), sent: Sequence = (), call: Call | None = None):
+        self.result, self.call = result, call
+        self.works, self.sent = works, sent
 
     def wait(self) -> Any:
         """Wait, and return the result; a second call returns immediately."""
-        for work in self.works:
-            work.wait()
+        with self.call.axis.traffic.wait(self.call) if self.works and self.call else nullcontext():
+            for work in self.works:
+                work.wait()
         self.works, self.sent = (), ()
         return self.result
 
@@ -81,8 +85,8 @@ class Pending:
 def start_send(x: torch.Tensor, link: Link) -> Pending:
     """Begin to send x `[...]` over a link; the receiver gets messages in the order in which they are sent."""
     x = x.contiguous()
-    count_traffic(link.axis, "send", x)
-    return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x])
+    call = count_traffic(link.axis, "send", x)
+    return Pending(x, [dist.isend(x, link.axis.ranks[1], group=link.axis.group)], [x], call)
 
 
 def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
@@ -93,10 +97,11 @@ def start_receive(empty: Callable[[], torch.Tensor], link: Link) -> Pending:
     """
     with torch.cuda.stream(link.stream) if link.stream else nullcontext():
         out = empty()
+        call = link.axis.traffic.start(link.axis, "receive", out.numel() * out.element_size())
         work = dist.irecv(out, link.axis.ranks[0], group=link.axis.group)
     if link.stream:
         out.record_stream(torch.cuda.current_stream())
-    return Pending(out, [work])
+    return Pending(out, [work], (), call)
 
 
 def start_messages(
@@ -110,12 +115,11 @@ def start_messages(
     sends, receives `[...]`: pairs of a contiguous tensor and the other rank, taken modulo the axis's size.
     Messages between two ranks arrive in the order in which they are started.
     """
-    for x, _ in sends:
-        count_traffic(axis, "send", x)
+    call = count_traffic(axis, "send", *(x for x, _ in sends))
     both = [(dist.isend, *message) for message in sends] + [(dist.irecv, *message) for message in receives]
     messages = [dist.P2POp(do, x, axis.ranks[peer % axis.size], axis.group) for do, x, peer in both]
     works = dist.batch_isend_irecv(messages) if messages else []
-    return Pending(result, works, [x for x, _ in sends])
+    return Pending(result, works, [x for x, _ in sends], call)
 
 
 def start_ring_exchange(x: torch.Tensor, axis: Axis) -> Pending:
@@ -130,8 +134,9 @@ def start_all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin to reduce x `[...]` over the axis in place."""
     if axis.size == 1:
         return Pending(x)
-    count_traffic(axis, "all_reduce", x)
-    return Pending(x, [dist.all_reduce(x, _reduction(x, axis, op), group=axis.group, async_op=True)])
+    call = count_traffic(axis, "all_reduce", x)
+    work = dist.all_reduce(x, _reduction(x, axis, op), group=axis.group, async_op=True)
+    return Pending(x, [work], (), call)
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
@@ -143,8 +148,8 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
         return Pending(x if out is None else out)
     x = x.contiguous()
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
-    count_traffic(axis, "all_gather", out)
-    return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x])
+    call = count_traffic(axis, "all_gather", out)
+    return Pending(out, [_gather_tensor(out, x, group=axis.group, async_op=True)], [x], call)
 
 
 def start_reduce_scatter(
@@ -157,11 +162,11 @@ def start_reduce_scatter(
     if axis.size == 1:
         return Pending(x if out is None else out)
     _check_divides(x, axis, 0)
-    count_traffic(axis, "reduce_scatter", x)
+    call = count_traffic(axis, "reduce_scatter", x)
     x = x.contiguous()
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
     work = _scatter_tensor(out, x, _reduction(x, axis, op), group=axis.group, async_op=True)
-    return Pending(out, [work], [x])
+    return Pending(out, [work], [x], call)
 
 
 def start_all_to_all(
@@ -179,11 +184,11 @@ def start_all_to_all(
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    count_traffic(axis, "all_to_all", x)
+    call = count_traffic(axis, "all_to_all", x)
     received = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty(max(received, rows), *x.shape[1:])
     work = dist.all_to_all_single(out[:received], x, receive, send, group=axis.group, async_op=True)
-    return Pending(out, [work], [x])
+    return Pending(out, [work], [x], call)
 
 
 def _reduction(x: torch.Tensor, axis: Axis, op: str) -> dist.ReduceOp:
@@ -226,14 +231,16 @@ def own_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrite x `[...]` with the x of the axis's rank `source` -> x `[...]`"""
     if axis.size > 1:
-        count_traffic(axis, "broadcast", x)
-        dist.broadcast(x, axis.ranks[source], group=axis.group)
+        with axis.traffic.wait(count_traffic(axis, "broadcast", x)):
+            dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
 
 def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
     """Whether the flag is set on any rank of the axis: an all-reduce, for which the host waits."""
-    return bool(all_reduce_(torch.tensor(float(flag), device=device), axis).item())
+    total = all_reduce_(torch.tensor(float(flag), device=device), axis)
+    with axis.traffic.wait():
+        return bool(total.item())
 
 
 def all_gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
@@ -250,7 +257,8 @@ def all_gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
 def barrier(axis: Axis) -> None:
     """Return when every rank of the axis has called this."""
     if axis.size > 1:
-        dist.barrier(group=axis.group)
+        with axis.traffic.wait(axis.traffic.start(axis, "barrier", 0)):
+            dist.barrier(group=axis.group)
 
 
 def _pair(name: str, forward: Callable, backward: Callable) -> Callable[..., torch.Tensor]:

@@ -55,6 +55,6 @@ def evaluate_only(run: Run) -> int:
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:
-        return preempted(run.log, "stopped by a signal; the same command starts again")
+        return preempted(run.log, f"stopped by {run.stop}; the same command starts again")
     run.log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE

@@ -30,6 +30,7 @@ from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import World
 
 GRACE = 10.0  # seconds that the other ranks have to exit once one has failed
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 MOST_SHARED = 50_000_000  # parameters of a model that takes two processes by default: each keeps all of them
 
 
@@ -59,7 +60,7 @@ def launch(
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
     `worker` is a module-level function that returns an exit code. GRACE seconds after a rank fails the others
-    are killed; after `timeout` seconds all are. SIGTERM to this process is passed on to them. Each computes
+    are killed; after `timeout` seconds all are. Signals of PASSED_ON are passed on to them. Each computes
     with `threads` threads (its share of the cores). If a rank has failed, `blame(rank, codes, running)` gets
     the first one, all exit codes, and the ranks that had to be killed; codes in `fine` are no failure.
     """
@@ -74,14 +75,14 @@ def launch(
         for process in ranks:
             process.start()
 
-        def pass_on(*_: Any) -> None:
+        def pass_on(number: int, _: Any) -> None:
             for process in ranks:
                 if process.is_alive():
-                    os.kill(process.pid, signal.SIGTERM)
+                    os.kill(process.pid, number)
 
         try:
             # The terminal sends SIGINT to the ranks, too.
-            with _handlers({signal.SIGTERM: pass_on, signal.SIGINT: signal.SIG_IGN}):
+            with _handlers(dict.fromkeys(PASSED_ON, pass_on) | {signal.SIGINT: signal.SIG_IGN}):
                 first = _wait(ranks, timeout, fine)
                 running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         finally:
@@ -99,7 +100,7 @@ def launch(
 def _context() -> multiprocessing.context.BaseContext:
     """Return the multiprocessing context: a fork server, or spawn if the system has no fork.
 
-    The server ignores SIGTERM, which a scheduler sends to a whole process group: it reports to the launcher
+    The server ignores the signals that a scheduler sends to a whole process group: it reports to the launcher
     how ranks end, and without it the launcher would take all of them for dead.
     """
     try:
@@ -108,7 +109,7 @@ def _context() -> multiprocessing.context.BaseContext:
     except (ValueError, ImportError):
         return multiprocessing.get_context("spawn")
     context.set_forkserver_preload(["__main__", "torch", "nanomegatron.launch"])
-    with _handlers({signal.SIGTERM: signal.SIG_IGN}):
+    with _handlers(dict.fromkeys(PASSED_ON, signal.SIG_IGN)):
         server.ensure_running()
     return context
 
@@ -126,7 +127,8 @@ def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
 
 
 def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server ignores it
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_DFL)  # the server ignores it
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
 

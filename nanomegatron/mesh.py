@@ -25,10 +25,13 @@ import datetime
 import math
 import os
 import socket
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,61 @@ from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 P2P_MAX_CTAS = 2  # multiprocessors that a link may take from matmuls; a message has the time of an op
+
+
+class Call(NamedTuple):
+    """A communication that this rank has started; number: of those over this axis so far in the run."""
+
+    axis: "Axis"
+    kind: str
+    size: int  # bytes
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.size} bytes over {self.axis.name}, number {self.number}"
+
+
+class Traffic(Counter):
+    """Calls and bytes of the current step, by (axis, kind, unit); and what this rank waits for.
+
+    progress: the number of steps, evaluation batches and communications started, which `faults/watchdog.py`
+    observes. waits: with `new_clock` (`report/timers.py`), a stopped clock for each wait in this step.
+    """
+
+    def __init__(self, counts: Iterable = ()) -> None:
+        super().__init__(counts)
+        self.progress = self.steps = 0
+        self.numbers: Counter = Counter()  # by axis
+        self.last: Call | None = None  # started
+        self.waiting: tuple[Call | None, float] | None = None  # for what, and since when
+        self.new_clock: Callable[[], Any] | None = None
+        self.waits: list[Any] = []
+
+    def start(self, axis: "Axis", kind: str, size: int) -> Call:
+        """Note that a communication of `size` bytes starts."""
+        self.progress += 1
+        self.numbers[axis.key] += 1
+        self.last = Call(axis, kind, size, self.numbers[axis.key])
+        return self.last
+
+    def start_step(self) -> None:
+        """Forget the counts and waits before this step."""
+        self.clear()
+        self.waits = []
+        self.steps += 1
+        self.progress += 1
+
+    @contextmanager
+    def wait(self, call: Call | None = None) -> Iterator[None]:
+        """Context manager: wait for a communication inside; None: for the device, thus for any of them."""
+        self.waiting = call or self.last, time.monotonic()
+        clock = self.new_clock and self.new_clock()
+        try:
+            yield
+        finally:
+            self.waiting = None
+        if clock:
+            self.waits.append(clock.stop())
 
 
 @dataclass(frozen=True)
@@ -48,9 +106,14 @@ class Axis:
     rank: int  # index of this rank in `ranks`
     ranks: tuple[int, ...]  # world ranks
     group: Any = field(default=None, compare=False, repr=False)
-    traffic: Counter = field(default_factory=Counter, compare=False, repr=False)  # `comm.count_traffic`
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)  # `comm.count_traffic`
     parts: dict[int, "Axis"] = field(default_factory=dict, compare=False, repr=False)  # see `neighbours`
     levels: tuple["Axis", ...] = field(default=(), compare=False, repr=False)  # of a hierarchy: see `Mesh`
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """A short name that is the same on all ranks of the group: axis, first rank, last rank."""
+        return self.name, self.ranks[0], self.ranks[-1]
 
     def neighbours(self, size: int) -> "Axis":
         """Return this rank's subgroup of `size` neighbours. Raises ValueError if `part_sizes` lacks it."""
@@ -129,7 +192,7 @@ class Mesh:
     p2p_links: dict[tuple[int, int], Link] = field(default_factory=dict)
     groups: dict[str, list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
     communicators: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    traffic: Counter = field(default_factory=Counter, compare=False, repr=False)
+    traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
 
     @staticmethod
     def build(
@@ -177,6 +240,11 @@ class Mesh:
         return True
 
     @staticmethod
+    def connect_store() -> Any:
+        """Return a new connection to the store of all ranks, for a thread; None in a single process."""
+        return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
+
+    @staticmethod
     def close() -> None:
         """Destroy the process groups, if there are any."""
         if dist.is_initialized():
@@ -193,7 +261,7 @@ class GroupBuilder:
         self.rank, self.device, self.timeout = rank, device, timeout
         self.groups: dict[str, list[tuple[int, ...]]] = {}  # of world ranks, by axis
         self.communicators: dict[tuple[int, ...], Any] = {}  # by the ranks in it
-        self.traffic: Counter = Counter()
+        self.traffic = Traffic()
 
     def axis(self, name: str, groups: list[tuple[int, ...]]) -> Axis:
         """Build the groups of an axis, return this rank's. Groups of the same ranks share a communicator."""

@@ -8,7 +8,9 @@ from typing import Any
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
 from nanomegatron.faults.health import Health
+from nanomegatron.faults.replicas import check_replicas
 from nanomegatron.faults.signals import UNHEARD, Signals
+from nanomegatron.faults.stragglers import Stragglers
 from nanomegatron.mesh import Mesh
 from nanomegatron.optim import Optimizer
 from nanomegatron.pp import Stages
@@ -44,7 +46,12 @@ class Run:
     pending: StepReport | None = None  # of the last step, launched and not yet reported
     stop: str = ""  # why the run ends early; "": it does not
     preempted: bool = False  # it ends because of a signal
+    stragglers: Stragglers | None = None
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.reporter is not None and self.config.run.log_straggler:
+            self.stragglers = Stragglers(self.mesh, self.log, self.config.run.log_interval)
 
     @property
     def consumed_samples(self) -> int:
@@ -67,8 +74,10 @@ class Run:
             return
         numbers = self.reporter.numbers(step)
         self.reporter.report(step, self.skipped_samples)
+        if self.stragglers is not None:
+            self.stragglers.add(step)
         if numbers.signalled:
-            self.stop, self.preempted = "a signal", True
+            self.stop, self.preempted = self.signals.cause, True
         elif numbers.out_of_time:
             self.stop = f"--exit-duration-in-mins {self.config.run.exit_duration_in_mins}"
         self.health.judge(numbers)
@@ -81,15 +90,23 @@ class Run:
         step, self.pending = self.pending, None
         self.report(step)
 
+    def check_replicas(self) -> None:
+        """Compare all replicas if it is time. Raises MachineFault on every rank if two differ."""
+        if due(self.config.run.check_replicas, self.iteration):
+            self.flush_report()
+            self.grads.wait_params()
+            check_replicas(self.model.parameters(), self.mesh, self.iteration)
+
     def stop_flags(self) -> tuple[bool, bool]:
-        """Return (this rank got a signal, its time limit is exceeded)."""
+        """Return (this rank got a signal or sees the preemption file, its time limit is exceeded)."""
         minutes = self.config.run.exit_duration_in_mins
-        return self.signals.count > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
+        return self.signals.asked, minutes is not None and time.monotonic() - self.started > 60 * minutes
 
     def ends_by_signal(self) -> bool:
-        """Whether any rank got a signal; if so, sets `stop`. All-reduces a number over world; waits."""
+        """Whether any rank has to stop; if so, sets `stop`. All-reduces a number over world; waits."""
+        self.mesh.traffic.progress += 1
         if not self.preempted and self.signals.anywhere(self.mesh):
-            self.stop, self.preempted = "a signal", True
+            self.stop, self.preempted = self.signals.cause, True
         return self.preempted
 
 

@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 2915,
     "data": 2530,
     "fast": 2500,
-    "faults": 620,
+    "faults": 1110,
     "ops": 2930,
     "plan": 630,
     "report": 2200,

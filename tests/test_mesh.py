@@ -229,15 +229,17 @@ def test_sigterm_is_passed_on(tmp_path):
 
 
 def save_at_a_signal(world: World, folder):
-    """75 half a second after a SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), os._exit(75)))
+    """75 half a second after a signal."""
+    for number in mesh_launch.PASSED_ON:
+        signal.signal(number, lambda *_: (time.sleep(0.5), os._exit(75)))
     write_pid_and_sleep(world, folder)
 
 
-def test_a_signal_to_the_process_group_lets_ranks_save(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_process_group_lets_ranks_save(number, tmp_path):
     """As by timeout, systemd and Slurm: it reaches launcher, ranks and fork server at the same time."""
     with started_launcher("save_at_a_signal", tmp_path) as (launcher, _):
-        os.killpg(launcher.pid, signal.SIGTERM)
+        os.killpg(launcher.pid, number)
         assert launcher.communicate(timeout=20)[0].split() == ["75", "75"]
 
 

@@ -64,7 +64,9 @@ def test_the_first_failure_is_named(
     monkeypatch.setattr(mesh_launch, "GRACE", 1.0)
     monkeypatch.chdir(tmp_path)
     argv = arguments(
-        corpus, "--train-iters 9 --nproc 2", "--distributed-timeout-minutes 0.03" * (how == "hangs")
+        corpus,
+        "--train-iters 9 --nproc 2",
+        "--distributed-timeout-minutes 0.03 --hang-timeout-secs 60" * (how == "hangs"),
     )
     assert train.main(argv) == 1
     last = capsys.readouterr().err.splitlines()[-1]

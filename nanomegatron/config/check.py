@@ -120,6 +120,8 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
                 yield f"{flag(name)} {value}: is a folder; give the name of a file"
             elif not folder.is_dir():
                 yield f"{flag(name)} {value}: {folder} is a file; give another folder"
+    if (file := run.exit_on_preemption_file) and Path(file).exists():
+        yield f"--exit-on-preemption-file {file}: exists already, so the run would end at once; remove it"
     if run.profile and run.profile_step_end <= run.profile_step_start:
         exceed = f"must exceed --profile-step-start {run.profile_step_start}; the step itself is not seen"
         yield f"--profile-step-end {run.profile_step_end}: {exceed}"

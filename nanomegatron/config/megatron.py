@@ -23,7 +23,7 @@ def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) ->
         hint = known["hints"][max(prefixes, key=len)] if prefixes else "leave it out"
         return "", f"{word}: a flag of Megatron-LM for something that is not here; {hint}"
     wanted, given = (known["always_on"] | known["not_needed"]).get(name), " ".join([word, *arguments])
-    if isinstance(wanted, str) and arguments != [wanted]:
+    if isinstance(wanted, str) and arguments not in ([word] for word in wanted.split(" or ")):
         return "", f"{given}: here only {wanted}"
     if isinstance(wanted, int) and len(arguments) != wanted:
         return "", f"{given}: takes {wanted} values"

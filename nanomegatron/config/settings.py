@@ -272,7 +272,13 @@ class RunConfig:
     )
     exit_interval: int | None = setting(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = setting(None, "save and exit after this time in minutes")
+    exit_on_preemption_file: str | None = setting(None, "save and exit once this file exists")
+    hang_timeout_secs: float | None = setting(
+        None, "end the run if a rank waits this long for others; default 0.9 x --distributed-timeout-minutes"
+    )
+    check_replicas: int = setting(0, "compare the parameters of replicas every N steps; 0 never")
     log_interval: int = common(10, "iterations between console lines")
+    log_straggler: bool = setting(False, "log computing and waiting times over ranks; warn of slow ranks")
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
     eval_only: bool = setting(False, "evaluate --load and stop", needs="--eval-iters greater than 0")
     iterations_to_skip: tuple[int, ...] = setting((), "iterations whose samples are skipped", names_run=True)

@@ -1,5 +1,5 @@
-"""A fault of a machine: the run ends with exit code 17 and saves nothing."""
+"""A fault of a machine, as against one of the program, the settings or the data."""
 
 
 class MachineFault(Exception):
-    """Raised on all ranks: a machine computes or holds wrong numbers; the text names its rank and host."""
+    """Raised on all ranks: a rank has computed or holds other bits than it should. Nothing is saved."""

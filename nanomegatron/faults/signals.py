@@ -1,8 +1,13 @@
-"""SIGTERM and Ctrl-C: a rank counts its signals, and all ranks stop together at their next common check.
+"""SIGTERM, SIGUSR1 and Ctrl-C: all ranks stop together at their next common check, after one got a signal.
 
     set-up        between its stages                nothing to save                   exit code 75
     training      in every step's all-reduce        finish the step, save             75
     evaluation    before each global batch          stop it, save if needed           75
+    a save        after it, as in training          finish the save                   75
+
+A file that appears (--exit-on-preemption-file) does the same; rank 0 looks for it at these checks. The flag
+is sent with what every step all-reduces, and a save begins with a collective of its own, so a rank that has
+lost a peer, and gets torchrun's SIGTERM for that, saves nothing: its next collective fails.
 
 Signals are counted once the run's folders are locked and its log is open; before, a signal ends the rank. A
 second one, ECHO seconds or more after the first, ends the process at once, by the signal itself, and
@@ -11,18 +16,21 @@ status.json says so. Inside a collective it has to wait, since Python runs its h
 
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from nanomegatron.comm import any_rank
+from nanomegatron.launch import PASSED_ON
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 
 PREEMPTED = 75  # exit code
+HEARD = (*PASSED_ON, signal.SIGINT)
 ECHO = 1.0  # seconds in which two signals count as one: from the launcher, and to the process group
 
 
 class Preempted(Exception):
-    """Raised on all ranks: one of them got a signal before there was anything to save."""
+    """Raised on all ranks: one of them had to stop the run before there was anything to save."""
 
 
 def preempted(log: RunLog, text: str, **facts: Any) -> int:
@@ -33,11 +41,12 @@ def preempted(log: RunLog, text: str, **facts: Any) -> int:
 
 
 class Signals:
-    """Counts the SIGTERM and SIGINT that this rank receives."""
+    """Counts the signals of HEARD that this rank receives; on rank 0 looks for the preemption file, too."""
 
-    def __init__(self, log: RunLog | None = None) -> None:
+    def __init__(self, log: RunLog | None = None, file: str | None = None) -> None:
         """Install the handlers if there is a log; the second signal writes its status there."""
         self.count, self.first = 0, 0.0
+        self.file = Path(file) if log and log.is_main and file else None
         if log is None:
             return
 
@@ -54,17 +63,28 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in HEARD:
             signal.signal(number, note)
 
+    @property
+    def asked(self) -> bool:
+        """Whether this rank has to stop the run: it got a signal, or the file is there."""
+        return self.count > 0 or (self.file is not None and self.file.exists())
+
+    @property
+    def cause(self) -> str:
+        """Why the run ends, for the log of rank 0, once any rank has asked for it."""
+        return f"--exit-on-preemption-file {self.file}" if self.asked and not self.count else "a signal"
+
     def anywhere(self, mesh: Mesh) -> bool:
-        """Return whether any rank has received one. All-reduces a number over world; the host waits."""
-        return any_rank(self.count > 0, mesh.world, mesh.device)
+        """Return whether any rank has to stop the run. All-reduces a number over world; the host waits."""
+        return any_rank(self.asked, mesh.world, mesh.device)
 
     def check(self, mesh: Mesh) -> None:
-        """Raise Preempted on every rank if any has received one. Communicates as `anywhere`."""
+        """Raise Preempted on every rank if any has to stop the run. Communicates as `anywhere`."""
         if self.anywhere(mesh):
-            raise Preempted("a signal before the first step: nothing to save, the same command starts again")
+            why = f"{self.cause} before the first step"
+            raise Preempted(f"{why}: nothing to save, the same command starts again")
 
 
 UNHEARD = Signals()  # for a run without handlers

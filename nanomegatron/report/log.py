@@ -4,6 +4,7 @@
     runs/NAME/config.toml  its settings; config-to-N.toml: other ones it had up to iteration N
               log.txt        rank 0's console, with Megatron's log line instead of the table
               log.R.txt      the lines of rank R, if it writes any
+              hang.R.txt     its stacks, if the run has hung (faults/watchdog.py)
               metrics.jsonl  one JSON object per step: KEYS, and further numbers of the step
               evals.jsonl    one per evaluation
               fp8.jsonl      one per step of --log-fp8-stats: layer/tensor/kind, KINDS of counters.py

@@ -17,7 +17,7 @@ import torch
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
 from nanomegatron.flops import CONVENTIONS, flops_per_iteration, mfu
-from nanomegatron.mesh import Mesh
+from nanomegatron.mesh import Mesh, Traffic
 from nanomegatron.optim import Optimizer, StepStats
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.pp import Stages
@@ -76,7 +76,7 @@ class StepReport:
         extras: dict[str, torch.Tensor],
         clock: Clock,
         timed: list[tuple[str, Clock]],
-        traffic: Counter,
+        traffic: Traffic,
     ) -> None:
         """Start the copy to the host. shared `[3]`: loss, ranks with a signal, ranks out of time.
 
@@ -91,7 +91,9 @@ class StepReport:
         values = torch.cat([number.double().flatten() for number in numbers.values()])
         self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
         self.values.copy_(values, non_blocking=True)
-        self.clock, self.timed, self.traffic = clock.stop(), timed, dict(traffic)
+        self.clock, self.timed = clock.stop(), timed
+        self.traffic = dict(traffic)
+        self.waits, traffic.waits = traffic.waits, []
 
     def read(self) -> tuple[float, dict[str, Any]]:
         """Return the step's milliseconds, and its numbers by name; waits for the end of the step."""
@@ -120,7 +122,8 @@ class Reporter:
 
     def numbers(self, step: StepReport) -> StepNumbers:
         """Wait for a step's numbers and return those that decide what follows."""
-        _, found = step.read()
+        with self.mesh.traffic.wait():
+            _, found = step.read()
         norms = dict(zip(self.part_names, step.part_norms.tolist(), strict=True))
         flags = (bool(found[name]) for name in ("signalled", "out_of_time"))
         values = found["lm_loss"], found["grad_norm"], bool(found["good"]), found["loss_scale"]

@@ -1,0 +1,237 @@
+"""The hang watch-dog: a thread in each process that ends a run in which a rank waits too long for others.
+
+    main thread      step, communications, waits ----> mesh.traffic: progress, numbers, what it waits for
+    watch-dog        every tick: heartbeat of this rank -> store; has another rank found a hang?
+                     this rank has waited for T / 2: read all heartbeats; for T: read them again, report, end
+    guard            T + LATE, in case that the store does not answer: report without the other ranks, end
+
+T is --hang-timeout-secs, by default a bit less than torch's own timeout. Until the first step is done it is
+at least that default. Only a rank that waits, for a communication or for a GPU that does one, is in a hang:
+data building, saving and long steps are not limited, but for a rank that has started neither a step nor a
+communication for SILENT x T. Time in which the process itself was stopped does not count.
+
+A rank whose heartbeat is the same as T / 2 ago does not answer: it is stopped, or its machine is lost. One
+that answers and does not wait is named with the function that it is in. All others are named with what they
+wait for, and for which ranks: those that have started fewer communications over that axis. Every live rank
+writes the stacks of its threads to runs/NAME/hang.RANK.txt, status.json says "failed", and all leave.
+"""
+
+import datetime
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nanomegatron.config.settings import Config
+from nanomegatron.mesh import Mesh, Traffic
+from nanomegatron.report.log import RunLog
+
+SHARE = 0.9  # of torch's timeout of collectives: the default of T
+SILENT = 10  # times T: without a step and without a communication
+LATE = 1.5  # seconds in which the report must be done
+MOST = 8  # ranks, or groups of them, that a message lists
+Beat = dict[str, Any]  # n, host, place, call (kind, size, number, axis key) or None, numbers by axis key
+
+
+class Standstill:
+    """Measures how long a rank has stood still, as a share of the time that it may; call it every `tick`."""
+
+    def __init__(self, traffic: Traffic, asked: float | None, timeout: float) -> None:
+        """asked: --hang-timeout-secs; timeout: of collectives, in seconds."""
+        self.traffic, self.default = traffic, SHARE * timeout
+        self.limit = asked or self.default
+        self.tick = min(max(self.limit / 40, 0.1), 5.0)
+        self.state, self.seconds, self.before = (0, None), 0.0, time.monotonic()
+
+    def share(self) -> float:
+        """Return the share: 1 is a hang."""
+        state, now = (self.traffic.progress, self.traffic.waiting), time.monotonic()
+        self.seconds += min(now - self.before, 2 * self.tick)
+        if state != self.state:
+            self.state, self.seconds = state, 0.0
+        self.before = now
+        started = self.traffic.steps > 1
+        if self.traffic.waiting is None:
+            return self.seconds / (SILENT * self.limit) if started else 0.0
+        return self.seconds / (self.limit if started else max(self.limit, self.default))
+
+
+class Watchdog:
+    """Watches this rank from `with` to its end. A single process is watched only if T is given."""
+
+    def __init__(self, config: Config, mesh: Mesh, log: RunLog) -> None:
+        asked, minutes = config.run.hang_timeout_secs, config.parallel.distributed_timeout_minutes
+        self.mesh, self.log = mesh, log
+        self.standstill = lambda: Standstill(mesh.traffic, asked, 60 * minutes)
+        self.limit, self.tick = self.standstill().limit, self.standstill().tick
+        self.wanted = mesh.world.size > 1 or asked is not None
+        self.store = mesh.connect_store() if self.wanted else None
+        self.host, self.beats = socket.gethostname(), 0
+        self.closed, self.ending = threading.Event(), threading.Lock()
+        works = (self.watch, self.guard) if self.wanted else ()
+        self.threads = [threading.Thread(target=work, daemon=True) for work in works]
+
+    def __enter__(self) -> "Watchdog":
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed.set()
+        for thread in self.threads:
+            thread.join(1.0)  # longer only if the store does not answer
+
+    def watch(self) -> None:
+        """The thread that uses the store, each call of which may block for ever."""
+        standstill, earlier = self.standstill(), None
+        while not self.closed.wait(self.tick):
+            share = standstill.share()
+            with suppress(RuntimeError):  # torch's, if the store is gone: the guard is left
+                self.beat()
+                if self.store and self.store.check(["hang"]):
+                    self.end(lambda: "")
+                if share < 0.5:
+                    earlier = None
+                elif earlier is None:
+                    earlier = self.all_beats()
+                if share >= 1:
+                    self.end(lambda before=earlier: self.report(before, self.all_beats()))
+
+    def guard(self) -> None:
+        """The thread that ends the process if `watch` does not."""
+        standstill = self.standstill()
+        while not self.closed.wait(self.tick):
+            if (standstill.share() - 1) * self.limit >= LATE:
+                self.end(lambda: self.report({}, {}))
+
+    # Heartbeats
+
+    def beat(self) -> None:
+        """Publish what this rank does."""
+        self.beats += 1
+        if self.store:
+            self.store.set(f"beat/{self.mesh.rank}", json.dumps(self.own_beat()))
+
+    def own_beat(self) -> Beat:
+        """Describe what this rank does."""
+        traffic, waiting = self.mesh.traffic, self.mesh.traffic.waiting
+        call = waiting and waiting[0]
+        entry = call and (call.kind, call.size, call.number, call.axis.key)
+        numbers = list(traffic.numbers.items())
+        return dict(n=self.beats, host=self.host, place=place(), call=entry, numbers=numbers)
+
+    def all_beats(self) -> dict[int, Beat]:
+        """Return the last heartbeat of each rank that has published one."""
+        if not self.store:
+            return {}
+        keys = {rank: f"beat/{rank}" for rank in range(self.mesh.world.size)}
+        return {
+            rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])
+        }
+
+    # The end
+
+    def end(self, report: Callable[[], str]) -> None:
+        """Write the stacks and, on the first rank of all, the report; end the process within some ticks.
+
+        report: called on the first rank, whose text it returns; "" if another rank was the first.
+        """
+        if not self.ending.acquire(blocking=False):
+            return
+        wait = 2 * self.tick + 0.5
+        threading.Timer(wait + 1.0, os._exit, (1,)).start()  # whatever else blocks
+        self.dump_stacks()
+        if (text := report()) and (self.store is None or self.claim()):
+            self.log.status("failed", exit_code=1, message=text)
+            self.log.warn(text)
+        with suppress(RuntimeError):
+            if self.store:
+                self.store.set("hang", "")
+                self.store.set(f"hang/{self.mesh.rank}", "")
+                keys = [f"hang/{rank}" for rank in range(self.mesh.world.size)]
+                self.store.wait(keys, datetime.timedelta(seconds=wait))
+        os._exit(1)
+
+    def claim(self) -> bool:
+        """Whether this rank is the first to report; if the store does not answer, it does."""
+        first: list[int] = []
+        thread = threading.Thread(target=lambda: first.append(self.store.add("hang/first", 1)), daemon=True)
+        thread.start()
+        thread.join(0.5)
+        return first in ([], [1])
+
+    def dump_stacks(self) -> None:
+        """Write what this rank does, and the stacks of all its threads, to a file of its own."""
+        path = Path(self.log.folder) / f"hang.{self.mesh.rank}.txt"
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            traffic = self.mesh.traffic
+            doing = f"waits in {traffic.waiting[0]}" if traffic.waiting else f"in {place()}"
+            file.write(f"{self.mesh.label} on {self.host}: {doing}; last started: {traffic.last}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def report(self, before: dict[int, Beat], now: dict[int, Beat]) -> str:
+        """Return who keeps this rank waiting, by the heartbeats of T / 2 ago and of now."""
+        folder = self.log.folder
+        waiting = self.mesh.traffic.waiting
+        words = [f"a hang: {self.mesh.label} has made no progress for {self.limit:g} s"]
+        if waiting and waiting[0]:
+            words[0] += f", in {waiting[0]}"
+        if self.store and not now:
+            words.append("the store of the ranks does not answer: is its machine lost?")
+        words += blame(self.mesh.groups, before, now) if now else []
+        return "; ".join(words) + f"; the stacks of all live ranks are in {folder}/hang.*.txt"
+
+
+def place() -> str:
+    """Return the function that the main thread is in, without torch's own."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame and frame.f_back and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return (
+        f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else "?"
+    )
+
+
+def blame(groups: dict[str, list], before: dict[int, Beat], now: dict[int, Beat]) -> list[str]:
+    """Return a text for each rank that does not answer, that does not wait, and for each awaited call.
+
+    groups: of all axes, as in Mesh.
+    """
+    silent = [r for r in groups["world"][0] if r not in now or now[r]["n"] == before.get(r, {}).get("n")]
+    alive = {rank: beat for rank, beat in now.items() if rank not in silent}
+    texts = [f"{named(r, now)} does not answer: it is stopped, or its machine is lost" for r in silent]
+    texts += [f"{named(r, now)} is in {b['place']}" for r, b in alive.items() if b["call"] is None][:MOST]
+    calls: dict[tuple, list[int]] = {}
+    for rank, beat in alive.items():
+        if beat["call"]:
+            kind, size, number, key = beat["call"]
+            calls.setdefault((kind, size, number, *key), []).append(rank)
+    for (kind, size, number, *key), ranks in calls.items():
+        started = {rank: n for rank, beat in now.items() for k, n in beat["numbers"] if k == key}
+        name, *ends = key
+        group = next((g for g in groups.get(name, ()) if [g[0], g[-1]] == ends), ends)  # or a link
+        late = [rank for rank in group if started.get(rank, 0) < number]
+        what = f"{kind} of {size} bytes over {name}, number {number}"
+        for_whom = f", for {listed(late)}" if late else ""
+        texts.append(f"{listed(ranks)} wait{'s' * (len(ranks) == 1)} in {what}{for_whom}")
+    return texts[:MOST] + [f"and {len(texts) - MOST} more"] * (len(texts) > MOST)
+
+
+def named(rank: int, beats: dict[int, Beat]) -> str:
+    """Return 'rank 3 on HOST', as far as the host is known."""
+    return f"rank {rank} on {beats[rank]['host']}" if rank in beats else f"rank {rank}"
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return 'rank 3', 'ranks 0 1 2', or the first of many."""
+    ranks = list(ranks)
+    more = f" and {len(ranks) - MOST} more" * (len(ranks) > MOST)
+    return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks[:MOST]))}{more}"
