@@ -96,7 +96,7 @@ def out_of_order(world: World, folder: str, how: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("how", ["swaps", "skips"])
+@pytest.mark.parametrize("how", ["swaps", pytest.param("skips", marks=pytest.mark.full)])
 def test_collectives_out_of_order(how, tmp_path):
     """Kind, bytes, axis and number of what each rank waits in, and for whom; no rank waits longer."""
     begin = time.monotonic()
@@ -138,6 +138,7 @@ def slow(world: World, folder: str) -> int:
     return 0
 
 
+@pytest.mark.full
 def test_a_slow_run_is_no_hang_and_a_store_may_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(mesh_launch, "GRACE", 0.5)
     begin = time.monotonic()
