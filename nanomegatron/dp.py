@@ -209,7 +209,7 @@ class Bucket:
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
         if self.buckets.fingerprints is not None:
-            self.buckets.fingerprints.append(fingerprint(self.grads))
+            self.buckets.fingerprints.append(bit_sum(self.grads))
         if self.shards.size < self.axis.size:
             return start_all_reduce_(self.grads, self.axis, op)
         return self.comm.start_reduce_scatter(self.grads, op)
@@ -225,7 +225,7 @@ class Bucket:
             self.gather = None
 
 
-def fingerprint(x: torch.Tensor) -> torch.Tensor:
+def bit_sum(x: torch.Tensor) -> torch.Tensor:
     """The sum of the bit patterns of x `[n]`, which differs if one value does -> int64 `[]`"""
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()]).sum(dtype=torch.int64)
 

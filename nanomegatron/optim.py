@@ -37,7 +37,7 @@ from nanomegatron.ops.kernels import usable
 from nanomegatron.param import ParamSpec
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # these use --decoupled-lr
-LARGEST = torch.finfo(torch.float64).max  # what is not finite exceeds it
+FLOAT_MAX = torch.finfo(torch.float64).max  # what is not finite exceeds it
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -177,7 +177,9 @@ class Optimizer:
         following = [*values[0][1:], values[0][-1]]
         self.values = torch.tensor([*values, following], dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
-        self.limits = torch.full((2,), LARGEST, dtype=torch.float64, device=device)  # of loss, gradient norm
+        self.limits = torch.full(
+            (2,), FLOAT_MAX, dtype=torch.float64, device=device
+        )  # of loss, gradient norm
         slices = [list(reversed(shard.bucket.slices)) for shard in self.shards]
         self.part_names = [piece.part.name for pieces in slices for piece in pieces]
         counted = [float(piece.saver) for pieces in slices for piece in pieces]

@@ -17,7 +17,7 @@ from nanomegatron.config.faults import FaultConfig
 from nanomegatron.faults.health import FEWEST, LAG, BadSteps, Health
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
-from nanomegatron.optim import LARGEST
+from nanomegatron.optim import FLOAT_MAX
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
@@ -199,7 +199,7 @@ def test_limits_are_median_and_robust_deviations():
             middle = float(np.median(column))
             deviation = 1.4826 * float(np.median(np.abs(np.array(column) - middle)))
             assert limit == pytest.approx(middle + 5 * deviation, rel=1e-12)
-    assert health.limits(FEWEST + LAG - 1) == (LARGEST, LARGEST)
+    assert health.limits(FEWEST + LAG - 1) == (FLOAT_MAX, FLOAT_MAX)
     constant = health_of([(2.0, 1.0)] * 50, spike_deviations=5.0)
     assert constant.limits(52) == pytest.approx((2.2, 1.5))  # a floor: deviations of nothing are no spike
     half = health_of([(2.0, 1.0)] * 70 + [(90.0, 80.0)] * 58)

@@ -27,7 +27,7 @@ from nanomegatron.checkpoint.files import Piece
 from nanomegatron.comm import all_gather_text
 from nanomegatron.config.faults import FaultConfig
 from nanomegatron.mesh import Mesh
-from nanomegatron.optim import LARGEST, Optimizer
+from nanomegatron.optim import FLOAT_MAX, Optimizer
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import StepNumbers
 
@@ -60,7 +60,7 @@ class Health:
         """Give the device the limits of the iteration that is launched next, if it has to judge them."""
         acts = self.config.on_spike != "warn" or self.config.rerun_mode != "disabled"
         if acts:
-            limits = (LARGEST, LARGEST) if self.lifted else self.limits(iteration)
+            limits = (FLOAT_MAX, FLOAT_MAX) if self.lifted else self.limits(iteration)
             on_gpu = self.optimizer.limits.is_cuda
             values = torch.tensor(limits, dtype=torch.float64, pin_memory=on_gpu)
             self.optimizer.limits.copy_(values, non_blocking=True)
@@ -69,7 +69,7 @@ class Health:
         """The largest loss and gradient norm of an iteration that is no spike."""
         before = [values for i, *values in self.window if i <= iteration - LAG]
         if len(before) < min(FEWEST, self.config.spike_window):
-            return LARGEST, LARGEST
+            return FLOAT_MAX, FLOAT_MAX
         recent = before[-self.config.spike_window :]
         return tuple(
             self._limit([values[n] for values in recent], floor) for n, floor in enumerate(FLOOR.values())
