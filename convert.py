@@ -68,7 +68,8 @@ if __name__ == "__main__":  # wrong arguments are reported before torch is impor
 import torch
 
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, read_manifest, sync
+from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, sync
+from nanomegatron.checkpoint.formats import format_of, open_checkpoint
 from nanomegatron.checkpoint.hf import (
     HEADER,
     TOKENIZER_FILES,
@@ -177,7 +178,7 @@ def to_hf_folder(source: Path, temporary: Path, _: Path, step: int | None) -> It
         raise CheckpointError(f"--input-path {source}: no checkpoint there")
     folder = source / f"iter_{loaded.iteration:07d}"
     folder = folder if folder.exists() else folder.with_suffix(".old")
-    manifest = read_manifest(folder)
+    manifest = open_checkpoint(folder)
     kept = kept_files(source / "hf", loaded.state.get("hf", {}))
     files, notes = (kept, []) if kept else new_files(source, loaded, manifest)
     theirs = [key for name, data in files.items() if name.endswith(HEADER) for key in json.loads(data[8:])]
@@ -245,7 +246,8 @@ class Weights:
         if (saved := self.manifest.tensors.get(key)) is None:
             raise CheckpointError(f"{self.folder}: {key} is missing")
         data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
-        fill(self.folder, self.manifest, [Piece(key, saved.shape, (0,) * len(saved.shape), data)])
+        piece = Piece(key, saved.shape, (0,) * len(saved.shape), data)
+        fill(self.folder, self.manifest, [piece], format_of(self.manifest).reader)
         return data
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -33,7 +33,7 @@ import torch
 from nanomegatron import comm
 from nanomegatron.batch import Batch
 from nanomegatron.build import build, build_optimizer, install, paths_for
-from nanomegatron.checkpoint.source import data_samples
+from nanomegatron.checkpoint.source import data_samples, with_saved_schedule
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
@@ -187,6 +187,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     """Build tokenizer, data, model, optimizer; load the newest checkpoint. Raises Preempted on a signal."""
     profile = Profile(config.run, mesh, log)  # before anything takes memory
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
+    config = with_saved_schedule(config, mesh)
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
     vocab_size = data.vocab_size or tokenizer.vocab_size

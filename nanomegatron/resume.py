@@ -50,9 +50,10 @@ def save_checkpoint(run: Run) -> None:
     run.grads.wait_params()
     states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
     pieces, _ = all_pieces(run, states)
-    save(run.config.checkpoint.save, run.iteration, pieces, state, to_toml(run.config), run.mesh)
-    run.log.line(f"saved   {run.config.checkpoint.save}, step {run.iteration}")
-    run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
+    config, text = run.config.checkpoint, to_toml(run.config)
+    save(config.save, run.iteration, pieces, state, text, run.mesh, config.ckpt_format)
+    run.log.line(f"saved   {config.save}, step {run.iteration}")
+    run.log.status("running", iteration=run.iteration, checkpoint=config.save)
 
 
 def environment_info(run: Run) -> dict:
@@ -85,12 +86,14 @@ def load_checkpoint(run: Run) -> None:
         load_hf_folder(run, source)
         return
     begins = only_weights or run.config.run.eval_only
-    if not begins and (found := read_state(root, run.mesh, source.step)) and "hf" in found[0]:
-        raise ValueError(f"--load {root}: convert.py wrote it with weights only; add --finetune to train it")
+    found = None if begins else read_state(root, run.mesh, source.step)
+    if found and ("hf" in found[0] or "iteration" not in found[0]):
+        who = "convert.py" if "hf" in found[0] else "another program"
+        raise ValueError(f"--load {root}: {who} wrote it, with weights only; add --finetune to train it")
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     wanted = dense_pieces(pieces) if source.upcycling else pieces
-    loaded = load(root, wanted, run.mesh, source.step, cast=not states)
+    loaded = load(root, wanted, run.mesh, source.step, not states, config.dist_ckpt_strictness)
     if loaded is None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
@@ -118,7 +121,7 @@ def load_checkpoint(run: Run) -> None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
     run.log.line(f"resumed {root}, step {loaded.iteration}{how}")
-    before, now = loaded.state["circumstances"], environment_info(run)
+    before, now = loaded.state.get("circumstances", {}), environment_info(run)
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
@@ -130,7 +133,7 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
 
     Raises ValueError if by then this run would have consumed another number of samples.
     """
-    run.iteration, run.skipped_samples = state["iteration"], state.get("skipped_samples", 0)
+    run.iteration, run.skipped_samples = state.get("iteration", 0), state.get("skipped_samples", 0)
     done = run.iteration >= len(run.samples_before) or run.config.run.eval_only
     if not done and state["consumed_samples"] != run.consumed_samples:
         raise ValueError(

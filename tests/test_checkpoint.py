@@ -281,7 +281,7 @@ def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> 
 FILES = "nanomegatron.checkpoint.files."
 
 KILLS = {  # where, in which call; what is saved; what is the newest then
-    "after mkdir": (FILES + "write_shard", 1, 30, 20),
+    "after mkdir": ("nanomegatron.checkpoint.formats.write_shard", 1, 30, 20),
     "mid-shard": (FILES + "raw_bytes", 3, 30, 20),
     "before a shard's fsync": ("os.fsync", 1, 30, 20),
     "before the manifest": (FILES + "write_manifest", 1, 30, 20),

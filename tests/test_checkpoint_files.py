@@ -21,6 +21,7 @@ from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, Piece, read_ma
 from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError
 from tests.checkpoints import (
     ALONE,
+    RELEASED,
     change_manifest,
     cuts,
     expect_kept,
@@ -87,9 +88,9 @@ def test_every_dtype_returns_to_the_bit(tmp_path, dtype):
 # Damage is found and named, and the checkpoint before it used.
 
 
-@pytest.fixture(params=[1, 2], ids="version {}".format)
+@pytest.fixture(params=RELEASED)
 def old_and_new(request, tmp_path) -> Path:
-    """A checkpoint of either format version, iteration 20, and one before it."""
+    """A checkpoint of every format and version, iteration 20, and one before it."""
     return kept_root(tmp_path / "ckpt", request.param)
 
 
@@ -109,7 +110,7 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
 
 
 def test_every_flipped_bit_is_found(old_and_new, full):
-    """In shards, manifest and its hash: 120 in both versions, 1,200 in the full tier."""
+    """In shards, manifest and its hash: 190 in all formats, 1,900 in the full tier."""
     rng = random.Random(2)
     for path, _ in itertools.product(newest_files(old_and_new), range(100 if full else 10)):
         good = path.read_bytes()
@@ -270,7 +271,7 @@ FORGERIES = [(v, name) for v, more in ((1, VERSION_1), (2, VERSION_2)) for name 
 
 @pytest.mark.parametrize("version, forgery", FORGERIES)
 def test_forged_manifest_is_refused(tmp_path, version, forgery):
-    root = kept_root(tmp_path / "ckpt", version)
+    root = kept_root(tmp_path / "ckpt", f"v{version}")
     change_manifest(
         root / "iter_0000020", (ANY_VERSION | (VERSION_1 if version == 1 else VERSION_2))[forgery]
     )
@@ -287,7 +288,7 @@ def test_forged_manifest_is_refused(tmp_path, version, forgery):
 @pytest.mark.parametrize("version", [1, 2])
 def test_sizes_that_the_file_cannot_hold_are_refused(tmp_path, version):
     """A forgery without a contradiction in itself."""
-    root, huge = kept_root(tmp_path / "ckpt", version), [2**30, 2**30]
+    root, huge = kept_root(tmp_path / "ckpt", f"v{version}"), [2**30, 2**30]
     name, file = f"model/w[0:{2**30},0:{2**30}]", "rank_00000.safetensors"
     one = {"offset": [0, 0], "shape": huge, "file": file, "key": name}
     changes = {
@@ -301,7 +302,7 @@ def test_sizes_that_the_file_cannot_hold_are_refused(tmp_path, version):
 
 def test_random_changes_of_numbers_are_refused_or_harmless(tmp_path, full):
     """Any number of a manifest replaced by any other: an error of ours, or what was asked for."""
-    rng, root = random.Random(6), kept_root(tmp_path / "ckpt", 2)
+    rng, root = random.Random(6), kept_root(tmp_path / "ckpt", "v2")
     folder = root / "iter_0000020"
     text = (folder / MANIFEST).read_text()
     for _ in range(2000 if full else 150):

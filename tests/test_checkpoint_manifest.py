@@ -27,8 +27,11 @@ from tests.checkpoints import (
     ALONE,
     GOLDENS,
     KEPT,
+    KEPT_HASH,
+    RELEASED,
     change_manifest,
     expect_kept,
+    hash_of,
     kept_root,
     random_tiles,
     save_alone,
@@ -195,14 +198,16 @@ def test_what_would_take_for_ever_to_check_is_refused(tmp_path, monkeypatch):
 # Versions.
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", RELEASED)
 def test_a_kept_checkpoint_loads(tmp_path, version):
-    """Saved by four ranks, whose buckets end in the middle of rows; every number of it."""
+    """Saved by ranks whose buckets end in the middle of rows (torch: by one); every number of it."""
     assert expect_kept(kept_root(tmp_path / "ckpt", version), 20) == []
+    folder = GOLDENS / f"checkpoint_{version}"
+    assert hash_of(folder) == KEPT_HASH
     halves = [Piece("exp_avg/w", (6, 10), (0, 5 * i), torch.zeros(6, 5)) for i in (0, 1)]
-    load(GOLDENS / f"checkpoint_v{version}", halves, ALONE)
+    load(folder, halves, ALONE)
     assert torch.equal(torch.cat([half.data for half in halves], 1), torch.arange(60.0).view(6, 10) / 4 + 1)
-    assert set(read_manifest(GOLDENS / f"checkpoint_v{version}/iter_0000020").tensors) == set(KEPT)
+    assert set(read_manifest(folder / "iter_0000020").tensors) == set(KEPT)
 
 
 def test_a_save_writes_the_kept_bytes(tmp_path):
@@ -222,7 +227,7 @@ def load_kept(mesh, root: Path) -> str:
 
 def test_a_newer_format_is_no_damage(tmp_path):
     """It is refused, whatever else it has, on all ranks, though there is an older checkpoint."""
-    root = kept_root(tmp_path / "ckpt", 2)
+    root = kept_root(tmp_path / "ckpt", "v2")
     change_manifest(root / "iter_0000020", lambda m: '{"format_version": 3}')
     for message in run_spmd(load_kept, 2, root, tp=2):
         assert "format_version 3, this program reads up to 2: update the program" in message
@@ -233,6 +238,6 @@ def test_a_newer_format_is_no_damage(tmp_path):
 
 @pytest.mark.parametrize("version", ["0", "-1", '"3"', "true", "3.0", "null", "[3]"])
 def test_what_is_no_version_is_damage(tmp_path, version):
-    root = kept_root(tmp_path / "ckpt", 2)
+    root = kept_root(tmp_path / "ckpt", "v2")
     change_manifest(root / "iter_0000020", lambda m: f'{{"format_version": {version}}}')
     assert "iter_0000020" in expect_kept(root, 10)[0]

@@ -24,14 +24,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from nanomegatron.checkpoint import files
+from nanomegatron.checkpoint import files, formats
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import (
     DTYPES,
@@ -44,6 +44,8 @@ from nanomegatron.checkpoint.manifest import (
     rectangles,
     shard_name,
 )
+from nanomegatron.checkpoint.strictness import fit
+from nanomegatron.checkpoint.torch_dist import write_metadata
 from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
@@ -113,11 +115,18 @@ def module_states(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(
-    root: str | Path, iteration: int, pieces: Iterable[Piece], state: dict[str, Any], config: str, mesh: Mesh
+    root: str | Path,
+    iteration: int,
+    pieces: Iterable[Piece],
+    state: dict[str, Any],
+    config: str,
+    mesh: Mesh,
+    format: str = "sharded",
 ) -> None:
     """Write and publish `root/iter_<iteration>`; every rank calls this with its pieces and the same `root`.
 
-    Rank 0's `state` (JSON) and `config` (TOML) are saved. Raises SaveError on all ranks if one fails.
+    Rank 0's `state` (JSON) and `config` (TOML) are saved; `format` is one of formats.py. Raises SaveError on
+    all ranks if one fails.
     """
     root, first = Path(root), mesh.world.rank == 0
     owned = [piece for piece in pieces if piece.owner and piece.data.numel()]
@@ -135,8 +144,9 @@ def save(
             raise SaveError(f"{what}: {'; '.join(errors)} ({space})")
 
     stage(_make if first else None, temporary, need)
-    stage(files.write_shard, temporary, mesh.world.rank, owned)
-    stage(_publish if first else None, temporary, mesh.world.size, iteration, state, config)
+    stage(formats.ckpt_formats()[format].write, temporary, mesh.world.rank, owned)
+    manifest = Manifest(iteration, state, config, {}, {}, formats.format_entry(format, mesh))
+    stage(_publish if first else None, temporary, mesh.world.size, manifest)
 
 
 def _make(temporary: Path, need: int) -> None:
@@ -153,10 +163,13 @@ def _make(temporary: Path, need: int) -> None:
     temporary.mkdir()
 
 
-def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config: str) -> None:
-    """On rank 0: merge the manifest, then give the folder its final name."""
+def _publish(temporary: Path, ranks: int, manifest: Manifest) -> None:
+    """On rank 0: add all ranks' parts to the manifest, then give the folder its final name."""
     indices = [(temporary / shard_name(rank)).with_suffix(".json") for rank in range(ranks)]
-    files.write_manifest(temporary, Manifest(iteration, state, config, *merge(indices)))
+    tensors, saved = merge(indices)
+    more = write_metadata(temporary, tensors, ranks) if manifest.format.get("name") == "torch_dist" else {}
+    entry = manifest.format | more
+    files.write_manifest(temporary, replace(manifest, tensors=tensors, files=saved, format=entry))
     for index in indices:
         index.unlink()
     files.sync_folder(temporary)
@@ -169,7 +182,7 @@ def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config: s
     files.sync_folder(root)
     _remove(aside)
     hint = root / f"{LATEST}.tmp"
-    files.write_text(hint, f"{iteration}\n")
+    files.write_text(hint, f"{manifest.iteration}\n")
     os.replace(hint, root / LATEST)
     files.sync_folder(root)
 
@@ -198,14 +211,20 @@ def latest(root: str | Path) -> int | None:
 
 
 def load(
-    root: str | Path, pieces: Iterable[Piece], mesh: Mesh, step: int | None = None, cast: bool = False
+    root: str | Path,
+    pieces: Iterable[Piece],
+    mesh: Mesh,
+    step: int | None = None,
+    cast: bool = False,
+    strictness: str = "assume_ok_unexpected",
 ) -> Loaded | None:
     """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint.
 
     Every rank calls this with its own pieces, for any layout of the saving run; of `mesh` only `world` and
     `device` are used. All files are hashed first, each by one rank. A damaged checkpoint is skipped with a
     note, unless `step` asks for it; one of a newer format is an error. `cast` allows a dtype other than the
-    saved one. A piece that is `optional` is left unchanged, with a note, if no tensor of its shape was saved.
+    saved one. A piece that is `optional` is left unchanged, with a note, if no tensor of its shape was saved;
+    for others `strictness` decides (strictness.py).
 
     Raises CheckpointError, on all ranks, if no checkpoint is usable, or if tensors are missing or differ in
     shape or dtype; it lists all of them, before any piece is filled.
@@ -214,18 +233,24 @@ def load(
     folder, manifest, notes = _newest_intact(Path(root), mesh, step)
     if manifest is None:
         return None
+    if pieces:
+        formats.check_layout(manifest, mesh)
+    if formats.is_foreign(manifest):
+        notes = [*notes, f"{folder} has no manifest of ours: no hash says whether it is damaged"]
     shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
     new = {piece.key for piece in pieces if piece.optional and shapes.get(piece.key) != piece.shape}
     if new:
         notes = [*notes, f"{folder} has no {min(new)} of this shape: {len(new)} such start from zero"]
         pieces = [piece for piece in pieces if piece.key not in new]
+    reader = formats.format_of(manifest).reader
+    pieces, main, more = fit(manifest, pieces, mesh, strictness)
     _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *errors]))
-    _, errors = _on_all_ranks(mesh, files.fill, folder, manifest, pieces)
+    _, errors = _on_all_ranks(mesh, files.fill, folder, manifest, pieces + main, reader)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
-    return Loaded(manifest.iteration, manifest.state, manifest.config, notes)
+    return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
 
 
 def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[dict[str, Any], str] | None:
@@ -243,7 +268,7 @@ def _first_manifest(root: Path, step: int | None) -> Manifest | None:
     for iteration, folder in sorted(_folders(root).items(), reverse=True):
         if step in (None, iteration):
             with contextlib.suppress(CheckpointError):
-                return files.read_manifest(folder)
+                return formats.open_checkpoint(folder)
     return None
 
 
@@ -286,11 +311,11 @@ def _folders(root: Path) -> dict[int, Path]:
 
 def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
     """Read the manifest and verify the hashes of this rank's share of the files. Raises CheckpointError."""
-    manifest = files.read_manifest(folder)
+    manifest = formats.open_checkpoint(folder)
     if manifest.iteration != iteration:
         raise CheckpointError(f"{folder} was saved as iteration {manifest.iteration}")
-    for rank in sorted(manifest.files)[world.rank :: world.size]:
-        files.verify_file(folder / shard_name(rank), manifest.files[rank])
+    for name, expected in sorted(formats.files_of(manifest).items())[world.rank :: world.size]:
+        files.verify_file(folder / name, expected)
     return manifest
 
 

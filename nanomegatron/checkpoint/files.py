@@ -24,7 +24,8 @@ import json
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -64,6 +65,11 @@ class Piece:
     optional: bool = False  # a load may leave it as it is
     range: tuple[Rectangle, int, int] | None = None  # the (box, begin, end) it is part of, if it is
 
+    @property
+    def entry(self) -> str:
+        """The name of this rectangle in a rank's file."""
+        return entry_name(self.key, Rectangle(self.offset, tuple(self.data.shape)))
+
 
 # Rectangles: (offset, shape) in the coordinates of a global tensor.
 
@@ -87,20 +93,11 @@ def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
     """
     pieces = sorted(pieces, key=lambda p: -p.data.element_size())  # stable; keeps every tensor aligned
     header: dict[str, Any] = {}
-    tensors: dict[str, SavedTensor] = {}
     end = 0
     for piece in pieces:
-        shape, dtype = tuple(piece.data.shape), DTYPES[piece.data.dtype]
-        name = entry_name(piece.key, Rectangle(piece.offset, shape))
-        if name in header:
-            raise CheckpointError(f"{name} is given twice, and would overlap")
-        saved = tensors.setdefault(piece.key, SavedTensor(dtype, piece.shape, {}))
-        box, *ends = piece.range or (Rectangle(piece.offset, shape), 0, piece.data.numel())
-        ranges = saved.boxes.setdefault(box, [])
-        if (*ends, rank) not in ranges:
-            ranges.append(Range(*ends, rank))
         begin, end = end, end + piece.data.nbytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        entry = {"dtype": DTYPES[piece.data.dtype], "shape": tuple(piece.data.shape)}
+        header[piece.entry] = entry | {"data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -111,8 +108,28 @@ def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
             file.write(block)
         size = file.tell()
         sync(file)
-    part = Manifest(0, {}, "", tensors, {rank: SavedFile(size, digest.hexdigest())})
-    path.with_suffix(".json").write_text(to_json(part))
+    write_part(folder, rank, pieces, SavedFile(size, digest.hexdigest()))
+
+
+def write_part(folder: Path, rank: int, pieces: Iterable[Piece], file: SavedFile) -> None:
+    """Write a rank's part of the manifest: where its pieces are, and what its file must be.
+
+    Raises CheckpointError if two pieces are the same rectangle.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    seen: set[str] = set()
+    for piece in pieces:
+        if piece.entry in seen:
+            raise CheckpointError(f"{piece.entry} is given twice, and would overlap")
+        seen.add(piece.entry)
+        saved = tensors.setdefault(piece.key, SavedTensor(DTYPES[piece.data.dtype], piece.shape, {}))
+        whole = Rectangle(piece.offset, tuple(piece.data.shape))
+        box, *ends = piece.range or (whole, 0, piece.data.numel())
+        ranges = saved.boxes.setdefault(box, [])
+        if (*ends, rank) not in ranges:
+            ranges.append(Range(*ends, rank))
+    part = Manifest(0, {}, "", tensors, {rank: file})
+    (folder / shard_name(rank)).with_suffix(".json").write_text(to_json(part))
 
 
 def raw_bytes(piece: Piece) -> Any:
@@ -202,10 +219,20 @@ def verify_file(path: Path, expected: SavedFile) -> None:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
 
 
-def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece]) -> None:
+Reader = Callable[[Path, Manifest, int], AbstractContextManager[Callable[[str, Rectangle, str], Any]]]
+
+
+def describe_file(path: Path) -> SavedFile:
+    """Read a file that was just written -> its size and SHA-256."""
+    with open_file(path) as file:
+        return SavedFile(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece], reader: Reader) -> None:
     """Fill each piece in place from its overlaps with the saved rectangles, and read nothing else.
 
-    All keys of the pieces, with their shapes, must be in the manifest. Raises CheckpointError.
+    All keys of the pieces, with their shapes, must be in the manifest. `reader(folder, manifest, rank)` opens
+    the file of a rank: a function of (key, rectangle, dtype) to what can be sliced. Raises CheckpointError.
     """
     jobs: dict[int, list] = {}
     for piece in pieces:
@@ -215,19 +242,31 @@ def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece]) -> None:
                 if found is not None:
                     jobs.setdefault(rank, []).append((piece, r, found))
     for rank, copies in jobs.items():
-        path = folder / shard_name(rank)
-        with open_file(path) as plain:
-            if int.from_bytes(plain.read(8), "little") > manifest.header_limits[rank]:
-                raise CheckpointError(f"{path}: its header is longer than the manifest accounts for")
-        with safe_open(path, "pt") as file:
+        with reader(folder, manifest, rank) as entry:
             for piece, r, ranges in copies:
-                name, dtype = entry_name(piece.key, r), manifest.tensors[piece.key].dtype
-                saved = file.get_slice(name)
-                if (saved.get_dtype(), saved.get_shape()) != (dtype, list(r.shape)):
-                    raise CheckpointError(f"{path}: {name} is not {dtype} {list(r.shape)} there")
+                saved = entry(piece.key, r, manifest.tensors[piece.key].dtype)
                 source = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, r.offset))
                 target = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, piece.offset))
                 piece.data.detach()[target].copy_(saved[source])
+
+
+@contextmanager
+def shard_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callable]:
+    """Open a rank's safetensors file: a `Reader`."""
+    path = folder / shard_name(rank)
+    with open_file(path) as plain:
+        if int.from_bytes(plain.read(8), "little") > manifest.header_limits[rank]:
+            raise CheckpointError(f"{path}: its header is longer than the manifest accounts for")
+    with safe_open(path, "pt") as file:
+
+        def entry(key: str, r: Rectangle, dtype: str) -> Any:
+            name = entry_name(key, r)
+            saved = file.get_slice(name)
+            if (saved.get_dtype(), saved.get_shape()) != (dtype, list(r.shape)):
+                raise CheckpointError(f"{path}: {name} is not {dtype} {list(r.shape)} there")
+            return saved
+
+        yield entry
 
 
 def _stored(

@@ -24,7 +24,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +103,7 @@ class Manifest:
     config: str  # the resolved configuration as TOML
     tensors: dict[str, SavedTensor]
     files: dict[int, SavedFile]
+    format: dict[str, Any] = field(default_factory=dict)  # "name", and what else it needs; {}: sharded
 
     @cached_property
     def header_limits(self) -> Counter:
@@ -223,6 +224,7 @@ def to_json(manifest: Manifest) -> str:
         "files": [(rank, file.bytes, file.sha256) for rank, file in manifest.files.items()],
         "tensors": tensors,
     }
+    rest |= {"format": manifest.format} if manifest.format else {}
     return _dumps(rest)[:-1] + ',\n"cuts":[\n' + ",\n".join(cuts) + "]}\n"
 
 
@@ -268,7 +270,8 @@ def parse_manifest(text: bytes) -> Manifest:
         if not isinstance(entry["state"], dict) or not isinstance(entry["config"], str):
             raise CheckpointError("state is not a table, or config not a text")
         tensors, files = {1: _version_1, 2: _version_2}[version](entry)
-        return Manifest(_size(entry["iteration"]), entry["state"], entry["config"], tensors, files)
+        given = (entry["state"], entry["config"], tensors, files, dict(entry.get("format", {})))
+        return Manifest(_size(entry["iteration"]), *given)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(describe_piece(error)) from None
 
