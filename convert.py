@@ -67,8 +67,10 @@ if __name__ == "__main__":  # wrong arguments are reported before torch is impor
 
 import torch
 
+from nanomegatron.checkpoint.blocks import sync
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, read_manifest, sync
+from nanomegatron.checkpoint.files import DTYPES, Piece, fill, raw_bytes
+from nanomegatron.checkpoint.folder import read_manifest
 from nanomegatron.checkpoint.hf import (
     HEADER,
     TOKENIZER_FILES,
@@ -78,7 +80,7 @@ from nanomegatron.checkpoint.hf import (
     model_parts,
     places,
 )
-from nanomegatron.checkpoint.manifest import DTYPES, Manifest
+from nanomegatron.checkpoint.manifest import Manifest
 from nanomegatron.config.cli import build_config, from_toml, to_toml
 from nanomegatron.config.hf import settings_of, to_hf
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig

@@ -90,7 +90,7 @@ def load_checkpoint(run: Run) -> None:
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     wanted = dense_pieces(pieces) if source.upcycling else pieces
-    loaded = load(root, wanted, run.mesh, source.step, cast=not states)
+    loaded = load(root, wanted, run.mesh, source.step, not states, config.verify_integrity)
     if loaded is None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")

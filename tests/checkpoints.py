@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from nanomegatron.checkpoint.checkpoint import load, save, state_pieces, training_pieces
-from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, Piece
+from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.folder import MANIFEST, MANIFEST_SUM
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.mesh import Mesh, World

@@ -240,6 +240,7 @@ class CheckpointConfig:
     no_load_optim: bool = setting(False, "do not load the optimizer state", needs="--load")
     moe_use_upcycling: bool = moe(False, "copy --load's dense MLP to each expert", needs=("--load", "--save"))
     no_save_optim: bool = setting(False, "do not save the optimizer state")
+    verify_integrity: bool = setting(False, "compare SHA-256 of checkpoint files too when loading")
 
 
 @dataclass(frozen=True)
