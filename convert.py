@@ -67,9 +67,10 @@ if __name__ == "__main__":  # wrong arguments are reported before torch is impor
 
 import torch
 
+from nanomegatron.checkpoint.blocks import sync
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, sync
-from nanomegatron.checkpoint.formats import format_of, open_checkpoint
+from nanomegatron.checkpoint.files import DTYPES, Piece, fill, raw_bytes
+from nanomegatron.checkpoint.formats import open_checkpoint, reader
 from nanomegatron.checkpoint.hf import (
     HEADER,
     TOKENIZER_FILES,
@@ -79,7 +80,7 @@ from nanomegatron.checkpoint.hf import (
     model_parts,
     places,
 )
-from nanomegatron.checkpoint.manifest import DTYPES, Manifest
+from nanomegatron.checkpoint.manifest import Manifest
 from nanomegatron.config.cli import build_config, from_toml, to_toml
 from nanomegatron.config.hf import settings_of, to_hf
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
@@ -247,7 +248,7 @@ class Weights:
             raise CheckpointError(f"{self.folder}: {key} is missing")
         data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
         piece = Piece(key, saved.shape, (0,) * len(saved.shape), data)
-        fill(self.folder, self.manifest, [piece], format_of(self.manifest).reader)
+        fill(self.folder, self.manifest, [piece], reader(self.manifest))
         return data
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -51,7 +51,7 @@ def save_checkpoint(run: Run) -> None:
     states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
     pieces, _ = all_pieces(run, states)
     config, text = run.config.checkpoint, to_toml(run.config)
-    save(config.save, run.iteration, pieces, state, text, run.mesh, config.ckpt_format)
+    save(config.save, run.iteration, pieces, state, text, run.mesh, format=config.ckpt_format)
     run.log.line(f"saved   {config.save}, step {run.iteration}")
     run.log.status("running", iteration=run.iteration, checkpoint=config.save)
 
@@ -92,8 +92,9 @@ def load_checkpoint(run: Run) -> None:
         raise ValueError(f"--load {root}: {who} wrote it, with weights only; add --finetune to train it")
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
+    checks = config.verify_integrity, config.dist_ckpt_strictness
     wanted = dense_pieces(pieces) if source.upcycling else pieces
-    loaded = load(root, wanted, run.mesh, source.step, not states, config.dist_ckpt_strictness)
+    loaded = load(root, wanted, run.mesh, source.step, not states, *checks)
     if loaded is None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")

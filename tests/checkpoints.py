@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from nanomegatron.checkpoint.checkpoint import load, save, state_pieces, training_pieces
-from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, Piece, raw_bytes
+from nanomegatron.checkpoint.files import Piece, raw_bytes
+from nanomegatron.checkpoint.folder import MANIFEST, MANIFEST_SUM
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.mesh import Mesh, World
@@ -73,7 +74,7 @@ def expect_newest(root: Path, step: int) -> list[str]:
 def save_by_rank(mesh: Mesh, root: Path, steps: tuple, dim: int, format: str = "sharded") -> None:
     for step in steps:
         pieces = cuts(step, mesh.world.size, mesh.world.rank, dim)
-        save(root, step, pieces, {"consumed_samples": 4 * step}, f"step = {step}\n", mesh, format)
+        save(root, step, pieces, {"consumed_samples": 4 * step}, f"step = {step}\n", mesh, format=format)
 
 
 def load_by_rank(mesh: Mesh, root: Path, step: int, dim: int) -> list[str]:
@@ -112,7 +113,7 @@ def random_tiles(rng: random.Random, shape: tuple, cuts_left: int) -> list[tuple
 # Kept checkpoints of every format and version that was ever released: tests/goldens/checkpoint_v1, ...
 # A new one is written by this file's command, and added to this list.
 
-RELEASED = ("v1", "v2", "torch_dist", "torch")
+RELEASED = (1, 2, 3, "torch_dist", "torch")
 KEPT_HASH = "6f2fc5c591805454647adae0ab73b3b84bf9171e0b099a0ec6454779b199ae44"  # `hash_of` each
 GOLDENS = Path(__file__).parent / "goldens"
 KEPT = {"model/w": (6, 10), "exp_avg/w": (6, 10), "model/norm": (7,), "exp_avg/norm": (7,), "fp8/scale": (2,)}
@@ -124,11 +125,16 @@ def kept(key: str) -> torch.Tensor:
     return whole.bfloat16() if key.startswith("model/") else whole
 
 
-def kept_root(root: Path, version: str) -> Path:
+def golden(version: int | str) -> Path:
+    """The kept checkpoint of a version of the sharded format, or of another format."""
+    return GOLDENS / f"checkpoint_{'v' * isinstance(version, int)}{version}"
+
+
+def kept_root(root: Path, version: int | str) -> Path:
     """A copy of the kept checkpoint, iteration 20, beside one of iteration 10 with numbers larger by 10."""
     pieces = [Piece(key, shape, (0,) * len(shape), kept(key) + 10) for key, shape in KEPT.items()]
     save(root, 10, pieces, {"consumed_samples": 40}, "step = 10\n", ALONE)
-    return shutil.copytree(GOLDENS / f"checkpoint_{version}", root, dirs_exist_ok=True)
+    return shutil.copytree(golden(version), root, dirs_exist_ok=True)
 
 
 def expect_kept(root: Path, step: int) -> list[str]:
@@ -175,7 +181,7 @@ def write_kept(mesh: Mesh, root: Path, format: str = "sharded") -> None:
         begin += param.numel()
     pieces = training_pieces(params, {"exp_avg": ranges}, mesh)
     pieces += state_pieces({"fp8/scale": kept("fp8/scale")}, mesh)
-    save(root, 20, pieces, {"consumed_samples": 80}, "step = 20\n", mesh, format)
+    save(root, 20, pieces, {"consumed_samples": 80}, "step = 20\n", mesh, format=format)
 
 
 def hash_of(folder: Path) -> str:

@@ -17,8 +17,9 @@ import torch
 
 from nanomegatron.checkpoint.checkpoint import SaveError, latest, load, save
 from nanomegatron.checkpoint.checkpoint import training_pieces as pieces_of
-from nanomegatron.checkpoint.files import Piece, read_manifest
-from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError, rectangles
+from nanomegatron.checkpoint.files import DTYPES, Piece
+from nanomegatron.checkpoint.folder import read_manifest
+from nanomegatron.checkpoint.manifest import CheckpointError, rectangles
 from nanomegatron.comm import barrier
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
@@ -278,16 +279,16 @@ def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> 
     return 0
 
 
-FILES = "nanomegatron.checkpoint.files."
+FILES, FOLDER = "nanomegatron.checkpoint.files.", "nanomegatron.checkpoint.folder."
 
 KILLS = {  # where, in which call; what is saved; what is the newest then
     "after mkdir": ("nanomegatron.checkpoint.formats.write_shard", 1, 30, 20),
     "mid-shard": (FILES + "raw_bytes", 3, 30, 20),
     "before a shard's fsync": ("os.fsync", 1, 30, 20),
-    "before the manifest": (FILES + "write_manifest", 1, 30, 20),
+    "before the manifest": (FOLDER + "write_manifest", 1, 30, 20),
     "before the manifest's hash": ("os.fsync", 3, 30, 20),
     "before rename": ("os.rename", 1, 30, 20),
-    "before the root's fsync": (FILES + "sync_folder", 2, 30, 30),
+    "before the root's fsync": (FOLDER + "sync_folder", 2, 30, 30),
     "at latest": ("os.replace", 1, 30, 30),
     "when replacing, between the renames": ("os.rename", 2, 20, 20),
     "when replacing, before the old one goes": ("shutil.rmtree", 1, 20, 20),

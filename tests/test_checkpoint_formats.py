@@ -7,8 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nanomegatron.checkpoint.checkpoint import load, save
-from nanomegatron.checkpoint.files import Piece
-from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError
+from nanomegatron.checkpoint.files import DTYPES, Piece
+from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.mesh import Mesh
 from tests.checkpoints import ALONE, SHAPES, cuts, expect, load_by_rank, save_by_rank, tensor
 from tests.spmd import run_spmd
@@ -42,7 +42,7 @@ def test_every_dtype_returns_to_the_bit(tmp_path, format):
         bits = torch.randint(0, 2 if dtype == torch.bool else 256, (4, 7 * dtype.itemsize), dtype=torch.uint8)
         data = bits.view(dtype)
         pieces += [Piece(f"t/{name}", (7, 4), (0, 0), data.t()), Piece(f"s/{name}", (), (), data[0, 0])]
-    save(tmp_path, 1, pieces, {}, "", ALONE, format)
+    save(tmp_path, 1, pieces, {}, "", ALONE, format=format)
     wanted = [Piece(p.key, p.shape, p.offset, torch.zeros(p.shape, dtype=p.data.dtype)) for p in pieces]
     load(tmp_path, wanted, ALONE)
     for before, after in zip(pieces, wanted, strict=True):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron.checkpoint import files as checkpoint_files
+from nanomegatron.checkpoint import folder as checkpoint_folder
 from nanomegatron.checkpoint import manifest as checkpoint_manifest
 from nanomegatron.checkpoint.checkpoint import SaveError, load, save
-from nanomegatron.checkpoint.files import MANIFEST, Piece, read_manifest, write_manifest
+from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.folder import MANIFEST, read_manifest, write_manifest
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -31,6 +32,7 @@ from tests.checkpoints import (
     RELEASED,
     change_manifest,
     expect_kept,
+    golden,
     hash_of,
     kept_root,
     random_tiles,
@@ -173,7 +175,7 @@ def test_405b_on_16384_ranks(tmp_path, flags, size):
 
 def test_a_manifest_that_none_could_read_is_not_published(tmp_path, monkeypatch):
     save_alone(tmp_path, 10)
-    monkeypatch.setattr(checkpoint_files, "MANIFEST_LIMIT", 100)
+    monkeypatch.setattr(checkpoint_folder, "MANIFEST_LIMIT", 100)
     with pytest.raises(SaveError, match=r"manifest.json of \d+ bytes is larger than 100: larger buckets"):
         save_alone(tmp_path, 20)
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000010"]
@@ -202,7 +204,7 @@ def test_what_would_take_for_ever_to_check_is_refused(tmp_path, monkeypatch):
 def test_a_kept_checkpoint_loads(tmp_path, version):
     """Saved by ranks whose buckets end in the middle of rows (torch: by one); every number of it."""
     assert expect_kept(kept_root(tmp_path / "ckpt", version), 20) == []
-    folder = GOLDENS / f"checkpoint_{version}"
+    folder = golden(version)
     assert hash_of(folder) == KEPT_HASH
     halves = [Piece("exp_avg/w", (6, 10), (0, 5 * i), torch.zeros(6, 5)) for i in (0, 1)]
     load(folder, halves, ALONE)
@@ -213,7 +215,7 @@ def test_a_kept_checkpoint_loads(tmp_path, version):
 def test_a_save_writes_the_kept_bytes(tmp_path):
     """What changes them is a new version of the format."""
     run_spmd(write_kept, 4, tmp_path, tp=2)
-    files = sorted((GOLDENS / "checkpoint_v2/iter_0000020").iterdir())
+    files = sorted((GOLDENS / "checkpoint_v3/iter_0000020").iterdir())
     assert len(files) == 6
     for path in files:
         assert (tmp_path / path.parent.name / path.name).read_bytes() == path.read_bytes(), path.name
@@ -227,10 +229,10 @@ def load_kept(mesh, root: Path) -> str:
 
 def test_a_newer_format_is_no_damage(tmp_path):
     """It is refused, whatever else it has, on all ranks, though there is an older checkpoint."""
-    root = kept_root(tmp_path / "ckpt", "v2")
-    change_manifest(root / "iter_0000020", lambda m: '{"format_version": 3}')
+    root = kept_root(tmp_path / "ckpt", 3)
+    change_manifest(root / "iter_0000020", lambda m: '{"format_version": 4}')
     for message in run_spmd(load_kept, 2, root, tp=2):
-        assert "format_version 3, this program reads up to 2: update the program" in message
+        assert "format_version 4, this program reads up to 3: update the program" in message
     with pytest.raises(CheckpointError, match="update the program"):
         load(root, [], ALONE, step=20)
     assert load(root, [], ALONE, step=10).notes == []
@@ -238,6 +240,6 @@ def test_a_newer_format_is_no_damage(tmp_path):
 
 @pytest.mark.parametrize("version", ["0", "-1", '"3"', "true", "3.0", "null", "[3]"])
 def test_what_is_no_version_is_damage(tmp_path, version):
-    root = kept_root(tmp_path / "ckpt", "v2")
+    root = kept_root(tmp_path / "ckpt", 2)
     change_manifest(root / "iter_0000020", lambda m: f'{{"format_version": {version}}}')
     assert "iter_0000020" in expect_kept(root, 10)[0]

@@ -11,7 +11,8 @@ import pickletools
 from dataclasses import dataclass
 from typing import Any
 
-from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError
+from nanomegatron.checkpoint.files import DTYPES
+from nanomegatron.checkpoint.manifest import CheckpointError
 
 METADATA_LIMIT = 64 * 2**20  # bytes; reading takes about a second for 4 MiB
 DCP_CLASSES = "torch.distributed.checkpoint.metadata."

@@ -3,7 +3,7 @@
     iter_0000120/
         rank_00000.safetensors   the tensors of rank 0, each entry named like "model/w[0:2,0:4]"
         rank_00001.safetensors
-        manifest.json            where each tensor is (checkpoint/manifest.py); files, SHA-256; state; config
+        manifest.json            where each tensor is (checkpoint/manifest.py); checksums; state; config
         manifest.json.sha256     the manifest's own hash, in the format of `sha256sum -c`
 
     saved by two ranks, sharded by rows      loaded by rank 1 of 2, sharded by columns
@@ -12,45 +12,52 @@
         1 1 1 1   rank_00001                     . . # #
         1 1 1 1                                  . . # #
 
-Rectangles are in coordinates of the global tensors: a reader need not know the layout of the writer. Tensor
-formats do not detect a flipped bit, hence the hashes. An untrusted folder may be wrong but is not dangerous:
-nothing is unpickled, file names have one fixed form, symbolic links are not followed, and every size is
-checked against that of the file. (Format: huggingface.co/docs/safetensors)
+Rectangles are in coordinates of the global tensors: a reader need not know the layout of the writer. An
+untrusted folder may be wrong but is not dangerous: nothing is unpickled, file names have one fixed form,
+symbolic links are not followed, and every size is checked against that of the file. (Format:
+huggingface.co/docs/safetensors)
 """
 
-import hashlib
 import itertools
 import json
-import os
-import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from nanomegatron.checkpoint.blocks import open_file, write_blocks
 from nanomegatron.checkpoint.manifest import (
-    DTYPES,
     CheckpointError,
     Manifest,
     Range,
     Rectangle,
-    SavedFile,
     SavedTensor,
-    check_manifest,
     entry_name,
-    parse_manifest,
     rectangles,
     shard_name,
     to_json,
 )
 
-MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.json.sha256"
-MANIFEST_LIMIT = 64 * 2**20  # bytes; docs/parallel.md has the sizes for large models
+WRITE_THREADS = 4  # a rank, besides one for SHA-256, which takes longest
+DTYPES = {  # safetensors' names
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -91,45 +98,41 @@ def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
     One tensor at a time is copied to the host, hashed and written. `pieces` has all rectangles of a range.
     Raises CheckpointError if two pieces are the same rectangle.
     """
-    pieces = sorted(pieces, key=lambda p: -p.data.element_size())  # stable; keeps every tensor aligned
+    pieces = in_file_order(pieces)
+    header, tensors = describe_shard(pieces, rank)
+    path = folder / shard_name(rank)
+    saved = write_blocks(path, itertools.chain((header,), map(raw_bytes, pieces)), WRITE_THREADS)
+    path.with_suffix(".json").write_text(to_json(Manifest(0, {}, "", tensors, {rank: saved})))
+
+
+def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
+    """Sort the pieces as their elements are in the file, one after another: each aligned to its own size."""
+    return sorted(pieces, key=lambda piece: -piece.data.element_size())  # stable
+
+
+def describe_shard(pieces: Iterable[Piece], rank: int) -> tuple[bytes, dict[str, SavedTensor]]:
+    """Return the bytes before the elements of a rank's file, and its part of the manifest.
+
+    pieces: in file order. Raises CheckpointError if two are the same rectangle.
+    """
     header: dict[str, Any] = {}
+    tensors: dict[str, SavedTensor] = {}
     end = 0
     for piece in pieces:
-        begin, end = end, end + piece.data.nbytes
-        entry = {"dtype": DTYPES[piece.data.dtype], "shape": tuple(piece.data.shape)}
-        header[piece.entry] = entry | {"data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    path = folder / shard_name(rank)
-    with open(path, "xb") as file:
-        for block in itertools.chain((len(text).to_bytes(8, "little"), text), map(raw_bytes, pieces)):
-            digest.update(block)
-            file.write(block)
-        size = file.tell()
-        sync(file)
-    write_part(folder, rank, pieces, SavedFile(size, digest.hexdigest()))
-
-
-def write_part(folder: Path, rank: int, pieces: Iterable[Piece], file: SavedFile) -> None:
-    """Write a rank's part of the manifest: where its pieces are, and what its file must be.
-
-    Raises CheckpointError if two pieces are the same rectangle.
-    """
-    tensors: dict[str, SavedTensor] = {}
-    seen: set[str] = set()
-    for piece in pieces:
-        if piece.entry in seen:
-            raise CheckpointError(f"{piece.entry} is given twice, and would overlap")
-        seen.add(piece.entry)
-        saved = tensors.setdefault(piece.key, SavedTensor(DTYPES[piece.data.dtype], piece.shape, {}))
-        whole = Rectangle(piece.offset, tuple(piece.data.shape))
-        box, *ends = piece.range or (whole, 0, piece.data.numel())
+        shape, dtype = tuple(piece.data.shape), DTYPES[piece.data.dtype]
+        name = piece.entry
+        if name in header:
+            raise CheckpointError(f"{name} is given twice, and would overlap")
+        saved = tensors.setdefault(piece.key, SavedTensor(dtype, piece.shape, {}))
+        box, *ends = piece.range or (Rectangle(piece.offset, shape), 0, piece.data.numel())
         ranges = saved.boxes.setdefault(box, [])
         if (*ends, rank) not in ranges:
             ranges.append(Range(*ends, rank))
-    part = Manifest(0, {}, "", tensors, {rank: file})
-    (folder / shard_name(rank)).with_suffix(".json").write_text(to_json(part))
+        begin, end = end, end + piece.data.nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, tensors
 
 
 def raw_bytes(piece: Piece) -> Any:
@@ -137,95 +140,10 @@ def raw_bytes(piece: Piece) -> Any:
     return piece.data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file and sync it to disk."""
-    with open(path, "wb") as file:
-        file.write(text.encode())
-        sync(file)
-
-
-def sync(file: BinaryIO) -> None:
-    """Wait until everything written to the file is on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries are on disk: files created in it, renames."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and its hash, synced to disk. Raises CheckpointError if it is too large."""
-    text = to_json(manifest)
-    if (size := len(text.encode())) > MANIFEST_LIMIT:
-        hint = "larger buckets (--ddp-bucket-size) make fewer ranges"
-        raise CheckpointError(f"{MANIFEST} of {size} bytes is larger than {MANIFEST_LIMIT}: {hint}")
-    write_text(folder / MANIFEST, text)
-    write_text(folder / MANIFEST_SUM, _sum_line(text.encode()))
-
-
-def _sum_line(manifest: bytes) -> str:
-    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n"
-
-
 # Reading.
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a plain file for reading. Raises CheckpointError for anything else, symbolic links included."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {os.strerror(error.errno)}") from None
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise CheckpointError(f"{path} is not a plain file")
-    return file
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read a folder's manifest, checked against its hash and for consistency; opens no other file.
-
-    Raises CheckpointError.
-    """
-    path = Path(folder) / MANIFEST
-    with open_file(path) as file, open_file(path.with_name(MANIFEST_SUM)) as sum_file:
-        data, expected = file.read(MANIFEST_LIMIT + 1), sum_file.read(1024)
-    if len(data) > MANIFEST_LIMIT:
-        raise CheckpointError(f"{path} is larger than {MANIFEST_LIMIT} bytes")
-    if expected != _sum_line(data).encode():
-        raise CheckpointError(f"{path} is damaged: {MANIFEST_SUM} has another SHA-256")
-    try:
-        manifest = parse_manifest(data)
-        check_manifest(manifest.tensors, manifest.files)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    return manifest
-
-
-def verify_file(path: Path, expected: SavedFile) -> None:
-    """Raise CheckpointError unless the file has the size and the SHA-256 that the manifest gives."""
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected.bytes:
-            raise CheckpointError(f"{path} has {size} bytes, not {expected.bytes}")
-        if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
-
-
 Reader = Callable[[Path, Manifest, int], AbstractContextManager[Callable[[str, Rectangle, str], Any]]]
-
-
-def describe_file(path: Path) -> SavedFile:
-    """Read a file that was just written -> its size and SHA-256."""
-    with open_file(path) as file:
-        return SavedFile(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece], reader: Reader) -> None:

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from nanomegatron.checkpoint.blocks import open_file, write_blocks
 from nanomegatron.checkpoint.dcp_metadata import (
     DCP_CLASSES,
     METADATA_LIMIT,
@@ -38,9 +39,10 @@ from nanomegatron.checkpoint.dcp_metadata import (
     read_pickle,
     write_pickle,
 )
-from nanomegatron.checkpoint.files import MANIFEST, Piece, describe_file, open_file, sync, write_part
+from nanomegatron.checkpoint.files import DTYPES, WRITE_THREADS, Piece, describe_shard
+from nanomegatron.checkpoint.folder import MANIFEST, index_path
 from nanomegatron.checkpoint.manifest import (
-    DTYPES,
+    METADATA,
     CheckpointError,
     Manifest,
     Range,
@@ -49,20 +51,17 @@ from nanomegatron.checkpoint.manifest import (
     SavedTensor,
     check_manifest,
     entry_name,
+    merge,
+    rank_file,
     rectangles,
+    to_json,
 )
 
-METADATA = ".metadata"
 DISTCP = re.compile(r"__[0-9]{1,7}_[0-9]{1,7}\.distcp")
 OURS = "nanomegatron"  # in the metadata of our folders, which are nothing without their manifest
 ALIGNMENT = 64  # bytes; of the tensors in a file, as torch.save aligns them in its own
 PICKLE_LIMIT = 64 * 2**10  # bytes of the pickle beside a tensor's elements
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-def distcp_name(rank: int) -> str:
-    """The name of a rank's file."""
-    return f"__{rank}_0.distcp"
 
 
 # Writing.
@@ -73,18 +72,24 @@ def write_distcp(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
 
     One tensor at a time is copied to the host, twice.
     """
-    path, places = folder / distcp_name(rank), {}
-    with open(path, "xb") as file:
+    pieces, places = list(pieces), {}
+    _, tensors = describe_shard(pieces, rank)
+
+    def chunks() -> Iterator[memoryview]:
+        begin = 0
         for piece in pieces:
-            file.write(bytes(-file.tell() % ALIGNMENT))
             buffer = io.BytesIO()
             torch.save(plain_copy(piece), buffer)
-            begin, data = file.tell(), buffer.getbuffer()
-            places[piece.entry] = (begin, len(data), begin + elements_at(buffer))
-            file.write(data)
-        sync(file)
+            size = buffer.seek(0, io.SEEK_END)
+            places[piece.entry] = (begin, size, begin + elements_at(buffer))
+            buffer.seek(0, io.SEEK_END)
+            begin += size + buffer.write(bytes(-size % ALIGNMENT))
+            yield buffer.getbuffer()
+
+    path = folder / rank_file("torch_dist").format(rank)
+    saved = write_blocks(path, chunks(), WRITE_THREADS)
     path.with_suffix(".json").write_text(json.dumps(places))
-    write_part(folder, rank, pieces, describe_file(path))
+    index_path(folder, rank).write_text(to_json(Manifest(0, {}, "", tensors, {rank: saved})))
 
 
 def plain_copy(piece: Piece) -> torch.Tensor:
@@ -100,17 +105,15 @@ def elements_at(buffer: io.BytesIO) -> int:
     return found.header_offset + 30 + sum(names)
 
 
-def write_metadata(folder: Path, tensors: dict[str, SavedTensor], ranks: int) -> dict[str, Any]:
-    """On rank 0: write `.metadata`; returns the format's entry of the manifest, with all ranks' places."""
+def write_metadata(folder: Path, ranks: int) -> dict[str, Any]:
+    """On rank 0: write `.metadata`; returns what the manifest says of the format, with all ranks' places."""
+    tensors, _ = merge(index_path(folder, rank) for rank in range(ranks))
     entries = {}
-    for path in [folder / distcp_name(rank) for rank in range(ranks)]:
+    for path in [folder / rank_file("torch_dist").format(rank) for rank in range(ranks)]:
         entries[path.name] = json.loads(path.with_suffix(".json").read_text())
         path.with_suffix(".json").unlink()
-    with open(folder / METADATA, "xb") as file:
-        file.write(write_pickle(_metadata(tensors, entries)))
-        sync(file)
-    written = describe_file(folder / METADATA)
-    return {"metadata": [written.bytes, written.sha256], "entries": entries}
+    saved = write_blocks(folder / METADATA, [write_pickle(_metadata(tensors, entries))], 1)
+    return {"metadata": [saved.bytes, saved.sha256], "entries": entries}
 
 
 def _metadata(tensors: dict[str, SavedTensor], entries: dict[str, dict]) -> Record:
@@ -122,7 +125,7 @@ def _metadata(tensors: dict[str, SavedTensor], entries: dict[str, dict]) -> Reco
         state = (Name(str(TORCH_DTYPES[saved.dtype])), strided, False, contiguous, False)
         chunks = []
         for rank, r in saved_rectangles(saved):
-            name = distcp_name(rank)
+            name = rank_file("torch_dist").format(rank)
             begin, length, _ = entries[name][entry_name(key, r)]
             index = {"fqn": key, "index": len(chunks), "offset": _size(r.offset)}
             place = {"relative_path": name, "offset": begin, "length": length}
@@ -221,7 +224,7 @@ def read_foreign(folder: Path) -> Manifest:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / METADATA} lacks what it must have ({error!r})") from None
     step = int(re.sub("[^0-9]", "", folder.name) or 0)
-    return Manifest(step, {}, "", tensors, files, {"name": "torch_dist", "entries": entries})
+    return Manifest(step, {}, "", tensors, files, {"name": "torch_dist", "foreign": True, "entries": entries})
 
 
 def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dict]]:

@@ -6,6 +6,7 @@ A file is a dict of plain tensors, and a JSON text that says which rank and layo
 layout a rank would have to open the files of many others; `sharded` and `torch_dist` are made for that.
 """
 
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,33 +14,38 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.files import Piece, describe_file, open_file, sync, write_part
-from nanomegatron.checkpoint.manifest import CheckpointError, Manifest, Rectangle, entry_name
+from nanomegatron.checkpoint.blocks import open_file, write_blocks
+from nanomegatron.checkpoint.files import WRITE_THREADS, Piece, describe_shard
+from nanomegatron.checkpoint.folder import index_path
+from nanomegatron.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    Rectangle,
+    entry_name,
+    rank_file,
+    to_json,
+)
 from nanomegatron.checkpoint.torch_dist import TORCH_DTYPES, check_archive, plain_copy
-
-
-def torch_name(rank: int) -> str:
-    """The name of a rank's file."""
-    return f"rank_{rank:05d}.pt"
 
 
 def write_torch(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
     """Write the pieces to a rank's file, synced to disk, and its part of the manifest.
 
-    The host holds a copy of all of them meanwhile.
+    The host holds two copies of all of them meanwhile.
     """
-    path, pieces = folder / torch_name(rank), list(pieces)
-    with open(path, "xb") as file:
-        tensors = {piece.entry: plain_copy(piece) for piece in pieces}
-        torch.save({"tensors": tensors, "about": json.dumps({"format": "torch", "rank": rank})}, file)
-        sync(file)
-    write_part(folder, rank, pieces, describe_file(path))
+    pieces, buffer = list(pieces), io.BytesIO()
+    _, table = describe_shard(pieces, rank)
+    tensors = {piece.entry: plain_copy(piece) for piece in pieces}
+    torch.save({"tensors": tensors, "about": json.dumps({"format": "torch", "rank": rank})}, buffer)
+    path = folder / rank_file("torch").format(rank)
+    saved = write_blocks(path, [buffer.getbuffer()], WRITE_THREADS)
+    index_path(folder, rank).write_text(to_json(Manifest(0, {}, "", table, {rank: saved})))
 
 
 @contextmanager
 def torch_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callable]:
     """Open a rank's file, mapped into memory: a `Reader` of files.py."""
-    path = folder / torch_name(rank)
+    path = folder / rank_file("torch").format(rank)
     try:
         with open_file(path) as file:
             check_archive(file, manifest.header_limits[rank])

@@ -259,6 +259,7 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "take the schedule of learning rate and weight decay from the checkpoint"
     )
+    verify_integrity: bool = setting(False, "compare SHA-256 of checkpoint files too when loading")
 
 
 @dataclass(frozen=True)
