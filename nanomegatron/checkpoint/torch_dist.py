@@ -233,10 +233,10 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
     for index, place in state["storage_data"].items():
         if place.state.get("transform_descriptors"):
             raise CheckpointError("its files are compressed")
-        if index.state["offset"] is not None:
-            length = _numbers((place.state["offset"], place.state["length"]))
-            key = _text(index.state["fqn"]), _numbers(*index.state["offset"].args)
-            places[key] = _text(place.state["relative_path"]), (*length, None)
+        if offset := index.state.get("offset"):
+            extent = _numbers((place.state["offset"], place.state["length"]))
+            key = _text(index.state["fqn"]), _numbers(*offset.args)
+            places[key] = _text(place.state["relative_path"]), (*extent, None)
     entries = {name: {} for name in sorted({name for name, _ in places.values()})}
     if wrong := [name for name in entries if not DISTCP.fullmatch(name)]:
         raise CheckpointError(f"file name {wrong[0][:80]!r} is not of the form __0_0.distcp")
