@@ -57,8 +57,8 @@ def expect(pieces: list[Piece], step: int) -> None:
         assert torch.equal(piece.data, tensor(piece.key, step)[region]), piece.key
 
 
-def save_alone(root: Path, step: int) -> None:
-    save(root, step, cuts(step), {"consumed_samples": 4 * step}, f"step = {step}\n", ALONE)
+def save_alone(root: Path, step: int, format: str = "sharded") -> None:
+    save(root, step, cuts(step), {"consumed_samples": 4 * step}, f"step = {step}\n", ALONE, format=format)
 
 
 def expect_newest(root: Path, step: int) -> list[str]:

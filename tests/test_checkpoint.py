@@ -263,7 +263,7 @@ def test_saving_again_replaces(root):
 # Failures while saving.
 
 
-def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> int:
+def save_and_die(world: World, root: Path, step: int, place: str, call: int, format: str = "sharded") -> int:
     """A rank that is killed at the n-th call of the function at `place`."""
     owner, name = place.rsplit(".", 1)
     owner = importlib.import_module(owner)
@@ -275,7 +275,7 @@ def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> 
         return original(*args, **kwargs)
 
     setattr(owner, name, dying)
-    save_alone(root, step)
+    save_alone(root, step, format)
     return 0
 
 

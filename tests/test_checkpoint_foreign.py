@@ -33,7 +33,8 @@ def foreign(tmp_path) -> Path:
     """What torch.distributed.checkpoint saves of plain tensors and of an object."""
     whole = {"model/w": tensor("model/w", STEP), "model/b": tensor("model/b", STEP), "about": {"lr": 0.1}}
     folder = tmp_path / "theirs" / f"iter_{STEP:07d}"
-    dcp.save(whole | {"t": torch.arange(6).view(2, 3).t()}, checkpoint_id=folder, no_dist=True)
+    whole |= {"t": torch.arange(6).view(2, 3).t(), "empty": torch.ones(0, 3)}
+    dcp.save(whole, checkpoint_id=folder, no_dist=True)
     return folder
 
 
@@ -230,6 +231,8 @@ OURS = {  # the manifest's entry of the format
     "beyond its end": (lambda f: f["entries"]["__0_0.distcp"].update({ENTRY: [0, 9, 2**40]}), "is not F32"),
     "before its begin": (lambda f: f["entries"]["__0_0.distcp"].update({ENTRY: [0, 9, -5]}), "is not F32"),
     "no such format": (lambda f: f.update(name="zarr"), "format 'zarr' is not one of sharded"),
+    "another program's": (lambda f: f.update(foreign=True), "which writes no manifest"),
+    "no elements": (lambda f: f["entries"]["__0_0.distcp"].update({ENTRY: [0, 9, None]}), "is not F32"),
     "another format": (lambda f: f.update(name="torch"), "No such file"),
     "metadata of text": (lambda f: f.update(metadata="abc"), "iter_0000020"),
 }

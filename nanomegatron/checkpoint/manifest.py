@@ -307,6 +307,8 @@ def _format(entry: dict[str, Any]) -> dict[str, Any]:
     rank_file(entry.get("name", "sharded"))
     if "metadata" in entry:
         _saved_file(*entry["metadata"])
+    if "foreign" in entry:
+        raise CheckpointError("format: of another program, which writes no manifest")
     return entry
 
 

@@ -173,7 +173,7 @@ def distcp_reader(folder: Path, manifest: Manifest, number: int) -> Iterator[Cal
         wanted = TORCH_DTYPES[dtype]
         try:
             begin, length, elements = places[entry_name(key, r)]
-            if elements is None:
+            if manifest.format.get("foreign"):
                 return load_entry(mapped[begin : begin + length], wanted, r.shape)
             end = elements + math.prod(r.shape) * wanted.itemsize
             return torch.frombuffer(mapped[elements:end], dtype=torch.uint8).view(wanted).view(r.shape)
@@ -246,8 +246,10 @@ def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dic
         if saved.name != f"{DCP_CLASSES}TensorStorageMetadata":
             continue  # bytes: a pickle, which is never read
         dtype = names[saved.state["properties"].state[0].text]
-        found = tensors[_text(key)] = SavedTensor(dtype, _numbers(*saved.state["size"].args), {})
-        for chunk in saved.state["chunks"]:
+        found = SavedTensor(dtype, _numbers(*saved.state["size"].args), {})
+        if math.prod(found.shape):
+            tensors[_text(key)] = found
+        for chunk in saved.state["chunks"] if math.prod(found.shape) else ():
             box = Rectangle(*(_numbers(*chunk.state[part].args) for part in ("offsets", "sizes")))
             name, place = places[key, box.offset]
             entries[name][entry_name(key, box)] = place
