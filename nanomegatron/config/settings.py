@@ -241,6 +241,20 @@ class CheckpointConfig:
     moe_use_upcycling: bool = moe(False, "copy --load's dense MLP to each expert", needs=("--load", "--save"))
     no_save_optim: bool = setting(False, "do not save the optimizer state")
     verify_integrity: bool = setting(False, "compare SHA-256 of checkpoint files too when loading")
+    async_save: bool | None = setting(
+        None, "write checkpoints of the save intervals beside the training; default only on GPUs"
+    )
+    keep_last_k: int | None = setting(None, "keep the last K checkpoints; default all", at_least=2)
+    save_retain_interval: int | None = setting(
+        None, "keep checkpoints of multiples of N permanently, of others the last 2 or --keep-last-k"
+    )
+    non_persistent_save_interval: int | None = setting(
+        None, "iterations between checkpoints of which each replaces the one before"
+    )
+    on_save_error: str = setting(
+        "exit", "when a save has failed: exit with code 4, or warn and continue", choices="exit warn"
+    )
+    save_retries: int = setting(2, "how often a failed save is tried again", at_least=0)
 
 
 @dataclass(frozen=True)
