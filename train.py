@@ -65,7 +65,7 @@ from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.report.timers import Clock
-from nanomegatron.resume import load_checkpoint, save_checkpoint
+from nanomegatron.resume import load_checkpoint, new_saver, save_if_due, save_last
 from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run, due
 from nanomegatron.step import (
@@ -218,6 +218,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     run = Run(*parts, before, asked, profile, reporter, signals)
     if grads and (sharding := buckets_text(grads)):
         log.line(f"dp      {sharding}")
+    run.saver = None if config.run.eval_only else new_saver(run)
     signals.check(mesh)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
@@ -233,7 +234,7 @@ def train(run: Run) -> int:
     """Run all iterations; return the exit code. A step's numbers are read while the next one is in flight."""
     config = run.config.run
     run.log.begin(run.iteration, config.train_iters)
-    saved = run.iteration
+    run.saver.saved = run.iteration
     if run.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {run.iteration} is done; --train-iters goes further")
     elif run.model.on_gpu and run.mesh.pp.size > 1:
@@ -254,13 +255,10 @@ def train(run: Run) -> int:
             run.stop = f"--exit-interval {config.exit_interval}"
         if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
             evaluate(run)
-        if due(run.config.checkpoint.save_interval, run.iteration):
-            save_checkpoint(run)
-            saved = run.iteration
+        save_if_due(run)
     run.flush_report()
     run.profile.close()
-    if saved < run.iteration:
-        save_checkpoint(run)
+    save_last(run)
     return finish(run)
 
 
@@ -298,6 +296,7 @@ def train_step(run: Run) -> StepReport:
     stop_flags = torch.tensor(run.stop_flags(), dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = torch.cat((local_loss[None], stop_flags.to(mesh.device, non_blocking=True)))
     comm.all_reduce_(shared, mesh.world)
+    run.saver.wait_copies()  # from here on the states change
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
     if expert_load:
         table = extras["experts"] = expert_load.end(batch.tokens)

@@ -18,23 +18,60 @@ from nanomegatron.checkpoint.checkpoint import (
     load,
     module_states,
     read_state,
-    save,
     state_pieces,
     training_pieces,
 )
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.checkpoint.source import LoadSource, find_source
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import to_toml
 from nanomegatron.config.hf import is_hf_folder
-from nanomegatron.run import Run
+from nanomegatron.run import Run, due
 
 
-def save_checkpoint(run: Run) -> None:
-    """Save everything that the next run needs to continue to the bit; waits for the step in flight."""
+def new_saver(run: Run) -> Saver:
+    """Make what saves this run's checkpoints, and logs each one when it is published."""
+
+    def published(iteration: int) -> None:
+        run.log.line(f"saved   {run.config.checkpoint.save}, step {iteration}")
+        run.log.status("running", iteration=iteration, checkpoint=run.config.checkpoint.save)
+
+    warn = run.log.warn if run.mesh.rank == 0 else run.log.line
+    return Saver(run.config.checkpoint, run.mesh, saved_pieces(run), warn, published)
+
+
+def save_if_due(run: Run) -> None:
+    """Save after an iteration, or begin to, if an interval says so; the last one is left to `save_last`."""
+    config, iteration = run.config.checkpoint, run.iteration
+    persistent = due(config.save_interval, iteration)
+    last = run.stop or iteration == run.config.run.train_iters
+    if not last and (persistent or due(config.non_persistent_save_interval, iteration)):
+        save_checkpoint(run, persistent)
+
+
+def save_last(run: Run) -> None:
+    """Save the last iteration if it is not saved yet; all of it is published then. Raises SaveError."""
+    run.saver.finish()
+    if run.saver.saved < run.iteration:
+        save_checkpoint(run, last=True)
+    run.saver.finish(last=True)
+    run.saver.close()
+
+
+def saved_pieces(run: Run) -> list[Piece]:
+    """Collect what a checkpoint of this run holds."""
+    return all_pieces(run, {} if run.config.checkpoint.no_save_optim else run.optimizer.states())[0]
+
+
+def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> None:
+    """Save everything that the next run needs to continue to the bit; waits for the step in flight.
+
+    With --async-save it is only begun. Arguments: as for `Saver.save`.
+    """
     run.flush_report()
     state = {
         "iteration": run.iteration,
@@ -48,12 +85,7 @@ def save_checkpoint(run: Run) -> None:
         "circumstances": environment_info(run),
     }
     run.grads.wait_params()
-    states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
-    pieces, _ = all_pieces(run, states)
-    config, text = run.config.checkpoint, to_toml(run.config)
-    save(config.save, run.iteration, pieces, state, text, run.mesh, format=config.ckpt_format)
-    run.log.line(f"saved   {config.save}, step {run.iteration}")
-    run.log.status("running", iteration=run.iteration, checkpoint=config.save)
+    run.saver.save(run.iteration, saved_pieces(run), state, to_toml(run.config), persistent, last)
 
 
 def environment_info(run: Run) -> dict:
@@ -88,8 +120,7 @@ def load_checkpoint(run: Run) -> None:
     begins = only_weights or run.config.run.eval_only
     found = None if begins else read_state(root, run.mesh, source.step)
     if found and ("hf" in found[0] or "iteration" not in found[0]):
-        who = "convert.py" if "hf" in found[0] else "another program"
-        raise ValueError(f"--load {root}: {who} wrote it, with weights only; add --finetune to train it")
+        raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     checks = config.verify_integrity, config.dist_ckpt_strictness

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
 from nanomegatron.faults.signals import UNHEARD, Signals
@@ -34,6 +35,7 @@ class Run:
     profile: Profile
     reporter: Reporter | None
     signals: Signals = UNHEARD
+    saver: Saver | None = None  # None with --eval-only
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # passed over by --iterations-to-skip
     pending: StepReport | None = None  # of the last step, launched and not yet reported
@@ -57,21 +59,23 @@ class Run:
         """Log a step's numbers, and set `stop` if a rank has to stop; waits for the end of the step."""
         if step is None:
             return
-        signalled, out_of_time = self.reporter.report(step, self.skipped_samples)
+        signalled, out_of_time, save_failed = self.reporter.report(step, self.skipped_samples)
         if signalled:
             self.stop, self.preempted = "a signal", True
         elif out_of_time:
             self.stop = f"--exit-duration-in-mins {self.config.run.exit_duration_in_mins}"
+        self.saver.poll(save_failed, pending=self.pending is not None)
 
     def flush_report(self) -> None:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
         step, self.pending = self.pending, None
         self.report(step)
 
-    def stop_flags(self) -> tuple[bool, bool]:
-        """Return (this rank got a signal, its time limit is exceeded)."""
+    def stop_flags(self) -> tuple[bool, bool, bool]:
+        """Return (this rank got a signal, its time limit is exceeded, its save in flight has failed)."""
         minutes = self.config.run.exit_duration_in_mins
-        return self.signals.count > 0, minutes is not None and time.monotonic() - self.started > 60 * minutes
+        late = minutes is not None and time.monotonic() - self.started > 60 * minutes
+        return self.signals.count > 0, late, self.saver.failed
 
     def ends_by_signal(self) -> bool:
         """Whether any rank got a signal; if so, sets `stop`. All-reduces a number over world; waits."""

@@ -4,14 +4,19 @@ python -m tests.checkpoints FOLDER [torch_dist | torch]     a small one of the f
 """
 
 import hashlib
+import importlib
+import itertools
 import json
 import math
+import os
 import random
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from nanomegatron.checkpoint.checkpoint import load, save, state_pieces, training_pieces
@@ -108,6 +113,25 @@ def random_tiles(rng: random.Random, shape: tuple, cuts_left: int) -> list[tuple
         for offset, tile in random_tiles(rng, part, cuts_left - 1):
             result.append(((*offset[:dim], offset[dim] + start, *offset[dim + 1 :]), tile))
     return result
+
+
+def fast_ones(names: Iterable[str], *fast: str) -> list:
+    """Parameters of a test: all names, of which the fast tier takes some."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+def die_at(place: str, call: int) -> None:
+    """Let this process be killed at the n-th call of the function at `place`."""
+    owner, name = place.rsplit(".", 1)
+    owner = importlib.import_module(owner)
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def dying(*args, **kwargs):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, dying)
 
 
 # Kept checkpoints of every format and version that was ever released: tests/goldens/checkpoint_v1, ...

@@ -187,6 +187,7 @@ KINDS = {
 --recompute-granularity all
 --timing-log-option median
 --ckpt-format zarr
+--async-save --ckpt-format torch | --async-save: not with --ckpt-format torch_dist or torch
 --dist-ckpt-strictness return_all | nothing here could be given the names
 --dist-ckpt-strictness no
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler | not with | leave one out

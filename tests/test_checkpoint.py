@@ -1,7 +1,6 @@
 """Checkpoints: any layout loads any other to the bit, and no kill or full disk leaves half of one."""
 
 import errno
-import importlib
 import itertools
 import math
 import os
@@ -31,6 +30,7 @@ from tests.checkpoints import (
     ALONE,
     SHAPES,
     cuts,
+    die_at,
     expect,
     expect_newest,
     load_by_rank,
@@ -265,16 +265,7 @@ def test_saving_again_replaces(root):
 
 def save_and_die(world: World, root: Path, step: int, place: str, call: int, format: str = "sharded") -> int:
     """A rank that is killed at the n-th call of the function at `place`."""
-    owner, name = place.rsplit(".", 1)
-    owner = importlib.import_module(owner)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def dying(*args, **kwargs):
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, dying)
+    die_at(place, call)
     save_alone(root, step, format)
     return 0
 

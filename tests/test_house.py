@@ -9,7 +9,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6000,
-    "checkpoint": 2385,
+    "checkpoint": 2850,
     "commands": 1130,
     "config": 2885,
     "data": 2350,

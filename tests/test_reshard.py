@@ -74,7 +74,8 @@ class Reshard:
     """Runs layouts of one model in a folder; what each has saved is kept."""
 
     def __init__(self, folder: Path, sources, more: str = "") -> None:
-        self.folder, self.sources, self.more, self.losses = folder, sources, more, {}
+        self.folder, self.sources, self.more = folder, sources, more
+        self.losses: dict[str, float] = {}
 
     def launch(self, body, layout: str, *args) -> list:
         """The results of all ranks."""

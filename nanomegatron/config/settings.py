@@ -26,6 +26,7 @@ FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
 }
+NOT_ASYNC = "--ckpt-format torch_dist or torch, for which the training waits"
 RETURNED = "nothing here could be given the names; log_unexpected or log_all prints them"
 NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
 BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
@@ -260,6 +261,22 @@ class CheckpointConfig:
         False, "take the schedule of learning rate and weight decay from the checkpoint"
     )
     verify_integrity: bool = setting(False, "compare SHA-256 of checkpoint files too when loading")
+    async_save: bool | None = setting(
+        None,
+        "write checkpoints of the save intervals beside the training; default only on GPUs",
+        excludes={True: NOT_ASYNC},
+    )
+    keep_last_k: int | None = setting(None, "keep the last K checkpoints; default all", at_least=2)
+    save_retain_interval: int | None = setting(
+        None, "keep checkpoints of multiples of N permanently, of others the last 2 or --keep-last-k"
+    )
+    non_persistent_save_interval: int | None = setting(
+        None, "iterations between checkpoints of which each replaces the one before"
+    )
+    on_save_error: str = setting(
+        "exit", "when a save has failed: exit with code 4, or warn and continue", choices="exit warn"
+    )
+    save_retries: int = setting(2, "how often a failed save is tried again", at_least=0)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from nanomegatron.report.log import RunLog
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
 
+FLAGS = ("signalled", "out_of_time", "save_failed")  # numbers of ranks, as in `Run.stop_flags`
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -59,12 +61,12 @@ class StepReport:
         timed: list[tuple[str, Clock]],
         traffic: Counter,
     ) -> None:
-        """Start the copy to the host. shared `[3]`: loss, ranks with a signal, ranks out of time.
+        """Start the copy to the host. shared `[4]`: loss, and the numbers of ranks with each of FLAGS.
 
         extras: further numbers for the log, 0-d, or tables of counters.py. traffic: calls and bytes that this
         rank communicated in the step.
         """
-        numbers = dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True))
+        numbers = dict(zip(("lm_loss", *FLAGS), shared, strict=True))
         numbers |= vars(stats) | extras
         self.batch = batch
         self.part_norms, self.names = numbers.pop("part_norms"), list(numbers)
@@ -99,14 +101,14 @@ class Reporter:
         self.fp8_stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if run.log_fp8_stats else None
         self.expert_load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
 
-    def report(self, step: StepReport, skipped_samples: int) -> tuple[bool, bool]:
-        """Wait for one step's numbers and log them -> (a rank got a signal, a rank is out of time).
+    def report(self, step: StepReport, skipped_samples: int) -> tuple[bool, ...]:
+        """Wait for one step's numbers and log them -> for each of FLAGS, whether a rank has it
 
         skipped_samples: samples of --iterations-to-skip so far in the run; only logged.
         """
         run, log, batch = self.config.run, self.log, step.batch
         milliseconds, numbers = step.read()
-        signalled, out_of_time, finite = (numbers.pop(x) for x in ("signalled", "out_of_time", "finite"))
+        *flags, finite = (numbers.pop(x) for x in (*FLAGS, "finite"))
         if not finite:
             self.name_bad_step(step, numbers["lm_loss"], numbers["grad_norm"])
             numbers["next_lr"] = numbers["lr"]  # a bad step holds the schedule
@@ -130,7 +132,7 @@ class Reporter:
             with log.attempt("traffic"):
                 for line in ledger(step.traffic) if run.log_comm else ():
                     log.line(f"comm    {line}")
-        return bool(signalled), bool(out_of_time)
+        return tuple(map(bool, flags))
 
     def name_bad_step(self, step: StepReport, loss: float, norm: float) -> None:
         """Warn of a step that was not finite: each rank names the first bad gradient that it has."""
