@@ -187,7 +187,7 @@ KINDS = {
 --recompute-granularity all
 --timing-log-option median
 --ckpt-format zarr
---async-save --ckpt-format torch | --async-save: not with --ckpt-format torch_dist or torch
+--async-save --ckpt-format torch | --ckpt-format torch: not with --async-save
 --dist-ckpt-strictness return_all | nothing here could be given the names
 --dist-ckpt-strictness no
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler | not with | leave one out

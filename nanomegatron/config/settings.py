@@ -26,7 +26,7 @@ FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
 }
-NOT_ASYNC = "--ckpt-format torch_dist or torch, for which the training waits"
+NOT_ASYNC = "--async-save, which writes sharded files alone"
 RETURNED = "nothing here could be given the names; log_unexpected or log_all prints them"
 NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
 BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
@@ -240,6 +240,7 @@ class CheckpointConfig:
         "sharded",
         "format to save in; a load knows it: any layout loads sharded and torch_dist, its own alone torch",
         choices="sharded torch_dist torch",
+        excludes=dict.fromkeys(("torch_dist", "torch"), NOT_ASYNC),
     )
     ckpt_step: int | None = setting(None, "load this iteration instead of the newest", at_least=0)
     finetune: bool = setting(False, "load only the weights, start at iteration 0", needs="--load")
@@ -262,9 +263,7 @@ class CheckpointConfig:
     )
     verify_integrity: bool = setting(False, "compare SHA-256 of checkpoint files too when loading")
     async_save: bool | None = setting(
-        None,
-        "write checkpoints of the save intervals beside the training; default only on GPUs",
-        excludes={True: NOT_ASYNC},
+        None, "write checkpoints of the save intervals beside the training; default only on GPUs"
     )
     keep_last_k: int | None = setting(None, "keep the last K checkpoints; default all", at_least=2)
     save_retain_interval: int | None = setting(
