@@ -67,8 +67,10 @@ if __name__ == "__main__":  # wrong arguments are reported before torch is impor
 
 import torch
 
+from nanomegatron.checkpoint.blocks import sync
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint.files import Piece, fill, raw_bytes, read_manifest, sync
+from nanomegatron.checkpoint.files import DTYPES, Piece, fill, raw_bytes
+from nanomegatron.checkpoint.formats import open_checkpoint, reader
 from nanomegatron.checkpoint.hf import (
     HEADER,
     TOKENIZER_FILES,
@@ -78,7 +80,7 @@ from nanomegatron.checkpoint.hf import (
     model_parts,
     places,
 )
-from nanomegatron.checkpoint.manifest import DTYPES, Manifest
+from nanomegatron.checkpoint.manifest import Manifest
 from nanomegatron.config.cli import build_config, from_toml, to_toml
 from nanomegatron.config.hf import settings_of, to_hf
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
@@ -177,7 +179,7 @@ def to_hf_folder(source: Path, temporary: Path, _: Path, step: int | None) -> It
         raise CheckpointError(f"--input-path {source}: no checkpoint there")
     folder = source / f"iter_{loaded.iteration:07d}"
     folder = folder if folder.exists() else folder.with_suffix(".old")
-    manifest = read_manifest(folder)
+    manifest = open_checkpoint(folder)
     kept = kept_files(source / "hf", loaded.state.get("hf", {}))
     files, notes = (kept, []) if kept else new_files(source, loaded, manifest)
     theirs = [key for name, data in files.items() if name.endswith(HEADER) for key in json.loads(data[8:])]
@@ -245,7 +247,8 @@ class Weights:
         if (saved := self.manifest.tensors.get(key)) is None:
             raise CheckpointError(f"{self.folder}: {key} is missing")
         data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
-        fill(self.folder, self.manifest, [Piece(key, saved.shape, (0,) * len(saved.shape), data)])
+        piece = Piece(key, saved.shape, (0,) * len(saved.shape), data)
+        fill(self.folder, self.manifest, [piece], reader(self.manifest))
         return data
 
     def tensor(self, name: str) -> torch.Tensor:

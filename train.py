@@ -33,8 +33,8 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.build import build, build_optimizer, install, paths_for
-from nanomegatron.checkpoint.resume import load_checkpoint, save_checkpoint
-from nanomegatron.checkpoint.source import data_samples
+from nanomegatron.checkpoint.resume import load_checkpoint, new_saver, save_if_due, save_last
+from nanomegatron.checkpoint.source import data_samples, with_saved_schedule
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
@@ -177,6 +177,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     """Build tokenizer, data, model, optimizer; load the newest checkpoint. Raises Preempted on a signal."""
     profile = Profile(config.run, mesh, log)  # before anything takes memory
     torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
+    config = with_saved_schedule(config, mesh)
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
     vocab_size = data.vocab_size or tokenizer.vocab_size
@@ -209,6 +210,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     run = Run(*parts, before, asked, profile, reporter, health, signals, known)
     if grads and (sharding := buckets_text(grads)):
         log.line(f"dp      {sharding}")
+    run.saver = None if config.run.eval_only else new_saver(run)
     signals.check(mesh)
     load_checkpoint(run)
     if mesh.rank == 0 and not config.run.eval_only:
@@ -224,7 +226,7 @@ def train(run: Run) -> int:
     """Run all iterations; return the exit code. A step's numbers are read while the next one is in flight."""
     config = run.config.run
     run.log.begin(run.iteration, config.train_iters)
-    saved = run.iteration
+    run.saver.saved = run.iteration
     if run.iteration >= config.train_iters:
         run.log.line(f"nothing left to train: step {run.iteration} is done; --train-iters goes further")
     elif run.model.on_gpu and run.mesh.pp.size > 1:
@@ -249,19 +251,14 @@ def train(run: Run) -> int:
             run.stop = f"--exit-interval {config.exit_interval}"
         if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
             evaluate(run)
-        save = due(run.config.checkpoint.save_interval, run.iteration)
-        if save or run.iteration == config.train_iters:
+        save_if_due(run)
+        if run.iteration == config.train_iters:
             run.flush_report()
         if run.health.spike is not None:
             roll_back(run)
-            saved = run.iteration
-        elif save:
-            save_checkpoint(run)
-            saved = run.iteration
     run.flush_report()
     run.profile.close()
-    if saved < run.iteration:
-        save_checkpoint(run)
+    save_last(run)
     return finish(run)
 
 
@@ -300,6 +297,7 @@ def train_step(run: Run) -> StepReport:
     stop_flags = torch.tensor(run.stop_flags(), dtype=torch.float32, pin_memory=mesh.device.type == "cuda")
     shared = torch.cat((local_loss[None], stop_flags.to(mesh.device, non_blocking=True)))
     comm.all_reduce_(shared, mesh.world)
+    run.saver.wait_copies()  # from here on the states change
     extras = {"num_zeros": run.optimizer.num_zeros()} if config.log_num_zeros_in_grad else {}
     if expert_load:
         table = extras["experts"] = expert_load.end(batch.tokens)

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
 from nanomegatron.faults.health import Health
@@ -39,6 +40,7 @@ class Run:
     health: Health | None
     signals: Signals = UNHEARD
     data: dict = field(default_factory=dict)  # on rank 0 what it is trained on (data/identity.py)
+    saver: Saver | None = None  # None with --eval-only
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # not read, or of a spike without an update
     skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip
@@ -80,6 +82,7 @@ class Run:
             self.stop, self.preempted = self.signals.cause, True
         elif numbers.out_of_time:
             self.stop = f"--exit-duration-in-mins {self.config.run.exit_duration_in_mins}"
+        self.saver.poll(numbers.save_failed, pending=self.pending is not None)
         self.health.judge(numbers)
         if self.health.spike and self.config.faults.on_spike == "skip":
             self.skipped_samples += numbers.batch.size
@@ -97,10 +100,11 @@ class Run:
             self.grads.wait_params()
             check_replicas(self.model.parameters(), self.mesh, self.iteration)
 
-    def stop_flags(self) -> tuple[bool, bool]:
-        """Return (this rank got a signal or sees the preemption file, its time limit is exceeded)."""
+    def stop_flags(self) -> tuple[bool, bool, bool]:
+        """Return (this rank has to stop, its time limit is exceeded, its save in flight has failed)."""
         minutes = self.config.run.exit_duration_in_mins
-        return self.signals.asked, minutes is not None and time.monotonic() - self.started > 60 * minutes
+        late = minutes is not None and time.monotonic() - self.started > 60 * minutes
+        return self.signals.asked, late, self.saver.failed
 
     def ends_by_signal(self) -> bool:
         """Whether any rank has to stop; if so, sets `stop`. All-reduces a number over world; waits."""

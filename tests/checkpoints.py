@@ -1,21 +1,27 @@
 """For the tests of checkpoints: tensors whose values tell which iteration they are of, cut in any way.
 
-python -m tests.checkpoints FOLDER      a small checkpoint of the format as it is, to be kept as a golden
+python -m tests.checkpoints FOLDER [torch_dist | torch]     a small one of the format as it is: a golden
 """
 
 import hashlib
+import importlib
+import itertools
 import json
 import math
+import os
 import random
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from nanomegatron.checkpoint.checkpoint import load, save, state_pieces, training_pieces
-from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, Piece
+from nanomegatron.checkpoint.files import Piece, raw_bytes
+from nanomegatron.checkpoint.folder import MANIFEST, MANIFEST_SUM
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
 from nanomegatron.mesh import Mesh, World
@@ -56,8 +62,8 @@ def expect(pieces: list[Piece], step: int) -> None:
         assert torch.equal(piece.data, tensor(piece.key, step)[region]), piece.key
 
 
-def save_alone(root: Path, step: int) -> None:
-    save(root, step, cuts(step), {"consumed_samples": 4 * step}, f"step = {step}\n", ALONE)
+def save_alone(root: Path, step: int, format: str = "sharded") -> None:
+    save(root, step, cuts(step), {"consumed_samples": 4 * step}, f"step = {step}\n", ALONE, format=format)
 
 
 def expect_newest(root: Path, step: int) -> list[str]:
@@ -70,10 +76,10 @@ def expect_newest(root: Path, step: int) -> list[str]:
     return loaded.notes
 
 
-def save_by_rank(mesh: Mesh, root: Path, steps: tuple, dim: int) -> None:
+def save_by_rank(mesh: Mesh, root: Path, steps: tuple, dim: int, format: str = "sharded") -> None:
     for step in steps:
         pieces = cuts(step, mesh.world.size, mesh.world.rank, dim)
-        save(root, step, pieces, {"consumed_samples": 4 * step}, f"step = {step}\n", mesh)
+        save(root, step, pieces, {"consumed_samples": 4 * step}, f"step = {step}\n", mesh, format=format)
 
 
 def load_by_rank(mesh: Mesh, root: Path, step: int, dim: int) -> list[str]:
@@ -109,8 +115,30 @@ def random_tiles(rng: random.Random, shape: tuple, cuts_left: int) -> list[tuple
     return result
 
 
-# Kept checkpoints of every format version: tests/goldens/checkpoint_v1, ...
+def fast_ones(names: Iterable[str], *fast: str) -> list:
+    """Parameters of a test: all names, of which the fast tier takes some."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.full) for name in names]
 
+
+def die_at(place: str, call: int) -> None:
+    """Let this process be killed at the n-th call of the function at `place`."""
+    owner, name = place.rsplit(".", 1)
+    owner = importlib.import_module(owner)
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def dying(*args, **kwargs):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, dying)
+
+
+# Kept checkpoints of every format and version that was ever released: tests/goldens/checkpoint_v1, ...
+# A new one is written by this file's command, and added to this list.
+
+RELEASED = (1, 2, 3, "torch_dist", "torch")
+KEPT_HASH = "6f2fc5c591805454647adae0ab73b3b84bf9171e0b099a0ec6454779b199ae44"  # `hash_of` each
 GOLDENS = Path(__file__).parent / "goldens"
 KEPT = {"model/w": (6, 10), "exp_avg/w": (6, 10), "model/norm": (7,), "exp_avg/norm": (7,), "fp8/scale": (2,)}
 
@@ -121,11 +149,16 @@ def kept(key: str) -> torch.Tensor:
     return whole.bfloat16() if key.startswith("model/") else whole
 
 
-def kept_root(root: Path, version: int) -> Path:
+def golden(version: int | str) -> Path:
+    """The kept checkpoint of a version of the sharded format, or of another format."""
+    return GOLDENS / f"checkpoint_{'v' * isinstance(version, int)}{version}"
+
+
+def kept_root(root: Path, version: int | str) -> Path:
     """A copy of the kept checkpoint, iteration 20, beside one of iteration 10 with numbers larger by 10."""
     pieces = [Piece(key, shape, (0,) * len(shape), kept(key) + 10) for key, shape in KEPT.items()]
     save(root, 10, pieces, {"consumed_samples": 40}, "step = 10\n", ALONE)
-    return shutil.copytree(GOLDENS / f"checkpoint_v{version}", root, dirs_exist_ok=True)
+    return shutil.copytree(golden(version), root, dirs_exist_ok=True)
 
 
 def expect_kept(root: Path, step: int) -> list[str]:
@@ -152,13 +185,15 @@ def sign(folder: Path, text: str) -> None:
     (folder / MANIFEST_SUM).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n")
 
 
-def write_kept(mesh: Mesh, root: Path) -> None:
+def write_kept(mesh: Mesh, root: Path, format: str = "sharded") -> None:
     """Save it by four ranks, tp 2: w is cut by rows, the optimizer's flat buckets in the middle of a row."""
+    rows = 6 // mesh.tp.size
     params = [
-        new_parameter(ParamSpec((shard("w", KEPT["model/w"], 0, mesh.tp),), (3, 10)), Init()),
+        new_parameter(ParamSpec((shard("w", KEPT["model/w"], 0, mesh.tp),), (rows, 10)), Init()),
         new_parameter(ParamSpec((replica("norm", KEPT["model/norm"], mesh.tp),), (7,)), Init()),
     ]
-    half = slice(19 * mesh.dp.rank, 19 * mesh.dp.rank + 19)  # of a bucket: 30 of w, 7 of norm, 1 of padding
+    size = (10 * rows + 8) // mesh.dp.size  # of a bucket: 30 of w, 7 of norm, 1 of padding
+    half = slice(size * mesh.dp.rank, size * mesh.dp.rank + size)
     ranges, begin = [], 0
     for param in params:
         (part,) = param.spec.parts
@@ -170,8 +205,18 @@ def write_kept(mesh: Mesh, root: Path) -> None:
         begin += param.numel()
     pieces = training_pieces(params, {"exp_avg": ranges}, mesh)
     pieces += state_pieces({"fp8/scale": kept("fp8/scale")}, mesh)
-    save(root, 20, pieces, {"consumed_samples": 80}, "step = 20\n", mesh)
+    save(root, 20, pieces, {"consumed_samples": 80}, "step = 20\n", mesh, format=format)
+
+
+def hash_of(folder: Path) -> str:
+    """SHA-256 of all that a kept checkpoint holds, in the order of KEPT."""
+    pieces = [Piece(k, s, (0,) * len(s), torch.zeros(s, dtype=kept(k).dtype)) for k, s in KEPT.items()]
+    load(folder, pieces, ALONE)
+    return hashlib.sha256(b"".join(bytes(raw_bytes(piece)) for piece in pieces)).hexdigest()
 
 
 if __name__ == "__main__":
-    run_spmd(write_kept, 4, Path(sys.argv[1]), tp=2)
+    ranks = {"sharded": (4, 2), "torch_dist": (2, 1), "torch": (1, 1)}  # and tp
+    format = sys.argv[2] if len(sys.argv) > 2 else "sharded"
+    run_spmd(write_kept, ranks[format][0], Path(sys.argv[1]), format, tp=ranks[format][1])
+    print(hash_of(Path(sys.argv[1])))

@@ -19,7 +19,8 @@ import torch
 
 from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import training_pieces
-from nanomegatron.checkpoint.files import MANIFEST, Piece, read_manifest, write_manifest
+from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.folder import MANIFEST, read_manifest, write_manifest
 from nanomegatron.checkpoint.manifest import (
     ITEM_BYTES,
     Manifest,

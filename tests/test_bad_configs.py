@@ -186,7 +186,11 @@ KINDS = {
 --attention-backend flash2
 --recompute-granularity all
 --timing-log-option median
---ckpt-format torch
+--ckpt-format zarr
+--async-save --ckpt-format torch | --ckpt-format torch: not with --async-save
+--dist-ckpt-strictness return_all | nothing here could be given the names
+--dist-ckpt-strictness no
+--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler | not with | leave one out
 --fp8-format e5m2 --bf16 | --fp8-format e5m2:
 --fp8-recipe mxfp8 --fp8-format e4m3 --bf16 | --fp8-recipe mxfp8:
 --exp-avg-dtype fp8

@@ -1,7 +1,6 @@
 """Checkpoints: any layout loads any other to the bit, and no kill or full disk leaves half of one."""
 
 import errno
-import importlib
 import itertools
 import math
 import os
@@ -17,8 +16,9 @@ import torch
 
 from nanomegatron.checkpoint.checkpoint import SaveError, latest, load, save
 from nanomegatron.checkpoint.checkpoint import training_pieces as pieces_of
-from nanomegatron.checkpoint.files import Piece, read_manifest
-from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError, rectangles
+from nanomegatron.checkpoint.files import DTYPES, Piece
+from nanomegatron.checkpoint.folder import read_manifest
+from nanomegatron.checkpoint.manifest import CheckpointError, rectangles
 from nanomegatron.comm import barrier
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Slice
@@ -30,6 +30,7 @@ from tests.checkpoints import (
     ALONE,
     SHAPES,
     cuts,
+    die_at,
     expect,
     expect_newest,
     load_by_rank,
@@ -262,32 +263,23 @@ def test_saving_again_replaces(root):
 # Failures while saving.
 
 
-def save_and_die(world: World, root: Path, step: int, place: str, call: int) -> int:
+def save_and_die(world: World, root: Path, step: int, place: str, call: int, format: str = "sharded") -> int:
     """A rank that is killed at the n-th call of the function at `place`."""
-    owner, name = place.rsplit(".", 1)
-    owner = importlib.import_module(owner)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def dying(*args, **kwargs):
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, dying)
-    save_alone(root, step)
+    die_at(place, call)
+    save_alone(root, step, format)
     return 0
 
 
-FILES = "nanomegatron.checkpoint.files."
+FILES, FOLDER = "nanomegatron.checkpoint.files.", "nanomegatron.checkpoint.folder."
 
 KILLS = {  # where, in which call; what is saved; what is the newest then
-    "after mkdir": (FILES + "write_shard", 1, 30, 20),
+    "after mkdir": ("nanomegatron.checkpoint.formats.write_shard", 1, 30, 20),
     "mid-shard": (FILES + "raw_bytes", 3, 30, 20),
     "before a shard's fsync": ("os.fsync", 1, 30, 20),
-    "before the manifest": (FILES + "write_manifest", 1, 30, 20),
+    "before the manifest": (FOLDER + "write_manifest", 1, 30, 20),
     "before the manifest's hash": ("os.fsync", 3, 30, 20),
     "before rename": ("os.rename", 1, 30, 20),
-    "before the root's fsync": (FILES + "sync_folder", 2, 30, 30),
+    "before the root's fsync": (FOLDER + "sync_folder", 2, 30, 30),
     "at latest": ("os.replace", 1, 30, 30),
     "when replacing, between the renames": ("os.rename", 2, 20, 20),
     "when replacing, before the old one goes": ("shutil.rmtree", 1, 20, 20),

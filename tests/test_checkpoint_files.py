@@ -16,11 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanomegatron.checkpoint.checkpoint import LATEST, latest, load, save
-from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM, Piece, read_manifest
-from nanomegatron.checkpoint.manifest import DTYPES, CheckpointError
+from nanomegatron.checkpoint.checkpoint import latest, load, save
+from nanomegatron.checkpoint.files import DTYPES, Piece
+from nanomegatron.checkpoint.folder import LATEST, MANIFEST, MANIFEST_SUM, read_manifest
+from nanomegatron.checkpoint.manifest import CheckpointError
 from tests.checkpoints import (
     ALONE,
+    RELEASED,
     change_manifest,
     cuts,
     expect_kept,
@@ -87,9 +89,9 @@ def test_every_dtype_returns_to_the_bit(tmp_path, dtype):
 # Damage is found and named, and the checkpoint before it used.
 
 
-@pytest.fixture(params=[1, 2], ids="version {}".format)
+@pytest.fixture(params=RELEASED, ids="version {}".format)
 def old_and_new(request, tmp_path) -> Path:
-    """A checkpoint of either format version, iteration 20, and one before it."""
+    """A checkpoint of every format and version, iteration 20, and one before it."""
     return kept_root(tmp_path / "ckpt", request.param)
 
 
@@ -109,7 +111,7 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
 
 
 def test_every_flipped_bit_is_found(old_and_new, full):
-    """In shards, manifest and its hash: 120 in both versions, 1,200 in the full tier."""
+    """In shards, manifest and its hash: 250 in all formats, 2,500 in the full tier."""
     rng = random.Random(2)
     for path, _ in itertools.product(newest_files(old_and_new), range(100 if full else 10)):
         good = path.read_bytes()
@@ -265,15 +267,23 @@ VERSION_2 = {
     "cuts by name": lambda m: m.update(cuts={"0": []}),
     "the format of version 1": lambda m: m.update(format_version=1),
 }
-FORGERIES = [(v, name) for v, more in ((1, VERSION_1), (2, VERSION_2)) for name in ANY_VERSION | more]
+VERSION_3 = {
+    "a CRC too few": lambda m: m["files"][0].__setitem__(3, "0" * 7),
+    "a CRC too many": lambda m: m["files"][0].__setitem__(3, "0" * 16),
+    "a CRC of words": lambda m: m["files"][0].__setitem__(3, "nonsense"),
+    "another CRC": lambda m: m["files"][0].__setitem__(3, "00000000"),
+    "a CRC of another type": lambda m: m["files"][0].__setitem__(3, 12345678),
+    "a size without its CRCs": lambda m: m["files"][0].__setitem__(1, 2**40),
+    "five words for a file": lambda m: m["files"][0].append(""),
+}
+KINDS = {1: ANY_VERSION | VERSION_1, 2: ANY_VERSION | VERSION_2, 3: VERSION_3}
+FORGERIES = [(version, name) for version, kinds in KINDS.items() for name in kinds]
 
 
 @pytest.mark.parametrize("version, forgery", FORGERIES)
 def test_forged_manifest_is_refused(tmp_path, version, forgery):
     root = kept_root(tmp_path / "ckpt", version)
-    change_manifest(
-        root / "iter_0000020", (ANY_VERSION | (VERSION_1 if version == 1 else VERSION_2))[forgery]
-    )
+    change_manifest(root / "iter_0000020", KINDS[version][forgery])
     # one of another dtype fits what is wanted, not the file
     dtype = torch.int16 if forgery == "another dtype" else torch.bfloat16
     pieces = [Piece("model/w", (6, 10), (0, 0), torch.zeros(6, 10, dtype=dtype))]
@@ -301,7 +311,7 @@ def test_sizes_that_the_file_cannot_hold_are_refused(tmp_path, version):
 
 def test_random_changes_of_numbers_are_refused_or_harmless(tmp_path, full):
     """Any number of a manifest replaced by any other: an error of ours, or what was asked for."""
-    rng, root = random.Random(6), kept_root(tmp_path / "ckpt", 2)
+    rng, root = random.Random(6), kept_root(tmp_path / "ckpt", 3)
     folder = root / "iter_0000020"
     text = (folder / MANIFEST).read_text()
     for _ in range(2000 if full else 150):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron.checkpoint import files as checkpoint_files
+from nanomegatron.checkpoint import folder as checkpoint_folder
 from nanomegatron.checkpoint import manifest as checkpoint_manifest
 from nanomegatron.checkpoint.checkpoint import SaveError, load, save
-from nanomegatron.checkpoint.files import MANIFEST, Piece, read_manifest, write_manifest
+from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.folder import MANIFEST, read_manifest, write_manifest
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -27,8 +28,12 @@ from tests.checkpoints import (
     ALONE,
     GOLDENS,
     KEPT,
+    KEPT_HASH,
+    RELEASED,
     change_manifest,
     expect_kept,
+    golden,
+    hash_of,
     kept_root,
     random_tiles,
     save_alone,
@@ -170,7 +175,7 @@ def test_405b_on_16384_ranks(tmp_path, flags, size):
 
 def test_a_manifest_that_none_could_read_is_not_published(tmp_path, monkeypatch):
     save_alone(tmp_path, 10)
-    monkeypatch.setattr(checkpoint_files, "MANIFEST_LIMIT", 100)
+    monkeypatch.setattr(checkpoint_folder, "MANIFEST_LIMIT", 100)
     with pytest.raises(SaveError, match=r"manifest.json of \d+ bytes is larger than 100: larger buckets"):
         save_alone(tmp_path, 20)
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000010"]
@@ -195,20 +200,22 @@ def test_what_would_take_for_ever_to_check_is_refused(tmp_path, monkeypatch):
 # Versions.
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", RELEASED)
 def test_a_kept_checkpoint_loads(tmp_path, version):
-    """Saved by four ranks, whose buckets end in the middle of rows; every number of it."""
+    """Saved by ranks whose buckets end in the middle of rows (torch: by one); every number of it."""
     assert expect_kept(kept_root(tmp_path / "ckpt", version), 20) == []
+    folder = golden(version)
+    assert hash_of(folder) == KEPT_HASH
     halves = [Piece("exp_avg/w", (6, 10), (0, 5 * i), torch.zeros(6, 5)) for i in (0, 1)]
-    load(GOLDENS / f"checkpoint_v{version}", halves, ALONE)
+    load(folder, halves, ALONE)
     assert torch.equal(torch.cat([half.data for half in halves], 1), torch.arange(60.0).view(6, 10) / 4 + 1)
-    assert set(read_manifest(GOLDENS / f"checkpoint_v{version}/iter_0000020").tensors) == set(KEPT)
+    assert set(read_manifest(folder / "iter_0000020").tensors) == set(KEPT)
 
 
 def test_a_save_writes_the_kept_bytes(tmp_path):
     """What changes them is a new version of the format."""
     run_spmd(write_kept, 4, tmp_path, tp=2)
-    files = sorted((GOLDENS / "checkpoint_v2/iter_0000020").iterdir())
+    files = sorted((GOLDENS / "checkpoint_v3/iter_0000020").iterdir())
     assert len(files) == 6
     for path in files:
         assert (tmp_path / path.parent.name / path.name).read_bytes() == path.read_bytes(), path.name
@@ -222,10 +229,10 @@ def load_kept(mesh, root: Path) -> str:
 
 def test_a_newer_format_is_no_damage(tmp_path):
     """It is refused, whatever else it has, on all ranks, though there is an older checkpoint."""
-    root = kept_root(tmp_path / "ckpt", 2)
-    change_manifest(root / "iter_0000020", lambda m: '{"format_version": 3}')
+    root = kept_root(tmp_path / "ckpt", 3)
+    change_manifest(root / "iter_0000020", lambda m: '{"format_version": 4}')
     for message in run_spmd(load_kept, 2, root, tp=2):
-        assert "format_version 3, this program reads up to 2: update the program" in message
+        assert "format_version 4, this program reads up to 3: update the program" in message
     with pytest.raises(CheckpointError, match="update the program"):
         load(root, [], ALONE, step=20)
     assert load(root, [], ALONE, step=10).notes == []

@@ -57,7 +57,7 @@ WRONG = """
 --lr-wsd-decay-style sqrt | 1 | --lr-wsd-decay-style sqrt: must be one of
 --dataloader-type external | 1 | --dataloader-type external: must be one of single, cyclic
 --tokenizer-type Bert | 1 | must be one of ByteTokenizer
---ckpt-format torch_dist | 1 | --ckpt-format torch_dist: must be one of sharded
+--ckpt-format zarr | 1 | --ckpt-format zarr: must be one of sharded, torch_dist, torch
 --device tpu | 1 | --device tpu: must be one of auto
 --config nowhere | 1 | --config nowhere: no such file | llama3-8b
 --fp8-format hybrid --no-bf16 | 1 | --fp8-format hybrid: needs --bf16

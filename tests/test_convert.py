@@ -128,7 +128,7 @@ def test_settings_of_the_kept_folder(tmp_path):
     assert (state["iteration"], state["consumed_samples"]) == (0, 0)
 
 
-def trained_here(root: Path, dtype=torch.float32, **shape) -> GPTModel:
+def trained_here(root: Path, dtype=torch.float32, format="sharded", **shape) -> GPTModel:
     """A checkpoint of iteration 7, as train.py saves one."""
     shape = dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=64) | shape
     config = build_config(shape | {"bf16": dtype == torch.bfloat16})
@@ -139,7 +139,8 @@ def trained_here(root: Path, dtype=torch.float32, **shape) -> GPTModel:
     states = Optimizer(buckets, config.optimizer, config.precision, [[0.0]] * 3).states()
     tokenizer = build_tokenizer("ByteTokenizer")
     state = {"iteration": 7, "tokenizer": tokenizer.spec, "tokenizer_fingerprint": tokenizer.fingerprint}
-    save(root, 7, training_pieces(buckets.params, states, ALONE), state, to_toml(config), ALONE)
+    pieces = training_pieces(buckets.params, states, ALONE)
+    save(root, 7, pieces, state, to_toml(config), ALONE, format=format)
     return model
 
 
@@ -174,7 +175,8 @@ SHAPES = {
 @pytest.mark.parametrize("family", SHAPES)
 @torch.no_grad()
 def test_a_model_trained_here_is_one_of_transformers(tmp_path, family):
-    model = trained_here(tmp_path / "ckpt", **SHAPES[family])
+    format = {"gpt2": "torch_dist", "qwen2": "torch"}.get(family, "sharded")
+    model = trained_here(tmp_path / "ckpt", format=format, **SHAPES[family])
     assert run(tmp_path / "ckpt", tmp_path / "theirs", "hf") == 0
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "theirs", attn_implementation="eager", output_loading_info=True

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanomegatron.checkpoint.checkpoint import load, module_states, save, state_pieces, training_pieces
-from nanomegatron.checkpoint.files import read_manifest
+from nanomegatron.checkpoint.folder import read_manifest
 from nanomegatron.comm import all_reduce
 from nanomegatron.report.banner import buckets_text
 from tests import toy

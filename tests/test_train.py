@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import train
+from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.faults import exit as run_exit
@@ -342,7 +343,7 @@ def save_at_once(world: World, argv: list[str], folder: str) -> None:
     run = train.set_up(parsed, config, mesh, RunLog(folder, config, mesh.rank))
     train.train_step(run)
     assert all(bucket.gather for bucket in run.grads.all)
-    train.save_checkpoint(run)
+    save_checkpoint(run)
     assert not any(bucket.gather for bucket in run.grads.all)
 
 

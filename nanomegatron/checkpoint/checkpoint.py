@@ -5,23 +5,17 @@ the folder's format). The stages of a save, and the state that a kill in each of
 
     make      iter_0000120.tmp/                       a leftover: ignored, removed by the next save
     write     one shard per rank, synced to disk      the same
-    merge     rank 0 checks that the slices tile each tensor, and syncs the manifest to disk: the same
-    rename    iter_0000120.tmp -> iter_0000120        from here on this is the newest checkpoint
-    point     latest_checkpointed_iteration.txt       for people only; loading uses the folders' names
-
-A published folder is never written to. Saving an iteration again replaces it: the old folder is renamed to
-iter_0000120.old, which is used after a kill between the two renames, and removed afterwards.
+    publish   rank 0 checks that the slices tile each tensor, syncs the manifest to disk, renames the folder
+    prune     rank 0 removes older checkpoints that need not stay (`checkpoint/folder.py` has both)
 
 The ranks exchange errors after each stage: an error on one (a full disk) is raised on all, and no rank waits
-for one that has failed. All ranks must see the same `root`.
+for one that has failed. All ranks must see the same `root`. `checkpoint/async_save.py` does the same stages
+beside the training, with the same bytes as a result.
 """
 
 import contextlib
-import errno
 import json
 import math
-import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,27 +25,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanomegatron.checkpoint import files
-from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint import files, folder, formats
+from nanomegatron.checkpoint.blocks import verify_files
+from nanomegatron.checkpoint.files import DTYPES, Piece
+from nanomegatron.checkpoint.folder import KEEP_ALL, Retention, folders
 from nanomegatron.checkpoint.manifest import (
-    DTYPES,
     UPDATE,
     CheckpointError,
     Manifest,
     Rectangle,
     describe_piece,
-    merge,
     rectangles,
-    shard_name,
 )
+from nanomegatron.checkpoint.strictness import fit
+from nanomegatron.checkpoint.torch_dist import write_metadata
 from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
 EXPERTS = ".mlp.experts."
-LATEST = "latest_checkpointed_iteration.txt"
-PUBLISHED = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})(\.old)?")
-LEFTOVER = re.compile(r"iter_[0-9]{7,18}\.(tmp|old)")
 
 
 class SaveError(Exception):
@@ -113,80 +105,59 @@ def module_states(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(
-    root: str | Path, iteration: int, pieces: Iterable[Piece], state: dict[str, Any], config: str, mesh: Mesh
-) -> None:
+    root: str | Path,
+    iteration: int,
+    pieces: Iterable[Piece],
+    state: dict[str, Any],
+    config: str,
+    mesh: Mesh,
+    keep: Retention = KEEP_ALL,
+    format: str = "sharded",
+) -> list[str]:
     """Write and publish `root/iter_<iteration>`; every rank calls this with its pieces and the same `root`.
 
-    Rank 0's `state` (JSON) and `config` (TOML) are saved. Raises SaveError on all ranks if one fails.
+    Rank 0's `state` (JSON) and `config` (TOML) are saved; formats.py lists the formats. Then removes what
+    `keep` says -> notes for the user on what could not be removed. Raises SaveError on all ranks.
     """
     root, first = Path(root), mesh.world.rank == 0
-    owned = [piece for piece in pieces if piece.owner and piece.data.numel()]
-    need = torch.tensor(sum(piece.data.nbytes for piece in owned), device=mesh.device)
-    need = int(all_reduce(need, mesh.world))
+    owned = owned_pieces(pieces)
+    need = bytes_needed(owned, mesh)
     temporary = root / f"iter_{iteration:07d}.tmp"
 
-    def stage(work: Callable | None, *args: Any) -> None:
-        _, errors = _on_all_ranks(mesh, work, *args)
+    def stage(work: Callable | None, *args: Any) -> Any:
+        result, errors = on_all_ranks(mesh, work, *args)
         if errors:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            what = f"the checkpoint of iteration {iteration} was not saved in {root}"
-            space = f"it needs {need} bytes, {_free(root)} are free; earlier ones are untouched"
-            raise SaveError(f"{what}: {'; '.join(errors)} ({space})")
+            raise SaveError(not_saved(root, iteration, errors, need))
+        return result
 
-    stage(_make if first else None, temporary, need)
-    stage(files.write_shard, temporary, mesh.world.rank, owned)
-    stage(_publish if first else None, temporary, mesh.world.size, iteration, state, config)
-
-
-def _make(temporary: Path, need: int) -> None:
-    """Make the empty temporary folder, and remove the leftovers of earlier saves."""
-    root = temporary.parent
-    root.mkdir(parents=True, exist_ok=True)
-    in_use = set(_folders(root).values())
-    for path in [path for path in root.iterdir() if LEFTOVER.fullmatch(path.name)]:
-        if path not in in_use:
-            _remove(path)
-    usage = shutil.disk_usage(root)
-    if usage.total and usage.free < need:  # a file system without a limit may say 0 of both
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    temporary.mkdir()
+    stage(folder.make_folder if first else None, temporary, need)
+    stage(formats.writer(format), temporary, mesh.world.rank, owned)
+    entry = formats.format_entry(format, mesh)
+    if format == "torch_dist":
+        entry |= stage(write_metadata if first else None, temporary, mesh.world.size) or {}
+    contents = iteration, state, config, keep.persistent, entry
+    stage(folder.publish_folder if first else None, temporary, mesh.world.size, *contents)
+    return folder.prune(root, iteration, keep) if first else []
 
 
-def _publish(temporary: Path, ranks: int, iteration: int, state: dict, config: str) -> None:
-    """On rank 0: merge the manifest, then give the folder its final name."""
-    indices = [(temporary / shard_name(rank)).with_suffix(".json") for rank in range(ranks)]
-    files.write_manifest(temporary, Manifest(iteration, state, config, *merge(indices)))
-    for index in indices:
-        index.unlink()
-    files.sync_folder(temporary)
-    root = temporary.parent
-    final, aside = temporary.with_suffix(""), temporary.with_suffix(".old")
-    if final.exists() or final.is_symlink():
-        _remove(aside)
-        os.rename(final, aside)
-    os.rename(temporary, final)
-    files.sync_folder(root)
-    _remove(aside)
-    hint = root / f"{LATEST}.tmp"
-    files.write_text(hint, f"{iteration}\n")
-    os.replace(hint, root / LATEST)
-    files.sync_folder(root)
+def owned_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces that this rank writes."""
+    return [piece for piece in pieces if piece.owner and piece.data.numel()]
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder, or a symbolic link in its place but not what it points to."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+def bytes_needed(owned: Iterable[Piece], mesh: Mesh) -> int:
+    """Return the bytes of the pieces of all ranks. All-reduces a number over world."""
+    need = torch.tensor(sum(piece.data.nbytes for piece in owned), device=mesh.device)
+    return int(all_reduce(need, mesh.world))
 
 
-def _free(folder: Path) -> int:
-    """Bytes free on the folder's file system; 0 if that is not known."""
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(folder).free
-    return 0
+def not_saved(root: Path, iteration: int, errors: Iterable[str], need: int) -> str:
+    """The message of a SaveError: the errors of all ranks, bytes needed and free."""
+    what = f"the checkpoint of iteration {iteration} was not saved in {root}"
+    space = f"it needs {need} bytes, {folder.free_bytes(root)} are free; earlier ones are untouched"
+    return f"{what}: {'; '.join(errors)} ({space})"
 
 
 # Loading.
@@ -194,38 +165,51 @@ def _free(folder: Path) -> int:
 
 def latest(root: str | Path) -> int | None:
     """Return the newest iteration published in root, by the names of the folders; None if there is none."""
-    return max(_folders(Path(root)), default=None)
+    return max(folders(Path(root)), default=None)
 
 
 def load(
-    root: str | Path, pieces: Iterable[Piece], mesh: Mesh, step: int | None = None, cast: bool = False
+    root: str | Path,
+    pieces: Iterable[Piece],
+    mesh: Mesh,
+    step: int | None = None,
+    cast: bool = False,
+    integrity: bool = False,
+    strictness: str = "assume_ok_unexpected",
 ) -> Loaded | None:
     """Fill the pieces from the newest intact checkpoint in root; None if there is no checkpoint.
 
     Every rank calls this with its own pieces, for any layout of the saving run; of `mesh` only `world` and
-    `device` are used. All files are hashed first, each by one rank. A damaged checkpoint is skipped with a
-    note, unless `step` asks for it; one of a newer format is an error. `cast` allows a dtype other than the
-    saved one. A piece that is `optional` is left unchanged, with a note, if no tensor of its shape was saved.
+    `device` are used. All files are checked first, each by one rank: sizes and CRC-32s, with `integrity` also
+    SHA-256. A damaged checkpoint is skipped with a note, unless `step` asks for it; one of a newer format is
+    an error. `cast` allows a dtype other than the saved one. A piece that is `optional` is left unchanged,
+    with a note, if no tensor of its shape was saved; about others `strictness` decides (strictness.py).
 
     Raises CheckpointError, on all ranks, if no checkpoint is usable, or if tensors are missing or differ in
     shape or dtype; it lists all of them, before any piece is filled.
     """
     pieces = [piece for piece in pieces if piece.data.numel()]
-    folder, manifest, notes = _newest_intact(Path(root), mesh, step)
+    found, manifest, notes = _newest_intact(Path(root), mesh, step, integrity)
     if manifest is None:
         return None
+    if pieces:
+        formats.check_layout(manifest, mesh)
+    if manifest.format.get("foreign"):
+        notes = [*notes, f"{found} has no manifest of ours: no hash says whether it is damaged"]
     shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
     new = {piece.key for piece in pieces if piece.optional and shapes.get(piece.key) != piece.shape}
     if new:
-        notes = [*notes, f"{folder} has no {min(new)} of this shape: {len(new)} such start from zero"]
+        notes = [*notes, f"{found} has no {min(new)} of this shape: {len(new)} such start from zero"]
         pieces = [piece for piece in pieces if piece.key not in new]
-    _, errors = _on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
+    pieces, main, more = fit(manifest, pieces, mesh, strictness)
+    _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors:
-        raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *errors]))
-    _, errors = _on_all_ranks(mesh, files.fill, folder, manifest, pieces)
+        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *errors]))
+    reader = formats.reader(manifest)
+    _, errors = on_all_ranks(mesh, files.fill, found, manifest, pieces + main, reader)
     if errors:
-        raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
-    return Loaded(manifest.iteration, manifest.state, manifest.config, notes)
+        raise CheckpointError("\n  ".join([f"{found} cannot be read:", *errors]))
+    return Loaded(manifest.iteration, manifest.state, manifest.config, notes + more)
 
 
 def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[dict[str, Any], str] | None:
@@ -233,64 +217,57 @@ def read_state(root: str | Path, mesh: Mesh, step: int | None = None) -> tuple[d
 
     Only the manifest is checked: `load` may find other files damaged and use an older checkpoint.
     """
-    found, _ = _on_all_ranks(mesh, _first_manifest if mesh.world.rank == 0 else None, Path(root), step)
+    found, _ = on_all_ranks(mesh, _first_manifest if mesh.world.rank == 0 else None, Path(root), step)
     text = json.dumps([found.state, found.config]) if found else ""
     text = all_gather_text(text, mesh.world, mesh.device)[0]
     return tuple(json.loads(text)) if text else None
 
 
 def _first_manifest(root: Path, step: int | None) -> Manifest | None:
-    for iteration, folder in sorted(_folders(root).items(), reverse=True):
+    for iteration, path in sorted(folders(root).items(), reverse=True):
         if step in (None, iteration):
             with contextlib.suppress(CheckpointError):
-                return files.read_manifest(folder)
+                return formats.open_checkpoint(path)
     return None
 
 
-def _newest_intact(root: Path, mesh: Mesh, step: int | None) -> tuple[Path, Manifest | None, list[str]]:
+def _newest_intact(
+    root: Path, mesh: Mesh, step: int | None, integrity: bool
+) -> tuple[Path, Manifest | None, list[str]]:
     """Return the checkpoint to load, verified, and notes on the damaged ones that were skipped."""
     # Rank 0's view of the folders is used: a rank with a stale view would load another checkpoint.
-    folders, errors = _on_all_ranks(mesh, _folders if mesh.world.rank == 0 else None, root)
+    seen, errors = on_all_ranks(mesh, folders if mesh.world.rank == 0 else None, root)
     if errors:
         raise CheckpointError(f"{root}: {errors[0]}")
-    names = json.dumps({i: path.name for i, path in (folders or {}).items()})
+    names = json.dumps({i: path.name for i, path in (seen or {}).items()})
     names = all_gather_text(names, mesh.world, mesh.device)[0]
     found = {int(i): name for i, name in json.loads(names).items()}
     if step is not None and step not in found:
         raise CheckpointError(f"{root} has no iteration {step}; it has {sorted(found) or 'none'}")
     bad: list[str] = []
     for iteration in sorted(found, reverse=True) if step is None else [step]:
-        folder = root / found[iteration]
-        manifest, errors = _on_all_ranks(mesh, _verified, folder, iteration, mesh.world)
+        path = root / found[iteration]
+        manifest, errors = on_all_ranks(mesh, _verified, path, iteration, mesh.world, integrity)
         if not errors:
             lost = max(found) - iteration
             fell_back = f"loading iteration {iteration} instead: {lost} iterations are lost"
-            return folder, manifest, [f"damaged checkpoint: {error}; {fell_back}" for error in bad]
+            return path, manifest, [f"damaged checkpoint: {error}; {fell_back}" for error in bad]
         if any(error.endswith(UPDATE) for error in errors):
-            raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
+            raise CheckpointError("\n  ".join([f"{path} cannot be read:", *errors]))
         bad += errors
     if bad:
         raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *bad]))
     return root, None, []
 
 
-def _folders(root: Path) -> dict[int, Path]:
-    """Return {iteration: folder} of all published folders, with an .old one only if nothing replaced it."""
-    found: dict[int, Path] = {}
-    for path in sorted(root.iterdir()) if root.is_dir() else []:  # "iter_0000120" before "iter_0000120.old"
-        match = PUBLISHED.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            found.setdefault(int(match[1]), path)
-    return found
-
-
-def _verified(folder: Path, iteration: int, world: Axis) -> Manifest:
-    """Read the manifest and verify the hashes of this rank's share of the files. Raises CheckpointError."""
-    manifest = files.read_manifest(folder)
+def _verified(path: Path, iteration: int, world: Axis, integrity: bool) -> Manifest:
+    """Read the manifest and verify this rank's share of the files. Raises CheckpointError."""
+    manifest = formats.open_checkpoint(path)
     if manifest.iteration != iteration:
-        raise CheckpointError(f"{folder} was saved as iteration {manifest.iteration}")
-    for rank in sorted(manifest.files)[world.rank :: world.size]:
-        files.verify_file(folder / shard_name(rank), manifest.files[rank])
+        raise CheckpointError(f"{path} was saved as iteration {manifest.iteration}")
+    share = sorted(manifest.named_files.items())[world.rank :: world.size]
+    found = {path / name: file for name, file in share}
+    verify_files(found, torch.get_num_threads(), integrity)
     return manifest
 
 
@@ -319,7 +296,7 @@ def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
 # All ranks together.
 
 
-def _on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, list[str]]:
+def on_all_ranks(mesh: Mesh, work: Callable | None, *args: Any) -> tuple[Any, list[str]]:
     """Call `work(*args)` on this rank (None: nothing) -> its result, and the distinct errors of all ranks.
 
     Waits for all ranks. The errors are the same on every rank, so all continue or none does.

@@ -8,14 +8,15 @@ optimizer's states of a box cut it flat, at the ends of buckets, so each has a r
     b b b b    whole rows                                                    rectangles in n dimensions,
     c . . .    the beginning of a row                                        each an entry of the file
 
-The JSON text (format_version 2), each list in one line and without spaces:
+The JSON text (format_version 3), each list in one line and without spaces:
 
     "tensors": {"main/w": ["F32", 5], "exp_avg/w": ["F32", 5], ...}    dtype, which of the cuts
     "cuts":    [[shape, [offset, shape, rank, begin, end, rank, begin, end, ...], ...], ...]    boxes, ranges
-    "files":   [[rank, bytes, sha256], ...]
+    "files":   [[rank, bytes, sha256, crc32], ...]                     crc32: 8 hex digits for each block
 
 Tensors with equal cuts share one entry: main weights and both moments. Names of entries and files follow from
-the cuts. Version 1, which is read too, lists each rectangle with the names of its entry and file.
+the cuts. Versions 1 and 2 are read too: 2 has no crc32, 1 lists each rectangle with the names of its entry
+and file. No torch here: the process that writes checkpoints (checkpoint/writer.py) starts without it.
 """
 
 import itertools
@@ -24,33 +25,29 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+RANK_FILES = {  # --ckpt-format
+    "sharded": "rank_{:05d}.safetensors",
+    "torch_dist": "__{}_0.distcp",
+    "torch": "rank_{:05d}.pt",
+}
+METADATA = ".metadata"  # of torch_dist
+CRC_BLOCK = 16 * 2**20  # bytes of a file that have a CRC-32 of their own
 UPDATE = "update the program"  # ends the error message for a newer format
 SHARD_NAME = re.compile(r"rank_([0-9]{5}|[1-9][0-9]{5,6})\.safetensors")
 RANGES_LIMIT = 2**24  # twenty times what 405B parameters on 16,384 ranks need
 MAX_CUT_DIMS = 6  # cut dims of a tensor: the time to check it doubles with each
-DTYPES = {  # safetensors' names
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+ITEM_BYTES = {  # by safetensors' names of the types
+    **dict.fromkeys(("F64", "I64"), 8),
+    **dict.fromkeys(("F32", "I32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 class CheckpointError(Exception):
@@ -88,10 +85,11 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """The size and SHA-256 that a file must have."""
+    """The size and checksums that a file must have; `crc32` of each CRC_BLOCK, () in older formats."""
 
     bytes: int
     sha256: str
+    crc32: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,16 @@ class Manifest:
     config: str  # the resolved configuration as TOML
     tensors: dict[str, SavedTensor]
     files: dict[int, SavedFile]
+    format: dict[str, Any] = field(default_factory=dict)  # its "name", and what it needs; {}: sharded
+
+    @property
+    def named_files(self) -> dict[str, SavedFile]:
+        """The files beside the manifest, by name; {} if another program saved them."""
+        if self.format.get("foreign"):
+            return {}
+        name = rank_file(self.format.get("name", "sharded"))
+        more = {METADATA: _saved_file(*self.format["metadata"])} if "metadata" in self.format else {}
+        return {name.format(rank): file for rank, file in self.files.items()} | more
 
     @cached_property
     def header_limits(self) -> Counter:
@@ -117,8 +125,15 @@ class Manifest:
 
 
 def shard_name(rank: int) -> str:
-    """The name of a rank's file."""
-    return f"rank_{rank:05d}.safetensors"
+    """The name of a rank's file in the format `sharded`."""
+    return RANK_FILES["sharded"].format(rank)
+
+
+def rank_file(format: str) -> str:
+    """The name of a rank's file, to be formatted with its number. Raises CheckpointError."""
+    if format not in RANK_FILES:
+        raise CheckpointError(f"format {str(format)[:80]!r} is not one of {', '.join(RANK_FILES)}")
+    return RANK_FILES[format]
 
 
 def entry_name(key: str, rectangle: Rectangle) -> str:
@@ -220,9 +235,13 @@ def to_json(manifest: Manifest) -> str:
         "iteration": manifest.iteration,
         "state": manifest.state,
         "config": manifest.config,
-        "files": [(rank, file.bytes, file.sha256) for rank, file in manifest.files.items()],
+        "files": [
+            (rank, file.bytes, file.sha256, "".join(f"{crc:08x}" for crc in file.crc32))
+            for rank, file in manifest.files.items()
+        ],
         "tensors": tensors,
     }
+    rest |= {"format": manifest.format} if manifest.format else {}
     return _dumps(rest)[:-1] + ',\n"cuts":[\n' + ",\n".join(cuts) + "]}\n"
 
 
@@ -267,8 +286,9 @@ def parse_manifest(text: bytes) -> Manifest:
             raise CheckpointError(f"format_version {version}, {newest}: {UPDATE}")
         if not isinstance(entry["state"], dict) or not isinstance(entry["config"], str):
             raise CheckpointError("state is not a table, or config not a text")
-        tensors, files = {1: _version_1, 2: _version_2}[version](entry)
-        return Manifest(_size(entry["iteration"]), entry["state"], entry["config"], tensors, files)
+        tensors, files = {1: _version_1, 2: _version_2, 3: _version_2}[version](entry)
+        given = (entry["state"], entry["config"], tensors, files, _format(entry.get("format", {})))
+        return Manifest(_size(entry["iteration"]), *given)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(describe_piece(error)) from None
 
@@ -278,7 +298,26 @@ def _version_2(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile
     tensors = {
         key: SavedTensor(str(dtype), *cuts[_size(cut)]) for key, (dtype, cut) in entry["tensors"].items()
     }
-    return tensors, {_size(rank): SavedFile(_size(size), str(sha)) for rank, size, sha in entry["files"]}
+    files = {_size(rank): _saved_file(*file) for rank, *file in entry["files"]}
+    return tensors, files
+
+
+def _format(entry: dict[str, Any]) -> dict[str, Any]:
+    """Raises CheckpointError for a format that is not known here."""
+    rank_file(entry.get("name", "sharded"))
+    if "metadata" in entry:
+        _saved_file(*entry["metadata"])
+    if "foreign" in entry:
+        raise CheckpointError("format: of another program, which writes no manifest")
+    return entry
+
+
+def _saved_file(size: int, sha256: str, crc32: str = "") -> SavedFile:
+    """Raises CheckpointError unless there are CRC-32s of all blocks or of none."""
+    if len(crc32) not in (0, 8 * -(-_size(size) // CRC_BLOCK)):
+        raise CheckpointError(f"{len(crc32)} digits of CRC-32 are not those of {size} bytes")
+    crcs = tuple(int(crc32[i : i + 8], 16) for i in range(0, len(crc32), 8))
+    return SavedFile(size, str(sha256), crcs)
 
 
 def _cut(shape: list, *boxes: list) -> tuple[tuple[int, ...], dict[Rectangle, list[Range]]]:

@@ -18,13 +18,13 @@ from nanomegatron.checkpoint.checkpoint import (
     load,
     module_states,
     read_state,
-    save,
     state_pieces,
     training_pieces,
 )
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.checkpoint.source import LoadSource, find_source
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.comm import all_gather_text
@@ -32,13 +32,53 @@ from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.data.identity import data_changes
-from nanomegatron.run import Run
+from nanomegatron.run import Run, due
 
 
-def save_checkpoint(run: Run) -> None:
+def new_saver(run: Run) -> Saver:
+    """Make what saves this run's checkpoints, and logs each one when it is published."""
+
+    def published(iteration: int) -> None:
+        run.log.line(f"saved   {run.config.checkpoint.save}, step {iteration}")
+        run.log.status("running", iteration=iteration, checkpoint=run.config.checkpoint.save)
+
+    warn = run.log.warn if run.mesh.rank == 0 else run.log.line
+    return Saver(run.config.checkpoint, run.mesh, saved_pieces(run), warn, published)
+
+
+def save_if_due(run: Run) -> None:
+    """Save after an iteration, or begin to, if an interval says so; the last one is left to `save_last`.
+
+    Nothing is saved if the step was a spike that a rollback undoes.
+    """
+    config, iteration = run.config.checkpoint, run.iteration
+    persistent = due(config.save_interval, iteration)
+    last = run.stop or iteration == run.config.run.train_iters
+    if not last and (persistent or due(config.non_persistent_save_interval, iteration)):
+        run.flush_report()
+        if run.health.spike is None:
+            save_checkpoint(run, persistent)
+
+
+def save_last(run: Run) -> None:
+    """Save the last iteration if it is not saved yet; all of it is published then. Raises SaveError."""
+    run.saver.finish()
+    if run.saver.saved < run.iteration:
+        save_checkpoint(run, last=True)
+    run.saver.finish(last=True)
+    run.saver.close()
+
+
+def saved_pieces(run: Run) -> list[Piece]:
+    """Collect what a checkpoint of this run holds."""
+    return all_pieces(run, {} if run.config.checkpoint.no_save_optim else run.optimizer.states())[0]
+
+
+def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> None:
     """Save everything that the next run needs to continue to the bit; waits for the step in flight.
 
-    Raises BadSteps, on all ranks, if a tensor is not finite: such a checkpoint is never published.
+    With --async-save it is only begun. Arguments: as for `Saver.save`. Raises BadSteps, on all ranks, if a
+    tensor is not finite: such a checkpoint is never published.
     """
     run.flush_report()
     state = {
@@ -56,12 +96,9 @@ def save_checkpoint(run: Run) -> None:
         "skipped_iterations": sorted(run.skipped_iterations),
     }
     run.grads.wait_params()
-    states = {} if run.config.checkpoint.no_save_optim else run.optimizer.states()
-    pieces, _ = all_pieces(run, states)
+    pieces = saved_pieces(run)
     run.health.check_pieces(pieces, run.iteration)
-    save(run.config.checkpoint.save, run.iteration, pieces, state, to_toml(run.config), run.mesh)
-    run.log.line(f"saved   {run.config.checkpoint.save}, step {run.iteration}")
-    run.log.status("running", iteration=run.iteration, checkpoint=run.config.checkpoint.save)
+    run.saver.save(run.iteration, pieces, state, to_toml(run.config), persistent, last)
 
 
 def environment_info(run: Run) -> dict:
@@ -94,12 +131,14 @@ def load_checkpoint(run: Run) -> None:
         load_hf_folder(run, source)
         return
     begins = only_weights or run.config.run.eval_only
-    if not begins and (found := read_state(root, run.mesh, source.step)) and "hf" in found[0]:
-        raise ValueError(f"--load {root}: convert.py wrote it with weights only; add --finetune to train it")
+    found = None if begins else read_state(root, run.mesh, source.step)
+    if found and ("hf" in found[0] or "iteration" not in found[0]):
+        raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
+    checks = config.verify_integrity, config.dist_ckpt_strictness
     wanted = dense_pieces(pieces) if source.upcycling else pieces
-    loaded = load(root, wanted, run.mesh, source.step, cast=not states)
+    loaded = load(root, wanted, run.mesh, source.step, not states, *checks)
     if loaded is None:
         if config.load and Path(config.load).resolve() == Path(config.save).resolve() and not begins:
             run.log.line(f"note    --load {root}, which is --save too, has no checkpoint yet: from scratch")
@@ -126,7 +165,7 @@ def load_checkpoint(run: Run) -> None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
     run.log.line(f"resumed {root}, step {loaded.iteration}{how}")
-    before, now = loaded.state["circumstances"], environment_info(run)
+    before, now = loaded.state.get("circumstances", {}), environment_info(run)
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
@@ -155,7 +194,7 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
 
     Raises ValueError if by then this run would have consumed another number of samples.
     """
-    run.iteration, run.skipped_samples = state["iteration"], state.get("skipped_samples", 0)
+    run.iteration, run.skipped_samples = state.get("iteration", 0), state.get("skipped_samples", 0)
     run.skipped_iterations = set(state.get("skipped_iterations", ()))
     if run.health:
         run.health.load(state.get("health", []))

@@ -9,6 +9,7 @@ All ranks use the folder that rank 0 chooses.
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,12 @@ from nanomegatron.mesh import Mesh
 # it is; newer checkpoints know that by its contents (data/identity.py).
 SOURCES = "data-path data-args-path train-data-path split mock-data".split()
 ORDER = [*SOURCES, "variable-seq-lengths", "seq-length", "seed"]
+# Settings that --use-checkpoint-opt-param-scheduler takes from the checkpoint.
+SCHEDULE = """
+lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
+lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
+weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
+""".split()
 
 
 class LoadSource(NamedTuple):
@@ -88,3 +95,25 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
     if note and mesh.rank == 0:
         warn(f"{note}: samples may be in another order, some come again and others never")
     return counts if counts and wanted <= counts[-1] else [*counts, wanted]
+
+
+def with_saved_schedule(config: Config, mesh: Mesh) -> Config:
+    """Return the config with the schedule of the checkpoint that the run resumes from, if a flag asks for it.
+
+    Its decay ends where it would have ended in that run. Communicates over world. Raises CheckpointError.
+    """
+    source = find_source(config, mesh)
+    fresh = source.only_weights or config.run.eval_only
+    if fresh or not config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return config
+    if (found := read_state(source.root, mesh, source.step)) is None:
+        return config
+    try:
+        saved = from_toml(found[1])
+    except ValueError as error:
+        raise CheckpointError(f"{source.root}: its settings cannot be read ({error})") from None
+    values = {name: getattr(saved.optimizer, name) for name in SCHEDULE}
+    if not (values["lr_decay_iters"] or values["lr_decay_samples"]):
+        unit = "samples" if saved.run.train_samples else "iters"
+        values[f"lr_decay_{unit}"] = getattr(saved.run, f"train_{unit}")
+    return replace(config, optimizer=replace(config.optimizer, **values))

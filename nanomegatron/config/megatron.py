@@ -29,7 +29,8 @@ def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) ->
         return "", f"{given}: takes {wanted} values"
     if wanted is None:
         return "", ""
-    return f"{word}: {'always on' if name in known['always_on'] else 'not needed here'}", ""
+    reason = f"; {known['reasons'][name]}" if name in known["reasons"] else ""
+    return f"{word}: {'always on' if name in known['always_on'] else 'not needed here'}{reason}", ""
 
 
 def missing_companions(known: dict[str, Any], argv: list[str], config: Config) -> Iterator[str]:

@@ -28,6 +28,8 @@ FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
 }
+NOT_ASYNC = "--async-save, which writes sharded files alone"
+RETURNED = "nothing here could be given the names; log_unexpected or log_all prints them"
 NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
 BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
 TOKENIZERS = {  # kind -> what it needs
@@ -236,13 +238,47 @@ class CheckpointConfig:
     save: str | None = common(None, "folder for checkpoints; default runs/NAME/ckpt")
     load: str | None = common(None, "folder to resume from; it must hold a checkpoint unless it is --save")
     save_interval: int | None = common(None, "iterations between checkpoints; default only at the end")
-    ckpt_format: str = setting("sharded", "checkpoint format", choices=("sharded",))
+    ckpt_format: str = setting(
+        "sharded",
+        "format to save in; a load knows it: any layout loads sharded and torch_dist, its own alone torch",
+        choices="sharded torch_dist torch",
+        excludes=dict.fromkeys(("torch_dist", "torch"), NOT_ASYNC),
+    )
     ckpt_step: int | None = setting(None, "load this iteration instead of the newest", at_least=0)
     finetune: bool = setting(False, "load only the weights, start at iteration 0", needs="--load")
     no_load_optim: bool = setting(False, "do not load the optimizer state", needs="--load")
     moe_use_upcycling: bool = moe(False, "copy --load's dense MLP to each expert", needs=("--load", "--save"))
     no_save_optim: bool = setting(False, "do not save the optimizer state")
     allow_data_change: bool = setting(False, "resume on other data than those of the checkpoint")
+    dist_ckpt_strictness: str = setting(
+        "assume_ok_unexpected",
+        "tensors that only the model or only the checkpoint has: errors, or noted and left as they are",
+        choices="assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all ignore_all",
+        refused=dict.fromkeys(("return_unexpected", "return_all"), RETURNED),
+    )
+    override_opt_param_scheduler: bool = setting(
+        False,
+        "the schedule of the command line is used, as it always is",
+        excludes="--use-checkpoint-opt-param-scheduler",
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, "take the schedule of learning rate and weight decay from the checkpoint"
+    )
+    verify_integrity: bool = setting(False, "compare SHA-256 of checkpoint files too when loading")
+    async_save: bool | None = setting(
+        None, "write checkpoints of the save intervals beside the training; default only on GPUs"
+    )
+    keep_last_k: int | None = setting(None, "keep the last K checkpoints; default all", at_least=2)
+    save_retain_interval: int | None = setting(
+        None, "keep checkpoints of multiples of N permanently, of others the last 2 or --keep-last-k"
+    )
+    non_persistent_save_interval: int | None = setting(
+        None, "iterations between checkpoints of which each replaces the one before"
+    )
+    on_save_error: str = setting(
+        "exit", "when a save has failed: exit with code 4, or warn and continue", choices="exit warn"
+    )
+    save_retries: int = setting(2, "how often a failed save is tried again", at_least=0)
 
 
 @dataclass(frozen=True)

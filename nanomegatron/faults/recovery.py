@@ -85,6 +85,7 @@ def roll_back(run: Run) -> None:
     """
     spike, skipped = run.health.spike, run.skipped_iterations
     run.flush_report()
+    run.saver.finish()
     folder, seen = run.config.checkpoint.save, latest(run.config.checkpoint.save)
     newest = torch.tensor(-1 if seen is None else seen, device=run.mesh.device)
     newest = int(broadcast_(newest, run.mesh.world))

@@ -26,6 +26,8 @@ from nanomegatron.report.log import RunLog
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
 
+FLAGS = ("signalled", "out_of_time", "save_failed")  # numbers of ranks, as in `Run.stop_flags`
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -57,6 +59,7 @@ class StepNumbers:
     loss_scale: float
     signalled: bool  # a rank got a signal
     out_of_time: bool  # a rank has run for longer than --exit-duration-in-mins
+    save_failed: bool  # on a rank, the save in flight
     norms: dict[str, float]  # of the gradients of this rank's parts
 
     @property
@@ -78,12 +81,12 @@ class StepReport:
         timed: list[tuple[str, Clock]],
         traffic: Traffic,
     ) -> None:
-        """Start the copy to the host. shared `[3]`: loss, ranks with a signal, ranks out of time.
+        """Start the copy to the host. shared `[4]`: loss, and the numbers of ranks with each of FLAGS.
 
         extras: further numbers for the log, 0-d, or tables of counters.py. traffic: calls and bytes that this
         rank communicated in the step.
         """
-        numbers = dict(zip(("lm_loss", "signalled", "out_of_time"), shared, strict=True))
+        numbers = dict(zip(("lm_loss", *FLAGS), shared, strict=True))
         numbers |= vars(stats) | extras
         self.batch = batch
         self.part_norms, self.names = numbers.pop("part_norms"), list(numbers)
@@ -125,7 +128,7 @@ class Reporter:
         with self.mesh.traffic.wait():
             _, found = step.read()
         norms = dict(zip(self.part_names, step.part_norms.tolist(), strict=True))
-        flags = (bool(found[name]) for name in ("signalled", "out_of_time"))
+        flags = (bool(found[name]) for name in FLAGS)
         values = found["lm_loss"], found["grad_norm"], bool(found["good"]), found["loss_scale"]
         return StepNumbers(step.batch, *values, *flags, norms)
 
@@ -136,7 +139,7 @@ class Reporter:
         """
         run, log, batch = self.config.run, self.log, step.batch
         milliseconds, numbers = step.read()
-        good = [numbers.pop(name) for name in ("signalled", "out_of_time", "good")][-1]
+        *_, good = (numbers.pop(name) for name in (*FLAGS, "good"))
         if not good:
             numbers["next_lr"] = numbers["lr"]  # a bad step holds the schedule
         if (table := numbers.pop("fp8", None)) is not None:

@@ -1,0 +1,253 @@
+"""Saves beside the training: a snapshot in host memory, written by a process of its own per rank.
+
+    step n            | boundary |  step n + 1: forward, backward  |  update  |  ...
+    stream of the step   waits nothing                              waits for the copies
+    side stream          [ copies to page-locked memory ]
+    writer process                     [ file of this rank ... ]  rank 0: [ publish, prune ]
+
+The buffer is shared with the writer (memfd), sized once for what this rank owns, and page-locked by a thread
+beside the set-up. Only the next update of the states waits for the copies, on the device. On a CPU the
+snapshot is a plain copy. At most one save is in flight. The files are those of a synchronous save, to the
+byte.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron.checkpoint.checkpoint import SaveError, bytes_needed, not_saved, on_all_ranks, owned_pieces
+from nanomegatron.checkpoint.files import WRITE_THREADS, Piece, describe_shard, in_file_order
+from nanomegatron.checkpoint.folder import Retention, make_folder
+from nanomegatron.checkpoint.manifest import CheckpointError, Manifest, shard_name, to_json
+from nanomegatron.checkpoint.writer import CANCELLED
+from nanomegatron.mesh import Mesh
+
+START = """
+import sys
+sys.path.append(sys.argv[1])
+from nanomegatron.checkpoint import writer
+writer.serve(int(sys.argv[2]), int(sys.argv[3]))
+"""
+SPARE = 0.1  # of the host's memory is left free
+
+
+class HostBuffer:
+    """Memory for a snapshot, `size` bytes, which another process can map; a thread prepares it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = max(1, size), device
+        self.descriptor = os.memfd_create("checkpoint")
+        self.ready: Future = Future()
+        threading.Thread(target=self._prepare, daemon=True).start()
+
+    def _prepare(self) -> None:
+        """Allocate all pages, and page-lock them, which takes seconds; without the interpreter's lock."""
+        try:
+            os.ftruncate(self.descriptor, self.size)
+            for begin in range(0, self.size, 2**30):
+                if free_share() < SPARE:
+                    raise MemoryError(f"the host's memory has no room for {self.size} bytes a rank")
+                os.posix_fallocate(self.descriptor, begin, min(2**30, self.size - begin))
+            data = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread
+                if code := int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), self.size, 0)):
+                    raise RuntimeError(f"cudaHostRegister of {self.size} bytes: error {code}")
+            self.ready.set_result(data)
+        except Exception as error:
+            os.ftruncate(self.descriptor, 0)
+            self.ready.set_exception(error)
+
+    def views(self, pieces: Iterable[Piece]) -> list[torch.Tensor]:
+        """A place for each piece's elements, one after another as in the file -> `[...]`, in its shape"""
+        data, end, found = self.ready.result(), 0, []
+        for piece in pieces:
+            begin, end = end, end + piece.data.nbytes
+            found.append(data[begin:end].view(piece.data.dtype).view(piece.data.shape))
+        return found
+
+
+def free_share() -> float:
+    """The part of this machine's memory, or its container's, that is free or can be freed; 1: unknown."""
+    shares = [1.0]
+    with suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        facts = {words[0]: int(words[1]) for words in lines}
+        shares.append(facts["MemAvailable:"] / facts["MemTotal:"])
+    with suppress(OSError, ValueError, KeyError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        shares.append(1 - (int(facts["anon"]) + int(facts["shmem"])) / limit)
+    return min(shares)
+
+
+class AsyncSaver:
+    """Writes one checkpoint at a time beside the training. `begin`, then `join` before the next `begin`.
+
+    size: bytes that this rank saves, the same each time.
+    """
+
+    def __init__(self, mesh: Mesh, size: int) -> None:
+        self.mesh, self.first = mesh, mesh.world.rank == 0
+        self.buffer = HostBuffer(size, mesh.device)
+        on_gpu = mesh.device.type == "cuda"
+        self.stream = torch.cuda.Stream(mesh.device) if on_gpu else None
+        self.copied = torch.cuda.Event(blocking=True) if on_gpu else None
+        self.lock, self.cancelled = threading.Lock(), False
+        self.written: Future = Future()
+        self.published: Future = Future()
+        self._start_writer()
+
+    def begin(
+        self,
+        root: str | Path,
+        iteration: int,
+        pieces: Iterable[Piece],
+        state: dict[str, Any],
+        config: str,
+        keep: Retention,
+    ) -> None:
+        """Start to copy the pieces and to write them as `checkpoint.save` does; all ranks call this.
+
+        All-reduces a number and gathers texts over world. The pieces must not change before `wait_copies`.
+        Raises SaveError on all ranks, also if the snapshot's memory could not be allocated.
+        """
+        self.root, self.iteration = Path(root), iteration
+        self.temporary = self.root.resolve() / f"iter_{iteration:07d}.tmp"
+        owned = in_file_order(owned_pieces(pieces))
+        self.need = bytes_needed(owned, self.mesh)
+        self.job = dict(iteration=iteration, state=state, config=config, keep=astuple(keep))
+        self._on_all_ranks(self._copy, owned)
+        self.submit()
+
+    def _copy(self, owned: list[Piece]) -> None:
+        """Describe the rank's file, and copy the pieces to the buffer."""
+        rank = self.mesh.world.rank
+        header, tensors = describe_shard(owned, rank)
+        size = sum(piece.data.nbytes for piece in owned)
+        self.job |= dict(rank=rank, ranks=self.mesh.world.size, threads=WRITE_THREADS, bytes=size)
+        self.job |= dict(path=str(self.temporary / shard_name(rank)), header=header.decode("latin-1"))
+        self.job["part"] = to_json(Manifest(0, {}, "", tensors, {}))
+        self.text = json.dumps(self.job)
+        pairs = zip(self.buffer.views(owned), owned, strict=True)
+        if self.stream is None:
+            for target, piece in pairs:
+                target.copy_(piece.data)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.mesh.device))
+        with torch.cuda.stream(self.stream):
+            for target, piece in pairs:
+                target.copy_(piece.data, non_blocking=True)
+                if piece.data.is_cuda:
+                    piece.data.record_stream(self.stream)  # it may be freed before it is copied
+            self.copied.record()
+
+    def submit(self) -> None:
+        """Let the writers write what the buffers hold, also after a failure. Raises SaveError as `begin`."""
+        self._on_all_ranks(self._open)
+        self.cancelled, self.written, self.published = False, Future(), Future()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _open(self) -> None:
+        if self.first:
+            make_folder(self.temporary, self.need)
+        if self.process.poll() is not None:
+            self.close()
+            self._start_writer()
+
+    def _on_all_ranks(self, work: Any, *args: Any) -> None:
+        _, errors = on_all_ranks(self.mesh, work, *args)
+        if errors:
+            self._give_up(errors)
+
+    def _give_up(self, errors: list[str]) -> None:
+        if self.first:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        raise SaveError(not_saved(self.root, self.iteration, errors, self.need))
+
+    def _start_writer(self) -> None:
+        root, buffer = Path(__file__).resolve().parents[2], self.buffer
+        words = [sys.executable, "-I", "-S", "-c", START, str(root), str(buffer.descriptor), str(buffer.size)]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        alone = dict(pass_fds=(buffer.descriptor,), start_new_session=True)  # no Ctrl-C of the terminal
+        self.process = subprocess.Popen(words, **pipes, **alone)
+
+    def _follow(self) -> None:
+        """In a thread: wait for the copies, send the job, and receive what the writer says of each stage."""
+        stages = [self.written, self.published]
+        try:
+            if self.copied is not None:
+                self.copied.synchronize()
+            with self.lock:
+                if self.cancelled:
+                    raise CheckpointError(CANCELLED)
+                self._send(self.text)
+            for stage in stages if self.first else stages[:1]:
+                reply = json.loads(self.process.stdout.readline())
+                if reply["error"]:
+                    raise CheckpointError(reply["error"])
+                stage.set_result(reply["notes"])
+            if not self.first:
+                self.published.set_result([])
+        except Exception as caught:
+            error = caught
+            if not isinstance(error, CheckpointError):  # a pipe without an end
+                how = f"exit code {self.process.wait()}"
+                error = CheckpointError(f"the writer process of rank {self.mesh.world.rank} ended ({how})")
+            for stage in stages:
+                if not stage.done():
+                    stage.set_exception(error)
+
+    def _send(self, text: str) -> None:
+        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.flush()
+
+    def cancel(self) -> None:
+        """End the work of this rank's writer soon; the save fails, unless it is published already."""
+        with self.lock, suppress(OSError):
+            self.cancelled = True
+            self._send("cancel")
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's part of the save in flight has failed."""
+        return any(stage.done() and stage.exception() for stage in (self.written, self.published))
+
+    def wait_copies(self) -> None:
+        """Make the stream of the step wait until the pieces are copied; the host does not wait."""
+        if self.copied is not None:
+            torch.cuda.current_stream(self.mesh.device).wait_event(self.copied)
+
+    def join(self) -> list[str]:
+        """Wait until the save in flight is published -> notes for the user; all ranks call this.
+
+        Gathers texts over world. Raises SaveError on all ranks if it failed on any.
+        """
+        _, errors = on_all_ranks(self.mesh, self.written.result)
+        if errors:
+            self.cancel()
+        notes, unpublished = on_all_ranks(self.mesh, self.published.result)
+        errors = [error for error in errors if error != CANCELLED]
+        if unpublished:
+            self._give_up(errors or unpublished)
+        return [*(notes or ()), *(f"{error}, after all was written" for error in errors)]
+
+    def close(self) -> None:
+        """End the writer process."""
+        with suppress(OSError):
+            self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()

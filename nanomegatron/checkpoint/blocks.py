@@ -1,0 +1,166 @@
+"""Files written and checked in blocks, by several threads: SHA-256 of a file, CRC-32 of each of its blocks.
+
+    writing     chunks in order -> blocks of 16 MiB     threads: CRC-32 of a block, pwrite at its place
+                                                        one thread: SHA-256, block by block in order
+    checking    threads: read a block, compare its CRC-32          SHA-256 on request, a thread a file
+
+Tensor formats do not detect a flipped bit, hence the checksums. A CRC-32 (zlib.crc32, several times as fast
+as SHA-256) finds every flipped bit and every burst of up to 32 bits for certain, and any other damage of a
+block with probability 1 - 2^-32. Neither checksum protects from a forger, who changes it with the data.
+
+No torch here: the process that writes checkpoints (checkpoint/writer.py) starts without it.
+"""
+
+import hashlib
+import os
+import stat
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import BinaryIO
+
+from nanomegatron.checkpoint.manifest import CRC_BLOCK, CheckpointError, SavedFile
+
+Bytes = bytes | memoryview
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a plain file for reading. Raises CheckpointError for anything else, symbolic links included."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {os.strerror(error.errno)}") from None
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is not a plain file")
+    return file
+
+
+# Writing.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file and sync it to disk."""
+    with open(path, "wb") as file:
+        file.write(text.encode())
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """Wait until everything written to the file is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's entries are on disk: files created in it, renames."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_blocks(
+    path: Path, chunks: Iterable[Bytes], threads: int, check: Callable[[], None] = lambda: None
+) -> SavedFile:
+    """Write the chunks, one after another, to a new file, synced to disk; returns its size and checksums.
+
+    `check` is called before each block; an error that it raises ends the work.
+    """
+    digest, crcs, size = hashlib.sha256(), [], 0
+    under_work: deque = deque()
+
+    def finish(left: int) -> None:
+        while len(under_work) > left:
+            crc, hashed = under_work.popleft()
+            crcs.append(crc.result())
+            hashed.result()
+
+    with open(path, "xb") as file:
+        with ThreadPoolExecutor(threads) as writers, ThreadPoolExecutor(1) as hasher:
+            for block in blocks_of(chunks):
+                check()
+                crc = writers.submit(_write_at, file.fileno(), block, size)
+                under_work.append((crc, hasher.submit(digest.update, block)))
+                size += len(block)
+                finish(2 * threads)
+            finish(0)
+        sync(file)
+    return SavedFile(size, digest.hexdigest(), tuple(crcs))
+
+
+def blocks_of(chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+    """Yield the bytes of the chunks, in order, in blocks of CRC_BLOCK bytes; the last may be shorter."""
+    parts, size = [], 0
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        while len(view):
+            parts.append(view[: CRC_BLOCK - size])
+            size += len(parts[-1])
+            view = view[len(parts[-1]) :]
+            if size == CRC_BLOCK:
+                yield parts[0] if len(parts) == 1 else b"".join(parts)
+                parts, size = [], 0
+    if parts:
+        yield b"".join(parts)
+
+
+def _write_at(descriptor: int, block: Bytes, at: int) -> int:
+    """Write a block at an offset of a file -> its CRC-32"""
+    rest = memoryview(block)
+    while len(rest):
+        written = os.pwrite(descriptor, rest, at)
+        rest, at = rest[written:], at + written
+    return zlib.crc32(block)
+
+
+# Checking.
+
+
+def verify_files(files: Mapping[Path, SavedFile], threads: int, integrity: bool = False) -> None:
+    """Raise CheckpointError unless all files have the sizes and checksums that the manifest gives.
+
+    CRC-32s are compared, and with `integrity` SHA-256 too; only this one where the format has no CRC-32s.
+    """
+    jobs = [(path, file, None) for path, file in files.items() if integrity or not file.crc32]
+    jobs += [(path, file, i) for path, file in files.items() for i in range(len(file.crc32))]
+    buffers: SimpleQueue = SimpleQueue()
+    for _ in range(threads):
+        buffers.put(None)
+
+    def verify(job: tuple[Path, SavedFile, int | None]) -> None:
+        buffer = buffers.get() or memoryview(bytearray(min(CRC_BLOCK, max(f.bytes for f in files.values()))))
+        try:
+            _verify(*job, buffer)
+        finally:
+            buffers.put(buffer)
+
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for _ in pool.map(verify, jobs):
+            pass  # the first error, in the order of the files, is raised here
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _verify(path: Path, expected: SavedFile, index: int | None, buffer: memoryview) -> None:
+    """Check a block of a file by its CRC-32, or with `index` None the file by its SHA-256."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            raise CheckpointError(f"{path} has {size} bytes, not {expected.bytes}")
+        if index is None:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
+            return
+        begin = index * CRC_BLOCK
+        wanted = buffer[: min(CRC_BLOCK, expected.bytes - begin)]
+        file.seek(begin)
+        if file.readinto(wanted) < len(wanted) or zlib.crc32(wanted) != expected.crc32[index]:
+            where = f"the CRC-32 of bytes {begin} to {begin + len(wanted) - 1}"
+            raise CheckpointError(f"{path} is damaged: {where} is not the manifest's")

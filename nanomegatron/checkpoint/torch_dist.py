@@ -1,0 +1,270 @@
+"""--ckpt-format torch_dist: a folder that torch.distributed.checkpoint reads too, beside our manifest.
+
+    iter_0000120/
+        __0_0.distcp    the rectangles of rank 0, each as torch.save writes a tensor, one behind the other
+        __1_0.distcp
+        .metadata       the table of contents for torch.distributed.checkpoint; never read here
+        manifest.json   ours: as in files.py, and where in its file each rectangle is
+
+    torch.distributed.checkpoint.load({"model/w": torch.empty(8, 12)}, checkpoint_id="iter_0000120")
+
+Ranks write on their own, and rank 0 makes `.metadata` of the manifest. A load of ours maps the files into
+memory and copies the slices that it needs: nothing is unpickled. A folder without our manifest, saved by
+another program, gives its weights: there `.metadata` is read by `dcp_metadata.py`, and each entry that is
+needed by torch.load with weights_only=True. No hash says whether such a folder is damaged.
+"""
+
+import io
+import json
+import math
+import mmap
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from nanomegatron.checkpoint.blocks import open_file, write_blocks
+from nanomegatron.checkpoint.dcp_metadata import (
+    DCP_CLASSES,
+    METADATA_LIMIT,
+    STORAGE_INFO,
+    Name,
+    Record,
+    read_pickle,
+    write_pickle,
+)
+from nanomegatron.checkpoint.files import DTYPES, WRITE_THREADS, Piece, describe_shard
+from nanomegatron.checkpoint.folder import MANIFEST, index_path
+from nanomegatron.checkpoint.manifest import (
+    METADATA,
+    CheckpointError,
+    Manifest,
+    Range,
+    Rectangle,
+    SavedFile,
+    SavedTensor,
+    check_manifest,
+    entry_name,
+    merge,
+    rank_file,
+    rectangles,
+    to_json,
+)
+
+DISTCP = re.compile(r"__[0-9]{1,7}_[0-9]{1,7}\.distcp")
+OURS = "nanomegatron"  # in the metadata of our folders, which are nothing without their manifest
+ALIGNMENT = 64  # bytes; of the tensors in a file, as torch.save aligns them in its own
+PICKLE_LIMIT = 64 * 2**10  # bytes of the pickle beside a tensor's elements
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+# Writing.
+
+
+def write_distcp(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
+    """Write the pieces to a rank's file, synced to disk, its part of the manifest, and where each one is.
+
+    One tensor at a time is copied to the host, twice.
+    """
+    pieces, places = list(pieces), {}
+    _, tensors = describe_shard(pieces, rank)
+
+    def chunks() -> Iterator[memoryview]:
+        begin = 0
+        for piece in pieces:
+            buffer = io.BytesIO()
+            torch.save(plain_copy(piece), buffer)
+            size = buffer.seek(0, io.SEEK_END)
+            places[piece.entry] = (begin, size, begin + elements_at(buffer))
+            buffer.seek(0, io.SEEK_END)
+            begin += size + buffer.write(bytes(-size % ALIGNMENT))
+            yield buffer.getbuffer()
+
+    path = folder / rank_file("torch_dist").format(rank)
+    saved = write_blocks(path, chunks(), WRITE_THREADS)
+    path.with_suffix(".json").write_text(json.dumps(places))
+    index_path(folder, rank).write_text(to_json(Manifest(0, {}, "", tensors, {rank: saved})))
+
+
+def plain_copy(piece: Piece) -> torch.Tensor:
+    """Return the piece on the host with memory of its own: torch.save writes all that a view is of."""
+    return piece.data.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def elements_at(buffer: io.BytesIO) -> int:
+    """The offset of the elements in what torch.save wrote for one tensor, a zip file of stored members."""
+    with zipfile.ZipFile(buffer) as archive:
+        (found,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+    names = struct.unpack_from("<HH", buffer.getbuffer(), found.header_offset + 26)
+    return found.header_offset + 30 + sum(names)
+
+
+def write_metadata(folder: Path, ranks: int) -> dict[str, Any]:
+    """On rank 0: write `.metadata`; returns what the manifest says of the format, with all ranks' places."""
+    tensors, _ = merge(index_path(folder, rank) for rank in range(ranks))
+    entries = {}
+    for path in [folder / rank_file("torch_dist").format(rank) for rank in range(ranks)]:
+        entries[path.name] = json.loads(path.with_suffix(".json").read_text())
+        path.with_suffix(".json").unlink()
+    saved = write_blocks(folder / METADATA, [write_pickle(_metadata(tensors, entries))], 1)
+    return {"metadata": [saved.bytes, saved.sha256], "entries": entries}
+
+
+def _metadata(tensors: dict[str, SavedTensor], entries: dict[str, dict]) -> Record:
+    """The tables of torch.distributed.checkpoint: tensors with their chunks, and where each chunk is."""
+    strided = Record("torch.serialization._get_layout", ("torch.strided",))
+    contiguous = Record(f"{DCP_CLASSES}_MEM_FORMAT_ENCODING", (0,))
+    table, places = {}, {}
+    for key, saved in tensors.items():
+        state = (Name(str(TORCH_DTYPES[saved.dtype])), strided, False, contiguous, False)
+        chunks = []
+        for rank, r in saved_rectangles(saved):
+            name = rank_file("torch_dist").format(rank)
+            begin, length, _ = entries[name][entry_name(key, r)]
+            index = {"fqn": key, "index": len(chunks), "offset": _size(r.offset)}
+            place = {"relative_path": name, "offset": begin, "length": length}
+            places[Record(f"{DCP_CLASSES}MetadataIndex", (), index)] = Record(STORAGE_INFO, (), place)
+            chunk = {"offsets": _size(r.offset), "sizes": _size(r.shape)}
+            chunks.append(Record(f"{DCP_CLASSES}ChunkStorageMetadata", (), chunk))
+        properties = Record(f"{DCP_CLASSES}TensorProperties", (), state)
+        tensor = {"properties": properties, "size": _size(saved.shape), "chunks": chunks}
+        table[key] = Record(f"{DCP_CLASSES}TensorStorageMetadata", (), tensor)
+    about = {"checkpoint_id": None, "save_id": OURS, "load_id": None, "modules": []}
+    whole = {
+        "state_dict_metadata": table,
+        "planner_data": {key: (key,) for key in tensors},
+        "storage_data": places,
+        "storage_meta": Record(f"{DCP_CLASSES}StorageMeta", (), about),
+    }
+    return Record(f"{DCP_CLASSES}Metadata", (), whole)
+
+
+def saved_rectangles(saved: SavedTensor) -> Iterator[tuple[int, Rectangle]]:
+    """Yield (rank, rectangle) of all entries of a tensor."""
+    for box, ranges in saved.boxes.items():
+        for begin, end, rank in ranges:
+            for corner, shape in rectangles(box.shape, begin, end):
+                yield rank, Rectangle(tuple(a + b for a, b in zip(box.offset, corner)), shape)
+
+
+def _size(sizes: Iterable[int]) -> Record:
+    return Record("torch.Size", (tuple(sizes),))
+
+
+# Reading.
+
+
+@contextmanager
+def distcp_reader(folder: Path, manifest: Manifest, number: int) -> Iterator[Callable]:
+    """Open a file, mapped into memory: a `Reader` of files.py."""
+    name, places = list(manifest.format["entries"].items())[number]
+    if not DISTCP.fullmatch(name):
+        raise CheckpointError(f"file name {name[:80]!r} is not of the form __0_0.distcp")
+    with open_file(folder / name) as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+    def entry(key: str, r: Rectangle, dtype: str) -> torch.Tensor:
+        wanted = TORCH_DTYPES[dtype]
+        try:
+            begin, length, elements = places[entry_name(key, r)]
+            if manifest.format.get("foreign"):
+                return load_entry(mapped[begin : begin + length], wanted, r.shape)
+            end = elements + math.prod(r.shape) * wanted.itemsize
+            return torch.frombuffer(mapped[elements:end], dtype=torch.uint8).view(wanted).view(r.shape)
+        except Exception as error:  # of any kind: the file may be anything
+            why = str(error).partition("\n")[0][:200]
+            raise CheckpointError(f"{folder / name}: {key} is not {dtype} {list(r.shape)} ({why})") from None
+
+    yield entry
+
+
+def load_entry(data: memoryview, dtype: torch.dtype, shape: tuple) -> torch.Tensor:
+    """Return what torch.save wrote. Raises ValueError, or torch's errors, if it is no such tensor."""
+    check_archive(io.BytesIO(data), PICKLE_LIMIT)
+    saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(saved, torch.Tensor) or (saved.dtype, tuple(saved.shape)) != (dtype, tuple(shape)):
+        raise ValueError("another dtype or shape")
+    return saved
+
+
+def check_archive(file: BinaryIO, pickle_limit: int) -> None:
+    """Raise ValueError if a file of torch.save is compressed, to whatever size, or has a large pickle."""
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise ValueError(f"{info.filename[:80]} is compressed")
+            if info.filename.endswith(".pkl") and info.file_size > pickle_limit:
+                raise ValueError(f"a pickle of {info.file_size} bytes, at most {pickle_limit}")
+
+
+def read_foreign(folder: Path) -> Manifest:
+    """Make a manifest of another program's `.metadata`: tensors, no state. Raises CheckpointError."""
+    with open_file(folder / METADATA) as file:
+        data = file.read(METADATA_LIMIT + 1)
+    try:
+        if len(data) > METADATA_LIMIT:
+            raise CheckpointError(f"more than {METADATA_LIMIT} bytes")
+        state = read_pickle(data).state
+        if (about := state.get("storage_meta")) and about.state["save_id"] == OURS:
+            raise CheckpointError(f"{MANIFEST} is missing beside it")
+        tensors, entries = _foreign_tensors(state)
+        files = {}
+        for number, name in enumerate(entries):
+            with open_file(folder / name) as file:
+                files[number] = SavedFile(os.fstat(file.fileno()).st_size, "")
+        check_manifest(tensors, files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / METADATA}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / METADATA} lacks what it must have ({error!r})") from None
+    step = int(re.sub("[^0-9]", "", folder.name) or 0)
+    return Manifest(step, {}, "", tensors, files, {"name": "torch_dist", "foreign": True, "entries": entries})
+
+
+def _foreign_tensors(state: dict) -> tuple[dict[str, SavedTensor], dict[str, dict]]:
+    """The tensors of DCP's tables, each chunk a box, and where they are: {file: {entry: place}}."""
+    places, tensors = {}, {}
+    for index, place in state["storage_data"].items():
+        if place.state.get("transform_descriptors"):
+            raise CheckpointError("its files are compressed")
+        if offset := index.state.get("offset"):
+            extent = _numbers((place.state["offset"], place.state["length"]))
+            key = _text(index.state["fqn"]), _numbers(*offset.args)
+            places[key] = _text(place.state["relative_path"]), (*extent, None)
+    entries = {name: {} for name in sorted({name for name, _ in places.values()})}
+    if wrong := [name for name in entries if not DISTCP.fullmatch(name)]:
+        raise CheckpointError(f"file name {wrong[0][:80]!r} is not of the form __0_0.distcp")
+    numbers = {name: number for number, name in enumerate(entries)}
+    names = {str(dtype): name for dtype, name in DTYPES.items()}
+    for key, saved in state["state_dict_metadata"].items():
+        if saved.name != f"{DCP_CLASSES}TensorStorageMetadata":
+            continue  # bytes: a pickle, which is never read
+        dtype = names[saved.state["properties"].state[0].text]
+        found = SavedTensor(dtype, _numbers(*saved.state["size"].args), {})
+        if math.prod(found.shape):
+            tensors[_text(key)] = found
+        for chunk in saved.state["chunks"] if math.prod(found.shape) else ():
+            box = Rectangle(*(_numbers(*chunk.state[part].args) for part in ("offsets", "sizes")))
+            name, place = places[key, box.offset]
+            entries[name][entry_name(key, box)] = place
+            found.boxes[box] = [Range(0, math.prod(box.shape), numbers[name])]
+    return tensors, entries
+
+
+def _numbers(sizes: Any) -> tuple[int, ...]:
+    sizes = tuple(sizes)
+    if len(sizes) > 16 or not all(type(n) is int and 0 <= n < 2**62 for n in sizes):
+        raise CheckpointError(f"{str(sizes[:16])[:80]} are not at most 16 sizes")
+    return sizes
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"{type(value).__name__} where a name must be")
+    return value

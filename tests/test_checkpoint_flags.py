@@ -1,0 +1,155 @@
+"""What of a checkpoint is saved and loaded: --no-save-optim, --finetune, strictness, the schedule."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from nanomegatron.checkpoint.checkpoint import load, save
+from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.resume import save_checkpoint
+from nanomegatron.lr_schedule import step_values
+from nanomegatron.mesh import Mesh, World
+from tests.checkpoints import ALONE
+from tests.layouts import flags_of
+from tests.spmd import run_spmd
+from tests.training import arguments, set_up
+
+FORMATS = ("sharded", "torch_dist", "torch")
+TINY = "--bf16 --num-layers 1 --hidden-size 16 --seq-length 16 --global-batch-size 4 --train-iters 4"
+# Flags of a load -> iteration, whether moments are the saved ones; of a checkpoint with the states of the
+# optimizer and of one without.
+WITH_STATES = {
+    "": (2, True),
+    "--no-load-rng --dist-ckpt-strictness raise_all": (2, True),
+    "--no-load-optim --dist-ckpt-strictness raise_all": (2, False),
+    "--finetune": (0, False),
+    "--finetune --no-load-optim --no-load-rng": (0, False),
+}
+WITHOUT = {
+    "": "main/embedding.word_embeddings.weight: missing",
+    "--dist-ckpt-strictness raise_unexpected": "exp_avg/embedding.word_embeddings.weight: missing",
+    "--dist-ckpt-strictness log_unexpected": (2, False),
+    "--dist-ckpt-strictness ignore_all": (2, False),
+    "--no-load-optim": (2, False),
+    "--finetune --no-save-optim --no-save-rng": (0, False),
+}
+
+
+def states_of(run) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's states of this rank, in one tensor a kind."""
+    kinds = {kind: [flat for _, flat in ranges] for kind, ranges in run.optimizer.states().items()}
+    kinds["weights"] = [p.detach() for p in run.model.parameters()]
+    return {kind: torch.cat([x.float().flatten() for x in found]) for kind, found in kinds.items()}
+
+
+def load_in_every_way(world: World, argv: list[str], folder: str, format: str) -> None:
+    """Save after two steps, with and without states, then load it with the flags above."""
+    for name, more, loads in (
+        ("with", "", WITH_STATES),
+        ("without", "--no-save-optim --no-save-rng", WITHOUT),
+    ):
+        place = f"{folder}/{name}"
+        run = set_up(world, [*argv, "--save", place, "--ckpt-format", format, *more.split()], folder)
+        for _ in range(2):
+            train.train_step(run).read()
+            run.iteration += 1
+        run.optimizer.cast_weights()
+        save_checkpoint(run)
+        saved = states_of(run)
+        assert saved["exp_avg"].any() and not torch.equal(saved["main"], saved["main"].bfloat16().float())
+        for flags, expected in loads.items():
+            again = [*argv, "--load", place, "--save", f"{folder}/none", *flags.split()]
+            if isinstance(expected, str):
+                with pytest.raises(CheckpointError, match=expected):
+                    set_up(world, again, folder)
+                continue
+            run = set_up(world, again, folder)
+            found, (iteration, whole) = states_of(run), expected
+            assert run.iteration == iteration, flags
+            assert torch.equal(found["weights"], saved["weights"]), flags
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(found[kind], saved[kind] * whole), (flags, kind)
+            main = saved["main"] if whole else saved["main"].bfloat16().float()
+            assert torch.equal(found["main"], main), flags
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_saved_and_loaded(format, sources, tmp_path):
+    """In every format, on two ranks that share the optimizer's states."""
+    argv = arguments(sources, "gpt", TINY, flags_of("dp2z1")[1])
+    run_spmd(load_in_every_way, 2, argv, str(tmp_path), format, timeout=120)
+
+
+def load_strictly(mesh: Mesh, root: Path) -> list:
+    """Rank 0 wants a tensor that was not saved; one that was saved is wanted by none."""
+    first = mesh.world.rank == 0
+    found = []
+    for strictness in ("assume_ok_unexpected", "raise_unexpected", "raise_all", "log_unexpected", "log_all"):
+        new = [Piece("model/new", (2,), (0,), torch.full((2,), 7.0))] * first
+        pieces = [Piece("model/a", (3,), (0,), torch.zeros(3)), *new]
+        try:
+            notes = load(root, pieces, mesh, strictness=strictness).notes
+            assert pieces[0].data.tolist() == [1, 1, 1] and all(piece.data.eq(7).all() for piece in new)
+            found.append(" and ".join(notes))
+        except CheckpointError as error:
+            found.append(str(error).splitlines()[-1].strip())
+    return found
+
+
+def test_strictness_says_the_same_on_all_ranks(tmp_path):
+    pieces = [Piece(key, (3,), (0,), torch.ones(3)) for key in ("model/a", "model/b", "exp_avg/a")]
+    save(tmp_path, 1, pieces, {}, "", ALONE)
+    kept = "1 tensors are not in the checkpoint and keep their initial values: model/new"
+    one, two = run_spmd(load_strictly, 2, tmp_path, tp=2)
+    assert (
+        one
+        == two
+        == [
+            "model/new: missing, wanted [2]",
+            "model/new: missing, wanted [2]",
+            "1 saved tensors have no place here: model/b; --dist-ckpt-strictness log_all leaves them out",
+            kept,
+            f"1 saved tensors are not used: model/b and {kept}",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, kept",
+    [("--override-opt_param-scheduler", False), ("", False)]
+    + [
+        ("--use-checkpoint-opt_param-scheduler", True),
+        ("--use-checkpoint-opt-param-scheduler", True),
+        ("--use-checkpoint-opt_param-scheduler --finetune", False),
+    ],
+)
+def test_whose_schedule(flags, kept, sources, tmp_path):
+    """The command line's, or that of the run that saved, to its end."""
+    argv = arguments(sources, "gpt", TINY, "--lr-warmup-iters 1")
+    changed = [*argv, *"--lr 7e-3 --lr-decay-style linear --lr-warmup-iters 2 --train-iters 6".split()]
+    rates = run_spmd(saved_and_resumed, 1, argv, changed, flags, str(tmp_path))[0]
+    assert rates["resumed"][:4] == rates["saved" if kept else "changed"][:4]
+    assert rates["saved"][:4] != rates["changed"][:4]
+
+
+def rates_of(run) -> list[float]:
+    """The learning rate of each step, as the optimizer has it."""
+    return step_values(run.config, run.samples_before)[0]
+
+
+def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: str, folder: str) -> dict:
+    """The learning rates of a run, of one with other flags, and of this one resuming from the first twice."""
+    run, place = set_up(world, [*argv, "--save", f"{folder}/one"], folder), f"{folder}/one"
+    rates = {"saved": rates_of(run)}
+    save_checkpoint(run)
+    for name, more in (("changed", ""), ("resumed", f"--load {place} {flags}")):
+        run = set_up(world, [*changed, "--save", f"{folder}/{name}", *more.split()], folder)
+        rates[name] = rates_of(run)
+    if "use-checkpoint" in flags and "finetune" not in flags:
+        save_checkpoint(run)  # it keeps this schedule for the next
+        again = set_up(world, [*changed, "--save", f"{folder}/resumed", *flags.split()], folder)
+        assert rates_of(again) == rates["resumed"]
+    return rates
