@@ -140,10 +140,7 @@ class ShardUpdates:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Numbers of one step, as 0-d device tensors; `part_norms` has one for each `Optimizer.part_names`.
-
-    On a rank that holds a replica these are of it, too, though the global norm does not count it.
-    """
+    """Numbers of one step, as 0-d device tensors; `part_norms` has one for each `Optimizer.part_names`."""
 
     grad_norm: torch.Tensor  # NaN also if optimizer states are not finite
     good: torch.Tensor  # 1 if the step has updated the parameters, else 0

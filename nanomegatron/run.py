@@ -68,10 +68,7 @@ class Run:
         return GlobalBatch(self.iteration + 1, first, end, lengths)
 
     def report(self, step: StepReport | None) -> None:
-        """Log and judge a step's numbers, set `stop` if a rank has to stop; waits for the end of the step.
-
-        Raises BadSteps if the run cannot go on.
-        """
+        """Log a step's numbers, set `stop` if a rank has to stop; waits for the step. Raises BadSteps."""
         if step is None:
             return
         numbers = self.reporter.numbers(step)

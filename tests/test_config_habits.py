@@ -129,7 +129,7 @@ def test_a_files_spellings(tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--rerun-mode validate_results", "--no-save-rng", "--no-load-rng"],
+    ["--no-save-rng", "--no-load-rng"],
 )
 def test_megatrons_small_flags(flags):
     assert any(flags.split()[0] in note for note in read(flags)[1])

@@ -13,6 +13,7 @@ import torch
 
 import train
 from nanomegatron.checkpoint.checkpoint import latest
+from nanomegatron.checkpoint.resume import save_checkpoint
 from nanomegatron.config.faults import FaultConfig
 from nanomegatron.faults.health import FEWEST, LAG, BadSteps, Health
 from nanomegatron.launch import launch
@@ -168,7 +169,7 @@ def saves_what_is_not_finite(world: World, argv: list[str], folder: str) -> str:
     if world.rank == 1:
         run.optimizer.shards[0].exp_avg[3] = math.inf
     with pytest.raises(BadSteps) as caught:
-        train.save_checkpoint(run)
+        save_checkpoint(run)
     return str(caught.value)
 
 

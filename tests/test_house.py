@@ -17,7 +17,7 @@ BUDGETS = {
     "faults": 1050,
     "ops": 2930,
     "plan": 630,
-    "report": 2200,
+    "report": 2210,
 }
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a
