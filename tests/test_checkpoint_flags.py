@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import train
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.resume import save_checkpoint
+from nanomegatron.checkpoint.resume import all_pieces, save_checkpoint
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from tests.checkpoints import ALONE
@@ -153,3 +154,22 @@ def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: 
         again = set_up(world, [*changed, "--save", f"{folder}/resumed", *flags.split()], folder)
         assert rates_of(again) == rates["resumed"]
     return rates
+
+
+def save_by_torch_and_load(world: World, argv: list[str], folder: str) -> None:
+    """A checkpoint of another program, with our names: weights for a new run, and no run to resume."""
+    run = set_up(world, [*argv, "--save", f"{folder}/none"], folder)
+    train.train_step(run).read()
+    weights = {p.key: p.data.clone() for p in all_pieces(run, {})[0]}
+    dcp.save(weights, checkpoint_id=f"{folder}/theirs/iter_0000007", no_dist=True)
+    with pytest.raises(ValueError, match="theirs: it has weights only; add --finetune to train it"):
+        set_up(world, [*argv, "--load", f"{folder}/theirs", "--save", f"{folder}/none"], folder)
+    more = ["--load", f"{folder}/theirs", "--finetune", "--save", f"{folder}/none"]
+    again = set_up(world, [*argv, *more], folder)
+    assert again.iteration == 0
+    assert all(torch.equal(p.data, weights[p.key]) for p in all_pieces(again, {})[0])
+    assert "no hash says whether it is damaged" in (Path(folder) / "log.txt").read_text()
+
+
+def test_a_run_begins_with_the_weights_of_another_program(sources, tmp_path):
+    run_spmd(save_by_torch_and_load, 1, arguments(sources, "llama", TINY), str(tmp_path))
