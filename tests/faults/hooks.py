@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import train
-from train import run_rank
 from nanomegatron.mesh import World
+from train import run_rank
 
 MARKED = ("build_datasets", "load_checkpoint", "evaluate", "save_checkpoint")
 POINTS = (

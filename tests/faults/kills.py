@@ -1,4 +1,4 @@
-"""Rows K1 to K5: processes are killed at random moments and inside saves; the same command gives the same bits."""
+"""Rows K1 to K5: processes die at random moments and inside saves; the same command gives the same bits."""
 
 import re
 import signal
@@ -27,7 +27,9 @@ from tests.faults.runs import (
 DRAWS = 8  # moments that are drawn until one falls into the run
 
 
-def draw(place: Place, case: str, rng: Random, layout: str, how: str = "launcher") -> tuple[Job, dict[int, int]]:
+def draw(
+    place: Place, case: str, rng: Random, layout: str, how: str = "launcher"
+) -> tuple[Job, dict[int, int]]:
     """Start a run and wait for a random moment: in set-up, a step or a save -> the run, its processes."""
     pace = place.reference(layout).pace
     for number in range(DRAWS):
@@ -120,7 +122,7 @@ def k2(place: Place, seed: int) -> str:
 
 
 def damage_newest(place: Place, case: str, layout: str, iteration: int) -> None:
-    """Run to an iteration and damage its checkpoint: saving it again replaces the folder, removing the old one."""
+    """Run to an iteration and damage its checkpoint: saving it again removes the damaged folder."""
     code = place.start(case, layout, f"--exit-interval {iteration}").wait()
     assert code == 0, f"exit code {code}"
     shard = newest(place.folder / case) / "rank_00000.safetensors"
@@ -159,7 +161,7 @@ def kill_each(place: Place, job: Job, rng: Random, layout: str, kills: int) -> N
 
 
 def k4(place: Place, seed: int) -> str:
-    """Three kills, which torchrun may restart after; or two where it may restart once: then it says where to go on."""
+    """Three kills with three restarts; two kills with one restart: then status.json names the checkpoints."""
     rng, layout = Random(f"K4 {seed}"), FIVE[seed // 2 % 5]
     exhausted = bool(seed % 2)
     job = place.start(f"K4-{seed}", layout, how="torchrun", restarts=1 if exhausted else 3)

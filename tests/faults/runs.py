@@ -1,11 +1,11 @@
 """Small runs for the fault matrix (docs/reliability.md): started, watched, killed, compared to the bit.
 
-    place = Place(folder)                               data, and the undisturbed run of each layout, made once
-    job = place.start("case", "tp2sp")                  ten steps, a save after every second: about a second
-    job.reach(3, seconds=0.01)                          10 ms after the numbers of the third step
-    job.kill(1), job.wait()                             SIGKILL to rank 1; the exit code
-    place.rerun("case", "tp2sp")                        the same command again, to its end
-    place.expect_equal("case", "tp2sp")                 losses and final checkpoint, to the bit
+    place = Place(folder)                            data, and the undisturbed run of each layout, made once
+    job = place.start("case", "tp2sp")               ten steps, a save after every second: about a second
+    job.reach(3, seconds=0.01)                       10 ms after the numbers of the third step
+    job.kill(pid), job.wait()                        SIGKILL to a process; the exit code
+    place.rerun("case", "tp2sp")                     the same command again, to its end
+    place.expect_equal("case", "tp2sp")              losses and final checkpoint, to the bit
 
 `how` a run is started: "launcher" is `python train.py --nproc N` without the seconds of imports: launcher and
 ranks are forked from a server that has imported everything. "command" is that command itself, "torchrun" is
@@ -51,12 +51,16 @@ LAYOUTS = {  # processes, flags
     "cp2": (2, "--cp 2 --attention-dropout 0"),
     "tp2pp2": (4, "--tp 2 --pp 2"),
     "one": (1, ""),
-    "dp2z2": (2, "--data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --ddp-bucket-size 4000"),
+    "dp2z2": (
+        2,
+        "--data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --ddp-bucket-size 4000",
+    ),
     "pp2v2": (2, f"{DEEP} --vpp 2"),
     "pp2zbv": (2, f"{DEEP} --pipeline-schedule zb-v"),
     "dp2ep2": (2, "--num-experts 4 --moe-ffn-hidden-size 48 --ep 2"),
 }
 FIVE = tuple(LAYOUTS)[:5]  # those of the matrix: dp, tp with sp, pp, cp, tp x pp
+NONE = Hooks()
 ALIVE = 60.0  # seconds that a case may take: longer is a hang
 PRELOAD = ["torch", "torch._dynamo", "train", "tests.faults.hooks"]
 
@@ -209,7 +213,13 @@ class Place:
         return size, [*MODEL.split(), *data, *more.split(), *flags.split()]
 
     def start(
-        self, case: str, layout: str, flags: str = "", how: str = "launcher", hooks: Hooks = Hooks(), restarts=3
+        self,
+        case: str,
+        layout: str,
+        flags: str = "",
+        how: str = "launcher",
+        hooks: Hooks = NONE,
+        restarts=3,
     ) -> Job:
         """Start a run in the folder of a case; the same again resumes. restarts: of torchrun."""
         size, argv = self.arguments(layout, flags)
@@ -247,7 +257,9 @@ class Place:
         assert code == 0, f"the same command again: exit code {code}: {tail(job.text())}"
         return (job.folder / RUN / "log.txt").read_text()
 
-    def reference(self, layout: str, flags: str = "", how: str = "launcher") -> Reference:
+    def reference(
+        self, layout: str, flags: str = "", how: str = "launcher", seconds: float = ALIVE
+    ) -> Reference:
         """The undisturbed run, made once."""
         key = layout, flags, how
         if key not in self.references:
@@ -255,7 +267,7 @@ class Place:
             job = self.start(case, layout, flags, how)
             job.until(job.records)
             first = time.monotonic(), len(job.records())
-            code = job.wait()
+            code = job.wait(seconds)
             assert code == 0, f"the undisturbed run of {layout}: exit code {code}: {tail(job.text())}"
             steps = len(job.records()) - first[1]
             found = outcome(job.folder)
@@ -276,7 +288,9 @@ class Place:
 
 def spawn(words: list[str], folder: Path, before: tuple[str, ...] = (), out: str = "out.txt"):
     """Start an interpreter in a folder, in a session of its own; `before`: words of a command around it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "MASTER"))}
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "MASTER"))
+    }
     more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     with open(folder / out, "ab") as file:
         return subprocess.Popen(
@@ -357,7 +371,9 @@ def outcome(folder: Path) -> Outcome:
 
 def expect_same_losses(found: dict[int, str], expected: dict[int, str]) -> None:
     """Each loss is the undisturbed run's."""
-    wrong = [f"step {i}: {found[i]}, undisturbed {expected.get(i)}" for i in found if found[i] != expected.get(i)]
+    wrong = [
+        f"step {i}: {found[i]}, undisturbed {expected.get(i)}" for i in found if found[i] != expected.get(i)
+    ]
     assert not wrong, f"losses differ: {wrong[0]}, and {len(wrong) - 1} more"
 
 
