@@ -90,7 +90,9 @@ def test_fewer_cases_do_not_replace_more_but_a_failure_does(tmp_path, monkeypatc
     monkeypatch.setattr(faults, "RESULTS", tmp_path / "faults.json")
 
     def kept_after(wanted: int, failure: str = "") -> tuple[int, str]:
-        faults.keep_results([faults.Result("K1", wanted, 0, wanted, failure=failure)])
+        result = faults.Result("K1", wanted, 0, wanted, failure=failure)
+        result.kinds["in a step"] += wanted
+        faults.keep_results([result])
         (row,) = faults.kept()["rows"]
         return row["wanted"], row["failure"]
 

@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def keep_results(results: list[Result]) -> None:
     rows = {row["id"]: row for row in kept()["rows"]}
     for result in results:
         if result.failure or result.wanted >= rows.get(result.id, {"wanted": 0})["wanted"]:
-            rows[result.id] = asdict(result)
+            rows[result.id] = vars(result)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
     head = {
         "date": str(datetime.date.today()),
@@ -183,6 +183,7 @@ def campaign(rows: list[Row], args: argparse.Namespace) -> list[Result]:
                 print(f"{row.id:4}not run: {why}", flush=True)
             else:
                 results.append(run_row(row, place, args.seed, args.count or row.all, args.keep))
+                keep_results(results[-1:])
     finally:
         place.end_all()
         if args.keep:
@@ -211,7 +212,6 @@ def main(argv: list[str]) -> int:
         return 0
     began = time.monotonic()
     results = campaign(rows, args)
-    keep_results(results)
     failed = [result for result in results if result.failure]
     for result in failed:
         print(f"\n{result.id}, the first failure:\n{result.failure}\nagain: {result.repeat}")

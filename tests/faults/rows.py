@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.faults import damage, exact, kills, machines, soak, stops
+from tests.faults import damage, exact, hangs, kills, machines, soak, stops
 from tests.faults.runs import ROOT, Place
 
 
@@ -45,6 +45,11 @@ def by_tests(*words: str) -> Callable[[Place, int], str]:
         return f"{passed[1]} tests"
 
     return run
+
+
+def until(setting: str, part: str) -> str:
+    """What a row waits for: the part of the project that has this setting, as long as there is none."""
+    return "" if kills.has_flag(setting) else part
 
 
 ROWS = (
@@ -93,7 +98,7 @@ ROWS = (
         1,
         4,
         machines.l1,
-        waits="the watch-dog",
+        waits=until("hang_timeout_secs", "the watch-dog"),
         skip=machines.not_permitted,
     ),
     Row(
@@ -112,6 +117,15 @@ ROWS = (
         2,
         10,
         stops.t3,
+    ),
+    Row(
+        "H1",
+        "SIGSTOP to each rank of tp x pp, `--hang-timeout-secs 10`",
+        "the rank is named within 12 seconds, with the stacks of all others",
+        1,
+        8,
+        hangs.h1,
+        waits=until("hang_timeout_secs", "the watch-dog"),
     ),
     Row("T4", "Ctrl-C once, twice", "once saves; twice leaves at once; again: equal", 2, 4, stops.t4),
     Row(
