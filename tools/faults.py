@@ -183,7 +183,8 @@ def campaign(rows: list[Row], args: argparse.Namespace) -> list[Result]:
                 print(f"{row.id:4}not run: {why}", flush=True)
             else:
                 results.append(run_row(row, place, args.seed, args.count or row.all, args.keep))
-                keep_results(results[-1:])
+                if args.minutes >= row.minutes:
+                    keep_results(results[-1:])
     finally:
         place.end_all()
         if args.keep:

@@ -19,7 +19,10 @@ from tests.faults.runs import ROOT, Place
 
 @dataclass(frozen=True)
 class Row:
-    """A row. whole: one call runs all cases. skip: says why this machine cannot run it, or nothing."""
+    """A row. whole: one call runs all cases. minutes: that a case takes by default, if it is given a time.
+
+    skip: says why this machine cannot run it, or nothing.
+    """
 
     id: str
     fault: str
@@ -28,6 +31,7 @@ class Row:
     all: int
     run: Callable[[Place, int], str]
     whole: bool = False
+    minutes: float = 0.0
     waits: str = ""
     skip: Callable[[], str] = lambda: ""
 
@@ -169,5 +173,7 @@ ROWS = (
         4,
         exact.x2,
     ),
-    Row("Q1", "half an hour with a fault each minute", "it ends by itself; equal", 0, 1, soak.q1),
+    Row(
+        "Q1", "half an hour with a fault each minute", "it ends by itself; equal", 0, 1, soak.q1, minutes=30.0
+    ),
 )

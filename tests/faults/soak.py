@@ -45,7 +45,8 @@ def q1(place: Place, seed: int) -> str:
         job.end()  # the ranks of a launcher that was killed
     place.expect_equal(case, layout, flags)
     assert sum(counts.values()), "it has met no fault"
-    return f"{sum(counts.values())} faults: {', '.join(f'{n} x {name}' for name, n in counts.items() if n)}"
+    kinds = ", ".join(f"{n} x {name}" for name, n in counts.items() if n)
+    return f"{place.minutes:g} minutes, {sum(counts.values())} faults: {kinds}"
 
 
 def calm(job: Job, seconds: float) -> None:
