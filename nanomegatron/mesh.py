@@ -143,6 +143,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     rendezvous: str = ""  # "", "env://" (torchrun) or "file:///..." (one machine, no open port)
+    agent: int = 0  # process number of torchrun, which this one must not outlive; 0: not started by it
 
     @staticmethod
     def from_environment() -> "World":
@@ -150,7 +151,8 @@ class World:
         if "RANK" not in os.environ:
             return World()
         rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        return World(rank, size, local, "env://")
+        agent = os.getppid() if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
+        return World(rank, size, local, "env://", agent)
 
 
 def pick_device(asked: str, world: World) -> torch.device:

@@ -193,7 +193,7 @@ class Optimizer:
         the norm over all ranks, and the parameters.
         """
         squares = self._over_parts(self._grads())
-        total = self._sum(squares)  # NaN if one is not finite, also of a replica
+        total = (squares * self.counted).sum()  # NaN if one is not finite, also of a replica
         if check_states:
             total = torch.where(self.not_finite().any(), math.nan, total)
         norm = (self._norm(total) / self.scaler.scale).float()
@@ -231,10 +231,6 @@ class Optimizer:
         each = [sums_of_squares(x, at.on(x.device), count=zeros)[zeros] for x, at in pairs]
         return torch.cat([sums.to(self.values.device) for sums in each])
 
-    def _sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum of the numbers `[parts]` of the parts that this rank counts -> `[]`"""
-        return (parts * self.counted).sum()
-
     def _norm(self, total: torch.Tensor) -> torch.Tensor:
         return all_reduce_(total, self.buckets.world).sqrt()
 
@@ -247,11 +243,11 @@ class Optimizer:
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""
-        return self._norm(self._sum(self._over_parts([shard.main for shard in self.shards])))
+        return self._norm((self._over_parts([shard.main for shard in self.shards]) * self.counted).sum())
 
     def num_zeros(self) -> torch.Tensor:
         """Number of zero gradients, without padding -> `[]`. All-reduces one number over all ranks."""
-        zeros = self._sum(self._over_parts(self._grads(), zeros=True)).long()
+        zeros = (self._over_parts(self._grads(), zeros=True) * self.counted).sum().long()
         return all_reduce_(zeros, self.buckets.world)
 
     def reset_main(self) -> None:

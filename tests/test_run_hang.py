@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +148,39 @@ def test_a_slow_run_is_no_hang_and_a_store_may_hang(tmp_path, monkeypatch):
     assert time.monotonic() - begin > 4.5 * SHORT
     message = json.loads((tmp_path / "status.json").read_text())["message"]
     assert codes[0] == 1 and "the store of the ranks does not answer" in message and "barrier" in message
+
+
+AGENT = """
+import os, signal, sys, time
+from pathlib import Path
+from nanomegatron.config.settings import Config
+from nanomegatron.faults.watchdog import Watchdog
+from nanomegatron.mesh import Mesh, World
+from types import SimpleNamespace
+
+if not (child := os.fork()):
+    os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_RESTART_COUNT="0")
+    log = SimpleNamespace(folder=Path("."), warn=lambda text: Path("said").write_text(text))
+    with Watchdog(Config(), Mesh(), log, World.from_environment().agent):
+        Path("watched").touch()
+        time.sleep(60)
+while not Path("watched").exists():
+    time.sleep(0.01)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_does_not_outlive_torchruns_agent(tmp_path, monkeypatch):
+    """Its lock on the run's folder would keep the same command from resuming."""
+    command = [sys.executable, "-c", AGENT]
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=60)
+    rank, end = int(done.stdout), time.monotonic() + 5
+    while time.monotonic() < end and Path(f"/proc/{rank}/exe").exists():
+        time.sleep(0.05)
+    assert not Path(f"/proc/{rank}/exe").exists()
+    assert "torchrun was killed" in (tmp_path / "said").read_text()
 
 
 def test_what_counts_as_standing_still(monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
+from nanomegatron.checkpoint import resume
 from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report.writers import read_jsonl
@@ -20,10 +21,11 @@ TEN = "--train-iters 10 --lr-warmup-iters 0"
 def disturbed(world: World, argv: list[str], folder: str, what: str, step: int) -> int:
     """A rank of a run in which something happens when step + 1 begins, or while step is saved."""
     os.chdir(folder)
-    name = "save_checkpoint" if what == "signal in a save" else "train_step"
-    usual = getattr(train, name)
+    saving = what == "signal in a save"
+    module, name = (resume, "save_checkpoint") if saving else (train, "train_step")
+    usual = getattr(module, name)
 
-    def disturb(run):
+    def disturb(run, *more, **how):
         if run.iteration == step:
             if what == "file" and world.rank == 1:
                 Path("stop").touch()
@@ -33,16 +35,16 @@ def disturbed(world: World, argv: list[str], folder: str, what: str, step: int) 
                 if world.rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 signal.raise_signal(signal.SIGTERM)  # torchrun sends it to those that are left
-        return usual(run)
+        return usual(run, *more, **how)
 
-    save = train.save_checkpoint
+    save = resume.save_checkpoint
 
-    def begun(run):
+    def begun(run, *more, **how):
         Path(f"save-{run.iteration}").touch()
-        save(run)
+        save(run, *more, **how)
 
-    train.save_checkpoint = begun
-    setattr(train, name, disturb)
+    resume.save_checkpoint = begun
+    setattr(module, name, disturb)
     train.plot_loss = train.show_sample = lambda *_: None
     return train.run_rank(world, argv)
 

@@ -66,16 +66,18 @@ class Standstill:
 class Watchdog:
     """Watches this rank from `with` to its end. A single process is watched only if T is given."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: RunLog) -> None:
+    def __init__(self, config: Config, mesh: Mesh, log: RunLog, agent: int = 0) -> None:
+        """agent: of torchrun, as in `World`; the process ends soon after it, as those of --nproc do."""
         asked, minutes = config.run.hang_timeout_secs, config.parallel.distributed_timeout_minutes
         self.mesh, self.log = mesh, log
+        self.agent = agent
         self.standstill = lambda: Standstill(mesh.traffic, asked, 60 * minutes)
         self.limit, self.tick = self.standstill().limit, self.standstill().tick
         self.wanted = mesh.world.size > 1 or asked is not None
         self.store = mesh.connect_store() if self.wanted else None
         self.host, self.beats = socket.gethostname(), 0
         self.closed, self.ending = threading.Event(), threading.Lock()
-        works = (self.watch, self.guard) if self.wanted else ()
+        works = (self.watch, self.guard) if self.wanted else (self.guard,) if agent else ()
         self.threads = [threading.Thread(target=work, daemon=True) for work in works]
 
     def __enter__(self) -> "Watchdog":
@@ -105,10 +107,13 @@ class Watchdog:
                     self.end(lambda before=earlier: self.report(before, self.all_beats()))
 
     def guard(self) -> None:
-        """The thread that ends the process if `watch` does not."""
+        """The thread that ends the process if `watch` does not, or if torchrun's agent was killed."""
         standstill = self.standstill()
-        while not self.closed.wait(self.tick):
-            if (standstill.share() - 1) * self.limit >= LATE:
+        while not self.closed.wait(min(self.tick, 1.0)):
+            if self.agent and os.getppid() != self.agent:
+                self.log.warn("torchrun was killed: this process ends, too")
+                os._exit(1)
+            if self.wanted and (standstill.share() - 1) * self.limit >= LATE:
                 self.end(lambda: self.report({}, {}))
 
     # Heartbeats
