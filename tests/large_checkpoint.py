@@ -22,6 +22,7 @@ from nanomegatron.checkpoint.checkpoint import training_pieces
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import MANIFEST, read_manifest, write_manifest
 from nanomegatron.checkpoint.manifest import (
+    CRC_BLOCK,
     ITEM_BYTES,
     Manifest,
     Range,
@@ -114,7 +115,9 @@ def write_indices(folder: Path, argv: str, world: int) -> None:
             for ranges in t.boxes.values()
             for r in ranges
         )
-        part = Manifest(0, {}, "", tensors, {mesh.rank: SavedFile(size + 2**20, "0" * 64)})
+        size += 2**20
+        saved = SavedFile(size, "0" * 64, (0,) * math.ceil(size / CRC_BLOCK))
+        part = Manifest(0, {}, "", tensors, {mesh.rank: saved})
         (folder / shard_name(mesh.rank)).with_suffix(".json").write_text(to_json(part))
 
 

@@ -161,7 +161,7 @@ def test_parts_are_what_a_save_writes(tmp_path, flags):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags, size", [("", 3), (large.OVERLAP, 5)])
+@pytest.mark.parametrize("flags, size", [("", 6), (large.OVERLAP, 7)])
 def test_405b_on_16384_ranks(tmp_path, flags, size):
     """MiB of the manifest, of 64 that may be; CPU seconds of a reader."""
     merged(tmp_path, f"{large.LLAMA_405B} {flags}", 16384)

@@ -76,9 +76,9 @@ def test_training_beside_a_save_changes_nothing(case, corpus, tmp_path):  # noqa
     assert [text.count(f"saved   async, step {step}\n") for step in (2, 4, 6)] == [1, 1, 1]
 
 
-def failed_run(corpus: str, folder: Path, flags: str, pause: float = 0.0) -> tuple:  # noqa: F811
+def failed_run(prefix: str, folder: Path, flags: str, pause: float = 0.0) -> tuple[str, list[int]]:
     """A run whose writer on rank 1 has no room in any save: its log, and the steps that it made."""
-    argv = arguments(corpus, SIX, SHARDED, "--async-save", flags)
+    argv = arguments(prefix, SIX, SHARDED, "--async-save", flags)
     assert run_spmd(run_ranks, 2, argv, str(folder), NO_ROOM, pause) == [train.SAVE_FAILED] * 2
     status = json.loads((folder / "runs/test/status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 4)

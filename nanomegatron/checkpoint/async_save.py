@@ -180,7 +180,8 @@ class AsyncSaver:
 
     def _start_writer(self) -> None:
         root, buffer = Path(__file__).resolve().parents[2], self.buffer
-        words = [sys.executable, "-I", "-S", "-c", START, str(root), str(buffer.descriptor), str(buffer.size)]
+        words = [sys.executable, *"-I -S -B -c".split(), START, str(root)]  # nothing but the standard library
+        words += [str(buffer.descriptor), str(buffer.size)]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         alone = dict(pass_fds=(buffer.descriptor,), start_new_session=True)  # no Ctrl-C of the terminal
         self.process = subprocess.Popen(words, **pipes, **alone)

@@ -1,0 +1,280 @@
+"""How long a save holds up a step, and how fast checkpoints are written and read; one GPU.
+
+    python -m benchmarks.save_stall --folder /tmp/saves --out FILE.json     8 layers of llama3-8b, 8 minutes
+    python -m benchmarks.save_stall --small --out FILE.json                 a tiny model on a CPU, to test it
+    python -m benchmarks.save_stall --way verify --size 1073741824          only the checks, of cached files
+
+    plain   a file of the same size: written in blocks by four threads and synced; read, not from the cache
+    async   steps | save | steps until it is published     --async-save; then all files are checked
+    sync    the save by itself; then loads, from the disk and from the page cache
+    dcp     steps | torch.distributed.checkpoint.async_save | steps until it is done
+
+Each is a process of its own, and its files are removed before the next: the disk holds one checkpoint. Times
+of steps are those of the host between the reports of two steps, saves included. `stall_s` is the longest from
+the save on, less the median of the steps before it; `excess_s` the sum of what all of them take longer than
+that median. Rates are in GB/s of all bytes of a checkpoint.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import train
+from nanomegatron.checkpoint.blocks import verify_files, write_blocks
+from nanomegatron.checkpoint.checkpoint import load
+from nanomegatron.checkpoint.folder import read_manifest
+from nanomegatron.checkpoint.manifest import SavedFile, shard_name
+from nanomegatron.checkpoint.resume import save_checkpoint, saved_pieces
+from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.report.log import RunLog
+from nanomegatron.run import Run
+from tools.gpu_gate import commit_of
+
+ROOT = Path(__file__).resolve().parent.parent
+WAYS = ("plain", "async", "sync", "dcp")
+FLAGS = (
+    "--config llama3-8b --num-layers 8 --bf16 --mock-data --micro-batch-size 1 --global-batch-size 4 "
+    "--train-iters 1000 --eval-iters 0 --save-interval 1000 --run-name stall"
+)
+SMALL = (
+    "--device cpu --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 16 --mock-data --vocab-size 96 --micro-batch-size 1 --train-iters 1000 --eval-iters 0 "
+    "--save-interval 1000 --run-name stall"
+)
+WARM, BEFORE, LEAST, MOST = 4, 8, 3, 120  # steps: not timed; timed before a save, after it
+BLOCK, THREADS = 16 * 2**20, 4
+
+
+def start(flags: str) -> Run:
+    """A run at its first step."""
+    world = World.from_environment()
+    parsed, config = train.settings(flags.split(), world)
+    device = pick_device(config.run.device, world)
+    mesh = Mesh.build(config.parallel, world, device)
+    run = train.set_up(parsed, config, mesh, RunLog(config.run.folder, config))
+    run.optimizer.cast_weights()
+    return run
+
+
+def step(run: Run) -> None:
+    """One step, launched before the one before it is reported, as in train.py."""
+    previous, run.pending = run.pending, train.train_step(run)
+    run.iteration += 1
+    run.report(previous)
+
+
+def timed_steps(run: Run, count: int, done: Callable[[], bool] = lambda: False) -> list[float]:
+    """Seconds of each step, at least LEAST, until `done`."""
+    times: list[float] = []
+    while len(times) < LEAST or (len(times) < count and not done()):
+        begin = time.perf_counter()
+        step(run)
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """The time of a call; the device is idle before and after it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def stall(before: list[float], begun: float, after: list[float]) -> dict[str, Any]:
+    """What a save that took `begun` seconds to begin adds to the steps around it."""
+    median, after = statistics.median(before), [begun + after[0], *after[1:]]
+    excess = [t - median for t in after]
+    return {
+        "step_s": median,
+        "step_while_writing_s": statistics.median(after),
+        "begin_s": begun,
+        "stall_s": max(excess),
+        "excess_s": sum(excess),
+        "steps_s": [round(t, 4) for t in before + after],
+    }
+
+
+def drop_cache(folder: Path) -> None:
+    """Let the next reads of the folder's files come from the disk."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+# The ways.
+
+
+def measure_plain(folder: Path, flags: str, size: int) -> dict[str, Any]:
+    """A file of `size` bytes, without a checksum."""
+    path, block = folder / "plain", os.urandom(BLOCK)
+    places = range(0, size, BLOCK)
+
+    def written() -> None:
+        with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda at: os.pwrite(file.fileno(), block, at), places))
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        with open(path, "rb") as file, ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda at: len(os.pread(file.fileno(), BLOCK, at)), places))
+
+    write_s = seconds(written)
+    drop_cache(folder)
+    cold, warm = seconds(read), seconds(read)
+    return {"bytes": size, "write_s": write_s, "read_s": cold, "read_cached_s": warm}
+
+
+def measure_async(folder: Path, flags: str, _: int) -> dict[str, Any]:
+    """Twice; the second time the buffer has been written before."""
+    run, rounds, began = start(f"{flags} --async-save --save {folder}/ckpt"), [], time.perf_counter()
+    run.saver.writer.buffer.ready.result()
+    prepared = time.perf_counter() - began
+    timed_steps(run, WARM)
+    for _ in range(2):
+        before, begin = timed_steps(run, BEFORE), time.perf_counter()
+        save_checkpoint(run)
+        begun = time.perf_counter() - begin
+        after = timed_steps(run, MOST, run.saver.writer.published.done)
+        run.saver.finish()
+        write_s, step_at = time.perf_counter() - begin, run.saver.saved
+        target = folder / "ckpt" / f"iter_{step_at:07d}"
+        manifest = read_manifest(target)
+        check_s = seconds(lambda t=target, m=manifest: verify_files({t / shard_name(0): m.files[0]}, THREADS))
+        rounds.append(stall(before, begun, after) | {"write_s": write_s, "check_s": check_s})
+        found = size_of(target)
+        shutil.rmtree(target)
+    run.saver.close()
+    return {"bytes": found, "prepare_s": prepared, "rounds": rounds}
+
+
+def measure_sync(folder: Path, flags: str, _: int) -> dict[str, Any]:
+    """The save, and loads of all that it holds."""
+    run = start(f"{flags} --no-async-save --save {folder}/ckpt")
+    timed_steps(run, WARM)
+    write_s = seconds(lambda: save_checkpoint(run))
+    found = {"bytes": size_of(folder / "ckpt"), "write_s": write_s}
+    pieces = saved_pieces(run)
+    drop_cache(folder)
+    for name in ("load_s", "load_cached_s"):
+        found[name] = seconds(lambda: load(f"{folder}/ckpt", pieces, run.mesh))
+    return found
+
+
+def measure_dcp(folder: Path, flags: str, _: int) -> dict[str, Any]:
+    """The same tensors by torch, with its defaults."""
+    run = start(f"{flags} --no-async-save --save {folder}/ckpt")
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    timed_steps(run, WARM)
+    before = timed_steps(run, BEFORE)
+    run.flush_report()
+    run.grads.wait_params()
+    state = {f"{i} {piece.key}": piece.data for i, piece in enumerate(saved_pieces(run)) if piece.owner}
+    begin = time.perf_counter()
+    future = dcp.async_save(state, checkpoint_id=str(folder / "dcp"))
+    begun = time.perf_counter() - begin
+    after = timed_steps(run, MOST, future.done)
+    future.result()
+    found = stall(before, begun, after) | {"write_s": time.perf_counter() - begin}
+    dist.destroy_process_group()
+    return {"bytes": size_of(folder / "dcp"), "rounds": [found]}
+
+
+def measure_verify(folder: Path, flags: str, size: int) -> dict[str, Any]:
+    """Seconds to check two files in the page cache, the best of five: by CRC-32, by SHA-256, by both."""
+    data, threads = os.urandom(size // 2), torch.get_num_threads()
+    files = {folder / name: write_blocks(folder / name, [data], THREADS) for name in ("a", "b")}
+    hashes = {path: SavedFile(file.bytes, file.sha256) for path, file in files.items()}
+    ways = {"crc32": (files, False), "sha256": (hashes, False), "both": (files, True)}
+    best = {
+        name: min(seconds(lambda f=given, b=both: verify_files(f, threads, b)) for _ in range(5))
+        for name, (given, both) in ways.items()
+    }
+    for path in files:
+        path.unlink()
+    return {"bytes": size, "threads": threads, **best}
+
+
+def run_way(way: str, args: argparse.Namespace, size: int) -> dict[str, Any]:
+    """What a process of its own measures; the folder is empty before and after it."""
+    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True)
+    words = [sys.executable, "-m", "benchmarks.save_stall", "--way", way, "--size", str(size)]
+    words += ["--folder", str(args.folder.resolve()), *["--small"] * args.small]
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=args.timeout)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        found = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.stdout[-2000:]}
+    except subprocess.TimeoutExpired:
+        found = {"failed": f"not done after {args.timeout} s"}
+    shutil.rmtree(args.folder, ignore_errors=True)
+    return with_rates(found) | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def with_rates(found: dict[str, Any]) -> dict[str, Any]:
+    """Beside each time of writing or reading, GB/s."""
+    for entry in (found, *found.get("rounds", ())):
+        names = [name for name in entry if name.startswith(("write", "read", "load", "check"))]
+        for name in names:
+            entry[name.removesuffix("_s") + "_gb_s"] = found["bytes"] / entry[name] / 1e9
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all ways, or one of them in this process; write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("saves"), help="on the disk; is emptied")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--small", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for each way")
+    parser.add_argument("--way", choices=(*WAYS, "verify"), help="only this, in this process")
+    parser.add_argument("--size", type=int, default=2**20, help="bytes of the plain file")
+    args = parser.parse_args(argv)
+    if args.way:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder := args.folder.resolve())
+        measure = globals()[f"measure_{args.way}"]
+        print(json.dumps(measure(folder, SMALL if args.small else FLAGS, args.size)))
+        return 0
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "command": "python -m benchmarks.save_stall" + " --small" * args.small,
+        "commit": commit_of(ROOT),
+        "torch": version("torch"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() and not args.small else "cpu",
+    }
+    for way in ("async", "sync", "dcp", "plain"):
+        result[way] = run_way(way, args, result.get("async", {}).get("bytes", args.size))
+        text = json.dumps(result, indent=1)
+        if args.out:
+            args.out.write_text(text + "\n")
+        print(way, json.dumps({k: v for k, v in result[way].items() if k != "rounds"}), flush=True)
+    return int(any("failed" in result[way] for way in WAYS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

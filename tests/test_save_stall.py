@@ -1,0 +1,27 @@
+"""The benchmark of saves, tiny: every way measures what it names."""
+
+import json
+
+import pytest
+
+from benchmarks import save_stall
+
+
+def test_stall_is_what_a_save_adds():
+    found = save_stall.stall([0.9, 1.0, 1.3], 0.25, [1.5, 1.0, 0.9])
+    assert found["stall_s"] == pytest.approx(0.75) and found["excess_s"] == pytest.approx(0.65)
+    assert found["step_s"] == 1.0 and found["steps_s"] == [0.9, 1.0, 1.3, 1.75, 1.0, 0.9]
+
+
+@pytest.mark.full
+def test_all_ways(tmp_path, capsys):
+    out = tmp_path / "stall.json"
+    argv = ["--small", "--folder", str(tmp_path / "saves"), "--out", str(out)]
+    assert save_stall.main(argv) == 0
+    result = json.loads(out.read_text())
+    assert set(save_stall.WAYS) < result.keys() and not (tmp_path / "saves").exists()
+    assert len(result["async"]["rounds"]) == 2 and len(result["dcp"]["rounds"]) == 1
+    assert result["sync"]["bytes"] == pytest.approx(result["async"]["bytes"], abs=100)
+    assert result["plain"]["bytes"] == result["async"]["bytes"]
+    rates = [entry["write_gb_s"] for entry in (*result["async"]["rounds"], result["sync"], result["plain"])]
+    assert min(rates) > 0 and result["sync"]["load_gb_s"] > 0 and result["plain"]["read_gb_s"] > 0
