@@ -10,6 +10,7 @@ import pytest
 import train
 from nanomegatron.checkpoint import async_save, saver
 from nanomegatron.checkpoint.async_save import START
+from nanomegatron.faults.exit import SAVE_FAILED
 from nanomegatron.mesh import World
 from nanomegatron.report.writers import read_jsonl
 from tests.checkpoints import fast_ones
@@ -79,7 +80,7 @@ def test_training_beside_a_save_changes_nothing(case, corpus, tmp_path):  # noqa
 def failed_run(prefix: str, folder: Path, flags: str, pause: float = 0.0) -> tuple[str, list[int]]:
     """A run whose writer on rank 1 has no room in any save: its log, and the steps that it made."""
     argv = arguments(prefix, SIX, SHARDED, "--async-save", flags)
-    assert run_spmd(run_ranks, 2, argv, str(folder), NO_ROOM, pause) == [train.SAVE_FAILED] * 2
+    assert run_spmd(run_ranks, 2, argv, str(folder), NO_ROOM, pause) == [SAVE_FAILED] * 2
     status = json.loads((folder / "runs/test/status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 4)
     assert "File too large" in status["message"] and " bytes, " in status["message"]
