@@ -179,7 +179,7 @@ def campaign(rows: list[Row], args: argparse.Namespace) -> list[Result]:
     place, results = Place(folder, args.minutes), []
     try:
         for row in rows:
-            if why := f"waits for {row.waits}" if row.waits and not args.rows else row.skip():
+            if why := f"waits for {row.waits}" if row.waits else row.skip():
                 print(f"{row.id:4}not run: {why}", flush=True)
             else:
                 results.append(run_row(row, place, args.seed, args.count or row.all, args.keep))
