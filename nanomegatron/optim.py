@@ -237,9 +237,8 @@ class Optimizer:
     def not_finite(self) -> torch.Tensor:
         """Whether this rank's shards have a non-finite value: main, exp_avg, exp_avg_sq -> `[shards, 3]`"""
         flat = [x for shard in self.shards for x in (shard.main, shard.exp_avg, shard.exp_avg_sq)]
-        largest = torch._foreach_norm(flat, math.inf)  # NaN if there is one
-        bad = [~x.isfinite().to(self.values.device) for x in largest]
-        return torch.stack(bad).view(-1, 3)
+        largest = [x.float() for x in torch._foreach_norm(flat, math.inf)]  # NaN if there is one
+        return ~torch.stack(largest).to(self.values.device).isfinite().view(-1, 3)
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import train
 from nanomegatron.checkpoint.checkpoint import load
-from nanomegatron.checkpoint.files import MANIFEST, MANIFEST_SUM
+from nanomegatron.checkpoint.folder import MANIFEST, MANIFEST_SUM
 from nanomegatron.checkpoint.hf import Folder
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.config.cli import parse, saved_settings

@@ -50,6 +50,7 @@ class HostBuffer:
         self.size, self.device = max(1, size), device
         self.descriptor = os.memfd_create("checkpoint")
         self.ready: Future = Future()
+        self.closed = False
         threading.Thread(target=self._prepare, daemon=True).start()
 
     def _prepare(self) -> None:
@@ -69,6 +70,18 @@ class HostBuffer:
         except Exception as error:
             os.ftruncate(self.descriptor, 0)
             self.ready.set_exception(error)
+
+    def close(self) -> None:
+        """Unlock the pages; else CUDA would read and write them for whatever is mapped there afterwards."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.ready.exception() is None and self.device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(self.ready.result().data_ptr())
+        os.close(self.descriptor)
+
+    def __del__(self) -> None:
+        self.close()
 
     def views(self, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         """A place for each piece's elements, one after another as in the file -> `[...]`, in its shape"""
@@ -165,7 +178,7 @@ class AsyncSaver:
         if self.first:
             make_folder(self.temporary, self.need)
         if self.process.poll() is not None:
-            self.close()
+            self._end_writer()
             self._start_writer()
 
     def _on_all_ranks(self, work: Any, *args: Any) -> None:
@@ -247,7 +260,11 @@ class AsyncSaver:
         return [*(notes or ()), *(f"{error}, after all was written" for error in errors)]
 
     def close(self) -> None:
-        """End the writer process."""
+        """End the writer process and free the snapshot's memory."""
+        self._end_writer()
+        self.buffer.close()
+
+    def _end_writer(self) -> None:
         with suppress(OSError):
             self.process.stdin.close()
         self.process.wait()

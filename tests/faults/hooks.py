@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import train
+from nanomegatron.checkpoint import resume
 from nanomegatron.mesh import World
 from train import run_rank
 
@@ -75,8 +76,9 @@ def rank_of_case(hooks: Hooks, world: World, argv: list[str]) -> int:
 
 
 def mark(name: str, seconds: float, says: bool) -> None:
-    """Let a function of train.py leave a file in_NAME when it is entered, and take longer."""
-    usual = getattr(train, name)
+    """Let a function of train.py, or a save, leave a file in_NAME when it is entered, and take longer."""
+    module = train if hasattr(train, name) else resume
+    usual = getattr(module, name)
 
     def marked(*args, **kwargs):
         if says:
@@ -86,7 +88,7 @@ def mark(name: str, seconds: float, says: bool) -> None:
             time.sleep(left)
         return usual(*args, **kwargs)
 
-    setattr(train, name, marked)
+    setattr(module, name, marked)
 
 
 def keep_ledger(rank: int) -> None:
