@@ -191,8 +191,8 @@ def main(argv: list[str]) -> None:
 @pytest.fixture(scope="module")
 def recorded(request) -> dict[str, str]:
     """All traces that this session asks for, a launch for each number of ranks."""
-    params = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = {p.params.get("name") for p in params if p}
+    mine = [item for item in request.session.items if item.module is request.module]
+    wanted = {item.callspec.params["name"] for item in mine if hasattr(item, "callspec")}
     return traces([name for name in CASES if name in wanted])
 
 
