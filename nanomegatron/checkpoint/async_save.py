@@ -196,8 +196,8 @@ class AsyncSaver:
         words = [sys.executable, *"-I -S -B -c".split(), START, str(root)]  # nothing but the standard library
         words += [str(buffer.descriptor), str(buffer.size)]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        alone = dict(pass_fds=(buffer.descriptor,), start_new_session=True)  # no Ctrl-C of the terminal
-        self.process = subprocess.Popen(words, **pipes, **alone)
+        session = dict(pass_fds=(buffer.descriptor,), start_new_session=True)  # no Ctrl-C of the terminal
+        self.process = subprocess.Popen(words, **pipes, **session)
 
     def _follow(self) -> None:
         """In a thread: wait for the copies, send the job, and receive what the writer says of each stage."""

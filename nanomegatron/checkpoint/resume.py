@@ -3,7 +3,8 @@
     folder runs/NAME/ckpt    weights, main weights and Adam's moments by global name and slice
                              FP8 scales, biases of routers
                              state: iteration, samples consumed and asked for, good steps, loss scale, seed,
-                             tokenizer, data (data/identity.py)
+                             tokenizer, data (data/identity.py), losses and norms of the last steps and
+                             iterations to skip (faults/health.py, faults/recovery.py)
                              the resolved settings
 
 There is no random state to keep: weights depend on (seed, name), the order of the data on (seed, samples
