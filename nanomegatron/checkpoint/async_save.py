@@ -143,19 +143,29 @@ class AsyncSaver:
         owned = in_file_order(owned_pieces(pieces))
         self.need = bytes_needed(owned, self.mesh)
         self.job = dict(iteration=iteration, state=state, config=config, keep=astuple(keep))
-        self._on_all_ranks(self._copy, owned)
-        self.submit()
+        self.submit(self._on_all_ranks(self._describe, owned))
 
-    def _copy(self, owned: list[Piece]) -> None:
-        """Describe the rank's file, and copy the pieces to the buffer."""
+    def _describe(self, owned: list[Piece]) -> list[tuple[torch.Tensor, Piece]]:
+        """Describe the rank's file -> a place in the buffer for each piece"""
         rank = self.mesh.world.rank
         header, tensors = describe_shard(owned, rank)
         size = sum(piece.data.nbytes for piece in owned)
         self.job |= dict(rank=rank, ranks=self.mesh.world.size, threads=WRITE_THREADS, bytes=size)
         self.job |= dict(path=str(self.temporary / shard_name(rank)), header=header.decode("latin-1"))
         self.job["part"] = to_json(Manifest(0, {}, "", tensors, {}))
-        self.text = json.dumps(self.job)
-        pairs = zip(self.buffer.views(owned), owned, strict=True)
+        return list(zip(self.buffer.views(owned), owned, strict=True))
+
+    def submit(self, pairs: Iterable[tuple[torch.Tensor, Piece]] = ()) -> None:
+        """Copy pieces to their places and let the writers write what the buffers hold; also after a failure.
+
+        Raises SaveError as `begin`. The ranks agree first: a number read from the device waits for copies.
+        """
+        self._on_all_ranks(self._open)
+        self._copy(pairs)
+        self.cancelled, self.written, self.published = False, Future(), Future()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, Piece]]) -> None:
         if self.stream is None:
             for target, piece in pairs:
                 target.copy_(piece.data)
@@ -168,12 +178,6 @@ class AsyncSaver:
                     piece.data.record_stream(self.stream)  # it may be freed before it is copied
             self.copied.record()
 
-    def submit(self) -> None:
-        """Let the writers write what the buffers hold, also after a failure. Raises SaveError as `begin`."""
-        self._on_all_ranks(self._open)
-        self.cancelled, self.written, self.published = False, Future(), Future()
-        threading.Thread(target=self._follow, daemon=True).start()
-
     def _open(self) -> None:
         if self.first:
             make_folder(self.temporary, self.need)
@@ -181,10 +185,11 @@ class AsyncSaver:
             self._end_writer()
             self._start_writer()
 
-    def _on_all_ranks(self, work: Any, *args: Any) -> None:
-        _, errors = on_all_ranks(self.mesh, work, *args)
+    def _on_all_ranks(self, work: Any, *args: Any) -> Any:
+        result, errors = on_all_ranks(self.mesh, work, *args)
         if errors:
             self._give_up(errors)
+        return result
 
     def _give_up(self, errors: list[str]) -> None:
         if self.first:
@@ -208,7 +213,7 @@ class AsyncSaver:
             with self.lock:
                 if self.cancelled:
                     raise CheckpointError(CANCELLED)
-                self._send(self.text)
+                self._send(json.dumps(self.job))
             for stage in stages if self.first else stages[:1]:
                 reply = json.loads(self.process.stdout.readline())
                 if reply["error"]:

@@ -48,17 +48,12 @@ def new_saver(run: Run) -> Saver:
 
 
 def save_if_due(run: Run) -> None:
-    """Save after an iteration, or begin to, if an interval says so; the last one is left to `save_last`.
-
-    Nothing is saved if the step was a spike that a rollback undoes.
-    """
+    """Save after an iteration, or begin to, if an interval says so; the last one is left to `save_last`."""
     config, iteration = run.config.checkpoint, run.iteration
     persistent = due(config.save_interval, iteration)
     last = run.stop or iteration == run.config.run.train_iters
     if not last and (persistent or due(config.non_persistent_save_interval, iteration)):
-        run.flush_report()
-        if run.health.spike is None:
-            save_checkpoint(run, persistent)
+        save_checkpoint(run, persistent)
 
 
 def save_last(run: Run) -> None:
@@ -78,10 +73,16 @@ def saved_pieces(run: Run) -> list[Piece]:
 def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> None:
     """Save everything that the next run needs to continue to the bit; waits for the step in flight.
 
-    With --async-save it is only begun. Arguments: as for `Saver.save`. Raises BadSteps, on all ranks, if a
-    tensor is not finite: such a checkpoint is never published.
+    With --async-save it is only begun. Arguments: as for `Saver.save`. A spike that a rollback undoes is not
+    saved. Raises BadSteps, on all ranks, if a tensor is not finite: such a checkpoint is never published.
     """
+    run.grads.wait_params()
+    pieces = saved_pieces(run)
+    finite = run.health.finite(pieces)  # launched behind the step in flight
     run.flush_report()
+    if run.health.spike is not None and not last:
+        return
+    run.health.check_pieces(*finite, run.iteration)
     state = {
         "iteration": run.iteration,
         "consumed_samples": run.consumed_samples,
@@ -96,9 +97,6 @@ def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> No
         "health": run.health.state(),
         "skipped_iterations": sorted(run.skipped_iterations),
     }
-    run.grads.wait_params()
-    pieces = saved_pieces(run)
-    run.health.check_pieces(pieces, run.iteration)
     run.saver.save(run.iteration, pieces, state, to_toml(run.config), persistent, last)
 
 

@@ -150,16 +150,19 @@ class Health:
             if param.is_floating_point() and not param.detach().float().isfinite().all():
                 yield f"weight {param.spec.name}"
 
-    def check_pieces(self, pieces: Iterable[Piece], iteration: int) -> None:
-        """Raise BadSteps, on all ranks, if a tensor of a checkpoint is not finite.
-
-        Gathers a text over world.
-        """
+    def finite(self, pieces: Iterable[Piece]) -> tuple[list[str], torch.Tensor]:
+        """Look whether a checkpoint's pieces are finite; the host does not wait -> keys, bool `[keys]`"""
         float_types = (torch.float32, torch.bfloat16, torch.float16)
         own = [p for p in pieces if p.data.dtype in float_types and p.data.numel()]
         largest = torch._foreach_norm([p.data.detach() for p in own], math.inf)  # NaN if there is one
-        finite = torch.stack([x.isfinite().to(self.mesh.device) for x in largest]).tolist()
-        bad = next((p.key for p, fine in zip(own, finite, strict=True) if not fine), "")
+        return [p.key for p in own], torch.stack([x.float().to(self.mesh.device) for x in largest]).isfinite()
+
+    def check_pieces(self, keys: list[str], finite: torch.Tensor, iteration: int) -> None:
+        """Raise BadSteps, on all ranks, if a piece is not finite. Arguments: the result of `finite`.
+
+        Gathers a text over world.
+        """
+        bad = next((key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine), "")
         text = bad and f"{bad} on {self.mesh.label} ({socket.gethostname()})"
         if found := list(filter(None, all_gather_text(text, self.mesh.world, self.mesh.device))):
             fix = "resume from the last checkpoint"
