@@ -203,7 +203,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     grads = optimizer = reporter = health = None
     if not config.run.eval_only:
         grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
-        reporter = Reporter(config, mesh, log, model, grads, optimizer)
+        reporter = Reporter(config, mesh, log, model, grads)
         health = Health(config.faults, mesh, log, optimizer)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     known = data_identity(datasets) if mesh.rank == 0 else {}

@@ -164,6 +164,19 @@ def test_a_dead_run_stops(corpus, tmp_path):  # noqa: F811
     assert codes == [0, 0] and status["state"] == "done"
 
 
+def test_of_a_good_step_nothing_is_read_from_the_device(corpus, tmp_path, monkeypatch):  # noqa: F811
+    """On a GPU that waits for the step in flight: all but `part_norms` is copied to the host beside it."""
+    monkeypatch.chdir(tmp_path)
+    run = started(World(), arguments(corpus), str(tmp_path))
+    step = train.train_step(run)
+    step.part_norms = None
+    run.report(step)
+    assert len(run.health.window) == 1
+    step.found[1]["grad_norm"] = NAN
+    with pytest.raises(AttributeError):  # of a bad step they are read
+        run.report(step)
+
+
 def saves_what_is_not_finite(world: World, argv: list[str], folder: str) -> str:
     run = started(world, argv, folder)
     if world.rank == 1:

@@ -129,7 +129,8 @@ class Health:
         Weights and moments come before gradients, which follow from them. Gathers a text over world.
         """
         states = next(self._bad_states(), "")
-        gradient = next((name for name, x in step.norms.items() if not math.isfinite(x)), "")
+        norms = zip(self.optimizer.part_names, step.part_norms.tolist(), strict=True)
+        gradient = next((name for name, x in norms if not math.isfinite(x)), "")
         mine = f"1 {states}" if states else f"2 gradient of {gradient}" if gradient else ""
         here = f" on {self.mesh.label} ({socket.gethostname()})"
         texts = all_gather_text(mine and mine + here, self.mesh.world, self.mesh.device)

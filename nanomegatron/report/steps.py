@@ -2,7 +2,7 @@
 
 train_step t      device tensors -> one copy to pinned memory, in flight          StepReport
 train_step t+1    launched
-report t          the copy has arrived: log line, StepNumbers for faults/health.py           on every rank
+report t          the copy has arrived: log line, StepNumbers for faults/health.py      on every rank
 """
 
 import math
@@ -18,7 +18,7 @@ from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets
 from nanomegatron.flops import CONVENTIONS, flops_per_iteration, mfu
 from nanomegatron.mesh import Mesh, Traffic
-from nanomegatron.optim import Optimizer, StepStats
+from nanomegatron.optim import StepStats
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.pp import Stages
 from nanomegatron.report.counters import ExpertLoad, Fp8Stats
@@ -50,7 +50,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What the host knows of one step; the same on every rank but for the norms."""
+    """What the host knows of one step; the same on every rank but for `part_norms`."""
 
     batch: GlobalBatch
     loss: float
@@ -60,7 +60,7 @@ class StepNumbers:
     signalled: bool  # a rank got a signal
     out_of_time: bool  # a rank has run for longer than --exit-duration-in-mins
     save_failed: bool  # on a rank, the save in flight
-    norms: dict[str, float]  # of the gradients of this rank's parts
+    part_norms: torch.Tensor  # `[parts]`, on the device: to read them waits for the step in flight
 
     @property
     def finite(self) -> bool:
@@ -97,25 +97,26 @@ class StepReport:
         self.clock, self.timed = clock.stop(), timed
         self.traffic = dict(traffic)
         self.waits, traffic.waits = traffic.waits, []
+        self.found: tuple[float, dict[str, Any]] | None = None
 
     def read(self) -> tuple[float, dict[str, Any]]:
-        """Return the step's milliseconds, and its numbers by name; waits for the end of the step."""
-        milliseconds = self.clock.milliseconds()  # waits
-        values = self.values.split([shape.numel() for shape in self.shapes])
-        lists = [x.view(shape).tolist() for x, shape in zip(values, self.shapes, strict=True)]
-        return milliseconds, dict(zip(self.names, lists, strict=True))
+        """Return the step's milliseconds, and its numbers by name; the first call waits for its end."""
+        if self.found is None:
+            milliseconds = self.clock.milliseconds()  # waits
+            values = self.values.split([shape.numel() for shape in self.shapes])
+            lists = [x.view(shape).tolist() for x, shape in zip(values, self.shapes, strict=True)]
+            self.found = milliseconds, dict(zip(self.names, lists, strict=True))
+        return self.found
 
 
 class Reporter:
     """Logs the steps of a run; has the objects that observe them: timers, tracer, FP8 and expert counters."""
 
-    def __init__(
-        self, config: Config, mesh: Mesh, log: RunLog, model: Stages, grads: Buckets, optimizer: Optimizer
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, log: RunLog, model: Stages, grads: Buckets) -> None:
         run = config.run
         self.config, self.mesh = config, mesh
         self.log, self.grads = log, grads
-        self.part_names, self.padded_vocab_size = optimizer.part_names, model[0].padded_vocab_size
+        self.padded_vocab_size = model[0].padded_vocab_size
         self.timers = Timers(run.timing_log_level, run.timing_log_option, mesh.device)
         folder = Path(run.trace_dir) if run.trace_dir else None
         title = trace_title(log.folder.name, config, mesh)
@@ -127,10 +128,9 @@ class Reporter:
         """Wait for a step's numbers and return those that decide what follows."""
         with self.mesh.traffic.wait():
             _, found = step.read()
-        norms = dict(zip(self.part_names, step.part_norms.tolist(), strict=True))
         flags = (bool(found[name]) for name in FLAGS)
         values = found["lm_loss"], found["grad_norm"], bool(found["good"]), found["loss_scale"]
-        return StepNumbers(step.batch, *values, *flags, norms)
+        return StepNumbers(step.batch, *values, *flags, step.part_norms)
 
     def report(self, step: StepReport, skipped_samples: int) -> None:
         """Wait for one step's numbers and log them.
@@ -139,7 +139,8 @@ class Reporter:
         """
         run, log, batch = self.config.run, self.log, step.batch
         milliseconds, numbers = step.read()
-        *_, good = (numbers.pop(name) for name in (*FLAGS, "good"))
+        numbers = {name: value for name, value in numbers.items() if name not in FLAGS}
+        good = numbers.pop("good")
         if not good:
             numbers["next_lr"] = numbers["lr"]  # a bad step holds the schedule
         if (table := numbers.pop("fp8", None)) is not None:

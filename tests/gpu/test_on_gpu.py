@@ -147,16 +147,16 @@ def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     parsed, config = train.settings(argv, World())
     run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
     run.log.begin(0, 8)
-    steps = [train.train_step(run)]
+    run.pending = train.train_step(run)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             run.iteration += 1
-            steps.append(train.train_step(run))
+            previous, run.pending = run.pending, train.train_step(run)
+            run.report(previous)  # waits for its end, an event, and not for the step in flight
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for step in steps:
-        run.report(step)
+    run.flush_report()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
