@@ -1,10 +1,11 @@
 """How long a save holds up a step, and how fast checkpoints are written and read; one GPU.
 
-    python -m benchmarks.save_stall --folder /tmp/saves --out FILE.json     8 layers of llama3-8b, 8 minutes
+    python -m benchmarks.save_stall --folder /tmp/saves --out FILE.json     8 layers of llama3-8b, 10 minutes
+    python -m benchmarks.save_stall --ways async,plain --out FILE.json      these; the others stay in the file
     python -m benchmarks.save_stall --small --out FILE.json                 a tiny model on a CPU, to test it
     python -m benchmarks.save_stall --way verify --size 1073741824          only the checks, of cached files
 
-    plain   a file of the same size: written in blocks by four threads and synced; read, not from the cache
+    plain   a file of --size bytes: written in blocks by four threads and synced; read, not from the cache
     async   steps | save | steps until it is published     --async-save; then all files are checked
     sync    the save by itself; then loads, from the disk and from the page cache
     dcp     steps | torch.distributed.checkpoint.async_save | steps until it is done
@@ -46,7 +47,7 @@ from nanomegatron.run import Run
 from tools.gpu_gate import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
-WAYS = ("plain", "async", "sync", "dcp")
+WAYS = ("async", "sync", "dcp", "plain")
 FLAGS = (
     "--config llama3-8b --num-layers 8 --bf16 --mock-data --micro-batch-size 1 --global-batch-size 4 "
     "--train-iters 1000 --eval-iters 0 --save-interval 1000 --run-name stall"
@@ -56,7 +57,7 @@ SMALL = (
     "--seq-length 16 --mock-data --vocab-size 96 --micro-batch-size 1 --train-iters 1000 --eval-iters 0 "
     "--save-interval 1000 --run-name stall"
 )
-WARM, BEFORE, LEAST, MOST = 4, 8, 3, 120  # steps: not timed; timed before a save, after it
+WARM, BEFORE, LEAST, MOST = 4, 8, 3, 60  # steps: not timed; timed before a save, after it
 BLOCK, THREADS = 16 * 2**20, 4
 
 
@@ -149,26 +150,23 @@ def measure_plain(folder: Path, flags: str, size: int) -> dict[str, Any]:
 
 
 def measure_async(folder: Path, flags: str, _: int) -> dict[str, Any]:
-    """Twice; the second time the buffer has been written before."""
-    run, rounds, began = start(f"{flags} --async-save --save {folder}/ckpt"), [], time.perf_counter()
+    """The first save after the start."""
+    run, began = start(f"{flags} --async-save --save {folder}/ckpt"), time.perf_counter()
     run.saver.writer.buffer.ready.result()
     prepared = time.perf_counter() - began
     timed_steps(run, WARM)
-    for _ in range(2):
-        before, begin = timed_steps(run, BEFORE), time.perf_counter()
-        save_checkpoint(run)
-        begun = time.perf_counter() - begin
-        after = timed_steps(run, MOST, run.saver.writer.published.done)
-        run.saver.finish()
-        write_s, step_at = time.perf_counter() - begin, run.saver.saved
-        target = folder / "ckpt" / f"iter_{step_at:07d}"
-        manifest = read_manifest(target)
-        check_s = seconds(lambda t=target, m=manifest: verify_files({t / shard_name(0): m.files[0]}, THREADS))
-        rounds.append(stall(before, begun, after) | {"write_s": write_s, "check_s": check_s})
-        found = size_of(target)
-        shutil.rmtree(target)
+    before, begin = timed_steps(run, BEFORE), time.perf_counter()
+    save_checkpoint(run)
+    begun = time.perf_counter() - begin
+    after = timed_steps(run, MOST, run.saver.writer.published.done)
+    run.saver.finish()
+    write_s = time.perf_counter() - begin
+    target = folder / "ckpt" / f"iter_{run.saver.saved:07d}"
+    shard = {target / shard_name(0): read_manifest(target).files[0]}
+    check_s = seconds(lambda: verify_files(shard, THREADS))
     run.saver.close()
-    return {"bytes": found, "prepare_s": prepared, "rounds": rounds}
+    times = {"prepare_s": prepared, "write_s": write_s, "check_s": check_s}
+    return {"bytes": size_of(target), **times, **stall(before, begun, after)}
 
 
 def measure_sync(folder: Path, flags: str, _: int) -> dict[str, Any]:
@@ -185,7 +183,7 @@ def measure_sync(folder: Path, flags: str, _: int) -> dict[str, Any]:
 
 
 def measure_dcp(folder: Path, flags: str, _: int) -> dict[str, Any]:
-    """The same tensors by torch, with its defaults."""
+    """The same tensors by torch, with its defaults. `write_s` is null if it takes longer than MOST steps."""
     run = start(f"{flags} --no-async-save --save {folder}/ckpt")
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     timed_steps(run, WARM)
@@ -197,10 +195,8 @@ def measure_dcp(folder: Path, flags: str, _: int) -> dict[str, Any]:
     future = dcp.async_save(state, checkpoint_id=str(folder / "dcp"))
     begun = time.perf_counter() - begin
     after = timed_steps(run, MOST, future.done)
-    future.result()
-    found = stall(before, begun, after) | {"write_s": time.perf_counter() - begin}
-    dist.destroy_process_group()
-    return {"bytes": size_of(folder / "dcp"), "rounds": [found]}
+    write_s = time.perf_counter() - begin if future.done() else None
+    return {"bytes": size_of(folder / "dcp"), "write_s": write_s, **stall(before, begun, after)}
 
 
 def measure_verify(folder: Path, flags: str, size: int) -> dict[str, Any]:
@@ -218,11 +214,11 @@ def measure_verify(folder: Path, flags: str, size: int) -> dict[str, Any]:
     return {"bytes": size, "threads": threads, **best}
 
 
-def run_way(way: str, args: argparse.Namespace, size: int) -> dict[str, Any]:
+def run_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
     """What a process of its own measures; the folder is empty before and after it."""
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)
-    words = [sys.executable, "-m", "benchmarks.save_stall", "--way", way, "--size", str(size)]
+    words = [sys.executable, "-m", "benchmarks.save_stall", "--way", way, "--size", str(args.size)]
     words += ["--folder", str(args.folder.resolve()), *["--small"] * args.small]
     began = time.perf_counter()
     try:
@@ -237,11 +233,9 @@ def run_way(way: str, args: argparse.Namespace, size: int) -> dict[str, Any]:
 
 def with_rates(found: dict[str, Any]) -> dict[str, Any]:
     """Beside each time of writing or reading, GB/s."""
-    for entry in (found, *found.get("rounds", ())):
-        names = [name for name in entry if name.startswith(("write", "read", "load", "check"))]
-        for name in names:
-            entry[name.removesuffix("_s") + "_gb_s"] = found["bytes"] / entry[name] / 1e9
-    return found
+    names = [name for name in found if name.startswith(("write", "read", "load", "check")) and found[name]]
+    rates = {name.removesuffix("_s") + "_gb_s": found["bytes"] / found[name] / 1e9 for name in names}
+    return found | rates
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -252,28 +246,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each way")
     parser.add_argument("--way", choices=(*WAYS, "verify"), help="only this, in this process")
-    parser.add_argument("--size", type=int, default=2**20, help="bytes of the plain file")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of the driver, in this order")
+    parser.add_argument("--size", type=int, default=16 * 10**9, help="bytes of the plain file")
     args = parser.parse_args(argv)
     if args.way:
         args.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder := args.folder.resolve())
         measure = globals()[f"measure_{args.way}"]
-        print(json.dumps(measure(folder, SMALL if args.small else FLAGS, args.size)))
-        return 0
-    result: dict[str, Any] = {
+        print(json.dumps(measure(folder, SMALL if args.small else FLAGS, args.size)), flush=True)
+        os._exit(0)  # a save by torch may still be at work
+    result = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    result |= {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "command": "python -m benchmarks.save_stall" + " --small" * args.small,
         "commit": commit_of(ROOT),
         "torch": version("torch"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() and not args.small else "cpu",
     }
-    for way in ("async", "sync", "dcp", "plain"):
-        result[way] = run_way(way, args, result.get("async", {}).get("bytes", args.size))
+    for way in args.ways.split(","):
+        result[way] = run_way(way, args)
         text = json.dumps(result, indent=1)
         if args.out:
             args.out.write_text(text + "\n")
-        print(way, json.dumps({k: v for k, v in result[way].items() if k != "rounds"}), flush=True)
-    return int(any("failed" in result[way] for way in WAYS))
+        print(way, json.dumps({k: v for k, v in result[way].items() if k != "steps_s"}), flush=True)
+    return int(any("failed" in result[way] for way in args.ways.split(",")))
 
 
 if __name__ == "__main__":

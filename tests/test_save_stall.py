@@ -16,12 +16,12 @@ def test_stall_is_what_a_save_adds():
 @pytest.mark.full
 def test_all_ways(tmp_path, capsys):
     out = tmp_path / "stall.json"
-    argv = ["--small", "--folder", str(tmp_path / "saves"), "--out", str(out)]
-    assert save_stall.main(argv) == 0
+    argv = ["--small", "--size", "300000", "--folder", str(tmp_path / "saves"), "--out", str(out)]
+    assert save_stall.main([*argv, "--ways", "plain,async"]) == 0
+    assert save_stall.main([*argv, "--ways", "sync,dcp"]) == 0
     result = json.loads(out.read_text())
     assert set(save_stall.WAYS) < result.keys() and not (tmp_path / "saves").exists()
-    assert len(result["async"]["rounds"]) == 2 and len(result["dcp"]["rounds"]) == 1
-    assert result["sync"]["bytes"] == pytest.approx(result["async"]["bytes"], abs=100)
-    assert result["plain"]["bytes"] == result["async"]["bytes"]
-    rates = [entry["write_gb_s"] for entry in (*result["async"]["rounds"], result["sync"], result["plain"])]
-    assert min(rates) > 0 and result["sync"]["load_gb_s"] > 0 and result["plain"]["read_gb_s"] > 0
+    assert result["sync"]["bytes"] == pytest.approx(result["async"]["bytes"], abs=500)
+    assert result["plain"]["bytes"] == 300000
+    assert min(result[way]["write_gb_s"] for way in save_stall.WAYS) > 0
+    assert result["sync"]["load_gb_s"] > 0 and result["plain"]["read_gb_s"] > 0
