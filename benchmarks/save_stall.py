@@ -4,6 +4,7 @@
     python -m benchmarks.save_stall --ways async,plain --out FILE.json      these; the others stay in the file
     python -m benchmarks.save_stall --small --out FILE.json                 a tiny model on a CPU, to test it
     python -m benchmarks.save_stall --way verify --size 1073741824          only the checks, of cached files
+    python -m benchmarks.save_stall --way trace --folder /tmp/saves         what waits for what, a minute
 
     plain   a file of --size bytes: written in blocks by four threads and synced; read, not from the cache
     async   steps | save | steps until it is published     --async-save; then all files are checked
@@ -214,6 +215,50 @@ def measure_verify(folder: Path, flags: str, size: int) -> dict[str, Any]:
     return {"bytes": size, "threads": threads, **best}
 
 
+def measure_trace(folder: Path, flags: str, _: int) -> dict[str, Any]:
+    """An asynchronous save under torch's profiler: waits of device and host, in ms since its begin.
+
+    device: gaps of 3 ms in the stream of the step, and what is beside them; copies: begin and end of all;
+    host: ops and calls of CUDA that take 20 ms.
+    """
+    run = start(f"{flags} --async-save --save {folder}/ckpt")
+    run.saver.writer.buffer.ready.result()
+    timed_steps(run, WARM)
+    with torch.profiler.profile() as profile:
+        with torch.profiler.record_function("save"):
+            save_checkpoint(run)
+        timed_steps(run, LEAST)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    path = folder / "trace.json"
+    profile.export_chrome_trace(str(path))
+    return {"bytes": 0, **waits_in(json.loads(path.read_text())["traceEvents"])}
+
+
+def waits_in(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `measure_trace` reports, of the events of a trace."""
+    timed = [(e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3, e) for e in events if e.get("ph") == "X"]
+    zero = next(begin for begin, _, e in timed if e["name"] == "save")
+    timed = sorted((begin - zero, end - zero, e) for begin, end, e in timed if begin >= zero)
+    on_device = [one for one in timed if one[2].get("cat", "").startswith(("kernel", "gpu_mem"))]
+    kernels = [e["args"]["stream"] for *_, e in on_device if e["cat"] == "kernel"]
+    main = max(set(kernels), key=kernels.count, default=None)
+    gaps, last = [], None
+    for begin, end, e in on_device:
+        if e["args"]["stream"] == main:
+            if last and begin - last[0] > 3:
+                gaps.append([round(last[0]), round(begin - last[0]), last[1], e["name"]])
+            last = max(end, last[0] if last else end), e["name"]
+    copies = [one for one in on_device if one[2]["args"]["stream"] != main and "DtoH" in one[2]["name"]]
+    host = [
+        [round(begin), round(end - begin), e["name"], e["tid"]]
+        for begin, end, e in timed
+        if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver", "user_annotation") and end - begin > 20
+    ]
+    span = [round(copies[0][0]), round(copies[-1][1])] if copies else []
+    return {"device": gaps, "copies": span, "host": host}
+
+
 def run_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
     """What a process of its own measures; the folder is empty before and after it."""
     shutil.rmtree(args.folder, ignore_errors=True)
@@ -245,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--small", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each way")
-    parser.add_argument("--way", choices=(*WAYS, "verify"), help="only this, in this process")
+    parser.add_argument("--way", choices=(*WAYS, "verify", "trace"), help="only this, in this process")
     parser.add_argument("--ways", default=",".join(WAYS), help="of the driver, in this order")
     parser.add_argument("--size", type=int, default=16 * 10**9, help="bytes of the plain file")
     args = parser.parse_args(argv)

@@ -195,7 +195,7 @@ class Optimizer:
         squares = self._over_parts(self._grads())
         total = (squares * self.counted).sum()  # NaN if one is not finite, also of a replica
         if check_states:
-            total = torch.where(self.not_finite().any(), math.nan, total)
+            total = total.masked_fill(self.not_finite().any(), math.nan)
         norm = (self._norm(total) / self.scaler.scale).float()
         good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()
         clip = self.config.clip_grad

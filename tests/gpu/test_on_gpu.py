@@ -143,7 +143,7 @@ HALF = "--optimizer-offload-fraction 0.5"
 def test_step_does_not_wait_for_the_gpu(corpus, tmp_path, monkeypatch):
     """CUDA reports every synchronizing call between the launch of two steps."""
     monkeypatch.chdir(tmp_path)
-    argv = [*FLAGS, *corpus, "--bf16", "--train-iters", "8", "--hidden-dropout", "0.1"]
+    argv = [*FLAGS, *corpus, *"--bf16 --train-iters 8 --hidden-dropout 0.1 --check-states-interval 2".split()]
     parsed, config = train.settings(argv, World())
     run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
     run.log.begin(0, 8)
