@@ -292,7 +292,7 @@ def test_no_spike_in_clean_runs(corpus, tmp_path, full):  # noqa: F811
 
 
 MORE = [(2, 0, ""), (2, 1, "--use-distributed-optimizer"), (4, 2, "--tp 2"), (4, 2, "--pp 2")]
-FAULTS = [(NAN, (2, 1, "")), (1e6, (2, 1, ""))]
+FAULTS = [pytest.param(factor, (2, 1, ""), id=str(factor)) for factor in (NAN, 1e6)]
 FAULTS += [pytest.param(factor, each, marks=pytest.mark.full) for each in MORE for factor in (NAN, 1e6)]
 
 
