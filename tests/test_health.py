@@ -280,9 +280,15 @@ def test_a_rollback_is_a_run_that_never_read_those_samples(corpus, tmp_path):  #
 
 
 def test_no_spike_in_clean_runs(corpus, tmp_path, full):  # noqa: F811
-    """N3's control: 20 seeds of 200 steps in the full tier, one of 100 in the fast one."""
+    """N3's control: 20 seeds of 200 steps in the full tier, one of 100 in the fast one.
+
+    At the rate of the other tests, 3e-3, training is not calm: in 7 of these 20 runs the gradient norm jumps,
+    to 17 at most, and 11 steps are named; at 1e-3 it jumps in 12 of them, to 80. No loss is named.
+    """
     for seed in range(20 if full else 1):
-        flags = f"--train-iters {200 if full else 100} --eval-iters 0 --log-interval 100 --seed {seed}"
+        flags = (
+            f"--train-iters {200 if full else 100} --eval-iters 0 --log-interval 100 --lr 3e-4 --seed {seed}"
+        )
         folder = tmp_path / str(seed)
         assert outcome(folder, arguments(corpus, flags, "--micro-batch-size 8"), 1, {})[0] == [0]
         assert "a spike" not in (folder / "runs/test/log.txt").read_text()

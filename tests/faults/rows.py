@@ -246,7 +246,7 @@ ROWS = (
     ),
     by_tests(
         "N3",
-        "a loss or gradient many times too large; 20 clean runs of 200 steps in one test",
+        "a loss or gradient many times too large; 20 calm runs (`--lr 3e-4`) of 200 steps in one test",
         "flagged in that step, skipped or undone as asked; no false alarm",
         "tests/test_health.py::test_a_loss_ten_times_too_large_is_flagged",
         "tests/test_health.py::test_a_spike_is_skipped_or_only_named",
