@@ -240,7 +240,7 @@ ROWS = (
     by_tests(
         "N2",
         "a bad gradient that does not come again when the step is run again, or does",
-        "exit code 17 and the rank; else the run continues, and exit code 16 after some",
+        "exit code 17 and the rank; else the run continues, as without it",
         "tests/test_health.py::test_a_step_run_again_tells_a_faulty_machine_from_bad_data",
         "tests/test_health.py::test_small_state_is_restored_before_a_step_is_run_again",
     ),
