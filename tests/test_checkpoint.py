@@ -309,10 +309,10 @@ def expect_save_error(root: Path, mesh: Mesh, step: int) -> str:
     return str(error.value)
 
 
-def save_with_little_room(mesh: Mesh, root: Path) -> None:
+def save_with_little_room(mesh: Mesh, root: Path, limits: tuple) -> None:
     """Rank 1 may write files of `limit` bytes and no more; rank 0 has no limit."""
     unlimited = resource.RLIM_INFINITY
-    for limit in (0, 1, 100, 300, 500, 700):
+    for limit in limits:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit if mesh.world.rank else unlimited, unlimited))
             message = expect_save_error(root, mesh, 30)
@@ -323,8 +323,9 @@ def save_with_little_room(mesh: Mesh, root: Path) -> None:
     save_by_rank(mesh, root, (30,), 0)
 
 
-def test_full_disk_on_one_rank_fails_on_all(root):
-    run_spmd(save_with_little_room, 2, root, tp=2)
+def test_full_disk_on_one_rank_fails_on_all(root, full):
+    more = (8, 50, 200, 600) if full else ()
+    run_spmd(save_with_little_room, 2, root, (0, 1, 100, 300, 500, 700, *more), tp=2)
     assert expect_newest(root, 30) == []
 
 
@@ -338,7 +339,14 @@ def test_too_little_room_is_seen_before_writing(root, monkeypatch):
     assert expect_newest(root, 30) == []
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+CODES = [
+    errno.EIO,
+    errno.ENOSPC,
+    *(pytest.param(n, marks=pytest.mark.full) for n in (errno.EROFS, errno.EACCES)),
+]
+
+
+@pytest.mark.parametrize("code", CODES)
 def test_every_failing_fsync_is_an_error(root, monkeypatch, code):
     fsync = os.fsync
     for failing in range(1, 5):

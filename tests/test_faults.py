@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.faults import damage
-from tests.faults.rows import ROWS, Row
+from tests.faults.rows import ROWS, Row, by_tests
 from tests.faults.runs import RUN, MissedError, Place, newest
 from tools import faults
 
@@ -33,7 +33,7 @@ def place(tmp_path_factory) -> Iterator[Place]:
 @pytest.mark.parametrize("name, seed", CASES)
 def test_a_case(name, seed, place):
     row = BY_ID[name]
-    if why := f"waits for {row.waits}" if row.waits else row.skip():
+    if why := row.skip():
         pytest.skip(why)
     row.run(place, int(seed))
     place.end_all()
@@ -99,6 +99,23 @@ def test_fewer_cases_do_not_replace_more_but_a_failure_does(tmp_path, monkeypatc
     assert kept_after(5) == (5, "") and kept_after(9) == (9, "") and kept_after(5) == (9, "")
     assert kept_after(2, "lost a bit") == (2, "lost a bit")
     assert "2 of 2" in faults.table() and "**failed**" in faults.table() and "not yet run" in faults.table()
+
+
+def test_a_row_of_tests_says_how_many_there_were(place, tmp_path, monkeypatch):
+    """They are counted by pytest; one that fails fails the row."""
+    monkeypatch.setattr(faults, "RESULTS", tmp_path / "faults.json")
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--full', nargs='?')\n"
+    )
+    for word, cell in (("True", "2 tests, 1 skipped"), ("False", "none")):
+        (tmp_path / "test_it.py").write_text(
+            f"import pytest\ndef test_a(): assert {word}\ndef test_b(): pass\ndef test_c(): pytest.skip()\n"
+        )
+        row = by_tests("Z5", "a fault", "nothing", str(tmp_path / "test_it.py"), "-c/dev/null", "-pno:xdist")
+        faults.keep_results([faults.run_row(row, place, 0, 7, keep=False)])
+        (kept,) = faults.kept()["rows"]
+        assert faults.reached(row, {"Z5": kept}).startswith(f"{cell}, ") and kept["wanted"] == 1
+        assert ("1 failed, 1 passed, 1 skipped" in kept["failure"]) == (word == "False")
 
 
 def test_the_table_is_current():

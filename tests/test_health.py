@@ -221,6 +221,35 @@ def test_limits_are_median_and_robust_deviations():
     assert statistics.median([1, 2]) == 1.5
 
 
+LOSSES = [("warn", 1, ""), ("skip", 1, ""), ("skip", 2, "--use-distributed-optimizer"), ("skip", 2, "--pp 2")]
+
+
+def ten_times_the_loss(world: World, argv: list[str], folder: str, at: int) -> int:
+    """A rank of a run in which the loss of one step is ten times too large."""
+    os.chdir(folder)
+    train.plot_loss = train.show_sample = lambda *_: None
+    usual = train.token_count
+
+    def token_count(run, batches):
+        tokens = usual(run, batches)  # that the sum is divided by; None where no loss is
+        return tokens / 10 if tokens is not None and run.iteration + 1 == at else tokens
+
+    train.token_count = token_count
+    return train.run_rank(world, argv)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how, ranks, layout", LOSSES)
+def test_a_loss_ten_times_too_large_is_flagged(how, ranks, layout, corpus, tmp_path):  # noqa: F811
+    """In that step and in no other; skipped if so asked."""
+    argv = arguments(corpus, SPIKE, f"--global-batch-size {2 * ranks} --on-spike {how}", layout)
+    assert run_spmd(ten_times_the_loss, ranks, argv, str(tmp_path), 20) == [train.DONE] * ranks
+    log = (tmp_path / "runs/test/log.txt").read_text()
+    assert log.count("a spike") == 1 and "! step 20 (samples " in log and ": a spike: loss " in log
+    skipped = [s["iteration"] for s in read_jsonl(tmp_path / "runs/test/metrics.jsonl") if s["skipped"]]
+    assert skipped == [20] * (how == "skip")
+
+
 SPIKE = "--train-iters 24 --spike-window 16 --eval-iters 0 --log-interval 50 --save-interval 16"
 
 
@@ -264,9 +293,15 @@ def test_a_rollback_is_a_run_that_never_read_those_samples(corpus, tmp_path):  #
 
 
 def test_no_spike_in_clean_runs(corpus, tmp_path, full):  # noqa: F811
-    """N3's control: 20 seeds of 200 steps in the full tier, one of 100 in the fast one."""
+    """N3's control: 20 seeds of 200 steps in the full tier, one of 100 in the fast one.
+
+    At the rate of the other tests, 3e-3, training is not calm: in 7 of these 20 runs the gradient norm jumps,
+    to 17 at most, and 11 steps are named; at 1e-3 it jumps in 12 of them, to 80. No loss is named.
+    """
     for seed in range(20 if full else 1):
-        flags = f"--train-iters {200 if full else 100} --eval-iters 0 --log-interval 100 --seed {seed}"
+        flags = (
+            f"--train-iters {200 if full else 100} --eval-iters 0 --log-interval 100 --lr 3e-4 --seed {seed}"
+        )
         folder = tmp_path / str(seed)
         assert outcome(folder, arguments(corpus, flags, "--micro-batch-size 8"), 1, {})[0] == [0]
         assert "a spike" not in (folder / "runs/test/log.txt").read_text()
@@ -275,17 +310,22 @@ def test_no_spike_in_clean_runs(corpus, tmp_path, full):  # noqa: F811
 # The step again
 
 
-@pytest.mark.parametrize("factor", [NAN, 1e6])
-def test_a_step_run_again_tells_a_faulty_machine_from_bad_data(factor, corpus, tmp_path):  # noqa: F811
-    """N2: a fault on rank 1 that does not come again is exit code 17 and names it; else the run continues."""
-    at = 21 if factor == 1e6 else 5
-    argv = arguments(corpus, SPIKE, f"--rerun-mode validate_results --train-iters {at + 1}")
-    codes, status = outcome(tmp_path / "once", argv, 2, {at: (1, factor)}, once=True)
-    assert codes == [17, 17] and status["exit_code"] == 17, status
-    assert f"step {at}:" in status["message"] and "rank 1 " in status["message"]
-    assert "rank 0 " not in status["message"]
-    codes, status = outcome(tmp_path / "always", argv, 2, {at: (1, factor)})
-    assert codes == [0, 0] and status["state"] == "done"
+MORE = [(2, 0, ""), (2, 1, "--use-distributed-optimizer"), (4, 2, "--tp 2"), (4, 2, "--pp 2")]
+FAULTS = [pytest.param(factor, (2, 1, ""), id=str(factor)) for factor in (NAN, 1e6)]
+FAULTS += [pytest.param(factor, each, marks=pytest.mark.full) for each in MORE for factor in (NAN, 1e6)]
+
+
+@pytest.mark.parametrize("factor, where", FAULTS)
+def test_a_step_run_again_tells_a_faulty_machine_from_bad_data(factor, where, corpus, tmp_path):  # noqa: F811
+    """N2: a fault on a rank that does not come again is exit code 17 and names it; else the run continues."""
+    (ranks, rank, layout), at = where, 21 if factor == 1e6 else 5
+    argv = arguments(corpus, SPIKE, f"--rerun-mode validate_results --train-iters {at + 1}", layout)
+    codes, status = outcome(tmp_path / "once", argv, ranks, {at: (rank, factor)}, once=True)
+    assert codes == [17] * ranks and status["exit_code"] == 17, status
+    assert f"step {at}:" in status["message"] and f"rank {rank} " in status["message"]
+    assert not any(f"rank {other} " in status["message"] for other in range(ranks) if other != rank)
+    codes, status = outcome(tmp_path / "always", argv, ranks, {at: (rank, factor)})
+    assert codes == [0] * ranks and status["state"] == "done"
     log = (tmp_path / "always/runs/test/log.txt").read_text()
     assert f"step {at} again: the same to the bit" in log
     skipped = [

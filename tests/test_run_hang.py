@@ -80,8 +80,8 @@ def test_a_rank_that_hangs_is_named(ranks, layout, rank, how, corpus, tmp_path, 
     assert sum(message in path.read_text() for path in log) == 1
 
 
-def out_of_order(world: World, folder: str, how: str) -> int:
-    """Four ranks, tp 2: rank 1 swaps two collectives, or skips one, in round 3."""
+def out_of_order(world: World, folder: str, how: str, rank: int) -> int:
+    """Four ranks, tp 2: one rank swaps two collectives, or skips one, in round 3."""
     parallel = ParallelConfig(tensor_model_parallel_size=2)
     mesh = Mesh.build(parallel, world, torch.device("cpu"))
     config = replace(Config(parallel=parallel), run=replace(Config().run, hang_timeout_secs=T))
@@ -90,7 +90,7 @@ def out_of_order(world: World, folder: str, how: str) -> int:
         for turn in range(4):
             mesh.traffic.start_step()
             axes = [mesh.tp, mesh.world if how == "swaps" else mesh.dp]
-            if turn == 3 and world.rank == 1:
+            if turn == 3 and world.rank == rank:
                 axes = axes[::-1] if how == "swaps" else axes[1:]
             for axis in axes:
                 comm.all_reduce_(x, axis)
@@ -98,20 +98,29 @@ def out_of_order(world: World, folder: str, how: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("how", ["swaps", pytest.param("skips", marks=pytest.mark.full)])
-def test_collectives_out_of_order(how, tmp_path):
+ORDERS = [("swaps", 1), *(("swaps", rank) for rank in (0, 2, 3)), *(("skips", rank) for rank in range(4))]
+
+
+@pytest.mark.parametrize(
+    "how, rank", [pytest.param(*each, marks=[pytest.mark.full] * bool(i)) for i, each in enumerate(ORDERS)]
+)
+def test_collectives_out_of_order(how, rank, tmp_path):
     """Kind, bytes, axis and number of what each rank waits in, and for whom; no rank waits longer."""
     begin = time.monotonic()
-    assert launch(out_of_order, 4, (str(tmp_path), how), timeout=30, threads=1) == [1] * 4
+    assert launch(out_of_order, 4, (str(tmp_path), how, rank), timeout=30, threads=1) == [1] * 4
     assert time.monotonic() - begin < T + 6
     message = json.loads((tmp_path / "status.json").read_text())["message"]
-    assert "rank 0 waits in all_reduce of 1024 bytes over tp, number 4, for rank 1;" in message
+    peer, replica = rank ^ 1, rank ^ 2  # over tp, over dp
+    assert f"rank {peer} waits in all_reduce of 1024 bytes over tp, number 4, for rank {rank};" in message
     if how == "swaps":
-        assert "ranks 1 2 3 wait in all_reduce of 1024 bytes over world, number 4, for rank 0;" in message
+        others = " ".join(str(r) for r in range(4) if r != peer)
+        what = "all_reduce of 1024 bytes over world, number 4"
+        assert f"ranks {others} wait in {what}, for rank {peer};" in message
     else:
-        assert "ranks 1 3 wait in barrier of 0 bytes over world, number 1, for ranks 0 2;" in message
-    for rank in range(4):
-        text = (tmp_path / f"hang.{rank}.txt").read_text()
+        done, rest = (" ".join(map(str, sorted(pair))) for pair in ((rank, replica), (peer, peer ^ 2)))
+        assert f"ranks {done} wait in barrier of 0 bytes over world, number 1, for ranks {rest};" in message
+    for each in range(4):
+        text = (tmp_path / f"hang.{each}.txt").read_text()
         assert "waits in " in text.splitlines()[0] and "in out_of_order" in text
 
 

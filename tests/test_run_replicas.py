@@ -56,6 +56,12 @@ MORE = [
     ("--cp 2", 3, "linear_proj.weight", "3"),
     ("--num-experts 4 --ep 2", 1, "router.weight", "1"),
     ("--num-experts 4 --ep 2", 1, "linear_fc2.weight_t", "1 3"),
+    ("", 0, "word_embeddings.weight", "0"),
+    ("", 3, "linear_qkv.k.weight", "3"),
+    ("--tp 2", 0, "final_layernorm.weight", "0"),
+    ("--tp 2 --sequence-parallel", 1, "linear_proj.weight", "1 3"),
+    ("--cp 2 --check-replicas 1", 0, "final_layernorm.weight", "0"),
+    ("--pp 2 --use-distributed-optimizer --check-replicas 1", 1, "linear_fc2.weight", "0 1"),
 ]
 
 

@@ -30,7 +30,8 @@ def with_a_slow_rank(world: World, argv: list[str], folder: str, slow: int) -> s
         return file.read()
 
 
-FULL = [pytest.param(*each, marks=pytest.mark.full) for each in ((2, "--tp 2", 0), (4, "--tp 2", 2))]
+MORE = (2, "--tp 2", 0), (4, "--tp 2", 2), (2, "--cp 2", 1)
+FULL = [pytest.param(*each, marks=pytest.mark.full) for each in MORE]
 
 
 @pytest.mark.parametrize("ranks, layout, slow", [(2, "", 1), *FULL])

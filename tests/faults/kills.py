@@ -4,8 +4,6 @@ import re
 import signal
 from random import Random
 
-from nanomegatron.config.rules import declared
-from nanomegatron.config.settings import Config
 from tests.faults.hooks import POINTS, Death, Hooks
 from tests.faults.runs import (
     CKPT,
@@ -94,7 +92,7 @@ def k2(place: Place, seed: int) -> str:
     """Death at a point of a save, of each layout; the newest complete checkpoint is loaded, saves go on."""
     rng, layout, point = Random(f"K2 {seed}"), FIVE[seed % 5], POINTS[seed // 5 % len(POINTS)]
     removal, first = point == POINTS[-1], point in POINTS[:3]
-    flags = "--keep-last-k 2" if removal and has_flag("keep_last_k") else ""
+    flags = "--keep-last-k 2" if removal else ""
     size = LAYOUTS[layout][0]
     rank = rng.randrange(size) if first else 0
     iteration = rng.choice(range(4 * EVERY if removal else EVERY, STEPS + 1, EVERY))
@@ -128,10 +126,6 @@ def damage_newest(place: Place, case: str, layout: str, iteration: int) -> None:
     shard = newest(place.folder / case) / "rank_00000.safetensors"
     with open(shard, "r+b") as file:
         file.truncate(shard.stat().st_size // 2)
-
-
-def has_flag(name: str) -> bool:
-    return any(setting.name == name for _, setting, _ in declared(Config()))
 
 
 def k3(place: Place, seed: int) -> str:

@@ -3,8 +3,8 @@
     few     cases in `make test-full`            all     cases in `make faults`
 
 A case is `run(place, seed)`: it raises, or returns in a word which kind it was. A new row is one entry here
-and a function in a file of this folder; `by_tests` makes one of tests that are elsewhere. A row that `waits`
-has its function, but the part of the project that it needs is absent.
+and a function in a file of this folder; `by_tests` makes one of tests that are elsewhere: all of them, with
+--full, in one call; it has no cases in `make test-full`, which runs those tests anyway.
 """
 
 import re
@@ -19,7 +19,7 @@ from tests.faults.runs import ROOT, Place
 
 @dataclass(frozen=True)
 class Row:
-    """A row. whole: one call runs all cases. minutes: that a case takes by default, if it is given a time.
+    """A row. whole: one call runs all, and says how many. minutes: of a case, if it is given a time.
 
     skip: says why this machine cannot run it, or nothing.
     """
@@ -32,11 +32,10 @@ class Row:
     run: Callable[[Place, int], str]
     whole: bool = False
     minutes: float = 0.0
-    waits: str = ""
     skip: Callable[[], str] = lambda: ""
 
 
-def by_tests(*words: str) -> Callable[[Place, int], str]:
+def by_tests(id: str, fault: str, expected: str, *words: str) -> Row:
     """A row whose cases are tests: the words of a pytest command, which must pass."""
 
     def run(place: Place, seed: int) -> str:
@@ -44,16 +43,11 @@ def by_tests(*words: str) -> Callable[[Place, int], str]:
         done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=1800)
         lines = done.stdout.strip().splitlines()
         assert done.returncode == 0, "\n".join(lines[-15:])
-        passed = re.search(r"(\d+) passed", lines[-1])
+        passed, skipped = (re.search(rf"(\d+) {how}", lines[-1]) for how in ("passed", "skipped"))
         assert passed, f"no test has run: {lines[-1]}"
-        return f"{passed[1]} tests"
+        return f"{passed[1]} tests" + (f", {skipped[1]} skipped" if skipped else "")
 
-    return run
-
-
-def until(setting: str, part: str) -> str:
-    """What a row waits for: the part of the project that has this setting, as long as there is none."""
-    return "" if kills.has_flag(setting) else part
+    return Row(id, fault, expected, 0, 1, run, whole=True)
 
 
 ROWS = (
@@ -96,16 +90,6 @@ ROWS = (
         skip=machines.not_permitted,
     ),
     Row(
-        "L1",
-        "the cable between two machines is cut",
-        "the ranks that do not answer are named within 30 seconds",
-        1,
-        4,
-        machines.l1,
-        waits=until("hang_timeout_secs", "the watch-dog"),
-        skip=machines.not_permitted,
-    ),
-    Row(
         "T1",
         "SIGTERM to the launcher or torchrun: in set-up, a step, an evaluation, a save",
         "saved at the next step, none lost, out within 25 seconds, `preempted`; again: equal",
@@ -122,6 +106,7 @@ ROWS = (
         10,
         stops.t3,
     ),
+    Row("T4", "Ctrl-C once, twice", "once saves; twice leaves at once; again: equal", 2, 4, stops.t4),
     Row(
         "H1",
         "SIGSTOP to each rank of tp x pp, `--hang-timeout-secs 10`",
@@ -129,9 +114,28 @@ ROWS = (
         1,
         8,
         hangs.h1,
-        waits=until("hang_timeout_secs", "the watch-dog"),
     ),
-    Row("T4", "Ctrl-C once, twice", "once saves; twice leaves at once; again: equal", 2, 4, stops.t4),
+    Row(
+        "L1",
+        "the cable between two machines is cut",
+        "the ranks that do not answer are named within 30 seconds",
+        1,
+        4,
+        machines.l1,
+        skip=machines.not_permitted,
+    ),
+    by_tests(
+        "H2",
+        "one rank leaves out a collective, or swaps two: each rank of tp x dp",
+        "kind, bytes, axis, number and rank in the message; none waits longer than the limit",
+        "tests/test_run_hang.py::test_collectives_out_of_order",
+    ),
+    by_tests(
+        "H3",
+        "200 ms of sleep in each step of one rank, 4 layouts; 20 clean runs",
+        "the rank is named within 3 windows; no false alarm",
+        "tests/test_run_stragglers.py",
+    ),
     Row(
         "S1",
         "one flipped bit in a shard, the manifest, its sum",
@@ -156,6 +160,58 @@ ROWS = (
         4,
         damage.s3,
     ),
+    by_tests(
+        "S4",
+        "no room for a file, at 10 sizes; EIO, ENOSPC, EROFS, EACCES at each fsync; in all formats",
+        "the checkpoint before is whole; bytes needed and free are said; the run ends or continues as asked",
+        "tests/test_checkpoint.py::test_full_disk_on_one_rank_fails_on_all",
+        "tests/test_checkpoint.py::test_too_little_room_is_seen_before_writing",
+        "tests/test_checkpoint.py::test_every_failing_fsync_is_an_error",
+        "tests/test_checkpoint_formats.py::test_every_failing_fsync_ends_a_save",
+        "tests/test_train_saves.py::test_a_writer_without_room_ends_the_run_at_once",
+        "tests/test_train_saves.py::test_a_writer_without_room_is_a_warning_until_the_end",
+    ),
+    by_tests(
+        "S5",
+        "killed at 7 points while old checkpoints are removed, `--keep-last-k` 2, 3, 5; links",
+        "k whole ones at any time; what a link points to is untouched",
+        "tests/test_checkpoint_retention.py",
+    ),
+    by_tests(
+        "S6",
+        "`--async-save`: the writer fails; it or its rank is killed at 10 points; the next save comes early",
+        "the bytes of a synchronous save; an error is known one step later",
+        "tests/test_checkpoint_async.py",
+        "tests/test_train_saves.py::test_training_beside_a_save_changes_nothing",
+        "tests/test_train_saves.py::test_the_flags_of_retention_reach_a_run",
+    ),
+    by_tests(
+        "S7",
+        "checkpoints and a run of earlier versions",
+        "they load, equal to a kept hash",
+        "tests/test_checkpoint_manifest.py::test_a_kept_checkpoint_loads",
+        "tests/test_old_runs.py",
+    ),
+    by_tests(
+        "X1",
+        "each of 12 layouts loads what each other one has saved: 132 pairs; 20 in bf16",
+        "weights and moments equal; the next loss to 1e-6",
+        "tests/test_reshard.py",
+    ),
+    Row(
+        "X2",
+        "5 kills in 3 epochs, every sample written down",
+        "none lost, none twice, the same order",
+        1,
+        4,
+        exact.x2,
+    ),
+    by_tests(
+        "X3",
+        "`--elastic`: 5 changes of the number of processes in 3 epochs; torchrun with fewer",
+        "as for X2; the losses to 1e-6",
+        "tests/test_elastic.py",
+    ),
     Row("D1", "the same command twice, 10 layouts, dropout", "equal", 3, 10, exact.d1),
     Row(
         "D2",
@@ -165,13 +221,117 @@ ROWS = (
         60,
         exact.d2,
     ),
-    Row(
-        "X2",
-        "5 kills in 3 epochs, every sample written down",
-        "none lost, none twice, the same order",
-        1,
-        4,
-        exact.x2,
+    by_tests(
+        "D3",
+        "resumed with other threads, seed, data, tokenizer, batch size, length",
+        "a warning or an error that says what differs",
+        "tests/test_bad_data.py::test_no_change_of_a_resumed_run_is_silent",
+        "tests/test_data_identity.py",
+        "tests/test_train.py::test_what_cannot_go_on_is_an_error",
+    ),
+    by_tests(
+        "N1",
+        "NaN, Inf, -Inf in loss, gradient, weight, moments, on each rank of tp x pp: 51 in one test",
+        "no update; tensor and rank named; all ranks end alike; never in a checkpoint",
+        "tests/test_health.py::test_what_is_not_finite_is_caught_before_the_update_and_named",
+        "tests/test_health.py::test_a_dead_run_stops",
+        "tests/test_health.py::test_a_checkpoint_that_is_not_finite_is_never_published",
+    ),
+    by_tests(
+        "N2",
+        "a bad gradient that does not come again when the step is run again, or does",
+        "exit code 17 and the rank; else the run continues, as without it",
+        "tests/test_health.py::test_a_step_run_again_tells_a_faulty_machine_from_bad_data",
+        "tests/test_health.py::test_small_state_is_restored_before_a_step_is_run_again",
+    ),
+    by_tests(
+        "N3",
+        "a loss or gradient many times too large; 20 calm runs (`--lr 3e-4`) of 200 steps in one test",
+        "flagged in that step, skipped or undone as asked; no false alarm",
+        "tests/test_health.py::test_a_loss_ten_times_too_large_is_flagged",
+        "tests/test_health.py::test_a_spike_is_skipped_or_only_named",
+        "tests/test_health.py::test_a_rollback_is_a_run_that_never_read_those_samples",
+        "tests/test_health.py::test_limits_are_median_and_robust_deviations",
+        "tests/test_health.py::test_no_spike_in_clean_runs",
+    ),
+    by_tests(
+        "N4",
+        "a bit of a weight flips on one of the replicas",
+        "the rank is named in the next comparison; nothing saved",
+        "tests/test_run_replicas.py",
+    ),
+    by_tests(
+        "I1",
+        "231 command lines that are wrong",
+        "exit code 2 at once; flag, value, rule and fix are said",
+        "tests/test_bad_configs.py",
+    ),
+    by_tests(
+        "I2",
+        "text of 10 kinds that is not JSON lines, 2 modes each in one test",
+        "the numbers of the lines; the same tokens of the good ones",
+        "tests/test_bad_data.py::test_bad_lines_have_numbers_and_good_ones_their_tokens",
+        "tests/test_bad_data.py::test_what_is_between_documents_changes_no_token",
+        "tests/test_preprocess.py::test_a_bad_line_stops_it",
+    ),
+    by_tests(
+        "I3",
+        "SIGKILL to preprocess.py, 10 times with 1 worker and with 2",
+        "never half a file that loads; again: the same bytes",
+        "tests/test_bad_data.py::test_killed_at_any_time",
+        "tests/test_preprocess.py::test_killed_in_the_middle",
+    ),
+    by_tests(
+        "I4",
+        "1000 damaged .idx and .bin; 1000 flipped bits for `--verify-data`",
+        "an error, or the same data; all flips found",
+        "tests/test_data_fuzz.py",
+        "tests/test_data_verify.py",
+    ),
+    by_tests(
+        "I5",
+        "8 kinds of tokens and data that do not fit, 1 rank and tp",
+        "an error before the first step, the same text",
+        "tests/test_bad_data.py::test_unfit_tokens_are_said_alike_by_every_layout",
+    ),
+    by_tests(
+        "Z1",
+        "pickles that would tell, in every place that is read: 36 in one test",
+        "none is run",
+        "tests/test_security.py::test_no_pickle_is_opened",
+        "tests/test_checkpoint_files.py::test_shard_that_is_none_is_refused",
+        "tests/test_checkpoint_foreign.py",
+    ),
+    by_tests(
+        "Z2",
+        "pickle, eval, shell and the like anywhere in the program",
+        "none",
+        "tests/test_style.py::test_nothing_runs_foreign_code",
+        "tests/test_style.py::test_the_rules_themselves",
+    ),
+    by_tests(
+        "Z3",
+        "names that leave the folder, sizes that no file has; 2000 random changes of a manifest in one test",
+        "refused at once, without memory; nothing written elsewhere",
+        "tests/test_security.py::test_names_in_an_index_stay_in_the_folder",
+        "tests/test_security.py::test_sizes_in_a_file_are_checked",
+        "tests/test_checkpoint_files.py::test_forged_manifest_is_refused",
+        "tests/test_checkpoint_files.py::test_sizes_that_the_file_cannot_hold_are_refused",
+        "tests/test_checkpoint_files.py::test_random_changes_of_numbers_are_refused_or_harmless",
+        "tests/test_checkpoint_files.py::test_oversized_manifest_is_not_read",
+    ),
+    by_tests(
+        "Z4",
+        "the sockets of ranks, launcher and fork server; no network at all",
+        "loopback alone; the run is done",
+        "tests/test_security.py::test_ranks_of_one_machine_listen_to_it_alone",
+        "tests/test_security.py::test_a_run_needs_no_network",
+    ),
+    by_tests(
+        "Z5",
+        "a secret in the environment of a run, of which a rank is killed",
+        "in no log, checkpoint or status file",
+        "tests/test_security.py::test_the_program_listens_to_its_machine_alone",
     ),
     Row(
         "Q1", "half an hour with a fault each minute", "it ends by itself; equal", 0, 1, soak.q1, minutes=30.0
