@@ -16,7 +16,7 @@ BUDGETS = {
     "fast": 2500,
     "faults": 1060,
     "ops": 2930,
-    "plan": 630,
+    "plan": 640,
     "report": 2210,
 }
 

@@ -74,7 +74,7 @@ def test_ranks_that_share_a_machine_are_counted_together():
     found = rows(run, GIB)
     assert list(found)[:2] == ["--bf16", "--use-distributed-optimizer"]
     assert not any("offload" in name or "GPU" in name for name in found)
-    assert list(remedies(run, GIB))[-1].startswith("  these do not make room")
+    assert list(remedies(run, GIB))[-1].startswith("  no change of settings makes room")
 
 
 def test_a_note_or_a_refusal_shows_the_table():

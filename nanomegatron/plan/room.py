@@ -77,15 +77,16 @@ def memory_table(ranks: list[dict[str, float]]) -> Iterator[str]:
 
 def remedies(run: Planned, room: float) -> Iterator[str]:
     """Yield the lines of a table of changes that save 1 % or more, down to the one that makes room."""
-    together = run
-    yield "  GiB needed    with those above   with"
+    together, heading = run, ["  GiB needed    with those above   with"]
     for flags in CHANGES:
         one, joined = run.changed(flags), together.changed(flags)
         if min(one.need / run.need, joined.need / together.need) > 0.99:
             continue
         together = joined if joined.need <= together.need else together
         more = f" on {one.world} GPUs" * (one.world > run.world) + ", fits" * (together.need <= room)
+        yield from heading
+        heading = []
         yield f"{one.need / 2**30:>12.2f}{together.need / 2**30:>20.2f}   {flags}{more}"
         if together.need <= room:
             return
-    yield "  these do not make room: take a smaller model, or more ranks to divide it"
+    yield "  no change of settings makes room: take a smaller model, or more ranks to divide it"
