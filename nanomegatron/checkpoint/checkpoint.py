@@ -39,7 +39,7 @@ from nanomegatron.checkpoint.manifest import (
 )
 from nanomegatron.checkpoint.strictness import fit
 from nanomegatron.checkpoint.torch_dist import write_metadata
-from nanomegatron.comm import all_gather_text, all_reduce
+from nanomegatron.comm import all_gather_text, all_reduce, broadcast_
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
@@ -166,6 +166,12 @@ def not_saved(root: Path, iteration: int, errors: Iterable[str], need: int) -> s
 def latest(root: str | Path) -> int | None:
     """Return the newest iteration published in root, by the names of the folders; None if there is none."""
     return max(folders(Path(root)), default=None)
+
+
+def latest_for_all(root: str | Path, mesh: Mesh) -> int:
+    """Return `latest` as rank 0 sees it, -1 for None. Broadcasts a number over world."""
+    seen = latest(root)
+    return int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
 
 
 def load(

@@ -18,7 +18,6 @@ import torch
 from nanomegatron.checkpoint.checkpoint import (
     load,
     module_states,
-    read_state,
     state_pieces,
     training_pieces,
 )
@@ -129,8 +128,7 @@ def load_checkpoint(run: Run) -> None:
     if is_hf_folder(root):
         load_hf_folder(run, source)
         return
-    begins = only_weights or run.config.run.eval_only
-    found = None if begins else read_state(root, run.mesh, source.step)
+    begins, found = source.begins, source.saved(run.mesh)
     if found and ("hf" in found[0] or "iteration" not in found[0]):
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     states = {} if begins or config.no_load_optim else run.optimizer.states()

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import latest, module_states
+from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
 from nanomegatron.checkpoint.resume import load_checkpoint
-from nanomegatron.comm import all_gather_text, broadcast_
+from nanomegatron.comm import all_gather_text
 from nanomegatron.faults.health import BadSteps
 from nanomegatron.faults.machine import MachineFault
 from nanomegatron.report.steps import StepReport
@@ -86,9 +86,8 @@ def roll_back(run: Run) -> None:
     spike, skipped = run.health.spike, run.skipped_iterations
     run.flush_report()
     run.saver.finish()
-    folder, seen = run.config.checkpoint.save, latest(run.config.checkpoint.save)
-    newest = torch.tensor(-1 if seen is None else seen, device=run.mesh.device)
-    newest = int(broadcast_(newest, run.mesh.world))
+    folder = run.config.checkpoint.save
+    newest = latest_for_all(folder, run.mesh)
     if newest < 0:
         fix = "give --save-interval, or --on-spike skip"
         raise BadSteps(f"step {spike}: a spike, and no checkpoint to return to in {folder}: {fix}")
