@@ -15,12 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import (
-    load,
-    module_states,
-    state_pieces,
-    training_pieces,
-)
+from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
