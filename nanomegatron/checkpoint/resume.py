@@ -143,15 +143,15 @@ def load_checkpoint(run: Run) -> None:
     for note in loaded.notes:
         run.log.warn(note)
     check_data(run, root, loaded.state, resumes=not begins)
-    if not only_weights:
-        restore_progress(run, root, loaded.state)
-        if states:
-            run.optimizer.load_scalars(loaded.state["optimizer"])
     if only_weights:
         keep_source(run, root)
+    else:
+        restore_progress(run, root, loaded.state)
     if source.upcycling:
         log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
-    if run.optimizer and not states:
+    if states:
+        run.optimizer.load_scalars(loaded.state["optimizer"])
+    elif run.optimizer:
         run.optimizer.reset_main()
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})

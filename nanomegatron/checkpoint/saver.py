@@ -10,7 +10,6 @@ A synchronous save goes the same way in one call.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,6 @@ class Saver:
     ) -> None:
         self.config, self.mesh = config, mesh
         self.warn, self.published = warn, published
-        self.keep = Retention(config.keep_last_k, config.save_retain_interval)
         self.writer: AsyncSaver | None = None
         often = config.save_interval or config.non_persistent_save_interval
         wanted = mesh.device.type == "cuda" if config.async_save is None else config.async_save
@@ -68,7 +66,7 @@ class Saver:
         self.finish()
         self.iteration, self.attempts, self.announced, self.last = iteration, 0, False, last
         contents = self.config.save, iteration, pieces, state, config
-        keep = replace(self.keep, persistent=persistent)
+        keep = Retention(self.config.keep_last_k, self.config.save_retain_interval, persistent)
         if self.writer and (errors := on_all_ranks(self.mesh, self.writer.buffer.ready.result)[1]):
             self.warn(f"--async-save: {'; '.join(errors)}: saves are synchronous")
             self.close()
