@@ -15,9 +15,8 @@ from pathlib import Path
 from nanomegatron import launch
 from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.config.cli import ConfigError
-from nanomegatron.faults.health import BadSteps
+from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import lock
-from nanomegatron.faults.machine import MachineFault
 from nanomegatron.faults.signals import PREEMPTED
 from nanomegatron.report.log import LOST_PEER, RunLog, read_status, write_status
 

@@ -40,6 +40,13 @@ class BadSteps(Exception):
     """Raised on all ranks: the run cannot go on, or its state must not be saved."""
 
 
+class MachineFault(Exception):
+    """Raised on all ranks: a machine is faulty, not the program, the settings or the data. Nothing is saved.
+
+    A rank has computed or holds other bits than it should.
+    """
+
+
 class Health:
     """Judges the numbers of each step on the host; `limits` are what the device judges the next step by."""
 

@@ -19,8 +19,7 @@ import torch
 from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
 from nanomegatron.checkpoint.resume import load_checkpoint
 from nanomegatron.comm import all_gather_text
-from nanomegatron.faults.health import BadSteps
-from nanomegatron.faults.machine import MachineFault
+from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.report.steps import StepReport
 from nanomegatron.run import Run
 

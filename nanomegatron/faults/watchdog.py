@@ -119,17 +119,14 @@ class Watchdog:
     # Heartbeats
 
     def beat(self) -> None:
-        """Publish what this rank does."""
+        """Publish what this rank does, a `Beat`."""
         self.beats += 1
-        self.store.set(f"beat/{self.mesh.rank}", json.dumps(self.own_beat()))
-
-    def own_beat(self) -> Beat:
-        """Describe what this rank does."""
         traffic, waiting = self.mesh.traffic, self.mesh.traffic.waiting
         call = waiting and waiting[0]
         entry = call and (call.kind, call.size, call.number, call.axis.key)
         numbers = list(traffic.numbers.items())
-        return dict(n=self.beats, host=self.host, place=place(), call=entry, numbers=numbers)
+        mine = dict(n=self.beats, host=self.host, place=place(), call=entry, numbers=numbers)
+        self.store.set(f"beat/{self.mesh.rank}", json.dumps(mine))
 
     def all_beats(self) -> dict[int, Beat]:
         """Return the last heartbeat of each rank that has published one."""
@@ -180,7 +177,6 @@ class Watchdog:
 
     def report(self, before: dict[int, Beat], now: dict[int, Beat]) -> str:
         """Return who keeps this rank waiting, by the heartbeats of T / 2 ago and of now."""
-        folder = self.log.folder
         waiting = self.mesh.traffic.waiting
         words = [f"a hang: {self.mesh.label} has made no progress for {self.limit:g} s"]
         if waiting and waiting[0]:
@@ -189,7 +185,7 @@ class Watchdog:
             words.append("the store of the ranks does not answer: is its machine lost?")
         elif self.mesh.world.size > 1:
             words += blame(self.mesh.groups, before, now)
-        return "; ".join(words) + f"; the stacks of all live ranks are in {folder}/hang.*.txt"
+        return "; ".join(words) + f"; the stacks of all live ranks are in {self.log.folder}/hang.*.txt"
 
 
 def place() -> str:
