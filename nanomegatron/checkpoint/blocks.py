@@ -136,12 +136,8 @@ def verify_files(files: Mapping[Path, SavedFile], threads: int, integrity: bool 
             own.buffer = memoryview(bytearray(min(CRC_BLOCK, max(f.bytes for f in files.values()))))
         _verify(*job, own.buffer)
 
-    pool = ThreadPoolExecutor(threads)
-    try:
-        for _ in pool.map(verify, jobs):
-            pass  # the first error, in the order of the files, is raised here
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(verify, jobs))  # raises the first error, in the order of the files; cancels the rest
 
 
 def _verify(path: Path, expected: SavedFile, index: int | None, buffer: memoryview) -> None:

@@ -134,7 +134,9 @@ def save(
 
     stage(folder.make_folder if first else None, temporary, need)
     stage(formats.writer(format), temporary, mesh.world.rank, owned)
-    entry = formats.format_entry(format, mesh)
+    entry = {} if format == "sharded" else {"name": format}
+    if format == "torch":
+        entry["layout"] = formats.layout_words(mesh)
     if format == "torch_dist":
         entry |= stage(write_metadata if first else None, temporary, mesh.world.size) or {}
     contents = iteration, state, config, keep.persistent, entry
