@@ -64,7 +64,8 @@ class Saver:
         last: an error ends the run in any case, after the retries.
         """
         self.finish()
-        self.iteration, self.attempts, self.announced, self.last = iteration, 0, False, last
+        self.iteration, self.attempts = iteration, 0
+        self.announced, self.last = False, last
         contents = self.config.save, iteration, pieces, state, config
         keep = Retention(self.config.keep_last_k, self.config.save_retain_interval, persistent)
         if self.writer and (errors := on_all_ranks(self.mesh, self.writer.buffer.ready.result)[1]):
