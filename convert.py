@@ -69,7 +69,7 @@ import torch
 
 from nanomegatron.checkpoint.blocks import sync
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint.files import DTYPES, Piece, fill, raw_bytes
+from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, fill, raw_bytes
 from nanomegatron.checkpoint.formats import open_checkpoint, reader
 from nanomegatron.checkpoint.hf import (
     HEADER,
@@ -88,7 +88,6 @@ from nanomegatron.data.tokenizer import tokenizer_from_spec
 from nanomegatron.mesh import Mesh, World
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

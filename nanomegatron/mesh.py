@@ -243,8 +243,9 @@ class Mesh:
 
     @staticmethod
     def connect_store() -> Any:
-        """Return a new connection to the store of all ranks, for a thread; None in a single process."""
-        return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
+        """Return a new connection to the store of all ranks, for a thread; a store in a single process."""
+        several = dist.is_initialized()
+        return dist.distributed_c10d._get_default_store().clone() if several else dist.HashStore()
 
     @staticmethod
     def close() -> None:

@@ -14,12 +14,12 @@ No torch here: the process that writes checkpoints (checkpoint/writer.py) starts
 import hashlib
 import os
 import stat
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import BinaryIO
 
 from nanomegatron.checkpoint.manifest import CRC_BLOCK, CheckpointError, SavedFile
@@ -129,23 +129,15 @@ def verify_files(files: Mapping[Path, SavedFile], threads: int, integrity: bool 
     """
     jobs = [(path, file, None) for path, file in files.items() if integrity or not file.crc32]
     jobs += [(path, file, i) for path, file in files.items() for i in range(len(file.crc32))]
-    buffers: SimpleQueue = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(None)
+    own = threading.local()
 
     def verify(job: tuple[Path, SavedFile, int | None]) -> None:
-        buffer = buffers.get() or memoryview(bytearray(min(CRC_BLOCK, max(f.bytes for f in files.values()))))
-        try:
-            _verify(*job, buffer)
-        finally:
-            buffers.put(buffer)
+        if not hasattr(own, "buffer"):  # one for each thread
+            own.buffer = memoryview(bytearray(min(CRC_BLOCK, max(f.bytes for f in files.values()))))
+        _verify(*job, own.buffer)
 
-    pool = ThreadPoolExecutor(threads)
-    try:
-        for _ in pool.map(verify, jobs):
-            pass  # the first error, in the order of the files, is raised here
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(verify, jobs))  # raises the first error, in the order of the files; cancels the rest
 
 
 def _verify(path: Path, expected: SavedFile, index: int | None, buffer: memoryview) -> None:

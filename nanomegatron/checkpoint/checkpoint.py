@@ -39,7 +39,7 @@ from nanomegatron.checkpoint.manifest import (
 )
 from nanomegatron.checkpoint.strictness import fit
 from nanomegatron.checkpoint.torch_dist import write_metadata
-from nanomegatron.comm import all_gather_text, all_reduce
+from nanomegatron.comm import all_gather_text, all_reduce, broadcast_
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
@@ -134,7 +134,9 @@ def save(
 
     stage(folder.make_folder if first else None, temporary, need)
     stage(formats.writer(format), temporary, mesh.world.rank, owned)
-    entry = formats.format_entry(format, mesh)
+    entry = {} if format == "sharded" else {"name": format}
+    if format == "torch":
+        entry["layout"] = formats.layout_words(mesh)
     if format == "torch_dist":
         entry |= stage(write_metadata if first else None, temporary, mesh.world.size) or {}
     contents = iteration, state, config, keep.persistent, entry
@@ -166,6 +168,12 @@ def not_saved(root: Path, iteration: int, errors: Iterable[str], need: int) -> s
 def latest(root: str | Path) -> int | None:
     """Return the newest iteration published in root, by the names of the folders; None if there is none."""
     return max(folders(Path(root)), default=None)
+
+
+def latest_for_all(root: str | Path, mesh: Mesh) -> int:
+    """Return `latest` as rank 0 sees it, -1 for None. Broadcasts a number over world."""
+    seen = latest(root)
+    return int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
 
 
 def load(

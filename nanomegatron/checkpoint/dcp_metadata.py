@@ -17,14 +17,11 @@ from nanomegatron.checkpoint.manifest import CheckpointError
 METADATA_LIMIT = 64 * 2**20  # bytes; reading takes about a second for 4 MiB
 DCP_CLASSES = "torch.distributed.checkpoint.metadata."
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-ALLOWED = {f"{DCP_CLASSES}{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")}
-ALLOWED |= {f"{DCP_CLASSES}{name}" for name in ("TensorProperties", "ChunkStorageMetadata", "MetadataIndex")}
-ALLOWED |= {
-    f"{DCP_CLASSES}StorageMeta",
-    f"{DCP_CLASSES}_MEM_FORMAT_ENCODING",
-    STORAGE_INFO,
-    *map(str, DTYPES),
-}
+DCP_NAMES = """
+Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex
+StorageMeta _MEM_FORMAT_ENCODING
+""".split()
+ALLOWED = {f"{DCP_CLASSES}{name}" for name in DCP_NAMES} | {STORAGE_INFO, *map(str, DTYPES)}
 ALLOWED |= {"torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"}
 VALUES = set("BININT BININT1 BININT2 LONG1 BINUNICODE SHORT_BINUNICODE BINFLOAT".split())
 EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}

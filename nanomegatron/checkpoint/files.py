@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nanomegatron.checkpoint.blocks import open_file, write_blocks
+from nanomegatron.checkpoint.blocks import Bytes, open_file, write_blocks
+from nanomegatron.checkpoint.folder import index_path
 from nanomegatron.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -38,6 +39,7 @@ from nanomegatron.checkpoint.manifest import (
     Rectangle,
     SavedTensor,
     entry_name,
+    rank_file,
     rectangles,
     shard_name,
     to_json,
@@ -58,6 +60,7 @@ DTYPES = {  # safetensors' names
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,15 @@ def write_shard(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
     """
     pieces = in_file_order(pieces)
     header, tensors = describe_shard(pieces, rank)
-    path = folder / shard_name(rank)
-    saved = write_blocks(path, itertools.chain((header,), map(raw_bytes, pieces)), WRITE_THREADS)
-    path.with_suffix(".json").write_text(to_json(Manifest(0, {}, "", tensors, {rank: saved})))
+    write_rank(folder, rank, itertools.chain((header,), map(raw_bytes, pieces)), tensors, {})
+
+
+def write_rank(
+    folder: Path, rank: int, chunks: Iterable[Bytes], tensors: dict[str, SavedTensor], format: dict[str, Any]
+) -> None:
+    """Write a rank's file, synced to disk, and its part of the manifest. format: of Manifest."""
+    saved = write_blocks(folder / rank_file(format.get("name", "sharded"), rank), chunks, WRITE_THREADS)
+    index_path(folder, rank).write_text(to_json(Manifest(0, {}, "", tensors, {rank: saved}, format)))
 
 
 def in_file_order(pieces: Iterable[Piece]) -> list[Piece]:
@@ -154,11 +163,10 @@ def fill(folder: Path, manifest: Manifest, pieces: Iterable[Piece], reader: Read
     """
     jobs: dict[int, list] = {}
     for piece in pieces:
-        for box, ranges in manifest.tensors[piece.key].boxes.items():
-            for rank, r in _stored(box, ranges, piece.offset, piece.data.shape):
-                found = overlap(r.offset, r.shape, piece.offset, piece.data.shape)
-                if found is not None:
-                    jobs.setdefault(rank, []).append((piece, r, found))
+        for rank, r in stored(manifest.tensors[piece.key], piece.offset, piece.data.shape):
+            found = overlap(*r, piece.offset, piece.data.shape)
+            if found is not None:
+                jobs.setdefault(rank, []).append((piece, r, found))
     for rank, copies in jobs.items():
         with reader(folder, manifest, rank) as entry:
             for piece, r, ranges in copies:
@@ -187,17 +195,16 @@ def shard_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callab
         yield entry
 
 
-def _stored(
-    box: Rectangle, ranges: list[Range], offset: Sequence, shape: Sequence
-) -> Iterator[tuple[int, Rectangle]]:
-    """Yield (rank, rectangle) of the entries of a box that may overlap with a slice of the tensor."""
-    found = overlap(*box, offset, shape)
-    if found is None:
-        return
-    first = last = 0  # of the overlap's elements, in the flattened box
-    for (begin, end), o, n in zip(found, *box):
-        first, last = first * n + begin - o, last * n + end - 1 - o
-    at = bisect_right(ranges, first, key=lambda r: r.begin) - 1
-    for begin, end, rank in itertools.takewhile(lambda r: r.begin <= last, ranges[max(at, 0) :]):
-        for corner, size in rectangles(box.shape, begin, end):
-            yield rank, Rectangle(tuple(a + b for a, b in zip(box.offset, corner)), size)
+def stored(saved: SavedTensor, offset: Sequence, shape: Sequence) -> Iterator[tuple[int, Rectangle]]:
+    """Yield (rank, rectangle) of the entries of a tensor that may overlap with a slice of it."""
+    for box, ranges in saved.boxes.items():
+        found = overlap(*box, offset, shape)
+        if found is None:
+            continue
+        first = last = 0  # of the overlap's elements, in the flattened box
+        for (begin, end), o, n in zip(found, *box):
+            first, last = first * n + begin - o, last * n + end - 1 - o
+        at = bisect_right(ranges, first, key=lambda r: r.begin) - 1
+        for begin, end, rank in ranges[max(at, 0) : bisect_right(ranges, last, key=lambda r: r.begin)]:
+            for corner, size in rectangles(box.shape, begin, end):
+                yield rank, Rectangle(tuple(a + b for a, b in zip(box.offset, corner)), size)

@@ -10,7 +10,6 @@ The manifest of a folder has its format; without one it is `sharded`. All else i
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from nanomegatron.checkpoint.files import Reader, shard_reader, write_shard
 from nanomegatron.checkpoint.folder import MANIFEST, read_manifest
@@ -29,12 +28,6 @@ def reader(manifest: Manifest) -> Reader:
     """Return what opens the file of a rank."""
     readers = {"sharded": shard_reader, "torch_dist": distcp_reader, "torch": torch_reader}
     return readers[manifest.format.get("name", "sharded")]
-
-
-def format_entry(format: str, mesh: Mesh) -> dict[str, Any]:
-    """Return the manifest's entry of a save in this format; {} for `sharded`."""
-    extra = {"layout": layout_words(mesh)} if format == "torch" else {}
-    return {} if format == "sharded" else {"name": format} | extra
 
 
 def layout_words(mesh: Mesh) -> str:

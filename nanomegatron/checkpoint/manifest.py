@@ -108,9 +108,9 @@ class Manifest:
         """The files beside the manifest, by name; {} if another program saved them."""
         if self.format.get("foreign"):
             return {}
-        name = rank_file(self.format.get("name", "sharded"))
+        name = self.format.get("name", "sharded")
         more = {METADATA: _saved_file(*self.format["metadata"])} if "metadata" in self.format else {}
-        return {name.format(rank): file for rank, file in self.files.items()} | more
+        return {rank_file(name, rank): file for rank, file in self.files.items()} | more
 
     @cached_property
     def header_limits(self) -> Counter:
@@ -124,16 +124,16 @@ class Manifest:
         return limits
 
 
-def shard_name(rank: int) -> str:
-    """The name of a rank's file in the format `sharded`."""
-    return RANK_FILES["sharded"].format(rank)
-
-
-def rank_file(format: str) -> str:
-    """The name of a rank's file, to be formatted with its number. Raises CheckpointError."""
+def rank_file(format: str, rank: int) -> str:
+    """The name of a rank's file. Raises CheckpointError for an unknown format."""
     if format not in RANK_FILES:
         raise CheckpointError(f"format {str(format)[:80]!r} is not one of {', '.join(RANK_FILES)}")
-    return RANK_FILES[format]
+    return RANK_FILES[format].format(rank)
+
+
+def shard_name(rank: int) -> str:
+    """The name of a rank's file in the format `sharded`."""
+    return rank_file("sharded", rank)
 
 
 def entry_name(key: str, rectangle: Rectangle) -> str:
@@ -304,7 +304,7 @@ def _version_2(entry: dict) -> tuple[dict[str, SavedTensor], dict[int, SavedFile
 
 def _format(entry: dict[str, Any]) -> dict[str, Any]:
     """Raises CheckpointError for a format that is not known here."""
-    rank_file(entry.get("name", "sharded"))
+    rank_file(entry.get("name", "sharded"), 0)
     if "metadata" in entry:
         _saved_file(*entry["metadata"])
     if "foreign" in entry:

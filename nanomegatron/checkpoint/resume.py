@@ -15,13 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import (
-    load,
-    module_states,
-    read_state,
-    state_pieces,
-    training_pieces,
-)
+from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
@@ -129,8 +123,7 @@ def load_checkpoint(run: Run) -> None:
     if is_hf_folder(root):
         load_hf_folder(run, source)
         return
-    begins = only_weights or run.config.run.eval_only
-    found = None if begins else read_state(root, run.mesh, source.step)
+    begins, found = source.begins, source.saved(run.mesh)
     if found and ("hf" in found[0] or "iteration" not in found[0]):
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
     states = {} if begins or config.no_load_optim else run.optimizer.states()
@@ -150,15 +143,15 @@ def load_checkpoint(run: Run) -> None:
     for note in loaded.notes:
         run.log.warn(note)
     check_data(run, root, loaded.state, resumes=not begins)
-    if not only_weights:
-        restore_progress(run, root, loaded.state)
-        if states:
-            run.optimizer.load_scalars(loaded.state["optimizer"])
     if only_weights:
         keep_source(run, root)
+    else:
+        restore_progress(run, root, loaded.state)
     if source.upcycling:
         log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
-    if run.optimizer and not states:
+    if states:
+        run.optimizer.load_scalars(loaded.state["optimizer"])
+    elif run.optimizer:
         run.optimizer.reset_main()
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})

@@ -10,7 +10,6 @@ A synchronous save goes the same way in one call.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,6 @@ class Saver:
     ) -> None:
         self.config, self.mesh = config, mesh
         self.warn, self.published = warn, published
-        self.keep = Retention(config.keep_last_k, config.save_retain_interval)
         self.writer: AsyncSaver | None = None
         often = config.save_interval or config.non_persistent_save_interval
         wanted = mesh.device.type == "cuda" if config.async_save is None else config.async_save
@@ -66,10 +64,10 @@ class Saver:
         last: an error ends the run in any case, after the retries.
         """
         self.finish()
-        self.iteration, self.attempts, self.announced = iteration, 0, False
-        self.last = last
+        self.iteration, self.attempts = iteration, 0
+        self.announced, self.last = False, last
         contents = self.config.save, iteration, pieces, state, config
-        keep = replace(self.keep, persistent=persistent)
+        keep = Retention(self.config.keep_last_k, self.config.save_retain_interval, persistent)
         if self.writer and (errors := on_all_ranks(self.mesh, self.writer.buffer.ready.result)[1]):
             self.warn(f"--async-save: {'; '.join(errors)}: saves are synchronous")
             self.close()
@@ -130,7 +128,7 @@ class Saver:
         failed, self.stale = failed and not self.stale, False
         if failed and self.in_flight:
             self.writer.cancel()
-            self._settle(wait=False)
+            self._join()
             self.stale = pending
         elif self.in_flight and self.writer.published.done() and not self.writer.failed:
             self._announce(self.writer.published.result())
@@ -138,17 +136,15 @@ class Saver:
     def finish(self, last: bool = False) -> None:
         """Wait until the save in flight, if any, is published. All ranks call this. last: as in `save`."""
         self.last = last
-        self._settle(wait=True)
-
-    def _settle(self, wait: bool) -> None:
-        """Wait for the save in flight; one that fails is begun again, and with `wait` waited for again."""
         while self.in_flight:
-            try:
-                self._done(self.writer.join())
-            except SaveError as error:
-                self.in_flight = self._again(error) and self._repeat(self.writer.submit)
-                if not wait:
-                    return
+            self._join()
+
+    def _join(self) -> None:
+        """Wait for the save in flight; one that fails is begun again, and is then in flight."""
+        try:
+            self._done(self.writer.join())
+        except SaveError as error:
+            self.in_flight = self._again(error) and self._repeat(self.writer.submit)
 
     def close(self) -> None:
         """End the writer process, if there is one."""

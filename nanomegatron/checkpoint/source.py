@@ -12,11 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
-from nanomegatron.checkpoint.checkpoint import latest, read_state
+from nanomegatron.checkpoint.checkpoint import latest_for_all, read_state
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.comm import broadcast_
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.cli import from_toml, to_toml
 from nanomegatron.config.settings import Config
@@ -41,6 +38,11 @@ class LoadSource(NamedTuple):
     step: int | None
     only_weights: bool  # the run begins at iteration 0
     upcycling: bool  # its weights are of a dense model, the run's model has experts
+    begins: bool  # the run takes no progress from it: it has only weights, or --eval-only
+
+    def saved(self, mesh: Mesh) -> tuple[dict, str] | None:
+        """`read_state` of the checkpoint whose progress the run takes; None if there is none."""
+        return None if self.begins else read_state(self.root, mesh, self.step)
 
 
 def find_source(whole: Config, mesh: Mesh) -> LoadSource:
@@ -51,8 +53,7 @@ def find_source(whole: Config, mesh: Mesh) -> LoadSource:
     newest checkpoint of the run's own folder.
     """
     config, eval_only = whole.checkpoint, whole.run.eval_only
-    seen, step = latest(config.save), config.ckpt_step
-    newest = int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
+    newest, step = latest_for_all(config.save, mesh), config.ckpt_step
     if config.moe_use_upcycling and newest >= 0 and not eval_only:
         step = None  # it named an iteration of the dense model
     if step is not None and max(newest, 0) > step and not eval_only:
@@ -61,9 +62,11 @@ def find_source(whole: Config, mesh: Mesh) -> LoadSource:
             "would take; give a new --run-name and --load this folder"
         )
     if newest >= 0 and step is None and not (eval_only and config.load):
-        return LoadSource(config.save, None, only_weights=False, upcycling=False)
+        return LoadSource(config.save, None, only_weights=False, upcycling=False, begins=eval_only)
     upcycling = config.moe_use_upcycling
-    return LoadSource(config.load or config.save, step, config.finetune or upcycling, upcycling)
+    only_weights = config.finetune or upcycling
+    root = config.load or config.save
+    return LoadSource(root, step, only_weights, upcycling, begins=only_weights or eval_only)
 
 
 def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted: int) -> list[int]:
@@ -73,8 +76,7 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
     earlier version. Communicates over world. Raises CheckpointError if the numbers in it are invalid.
     """
     source = find_source(config, mesh)
-    root, fresh = source.root, source.only_weights or config.run.eval_only
-    found = None if fresh else read_state(root, mesh, source.step)
+    root, found = source.root, source.saved(mesh)
     if found is None or not found[0].get("consumed_samples"):
         return [wanted]
     counts, note = found[0].get("data_samples", []), ""
@@ -103,10 +105,8 @@ def with_saved_schedule(config: Config, mesh: Mesh) -> Config:
     Its decay ends where it would have ended in that run. Communicates over world. Raises CheckpointError.
     """
     source = find_source(config, mesh)
-    fresh = source.only_weights or config.run.eval_only
-    if fresh or not config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return config
-    if (found := read_state(source.root, mesh, source.step)) is None:
+    wanted = config.checkpoint.use_checkpoint_opt_param_scheduler
+    if not wanted or (found := source.saved(mesh)) is None:
         return config
     try:
         saved = from_toml(found[1])

@@ -11,7 +11,6 @@ Megatron-LM calls the former tensors unexpected, the latter missing. Main weight
 of the weights. Kinds of tensors that are not loaded, such as moments with --no-load-optim, do not count.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from nanomegatron.checkpoint.files import Piece
@@ -30,7 +29,8 @@ def fit(
     Gathers names over world. Raises CheckpointError, on all ranks, for tensors that may not be left unused.
     """
     notes, saved = [], manifest.tensors
-    wanted = _union((piece.key for piece in pieces), mesh)
+    texts = all_gather_text("\n".join(piece.key for piece in pieces), mesh.world, mesh.device)
+    wanted = {key for text in texts for key in text.splitlines()}
     if strictness in ("raise_all", "log_all"):
         kinds = {key.partition("/")[0] for key in wanted}
         unused = [key for key in saved if key not in wanted and key.partition("/")[0] in kinds]
@@ -49,12 +49,6 @@ def fit(
     notes += [f"{len(weights)} main weights are made of the saved weights"] if weights else []
     main = [replace(piece, key=weights[piece.key]) for piece in pieces if piece.key in weights]
     return [piece for piece in pieces if piece.key in saved], main, notes
-
-
-def _union(keys: Iterable[str], mesh: Mesh) -> set[str]:
-    """The keys of all ranks."""
-    texts = all_gather_text("\n".join(keys), mesh.world, mesh.device)
-    return {key for text in texts for key in text.splitlines()}
 
 
 def _some(keys: list[str]) -> str:

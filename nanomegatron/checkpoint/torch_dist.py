@@ -15,7 +15,6 @@ needed by torch.load with weights_only=True. No hash says whether such a folder 
 """
 
 import io
-import json
 import math
 import mmap
 import os
@@ -39,7 +38,7 @@ from nanomegatron.checkpoint.dcp_metadata import (
     read_pickle,
     write_pickle,
 )
-from nanomegatron.checkpoint.files import DTYPES, WRITE_THREADS, Piece, describe_shard
+from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, describe_shard, stored, write_rank
 from nanomegatron.checkpoint.folder import MANIFEST, index_path
 from nanomegatron.checkpoint.manifest import (
     METADATA,
@@ -52,23 +51,21 @@ from nanomegatron.checkpoint.manifest import (
     check_manifest,
     entry_name,
     merge,
+    parse_manifest,
     rank_file,
-    rectangles,
-    to_json,
 )
 
 DISTCP = re.compile(r"__[0-9]{1,7}_[0-9]{1,7}\.distcp")
 OURS = "nanomegatron"  # in the metadata of our folders, which are nothing without their manifest
 ALIGNMENT = 64  # bytes; of the tensors in a file, as torch.save aligns them in its own
 PICKLE_LIMIT = 64 * 2**10  # bytes of the pickle beside a tensor's elements
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 # Writing.
 
 
 def write_distcp(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
-    """Write the pieces to a rank's file, synced to disk, its part of the manifest, and where each one is.
+    """Write the pieces to a rank's file, synced to disk, and its part of the manifest with their places.
 
     One tensor at a time is copied to the host, twice.
     """
@@ -86,10 +83,8 @@ def write_distcp(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
             begin += size + buffer.write(bytes(-size % ALIGNMENT))
             yield buffer.getbuffer()
 
-    path = folder / rank_file("torch_dist").format(rank)
-    saved = write_blocks(path, chunks(), WRITE_THREADS)
-    path.with_suffix(".json").write_text(json.dumps(places))
-    index_path(folder, rank).write_text(to_json(Manifest(0, {}, "", tensors, {rank: saved})))
+    entries = {rank_file("torch_dist", rank): places}  # filled by chunks()
+    write_rank(folder, rank, chunks(), tensors, {"name": "torch_dist", "entries": entries})
 
 
 def plain_copy(piece: Piece) -> torch.Tensor:
@@ -107,11 +102,10 @@ def elements_at(buffer: io.BytesIO) -> int:
 
 def write_metadata(folder: Path, ranks: int) -> dict[str, Any]:
     """On rank 0: write `.metadata`; returns what the manifest says of the format, with all ranks' places."""
-    tensors, _ = merge(index_path(folder, rank) for rank in range(ranks))
-    entries = {}
-    for path in [folder / rank_file("torch_dist").format(rank) for rank in range(ranks)]:
-        entries[path.name] = json.loads(path.with_suffix(".json").read_text())
-        path.with_suffix(".json").unlink()
+    indices = [index_path(folder, rank) for rank in range(ranks)]
+    tensors, entries = merge(indices)[0], {}
+    for path in indices:
+        entries |= parse_manifest(path.read_bytes()).format["entries"]
     saved = write_blocks(folder / METADATA, [write_pickle(_metadata(tensors, entries))], 1)
     return {"metadata": [saved.bytes, saved.sha256], "entries": entries}
 
@@ -124,8 +118,8 @@ def _metadata(tensors: dict[str, SavedTensor], entries: dict[str, dict]) -> Reco
     for key, saved in tensors.items():
         state = (Name(str(TORCH_DTYPES[saved.dtype])), strided, False, contiguous, False)
         chunks = []
-        for rank, r in saved_rectangles(saved):
-            name = rank_file("torch_dist").format(rank)
+        for rank, r in stored(saved, (0,) * len(saved.shape), saved.shape):
+            name = rank_file("torch_dist", rank)
             begin, length, _ = entries[name][entry_name(key, r)]
             index = {"fqn": key, "index": len(chunks), "offset": _size(r.offset)}
             place = {"relative_path": name, "offset": begin, "length": length}
@@ -143,14 +137,6 @@ def _metadata(tensors: dict[str, SavedTensor], entries: dict[str, dict]) -> Reco
         "storage_meta": Record(f"{DCP_CLASSES}StorageMeta", (), about),
     }
     return Record(f"{DCP_CLASSES}Metadata", (), whole)
-
-
-def saved_rectangles(saved: SavedTensor) -> Iterator[tuple[int, Rectangle]]:
-    """Yield (rank, rectangle) of all entries of a tensor."""
-    for box, ranges in saved.boxes.items():
-        for begin, end, rank in ranges:
-            for corner, shape in rectangles(box.shape, begin, end):
-                yield rank, Rectangle(tuple(a + b for a, b in zip(box.offset, corner)), shape)
 
 
 def _size(sizes: Iterable[int]) -> Record:

@@ -14,18 +14,10 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.blocks import open_file, write_blocks
-from nanomegatron.checkpoint.files import WRITE_THREADS, Piece, describe_shard
-from nanomegatron.checkpoint.folder import index_path
-from nanomegatron.checkpoint.manifest import (
-    CheckpointError,
-    Manifest,
-    Rectangle,
-    entry_name,
-    rank_file,
-    to_json,
-)
-from nanomegatron.checkpoint.torch_dist import TORCH_DTYPES, check_archive, plain_copy
+from nanomegatron.checkpoint.blocks import open_file
+from nanomegatron.checkpoint.files import TORCH_DTYPES, Piece, describe_shard, write_rank
+from nanomegatron.checkpoint.manifest import CheckpointError, Manifest, Rectangle, entry_name, rank_file
+from nanomegatron.checkpoint.torch_dist import check_archive, plain_copy
 
 
 def write_torch(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
@@ -37,15 +29,13 @@ def write_torch(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
     _, table = describe_shard(pieces, rank)
     tensors = {piece.entry: plain_copy(piece) for piece in pieces}
     torch.save({"tensors": tensors, "about": json.dumps({"format": "torch", "rank": rank})}, buffer)
-    path = folder / rank_file("torch").format(rank)
-    saved = write_blocks(path, [buffer.getbuffer()], WRITE_THREADS)
-    index_path(folder, rank).write_text(to_json(Manifest(0, {}, "", table, {rank: saved})))
+    write_rank(folder, rank, [buffer.getbuffer()], table, {"name": "torch"})
 
 
 @contextmanager
 def torch_reader(folder: Path, manifest: Manifest, rank: int) -> Iterator[Callable]:
     """Open a rank's file, mapped into memory: a `Reader` of files.py."""
-    path = folder / rank_file("torch").format(rank)
+    path = folder / rank_file("torch", rank)
     try:
         with open_file(path) as file:
             check_archive(file, manifest.header_limits[rank])

@@ -15,16 +15,17 @@ from pathlib import Path
 from nanomegatron import launch
 from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.config.cli import ConfigError
-from nanomegatron.faults.health import BadSteps
+from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import lock
-from nanomegatron.faults.machine import MachineFault
 from nanomegatron.faults.signals import PREEMPTED
 from nanomegatron.report.log import LOST_PEER, RunLog, read_status, write_status
 
 DONE, BAD_CONFIG = 0, 2
 NO_CHECKPOINT, SAVE_FAILED = 3, 4
 BAD_STEPS, FAULTY_MACHINE = 16, 17
-SAID = (BAD_CONFIG, NO_CHECKPOINT, SAVE_FAILED, BAD_STEPS, FAULTY_MACHINE)  # the rank has printed its message
+CODES = {ConfigError: BAD_CONFIG, CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
+CODES |= {BadSteps: BAD_STEPS, MachineFault: FAULTY_MACHINE}
+SAID = tuple(CODES.values())  # the rank has printed its message
 LOST = (
     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting|remote process exited|ncclRemoteError"
 )
@@ -35,9 +36,7 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
 
     begun: set-up is done. Before, a ValueError means wrong settings or data; after, it is like any error.
     """
-    kinds = {CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED, ConfigError: BAD_CONFIG}
-    kinds |= {BadSteps: BAD_STEPS, MachineFault: FAULTY_MACHINE}
-    kinds |= {} if begun else {ValueError: BAD_CONFIG}
+    kinds = CODES if begun else CODES | {ValueError: BAD_CONFIG}
     code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
     if code != 1:
         first = log.status("failed", exit_code=code, message=str(error))

@@ -19,7 +19,7 @@ when it launches the step; so they do not depend on when the host waits, and a r
 import math
 import socket
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -38,6 +38,13 @@ FLOOR = {"loss": 0.02, "gradient norm": 0.1}  # least deviation, as a share of t
 
 class BadSteps(Exception):
     """Raised on all ranks: the run cannot go on, or its state must not be saved."""
+
+
+class MachineFault(Exception):
+    """Raised on all ranks: a machine is faulty, not the program, the settings or the data. Nothing is saved.
+
+    A rank has computed or holds other bits than it should.
+    """
 
 
 class Health:
@@ -70,12 +77,10 @@ class Health:
         before = [values for i, *values in self.window if i <= iteration - LAG]
         if len(before) < min(FEWEST, self.config.spike_window):
             return FLOAT_MAX, FLOAT_MAX
-        recent = before[-self.config.spike_window :]
-        return tuple(
-            self._limit([values[n] for values in recent], floor) for n, floor in enumerate(FLOOR.values())
-        )
+        columns = zip(*before[-self.config.spike_window :], strict=True)
+        return tuple(self._limit(x, floor) for x, floor in zip(columns, FLOOR.values(), strict=True))
 
-    def _limit(self, values: list[float], floor: float) -> float:
+    def _limit(self, values: Sequence[float], floor: float) -> float:
         middle = statistics.median(values)
         distance = statistics.median(abs(x - middle) for x in values)
         return middle + self.config.spike_deviations * max(1.4826 * distance, floor * abs(middle))

@@ -16,11 +16,10 @@ from collections.abc import Callable
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import latest, module_states
+from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
 from nanomegatron.checkpoint.resume import load_checkpoint
-from nanomegatron.comm import all_gather_text, broadcast_
-from nanomegatron.faults.health import BadSteps
-from nanomegatron.faults.machine import MachineFault
+from nanomegatron.comm import all_gather_text
+from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.report.steps import StepReport
 from nanomegatron.run import Run
 
@@ -28,27 +27,24 @@ BEFORE = 7  # steps before a spike whose samples are skipped, too
 MOST_ROLLBACKS = 3  # to the same checkpoint
 
 
-class Rewind:
-    """Copies of the small state that even a step without an update changes; `__call__` restores it.
+def small_state(run: Run) -> Callable[[], None]:
+    """Copy the small state that even a step without an update changes -> a function that restores it.
 
     That is FP8 scales, biases of routers and the loss scale. The parameters are not copied.
     """
+    scales, scaler = run.model.scales, run.optimizer.scaler
+    modules = {name: x.clone() for name, x in module_states(run.model).items()}
+    fp8 = scales.state() if scales is not None else {}
+    numbers = scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left  # replaced, not written to
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.modules = {name: x.clone() for name, x in module_states(run.model).items()}
-        self.fp8 = run.model.scales.state() if run.model.scales is not None else {}
-        scaler = run.optimizer.scaler
-        self.scaler = scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left  # replaced, not written to
+    def restore() -> None:
+        for name, x in module_states(run.model).items():
+            x.copy_(modules[name])
+        if scales is not None:
+            scales.load(fp8)
+        scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left = numbers
 
-    def __call__(self) -> None:
-        """Restore the state of before the step."""
-        for name, x in module_states(self.run.model).items():
-            x.copy_(self.modules[name])
-        if self.run.model.scales is not None:
-            self.run.model.scales.load(self.fp8)
-        scaler = self.run.optimizer.scaler
-        scaler.scale, scaler.good_in_a_row, scaler.hysteresis_left = self.scaler
+    return restore
 
 
 def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepReport:
@@ -56,7 +52,7 @@ def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepRep
 
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
-    rewind, run.grads.fingerprints = Rewind(run), []
+    rewind, run.grads.fingerprints = small_state(run), []
     first = train_step(run)
     health, numbers = run.health, run.reporter.numbers(first)
     if not health.suspicious(numbers):
@@ -86,9 +82,8 @@ def roll_back(run: Run) -> None:
     spike, skipped = run.health.spike, run.skipped_iterations
     run.flush_report()
     run.saver.finish()
-    folder, seen = run.config.checkpoint.save, latest(run.config.checkpoint.save)
-    newest = torch.tensor(-1 if seen is None else seen, device=run.mesh.device)
-    newest = int(broadcast_(newest, run.mesh.world))
+    folder = run.config.checkpoint.save
+    newest = latest_for_all(folder, run.mesh)
     if newest < 0:
         fix = "give --save-interval, or --on-spike skip"
         raise BadSteps(f"step {spike}: a spike, and no checkpoint to return to in {folder}: {fix}")

@@ -22,7 +22,7 @@ from torch import nn
 
 from nanomegatron.comm import all_gather, all_gather_text
 from nanomegatron.dp import reduction_axis
-from nanomegatron.faults.machine import MachineFault
+from nanomegatron.faults.health import MachineFault
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.param import Part
 

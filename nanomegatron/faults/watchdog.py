@@ -97,7 +97,7 @@ class Watchdog:
             share = standstill.share()
             with suppress(RuntimeError):  # torch's, if the store is gone: the guard is left
                 self.beat()
-                if self.store and self.store.check(["hang"]):
+                if self.store.check(["hang"]):
                     self.end(lambda: "")
                 if share < 0.5:
                     earlier = None
@@ -119,23 +119,17 @@ class Watchdog:
     # Heartbeats
 
     def beat(self) -> None:
-        """Publish what this rank does."""
+        """Publish what this rank does, a `Beat`."""
         self.beats += 1
-        if self.store:
-            self.store.set(f"beat/{self.mesh.rank}", json.dumps(self.own_beat()))
-
-    def own_beat(self) -> Beat:
-        """Describe what this rank does."""
         traffic, waiting = self.mesh.traffic, self.mesh.traffic.waiting
         call = waiting and waiting[0]
         entry = call and (call.kind, call.size, call.number, call.axis.key)
         numbers = list(traffic.numbers.items())
-        return dict(n=self.beats, host=self.host, place=place(), call=entry, numbers=numbers)
+        mine = dict(n=self.beats, host=self.host, place=place(), call=entry, numbers=numbers)
+        self.store.set(f"beat/{self.mesh.rank}", json.dumps(mine))
 
     def all_beats(self) -> dict[int, Beat]:
         """Return the last heartbeat of each rank that has published one."""
-        if not self.store:
-            return {}
         keys = {rank: f"beat/{rank}" for rank in range(self.mesh.world.size)}
         return {
             rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])
@@ -153,15 +147,14 @@ class Watchdog:
         wait = 2 * self.tick + 0.5
         threading.Timer(wait + 1.0, os._exit, (1,)).start()  # whatever else blocks
         self.dump_stacks()
-        if (text := report()) and (self.store is None or self.claim()):
+        if (text := report()) and self.claim():
             self.log.status("failed", exit_code=1, message=text)
             self.log.warn(text)
         with suppress(RuntimeError):
-            if self.store:
-                self.store.set("hang", "")
-                self.store.set(f"hang/{self.mesh.rank}", "")
-                keys = [f"hang/{rank}" for rank in range(self.mesh.world.size)]
-                self.store.wait(keys, datetime.timedelta(seconds=wait))
+            self.store.set("hang", "")
+            self.store.set(f"hang/{self.mesh.rank}", "")
+            keys = [f"hang/{rank}" for rank in range(self.mesh.world.size)]
+            self.store.wait(keys, datetime.timedelta(seconds=wait))
         os._exit(1)
 
     def claim(self) -> bool:
@@ -184,15 +177,15 @@ class Watchdog:
 
     def report(self, before: dict[int, Beat], now: dict[int, Beat]) -> str:
         """Return who keeps this rank waiting, by the heartbeats of T / 2 ago and of now."""
-        folder = self.log.folder
         waiting = self.mesh.traffic.waiting
         words = [f"a hang: {self.mesh.label} has made no progress for {self.limit:g} s"]
         if waiting and waiting[0]:
             words[0] += f", in {waiting[0]}"
-        if self.store and not now:
+        if self.mesh.world.size > 1 and not now:
             words.append("the store of the ranks does not answer: is its machine lost?")
-        words += blame(self.mesh.groups, before, now) if now else []
-        return "; ".join(words) + f"; the stacks of all live ranks are in {folder}/hang.*.txt"
+        elif self.mesh.world.size > 1:
+            words += blame(self.mesh.groups, before, now)
+        return "; ".join(words) + f"; the stacks of all live ranks are in {self.log.folder}/hang.*.txt"
 
 
 def place() -> str:
