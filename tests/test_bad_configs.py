@@ -171,6 +171,7 @@ KINDS = {
 --save-interval 1{"0" * 400} | must be below 2^63
 --save-interval 1{"0" * 5000} | must be a whole number
 --run-name {"a" * 300} | must have at most 200 bytes
+--hang-timeout-secs 1000 | must be below --distributed-timeout-minutes 10
 --save {"a" * 300} | cannot write to
 --hidden-size 65536 --num-layers 1000 --num-attention-heads 64 | GiB are needed, and this machine has
 """,
@@ -233,6 +234,7 @@ KINDS = {
 --ep 2 --nproc 2 | --expert-model-parallel-size 2: needs --num-experts
 --overlap-param-gather --no-use-distributed-optimizer | --overlap-param-gather: needs
 --finetune | --finetune: needs --load
+--on-spike rollback | --on-spike rollback: needs --save-interval
 --no-load-optim
 --optimizer-cpu-offload --no-bf16 | --optimizer-cpu-offload: needs --bf16 or --fp16
 --dynamic-context-parallel
@@ -354,9 +356,7 @@ def test_a_bad_command_line_is_answered(kind, flags, part, folder, monkeypatch, 
     monkeypatch.setattr(train, "train", lambda run: train.DONE)
     monkeypatch.setattr(train, "launch", lambda *_, **__: [train.DONE])
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(
-        torch, "use_deterministic_algorithms", lambda *_: None
-    )  # it would stay for other tests
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)  # it would stay
     start = time.process_time()
     try:
         code = train.main(f"{REAL if kind in BEHIND_REAL else MOCK} {flags}".split())

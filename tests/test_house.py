@@ -11,7 +11,7 @@ BUDGETS = {
     "": 6000,
     "checkpoint": 3060,
     "commands": 1130,
-    "config": 2980,
+    "config": 2990,
     "data": 2530,
     "fast": 2500,
     "faults": 1050,

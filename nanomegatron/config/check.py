@@ -122,6 +122,10 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
                 yield f"{flag(name)} {value}: {folder} is a file; give another folder"
     if (file := run.exit_on_preemption_file) and Path(file).exists():
         yield f"--exit-on-preemption-file {file}: exists already, so the run would end at once; remove it"
+    minutes = config.parallel.distributed_timeout_minutes
+    if run.hang_timeout_secs and run.hang_timeout_secs >= 60 * minutes:
+        rule = f"must be below --distributed-timeout-minutes {minutes}, which ends the run without names"
+        yield f"--hang-timeout-secs {run.hang_timeout_secs:g}: {rule}"
     if run.profile and run.profile_step_end <= run.profile_step_start:
         exceed = f"must exceed --profile-step-start {run.profile_step_start}; the step itself is not seen"
         yield f"--profile-step-end {run.profile_step_end}: {exceed}"
@@ -131,6 +135,9 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
     if config.faults.rerun_mode != "disabled" and not exact:
         fix = "add --deterministic-mode, so that a step run again gives the same bits"
         yield f"--rerun-mode {config.faults.rerun_mode}: {fix}"
+    saves = config.checkpoint.save_interval or config.checkpoint.non_persistent_save_interval
+    if config.faults.on_spike == "rollback" and not saves:
+        yield "--on-spike rollback: needs --save-interval, for a checkpoint to return to; or take skip"
     if run.record_memory_history and device != "cuda":
         yield "--record-memory-history: needs a GPU, whose allocations it records"
 
@@ -171,6 +178,8 @@ def run_notes(config: Config) -> list[str]:
         which = "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths"
         notes.append(f"{which} documents end where the data has it, not at end-of-document tokens")
     run, batch = config.run, data.global_batch_size
+    if run.check_replicas and config.parallel.data_parallel_size == config.parallel.ranks_per_replica == 1:
+        notes.append(f"--check-replicas {run.check_replicas}: a single process has no replica")
     if run.train_samples and batch and not data.rampup_batch_size and run.train_samples % batch:
         whole = run.train_samples // batch * batch
         notes.append(f"--train-samples {run.train_samples}: {whole} are trained, in batches of {batch}")

@@ -103,10 +103,9 @@ def resumed(config: Config, parsed: Parsed, earlier: Config | None, world_size: 
         return config
     if errors := resume_conflicts(earlier, config):
         batch, before = (c.data.global_batch_size for c in (config, earlier))
-        hint = [f"--elastic keeps --global-batch-size {before} on any number of processes"]
-        hint *= batch != before and not asked
-        folder = f"{config.run.folder} holds another run: choose another --run-name"
-        raise ConfigError([*errors, *hint, folder])
+        fixes = [f"--elastic keeps --global-batch-size {before} on any number of processes"]
+        fixes = fixes * (batch != before and not asked) + ["choose another --run-name"]
+        raise ConfigError([*errors, f"{config.run.folder} holds another run: {', or '.join(fixes)}"])
     if not config.run.eval_only:
         parsed.notes.extend(f"changed {change}" for change in changed_settings(earlier, config))
     return config
