@@ -132,7 +132,7 @@ ROWS = (
     ),
     by_tests(
         "H3",
-        "200 ms of sleep in each step of one rank, 4 layouts; 20 clean runs",
+        "a fifth of a second of sleep in each step of one rank, 4 layouts; 20 clean runs",
         "the rank is named within 3 windows; no false alarm",
         "tests/test_run_stragglers.py",
     ),
@@ -276,7 +276,7 @@ ROWS = (
     ),
     by_tests(
         "I3",
-        "SIGKILL to preprocess.py, 10 times with 1 worker and with 2",
+        "SIGKILL to preprocess.py, ten times with 1 worker and with 2",
         "never half a file that loads; again: the same bytes",
         "tests/test_bad_data.py::test_killed_at_any_time",
         "tests/test_preprocess.py::test_killed_in_the_middle",
