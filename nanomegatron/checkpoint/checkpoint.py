@@ -201,7 +201,7 @@ def load(
     if manifest is None:
         return None
     if pieces:
-        formats.check_layout(manifest, mesh)
+        formats.check_layout(found, manifest, mesh)
     if manifest.format.get("foreign"):
         notes = [*notes, f"{found} has no manifest of ours: no hash says whether it is damaged"]
     shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
