@@ -37,13 +37,17 @@ from nanomegatron.checkpoint.manifest import (
     describe_piece,
     rectangles,
 )
-from nanomegatron.checkpoint.strictness import fit
+from nanomegatron.checkpoint.strictness import fit, shortened
 from nanomegatron.checkpoint.torch_dist import write_metadata
 from nanomegatron.comm import all_gather_text, all_reduce, broadcast_
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
-EXPERTS = ".mlp.experts."
+EXPERTS, OF_OPTIMIZER = ".mlp.experts.", ("main/", "exp_avg/", "exp_avg_sq/")
+NO_STATES = (
+    "saved without optimizer states (--no-save-optim): add --no-load-optim to resume with new moments, or "
+    "begin at step 0 in a new --run-name with --finetune"
+)
 
 
 class SaveError(Exception):
@@ -194,7 +198,7 @@ def load(
     with a note, if no tensor of its shape was saved; about others `strictness` decides (strictness.py).
 
     Raises CheckpointError, on all ranks, if no checkpoint is usable, or if tensors are missing or differ in
-    shape or dtype; it lists all of them, before any piece is filled.
+    shape or dtype; it lists ten of them, before any piece is filled.
     """
     pieces = [piece for piece in pieces if piece.data.numel()]
     found, manifest, notes = _newest_intact(Path(root), mesh, step, integrity)
@@ -211,8 +215,10 @@ def load(
         pieces = [piece for piece in pieces if piece.key not in new]
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
     _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
+    if errors == [NO_STATES]:
+        raise CheckpointError(f"{found}: {NO_STATES} --load {root}")
     if errors:
-        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *errors]))
+        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *shortened(errors)]))
     reader = formats.reader(manifest)
     _, errors = on_all_ranks(mesh, files.fill, found, manifest, pieces + main, reader)
     if errors:
@@ -281,10 +287,12 @@ def _verified(path: Path, iteration: int, world: Axis, integrity: bool) -> Manif
 
 def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
     """Raise CheckpointError with a line for every piece that the checkpoint cannot fill."""
-    errors = []
+    errors, has_states = [], any(key.startswith(OF_OPTIMIZER) for key in manifest.tensors)
     for piece in pieces:
         saved, dtype = manifest.tensors.get(piece.key), DTYPES[piece.data.dtype]
-        if saved is None:
+        if saved is None and piece.key.startswith(OF_OPTIMIZER) and not has_states:
+            errors += [NO_STATES] * (NO_STATES not in errors)
+        elif saved is None:
             errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
         elif saved.shape != piece.shape:
             errors.append(f"{piece.key}: saved {list(saved.shape)}, wanted {list(piece.shape)}")

@@ -18,7 +18,7 @@ from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
 from nanomegatron.comm import all_gather_text
 from nanomegatron.mesh import Mesh
 
-LISTED = 10  # names in a note
+LISTED = 10  # names in a message
 
 
 def fit(
@@ -52,4 +52,9 @@ def fit(
 
 
 def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:LISTED]) + ", ..." * (len(keys) > LISTED)
+    return ", ".join(shortened(keys))
+
+
+def shortened(names: list[str]) -> list[str]:
+    """The first ten, and how many more there are."""
+    return names[:LISTED] + [f"and {len(names) - LISTED} more"] * (len(names) > LISTED)
