@@ -168,6 +168,33 @@ def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: 
     return rates
 
 
+def resume_with_new_moments(world: World, argv: list[str], folder: str) -> tuple[list[float], str]:
+    """Save after two steps, resume with --no-load-optim -> the rates of the next two steps, its log"""
+    place = f"{folder}/one"
+    run = set_up(world, [*argv, "--save", place], folder)
+    for _ in range(2):
+        train.train_step(run).read()
+        run.iteration += 1
+    save_checkpoint(run)
+    Path(folder, "log.txt").unlink()
+    run = set_up(world, [*argv, "--load", place, "--save", f"{folder}/two", "--no-load-optim"], folder)
+    rates = []
+    for _ in range(2):
+        rates.append(train.train_step(run).read()[1]["lr"])
+        run.iteration += 1
+    return rates, Path(folder, "log.txt").read_text()
+
+
+def test_new_moments_begin_the_schedule_again(sources, tmp_path):
+    """And it is said with which rate, and what changes it."""
+    argv = arguments(sources, "gpt", TINY, "--lr-warmup-iters 2 --lr-warmup-init 5e-4")
+    ((rates, log),) = run_spmd(resume_with_new_moments, 1, argv, str(tmp_path))
+    assert rates == pytest.approx([5e-4, 1.25e-3])
+    (note,) = [line for line in log.splitlines() if "--no-load-optim:" in line]
+    assert "step 3 takes the learning rate of step 1, 0.0005, of 4;" in note
+    assert "--lr-decay-iters 2" in note
+
+
 def save_by_torch_and_load(world: World, argv: list[str], folder: str) -> None:
     """A checkpoint of another program, with our names: weights for a new run, and no run to resume."""
     run = set_up(world, [*argv, "--save", f"{folder}/none"], folder)

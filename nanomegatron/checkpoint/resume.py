@@ -161,7 +161,19 @@ def load_checkpoint(run: Run) -> None:
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
+    if run.optimizer and not states and run.iteration:
+        log_notes(run, [new_schedule_note(run)])
     run.log.status("running", iteration=run.iteration, checkpoint=root)
+
+
+def new_schedule_note(run: Run) -> str:
+    """Say which learning rates a run with --no-load-optim takes: as in Megatron, those from step 1 on."""
+    step, left = run.iteration + 1, max(0, run.config.run.train_iters - run.iteration)
+    lr = float(run.optimizer.values[0, 0])
+    return (
+        f"--no-load-optim: the schedule begins again: step {step} takes the learning rate of step 1, {lr:g}, "
+        f"of {run.config.run.train_iters}; --lr-warmup-iters 0, --lr and --lr-decay-iters {left} change that"
+    )
 
 
 def check_data(run: Run, root: str, state: dict, resumes: bool) -> None:
