@@ -1,5 +1,6 @@
 """What of a checkpoint is saved and loaded: --no-save-optim, --finetune, strictness, the schedule."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,34 @@ def test_new_moments_begin_the_schedule_again(sources, tmp_path):
     (note,) = [line for line in log.splitlines() if "--no-load-optim:" in line]
     assert "step 3 takes the learning rate of step 1, 0.0005, of 4;" in note
     assert "--lr-decay-iters 2" in note
+
+
+def begin_beside_leftovers(world: World, argv: list[str], folder: str) -> None:
+    """What a kill in a save has left goes when a run that trains begins there, and only there."""
+    root = Path(folder) / "one"
+    run = set_up(world, [*argv, "--save", str(root)], folder)
+    for run.iteration in (1, 2, 3):
+        save_checkpoint(run)
+    run.saver.close()
+    for step in (1, 2):
+        shutil.copytree(root / f"iter_000000{step}", root / f"iter_000000{step}.old")
+    (root / "iter_0000002/rank_00000.safetensors").write_text("cut")
+    (root / "iter_0000003").rename(root / "iter_0000003.old")  # killed between two renames
+    (root / "iter_0000004.tmp").mkdir()
+    (root / "latest_checkpointed_iteration.txt.tmp").write_text("4")
+    before = {path.name for path in root.iterdir()}
+    other = ["--load", str(root), "--save", f"{folder}/none"]
+    for flags in (other, [*other, "--eval-only"], ["--save", str(root), "--eval-only"]):
+        assert set_up(world, [*argv, *flags], folder).model and {p.name for p in root.iterdir()} == before
+    run = set_up(world, [*argv, "--save", str(root)], folder)
+    assert run.iteration == 3
+    gone = {"iter_0000001.old", "iter_0000004.tmp", "latest_checkpointed_iteration.txt.tmp"}
+    assert {path.name for path in root.iterdir()} == before - gone
+
+
+def test_a_run_removes_what_a_killed_save_left(sources, tmp_path):
+    argv = arguments(sources, "gpt", TINY, "--eval-iters 1 --split 8,1,1")
+    run_spmd(begin_beside_leftovers, 1, argv, str(tmp_path))
 
 
 def save_by_torch_and_load(world: World, argv: list[str], folder: str) -> None:

@@ -3,7 +3,7 @@
 Each rank writes the slices it owns, so any layout loads what any other has saved (`checkpoint/files.py` has
 the folder's format). The stages of a save, and the state that a kill in each of them leaves:
 
-    make      iter_0000120.tmp/                       a leftover: ignored, removed by the next save
+    make      iter_0000120.tmp/                       a leftover: ignored, removed by the next run
     write     one shard per rank, synced to disk      the same
     publish   rank 0 checks that the slices tile each tensor, syncs the manifest to disk, renames the folder
     prune     rank 0 removes older checkpoints that need not stay (`checkpoint/folder.py` has both)

@@ -17,6 +17,7 @@ import torch
 
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.folder import remove_leftovers
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.saver import Saver
@@ -31,13 +32,19 @@ from nanomegatron.run import Run, due
 
 
 def new_saver(run: Run) -> Saver:
-    """Make what saves this run's checkpoints, and logs each one when it is published."""
+    """Make what saves this run's checkpoints, and logs each one when it is published.
+
+    Rank 0 removes what a killed run has left in the folder.
+    """
 
     def published(iteration: int) -> None:
         run.log.line(f"saved   {run.config.checkpoint.save}, step {iteration}")
         run.log.status("running", iteration=iteration, checkpoint=run.config.checkpoint.save)
 
     warn = run.log.warn if run.mesh.rank == 0 else run.log.line
+    if run.mesh.rank == 0:
+        with run.log.attempt("removal of what killed saves have left"):
+            remove_leftovers(Path(run.config.checkpoint.save))
     return Saver(run.config.checkpoint, run.mesh, saved_pieces(run), warn, published)
 
 
