@@ -11,7 +11,9 @@ import train
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.resume import all_pieces, save_checkpoint
+from nanomegatron.checkpoint.resume import all_pieces, check_model, save_checkpoint
+from nanomegatron.checkpoint.source import find_source
+from nanomegatron.config.cli import ConfigError
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from tests.checkpoints import ALONE
@@ -32,7 +34,7 @@ WITH_STATES = {
     "--finetune --no-load-optim --no-load-rng": (0, False),
 }
 WITHOUT = {
-    "": rf"^{FOLDER}: saved without optimizer states .*: add --no-load-optim [^\n]*--load .*/without$",
+    "": rf"^{FOLDER}: saved without optimizer states .*; --no-load-optim resumes [^\n]*--load .*/without$",
     "--dist-ckpt-strictness raise_unexpected": "saved without optimizer states",
     "--dist-ckpt-strictness log_unexpected": (2, False),
     "--dist-ckpt-strictness ignore_all": (2, False),
@@ -84,6 +86,24 @@ def test_what_is_saved_and_loaded(format, sources, tmp_path):
     """In every format, on two ranks that share the optimizer's states."""
     argv = arguments(sources, "gpt", TINY, flags_of("dp2z1")[1])
     run_spmd(load_in_every_way, 2, argv, str(tmp_path), format, timeout=120)
+
+
+def test_weights_without_a_place_are_noted(tmp_path):
+    """By default only weights are; kinds that are not loaded do not count."""
+    save(
+        tmp_path,
+        1,
+        [Piece(f"{k}/{i}", (3,), (0,), torch.ones(3)) for k in ("model", "main") for i in (1, 2)],
+        {},
+        "",
+        ALONE,
+    )
+    wanted = Piece("model/1", (3,), (0,), torch.zeros(3))
+    for strictness in ("assume_ok_unexpected", "raise_unexpected"):
+        assert load(tmp_path, [wanted], ALONE, strictness=strictness).notes == [
+            "1 saved tensors are not used: model/2"
+        ]
+    assert load(tmp_path, [], ALONE).notes == []
 
 
 def test_ten_missing_tensors_are_listed(tmp_path):
@@ -169,6 +189,68 @@ def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: 
     return rates
 
 
+def load_as_another_model(world: World, argv: list[str], cases: dict, folder: str) -> list[str]:
+    """Save a model, load it with the flags of each case -> the error, or the lines of the log about it"""
+    place, found = f"{folder}/one", []
+    run = set_up(world, [*argv, "--save", place], folder)
+    train.train_step(run).read()
+    run.iteration += 1
+    save_checkpoint(run)
+    for flags in cases:
+        Path(folder, "log.txt").write_text("")
+        more = ["--load", place, "--save", f"{folder}/none", *flags.split()]
+        try:
+            run = set_up(world, [*argv, *more], folder)
+        except ConfigError as error:
+            first, *lines = error.messages
+            assert first.startswith(f"{place} is of another model: give the same")
+            found.append("; ".join(lines))
+        except CheckpointError as error:
+            found.append(f"tensors {error}")
+        else:
+            assert run.iteration == int("finetune" not in flags)
+            log = Path(folder, "log.txt").read_text().splitlines()
+            about = [line.partition("is of another model: ") for line in log]
+            found.append("noted " + "; ".join(line[2] for line in about if line[1]))
+    check_model(run, find_source(run.config, run.mesh), "of-another-version = 1")  # loads, but it is said
+    assert "its model is not compared: config: unknown key" in Path(folder, "log.txt").read_text()
+    return found
+
+
+LAYERS = "--num-layers 2: saved with 3"
+HEADS = (
+    "--num-attention-heads 2: saved with 4; --kv-channels 8: saved with 4; --num-query-groups 2: saved with 4"
+)
+BASE = "--rotary-base 50000.0: saved with 10000.0; --finetune may change it"
+MEANINGS = {  # flags -> errors, or what is noted
+    "--num-layers 2": LAYERS,
+    "--num-layers 2 --finetune": LAYERS,
+    "--num-layers 2 --eval-only --eval-iters 1 --split 8,1,1": LAYERS,
+    "--num-attention-heads 2 --num-layers 2 --finetune": f"{LAYERS}; {HEADS}",
+    "--num-attention-heads 2 --dist-ckpt-strictness raise_all": HEADS,
+    "--num-layers 2 --dist-ckpt-strictness log_all": f"noted {LAYERS}",
+    "--num-attention-heads 2 --finetune --dist-ckpt-strictness ignore_all": f"noted {HEADS}",
+    "--norm-epsilon 1e-6 --finetune": "--norm-epsilon 1e-06: saved with 1e-05",
+    "--squared-relu": "--squared-relu True: saved with False; --bias-gelu-fusion False: saved with True",
+    "--window-size 4 0": "--window-size (4, 4, 4): saved with (None, None, None); --finetune may change it",
+    "--rotary-base 5e4": BASE,
+    "--rotary-base 5e4 --finetune": f"noted {BASE}",
+    "--position-embedding-type learned_absolute --finetune": "--position-embedding-type learned_absolute: "
+    "saved with rope",
+    "--max-position-embeddings 64": "noted ",
+    "--num-query-groups 4 --kv-channels 4 --ffn-hidden-size 64 --attention-dropout 0.1": "noted ",
+    "--hidden-size 32 --lr 3e-3 --finetune": "--hidden-size 32: saved with 16; "
+    "--ffn-hidden-size 128: saved with 64; --kv-channels 8: saved with 4",
+}
+
+
+def test_a_model_of_other_settings(sources, tmp_path):
+    """Weights that fit by their shapes would be used for something else, or layers left out."""
+    argv = arguments(sources, "gpt", TINY, "--num-layers 3 --position-embedding-type rope")
+    (found,) = run_spmd(load_as_another_model, 1, argv, MEANINGS, str(tmp_path), timeout=120)
+    assert dict(zip(MEANINGS, found, strict=True)) == MEANINGS
+
+
 def resume_with_new_moments(world: World, argv: list[str], folder: str) -> tuple[list[float], str]:
     """Save after two steps, resume with --no-load-optim -> the rates of the next two steps, its log"""
     place = f"{folder}/one"
@@ -192,7 +274,7 @@ def test_new_moments_begin_the_schedule_again(sources, tmp_path):
     ((rates, log),) = run_spmd(resume_with_new_moments, 1, argv, str(tmp_path))
     assert rates == pytest.approx([5e-4, 1.25e-3])
     (note,) = [line for line in log.splitlines() if "--no-load-optim:" in line]
-    assert "step 3 takes the learning rate of step 1, 0.0005, of 4;" in note
+    assert "the schedule begins again, step 3 has the rate of step 1, 0.0005;" in note
     assert "--lr-decay-iters 2" in note
 
 

@@ -37,17 +37,14 @@ from nanomegatron.checkpoint.manifest import (
     describe_piece,
     rectangles,
 )
-from nanomegatron.checkpoint.strictness import fit, shortened
+from nanomegatron.checkpoint.strictness import fit, some
 from nanomegatron.checkpoint.torch_dist import write_metadata
 from nanomegatron.comm import all_gather_text, all_reduce, broadcast_
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
 EXPERTS, OF_OPTIMIZER = ".mlp.experts.", ("main/", "exp_avg/", "exp_avg_sq/")
-NO_STATES = (
-    "saved without optimizer states (--no-save-optim): add --no-load-optim to resume with new moments, or "
-    "begin at step 0 in a new --run-name with --finetune"
-)
+NO_STATES = "saved without optimizer states (--no-save-optim)"
 
 
 class SaveError(Exception):
@@ -216,9 +213,10 @@ def load(
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
     _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors == [NO_STATES]:
-        raise CheckpointError(f"{found}: {NO_STATES} --load {root}")
+        fix = f"--no-load-optim resumes with new moments, or begin at step 0 with --finetune --load {root}"
+        raise CheckpointError(f"{found}: {NO_STATES}; {fix}")
     if errors:
-        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *shortened(errors)]))
+        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
     reader = formats.reader(manifest)
     _, errors = on_all_ranks(mesh, files.fill, found, manifest, pieces + main, reader)
     if errors:

@@ -72,14 +72,10 @@ def make_folder(temporary: Path, need: int) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what earlier saves have left in root, which this run alone writes to. Raises OSError.
-
-    An .old folder stays as long as no whole one has replaced it.
-    """
+    """Remove what killed saves have left, but an .old folder only if a whole one is there. Raises OSError."""
     in_use = set(folders(root).values())
     for path in [path for path in root.iterdir() if LEFTOVER.fullmatch(path.name)] if root.is_dir() else ():
-        replaced = path.suffix != ".old" or _is_whole(path.with_suffix(""))
-        if path not in in_use and replaced:
+        if path not in in_use and (path.suffix == ".tmp" or _is_whole(path.with_suffix(""))):
             _remove(path)
 
 

@@ -41,8 +41,7 @@ def check_layout(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
     saved, here = manifest.format.get("layout"), layout_words(mesh)
     if manifest.format.get("name") == "torch" and saved != here:
         fix = "save it there with --ckpt-format sharded or torch_dist, which any layout loads"
-        saved = f"{folder}: saved with --ckpt-format torch by {saved}"
-        raise CheckpointError(f"{saved}, and this run is {here}; {fix}")
+        raise CheckpointError(f"{folder}: --ckpt-format torch, by {saved}, and this run is {here}; {fix}")
 
 
 def open_checkpoint(folder: Path) -> Manifest:
