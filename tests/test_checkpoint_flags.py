@@ -34,7 +34,7 @@ WITH_STATES = {
     "--finetune --no-load-optim --no-load-rng": (0, False),
 }
 WITHOUT = {
-    "": rf"^{FOLDER}: saved without optimizer states .*; --no-load-optim resumes [^\n]*--load .*/without$",
+    "": rf"^{FOLDER}: saved without optimizer states .*; resume with --load \S*/without --no-load-optim, or",
     "--dist-ckpt-strictness raise_unexpected": "saved without optimizer states",
     "--dist-ckpt-strictness log_unexpected": (2, False),
     "--dist-ckpt-strictness ignore_all": (2, False),

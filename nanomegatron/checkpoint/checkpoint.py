@@ -213,7 +213,7 @@ def load(
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
     _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
     if errors == [NO_STATES]:
-        fix = f"--no-load-optim resumes with new moments, or begin at step 0 with --finetune --load {root}"
+        fix = f"resume with --load {root} --no-load-optim, or begin at step 0 in a new run with --finetune"
         raise CheckpointError(f"{found}: {NO_STATES}; {fix}")
     if errors:
         raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
