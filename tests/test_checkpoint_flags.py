@@ -1,5 +1,6 @@
 """What of a checkpoint is saved and loaded: --no-save-optim, --finetune, strictness, the schedule."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import train
 from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.resume import all_pieces, save_checkpoint
+from nanomegatron.checkpoint.resume import all_pieces, check_model, save_checkpoint
+from nanomegatron.checkpoint.source import find_source
+from nanomegatron.config.cli import ConfigError
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World
 from tests.checkpoints import ALONE
@@ -22,6 +25,7 @@ FORMATS = ("sharded", "torch_dist", "torch")
 TINY = "--bf16 --num-layers 1 --hidden-size 16 --seq-length 16 --global-batch-size 4 --train-iters 4"
 # Flags of a load -> iteration, whether moments are the saved ones; of a checkpoint with the states of the
 # optimizer and of one without.
+FOLDER = "[^\n]*/without/iter_0000002"
 WITH_STATES = {
     "": (2, True),
     "--no-load-rng --dist-ckpt-strictness raise_all": (2, True),
@@ -30,8 +34,8 @@ WITH_STATES = {
     "--finetune --no-load-optim --no-load-rng": (0, False),
 }
 WITHOUT = {
-    "": "main/embedding.word_embeddings.weight: missing",
-    "--dist-ckpt-strictness raise_unexpected": "exp_avg/embedding.word_embeddings.weight: missing",
+    "": rf"^{FOLDER}: saved without optimizer states .*; resume with --load \S*/without --no-load-optim, or",
+    "--dist-ckpt-strictness raise_unexpected": "saved without optimizer states",
     "--dist-ckpt-strictness log_unexpected": (2, False),
     "--dist-ckpt-strictness ignore_all": (2, False),
     "--no-load-optim": (2, False),
@@ -82,6 +86,35 @@ def test_what_is_saved_and_loaded(format, sources, tmp_path):
     """In every format, on two ranks that share the optimizer's states."""
     argv = arguments(sources, "gpt", TINY, flags_of("dp2z1")[1])
     run_spmd(load_in_every_way, 2, argv, str(tmp_path), format, timeout=120)
+
+
+def test_weights_without_a_place_are_noted(tmp_path):
+    """By default only weights are; kinds that are not loaded do not count."""
+    save(
+        tmp_path,
+        1,
+        [Piece(f"{k}/{i}", (3,), (0,), torch.ones(3)) for k in ("model", "main") for i in (1, 2)],
+        {},
+        "",
+        ALONE,
+    )
+    wanted = Piece("model/1", (3,), (0,), torch.zeros(3))
+    for strictness in ("assume_ok_unexpected", "raise_unexpected"):
+        assert load(tmp_path, [wanted], ALONE, strictness=strictness).notes == [
+            "1 saved tensors are not used: model/2"
+        ]
+    assert load(tmp_path, [], ALONE).notes == []
+
+
+def test_ten_missing_tensors_are_listed(tmp_path):
+    """Some kinds of states are there: then each that is not is named; a model has thousands."""
+    save(tmp_path, 1, [Piece("main/a", (3,), (0,), torch.ones(3))], {}, "", ALONE)
+    names = [f"{kind}/{i:02}" for kind in ("model", "exp_avg") for i in range(8)]
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path, [Piece(key, (2,), (0,), torch.zeros(2)) for key in names], ALONE)
+    first, *lines, last = str(error.value).splitlines()
+    assert first.endswith("iter_0000001 does not fit this model:") and last == "  and 6 more"
+    assert lines == [f"  {key}: missing, wanted [2]" for key in names[:10]]
 
 
 def load_strictly(mesh: Mesh, root: Path) -> list:
@@ -154,6 +187,123 @@ def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: 
         again = set_up(world, [*changed, "--save", f"{folder}/resumed", *flags.split()], folder)
         assert rates_of(again) == rates["resumed"]
     return rates
+
+
+def load_as_another_model(world: World, argv: list[str], cases: dict, folder: str) -> list[str]:
+    """Save a model, load it with the flags of each case -> the error, or the lines of the log about it"""
+    place, found = f"{folder}/one", []
+    run = set_up(world, [*argv, "--save", place], folder)
+    train.train_step(run).read()
+    run.iteration += 1
+    save_checkpoint(run)
+    for flags in cases:
+        Path(folder, "log.txt").write_text("")
+        more = ["--load", place, "--save", f"{folder}/none", *flags.split()]
+        try:
+            run = set_up(world, [*argv, *more], folder)
+        except ConfigError as error:
+            first, *lines = error.messages
+            assert first.startswith(f"{place} is of another model: give the same")
+            found.append("; ".join(lines))
+        except CheckpointError as error:
+            found.append(f"tensors {error}")
+        else:
+            assert run.iteration == int("finetune" not in flags)
+            log = Path(folder, "log.txt").read_text().splitlines()
+            about = [line.partition("is of another model: ") for line in log]
+            found.append("noted " + "; ".join(line[2] for line in about if line[1]))
+    check_model(run, find_source(run.config, run.mesh), "of-another-version = 1")  # loads, but it is said
+    assert "its model is not compared: config: unknown key" in Path(folder, "log.txt").read_text()
+    return found
+
+
+LAYERS = "--num-layers 2: saved with 3"
+HEADS = (
+    "--num-attention-heads 2: saved with 4; --kv-channels 8: saved with 4; --num-query-groups 2: saved with 4"
+)
+BASE = "--rotary-base 50000.0: saved with 10000.0; --finetune may change it"
+MEANINGS = {  # flags -> errors, or what is noted
+    "--num-layers 2": LAYERS,
+    "--num-layers 2 --finetune": LAYERS,
+    "--num-layers 2 --eval-only --eval-iters 1 --split 8,1,1": LAYERS,
+    "--num-attention-heads 2 --num-layers 2 --finetune": f"{LAYERS}; {HEADS}",
+    "--num-attention-heads 2 --dist-ckpt-strictness raise_all": HEADS,
+    "--num-layers 2 --dist-ckpt-strictness log_all": f"noted {LAYERS}",
+    "--num-attention-heads 2 --finetune --dist-ckpt-strictness ignore_all": f"noted {HEADS}",
+    "--norm-epsilon 1e-6 --finetune": "--norm-epsilon 1e-06: saved with 1e-05",
+    "--squared-relu": "--squared-relu True: saved with False; --bias-gelu-fusion False: saved with True",
+    "--window-size 4 0": "--window-size (4, 4, 4): saved with (None, None, None); --finetune may change it",
+    "--rotary-base 5e4": BASE,
+    "--rotary-base 5e4 --finetune": f"noted {BASE}",
+    "--position-embedding-type learned_absolute --finetune": "--position-embedding-type learned_absolute: "
+    "saved with rope",
+    "--max-position-embeddings 64": "noted ",
+    "--num-query-groups 4 --kv-channels 4 --ffn-hidden-size 64 --attention-dropout 0.1": "noted ",
+    "--hidden-size 32 --lr 3e-3 --finetune": "--hidden-size 32: saved with 16; "
+    "--ffn-hidden-size 128: saved with 64; --kv-channels 8: saved with 4",
+}
+
+
+def test_a_model_of_other_settings(sources, tmp_path):
+    """Weights that fit by their shapes would be used for something else, or layers left out."""
+    argv = arguments(sources, "gpt", TINY, "--num-layers 3 --position-embedding-type rope")
+    (found,) = run_spmd(load_as_another_model, 1, argv, MEANINGS, str(tmp_path), timeout=120)
+    assert dict(zip(MEANINGS, found, strict=True)) == MEANINGS
+
+
+def resume_with_new_moments(world: World, argv: list[str], folder: str) -> tuple[list[float], str]:
+    """Save after two steps, resume with --no-load-optim -> the rates of the next two steps, its log"""
+    place = f"{folder}/one"
+    run = set_up(world, [*argv, "--save", place], folder)
+    for _ in range(2):
+        train.train_step(run).read()
+        run.iteration += 1
+    save_checkpoint(run)
+    Path(folder, "log.txt").unlink()
+    run = set_up(world, [*argv, "--load", place, "--save", f"{folder}/two", "--no-load-optim"], folder)
+    rates = []
+    for _ in range(2):
+        rates.append(train.train_step(run).read()[1]["lr"])
+        run.iteration += 1
+    return rates, Path(folder, "log.txt").read_text()
+
+
+def test_new_moments_begin_the_schedule_again(sources, tmp_path):
+    """And it is said with which rate, and what changes it."""
+    argv = arguments(sources, "gpt", TINY, "--lr-warmup-iters 2 --lr-warmup-init 5e-4")
+    ((rates, log),) = run_spmd(resume_with_new_moments, 1, argv, str(tmp_path))
+    assert rates == pytest.approx([5e-4, 1.25e-3])
+    (note,) = [line for line in log.splitlines() if "--no-load-optim:" in line]
+    assert "the schedule begins again, step 3 has the rate of step 1, 0.0005;" in note
+    assert "--lr-decay-iters 2" in note
+
+
+def begin_beside_leftovers(world: World, argv: list[str], folder: str) -> None:
+    """What a kill in a save has left goes when a run that trains begins there, and only there."""
+    root = Path(folder) / "one"
+    run = set_up(world, [*argv, "--save", str(root)], folder)
+    for run.iteration in (1, 2, 3):
+        save_checkpoint(run)
+    run.saver.close()
+    for step in (1, 2):
+        shutil.copytree(root / f"iter_000000{step}", root / f"iter_000000{step}.old")
+    (root / "iter_0000002/rank_00000.safetensors").write_text("cut")
+    (root / "iter_0000003").rename(root / "iter_0000003.old")  # killed between two renames
+    (root / "iter_0000004.tmp").mkdir()
+    (root / "latest_checkpointed_iteration.txt.tmp").write_text("4")
+    before = {path.name for path in root.iterdir()}
+    other = ["--load", str(root), "--save", f"{folder}/none"]
+    for flags in (other, [*other, "--eval-only"], ["--save", str(root), "--eval-only"]):
+        assert set_up(world, [*argv, *flags], folder).model and {p.name for p in root.iterdir()} == before
+    run = set_up(world, [*argv, "--save", str(root)], folder)
+    assert run.iteration == 3
+    gone = {"iter_0000001.old", "iter_0000004.tmp", "latest_checkpointed_iteration.txt.tmp"}
+    assert {path.name for path in root.iterdir()} == before - gone
+
+
+def test_a_run_removes_what_a_killed_save_left(sources, tmp_path):
+    argv = arguments(sources, "gpt", TINY, "--eval-iters 1 --split 8,1,1")
+    run_spmd(begin_beside_leftovers, 1, argv, str(tmp_path))
 
 
 def save_by_torch_and_load(world: World, argv: list[str], folder: str) -> None:

@@ -81,7 +81,8 @@ def test_torch_is_for_the_same_layout(tmp_path):
     assert torch.equal(plain["tensors"]["model/w[0:8,6:12]"], tensor("model/w", 20)[:, 6:])
     for message in run_spmd(load_under_another_layout, 4, tmp_path, tp=2):
         assert (
-            "saved by tp 2, and this run is tp 2, dp 2; save it there with --ckpt-format sharded" in message
+            f"{tmp_path}/iter_0000020: --ckpt-format torch, by tp 2, and this run is tp 2, dp 2; "
+            "save it there with --ckpt-format sharded" in message
         )
 
 

@@ -9,7 +9,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6000,
-    "checkpoint": 3060,
+    "checkpoint": 3118,
     "commands": 1130,
     "config": 2990,
     "data": 2530,

@@ -3,7 +3,7 @@
 Each rank writes the slices it owns, so any layout loads what any other has saved (`checkpoint/files.py` has
 the folder's format). The stages of a save, and the state that a kill in each of them leaves:
 
-    make      iter_0000120.tmp/                       a leftover: ignored, removed by the next save
+    make      iter_0000120.tmp/                       a leftover: ignored, removed by the next run
     write     one shard per rank, synced to disk      the same
     publish   rank 0 checks that the slices tile each tensor, syncs the manifest to disk, renames the folder
     prune     rank 0 removes older checkpoints that need not stay (`checkpoint/folder.py` has both)
@@ -37,13 +37,14 @@ from nanomegatron.checkpoint.manifest import (
     describe_piece,
     rectangles,
 )
-from nanomegatron.checkpoint.strictness import fit
+from nanomegatron.checkpoint.strictness import fit, some
 from nanomegatron.checkpoint.torch_dist import write_metadata
 from nanomegatron.comm import all_gather_text, all_reduce, broadcast_
 from nanomegatron.dp import Slice, reduction_axis
 from nanomegatron.mesh import Axis, Mesh
 
-EXPERTS = ".mlp.experts."
+EXPERTS, OF_OPTIMIZER = ".mlp.experts.", ("main/", "exp_avg/", "exp_avg_sq/")
+NO_STATES = "saved without optimizer states (--no-save-optim)"
 
 
 class SaveError(Exception):
@@ -194,14 +195,14 @@ def load(
     with a note, if no tensor of its shape was saved; about others `strictness` decides (strictness.py).
 
     Raises CheckpointError, on all ranks, if no checkpoint is usable, or if tensors are missing or differ in
-    shape or dtype; it lists all of them, before any piece is filled.
+    shape or dtype; it lists ten of them, before any piece is filled.
     """
     pieces = [piece for piece in pieces if piece.data.numel()]
     found, manifest, notes = _newest_intact(Path(root), mesh, step, integrity)
     if manifest is None:
         return None
     if pieces:
-        formats.check_layout(manifest, mesh)
+        formats.check_layout(found, manifest, mesh)
     if manifest.format.get("foreign"):
         notes = [*notes, f"{found} has no manifest of ours: no hash says whether it is damaged"]
     shapes = {key: tuple(saved.shape) for key, saved in manifest.tensors.items()}
@@ -211,8 +212,11 @@ def load(
         pieces = [piece for piece in pieces if piece.key not in new]
     pieces, main, more = fit(manifest, pieces, mesh, strictness)
     _, errors = on_all_ranks(mesh, _check_wanted, manifest, pieces, cast)
+    if errors == [NO_STATES]:
+        fix = f"resume with --load {root} --no-load-optim, or begin at step 0 in a new run with --finetune"
+        raise CheckpointError(f"{found}: {NO_STATES}; {fix}")
     if errors:
-        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *errors]))
+        raise CheckpointError("\n  ".join([f"{found} does not fit this model:", *some(errors)]))
     reader = formats.reader(manifest)
     _, errors = on_all_ranks(mesh, files.fill, found, manifest, pieces + main, reader)
     if errors:
@@ -281,10 +285,12 @@ def _verified(path: Path, iteration: int, world: Axis, integrity: bool) -> Manif
 
 def _check_wanted(manifest: Manifest, pieces: list[Piece], cast: bool) -> None:
     """Raise CheckpointError with a line for every piece that the checkpoint cannot fill."""
-    errors = []
+    errors, has_states = [], any(key.startswith(OF_OPTIMIZER) for key in manifest.tensors)
     for piece in pieces:
         saved, dtype = manifest.tensors.get(piece.key), DTYPES[piece.data.dtype]
-        if saved is None:
+        if saved is None and piece.key.startswith(OF_OPTIMIZER) and not has_states:
+            errors += [NO_STATES] * (NO_STATES not in errors)
+        elif saved is None:
             errors.append(f"{piece.key}: missing, wanted {list(piece.shape)}")
         elif saved.shape != piece.shape:
             errors.append(f"{piece.key}: saved {list(saved.shape)}, wanted {list(piece.shape)}")

@@ -1,6 +1,6 @@
 """The folders of checkpoints: made, published atomically, found, and removed when newer ones replace them.
 
-    make_folder     iter_0000120.tmp/                 a leftover if a kill comes: ignored, removed by a save
+    make_folder     iter_0000120.tmp/                 a leftover if a kill comes: ignored, and removed
     publish_folder  manifest, synced to disk
                     iter_0000120.tmp -> iter_0000120  from here on this is the newest checkpoint
                     latest_checkpointed_iteration.txt for people only; loading uses the folders' names
@@ -37,7 +37,7 @@ MANIFEST, MANIFEST_SUM = "manifest.json", "manifest.json.sha256"
 MANIFEST_LIMIT = 64 * 2**20  # bytes; docs/parallel.md has the sizes for large models
 LATEST, NON_PERSISTENT = "latest_checkpointed_iteration.txt", "non_persistent"
 PUBLISHED = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})(\.old)?")
-LEFTOVER = re.compile(r"iter_[0-9]{7,18}\.(tmp|old)")
+LEFTOVER = re.compile(rf"iter_[0-9]{{7,18}}\.(tmp|old)|{re.escape(LATEST)}\.tmp")
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,19 @@ def make_folder(temporary: Path, need: int) -> None:
     """
     root = temporary.parent
     root.mkdir(parents=True, exist_ok=True)
-    in_use = set(folders(root).values())
-    for path in [path for path in root.iterdir() if LEFTOVER.fullmatch(path.name)]:
-        if path not in in_use:
-            _remove(path)
+    remove_leftovers(root)
     usage = shutil.disk_usage(root)
     if usage.total and usage.free < need:  # a file system without a limit may say 0 of both
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     temporary.mkdir()
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed saves have left, but an .old folder only if a whole one is there. Raises OSError."""
+    in_use = set(folders(root).values())
+    for path in [path for path in root.iterdir() if LEFTOVER.fullmatch(path.name)] if root.is_dir() else ():
+        if path not in in_use and (path.suffix == ".tmp" or _is_whole(path.with_suffix(""))):
+            _remove(path)
 
 
 def free_bytes(folder: Path) -> int:

@@ -36,12 +36,12 @@ def layout_words(mesh: Mesh) -> str:
     return ", ".join(f"{axis.name} {axis.size}" for axis in axes if axis.size > 1) or "one process"
 
 
-def check_layout(manifest: Manifest, mesh: Mesh) -> None:
+def check_layout(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
     """Raise CheckpointError if only another layout can load this checkpoint."""
     saved, here = manifest.format.get("layout"), layout_words(mesh)
     if manifest.format.get("name") == "torch" and saved != here:
         fix = "save it there with --ckpt-format sharded or torch_dist, which any layout loads"
-        raise CheckpointError(f"--ckpt-format torch: saved by {saved}, and this run is {here}; {fix}")
+        raise CheckpointError(f"{folder}: --ckpt-format torch, by {saved}, and this run is {here}; {fix}")
 
 
 def open_checkpoint(folder: Path) -> Manifest:

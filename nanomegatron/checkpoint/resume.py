@@ -15,29 +15,33 @@ from pathlib import Path
 
 import torch
 
-from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
+from nanomegatron.checkpoint.checkpoint import load, module_states, read_state, state_pieces, training_pieces
 from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.folder import remove_leftovers
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.saver import Saver
-from nanomegatron.checkpoint.source import LoadSource, find_source
+from nanomegatron.checkpoint.source import LoadSource, find_source, model_changes
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.comm import all_gather_text
 from nanomegatron.config.check_model import hub_hint
-from nanomegatron.config.cli import ConfigError, to_toml
+from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.data.identity import data_changes
 from nanomegatron.run import Run, due
 
 
 def new_saver(run: Run) -> Saver:
-    """Make what saves this run's checkpoints, and logs each one when it is published."""
+    """Make what saves this run's checkpoints, and logs each one; removes what a killed run has left."""
 
     def published(iteration: int) -> None:
         run.log.line(f"saved   {run.config.checkpoint.save}, step {iteration}")
         run.log.status("running", iteration=iteration, checkpoint=run.config.checkpoint.save)
 
     warn = run.log.warn if run.mesh.rank == 0 else run.log.line
+    if run.mesh.rank == 0:
+        with run.log.attempt("removal of what killed saves have left"):
+            remove_leftovers(Path(run.config.checkpoint.save))
     return Saver(run.config.checkpoint, run.mesh, saved_pieces(run), warn, published)
 
 
@@ -123,9 +127,11 @@ def load_checkpoint(run: Run) -> None:
     if is_hf_folder(root):
         load_hf_folder(run, source)
         return
-    begins, found = source.begins, source.saved(run.mesh)
-    if found and ("hf" in found[0] or "iteration" not in found[0]):
+    begins, found = source.begins, read_state(root, run.mesh, source.step)
+    if found and not begins and ("hf" in found[0] or "iteration" not in found[0]):
         raise ValueError(f"--load {root}: it has weights only; add --finetune to train it")
+    if found:
+        check_model(run, source, found[1])
     states = {} if begins or config.no_load_optim else run.optimizer.states()
     pieces, fp8 = all_pieces(run, states)
     checks = config.verify_integrity, config.dist_ckpt_strictness
@@ -153,6 +159,10 @@ def load_checkpoint(run: Run) -> None:
         run.optimizer.load_scalars(loaded.state["optimizer"])
     elif run.optimizer:
         run.optimizer.reset_main()
+        lr, left = float(run.optimizer.values[0, 0]), run.config.run.train_iters - run.iteration
+        what = f"the schedule begins again, step {run.iteration + 1} has the rate of step 1, {lr:g}"
+        how = f"--lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
+        log_notes(run, [f"--no-load-optim: {what}; {how}"] * (0 < left < run.config.run.train_iters))
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
@@ -162,6 +172,20 @@ def load_checkpoint(run: Run) -> None:
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     run.log.status("running", iteration=run.iteration, checkpoint=root)
+
+
+def check_model(run: Run, source: LoadSource, saved: str) -> None:
+    """Raise ConfigError if a checkpoint's settings, TOML, are of another model than this run's."""
+    try:
+        errors, notes = model_changes(from_toml(saved), run.config, source)
+    except (ValueError, TypeError, ArithmeticError) as error:  # perhaps of another version
+        run.log.warn(f"{source.root}: its model is not compared: {error}".partition("\n")[0])
+        return
+    if errors and not run.config.checkpoint.dist_ckpt_strictness.startswith(("log_", "ignore_")):
+        fix = "give the same; without flags that describe a model --load takes all from there"
+        raise ConfigError([f"{source.root} is of another model: {fix}", *errors])
+    for note in [*errors, *notes]:
+        run.log.warn(f"{source.root} is of another model: {note}")
 
 
 def check_data(run: Run, root: str, state: dict, resumes: bool) -> None:

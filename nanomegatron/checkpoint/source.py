@@ -16,6 +16,8 @@ from nanomegatron.checkpoint.checkpoint import latest_for_all, read_state
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.config.batch import samples_before
 from nanomegatron.config.cli import from_toml, to_toml
+from nanomegatron.config.hf import effective
+from nanomegatron.config.rules import flag
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh
 
@@ -29,6 +31,8 @@ lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warm
 lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
 weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
 """.split()
+# Settings that weights alone may be used without: for positions beyond those of the pretraining.
+POSITIONS = ("rotary", "rope", "use_rope", "yarn", "mscale", "window")
 
 
 class LoadSource(NamedTuple):
@@ -97,6 +101,26 @@ def data_samples(config: Config, mesh: Mesh, warn: Callable[[str], None], wanted
     if note and mesh.rank == 0:
         warn(f"{note}: samples may be in another order, some come again and others never")
     return counts if counts and wanted <= counts[-1] else [*counts, wanted]
+
+
+def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[list[str], list[str]]:
+    """Return lines for settings that make another function of saved weights: errors, and notes."""
+    old, new = saved.model, config.model
+    new = replace(new, num_experts=None) if source.upcycling else new
+    if old.num_layers is None or bool(old.num_experts) != bool(new.num_experts):
+        return [], []  # only one has experts: the tensors say so, and what to do
+    before, now, found = effective(old), effective(new), ([], [])
+    if new.position_embedding_type != "learned_absolute":
+        del now["max_position_embeddings"]
+    for name in [name for name in now if name in before]:
+        was, value = before[name], now[name]
+        if isinstance(value, list):  # one for each layer
+            was, value = zip(*zip(was, value, strict=False), strict=True)
+        if was != value:
+            place = name.startswith(POSITIONS) or {was, value} == {"rope", "yarn"}
+            hint = "; --finetune may change it" * place
+            found[place and source.begins].append(f"{flag(name)} {value}: saved with {was}{hint}")
+    return found
 
 
 def with_saved_schedule(config: Config, mesh: Mesh) -> Config:

@@ -1,7 +1,7 @@
 """--dist-ckpt-strictness: what a load does about tensors that only the model or only the checkpoint has.
 
                                             only the model has it              only the checkpoint has it
-    assume_ok_unexpected, raise_unexpected  error                              not searched for
+    assume_ok_unexpected, raise_unexpected  error                              names of weights are noted
     raise_all                               error                              error
     log_unexpected                          keeps its value, names are noted   not searched for
     log_all                                 the same                           names are noted
@@ -18,7 +18,7 @@ from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
 from nanomegatron.comm import all_gather_text
 from nanomegatron.mesh import Mesh
 
-LISTED = 10  # names in a note
+LISTED = 10  # names in a message
 
 
 def fit(
@@ -31,25 +31,28 @@ def fit(
     notes, saved = [], manifest.tensors
     texts = all_gather_text("\n".join(piece.key for piece in pieces), mesh.world, mesh.device)
     wanted = {key for text in texts for key in text.splitlines()}
-    if strictness in ("raise_all", "log_all"):
+    if strictness not in ("log_unexpected", "ignore_all"):
         kinds = {key.partition("/")[0] for key in wanted}
+        kinds &= kinds if strictness in ("raise_all", "log_all") else {"model"}
         unused = [key for key in saved if key not in wanted and key.partition("/")[0] in kinds]
+        names = ", ".join(some(unused))
         if unused and strictness == "raise_all":
             fix = "--dist-ckpt-strictness log_all leaves them out"
-            raise CheckpointError(f"{len(unused)} saved tensors have no place here: {_some(unused)}; {fix}")
-        notes += [f"{len(unused)} saved tensors are not used: {_some(unused)}"] if unused else []
+            raise CheckpointError(f"{len(unused)} saved tensors have no place here: {names}; {fix}")
+        notes += [f"{len(unused)} saved tensors are not used: {names}"] if unused else []
     absent = wanted - saved.keys()
     if not absent or not strictness.startswith(("log_", "ignore_")):
         return pieces, [], notes
     weights = {key: key.replace("main/", "model/", 1) for key in absent if key.startswith("main/")}
     weights = {key: source for key, source in weights.items() if source in saved}
     if kept := sorted(absent - weights.keys()):
-        names = f": {_some(kept)}" if strictness.startswith("log_") else ""
+        names = f": {', '.join(some(kept))}" if strictness.startswith("log_") else ""
         notes.append(f"{len(kept)} tensors are not in the checkpoint and keep their initial values{names}")
     notes += [f"{len(weights)} main weights are made of the saved weights"] if weights else []
     main = [replace(piece, key=weights[piece.key]) for piece in pieces if piece.key in weights]
     return [piece for piece in pieces if piece.key in saved], main, notes
 
 
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:LISTED]) + ", ..." * (len(keys) > LISTED)
+def some(names: list[str]) -> list[str]:
+    """The first ten, and how many more there are."""
+    return names[:LISTED] + [f"and {len(names) - LISTED} more"] * (len(names) > LISTED)

@@ -189,7 +189,7 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
 
     Raises ValueError, with the settings that differ, if no family computes the same.
     """
-    wanted, in_the_way = _effective(config.model), {}
+    wanted, in_the_way = effective(config.model), {}
     for family in FAMILIES:
         hf = _written(config, family) | {"bos_token_id": eod, "eos_token_id": eod}
         keys = family_table(family, "keys").items()
@@ -197,7 +197,7 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
             continue  # a family with experts, or shared ones
         settings = settings_of(hf)
         fields = {f.name for f in dataclasses.fields(TransformerConfig)} & settings.keys()
-        found = _effective(TransformerConfig(**{name: settings[name] for name in fields}))
+        found = effective(TransformerConfig(**{name: settings[name] for name in fields}))
         in_the_way[family] = [f"{k} = {v!r:.80}" for k, v in wanted.items() if found.get(k) != v]
         if not in_the_way[family]:
             return hf
@@ -208,7 +208,7 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
 def _written(config: Config, family: str) -> dict[str, Any]:
     """This model's config.json as `family`, in the spelling of transformers 4, which 5 reads too."""
     model, windows = config.model, config.model.windows
-    values = vars(model) | _effective(model) | {"vocab_size": config.data.vocab_size}
+    values = vars(model) | effective(model) | {"vocab_size": config.data.vocab_size}
     values["ffn_hidden_size"] = model.moe_ffn_size if family == "mixtral" else model.ffn_size
     hf = {"architectures": [FAMILIES[family]["class"]], "model_type": family}
     hf["torch_dtype"] = config.dtype_name
@@ -238,8 +238,8 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     return hf | {"use_sliding_window": bool(width), "max_window_layers": first, "layer_types": kinds}
 
 
-def _effective(model: TransformerConfig) -> dict[str, Any]:
-    """The settings on which the model's function depends, with derived ones filled in."""
+def effective(model: TransformerConfig) -> dict[str, Any]:
+    """Return the settings on which the model's function depends, with derived ones filled in."""
     resumable = (name for name, s in _SETTINGS.items() if s.metadata["resumable"])
     kind, unused = model.position_embedding_type, ("window_attn", *TRAINING, *resumable)
     unused += () if kind == "yarn" else ("yarn", "mscale", "rotary_scaling")
