@@ -8,7 +8,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6000,
+    "": 6010,
     "checkpoint": 3060,
     "commands": 1130,
     "config": 2980,

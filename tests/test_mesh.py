@@ -235,11 +235,32 @@ def save_at_a_signal(world: World, folder):
     write_pid_and_sleep(world, folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_process_group_lets_ranks_save(number, tmp_path):
-    """As by timeout, systemd and Slurm: it reaches launcher, ranks and fork server at the same time."""
+ALSO = pytest.param(os.killpg, signal.SIGUSR1, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    "send, number", [(os.killpg, signal.SIGTERM), (os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), ALSO]
+)
+def test_a_signal_to_the_launcher_or_its_process_group_lets_ranks_save(send, number, tmp_path):
+    """By timeout, systemd, Slurm, a terminal it reaches launcher, ranks and fork server at the same time."""
     with started_launcher("save_at_a_signal", tmp_path) as (launcher, _):
-        os.killpg(launcher.pid, number)
+        send(launcher.pid, number)
+        assert launcher.communicate(timeout=20)[0].split() == ["75", "75"]
+
+
+def interrupted_once(world: World, folder):
+    """75 half a second after KeyboardInterrupt; another one is a failure."""
+    try:
+        write_pid_and_sleep(world, folder)
+    except KeyboardInterrupt:
+        time.sleep(0.5)
+    return 75
+
+
+def test_ctrl_c_interrupts_a_rank_once(tmp_path):
+    """Though it gets it from the terminal and from the launcher; `nanomegatron generate` ends so."""
+    with started_launcher("interrupted_once", tmp_path) as (launcher, _):
+        os.killpg(launcher.pid, signal.SIGINT)
         assert launcher.communicate(timeout=20)[0].split() == ["75", "75"]
 
 

@@ -25,7 +25,6 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 
 PREEMPTED = 75  # exit code
-HEARD = (*PASSED_ON, signal.SIGINT)
 ECHO = 1.0  # seconds in which two signals count as one: from the launcher, and to the process group
 
 
@@ -41,7 +40,7 @@ def preempted(log: RunLog, text: str, **facts: Any) -> int:
 
 
 class Signals:
-    """Counts the signals of HEARD that this rank receives; on rank 0 looks for the preemption file, too."""
+    """Counts signals of PASSED_ON that this rank receives; on rank 0 looks for the preemption file, too."""
 
     def __init__(self, log: RunLog | None = None, file: str | None = None) -> None:
         """Install the handlers if there is a log; the second signal writes its status there."""
@@ -63,7 +62,7 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
-        for number in HEARD:
+        for number in PASSED_ON:
             signal.signal(number, note)
 
     @property
