@@ -30,7 +30,7 @@ from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import World
 
 GRACE = 10.0  # seconds that the other ranks have to exit once one has failed
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 MOST_SHARED = 50_000_000  # parameters of a model that takes two processes by default: each keeps all of them
 
 
@@ -65,13 +65,14 @@ def launch(
     cores). If a rank has failed, `blame(rank, codes, running)` gets the first one, all exit codes, and the
     ranks that had to be killed; codes in `fine` are no failure.
     """
+    heard = passed_on()
     context = _context()
     threads = threads or max(1, (os.cpu_count() or 1) // nproc)
     with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder:
         places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
         ranks = [
-            context.Process(target=_run_rank, args=(worker, place, threads, args), name=f"rank{place.rank}")
-            for place in places
+            context.Process(target=_run_rank, args=(worker, place, threads, heard, args), name=f"rank{i}")
+            for i, place in enumerate(places)
         ]
         for process in ranks:
             process.start()
@@ -83,7 +84,7 @@ def launch(
                         os.kill(process.pid, number)
 
         try:
-            with _handlers(dict.fromkeys(PASSED_ON, pass_on)):
+            with _handlers(dict.fromkeys(heard, pass_on)):
                 first = _wait(ranks, timeout, fine)
                 running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         finally:
@@ -96,6 +97,11 @@ def launch(
     if blame and first is not None:
         blame(first, codes, running)
     return codes
+
+
+def passed_on() -> list[int]:
+    """Return the signals of PASSED_ON that are heard: not SIGHUP under nohup."""
+    return [n for n in PASSED_ON if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def _context() -> multiprocessing.context.BaseContext:
@@ -127,12 +133,12 @@ def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
+def _run_rank(worker: Callable[..., int], place: World, threads: int, heard: list[int], args: tuple) -> None:
     def interrupt(*_: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes from the launcher, too
         raise KeyboardInterrupt
 
-    for number in PASSED_ON:  # the server ignores them
+    for number in heard:  # the server ignores them
         signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: all ranks stop together at their next common check, after one got a signal.
+"""Signals (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2): all ranks stop at their next check if one got any.
 
     set-up        between its stages                nothing to save                   exit code 75
     training      in every step's all-reduce        finish the step, save             75
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.comm import any_rank
-from nanomegatron.launch import PASSED_ON
+from nanomegatron.launch import passed_on
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 
@@ -62,7 +62,7 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
-        for number in PASSED_ON:
+        for number in passed_on():
             signal.signal(number, note)
 
     @property
