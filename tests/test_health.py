@@ -159,6 +159,7 @@ def test_a_dead_run_stops(corpus, tmp_path):  # noqa: F811
     for part in ("4 steps in a row", "step 5 (samples 32 to 39)", "gradient of", "on rank 0"):
         assert part in status["message"], status["message"]
     assert latest(tmp_path / "runs/test/ckpt") in (4, 6)  # of weights that are finite
+    assert status["iteration"] == 8  # the last finished step
     few = {5: (1, NAN), 6: (1, NAN), 8: (1, NAN)}
     codes, status = outcome(tmp_path / "few", arguments(corpus, flags, "--train-iters 9"), 2, few)
     assert codes == [0, 0] and status["state"] == "done"

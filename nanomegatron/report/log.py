@@ -97,7 +97,7 @@ class RunLog:
 
     def begin(self, iteration: int, train_iters: int) -> None:
         """Open the series after `iteration` (0: new run); records of later iterations are dropped."""
-        self.train_iters = train_iters
+        self.train_iters, self._facts["iteration"] = train_iters, iteration
         if not self.is_main:
             return
         extra = self.config.run.metrics_jsonl
@@ -189,6 +189,7 @@ class RunLog:
         `loss_scale`, `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, keys of EXPERT_TAGS, and
         `tflops_per_gpu_*` by other FLOP conventions.
         """
+        self._facts["iteration"] = record["iteration"]
         if not self.is_main:
             return
         record = {key: record[key] for key in KEYS} | record
