@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 2980,
     "data": 2530,
     "fast": 2500,
-    "faults": 1050,
+    "faults": 1060,
     "ops": 2930,
     "plan": 640,
     "report": 2210,

@@ -52,6 +52,7 @@ tflops_per_gpu mfu
 """.split()
 STATES = ("running", "done", "stopped", "preempted", "failed")  # stopped: as an --exit- flag says
 LOST_PEER = "lost a peer"  # start of the message of a failure that another rank caused
+HANG = "a hang"  # start of the message of the watch-dog
 _COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
 
 
