@@ -9,7 +9,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6010,
-    "checkpoint": 3060,
+    "checkpoint": 3064,
     "commands": 1130,
     "config": 2980,
     "data": 2530,
