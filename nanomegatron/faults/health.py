@@ -33,7 +33,7 @@ from nanomegatron.report.steps import StepNumbers
 
 LAG = 2
 FEWEST = 32  # steps before which nothing is a spike
-AGAIN = "the same command goes on from the last save, or starts again"
+AGAIN = "the same command resumes from the last save, or starts again"
 FLOOR = {"loss": 0.02, "gradient norm": 0.1}  # least deviation, as a share of the median
 
 
