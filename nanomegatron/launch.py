@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import World
 
 GRACE = 10.0  # seconds that the other ranks have to exit once one has failed
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 MOST_SHARED = 50_000_000  # parameters of a model that takes two processes by default: each keeps all of them
 
 
@@ -60,17 +60,19 @@ def launch(
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
     `worker` is a module-level function that returns an exit code. GRACE seconds after a rank fails the others
-    are killed; after `timeout` seconds all are. Signals of PASSED_ON are passed on to them. Each computes
-    with `threads` threads (its share of the cores). If a rank has failed, `blame(rank, codes, running)` gets
-    the first one, all exit codes, and the ranks that had to be killed; codes in `fine` are no failure.
+    are killed; after `timeout` seconds all are. Signals of PASSED_ON are passed on to them: they get one that
+    is sent to the process group, as Ctrl-C is, twice. Each computes with `threads` threads (its share of the
+    cores). If a rank has failed, `blame(rank, codes, running)` gets the first one, all exit codes, and the
+    ranks that had to be killed; codes in `fine` are no failure.
     """
+    heard = passed_on()
     context = _context()
     threads = threads or max(1, (os.cpu_count() or 1) // nproc)
     with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder:
         places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
         ranks = [
-            context.Process(target=_run_rank, args=(worker, place, threads, args), name=f"rank{place.rank}")
-            for place in places
+            context.Process(target=_run_rank, args=(worker, place, threads, heard, args), name=f"rank{i}")
+            for i, place in enumerate(places)
         ]
         for process in ranks:
             process.start()
@@ -78,11 +80,11 @@ def launch(
         def pass_on(number: int, _: Any) -> None:
             for process in ranks:
                 if process.is_alive():
-                    os.kill(process.pid, number)
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.kill(process.pid, number)
 
         try:
-            # The terminal sends SIGINT to the ranks, too.
-            with _handlers(dict.fromkeys(PASSED_ON, pass_on) | {signal.SIGINT: signal.SIG_IGN}):
+            with _handlers(dict.fromkeys(heard, pass_on)):
                 first = _wait(ranks, timeout, fine)
                 running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         finally:
@@ -97,11 +99,16 @@ def launch(
     return codes
 
 
+def passed_on() -> list[int]:
+    """Return the signals of PASSED_ON that are heard: not SIGHUP under nohup."""
+    return [n for n in PASSED_ON if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
 def _context() -> multiprocessing.context.BaseContext:
     """Return the multiprocessing context: a fork server, or spawn if the system has no fork.
 
-    The server ignores the signals that a scheduler sends to a whole process group: it reports to the launcher
-    how ranks end, and without it the launcher would take all of them for dead.
+    The server ignores signals that the whole process group gets: it reports to the launcher how ranks end,
+    and without it the launcher would take all of them for dead.
     """
     try:
         context = multiprocessing.get_context("forkserver")
@@ -126,9 +133,13 @@ def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_rank(worker: Callable[..., int], place: World, threads: int, args: tuple) -> None:
-    for number in PASSED_ON:
-        signal.signal(number, signal.SIG_DFL)  # the server ignores it
+def _run_rank(worker: Callable[..., int], place: World, threads: int, heard: list[int], args: tuple) -> None:
+    def interrupt(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes from the launcher, too
+        raise KeyboardInterrupt
+
+    for number in heard:  # the server ignores them
+        signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
 

@@ -12,6 +12,7 @@ import pytest
 
 import preprocess
 import train
+from nanomegatron.checkpoint.resume import warn_once
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data import identity
 from nanomegatron.data.gpt_dataset import MockGPTLowLevelDataset, build_datasets
@@ -20,6 +21,7 @@ from nanomegatron.data.tokenizer import build_tokenizer
 from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from tests.megatron_data import random_documents, write
+from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus, output_of  # noqa: F401 (a fixture)
 
 TOKENIZER = build_tokenizer("NullTokenizer", vocab_size=127)
@@ -161,8 +163,21 @@ def test_a_run_resumes_only_on_its_data(corpus, tmp_path):  # noqa: F811
         log := (tmp_path / "runs/test/log.txt").read_text()
     )
     assert log.count("resumed runs/test/ckpt") == 2
+    assert "on other data: train data 1" not in (tmp_path / "runs/test/log.1.txt").read_text()
     said = output_of(tmp_path, [*moved, "--train-iters", "4"], train.DONE)  # what it was trained on last
     assert "resumed runs/test/ckpt, step 3" in said and "other data" not in said
+
+
+def notes_of_ranks(mesh) -> list[str]:
+    """What each rank warns of."""
+    said: list[str] = []
+    run = SimpleNamespace(mesh=mesh, log=SimpleNamespace(warn=said.append))
+    warn_once(run, [["all", "first"], ["all"], ["all", "own"]][mesh.rank])
+    return said
+
+
+def test_what_all_ranks_have_is_said_once():
+    assert run_spmd(notes_of_ranks, 3) == [["all", "first"], [], ["own"]]
 
 
 @pytest.mark.full

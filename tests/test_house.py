@@ -9,12 +9,12 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6000,
-    "checkpoint": 3118,
+    "checkpoint": 3130,
     "commands": 1130,
     "config": 2990,
     "data": 2530,
     "fast": 2500,
-    "faults": 1050,
+    "faults": 1060,
     "ops": 2930,
     "plan": 640,
     "report": 2210,

@@ -235,11 +235,48 @@ def save_at_a_signal(world: World, folder):
     write_pid_and_sleep(world, folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_process_group_lets_ranks_save(number, tmp_path):
-    """As by timeout, systemd and Slurm: it reaches launcher, ranks and fork server at the same time."""
+ALSO = pytest.param(os.killpg, signal.SIGUSR1, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    "send, number", [(os.killpg, signal.SIGTERM), (os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), ALSO]
+)
+def test_a_signal_to_the_launcher_or_its_process_group_lets_ranks_save(send, number, tmp_path):
+    """By timeout, systemd, Slurm, a terminal it reaches launcher, ranks and fork server at the same time."""
     with started_launcher("save_at_a_signal", tmp_path) as (launcher, _):
-        os.killpg(launcher.pid, number)
+        send(launcher.pid, number)
+        assert launcher.communicate(timeout=20)[0].split() == ["75", "75"]
+
+
+def end_with_the_signal(world: World, folder):
+    """The number of the signal that it gets."""
+    for number in mesh_launch.passed_on():
+        signal.signal(number, lambda number, _: os._exit(number))
+    write_pid_and_sleep(world, folder)
+
+
+@pytest.mark.parametrize("before, number", [((), signal.SIGHUP), (("nohup",), signal.SIGTERM)])
+def test_a_lost_terminal_is_a_signal_but_not_under_nohup(before, number, tmp_path):
+    with started_launcher("end_with_the_signal", tmp_path, *before) as (launcher, _):
+        os.killpg(launcher.pid, signal.SIGHUP)
+        time.sleep(0.5)
+        launcher.terminate()
+        assert launcher.communicate(timeout=20)[0].split() == [str(int(number))] * 2
+
+
+def interrupted_once(world: World, folder):
+    """75 half a second after KeyboardInterrupt; another one is a failure."""
+    try:
+        write_pid_and_sleep(world, folder)
+    except KeyboardInterrupt:
+        time.sleep(0.5)
+    return 75
+
+
+def test_ctrl_c_interrupts_a_rank_once(tmp_path):
+    """Though it gets it from the terminal and from the launcher; `nanomegatron generate` ends so."""
+    with started_launcher("interrupted_once", tmp_path) as (launcher, _):
+        os.killpg(launcher.pid, signal.SIGINT)
         assert launcher.communicate(timeout=20)[0].split() == ["75", "75"]
 
 
@@ -271,8 +308,11 @@ def test_no_rank_outlives_a_killed_launcher():
 
 
 @contextmanager
-def started_launcher(worker, folder):
-    """A launcher in a process group of its own, which prints its ranks' exit codes; and the ranks' pids."""
+def started_launcher(worker, folder, *before):
+    """A launcher in a process group of its own, which prints its ranks' exit codes; and the ranks' pids.
+
+    before: a command that starts it.
+    """
     script = folder / "run.py"
     script.write_text(
         f"import sys\nfrom nanomegatron.launch import launch\nfrom tests.test_mesh import {worker}\n"
@@ -280,7 +320,7 @@ def started_launcher(worker, folder):
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     how = dict(env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    launcher = subprocess.Popen([sys.executable, str(script), str(folder)], **how)
+    launcher = subprocess.Popen([*before, sys.executable, str(script), str(folder)], **how)
     files = [folder / f"pid{rank}" for rank in range(2)]
     try:
         wait_until(lambda: all(file.exists() for file in files), 30)

@@ -93,6 +93,10 @@ def test_what_an_earlier_run_said_is_not_repeated(tmp_path, capsys):
     path.write_text(json.dumps(facts))
     name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", 1, [0, -9], [])
     assert "rank 0 failed first: yesterday's" in capsys.readouterr().err
+    hang = dict(state="failed", message="a hang: rank 0 has made no progress", rank="rank 1", iteration=4)
+    write_status(path, hang)
+    name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", 0, [1, -9], [1])
+    assert capsys.readouterr().err == f"train.py: rank 1 failed first: a hang, reported above and in {path}\n"
 
 
 def fail_in_set_up(world: World, argv: list[str], folder: str, error: type) -> int:

@@ -47,12 +47,13 @@ def hanging(world: World, argv: list[str], folder: str, rank: int, how: str) -> 
 
 
 def outcome(folder: Path, argv: list[str], ranks: int, rank: int, how: str) -> tuple[list[int], str, float]:
-    """Exit codes, the message in status.json, and the seconds from the hang to the message."""
+    """Exit codes, the message in status.json, which blames the rank, and the seconds from the hang to it."""
     argv = [*argv, "--train-iters", "9", "--hang-timeout-secs", str(T)]
     codes = launch(hanging, ranks, (argv, str(folder), rank, how), timeout=60, threads=1)
     path = folder / "runs/test/status.json"
     status = json.loads(path.read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, f"rank {rank}")
+    assert status["iteration"] == 2  # step 3 was not yet reported
     return codes, status["message"], path.stat().st_mtime - (folder / "began").stat().st_mtime
 
 
@@ -70,6 +71,7 @@ def test_a_rank_that_hangs_is_named(ranks, layout, rank, how, corpus, tmp_path, 
     assert T <= seconds < T + 2, message
     stopped = how == "stopped"
     expected = "does not answer: it is stopped" if stopped else "is in sleep_in_python (test_run_hang.py:"
+    assert message.count(" bytes over ") < ranks, f"a communication is named twice: {message}"
     assert f"; rank {rank} on {os.uname().nodename} {expected}" in message and "made no progress" in message
     assert [code == 1 for code in codes] == [not (stopped and r == rank) for r in range(ranks)]
     stacks = {path.name: path.read_text() for path in (tmp_path / "runs/test").glob("hang.*.txt")}

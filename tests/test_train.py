@@ -211,7 +211,7 @@ def test_killed_run_goes_on_to_the_bit(corpus, undisturbed, tmp_path):
     assert "nothing left to train" in output_of(tmp_path, argv, train.DONE, ranks=2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signal_saves_and_leaves(number, corpus, undisturbed, tmp_path):
     """One rank's is enough; a terminal sends Ctrl-C to all."""
     argv = arguments(corpus, SHORT)

@@ -146,8 +146,7 @@ def load_checkpoint(run: Run) -> None:
         elif run.config.run.eval_only:
             raise CheckpointError(f"--eval-only: no checkpoint in {root}; name one with --load")
         return
-    for note in loaded.notes:
-        run.log.warn(note)
+    warn_once(run, loaded.notes)
     check_data(run, root, loaded.state, resumes=not begins)
     if only_weights:
         keep_source(run, root)
@@ -201,8 +200,15 @@ def check_data(run: Run, root: str, state: dict, resumes: bool) -> None:
     if changes and resumes and not run.config.checkpoint.allow_data_change:
         fix = "give the same; --allow-data-change resumes on these, --finetune starts at step 0"
         raise ConfigError([f"{root} was trained on other data: {fix}", *changes])
-    for change in changes:
-        run.log.warn(f"{root} was trained on other data: {change}")
+    warn_once(run, [f"{root} was trained on other data: {change}" for change in changes])
+
+
+def warn_once(run: Run, notes: list[str]) -> None:
+    """Warn of each note, on other ranks of those that rank 0 does not have; gathers a text over world."""
+    first = all_gather_text("\n".join(notes), run.mesh.world, run.mesh.device)[0]
+    for note in notes:
+        if run.mesh.rank == 0 or note not in first:
+            run.log.warn(note)
 
 
 def restore_progress(run: Run, root: str, state: dict) -> None:

@@ -18,7 +18,7 @@ from nanomegatron.config.cli import ConfigError
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import lock
 from nanomegatron.faults.signals import PREEMPTED
-from nanomegatron.report.log import LOST_PEER, RunLog, read_status, write_status
+from nanomegatron.report.log import HANG, LOST_PEER, RunLog, read_status, write_status
 
 DONE, BAD_CONFIG = 0, 2
 NO_CHECKPOINT, SAVE_FAILED = 3, 4
@@ -71,7 +71,10 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
     said = facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER)
     what = seen_by_launcher(rank, code, running)
     if said and str(facts.get("time")) >= began:  # else it is of an earlier run
-        what = f"{facts['rank']} failed first: {facts['message']}"
+        message = str(facts["message"])
+        if message.startswith(HANG):  # it is long, and a rank has just printed it
+            message = f"{HANG}, reported above and in {path}"
+        what = f"{facts['rank']} failed first: {message}"
     elif facts and code not in SAID:
         with suppress(ConfigError, OSError), lock(folder, wait=False):  # not if another run holds the folder
             facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")

@@ -33,6 +33,7 @@ from nanomegatron.report.steps import StepNumbers
 
 LAG = 2
 FEWEST = 32  # steps before which nothing is a spike
+AGAIN = "the same command resumes from the last save, or starts again"
 FLOOR = {"loss": 0.02, "gradient norm": 0.1}  # least deviation, as a share of the median
 
 
@@ -122,11 +123,12 @@ class Health:
             self.first_bad = text
         self.bad_in_a_row += not searching
         last = f"{self.bad_in_a_row} steps in a row were not finite (--max-skipped-steps)"
+        fix = "give a lower --lr, or --iterations-to-skip for bad samples"
         if in_states:
             last = "weights or Adam moments are not finite, so no later step can be good"
+            fix = AGAIN
         if in_states or self.bad_in_a_row >= self.config.max_skipped_steps:
-            fix = "resume from the last checkpoint, with --iterations-to-skip or a lower --lr"
-            raise BadSteps(f"{last}. The first was {self.first_bad}. Nothing was saved: {fix}")
+            raise BadSteps(f"{last}. The first was {self.first_bad}. No such step was saved: {fix}")
 
     def first_not_finite(self, step: StepNumbers) -> tuple[str, bool]:
         """Name the first non-finite tensor of all ranks, and whether it is a weight or a moment.
@@ -171,8 +173,7 @@ class Health:
         bad = next((key for key, fine in zip(keys, finite.tolist(), strict=True) if not fine), "")
         text = bad and f"{bad} on {self.mesh.label} ({socket.gethostname()})"
         if found := list(filter(None, all_gather_text(text, self.mesh.world, self.mesh.device))):
-            fix = "resume from the last checkpoint"
-            raise BadSteps(f"step {iteration} was not saved: {found[0]} is not finite; {fix}")
+            raise BadSteps(f"step {iteration} was not saved: {found[0]} is not finite; {AGAIN}")
 
     def state(self) -> list:
         """What a checkpoint keeps."""

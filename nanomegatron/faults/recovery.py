@@ -68,9 +68,10 @@ def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepRep
     if faulty := [text for text in all_gather_text(text, run.mesh.world, run.mesh.device) if text]:
         what = f"step {iteration}: loss {numbers.loss}, gradient norm {numbers.grad_norm}"
         again = f"run again from the same state it gave other gradients on {', '.join(faulty)}"
-        fix = "Nothing was saved: resume from the last checkpoint, without that machine"
+        fix = "That step was not saved: run the same command without that machine"
         raise MachineFault(f"{what}; {again}, so that machine is faulty. {fix}")
-    run.log.line(f"step {iteration} again: the same to the bit on every rank, so not a fault of a machine")
+    which = f"step {iteration} again (loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g})"
+    run.log.line(f"{which}: the same to the bit on every rank, so not a fault of a machine")
     return second
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: all ranks stop together at their next common check, after one got a signal.
+"""Signals (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2): all ranks stop at their next check if one got any.
 
     set-up        between its stages                nothing to save                   exit code 75
     training      in every step's all-reduce        finish the step, save             75
@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.comm import any_rank
-from nanomegatron.launch import PASSED_ON
+from nanomegatron.launch import passed_on
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 
 PREEMPTED = 75  # exit code
-HEARD = (*PASSED_ON, signal.SIGINT)
 ECHO = 1.0  # seconds in which two signals count as one: from the launcher, and to the process group
 
 
@@ -41,7 +40,7 @@ def preempted(log: RunLog, text: str, **facts: Any) -> int:
 
 
 class Signals:
-    """Counts the signals of HEARD that this rank receives; on rank 0 looks for the preemption file, too."""
+    """Counts signals of PASSED_ON that this rank receives; on rank 0 looks for the preemption file, too."""
 
     def __init__(self, log: RunLog | None = None, file: str | None = None) -> None:
         """Install the handlers if there is a log; the second signal writes its status there."""
@@ -63,7 +62,7 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
 
-        for number in HEARD:
+        for number in passed_on():
             signal.signal(number, note)
 
     @property

@@ -31,7 +31,7 @@ from typing import Any
 
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh, Traffic
-from nanomegatron.report.log import RunLog
+from nanomegatron.report.log import HANG, RunLog
 
 SHARE = 0.9  # of torch's timeout of collectives: the default of T
 SILENT = 10  # times T: without a step and without a communication
@@ -98,7 +98,7 @@ class Watchdog:
             with suppress(RuntimeError):  # torch's, if the store is gone: the guard is left
                 self.beat()
                 if self.store.check(["hang"]):
-                    self.end(lambda: "")
+                    self.end(lambda: ("", ""))
                 if share < 0.5:
                     earlier = None
                 elif earlier is None:
@@ -137,18 +137,19 @@ class Watchdog:
 
     # The end
 
-    def end(self, report: Callable[[], str]) -> None:
+    def end(self, report: Callable[[], tuple[str, str]]) -> None:
         """Write the stacks and, on the first rank of all, the report; end the process within some ticks.
 
-        report: called on the first rank, whose text it returns; "" if another rank was the first.
+        report: returns who is to blame, and the text; "" if another rank was the first.
         """
         if not self.ending.acquire(blocking=False):
             return
         wait = 2 * self.tick + 0.5
         threading.Timer(wait + 1.0, os._exit, (1,)).start()  # whatever else blocks
         self.dump_stacks()
-        if (text := report()) and self.claim():
-            self.log.status("failed", exit_code=1, message=text)
+        who, text = report()
+        if text and self.claim():
+            self.log.status("failed", exit_code=1, message=text, rank=who)
             self.log.warn(text)
         with suppress(RuntimeError):
             self.store.set("hang", "")
@@ -175,17 +176,19 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
-    def report(self, before: dict[int, Beat], now: dict[int, Beat]) -> str:
-        """Return who keeps this rank waiting, by the heartbeats of T / 2 ago and of now."""
-        waiting = self.mesh.traffic.waiting
-        words = [f"a hang: {self.mesh.label} has made no progress for {self.limit:g} s"]
-        if waiting and waiting[0]:
-            words[0] += f", in {waiting[0]}"
-        if self.mesh.world.size > 1 and not now:
-            words.append("the store of the ranks does not answer: is its machine lost?")
-        elif self.mesh.world.size > 1:
+    def report(self, before: dict[int, Beat], now: dict[int, Beat]) -> tuple[str, str]:
+        """Return who keeps this rank waiting, by the heartbeats of T / 2 ago and of now, and a text on it."""
+        waiting, ranks = self.mesh.traffic.waiting, range(self.mesh.world.size)
+        who, words = "", [f"{HANG}: {self.mesh.label} has made no progress for {self.limit:g} s"]
+        if len(ranks) > 1 and now:
+            who = listed(silent(ranks, before, now) or [r for r in now if now[r]["call"] is None])
             words += blame(self.mesh.groups, before, now)
-        return "; ".join(words) + f"; the stacks of all live ranks are in {self.log.folder}/hang.*.txt"
+        elif waiting and waiting[0]:
+            words[0] += f", in {waiting[0]}"
+        if len(ranks) > 1 and not now:
+            words.append("the store of the ranks does not answer: is its machine lost?")
+        stacks = f"the stacks of all live ranks are in {self.log.folder}/hang.*.txt"
+        return who or self.mesh.label, "; ".join([*words, stacks])
 
 
 def place() -> str:
@@ -198,14 +201,19 @@ def place() -> str:
     )
 
 
+def silent(ranks: Iterable[int], before: dict[int, Beat], now: dict[int, Beat]) -> list[int]:
+    """Return the ranks that do not answer."""
+    return [r for r in ranks if r not in now or now[r]["n"] == before.get(r, {}).get("n")]
+
+
 def blame(groups: dict[str, list], before: dict[int, Beat], now: dict[int, Beat]) -> list[str]:
     """Return a text for each rank that does not answer, that does not wait, and for each awaited call.
 
     groups: of all axes, as in Mesh.
     """
-    silent = [r for r in groups["world"][0] if r not in now or now[r]["n"] == before.get(r, {}).get("n")]
-    alive = {rank: beat for rank, beat in now.items() if rank not in silent}
-    texts = [f"{named(r, now)} does not answer: it is stopped, or its machine is lost" for r in silent]
+    lost = silent(groups["world"][0], before, now)
+    alive = {rank: beat for rank, beat in now.items() if rank not in lost}
+    texts = [f"{named(r, now)} does not answer: it is stopped, or its machine is lost" for r in lost]
     texts += [f"{named(r, now)} is in {b['place']}" for r, b in alive.items() if b["call"] is None][:MOST]
     calls: dict[tuple, list[int]] = {}
     for rank, beat in alive.items():
@@ -229,7 +237,8 @@ def named(rank: int, beats: dict[int, Beat]) -> str:
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Return 'rank 3', 'ranks 0 1 2', or the first of many."""
-    ranks = list(ranks)
+    """Return 'rank 3', 'ranks 0 1 2', or the first of many; "" of none."""
+    if not (ranks := list(ranks)):
+        return ""
     more = f" and {len(ranks) - MOST} more" * (len(ranks) > MOST)
     return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks[:MOST]))}{more}"

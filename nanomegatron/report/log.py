@@ -52,6 +52,7 @@ tflops_per_gpu mfu
 """.split()
 STATES = ("running", "done", "stopped", "preempted", "failed")  # stopped: as an --exit- flag says
 LOST_PEER = "lost a peer"  # start of the message of a failure that another rank caused
+HANG = "a hang"  # start of the message of the watch-dog
 _COLUMNS = dict(step=7, loss=9, lr=10, grad_norm=10, **{"tok/s": 8, "TF/s": 9, "MFU": 7, "mem GiB": 8})
 
 
@@ -97,7 +98,7 @@ class RunLog:
 
     def begin(self, iteration: int, train_iters: int) -> None:
         """Open the series after `iteration` (0: new run); records of later iterations are dropped."""
-        self.train_iters = train_iters
+        self.train_iters, self._facts["iteration"] = train_iters, iteration
         if not self.is_main:
             return
         extra = self.config.run.metrics_jsonl
@@ -189,6 +190,7 @@ class RunLog:
         `loss_scale`, `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, keys of EXPERT_TAGS, and
         `tflops_per_gpu_*` by other FLOP conventions.
         """
+        self._facts["iteration"] = record["iteration"]
         if not self.is_main:
             return
         record = {key: record[key] for key in KEYS} | record
