@@ -50,8 +50,9 @@ from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.faults.watchdog import Watchdog
+from nanomegatron.flops import parameter_count
 from nanomegatron.generate import show_sample
-from nanomegatron.launch import launch, with_processes
+from nanomegatron.launch import launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
@@ -74,7 +75,23 @@ from nanomegatron.step import (
 )
 from preprocess import prepare_embedded
 
+MOST_SHARED = 50_000_000  # parameters of a model that takes two processes by default: each keeps all of them
+
 # Settings. Nothing here needs another process or a GPU.
+
+
+def with_processes(argv: list[str]) -> list[str]:
+    """Return a command line of train.py, with `--nproc 2` where it leaves that open and two are faster.
+
+    They are for a small model on a CPU with several threads (docs/log.md), if the batch can be shared.
+    """
+    config = parse(argv).config
+    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
+    chosen = config.run.nproc or World.from_environment().rendezvous  # by --nproc, or by torchrun
+    if chosen or not on_cpu or torch.get_num_threads() < 2 or validate(config, 2, "cpu"):
+        return argv
+    size = parameter_count(resolve(config, 2).model, config.data.vocab_size or 0)
+    return argv if size > MOST_SHARED else [*argv, "--nproc", "2"]
 
 
 def main(argv: list[str]) -> int:

@@ -24,28 +24,10 @@ from typing import Any
 
 import torch
 
-from nanomegatron.config.check import resolve, validate
-from nanomegatron.config.cli import parse
-from nanomegatron.flops import parameter_count
 from nanomegatron.mesh import World
 
 GRACE = 10.0  # seconds that the other ranks have to exit once one has failed
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-MOST_SHARED = 50_000_000  # parameters of a model that takes two processes by default: each keeps all of them
-
-
-def with_processes(argv: list[str]) -> list[str]:
-    """Return a command line of train.py, with `--nproc 2` where it leaves that open and two are faster.
-
-    They are for a small model on a CPU with several threads (docs/log.md), if the batch can be shared.
-    """
-    config = parse(argv).config
-    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    chosen = config.run.nproc or World.from_environment().rendezvous  # by --nproc, or by torchrun
-    if chosen or not on_cpu or torch.get_num_threads() < 2 or validate(config, 2, "cpu"):
-        return argv
-    size = parameter_count(resolve(config, 2).model, config.data.vocab_size or 0)
-    return argv if size > MOST_SHARED else [*argv, "--nproc", "2"]
 
 
 def launch(

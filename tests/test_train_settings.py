@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import train
-from nanomegatron import launch
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.gpt_dataset import GPTDataset, build_datasets
 from nanomegatron.data.indexed_dataset import IndexedDataset
@@ -53,15 +52,15 @@ def test_a_small_model_takes_two_processes_of_a_cpu(flags, threads, two, monkeyp
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.delenv("RANK", raising=False)
     argv = flags.split()
-    assert launch.with_processes(argv) == [*argv, *["--nproc", "2"] * two]
+    assert train.with_processes(argv) == [*argv, *["--nproc", "2"] * two]
     with monkeypatch.context() as torchrun:
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
             torchrun.setenv(name, value)
-        assert launch.with_processes(argv) == argv
+        assert train.with_processes(argv) == argv
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert launch.with_processes(argv) == argv
+    assert train.with_processes(argv) == argv
     cpu = [*argv, "--device", "cpu"]
-    assert launch.with_processes(cpu) == [*cpu, *["--nproc", "2"] * two]
+    assert train.with_processes(cpu) == [*cpu, *["--nproc", "2"] * two]
 
 
 def test_cached_memory_is_given_back(corpus, tmp_path, monkeypatch):  # noqa: F811

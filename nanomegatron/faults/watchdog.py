@@ -93,6 +93,8 @@ class Watchdog:
     def watch(self) -> None:
         """The thread that uses the store, each call of which may block for ever."""
         standstill, earlier = self.standstill(), None
+        with suppress(RuntimeError):
+            self.beat()  # at once: it says the host, also of a rank that is soon stopped
         while not self.closed.wait(self.tick):
             share = standstill.share()
             with suppress(RuntimeError):  # torch's, if the store is gone: the guard is left
