@@ -171,7 +171,6 @@ KINDS = {
 --save-interval 1{"0" * 400} | must be below 2^63
 --save-interval 1{"0" * 5000} | must be a whole number
 --run-name {"a" * 300} | must have at most 200 bytes
---hang-timeout-secs 1000 | must be below --distributed-timeout-minutes 10
 --save {"a" * 300} | cannot write to
 --hidden-size 65536 --num-layers 1000 --num-attention-heads 64 | GiB are needed, and this machine has
 """,

@@ -88,10 +88,11 @@ def test_a_blend_in_quotes():
     assert any("a blend is several words: leave the quotes out" in e for e in validate(parsed.config, 1))
 
 
-def test_a_single_process_is_told_that_it_has_no_replica():
-    (note,) = run_notes(resolve(read("--check-replicas 2")[0], 1))
-    assert "no replica" in note
-    assert not run_notes(resolve(read("--check-replicas 2 --global-batch-size 4")[0], 2))
+def test_settings_without_effect_are_noted():
+    hang, replicas = run_notes(resolve(read("--check-replicas 2 --hang-timeout-secs 600")[0], 1))
+    assert "no replica" in replicas and "collectives end after 600 s" in hang
+    effective = "--check-replicas 2 --hang-timeout-secs 500 --global-batch-size 4"
+    assert not run_notes(resolve(read(effective)[0], 2))
 
 
 def test_samples_that_are_no_whole_batches():

@@ -235,11 +235,11 @@ def save_at_a_signal(world: World, folder):
     write_pid_and_sleep(world, folder)
 
 
-ALSO = pytest.param(os.killpg, signal.SIGUSR1, marks=pytest.mark.full)
+ALSO = pytest.param(os.killpg, signal.SIGTERM, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(
-    "send, number", [(os.killpg, signal.SIGTERM), (os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), ALSO]
+    "send, number", [(os.killpg, signal.SIGUSR1), (os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), ALSO]
 )
 def test_a_signal_to_the_launcher_or_its_process_group_lets_ranks_save(send, number, tmp_path):
     """By timeout, systemd, Slurm, a terminal it reaches launcher, ranks and fork server at the same time."""

@@ -122,10 +122,6 @@ def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
                 yield f"{flag(name)} {value}: {folder} is a file; give another folder"
     if (file := run.exit_on_preemption_file) and Path(file).exists():
         yield f"--exit-on-preemption-file {file}: exists already, so the run would end at once; remove it"
-    minutes = config.parallel.distributed_timeout_minutes
-    if run.hang_timeout_secs and run.hang_timeout_secs >= 60 * minutes:
-        rule = f"must be below --distributed-timeout-minutes {minutes}, which ends the run without names"
-        yield f"--hang-timeout-secs {run.hang_timeout_secs:g}: {rule}"
     if run.profile and run.profile_step_end <= run.profile_step_start:
         exceed = f"must exceed --profile-step-start {run.profile_step_start}; the step itself is not seen"
         yield f"--profile-step-end {run.profile_step_end}: {exceed}"
@@ -178,6 +174,10 @@ def run_notes(config: Config) -> list[str]:
         which = "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths"
         notes.append(f"{which} documents end where the data has it, not at end-of-document tokens")
     run, batch = config.run, data.global_batch_size
+    limit = 60 * config.parallel.distributed_timeout_minutes
+    if run.hang_timeout_secs and run.hang_timeout_secs >= limit:
+        first = f"collectives end after {limit:g} s, before a rank is named (--distributed-timeout-minutes)"
+        notes.append(f"--hang-timeout-secs {run.hang_timeout_secs:g}: {first}")
     if run.check_replicas and config.parallel.data_parallel_size == config.parallel.ranks_per_replica == 1:
         notes.append(f"--check-replicas {run.check_replicas}: a single process has no replica")
     if run.train_samples and batch and not data.rampup_batch_size and run.train_samples % batch:
