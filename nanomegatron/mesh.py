@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from nanomegatron.config.parallel import ParallelConfig
+from nanomegatron.faults.attempt import name_of_start
 from nanomegatron.schedules import embedding_ranks, owners, placement
 
 P2P_MAX_CTAS = 2  # multiprocessors that a link may take from matmuls; a message has the time of an op
@@ -363,19 +364,20 @@ def grid_groups(sizes: dict[str, int], *along: str) -> list[tuple[int, ...]]:
 def _connect(backend: str | None, world: World, device: torch.device, timeout: datetime.timedelta) -> None:
     """Join the default process group.
 
-    The store's keys are prefixed with the attempt: after a restart by `torchrun --max-restarts`, the agent's
-    store still holds the addresses of dead ranks, and gloo and NCCL would try to connect to them. The default
-    group has no device_id, else NCCL would make each group by splitting it, which all ranks must join.
+    Under torchrun the store's keys are prefixed with a name of this start: after a restart (--max-restarts)
+    it still holds the addresses of dead ranks, to which gloo and NCCL would try to connect. The default group
+    has no device_id, else NCCL would make each group by splitting it, which all ranks must join.
     """
     if world.rendezvous == "env://":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        if world.agent:
+            store = dist.PrefixStore(name_of_start(store, world.rank, world.size, timeout), store)
     else:
         # One machine: the ranks meet on the loopback interface, so no port is open to the network.
         for name in [name for _, name in socket.if_nameindex() if name.startswith("lo")][:1]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         store = dist.FileStore(world.rendezvous.removeprefix("file://"), world.size)
-    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     # torch warns that a group of two ranks sends its messages one after the other: a link is meant to.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

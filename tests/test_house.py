@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 2990,
     "data": 2530,
     "fast": 2500,
-    "faults": 1060,
+    "faults": 1100,
     "ops": 2930,
     "plan": 640,
     "report": 2210,
@@ -25,7 +25,7 @@ BUDGETS = {
 RANKS = """
 schedules batch
 config/
-flops
+flops faults.attempt
 mesh lr_schedule ops/ plan/
 comm launch
 param
@@ -138,13 +138,13 @@ def lacks(docstring: str) -> str:
 
 
 def test_little_must_be_opened_to_read_a_part():
-    """Core modules that one reaches by imports, and beside them at most 8 modules of config/ and ops/."""
+    """Core modules that one reaches by imports, and beside them at most 9 modules of rooms."""
     graph = {s.module: {m for _, m in project_imports(s, "top")} for s in SOURCES}
     model = reached("model", graph) | {"model"}
     for part, most in {"tp": 4, "dp": 4, "cp": 4, "fp8": 4, "moe": 7}.items():
         found = reached(part, graph) - {"_kernels"}
         core = {m for m in found if "." not in m}
-        assert len(core) <= most and len(found - core) <= 8, f"{part}: {sorted(found)}"
+        assert len(core) <= most and len(found - core) <= 9, f"{part}: {sorted(found)}"
     assert len(reached("pp", graph) - model) <= 6
 
 
