@@ -1,10 +1,10 @@
 """How long a save holds up a step, and how fast checkpoints are written and read; one GPU.
 
-    python -m benchmarks.save_stall --folder /tmp/saves --out FILE.json     8 layers of llama3-8b, 10 minutes
+    python -m benchmarks.save_stall --folder /tmp/saves --out FILE.json     8 layers of llama3-8b, 6 minutes
     python -m benchmarks.save_stall --ways async,plain --out FILE.json      these; the others stay in the file
     python -m benchmarks.save_stall --small --out FILE.json                 a tiny model on a CPU, to test it
     python -m benchmarks.save_stall --way verify --size 1073741824          only the checks, of cached files
-    python -m benchmarks.save_stall --way trace --folder /tmp/saves         what waits for what, a minute
+    python -m benchmarks.save_stall --way trace --folder /tmp/saves         what waits for what in a save
 
     plain   a file of --size bytes: written in blocks by four threads and synced; read, not from the cache
     async   steps | save | steps until it is published     --async-save; then all files are checked

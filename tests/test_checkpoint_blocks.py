@@ -124,7 +124,7 @@ USUAL = files.safe_open
 
 
 def test_a_load_reads_no_more_than_its_slices(tmp_path, monkeypatch):
-    """The overlaps alone, of 2 of 8 columns: each byte that is wanted, once."""
+    """Only the overlaps, of 2 of 8 columns: each byte that is wanted, once."""
     whole = torch.randn(16, 8)
     halves = [Piece("t", (16, 8), (8 * i, 0), whole[8 * i : 8 * i + 8]) for i in (0, 1)]
     save(tmp_path, 1, [*halves, Piece("other", (99,), (0,), torch.ones(99))], {}, "", ALONE)

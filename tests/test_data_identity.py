@@ -182,7 +182,7 @@ def test_what_all_ranks_have_is_said_once():
 
 @pytest.mark.full
 def test_another_tokenizer_or_split_is_other_data(corpus, tmp_path):  # noqa: F811
-    """Weights alone may be used with any data."""
+    """Where only weights are loaded any data may be used."""
     flags = "--lr-warmup-iters 0 --eval-iters 0 --num-layers 1"
     output_of(tmp_path, arguments(corpus, flags, "--train-iters 1"), train.DONE)
     load = [*arguments(corpus, flags, "--train-iters 2"), "--load", "runs/test/ckpt", "--run-name"]

@@ -8,7 +8,7 @@
 The buffer is shared with the writer (memfd), sized once for what this rank owns, and page-locked by a thread
 beside the set-up. Only the next update of the states waits for the copies, on the device. On a CPU the
 snapshot is a plain copy. At most one save is in flight. The files are those of a synchronous save, to the
-byte.
+byte. On one H100 the next step did not yet run beside the copies: docs/log.md, Saves.
 """
 
 import json

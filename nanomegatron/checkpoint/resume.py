@@ -174,24 +174,23 @@ def load_checkpoint(run: Run) -> None:
 
 
 def check_model(run: Run, source: LoadSource, saved: str) -> None:
-    """Raise ConfigError if a checkpoint's settings, TOML, are of another model than this run's."""
+    """Raise ConfigError if a checkpoint's settings (TOML) are of another model. Gathers a text over world."""
     try:
         errors, notes = model_changes(from_toml(saved), run.config, source)
     except (ValueError, TypeError, ArithmeticError) as error:  # perhaps of another version
-        run.log.warn(f"{source.root}: its model is not compared: {error}".partition("\n")[0])
+        warn_once(run, [f"{source.root}: its model is not compared: {error}".partition("\n")[0]])
         return
     if errors and not run.config.checkpoint.dist_ckpt_strictness.startswith(("log_", "ignore_")):
         fix = "give the same; without flags that describe a model --load takes all from there"
         raise ConfigError([f"{source.root} is of another model: {fix}", *errors])
-    for note in [*errors, *notes]:
-        run.log.warn(f"{source.root} is of another model: {note}")
+    warn_once(run, [f"{source.root} is of another model: {note}" for note in [*errors, *notes]])
 
 
 def check_data(run: Run, root: str, state: dict, resumes: bool) -> None:
     """Compare a checkpoint's data and tokenizer with this run's; gathers a text over world.
 
-    Raises ConfigError on all ranks if a run `resumes` on other data without --allow-data-change. Weights
-    alone may be used with any data; another tokenizer is a warning.
+    Raises ConfigError on all ranks if a run `resumes` on other data without --allow-data-change. Where only
+    weights are loaded any data may be used; another tokenizer is a warning.
     """
     changes = data_changes(state["data"], run.data) if "data" in state and run.data and resumes else []
     changes = all_gather_text("\n".join(changes), run.mesh.world, run.mesh.device)[0].splitlines()

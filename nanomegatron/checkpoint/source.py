@@ -31,7 +31,7 @@ lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warm
 lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
 weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
 """.split()
-# Settings that weights alone may be used without: for positions beyond those of the pretraining.
+# Settings that may differ where only weights are loaded: for positions beyond those of the pretraining.
 POSITIONS = ("rotary", "rope", "use_rope", "yarn", "mscale", "window")
 
 
@@ -114,8 +114,9 @@ def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[li
         del now["max_position_embeddings"]
     for name in [name for name in now if name in before]:
         was, value = before[name], now[name]
-        if isinstance(value, list):  # one for each layer
-            was, value = zip(*zip(was, value, strict=False), strict=True)
+        if isinstance(value, list):  # one for each layer; their number is compared by itself
+            layers = min(len(was), len(value))
+            was, value = tuple(was[:layers]), tuple(value[:layers])
         if was != value:
             place = name.startswith(POSITIONS) or {was, value} == {"rope", "yarn"}
             hint = "; --finetune may change it" * place

@@ -1,4 +1,4 @@
-"""--ckpt-format torch: one file a rank, the simplest to open, for the layout that saved it alone.
+"""--ckpt-format torch: one file a rank, the simplest to open, only for the layout that saved it.
 
     torch.load("iter_0000120/rank_00000.pt", weights_only=True)["tensors"]["model/w[0:2,0:4]"]
 

@@ -101,7 +101,7 @@ def schedule_errors(config: Config) -> Iterator[str]:
 
 
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
-    """Yield the errors in a run's records, names, packages, files and steps, and in what it repeats."""
+    """Yield the errors in a run's names, packages, files and steps, and in what it does about bad steps."""
     run = config.run
     if run.run_name is not None and len(run.run_name.encode()) > 200:
         yield f"--run-name {run.run_name[:40]}...: must have at most 200 bytes"

@@ -28,7 +28,7 @@ FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
 }
-NOT_ASYNC = "--async-save, which writes sharded files alone"
+NOT_ASYNC = "--async-save, which writes only the sharded format"
 RETURNED = "nothing here could be given the names; log_unexpected or log_all prints them"
 NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
 BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
@@ -240,7 +240,7 @@ class CheckpointConfig:
     save_interval: int | None = common(None, "iterations between checkpoints; default only at the end")
     ckpt_format: str = setting(
         "sharded",
-        "format to save in; a load knows it: any layout loads sharded and torch_dist, its own alone torch",
+        "format to save in; a load detects it: any layout loads sharded and torch_dist, torch only its own",
         choices="sharded torch_dist torch",
         excludes=dict.fromkeys(("torch_dist", "torch"), NOT_ASYNC),
     )

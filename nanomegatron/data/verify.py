@@ -1,6 +1,6 @@
 """Reads pairs of files whole and compares them with the hashes that preprocess.py has left in PREFIX.json.
 
-Opening a pair to train on it reads the index alone, since a terabyte of tokens takes too long: a changed
+Opening a pair to train on it reads only the index, since a terabyte of tokens takes too long: a changed
 token would be trained on. `preprocess.py --verify-data` finds it, and where it is: each 64 MiB of PREFIX.bin
 has a hash. Threads compute them in parallel.
 """

@@ -323,7 +323,7 @@ ROWS = (
     by_tests(
         "Z4",
         "the sockets of ranks, launcher and fork server; no network at all",
-        "loopback alone; the run is done",
+        "only the loopback interface is listened to; the run is done",
         "tests/test_security.py::test_ranks_of_one_machine_listen_to_it_alone",
         "tests/test_security.py::test_a_run_needs_no_network",
     ),
