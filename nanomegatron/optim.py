@@ -174,9 +174,8 @@ class Optimizer:
         following = [*values[0][1:], values[0][-1]]
         self.values = torch.tensor([*values, following], dtype=torch.float64, device=device)
         self.scaler = LossScaler(precision, device)
-        self.limits = torch.full(
-            (2,), FLOAT_MAX, dtype=torch.float64, device=device
-        )  # of loss, gradient norm
+        most = [FLOAT_MAX, FLOAT_MAX]  # loss, gradient norm
+        self.limits = torch.tensor(most, dtype=torch.float64, device=device)
         slices = [list(reversed(shard.bucket.slices)) for shard in self.shards]
         self.part_names = [piece.part.name for pieces in slices for piece in pieces]
         counted = [float(piece.saver) for pieces in slices for piece in pieces]
@@ -195,7 +194,7 @@ class Optimizer:
         squares = self._over_parts(self._grads())
         total = (squares * self.counted).sum()  # NaN if one is not finite, also of a replica
         if check_states:
-            total = total.masked_fill(self.not_finite().any(), math.nan)
+            total = total.masked_fill(self.not_finite(), math.nan)
         norm = (self._norm(total) / self.scaler.scale).float()
         good = (torch.stack((loss, norm)).abs() <= self.limits).all().float()
         clip = self.config.clip_grad
@@ -235,10 +234,10 @@ class Optimizer:
         return all_reduce_(total, self.buckets.world).sqrt()
 
     def not_finite(self) -> torch.Tensor:
-        """Whether this rank's shards have a non-finite value: main, exp_avg, exp_avg_sq -> `[shards, 3]`"""
+        """Whether this rank's main parameters or moments have a non-finite value -> bool `[]`"""
         flat = [x for shard in self.shards for x in (shard.main, shard.exp_avg, shard.exp_avg_sq)]
         largest = [x.float() for x in torch._foreach_norm(flat, math.inf)]  # NaN if there is one
-        return ~torch.stack(largest).to(self.values.device).isfinite().view(-1, 3)
+        return ~torch.stack(largest).to(self.values.device).isfinite().all()
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""
