@@ -12,9 +12,9 @@
     dcp     steps | torch.distributed.checkpoint.async_save | steps until it is done
 
 Each is a process of its own, and its files are removed before the next: the disk holds one checkpoint. Times
-of steps are those of the host between the reports of two steps, saves included. `stall_s` is the longest from
-the save on, less the median of the steps before it; `excess_s` the sum of what all of them take longer than
-that median. Rates are in GB/s of all bytes of a checkpoint.
+of steps are those of the host between the reports of two steps, saves included. `stall_s` is what the step of
+the save and the next one take longer than the median of the steps before, `excess_s` the same of all steps
+until the save is published. Rates are in GB/s of all bytes of a checkpoint.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def stall(before: list[float], begun: float, after: list[float]) -> dict[str, An
         "step_s": median,
         "step_while_writing_s": statistics.median(after),
         "begin_s": begun,
-        "stall_s": max(excess),
+        "stall_s": sum(excess[:2]),
         "excess_s": sum(excess),
         "steps_s": [round(t, 4) for t in before + after],
     }

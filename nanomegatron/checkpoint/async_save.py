@@ -8,7 +8,7 @@
 The buffer is shared with the writer (memfd), sized once for what this rank owns, and page-locked by a thread
 beside the set-up. Only the next update of the states waits for the copies, on the device. On a CPU the
 snapshot is a plain copy. At most one save is in flight. The files are those of a synchronous save, to the
-byte. On one H100 the next step did not yet run beside the copies: docs/log.md, Saves.
+byte.
 """
 
 import json
@@ -170,6 +170,9 @@ class AsyncSaver:
             for target, piece in pairs:
                 target.copy_(piece.data)
             return
+        # A kernel after the last copy to the host: else the next step's first operation waits until all of
+        # these are done, 0.7 s for 39 GB on an H100 (docs/log.md, Saves).
+        torch.ones((), device=self.mesh.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.mesh.device))
         with torch.cuda.stream(self.stream):
             for target, piece in pairs:
