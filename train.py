@@ -291,10 +291,10 @@ def train_step(run: Run) -> StepReport:
     fp8_stats, expert_load = run.reporter.fp8_stats, run.reporter.expert_load
     clock, batch = Clock(mesh.device), run.next_batch()
     run.health.set_limits(batch.iteration)
-    mesh.traffic.start_step()
     torch.manual_seed(config.seed + 1_000_003 * run.iteration + mesh.rank)  # dropout of the fused kernels
     with timers("batch-generator", level=2):
         microbatches = list(step_batches(run, run.loaders[0], batch.first, batch.size))
+    mesh.traffic.start_step(launching=mesh.device.type == "cuda")
     if expert_load:
         expert_load.begin()
     if counts_casts := due(config.log_fp8_stats, batch.iteration):

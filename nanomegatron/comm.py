@@ -236,21 +236,25 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     return x
 
 
+def read(x: torch.Tensor, axis: Axis) -> Any:
+    """Return the numbers of x `[...]`, which the axis's ranks have just communicated; the host waits."""
+    with axis.traffic.wait():
+        return x.tolist()
+
+
 def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
     """Whether the flag is set on any rank of the axis: an all-reduce, for which the host waits."""
-    total = all_reduce_(torch.tensor(float(flag), device=device), axis)
-    with axis.traffic.wait():
-        return bool(total.item())
+    return bool(read(all_reduce_(torch.tensor(float(flag), device=device), axis), axis))
 
 
 def all_gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
     """Gather every rank's text, in the order of the axis: lengths first, then bytes. The host waits."""
     data = torch.tensor(list(text.encode(errors="backslashreplace")), dtype=torch.uint8, device=device)
-    sizes = all_gather(torch.tensor([len(data)], device=device), axis).tolist()
+    sizes = read(all_gather(torch.tensor([len(data)], device=device), axis), axis)
     if not any(sizes):
         return [""] * len(sizes)
     padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
-    rows = all_gather(padded[None], axis).tolist()
+    rows = read(all_gather(padded[None], axis), axis)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 

@@ -20,13 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from nanomegatron.comm import (
-    Pending,
-    all_gather,
-    all_reduce_,
-    reduce_scatter,
-    start_all_gather,
-)
+from nanomegatron.comm import Pending, all_gather, all_reduce_, reduce_scatter, start_all_gather
 from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.fp8_cast import Fp8Matrix

@@ -59,12 +59,13 @@ class Traffic(Counter):
     """Calls and bytes of the current step, by (axis, kind, unit); and what this rank waits for.
 
     progress: the number of steps, evaluation batches and communications started, which `faults/watchdog.py`
-    observes. waits: with `new_clock` (`report/timers.py`), a stopped clock for each wait in this step.
+    observes. launching: the host only launches work on a GPU, so it stands still only if that work does.
+    waits: with `new_clock` (`report/timers.py`), a stopped clock for each wait in this step.
     """
 
     def __init__(self, counts: Iterable = ()) -> None:
         super().__init__(counts)
-        self.progress = self.steps = 0
+        self.progress, self.steps, self.launching = 0, 0, False
         self.numbers: Counter = Counter()  # by axis
         self.last: Call | None = None  # started
         self.waiting: tuple[Call | None, float] | None = None  # for what, and since when
@@ -78,12 +79,17 @@ class Traffic(Counter):
         self.last = Call(axis, kind, size, self.numbers[axis.key])
         return self.last
 
-    def start_step(self) -> None:
-        """Forget the counts and waits before this step."""
+    def start_step(self, launching: bool = False) -> None:
+        """Forget the counts and waits before this step or evaluation batch, whose data are there."""
         self.clear()
-        self.waits = []
+        self.waits, self.launching = [], launching
         self.steps += 1
         self.progress += 1
+
+    def end_step(self) -> tuple[dict, list[Any]]:
+        """All of the step is launched -> its counts and waits"""
+        self.launching = False
+        return dict(self), self.waits
 
     @contextmanager
     def wait(self, call: Call | None = None) -> Iterator[None]:

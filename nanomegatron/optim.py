@@ -24,15 +24,7 @@ from nanomegatron.comm import all_reduce_
 from nanomegatron.config.settings import OptimizerConfig, PrecisionConfig
 from nanomegatron.dp import Bucket, Buckets, Slice
 from nanomegatron.lr_schedule import LossScaler
-from nanomegatron.ops.adamw import (
-    DECAY,
-    DECOUPLED,
-    FlatState,
-    Segments,
-    adamw_,
-    adamw_flat_,
-    sums_of_squares,
-)
+from nanomegatron.ops.adamw import DECAY, DECOUPLED, FlatState, Segments, adamw_, adamw_flat_, sums_of_squares
 from nanomegatron.ops.kernels import usable
 from nanomegatron.param import ParamSpec
 

@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 2990,
     "data": 2530,
     "fast": 2500,
-    "faults": 1100,
+    "faults": 1110,
     "ops": 2930,
     "plan": 640,
     "report": 2210,

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,14 +31,18 @@ def sleep_in_python() -> None:
 
 
 def hanging(world: World, argv: list[str], folder: str, rank: int, how: str) -> int:
-    """A rank of a run in which one rank hangs in step 4."""
+    """A rank of a run in which one rank hangs in step 4. launching: as on a GPU, waits are not noted."""
     os.chdir(folder)
+    if "launching" in how:
+        Traffic.wait = lambda *_: nullcontext()
+        start_step = Traffic.start_step
+        Traffic.start_step = lambda self, launching: start_step(self, launching=True)
     usual = train.token_count
 
     def token_count(run, batches):
         if run.iteration == 3 and world.rank == rank:
             Path("began").touch()
-            if how == "stopped":
+            if "stopped" in how:
                 os.kill(os.getpid(), signal.SIGSTOP)
             sleep_in_python()
         return usual(run, batches)
@@ -58,6 +63,7 @@ def outcome(folder: Path, argv: list[str], ranks: int, rank: int, how: str) -> t
 
 
 HANGS = [(2, "", 1, "stopped"), (2, "", 0, "sleeps")]
+HANGS += [(2, "", 1, "stopped, launching"), (2, "", 0, "sleeps, launching")]
 X4 = [(4, "--tp 2 --pp 2", rank, "stopped") for rank in range(4)]
 
 
@@ -69,7 +75,7 @@ def test_a_rank_that_hangs_is_named(ranks, layout, rank, how, corpus, tmp_path, 
     monkeypatch.setattr(mesh_launch, "GRACE", 1.0)
     codes, message, seconds = outcome(tmp_path, arguments(corpus, layout), ranks, rank, how)
     assert T <= seconds < T + 2, message
-    stopped = how == "stopped"
+    stopped = "stopped" in how
     expected = "does not answer: it is stopped" if stopped else "is in sleep_in_python (test_run_hang.py:"
     assert message.count(" bytes over ") < ranks, f"a communication is named twice: {message}"
     assert f"; rank {rank} on {os.uname().nodename} {expected}" in message and "made no progress" in message

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from nanomegatron.comm import all_gather, all_gather_text
+from nanomegatron.comm import all_gather, all_gather_text, read
 from nanomegatron.dp import reduction_axis
 from nanomegatron.faults.health import MachineFault
 from nanomegatron.mesh import Axis, Mesh
@@ -46,7 +46,7 @@ def check_replicas(params: Iterable[nn.Parameter], mesh: Mesh, iteration: int) -
     others: set[int] = set()
     for axis, rows in sorted(by_axis.items(), key=lambda item: item[0].name):
         mine = torch.stack([found for _, found in rows])
-        table = all_gather(mine[None], axis).transpose(0, 1).tolist()
+        table = read(all_gather(mine[None], axis).transpose(0, 1), axis)
         for (part, _), column in zip(rows, table, strict=True):
             if axis.rank in differing([*map(tuple, column)]):
                 votes[part.name] += 1

@@ -22,7 +22,7 @@ import statistics
 
 import torch
 
-from nanomegatron.comm import all_gather, all_gather_text
+from nanomegatron.comm import all_gather, all_gather_text, read
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import StepReport
@@ -57,7 +57,7 @@ class Stragglers:
         medians = [statistics.median(column) for column in zip(*self.times, strict=True)]
         mine = [[*medians, min(compute for compute, _ in self.times)]]
         table = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world)
-        compute, wait, fastest = table.T.tolist()
+        compute, wait, fastest = read(table.T, self.mesh.world)
         self.times = []
         self.log.line(f"ranks   compute {spread(compute)}, wait {spread(wait)}")
         for rank, usual in enumerate(medians_of_others(fastest, self.stages)):

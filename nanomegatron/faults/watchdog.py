@@ -6,14 +6,16 @@
     guard            T + LATE, in case that the store does not answer: report without the other ranks, end
 
 T is --hang-timeout-secs, by default a bit less than torch's own timeout. Until the first step is done it is
-at least that default. Only a rank that waits, for a communication or for a GPU that does one, is in a hang:
-data building, saving and long steps are not limited, but for a rank that has started neither a step nor a
+at least that default. Only a rank that waits, for a communication or for a GPU that does one, is in a hang;
+or one that launches a step's work on a GPU: it waits there once it is a thousand launches ahead. Data
+building, saving and steps of a CPU are not limited, but for a rank that has started neither a step nor a
 communication for SILENT x T. Time in which the process itself was stopped does not count.
 
 A rank whose heartbeat is the same as T / 2 ago does not answer: it is stopped, or its machine is lost. One
 that answers and does not wait is named with the function that it is in. All others are named with what they
-wait for, and for which ranks: those that have started fewer communications over that axis. Every live rank
-writes the stacks of its threads to runs/NAME/hang.RANK.txt, status.json says "failed", and all leave.
+wait for, and for which ranks: those that have started fewer communications over that axis. One that launches
+waits if there are such ranks. Every live rank writes the stacks of its threads to runs/NAME/hang.RANK.txt,
+status.json says "failed", and all leave.
 """
 
 import datetime
@@ -37,7 +39,7 @@ SHARE = 0.9  # of torch's timeout of collectives: the default of T
 SILENT = 10  # times T: without a step and without a communication
 LATE = 1.5  # seconds in which the report must be done
 MOST = 8  # ranks, or groups of them, that a message lists
-Beat = dict[str, Any]  # n, host, place, call (kind, size, number, axis key) or None, numbers by axis key
+Beat = dict[str, Any]  # n, host, place, call (kind, size, number, axis key) or None, waits, numbers by key
 
 
 class Standstill:
@@ -58,7 +60,7 @@ class Standstill:
             self.state, self.seconds = state, 0.0
         self.before = now
         started = self.traffic.steps > 1
-        if self.traffic.waiting is None:
+        if self.traffic.waiting is None and not self.traffic.launching:
             return self.seconds / (SILENT * self.limit) if started else 0.0
         return self.seconds / (self.limit if started else max(self.limit, self.default))
 
@@ -124,18 +126,20 @@ class Watchdog:
         """Publish what this rank does, a `Beat`."""
         self.beats += 1
         traffic, waiting = self.mesh.traffic, self.mesh.traffic.waiting
-        call = waiting and waiting[0]
-        entry = call and (call.kind, call.size, call.number, call.axis.key)
-        numbers = list(traffic.numbers.items())
-        mine = dict(n=self.beats, host=self.host, place=place(), call=entry, numbers=numbers)
+        call = waiting[0] if waiting else traffic.last if traffic.launching else None
+        mine = dict(n=self.beats, host=self.host, place=place(), waits=waiting is not None)
+        mine["call"] = call and (call.kind, call.size, call.number, call.axis.key)
+        mine["numbers"] = list(traffic.numbers.items())
         self.store.set(f"beat/{self.mesh.rank}", json.dumps(mine))
 
     def all_beats(self) -> dict[int, Beat]:
-        """Return the last heartbeat of each rank that has published one."""
+        """Return the last heartbeat of each rank that has published one, without calls that wait for none."""
         keys = {rank: f"beat/{rank}" for rank in range(self.mesh.world.size)}
-        return {
-            rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])
-        }
+        beats = {r: json.loads(self.store.get(key)) for r, key in keys.items() if self.store.check([key])}
+        for beat in beats.values():
+            if beat["call"] and not (beat["waits"] or late(beat["call"], self.mesh.groups, beats)):
+                beat["call"] = None
+        return beats
 
     # The end
 
@@ -221,16 +225,22 @@ def blame(groups: dict[str, list], before: dict[int, Beat], now: dict[int, Beat]
     for rank, beat in alive.items():
         if beat["call"]:
             kind, size, number, key = beat["call"]
-            calls.setdefault((kind, size, number, *key), []).append(rank)
-    for (kind, size, number, *key), ranks in calls.items():
-        started = {rank: n for rank, beat in now.items() for k, n in beat["numbers"] if k == key}
-        name, *ends = key
-        group = next((g for g in groups.get(name, ()) if [g[0], g[-1]] == ends), ends)  # or a link
-        late = [rank for rank in group if started.get(rank, 0) < number]
+            calls.setdefault((kind, size, number, tuple(key)), []).append(rank)
+    for call, ranks in calls.items():
+        kind, size, number, (name, *_) = call
         what = f"{kind} of {size} bytes over {name}, number {number}"
-        for_whom = f", for {listed(late)}" if late else ""
+        behind = late(call, groups, now)
+        for_whom = f", for {listed(behind)}" if behind else ""
         texts.append(f"{listed(ranks)} wait{'s' * (len(ranks) == 1)} in {what}{for_whom}")
     return texts[:MOST] + [f"and {len(texts) - MOST} more"] * (len(texts) > MOST)
+
+
+def late(call: Iterable, groups: dict[str, list], beats: dict[int, Beat]) -> list[int]:
+    """Return the ranks of a call's axis that have not started it. call: as in `Beat`."""
+    *_, number, (name, *ends) = call
+    group = next((g for g in groups.get(name, ()) if [g[0], g[-1]] == ends), ends)  # or a link
+    numbers = {r: n for r, beat in beats.items() for key, n in beat["numbers"] if key == [name, *ends]}
+    return [rank for rank in group if numbers.get(rank, 0) < number]
 
 
 def named(rank: int, beats: dict[int, Beat]) -> str:

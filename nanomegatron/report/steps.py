@@ -95,8 +95,7 @@ class StepReport:
         self.values = torch.empty(len(values), dtype=torch.float64, pin_memory=values.is_cuda)
         self.values.copy_(values, non_blocking=True)
         self.clock, self.timed = clock.stop(), timed
-        self.traffic = dict(traffic)
-        self.waits, traffic.waits = traffic.waits, []
+        self.traffic, self.waits = traffic.end_step()
         self.found: tuple[float, dict[str, Any]] | None = None
 
     def read(self) -> tuple[float, dict[str, Any]]:
