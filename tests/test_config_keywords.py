@@ -1,16 +1,20 @@
 """Megatron's own example code: what its constructors are given is taken, or answered."""
 
 import dataclasses
+import importlib
 import re
 
 import pytest
 import torch
 
+from nanomegatron import tp
 from nanomegatron.batch import Batch
 from nanomegatron.config.keywords import megatron_keywords
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig, RunConfig, TransformerConfig
+from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 
+LINEARS = ("ColumnParallelLinear", "RowParallelLinear")
 SHAPE = dict(num_layers=2, hidden_size=12, num_attention_heads=4)
 
 
@@ -128,11 +132,63 @@ def test_the_tables_are_megatrons_keywords_and_none_of_ours():
     pytest.importorskip("megatron.core")
     import inspect
 
+    from megatron.core import tensor_parallel
     from megatron.core.models.gpt import GPTModel as TheirModel
     from megatron.core.transformer import TransformerConfig as TheirConfig
 
+    for name in LINEARS:
+        theirs = inspect.signature(getattr(tensor_parallel, name)).parameters
+        ours = inspect.signature(getattr(tp, name)).parameters
+        assert theirs.keys() - ours.keys() == megatron_keywords()[name].keys()
     config, model = (set(inspect.signature(of).parameters) for of in (TheirConfig, TheirModel))
     known = megatron_keywords()
     ours, taken = known["TransformerConfig"].keys(), set(known["taken"])
     assert ours <= config and known["GPTModel"].keys() <= model and taken <= config | model
     assert not (ours | taken) & inspect.signature(TransformerConfig).parameters.keys()
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_linear_layer_with_megatrons_arguments(name):
+    layer, axis = getattr(tp, name), Mesh().tp
+    how = {"gather_output": False} if name[0] == "C" else {"input_is_parallel": True}
+    theirs = dict(config=TransformerConfig(**SHAPE), init_method=torch.nn.init.zeros_, bias=True, **how)
+    words = rf"{name}\(config=.*: use tp=mesh.tp.*; init_method=.*: use init=Init\(std=...\), a normal"
+    with pytest.raises(TypeError, match=words):
+        layer(8, 16, **theirs)
+    with pytest.raises(TypeError, match="biass: unknown; did you mean bias"):
+        layer(8, 16, axis, biass=True)
+    assert layer(8, 16, axis, stride=1, is_expert=False, tp_group=None, **how).weight.shape == (16, 8)
+
+
+@pytest.mark.parametrize(
+    "statement, ours",
+    [
+        ("from nanomegatron import parallel_state", "nanomegatron.mesh.Mesh"),
+        ("from nanomegatron import get_forward_backward_func", "nanomegatron.pp.forward_backward"),
+        ("from nanomegatron.core import parallel_state, dist_checkpointing", "nanomegatron.mesh.Mesh"),
+        (
+            "from nanomegatron.core.pipeline_parallel.schedules import get_forward_backward_func",
+            "nanomegatron.pp.forward_backward",
+        ),
+        ("from nanomegatron.core.tensor_parallel import ColumnParallelLinear", "nanomegatron.tp.Column"),
+        ("import nanomegatron.core.models.gpt", "nanomegatron.model.GPTModel"),
+    ],
+)
+def test_an_import_of_megatrons_names_ours(statement, ours):
+    with pytest.raises(ImportError, match=re.escape(ours)):
+        exec(statement)
+
+
+def test_other_imports_are_what_they_are():
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from nanomegatron import nothing")
+    assert not hasattr(importlib.import_module("nanomegatron"), "nothing")
+    exec("from nanomegatron import schedules")
+
+
+def test_what_the_answers_to_imports_name_is_there():
+    known = megatron_keywords()["imports"]
+    for theirs, ours in known.items():
+        path = re.match(r"[\w.]+", ours)[0].rstrip(".")
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(f"nanomegatron.{module}"), name), theirs

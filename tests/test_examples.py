@@ -53,5 +53,28 @@ def test_custom_loop(full):
         assert here == pytest.approx(there, abs=3e-3)
 
 
+def run_quick_start(world: World, folder: str) -> str:
+    """The quick start on a rank, in a folder; what it prints."""
+    os.chdir(folder)
+    World.from_environment = staticmethod(lambda: world)
+    with redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(ROOT / "examples" / "quick_start.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def test_quick_start(tmp_path):
+    """Five losses, the same on one rank, at tp 2 and at tp 2 x dp 2; a checkpoint that is read."""
+    losses = []
+    for ranks in (1, 2, 4):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        said = run_spmd(run_quick_start, ranks, str(folder))[0]
+        assert said.endswith("Successfully loaded the model\n")
+        assert (folder / "ckpt" / "iter_0000005" / "manifest.json").is_file()
+        losses.append([float(loss) for loss in re.findall(r"lm loss (\S+)", said)])
+    assert len(losses[0]) == 5 and abs(losses[0][0] - math.log(100)) < 0.1 and losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4) == losses[2]
+
+
 def test_custom_loop_is_short():
     assert len((ROOT / "examples" / "custom_loop.py").read_text().splitlines()) <= 60

@@ -18,7 +18,7 @@ import pytest
 
 from nanomegatron.config.check import validate
 from nanomegatron.config.cli import parse
-from tools import flags
+from tools import flags, megatron_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -178,3 +178,15 @@ def test_check_fails_where_the_page_differs(tmp_path, monkeypatch):
     assert flags.main(["--write"]) == 0 and flags.main([]) == 0
     flags.PAGE.write_text("other")
     assert flags.main([]) == 1
+
+
+def test_the_table_of_megatrons_flags_is_current(tmp_path, monkeypatch):
+    assert megatron_flags.main([]) == 0, "python tools/megatron_flags.py --write"
+    text = megatron_flags.PAGE.read_text(encoding="utf-8")
+    for words in ("| `--skip-train` | `--eval-only` |", "`--use-mup`", "**Only here**"):
+        assert words in text
+    page = tmp_path / "page.md"
+    page.write_text(text.replace("`--use-mup`", "`--use-mop`"))
+    monkeypatch.setattr(megatron_flags, "PAGE", page)
+    assert megatron_flags.main([]) == 1
+    assert megatron_flags.main(["--write"]) == 0 and page.read_text(encoding="utf-8") == text

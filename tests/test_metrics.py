@@ -263,8 +263,9 @@ def test_wandb_gets_the_same_scalars(tmp_path, monkeypatch):
     assert (init["project"], init["name"], init["config"]["data"]["seq_length"]) == ("project", "name", 32)
     assert step == 1 and scalars["lm loss"] == 4.98 and scalars["batch-size"] == 8
     there = str(tmp_path / "elsewhere")
-    started(tmp_path / "other", wandb_project="project", wandb_exp_name="mine", wandb_save_dir=there).close()
-    assert (Wandb.calls[-1]["name"], Wandb.calls[-1]["dir"]) == ("mine", there)
+    asked = dict(wandb_project="project", wandb_entity="team", wandb_exp_name="mine", wandb_save_dir=there)
+    started(tmp_path / "other", **asked).close()
+    assert [Wandb.calls[-1][key] for key in ("name", "dir", "entity")] == ["mine", there, "team"]
 
 
 def test_a_missing_extra_is_named_before_anything_is_written(tmp_path, monkeypatch):

@@ -173,6 +173,13 @@ def run_notes(config: Config) -> list[str]:
     if data.variable_seq_lengths and (data.reset_position_ids or data.reset_attention_mask):
         which = "--reset-position-ids, --reset-attention-mask: with --variable-seq-lengths"
         notes.append(f"{which} documents end where the data has it, not at end-of-document tokens")
+    if data.tiktoken_pattern and data.tokenizer_type != "TikTokenizer":
+        notes.append(
+            f"--tiktoken-pattern {data.tiktoken_pattern}: only --tokenizer-type TikTokenizer has one"
+        )
+    if config.checkpoint.async_save and config.checkpoint.ckpt_format != "sharded":
+        waited = f"a save in --ckpt-format {config.checkpoint.ckpt_format} is waited for; sharded is not"
+        notes.append(f"--async-save: {waited}")
     run, batch = config.run, data.global_batch_size
     limit = 60 * config.parallel.distributed_timeout_minutes
     if run.hang_timeout_secs and run.hang_timeout_secs >= limit:

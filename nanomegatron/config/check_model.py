@@ -84,7 +84,8 @@ def inner_sizes(config: Config) -> list[tuple[str, int, str, int, str]]:
 def _choice_of_experts(model: TransformerConfig) -> Iterator[str]:
     experts, topk = model.num_experts, model.moe_router_topk
     groups, best = model.moe_router_num_groups, model.moe_router_group_topk
-    if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+    softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if topk == 1 and softmax and "sinkhorn" not in model.moe_router_load_balancing_type:
         why = "a softmax over one expert is 1, and teaches the router nothing"
         yield f"--moe-router-topk 1: {why}; give --moe-router-pre-softmax"
     if not groups or not best:

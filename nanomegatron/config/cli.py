@@ -198,9 +198,11 @@ class _Reader:
             else:
                 self.errors.append(f"{word}: not a flag; flags begin with --, see --help")
         for word, *arguments in groups:
-            name = word.lstrip("-").replace("_", "-")
-            if name in megatron_flags()["spellings"]:
-                name, *value = megatron_flags()["spellings"][name].split()
+            name, spellings = word.lstrip("-").replace("_", "-"), megatron_flags()["spellings"]
+            if meant := spellings.get(" ".join([name, *arguments])):  # of this value, or of a flag without
+                name, *arguments = meant.split()
+            elif name in spellings:
+                name, *value = spellings[name].split()
                 arguments = value + arguments
             self._flag(word, name.replace("-", "_"), arguments)
 

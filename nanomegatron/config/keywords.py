@@ -2,6 +2,7 @@
 
     TransformerConfig(num_layers=2, ..., use_cpu_initialization=True)    accepted: it is always so
     TransformerConfig(num_layers=2, ..., add_bias_linear=False)          TypeError: disable_bias_linear
+    from nanomegatron.core import parallel_state                         ImportError: mesh.Mesh
 
 So code from Megatron's examples runs, or says which word to change (`megatron_keywords.toml`).
 """
@@ -9,6 +10,7 @@ So code from Megatron's examples runs, or says which word to change (`megatron_k
 import dataclasses
 import difflib
 import functools
+import inspect
 import tomllib
 import typing
 from collections.abc import Iterable
@@ -36,6 +38,35 @@ def with_megatron_keywords(cls: type) -> type:
 
     cls.__init__ = init
     return cls
+
+
+def answering_megatron(cls: type) -> type:
+    """Return a module's class whose constructor answers Megatron's keywords with what to use instead."""
+    own, names = cls.__init__, inspect.signature(cls).parameters
+
+    @functools.wraps(own)
+    def init(self: Any, *values: Any, **keywords: Any) -> None:
+        check_keywords(cls.__name__, names, {k: keywords.pop(k) for k in [*keywords] if k not in names})
+        own(self, *values, **keywords)
+
+    cls.__init__ = init
+    return cls
+
+
+def answer_import(name: str) -> None:
+    """Raise ImportError with what stands here for a name that Megatron Core has, AttributeError for others.
+
+    Imports from `core` or a module of it ask for its `__path__` first, which does not say what they want.
+    """
+    known = megatron_keywords()["imports"]
+    if name == "__path__":
+        lines = (f"  {theirs:<34}nanomegatron.{ours}" for theirs, ours in known.items())
+        raise ImportError(
+            "\n".join(["Megatron Core's modules are not here (docs/guides/own-loop.md):", *lines])
+        )
+    if name in known:
+        raise ImportError(f"there is no {name} here: use nanomegatron.{known[name]}")
+    raise AttributeError(f"nanomegatron has no {name}")
 
 
 def check_keywords(owner: str, own: Iterable[str], given: dict[str, Any]) -> None:

@@ -19,9 +19,7 @@ def megatron_flags() -> dict[str, Any]:
 def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) -> tuple[str, str]:
     """Return (note, error) for Megatron's flag `word`, one of them empty; both if it has no such flag."""
     if name in known["unsupported"]:
-        prefixes = [prefix for prefix in known["hints"] if name.startswith(prefix)]
-        hint = known["hints"][max(prefixes, key=len)] if prefixes else "leave it out"
-        return "", f"{word}: a flag of Megatron-LM for something that is not here; {hint}"
+        return "", f"{word}: a flag of Megatron-LM for something that is not here; {hint_of(known, name)}"
     wanted, given = (known["always_on"] | known["not_needed"]).get(name), " ".join([word, *arguments])
     if isinstance(wanted, str) and arguments not in ([word] for word in wanted.split(" or ")):
         return "", f"{given}: here only {wanted}"
@@ -31,6 +29,12 @@ def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) ->
         return "", ""
     reason = f"; {known['reasons'][name]}" if name in known["reasons"] else ""
     return f"{word}: {'always on' if name in known['always_on'] else 'not needed here'}{reason}", ""
+
+
+def hint_of(known: dict[str, Any], name: str) -> str:
+    """What to use in place of a flag that is not here: the hint of its longest prefix."""
+    prefixes = [prefix for prefix in known["hints"] if name.startswith(prefix)]
+    return known["hints"][max(prefixes, key=len)] if prefixes else "leave it out"
 
 
 def missing_companions(known: dict[str, Any], argv: list[str], config: Config) -> Iterator[str]:

@@ -102,6 +102,7 @@ class ParallelConfig:
         None,
         "shard nothing, optimizer states, or also gradients over dp (ZeRO 0, 1, 2); default no_shard",
         choices="no_shard optim optim_grads",
+        refused={"optim_grads_params": "parameters are not sharded over dp; use optim_grads"},
     )
     overlap_grad_reduce: bool = setting(False, "reduce gradients over dp bucket by bucket in the backward")
     overlap_param_gather: bool = setting(

@@ -23,12 +23,11 @@ from nanomegatron.config.model import TransformerConfig, moe
 from nanomegatron.config.parallel import ONE_SIZE, SHARDED, ParallelConfig
 from nanomegatron.config.rules import common, setting
 
-MOST_ITERS, MOST_SEQUENCES = 10**7, 2**24  # per run (`samples_before` lists all iterations); per batch
+MOST_ITERS, MOST_SEQUENCES = 2 * 10**7, 2**24  # per run (`samples_before` lists all iterations); per batch
 FP8_REFUSED = {
     "mxfp8": "blocks of 32 with scales that are powers of two need a Blackwell GPU; use blockwise",
     "custom": "there are no recipes from outside; use delayed, tensorwise, rowwise or blockwise",
 }
-NOT_ASYNC = "--async-save, which writes only the sharded format"
 RETURNED = "nothing here could be given the names; log_unexpected or log_all prints them"
 NO_MPS = {"mps": "Apple's GPUs are not supported; leave it out, which means the CPU there"}
 BY_MODEL = "TikTokenizer Llama3Tokenizer HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer"
@@ -215,12 +214,17 @@ class DataConfig:
     )
     tokenizer_model: str | None = common(None, "tokenizer file, folder or tiktoken name", needs=TOKENIZER)
     vocab_file: str | None = setting(None, "vocabulary of GPT2BPETokenizer (encoder.json)", needs=TOKENIZER)
-    merge_file: str | None = setting(None, "merges of GPT2BPETokenizer (vocab.bpe)", needs=TOKENIZER)
+    merge_file: str | None = setting(
+        None,
+        "merges of GPT2BPETokenizer (vocab.bpe)",
+        needs=TOKENIZER,
+        brings="--tokenizer-type GPT2BPETokenizer",
+    )
     vocab_size: int | None = setting(
         None, "number of token ids, end-of-document included; default the tokenizer's", at_most=2**31
     )
     tiktoken_pattern: str | None = setting(
-        None, "splitting pattern of Megatron's JSON vocabulary; default v2", choices="v1 v2", needs=TIKTOKEN
+        None, "TikTokenizer: splitting pattern of Megatron's JSON vocabulary; default v2", choices="v1 v2"
     )
     tiktoken_num_special_tokens: int | None = setting(
         None, "number of special tokens in Megatron's JSON vocabulary; default 1000", needs=TIKTOKEN
@@ -242,7 +246,7 @@ class CheckpointConfig:
         "sharded",
         "format to save in; a load detects it: any layout loads sharded and torch_dist, torch only its own",
         choices="sharded torch_dist torch",
-        excludes=dict.fromkeys(("torch_dist", "torch"), NOT_ASYNC),
+        refused=dict.fromkeys(("torch_dcp", "fsdp_dtensor"), "of parameters sharded over dp; use sharded"),
     )
     ckpt_step: int | None = setting(None, "load this iteration instead of the newest", at_least=0)
     finetune: bool = setting(False, "load only the weights, start at iteration 0", needs="--load")
@@ -341,6 +345,7 @@ class RunConfig:
     metrics_jsonl: str | None = setting(None, "second file for what runs/NAME/metrics.jsonl has")
     tensorboard_dir: str | None = common(None, "TensorBoard folder, with Megatron's tags")
     wandb_project: str | None = common(None, "Weights & Biases project")
+    wandb_entity: str | None = setting(None, "wandb team or user", needs="--wandb-project")
     wandb_exp_name: str | None = setting(None, "wandb run name; default --run-name", needs="--wandb-project")
     wandb_save_dir: str | None = setting(None, "wandb folder; default runs/NAME", needs="--wandb-project")
 
