@@ -153,11 +153,11 @@ KINDS = {
 """,
     "absurd": f"""
 --num-layers 100000000 | --num-layers 100000000: must be greater than 0 and at most 10000
---train-iters 100000000000 | --train-iters 100000000000: must be greater than 0 and at most 10000000
+--train-iters 100000000000 | --train-iters 100000000000: must be greater than 0 and at most 20000000
 --train-samples 10000000000 --global-batch-size 1 --train-iters None | 10000000000 iterations; must be
 --vocab-size 1000000000000 | --vocab-size 1000000000000: must be
 --hidden-size 1000000000 | --hidden-size 1000000000: must be greater than 0 and at most
---eval-iters 100000000000 | --eval-iters 100000000000: must be at least 0 and at most 10000000
+--eval-iters 100000000000 | --eval-iters 100000000000: must be at least 0 and at most 20000000
 --global-batch-size 8000000000000 | --global-batch-size 8000000000000: must be
 --micro-batch-size 8000000000000 | --micro-batch-size 8000000000000: must be
 --rampup-batch-size 1 1 100 --global-batch-size 16000000 | --rampup-batch-size 1 1 100: must reach
@@ -187,7 +187,7 @@ KINDS = {
 --recompute-granularity all
 --timing-log-option median
 --ckpt-format zarr
---async-save --ckpt-format torch | --ckpt-format torch: not with --async-save
+--ckpt-format torch_dcp | --ckpt-format torch_dcp: of parameters sharded over dp; use sharded
 --dist-ckpt-strictness return_all | nothing here could be given the names
 --dist-ckpt-strictness no
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler | not with | leave one out

@@ -95,6 +95,36 @@ def test_settings_without_effect_are_noted():
     assert not run_notes(resolve(read(effective)[0], 2))
 
 
+def test_what_only_another_tokenizer_or_format_has_is_noted():
+    config, _ = read(
+        "--tokenizer-type NullTokenizer --tiktoken-pattern v2 --async-save --ckpt-format torch_dist"
+    )
+    pattern, saves = run_notes(resolve(config, 1))
+    assert "TikTokenizer has one" in pattern and "torch_dist is waited for" in saves
+    assert not run_notes(resolve(read("--async-save")[0], 1))
+
+
+@pytest.mark.parametrize(
+    "flags, name, value, note",
+    [
+        ("--vocab-file v --merge-file m", "tokenizer_type", "GPT2BPETokenizer", "which --merge-file m needs"),
+        ("--tokenizer-library null", "tokenizer_type", "NullTokenizer", ""),
+        ("--data-impl mmap", "mock_data", True, "--data-impl: not needed here"),
+        ("--padded-vocab-size 128", "vocab_size", 100, "changes no loss"),
+    ],
+)
+def test_older_and_newer_flags(flags, name, value, note):
+    parsed = parse(f"{MODEL} {flags}".split())
+    assert not parsed.errors and getattr(parsed.config.data, name) == value
+    assert not note or any(note in said for said in parsed.notes)
+
+
+def test_a_flag_that_is_taken_for_one_value_is_refused_for_others():
+    assert "--data-impl lazy: here only mmap" in errors_of(["--data-impl", "lazy"])
+    assert any("--tokenizer-type" in e for e in errors_of(["--tokenizer-library", "own"]))
+    assert any("must be one of nccl, gloo" in e for e in errors_of(["--distributed-backend", "nccl3"]))
+
+
 def test_samples_that_are_no_whole_batches():
     """Rounded down, as in Megatron."""
     config, _ = read("--train-samples 103 --global-batch-size 4 --train-iters None")
@@ -120,6 +150,8 @@ def test_names_of_a_hub(tmp_path, monkeypatch):
     [
         ("--use_rotary_position_embeddings", "position_embedding_type", "rope"),
         ("--virtual-pipeline-model-parallel-size 2 --pp 2", "num_virtual_stages_per_pipeline_rank", 2),
+        ("--checkpoint-activations", "recompute_method", "uniform"),
+        ("--distributed-backend nccl2", "distributed_backend", "nccl"),
     ],
 )
 def test_other_spellings(flags, name, value):
