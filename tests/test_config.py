@@ -80,7 +80,7 @@ WRONG = """
 --recompute-activations --recompute-modules | 1 | --recompute-modules: takes at least one value
 --use-distributed-optimizer --data-parallel-sharding-strategy no_shard | 1 | -optimizer: not with --data
 --ddp-bucket-size 0 | 1 | --ddp-bucket-size 0: must be greater than 0
---data-parallel-sharding-strategy optim_grads_params | 1 | must be one of no_shard, optim, optim_grads
+--data-parallel-sharding-strategy optim_grads_params | 1 | are not sharded over dp | use optim_grads
 --rampup-batch-size 1 2 3 | 1 | --rampup-batch-size 1 2 3: | --global-batch-size
 --optimizer sgd | 1 | --optimizer sgd: here only adam
 --rotary-percent 1.5 --position-embedding-type rope | 1 | 1.5: must be greater than 0 and at most 1
