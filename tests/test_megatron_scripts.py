@@ -83,6 +83,18 @@ def reduced(name: str) -> list[str]:
     return [*(word for group in kept for word in group), *" ".join([REDUCED, *more]).split()]
 
 
+def test_each_flag_of_a_parser_is_answered():
+    """But those that it takes only to say which others to use; the suggestions here say that, too."""
+    unknown = [
+        e for name in TABLES["parser"].split() for e in parse([f"--{name}"]).errors if "unknown flag" in e
+    ]
+    suggested = ["--batch-size", "--warmup", "--model-parallel-size"]
+    assert [error.split(":")[0] for error in unknown] == suggested and all(
+        "did you mean" in e for e in unknown
+    )
+    assert len(TABLES["parser"].split()) > 250
+
+
 def test_there_are_enough_scripts():
     assert len(SCRIPTS) >= 50 and len(STARTING) >= 25 and len(REFUSED) >= 15
     assert set(FAST) <= set(STARTING)

@@ -23,8 +23,8 @@ HEAD = """\
 ## Its flags
 
 `python tools/megatron_flags.py --write` makes this section from the tables that answer the flags
-(`nanomegatron/config/megatron_flags.toml`); the names are those of Megatron-LM core 0.19, and some of older
-releases. An unknown flag is an error that suggests one.
+(`nanomegatron/config/megatron_flags.toml`): those of Megatron-LM's parser, some of older releases. Another
+flag is an error that suggests one.
 """
 
 
