@@ -10,7 +10,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6000,
     "checkpoint": 3130,
-    "commands": 1240,
+    "commands": 1250,
     "config": 3040,
     "data": 2530,
     "fast": 2500,

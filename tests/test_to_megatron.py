@@ -86,9 +86,18 @@ def test_defaults_that_differ_are_written_out():
     flags, lacking = command(config_of(f"{SMALL} --mock-data --vocab-size 99", 1))
     given = {words[0]: words[1:] for words in flags}
     assert {flag(name) for name in MEGATRON_DEFAULTS} <= given.keys()
-    assert given["--lr-decay-style"] == ["cosine"] and given["--hidden-dropout"] == ["0.0"]
+    assert given["--lr-decay-style"] == ["cosine"] and given["--hidden-dropout"] == ["0"]
     assert given["--lr"] == ["0.0003"] and "--calculate-per-token-loss" in given
+    assert given["--attention-dropout"] == ["0"] and any("adds one" in line for line in lacking)
     assert given["--dataloader-type"] == ["single"] and any("reads in this order" in line for line in lacking)
+
+
+def test_whole_numbers_have_no_fraction():
+    """Megatron's --rotary-base is an int."""
+    flags, _ = command(
+        config_of(f"{SMALL} --mock-data --vocab-size 99 --rotary-base 1e6 --norm-epsilon 1e-6", 1)
+    )
+    assert ["--rotary-base", "1000000"] in flags and ["--norm-epsilon", "1e-06"] in flags
 
 
 def test_what_megatron_lacks_is_said():

@@ -67,8 +67,11 @@ def command(config: Config) -> tuple[list[list[str]], list[str]]:
     data = config.data
     if data.tokenizer_type is None and data.vocab_size is None:
         lacking.append("--tokenizer-type: the one that made the data (its .json says which) is to be added")
-    elif data.tokenizer_type is None:
-        flags.append(["--tokenizer-type", "NullTokenizer"])
+    elif data.tokenizer_type in (None, "NullTokenizer"):
+        flags += [["--tokenizer-type", "NullTokenizer"]] * (data.tokenizer_type is None)
+        lacking.append(
+            f"--vocab-size {data.vocab_size}: NullTokenizer there adds one, for the end of document"
+        )
     if not (data.data_path or data.data_args_path or data.train_data_path or data.mock_data):
         lacking.append("--data-path: the run has none; it is to be added")
     return [*flags, *([word] for word in ALWAYS)], lacking
@@ -84,10 +87,16 @@ def _wanted(config: Config) -> Iterator[tuple[str, Any]]:
             yield s.name, value
 
 
+def _number(value: Any) -> str:
+    """A value as it is given; whole numbers without a fraction, which some of Megatron's flags refuse."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
 def _translated(name: str, value: Any, config: Config) -> tuple[list[str], str]:
     """Return Megatron's flag of a setting with its values, [] if there is none, and what is to be said."""
     known, key = megatron_flags(), flag(name)[2:]
-    words = spelled(name, value).split(" ")[:1] + [*map(str, () if isinstance(value, bool) else items(value))]
+    words = spelled(name, value).split(" ")[:1]
+    words += map(_number, () if isinstance(value, bool) else items(value))
     match name:
         case "num_query_groups":
             equal = value == config.model.num_attention_heads
