@@ -140,7 +140,8 @@ ALL = pytest.param([*STARTING], marks=pytest.mark.full)
 
 @pytest.mark.parametrize("names", [FAST, ALL], ids=["some", "all"])
 def test_scripts_train(names, tmp_path):
-    (losses,) = run_spmd(first_losses, 1, {name: reduced(name) for name in names}, str(tmp_path))
+    commands = {name: reduced(name) for name in names}
+    (losses,) = run_spmd(first_losses, 1, commands, str(tmp_path), timeout=180)
     for name in names:
         assert losses[name][0] == pytest.approx(math.log(100), rel=0.05), name
         assert 0 < losses[name][1] < 6, name
