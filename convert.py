@@ -1,8 +1,13 @@
-"""Convert checkpoints to and from Hugging Face folders, equal to the bit.
+"""Convert checkpoints to and from Hugging Face folders, equal to the bit, and Megatron-LM's.
 
-    python convert.py --source hf --target megatron --input-path Llama-3.1-8B --output-path llama
+    python convert.py --source hf --target nanomegatron --input-path Llama-3.1-8B --output-path llama
     python train.py --load llama --finetune --config llama/hf ...
-    python convert.py --source megatron --target hf --input-path runs/NAME/ckpt --output-path exported
+    python convert.py --source nanomegatron --target hf --input-path runs/NAME/ckpt --output-path exported
+    python convert.py --source megatron-core --target hf --input-path THEIRS --output-path exported
+    python convert.py --source nanomegatron --target megatron-core --input-path runs/NAME/ckpt --output-path M
+
+`nanomegatron` is a checkpoint of this program. `megatron-core`, or `megatron`, is one of Megatron-LM (written
+as torch_dist). If one says nothing of its model, flags or --config do (`--num-layers 32 ...`).
 
     Llama-3.1-8B/                              llama/
         model-00001-of-00004.safetensors           iter_0000000/    the weights under our names, types kept
@@ -11,8 +16,8 @@
 
 With hf/ the conversion back gives the same files, byte for byte. A model trained here has no such folder: its
 config.json is generated, and its weights are written to one model.safetensors. Tensors are read and written
-one at a time, and the output gets its name only when it is complete. (`train.py --load` takes a Hugging Face
-folder as it is.) Exit codes: 0 done, 2 wrong arguments or input.
+one at a time, and the output gets its name only when it is complete. (`train.py --load` takes a folder of
+either as it is.) Exit codes: 0 done, 2 wrong arguments or input.
 """
 
 import argparse
@@ -20,10 +25,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 LAYOUT_FLAGS = [
@@ -32,17 +39,24 @@ LAYOUT_FLAGS = [
 LAYOUT_FLAGS += [f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")]
 
 
+SPELLINGS = {"megatron": "megatron-core", "torch_dist": "megatron-core"}
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; argparse exits with code 2. Raises ValueError for paths that do not fit."""
+    """Parse the command line, `model`: flags of one. argparse exits with code 2; raises ValueError too."""
     p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0])
-    p.add_argument("--source", required=True, choices=("hf", "megatron"), help="what --input-path holds")
-    p.add_argument("--target", required=True, choices=("hf", "megatron"), help="what is to be written")
+    kinds = ("hf", "nanomegatron", "megatron-core", "megatron")
+    p.add_argument("--source", required=True, choices=kinds, help="what --input-path holds")
+    p.add_argument("--target", required=True, choices=(*kinds, "torch_dist"), help="what is to be written")
     p.add_argument("--input-path", "--load-dir", required=True, help="folder to read")
     p.add_argument("--output-path", "--save-dir", required=True, help="folder to make")
     p.add_argument("--ckpt-step", type=int, help="iteration to read; the newest")
     for flag in LAYOUT_FLAGS:
         p.add_argument(flag, type=int, dest="layout", help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
+    args, args.model = p.parse_known_args(argv)
+    args.source, args.target = (SPELLINGS.get(kind, kind) for kind in (args.source, args.target))
+    if args.model and args.source != "megatron-core":
+        p.error(f"unrecognized arguments: {' '.join(args.model)}")
     target = Path(args.output_path)
     if args.source == args.target:
         raise ValueError(f"--source {args.source} --target {args.target}: nothing to convert")
@@ -69,7 +83,8 @@ import torch
 
 from nanomegatron.checkpoint.blocks import sync
 from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, fill, raw_bytes
+from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, fill, raw_bytes, write_shard
+from nanomegatron.checkpoint.folder import make_folder, publish_folder
 from nanomegatron.checkpoint.formats import open_checkpoint, reader
 from nanomegatron.checkpoint.hf import (
     HEADER,
@@ -81,12 +96,17 @@ from nanomegatron.checkpoint.hf import (
     places,
 )
 from nanomegatron.checkpoint.manifest import Manifest
-from nanomegatron.config.cli import build_config, from_toml, to_toml
+from nanomegatron.checkpoint.megatron import open_megatron
+from nanomegatron.checkpoint.megatron_write import write_megatron
+from nanomegatron.config.cli import build_config, from_toml, parse, to_toml
 from nanomegatron.config.hf import settings_of, to_hf
+from nanomegatron.config.megatron_args import megatron_folder
 from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.data.tokenizer import tokenizer_from_spec
+from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
 from nanomegatron.mesh import Mesh, World
 
+WEIGHTS_ONLY = dict.fromkeys(("iteration", "consumed_samples", "skipped_samples"), 0)
+WEIGHTS_ONLY |= {"optimizer": {}, "circumstances": {}}
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
 
 
@@ -100,8 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        to_ours = args.source == "hf"
-        notes = list((to_megatron if to_ours else to_hf_folder)(source, temporary, target, args.ckpt_step))
+        notes = list(convert(args, source, temporary, target))
         for path in filter(Path.is_file, temporary.rglob("*")):
             with open(path, "rb+") as file:
                 sync(file)
@@ -110,13 +129,127 @@ def main(argv: list[str] | None = None) -> int:
         return refused(error)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    if args.target == "megatron-core":
+        notes.append(
+            "torch_dist, which Megatron-LM loads; --target nanomegatron writes a checkpoint for here"
+        )
     if args.layout:
         notes.append("the flags of a layout are needless: any layout loads what is written")
     print("\n".join([f"{target} is written", *notes]))
     return 0
 
 
-def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> Iterator[str]:
+def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Path) -> Iterator[str]:
+    """Write the target to `temporary`, which becomes `target`; yields notes."""
+    if args.source == "hf" and args.target == "nanomegatron":
+        yield from to_ours(source, temporary, target)
+        return
+    if args.source == "hf":  # by way of a checkpoint of ours
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp") as between:
+            yield from to_ours(source, Path(between), target)
+            to_megatron(Source.ours(Path(between), None), temporary)
+        return
+    here = args.source == "nanomegatron"
+    found = Source.ours(source, args.ckpt_step) if here else Source.megatron(args, source)
+    yield from found.loaded.notes
+    match args.target:
+        case "hf":
+            yield from to_hf_folder(found, temporary)
+        case "megatron-core":
+            to_megatron(found, temporary)
+        case _:
+            from_megatron(found, temporary)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is read: of this program, or one of Megatron-LM by our names of tensors."""
+
+    root: Path
+    folder: Path
+    manifest: Manifest
+    loaded: Loaded
+
+    @staticmethod
+    def ours(root: Path, step: int | None) -> "Source":
+        """Verify and open one of this program. Raises CheckpointError."""
+        if megatron_folder(root, step):
+            raise CheckpointError(f"--input-path {root}: is of Megatron-LM; give --source megatron-core")
+        loaded = load(root, [], ALONE, step)
+        if loaded is None:
+            raise CheckpointError(f"--input-path {root}: no checkpoint there")
+        folder = root / f"iter_{loaded.iteration:07d}"
+        folder = folder if folder.exists() else folder.with_suffix(".old")
+        return Source(root, folder, open_checkpoint(folder), loaded)
+
+    @staticmethod
+    def megatron(args: argparse.Namespace, root: Path) -> "Source":
+        """Open one of Megatron-LM; its args, or flags, say what the model is. Raises ValueError."""
+        folder = megatron_folder(root, args.ckpt_step)
+        if folder is None:
+            ours = any(root.glob("iter_*/manifest.json"))
+            fix = (
+                "it is of nanomegatron; give --source nanomegatron" if ours else "no metadata.json, mp_rank_*"
+            )
+            raise CheckpointError(f"--input-path {root}: no checkpoint of Megatron-LM there: {fix}")
+        parsed = parse(["--load", str(folder), *args.model])
+        config = parsed.config
+        errors = list(parsed.errors)
+        if not errors and not config.data.vocab_size:
+            errors = [f"{folder}: it does not say how large the vocabulary is; give --vocab-size"]
+        if errors:
+            raise ValueError("\n  ".join(errors))
+        length = config.model.max_position_embeddings or config.data.seq_length
+        config = replace(config, model=replace(config.model, max_position_embeddings=length))
+        manifest = open_megatron(folder, config.model, config.data.vocab_size)
+        config = replace(config, checkpoint=replace(config.checkpoint, load=None))
+        notes = [f"{folder} has no hash that says whether it is damaged"]
+        return Source(root, folder, manifest, Loaded(manifest.iteration, {}, to_toml(config), notes))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.tensors["model/embedding.word_embeddings.weight"].shape[0]
+
+    def fill(self, keys: Iterable[str]) -> list[Piece]:
+        """Read whole tensors. Raises CheckpointError if one is missing."""
+        pieces = []
+        for key in keys:
+            if (saved := self.manifest.tensors.get(key)) is None:
+                raise CheckpointError(f"{self.folder}: {key} is missing")
+            data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
+            pieces.append(Piece(key, saved.shape, (0,) * len(saved.shape), data))
+        fill(self.folder, self.manifest, pieces, reader(self.manifest))
+        return pieces
+
+
+def to_megatron(source: Source, temporary: Path) -> None:
+    """Write the weights as torch_dist of Megatron-LM, a layer at a time."""
+    config, iteration = from_toml(source.loaded.config_toml), source.loaded.iteration
+
+    def whole(name: str) -> torch.Tensor:
+        return source.fill([f"model/{name}"])[0].data
+
+    write_megatron(temporary, config, source.vocab_size, iteration, whole)
+
+
+def from_megatron(source: Source, temporary: Path) -> None:
+    """Write the weights of a Megatron-LM checkpoint as one of ours, a file for each layer."""
+    layers: dict[str, list[str]] = {}
+    for key in source.manifest.tensors:
+        if key.startswith("model/"):
+            found = re.match(r"model/decoder\.layers\.\d+\.", key)
+            layers.setdefault(found[0] if found else "", []).append(key)
+    folder = temporary / "iter_0000000.tmp"
+    make_folder(folder, 0)
+    for rank, keys in enumerate(layers.values()):
+        write_shard(folder, rank, source.fill(keys))
+    config = from_toml(source.loaded.config_toml)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.data.vocab_size)
+    about = {"tokenizer": tokenizer.spec, "tokenizer_fingerprint": tokenizer.fingerprint}
+    publish_folder(folder, len(layers), 0, WEIGHTS_ONLY | about | {"hf": {}}, source.loaded.config_toml)
+
+
+def to_ours(source: Path, temporary: Path, target: Path) -> Iterator[str]:
     """Convert a Hugging Face folder to a checkpoint in `temporary`, renamed `target` later; yields notes."""
     there = Folder(source)
     config = build_config(there.settings)
@@ -129,13 +262,7 @@ def to_megatron(source: Path, temporary: Path, target: Path, _: int | None) -> I
     pieces = [Piece(key, tuple(data.shape), (0,) * data.dim(), data) for key, data in (ours | kept).items()]
     dtype = pieces[0].data.dtype
     precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    state = {
-        "iteration": 0,
-        "consumed_samples": 0,
-        "skipped_samples": 0,
-        "optimizer": {},
-        "circumstances": {},
-    }
+    state = dict(WEIGHTS_ONLY)
     try:
         state |= find_tokenizer(source, target / "hf", vocab_size)
     except ValueError as error:
@@ -171,25 +298,19 @@ def keep_files(there: Folder, folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def to_hf_folder(source: Path, temporary: Path, _: Path, step: int | None) -> Iterator[str]:
+def to_hf_folder(source: Source, temporary: Path) -> Iterator[str]:
     """Convert a checkpoint to a Hugging Face folder in `temporary`; yields notes."""
-    loaded = load(source, [], ALONE, step)
-    if loaded is None:
-        raise CheckpointError(f"--input-path {source}: no checkpoint there")
-    folder = source / f"iter_{loaded.iteration:07d}"
-    folder = folder if folder.exists() else folder.with_suffix(".old")
-    manifest = open_checkpoint(folder)
-    kept = kept_files(source / "hf", loaded.state.get("hf", {}))
-    files, notes = (kept, []) if kept else new_files(source, loaded, manifest)
+    kept = kept_files(source.root / "hf", source.loaded.state.get("hf", {}))
+    files, notes = (kept, []) if kept else new_files(source)
     theirs = [key for name, data in files.items() if name.endswith(HEADER) for key in json.loads(data[8:])]
-    weights = Weights(folder, manifest, json.loads(files["config.json"])["model_type"], theirs)
+    weights = Weights(source, json.loads(files["config.json"])["model_type"], theirs)
     files = kept or files | {f"model.safetensors{HEADER}": weights.header()}
     for name, data in files.items():
         if name.endswith(HEADER):
             weights.write(temporary / name.removesuffix(HEADER), data)
         else:
             (temporary / name).write_bytes(data)
-    yield from loaded.notes + notes
+    yield from notes
 
 
 def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
@@ -202,13 +323,12 @@ def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
     return files
 
 
-def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[str, bytes], list[str]]:
+def new_files(source: Source) -> tuple[dict[str, bytes], list[str]]:
     """Return config.json, the tokenizer's files and other kept files of the source model; and notes."""
-    config, files = from_toml(loaded.config_toml), {}
+    config, files = from_toml(source.loaded.config_toml), {}
     notes, eod = [], None
-    vocab_size, _ = manifest.tensors["model/embedding.word_embeddings.weight"].shape
     try:
-        tokenizer = tokenizer_from_spec(loaded.state.get("tokenizer", {}), beside=source)
+        tokenizer = tokenizer_from_spec(source.loaded.state.get("tokenizer", {}), beside=source.root)
         eod, names = tokenizer.eod, TOKENIZER_FILES.get(tokenizer.spec["type"], {})
         files = {name: Path(tokenizer.spec[key]) for key, name in names.items()}
         for path in [path.with_name("tokenizer_config.json") for path in files.values()]:
@@ -216,8 +336,8 @@ def new_files(source: Path, loaded: Loaded, manifest: Manifest) -> tuple[dict[st
         notes = [] if files else [f"without a tokenizer: a {tokenizer.spec['type']} has no file for it"]
     except ValueError as error:
         notes = [f"without a tokenizer: {error}"]
-    table = to_hf(replace(config, data=replace(config.data, vocab_size=vocab_size)), eod)
-    kept = {path.name: path for path in (source / "hf").glob("*") if path.suffix != HEADER}
+    table = to_hf(replace(config, data=replace(config.data, vocab_size=source.vocab_size)), eod)
+    kept = {path.name: path for path in (source.root / "hf").glob("*") if path.suffix != HEADER}
     if theirs := kept.pop("config.json", None):
         table = same_model(json.loads(theirs.read_text()), table)
     data = {name: path.read_bytes() for name, path in (files | kept).items()}
@@ -235,27 +355,18 @@ def same_model(theirs: dict, ours: dict) -> dict:
 class Weights:
     """A checkpoint's tensors under their Hugging Face names, to be written. theirs: names in kept headers."""
 
-    def __init__(self, folder: Path, manifest: Manifest, family: str, theirs: Iterable[str]) -> None:
-        self.folder, self.manifest, self.parts = folder, manifest, {}
-        ours = [key.removeprefix("model/") for key in manifest.tensors if key.startswith("model/")]
+    def __init__(self, source: Source, family: str, theirs: Iterable[str]) -> None:
+        self.source, self.parts, self.saved = source, {}, source.manifest.tensors
+        ours = [key.removeprefix("model/") for key in source.manifest.tensors if key.startswith("model/")]
         for name, place in places(ours, family, theirs).items():
             self.parts.setdefault(place.name, []).append((place, f"model/{name}"))
-
-    def whole(self, key: str) -> torch.Tensor:
-        """Read a whole tensor of the checkpoint. Raises CheckpointError if it is missing."""
-        if (saved := self.manifest.tensors.get(key)) is None:
-            raise CheckpointError(f"{self.folder}: {key} is missing")
-        data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
-        piece = Piece(key, saved.shape, (0,) * len(saved.shape), data)
-        fill(self.folder, self.manifest, [piece], reader(self.manifest))
-        return data
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor of this Hugging Face name."""
         if name not in self.parts:
-            return self.whole(f"hf/{name}")
+            return self.source.fill([f"hf/{name}"])[0].data
         parts = sorted(self.parts[name], key=lambda part: part[0].index)
-        return parts[0][0].theirs([self.whole(key) for _, key in parts])
+        return parts[0][0].theirs([piece.data for piece in self.source.fill(key for _, key in parts)])
 
     def write(self, path: Path, header: bytes) -> None:
         """Write a safetensors file with this header: the bytes before its first tensor."""
@@ -265,14 +376,16 @@ class Weights:
             for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
                 tensor = self.tensor(name)
                 if (DTYPES[tensor.dtype], list(tensor.shape)) != (entry["dtype"], entry["shape"]):
-                    raise CheckpointError(f"{self.folder}: {name} is not {entry['dtype']} {entry['shape']}")
+                    raise CheckpointError(
+                        f"{self.source.folder}: {name} is not {entry['dtype']} {entry['shape']}"
+                    )
                 file.write(raw_bytes(Piece(name, (), (), tensor)))
 
     def header(self) -> bytes:
         """Return the header of a new safetensors file with all tensors."""
         entries, end = {}, 0
         for name, ((place, key), *_) in self.parts.items():
-            saved = self.manifest.tensors[key]
+            saved = self.saved[key]
             shape = place.shape(saved.shape)
             begin, end = end, end + math.prod(shape) * TORCH_DTYPES[saved.dtype].itemsize
             entries[name] = {"dtype": saved.dtype, "shape": shape, "data_offsets": (begin, end)}

@@ -66,7 +66,7 @@ def completed(script: Path, line: str, cwd: Path = ROOT) -> list[str]:
         ("torchrun --nproc-per-node 8 train.py --config tiny-m", "tiny-moe-cpu"),
         ("torchrun --nproc-per-node 8 tr", ""),
         ("python -m nanomegatron sch", "schedules"),
-        ("nanomegatron convert --source ", "hf megatron"),
+        ("nanomegatron convert --source ", "hf nanomegatron megatron-core megatron"),
         ("nanomegatron schedules --schedule zb", "zb-h1 zb-v"),
         ("nanomegatron preprocess --append", "--append-eod"),
         ("preprocess.py --tiktoken-pattern v", "v1 v2"),

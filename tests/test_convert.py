@@ -27,8 +27,8 @@ from tests.hf_models import FAMILIES, VOCAB, data, hugging_face, logit_error, re
 from tests.hf_models import save as save_theirs
 
 
-def run(source: Path, target: Path, to: str = "megatron", *flags: str) -> int:
-    kinds = ("hf", "megatron") if to == "megatron" else ("megatron", "hf")
+def run(source: Path, target: Path, to: str = "nanomegatron", *flags: str) -> int:
+    kinds = ("hf", to) if to == "nanomegatron" else ("nanomegatron", to)
     paths = ("--input-path", str(source), "--output-path", str(target))
     return convert.main(["--source", kinds[0], "--target", kinds[1], *paths, *flags])
 
@@ -219,17 +219,17 @@ def test_bad_input_leaves_nothing_behind(tmp_path, capsys):
         assert message in capsys.readouterr().err
         assert files(tmp_path).keys() == before.keys() and not out.exists()
 
-    refused(tmp_path / "nowhere", out, "megatron", "nowhere: no such folder")
+    refused(tmp_path / "nowhere", out, "nanomegatron", "nowhere: no such folder")
     refused(theirs, out, "hf", "no checkpoint there")
-    refused(theirs, theirs, "megatron", "exists; give a new folder")
+    refused(theirs, theirs, "nanomegatron", "exists; give a new folder")
     config = theirs / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
-    refused(theirs, out, "megatron", "model.layers.2.input_layernorm.weight: missing")
+    refused(theirs, out, "nanomegatron", "model.layers.2.input_layernorm.weight: missing")
     config.write_text("{")
-    refused(theirs, out, "megatron", "config.json: Expecting")
+    refused(theirs, out, "nanomegatron", "config.json: Expecting")
     weights = theirs / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    refused(theirs, out, "megatron", "config.json")
+    refused(theirs, out, "nanomegatron", "config.json")
     assert convert.main("--source hf --target hf --input-path a --output-path b".split()) == 2
     assert "nothing to convert" in capsys.readouterr().err
 

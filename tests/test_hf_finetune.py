@@ -39,7 +39,7 @@ def train_on(*flags: str) -> int:
 def test_fine_tuning_keeps_what_is_no_weights(folder, tmp_path):
     assert train_on("--load", "theirs", "--finetune", "--run-name", "tuned") == 0
     out = ["--output-path", "exported", "--input-path", "runs/tuned/ckpt"]
-    assert convert.main(["--source", "megatron", "--target", "hf", *out]) == 0
+    assert convert.main(["--source", "nanomegatron", "--target", "hf", *out]) == 0
     for name, text in EXTRAS.items():
         assert (tmp_path / "exported" / name).read_text() == text
     before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("theirs", "exported"))
@@ -53,13 +53,13 @@ def test_a_converted_folder(folder, tmp_path, capsys):
     """Its settings are found; without --finetune the message says so; what it kept is exported again."""
     paths = ["--input-path", "theirs", "--output-path", "ours"]
     layout = ["--target-tensor-parallel-size", "2", "--pipeline-model-parallel-size", "1"]
-    assert convert.main(["--source", "hf", "--target", "megatron", *paths, *layout]) == 0
+    assert convert.main(["--source", "hf", "--target", "nanomegatron", *paths, *layout]) == 0
     assert "layout are needless" in capsys.readouterr().out
     assert train_on("--load", "ours", "--run-name", "plain") == train.BAD_CONFIG
     assert "--load ours: it has weights only; add --finetune to train it" in capsys.readouterr().out
     assert train_on("--load", "ours", "--finetune", "--run-name", "tuned") == 0
     out = ["--output-path", "exported", "--input-path", "runs/tuned/ckpt"]
-    assert convert.main(["--source", "megatron", "--target", "hf", *out]) == 0
+    assert convert.main(["--source", "nanomegatron", "--target", "hf", *out]) == 0
     assert (tmp_path / "exported" / "chat_template.jinja").read_text() == EXTRAS["chat_template.jinja"]
 
 

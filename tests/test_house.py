@@ -8,14 +8,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6000,
-    "checkpoint": 3130,
-    "commands": 1250,
-    "config": 3040,
-    "data": 2530,
+    "": 6060,
+    "checkpoint": 3820,
+    "commands": 1270,
+    "config": 3450,
+    "data": 3300,
     "fast": 2500,
     "faults": 1110,
-    "ops": 2930,
+    "ops": 2945,
     "plan": 640,
     "report": 2210,
 }

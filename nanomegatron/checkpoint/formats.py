@@ -14,6 +14,7 @@ from pathlib import Path
 from nanomegatron.checkpoint.files import Reader, shard_reader, write_shard
 from nanomegatron.checkpoint.folder import MANIFEST, read_manifest
 from nanomegatron.checkpoint.manifest import METADATA, CheckpointError, Manifest
+from nanomegatron.checkpoint.megatron import megatron_reader
 from nanomegatron.checkpoint.torch_dist import distcp_reader, read_foreign, write_distcp
 from nanomegatron.checkpoint.torch_file import torch_reader, write_torch
 from nanomegatron.mesh import Mesh
@@ -27,6 +28,7 @@ def writer(format: str) -> Callable:
 def reader(manifest: Manifest) -> Reader:
     """Return what opens the file of a rank."""
     readers = {"sharded": shard_reader, "torch_dist": distcp_reader, "torch": torch_reader}
+    readers["megatron"] = megatron_reader
     return readers[manifest.format.get("name", "sharded")]
 
 

@@ -100,17 +100,24 @@ def elements_at(buffer: io.BytesIO) -> int:
     return found.header_offset + 30 + sum(names)
 
 
-def write_metadata(folder: Path, ranks: int) -> dict[str, Any]:
-    """On rank 0: write `.metadata`; returns what the manifest says of the format, with all ranks' places."""
+def write_metadata(
+    folder: Path, ranks: int, by: str = OURS, objects: dict[str, tuple[str, int, int]] | None = None
+) -> dict[str, Any]:
+    """On rank 0: write `.metadata`; returns what the manifest says of the format, with all ranks' places.
+
+    by: who saves. objects: pickles that are there too, as (file, begin, length).
+    """
     indices = [index_path(folder, rank) for rank in range(ranks)]
     tensors, entries = merge(indices)[0], {}
     for path in indices:
         entries |= parse_manifest(path.read_bytes()).format["entries"]
-    saved = write_blocks(folder / METADATA, [write_pickle(_metadata(tensors, entries))], 1)
+    saved = write_blocks(folder / METADATA, [write_pickle(_metadata(tensors, entries, by, objects or {}))], 1)
     return {"metadata": [saved.bytes, saved.sha256], "entries": entries}
 
 
-def _metadata(tensors: dict[str, SavedTensor], entries: dict[str, dict]) -> Record:
+def _metadata(
+    tensors: dict[str, SavedTensor], entries: dict[str, dict], by: str, objects: dict[str, tuple]
+) -> Record:
     """The tables of torch.distributed.checkpoint: tensors with their chunks, and where each chunk is."""
     strided = Record("torch.serialization._get_layout", ("torch.strided",))
     contiguous = Record(f"{DCP_CLASSES}_MEM_FORMAT_ENCODING", (0,))
@@ -129,7 +136,12 @@ def _metadata(tensors: dict[str, SavedTensor], entries: dict[str, dict]) -> Reco
         properties = Record(f"{DCP_CLASSES}TensorProperties", (), state)
         tensor = {"properties": properties, "size": _size(saved.shape), "chunks": chunks}
         table[key] = Record(f"{DCP_CLASSES}TensorStorageMetadata", (), tensor)
-    about = {"checkpoint_id": None, "save_id": OURS, "load_id": None, "modules": []}
+    for key, (name, begin, length) in objects.items():
+        index = {"fqn": key, "index": None, "offset": None}
+        place = {"relative_path": name, "offset": begin, "length": length}
+        places[Record(f"{DCP_CLASSES}MetadataIndex", (), index)] = Record(STORAGE_INFO, (), place)
+        table[key] = Record(f"{DCP_CLASSES}BytesStorageMetadata", (), {})
+    about = {"checkpoint_id": None, "save_id": by, "load_id": None, "modules": []}
     whole = {
         "state_dict_metadata": table,
         "planner_data": {key: (key,) for key in tensors},

@@ -1,0 +1,130 @@
+"""The settings of a Megatron-LM checkpoint: its `args`, of which those that describe the model are read.
+
+    release/ or iter_0000120/     torch_dist: __0_0.distcp, .metadata, metadata.json, common.pt
+                                  torch:      mp_rank_00/model_optim_rng.pt
+    latest_checkpointed_iteration.txt
+
+`args` is an argparse.Namespace in a pickle (config/pickles.py reads it, nothing is called). Its names are
+those of our settings, but for a few. A checkpoint that megatron-core's own functions saved has no args: flags
+say what the model is.
+"""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from nanomegatron.config.pickles import Record, build_pickle
+from nanomegatron.config.rules import declared
+from nanomegatron.config.settings import Config
+
+PICKLE_BYTES = 64 * 2**20  # bytes of a pickle
+TRACKER = "latest_checkpointed_iteration.txt"
+LEGACY = "mp_rank_*/model_optim_rng.pt"
+ABSENT = "multi_latent_attention mtp_num_layers hybrid_override_pattern is_hybrid_model qk_l2_norm"
+# Settings that only training uses, which are the run's own.
+LEFT_OUT = ("recompute", "distribute_saved", "sequence_parallel", "cross_entropy", "attention_backend")
+
+
+def megatron_folder(root: str | Path, step: int | None = None) -> Path | None:
+    """Return the folder of a Megatron-LM checkpoint: root, or one in it that its tracker or `step` names.
+
+    None if root has none, or one that nanomegatron has saved.
+    """
+    root, names = Path(root), []
+    if step is not None:
+        names = [f"iter_{step:07d}"]
+    elif (root / TRACKER).is_file():
+        text = (root / TRACKER).read_text(errors="replace").strip()[:20]
+        names = [f"iter_{int(text):07d}" if text.isdecimal() else "release"]
+    for folder in [root / name for name in names] or [root]:
+        distributed = (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()
+        if (distributed or any(folder.glob(LEGACY))) and not (folder / "manifest.json").exists():
+            return folder
+    return None
+
+
+def pickled_state(path: Path) -> dict[str, Any]:
+    """Return what torch.save has written to a file, with a Record for each object. Raises ValueError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (info,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > PICKLE_BYTES:
+                raise ValueError(f"its pickle is compressed, or larger than {PICKLE_BYTES} bytes")
+            state = build_pickle(archive.read(info), str, tensors=True)
+    except zipfile.BadZipFile:
+        raise ValueError("no file of torch.save since torch 1.6; save it again with a newer torch") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from None
+    return state if isinstance(state, dict) else {}
+
+
+def args_of_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the args that a checkpoint's state has; {} if it has none."""
+    args = state.get("args")
+    return args.state if isinstance(args, Record) and isinstance(args.state, dict) else {}
+
+
+def megatron_settings(folder: Path) -> dict[str, Any]:
+    """Return our settings for the model of a checkpoint's args; {} if it has none. Raises ValueError."""
+    for path in [path for path in (folder / "common.pt", *sorted(folder.glob(LEGACY))) if path.is_file()][:1]:
+        try:
+            args = args_of_state(pickled_state(path))
+            return settings_of_args(args) if args.get("num_layers") else {}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return {}
+
+
+def args_of_settings(config: Config, vocab_size: int) -> dict[str, Any]:
+    """Return Megatron's args for the model of a config: what `settings_of_args` reads, and sizes."""
+    model, size = config.model, config.data.make_vocab_size_divisible_by
+    args = {s.name: value for part, s, value in declared(config) if part == "model" and value is not None}
+    args = {name: list(v) if isinstance(v, tuple) else v for name, v in args.items()}
+    window = tuple(model.window_size) or None
+    return args | {
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_dim,
+        "add_bias_linear": not model.disable_bias_linear,
+        "group_query_attention": model.num_kv_heads != model.num_attention_heads,
+        "num_query_groups": model.num_kv_heads,
+        "window_size": window,
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "bf16": config.precision.bf16,
+        "fp16": config.precision.fp16,
+        "vocab_size": vocab_size,
+        "padded_vocab_size": -(-vocab_size // size) * size,
+        "make_vocab_size_divisible_by": size,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+
+
+def settings_of_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Return our settings for Megatron's args. Raises ValueError for a model that is not here."""
+    if found := [name for name in ABSENT.split() if args.get(name)]:
+        raise ValueError(f"{', '.join(found)}: a model with this is not here")
+    settings = {}
+    for part, setting, _ in declared(Config()):
+        value = args.get(setting.name)
+        plain = isinstance(value, bool | int | float | str | list | tuple)
+        if part == "model" and plain and not setting.name.startswith(LEFT_OUT):
+            settings[setting.name] = tuple(value) if isinstance(value, list) else value
+    settings |= {
+        "disable_bias_linear": not args.get("add_bias_linear", True),
+        "num_query_groups": args.get("num_query_groups", 0) if args.get("group_query_attention") else 0,
+    }
+    if isinstance(value := args.get("moe_layer_freq"), list | int):
+        settings["moe_layer_freq"] = str(value)
+    for name, kind in (("moe_router_load_balancing_type", str), ("moe_aux_loss_coeff", float)):
+        value = settings.get(name)
+        settings |= {name: (kind(value),)} if isinstance(value, str | int | float) else {}
+    if not args.get("num_experts"):
+        settings = {k: v for k, v in settings.items() if not k.startswith(("moe", "num_experts"))}
+    if not args.get("use_rope_scaling"):
+        settings.pop("rope_scaling_factor", None)
+    settings["bf16"], settings["fp16"] = bool(args.get("bf16")), bool(args.get("fp16"))
+    if size := args.get("vocab_size") or args.get("padded_vocab_size"):
+        settings["vocab_size"] = size
+    return settings

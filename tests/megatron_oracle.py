@@ -1,0 +1,246 @@
+"""megatron-core itself, on CPU: small models that it saves, loads and computes, in processes of their own.
+
+    with Oracle(tp=2) as oracle:
+        logits = oracle("save", "llama", folder)       # what Megatron's dist_checkpointing.save has written
+        logits = oracle("load", "llama", folder)       # what its load makes of a folder of ours
+
+To import it takes seconds, so one process answers all calls. It is built for GPUs: `patch` replaces what
+needs one, or packages that are not here; numbers are those of its own code.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB, LENGTH, POSITIONS = 120, 16, 64
+PADDED = 128
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+LLAMA = SIZES | {"num_query_groups": 2, "ffn_hidden_size": 48}
+ROPE = {"position_embedding_type": "rope"}
+# Our settings of each model; `theirs` makes Megatron's of them.
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": SIZES | {"bias_gelu_fusion": False},
+    "llama": LLAMA
+    | ROPE
+    | {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+MODELS["qwen"] = MODELS["llama"] | {"add_qkv_bias": True, "qk_layernorm": True, "kv_channels": 12}
+MODELS["mixtral"] = MODELS["llama"] | {"num_experts": 4}
+MODELS["qwen-moe"] = MODELS["mixtral"] | {
+    "num_layers": 3,
+    "moe_layer_freq": "[0,1,1]",
+    "moe_ffn_hidden_size": 40,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+SAME = """
+num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels normalization
+add_qkv_bias qk_layernorm moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+moe_router_score_function moe_router_enable_expert_bias
+""".split()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+class Oracle:
+    """A process of megatron-core for each rank; calling it has all ranks do something, rank 0 answers."""
+
+    def __init__(self, tp: int = 1, pp: int = 1) -> None:
+        context, self.ranks = multiprocessing.get_context("spawn"), []
+        self.store = tempfile.TemporaryDirectory()
+        for rank in range(tp * pp):
+            here, there = context.Pipe()
+            args = (there, rank, tp, pp, self.store.name)
+            process = context.Process(target=serve, args=args, daemon=False)
+            process.start()
+            there.close()
+            self.ranks.append((process, here))
+
+    def __call__(self, what: str, *args: Any) -> Any:
+        for _, pipe in self.ranks:
+            pipe.send((what, args))
+        answers = []
+        for _, pipe in self.ranks:
+            if not pipe.poll(60):
+                self.close()
+                raise TimeoutError(f"megatron-core does not answer {what}")
+            answers.append(pipe.recv())
+        for answer in answers:
+            if isinstance(answer, str):
+                raise RuntimeError(answer)
+        return answers[-1]
+
+    def close(self) -> None:
+        for process, pipe in self.ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.store.cleanup()
+
+    def __enter__(self) -> "Oracle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(pipe: Any, rank: int, tp: int, pp: int, store: str) -> None:
+    """What a rank does: answers calls until the pipe is closed."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}/store", rank=rank, world_size=tp * pp
+    )
+    patch()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tp, pp)
+    with contextlib.suppress(EOFError):
+        while True:
+            what, args = pipe.recv()
+            try:
+                pipe.send(CALLS[what](*args))
+            except Exception as error:
+                import traceback
+
+                pipe.send(f"{error!r}: {traceback.format_exc()[-1500:]}")
+
+
+def patch() -> None:
+    """Replace what needs a GPU, psutil or Transformer Engine, and a process that is spawned for a queue."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as writing
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda: None
+    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    moe.te_general_gemm = None
+    writing._process_memory = lambda: 0
+    writing._get_write_results_queue = queue.Queue
+
+
+def build(name: str, seed: int, **more: Any) -> torch.nn.Module:
+    """One of MODELS by megatron-core, with random weights, biases and norms."""
+    from megatron.core import parallel_state as state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    ours = MODELS[name]
+    given = {key: ours[key] for key in SAME if key in ours} | more
+    experts = ours.get("num_experts")
+    if experts:
+        given |= {"num_moe_experts": experts, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
+    if "moe_layer_freq" in ours:
+        given["moe_layer_freq"] = eval(ours["moe_layer_freq"])
+    if ours.get("swiglu"):
+        given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    config = TransformerConfig(
+        **given,
+        add_bias_linear=not ours.get("disable_bias_linear"),
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    if "moe_layer_freq" in ours:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization
+        )
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=PADDED,
+        max_sequence_length=POSITIONS,
+        position_embedding_type=ours.get("position_embedding_type", "learned_absolute"),
+        share_embeddings_and_output_weights=not ours.get("untie_embeddings_and_output_weights"),
+        pre_process=state.is_pipeline_first_stage(),
+        post_process=state.is_pipeline_last_stage(),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if value.dim() < 2 and value.is_floating_point() and not key.endswith("inv_freq"):
+                value.add_(torch.randn(value.shape, generator=generator), alpha=0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor | None:
+    """Logits `[b, s, V]`; None if the model is spread over ranks."""
+    if torch.distributed.get_world_size() > 1:
+        return None
+    mask = torch.ones(LENGTH, LENGTH).tril()[None, None] < 0.5
+    found = model(tokens(), torch.arange(LENGTH).expand(2, -1), mask)
+    return found[..., :VOCAB].clone()
+
+
+def saved(name: str, folder: str, args: dict | None = None, seed: int = 1) -> torch.Tensor | None:
+    """Save a model as Megatron-LM does, `args` among its state; returns its logits."""
+    import argparse
+
+    from megatron.core import dist_checkpointing
+
+    model = build(name, seed)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    state: dict[str, Any] = {"model": model.sharded_state_dict(), "checkpoint_version": 3.0, "iteration": 7}
+    if args:
+        state["args"] = argparse.Namespace(**args)
+    dist_checkpointing.save(state, str(folder))
+    return logits(model)
+
+
+def loaded(name: str, folder: str, seed: int = 2) -> torch.Tensor | None:
+    """Load a folder into a model with other weights, and return its logits."""
+    from megatron.core import dist_checkpointing
+
+    model = build(name, seed)
+    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    model.load_state_dict(state["model"])
+    return logits(model)
+
+
+def saved_legacy(name: str, folder: str, args: dict, seed: int = 1) -> torch.Tensor | None:
+    """Save a model as Megatron-LM does with --ckpt-format torch, a file for each rank; returns its logits."""
+    import argparse
+
+    from megatron.core import parallel_state as state
+
+    model = build(name, seed)
+    tp, pp = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
+    stage = f"_{state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else ""
+    path = Path(folder) / f"mp_rank_{state.get_tensor_model_parallel_rank():02d}{stage}"
+    path.mkdir(parents=True)
+    args |= {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    args |= {"params_dtype": torch.float32, "rank": torch.distributed.get_rank()}
+    whole = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
+    whole |= {"model": model.state_dict_for_save_checkpoint(), "rng_state": [{"np": (1, 2.5)}]}
+    torch.save(whole, path / "model_optim_rng.pt")
+    return logits(model)
+
+
+CALLS = {"legacy": saved_legacy, "save": saved, "load": loaded}

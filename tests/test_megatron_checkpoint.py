@@ -1,0 +1,185 @@
+"""Checkpoints of Megatron-LM, against megatron-core: what it saves is read, what is written it loads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import convert
+from nanomegatron.batch import Batch
+from nanomegatron.checkpoint.checkpoint import (
+    load,
+    module_states,
+    save,
+    state_pieces,
+    training_pieces,
+)
+from nanomegatron.config.cli import build_config, to_toml
+from nanomegatron.config.hf import effective
+from nanomegatron.config.megatron_args import args_of_settings, settings_of_args
+from nanomegatron.model import GPTModel
+from nanomegatron.param import Init
+from tests.checkpoints import ALONE
+from tests.megatron_oracle import LENGTH, MODELS, PADDED, POSITIONS, VOCAB, Oracle, tokens
+
+EXACT = 1e-6
+WIDE = [name for name in MODELS if name != "qwen-moe"]  # one layer spec for all layers: any stage has them
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    with Oracle() as found:
+        yield found
+
+
+def settings(name: str) -> dict:
+    return MODELS[name] | {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS}
+
+
+def flags(name: str) -> list[str]:
+    found = []
+    for key, value in settings(name).items():
+        word = key.replace("_", "-")
+        found += [f"--{'no-' * (value is False)}{word}"] if isinstance(value, bool) else [f"--{word}={value}"]
+    return found
+
+
+def model_of(name: str) -> GPTModel:
+    """Ours, with random weights."""
+    config = build_config(settings(name)).model
+    return GPTModel(
+        config, vocab_size=VOCAB, max_sequence_length=POSITIONS, init=Init(device=torch.device("cpu"))
+    )
+
+
+def pieces_of(model: GPTModel) -> list:
+    return training_pieces(model.parameters(), {}, ALONE) + state_pieces(module_states(model), ALONE)
+
+
+@torch.no_grad()
+def logits_of(model: GPTModel) -> torch.Tensor:
+    return model(Batch(tokens(), torch.arange(LENGTH)))[..., :VOCAB].transpose(0, 1)
+
+
+def run(source: str, target: str, here: Path, there: Path, *more: str) -> int:
+    paths = ("--input-path", str(here), "--output-path", str(there))
+    return convert.main(["--source", source, "--target", target, *paths, *more])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_megatron_saves_computes_the_same_here(oracle, tmp_path, name):
+    expected = oracle("save", name, tmp_path / "theirs")
+    assert run("megatron-core", "nanomegatron", tmp_path / "theirs", tmp_path / "ours", *flags(name)) == 0
+    model = model_of(name)
+    assert (logits_of(model) - expected).abs().max() > 0.01
+    load(tmp_path / "ours", pieces_of(model), ALONE)
+    assert (logits_of(model) - expected).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_loads_what_is_written(oracle, tmp_path, name):
+    model = model_of(name)
+    for param in model.parameters():
+        if param.dim() < 2:
+            torch.nn.init.normal_(param, 1, 0.1)
+    config = build_config(settings(name))
+    state = {"iteration": 3, "consumed_samples": 0}
+    save(tmp_path / "ours", 3, pieces_of(model), state, to_toml(config), ALONE)
+    assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "theirs") == 0
+    assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    found = oracle("load", name, tmp_path / "theirs" / "iter_0000003")
+    assert (found - logits_of(model)).abs().max() < EXACT
+
+
+def args_of(name: str) -> dict:
+    """Megatron's args of a model, as its own parser names them, with some that are none of ours."""
+    config = build_config(settings(name))
+    more = {"padded_vocab_size": PADDED, "params_dtype": torch.float32, "data_path": ["a", "b"], "rank": 0}
+    return args_of_settings(config, VOCAB) | more
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_args_give_the_model_back(name):
+    config = build_config(settings(name))
+    found = build_config(settings_of_args(args_of_settings(config, VOCAB)))
+    assert effective(found.model) == effective(config.model)
+    assert found.data.vocab_size == VOCAB
+
+
+def test_the_legacy_format_is_read_without_unpickling(oracle, tmp_path):
+    expected = oracle("legacy", "qwen", tmp_path / "theirs" / "iter_0000007", args_of("qwen"))
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("7")
+    assert run("megatron-core", "nanomegatron", tmp_path / "theirs", tmp_path / "ours") == 0
+    model = model_of("qwen")
+    load(tmp_path / "ours", pieces_of(model), ALONE)
+    assert (logits_of(model) - expected).abs().max() < EXACT
+
+
+def test_to_and_from_hugging_face(oracle, tmp_path):
+    """From Megatron's folder at once, and to one: transformers computes what megatron-core does."""
+    transformers = pytest.importorskip("transformers")
+    expected = oracle("save", "llama", tmp_path / "theirs", args_of("llama"))
+    assert run("megatron-core", "hf", tmp_path / "theirs", tmp_path / "hf") == 0
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        assert (model(tokens()).logits - expected).abs().max() < EXACT
+    assert run("hf", "megatron-core", tmp_path / "hf", tmp_path / "again") == 0
+    found = oracle("load", "llama", tmp_path / "again" / "release")
+    assert torch.equal(found, expected)
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """Four ranks: tp 2, pp 2."""
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    with Oracle(tp=2, pp=2) as found:
+        yield found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["save", "legacy"])
+@pytest.mark.parametrize("name", WIDE)
+def test_what_four_ranks_save(oracle, spread, tmp_path, name, how):
+    """The model of two tp ranks and two stages, read here and read by megatron-core on one rank."""
+    spread(how, name, tmp_path / "theirs", args_of(name))
+    assert run("megatron-core", "nanomegatron", tmp_path / "theirs", tmp_path / "ours") == 0
+    model = model_of(name)
+    load(tmp_path / "ours", pieces_of(model), ALONE)
+    if how == "save":
+        expected = oracle("load", name, tmp_path / "theirs")
+    else:
+        assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "again") == 0
+        expected = oracle("load", name, tmp_path / "again" / "release")
+    assert (logits_of(model) - expected).abs().max() < EXACT
+
+
+def test_what_does_not_fit_is_named(oracle, tmp_path, capsys):
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    oracle("save", "llama", theirs)
+
+    def refused(message: str, *more: str) -> None:
+        assert run("megatron-core", "nanomegatron", theirs, out, *more) == 2
+        assert message in capsys.readouterr().err
+        assert sorted(tmp_path.iterdir()) == [theirs]
+
+    refused("it has no args; give its model by flags or --config")
+    fit = flags("llama")
+    refused("linear_qkv.weight: is [2, 64, 32], wanted [2, 96, 32]; see", *fit, "--num-query-groups=4")
+    refused("mlp.linear_fc1.weight: is [2, 96, 32], wanted [2, 128, 32]; see", *fit, "--ffn-hidden-size=64")
+    refused("is [2, 64, 32], wanted [3, 64, 32]; see --num-layers", *fit, "--num-layers=3")
+    refused("is [128, 32], wanted [129, 32]", *fit, "--vocab-size=129")
+    refused("output_layer.weight [128, 32]: this model has", *fit, "--no-untie-embeddings-and-output-weights")
+    refused("pre_mlp_layernorm.bias: missing", *fit, "--normalization=LayerNorm")
+    refused("--foo: unknown flag", *fit, "--foo")
+    (theirs / "__0_0.distcp").write_bytes(b"")
+    refused("does not fit into", *fit)
+
+
+def test_each_kind_of_folder_is_told_from_the_other(oracle, tmp_path, capsys):
+    oracle("save", "gpt", tmp_path / "theirs")
+    assert run("megatron", "nanomegatron", tmp_path / "theirs", tmp_path / "ours", *flags("gpt")) == 0
+    assert run("nanomegatron", "hf", tmp_path / "theirs", tmp_path / "out") == 2
+    assert "is of Megatron-LM; give --source megatron-core" in capsys.readouterr().err
+    assert run("megatron", "hf", tmp_path / "ours", tmp_path / "out") == 2
+    assert "is of nanomegatron; give --source nanomegatron" in capsys.readouterr().err
