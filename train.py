@@ -39,6 +39,7 @@ from nanomegatron.config.batch import samples_before
 from nanomegatron.config.check import resolve, run_notes, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder
+from nanomegatron.config.megatron_args import megatron_folder
 from nanomegatron.config.run_folder import resumed, with_run_name
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
@@ -138,6 +139,8 @@ def with_text(parsed: Parsed) -> DataConfig:
     if load and is_hf_folder(load):
         how = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {load}"
         raise ConfigError([f"--load {load}: give --data-path, data that preprocess.py made with {how}"])
+    if load and megatron_folder(load):
+        raise ConfigError([f"--load {load}: give --data-path, data made with the tokenizer of that model"])
     if data.tokenizer_type:
         raise ConfigError([f"--tokenizer-type {data.tokenizer_type}: give --data-path, data made with it"])
     text = prepare_embedded()

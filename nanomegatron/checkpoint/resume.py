@@ -11,6 +11,7 @@ There is no random state to keep: weights depend on (seed, name), the order of t
 requested by each run), dropout on (seed, sample, place). So a run resumes to the bit, under any layout.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import remove_leftovers
 from nanomegatron.checkpoint.hf import keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.checkpoint.source import LoadSource, find_source, model_changes
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
@@ -27,6 +29,7 @@ from nanomegatron.comm import all_gather_text
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import is_hf_folder
+from nanomegatron.config.megatron_args import megatron_folder
 from nanomegatron.data.identity import data_changes
 from nanomegatron.run import Run, due
 
@@ -117,7 +120,7 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
 
 
 def load_checkpoint(run: Run) -> None:
-    """Resume from the folder that `find_source` chooses: a checkpoint of ours or a Hugging Face folder.
+    """Resume from the folder that `find_source` chooses: a checkpoint, or a Hugging Face folder.
 
     Raises CheckpointError if --load names a folder without a checkpoint, unless it is --save's: then a new
     run begins there.
@@ -126,6 +129,9 @@ def load_checkpoint(run: Run) -> None:
     root, only_weights = source.root, source.only_weights
     if is_hf_folder(root):
         load_hf_folder(run, source)
+        return
+    if theirs := megatron_folder(root, source.step):
+        load_megatron_folder(run, source, theirs)
         return
     begins, found = source.begins, read_state(root, run.mesh, source.step)
     if found and not begins and ("hf" in found[0] or "iteration" not in found[0]):
@@ -239,6 +245,21 @@ def load_hf_folder(run: Run, source: LoadSource) -> None:
     keep_source(run, source.root)
     how = ", each expert as the MLP" * upcycling
     run.log.line(f"loaded  {source.root}, the weights of a Hugging Face model{how}")
+
+
+def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:
+    """Load the weights of a Megatron-LM checkpoint, for iteration 0. Raises CheckpointError."""
+    parameters, model, mesh = run.model.parameters, run.config.model, run.mesh
+    whole = replace(model, num_experts=None) if source.upcycling else model
+    manifest = open_on_all_ranks(folder, whole, run.model.vocab_size, mesh)
+    pieces = all_pieces(run, {})[0]
+    pieces = dense_pieces(pieces) if source.upcycling else pieces
+    warn_once(run, load_megatron(folder, manifest, pieces, mesh))
+    log_notes(run, divide_outputs(parameters(), model) if source.upcycling else [])
+    if run.optimizer:
+        run.optimizer.reset_main()
+    how = ", each expert as the MLP" * source.upcycling
+    run.log.line(f"loaded  {folder}, the weights of a Megatron-LM checkpoint{how}")
 
 
 def keep_source(run: Run, root: str) -> None:

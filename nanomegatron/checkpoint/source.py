@@ -133,6 +133,8 @@ def with_saved_schedule(config: Config, mesh: Mesh) -> Config:
     wanted = config.checkpoint.use_checkpoint_opt_param_scheduler
     if not wanted or (found := source.saved(mesh)) is None:
         return config
+    if not found[1]:
+        raise CheckpointError(f"{source.root}: another program saved it; give the schedule by flags")
     try:
         saved = from_toml(found[1])
     except ValueError as error:

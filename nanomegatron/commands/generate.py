@@ -21,8 +21,10 @@ from nanomegatron.build import build
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.config.cli import build_config, from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
+from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
@@ -84,6 +86,8 @@ def load_model(
     """
     if is_hf_folder(root):
         return load_hf_model(root, mesh, say)
+    if theirs := megatron_folder(root, step):
+        return load_megatron_model(theirs, mesh, say)
     found = load(root, [], mesh, step)  # which it is, without the weights: they need a model first
     if found is None:
         raise CheckpointError(f"no checkpoint in {root}")
@@ -111,6 +115,23 @@ def load_hf_model(
     for note in load_weights(root, model.parameters(), config.model, vocab_size):
         say(note)
     return model, folder_tokenizer(Path(root), vocab_size), config
+
+
+def load_megatron_model(
+    folder: Path, mesh: Mesh, say: Callable[[str], None]
+) -> tuple[Stages, Tokenizer, Config]:
+    """The same for a checkpoint of Megatron-LM that has args. Raises ValueError, CheckpointError."""
+    settings = megatron_settings(folder)
+    if not settings.get("vocab_size"):
+        raise ValueError(f"{folder}: it has no args that say what the model is; convert it with convert.py")
+    config = build_config(settings)
+    vocab_size = config.data.vocab_size
+    model = new_model(config, mesh, vocab_size)
+    pieces = training_pieces(model.parameters(), {}, mesh) + state_pieces(module_states(model), mesh)
+    manifest = open_on_all_ranks(folder, config.model, vocab_size, mesh)
+    for note in load_megatron(folder, manifest, pieces, mesh):
+        say(note)
+    return model, folder_tokenizer(folder.parent, vocab_size), config
 
 
 def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:

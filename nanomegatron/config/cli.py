@@ -23,6 +23,7 @@ from typing import Any
 from nanomegatron.config.help import PRESETS, did_you_mean, suggest_flags
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron import answer, megatron_flags, missing_companions
+from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.rules import brought, declared, flag, spelled
 from nanomegatron.config.settings import Config
 
@@ -91,6 +92,8 @@ def parse(argv: list[str]) -> Parsed:
     if preset is None and not model_given and (saved := saved_settings(load)):
         from_file.read_table(saved, load)
         reader.notes.append(f"model, data and training are those of --load {load}, but for other flags")
+    elif preset is None and load and (theirs := megatron_folder(load, reader.values.get("ckpt_step"))):
+        from_file.read_megatron(theirs, model_given)
     elif preset is None and not model_given:
         preset = DEFAULT_PRESET
         reader.notes.append(f"no model is given: the preset {preset} (--config names another)")
@@ -275,6 +278,17 @@ class _Reader:
             left = [key for key in OF_ONE_RUN.split() if table.pop(key, None) is not None]
             self.notes.append(f"{path}: taken without {', '.join(left)}, which are that run's own")
         self.read_table(table, str(path))
+
+    def read_megatron(self, folder: Path, model_given: bool) -> None:
+        """Take the model of a Megatron-LM checkpoint, if it says that; else flags have to."""
+        try:
+            self.values |= megatron_settings(folder)
+        except ValueError as error:
+            self.errors += str(error).splitlines()
+        if self.values:
+            self.notes.append(f"the model is that of --load {folder}, but for other flags")
+        elif not (self.errors or model_given):
+            self.errors.append(f"--load {folder}: it has no args; give its model by flags or --config")
 
     def read_table(self, table: dict[str, Any], source: str) -> None:
         """Read the keys of a TOML file; `source` names the file in errors."""
