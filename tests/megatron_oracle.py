@@ -58,6 +58,11 @@ def tokens() -> torch.Tensor:
     return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
+def pattern() -> torch.Tensor:
+    """A sequence that is followed by its own beginning: data that repeat it have one sample, over and over."""
+    return torch.randint(PADDED - 1, (LENGTH,), generator=torch.Generator().manual_seed(6))
+
+
 class Oracle:
     """A process of megatron-core for each rank; calling it has all ranks do something, rank 0 answers."""
 
@@ -243,4 +248,41 @@ def saved_legacy(name: str, folder: str, args: dict, seed: int = 1) -> torch.Ten
     return logits(model)
 
 
-CALLS = {"legacy": saved_legacy, "save": saved, "load": loaded}
+def train_steps(model: torch.nn.Module, adam: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Losses of steps on the batch of `pattern`, the mean over its tokens."""
+    losses, mask = [], torch.ones(LENGTH, LENGTH).tril()[None, None] < 0.5
+    for _ in range(steps):
+        tokens = pattern()[None]
+        found = model(tokens, torch.arange(LENGTH)[None], mask)
+        loss = torch.nn.functional.cross_entropy(found[0], tokens[0].roll(-1))
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(name: str, folder: str, args: dict, before: int, after: int) -> list[float]:
+    """Save a model with its optimizer after some steps, as Megatron-LM does; losses of the next ones."""
+    import argparse
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    model = build(name, 1)
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}]
+    groups += [{"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    train_steps(model, adam, before)
+    optimizer = FP32Optimizer.__new__(FP32Optimizer)  # its __init__ needs a GPU
+    optimizer.optimizer, optimizer.is_stub_optimizer = adam, False
+    weights = model.sharded_state_dict()
+    state = {"args": argparse.Namespace(**args), "iteration": before, "model": weights}
+    state["optimizer"] = optimizer.sharded_state_dict(weights)
+    Path(folder).mkdir(parents=True)
+    dist_checkpointing.save(state, str(folder))
+    return train_steps(model, adam, after)
+
+
+CALLS = {"train": trained, "legacy": saved_legacy, "save": saved, "load": loaded}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,10 +18,13 @@ from nanomegatron.checkpoint.checkpoint import (
 from nanomegatron.config.cli import build_config, to_toml
 from nanomegatron.config.hf import effective
 from nanomegatron.config.megatron_args import args_of_settings, settings_of_args
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from tests.checkpoints import ALONE
-from tests.megatron_oracle import LENGTH, MODELS, PADDED, POSITIONS, VOCAB, Oracle, tokens
+from tests.megatron_oracle import LENGTH, MODELS, PADDED, POSITIONS, VOCAB, Oracle, pattern, tokens
+from tests.spmd import run_spmd
+from tests.test_train import run_train
 
 EXACT = 1e-6
 WIDE = [name for name in MODELS if name != "qwen-moe"]  # one layer spec for all layers: any stage has them
@@ -183,3 +187,52 @@ def test_each_kind_of_folder_is_told_from_the_other(oracle, tmp_path, capsys):
     assert "is of Megatron-LM; give --source megatron-core" in capsys.readouterr().err
     assert run("megatron", "hf", tmp_path / "ours", tmp_path / "out") == 2
     assert "is of nanomegatron; give --source nanomegatron" in capsys.readouterr().err
+
+
+STEPS = (
+    "--seq-length 16 --global-batch-size 2 --micro-batch-size 1 --eval-iters 1 --lr 1e-3 --weight-decay 0.1 "
+    "--lr-decay-style constant --clip-grad 0 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --device cpu "
+    "--run-name test --tokenizer-type NullTokenizer --vocab-size 128 --split 90,10,0 --train-iters 6"
+)
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory) -> str:
+    """Prefix of data whose samples are all the same."""
+    prefix = str(tmp_path_factory.mktemp("data") / "repeated")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(20):
+            builder.add_document(pattern().repeat(10).numpy())
+        builder.finalize()
+    return prefix
+
+
+def losses_of(folder: Path, data: str, ranks: int, *more: str) -> list[float]:
+    """lm_loss of each step of train.py."""
+    argv = [*STEPS.split(), "--data-path", data, *" ".join(more).split()]
+    folder.mkdir()
+    return [step["lm_loss"] for step in run_spmd(run_train, ranks, argv, str(folder))[0]]
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("llama", ""),
+        pytest.param("llama", "--tp 2", marks=pytest.mark.full),
+        pytest.param("llama", "--pp 2", marks=pytest.mark.full),
+        pytest.param("llama", "--use-distributed-optimizer", marks=pytest.mark.full),
+        pytest.param("gpt", "--tp 2", marks=pytest.mark.full),
+        pytest.param("mixtral", "--ep 2", marks=pytest.mark.full),
+    ],
+)
+def test_training_goes_on_with_the_losses_that_megatron_has(oracle, repeated, tmp_path, name, layout):
+    """With its optimizer states from the next step on, and without them from the first."""
+    args = args_of(name) | {"vocab_size": PADDED, "consumed_train_samples": 6}
+    expected = oracle("train", name, tmp_path / "theirs" / "iter_0000003", args, 3, 3)
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("3")
+    load, ranks = f"--load {tmp_path / 'theirs'}", 2 if layout else 1
+    losses = losses_of(tmp_path / "run", repeated, ranks, load, layout)
+    assert losses == pytest.approx(expected, abs=EXACT)
+    losses = losses_of(tmp_path / "tuned", repeated, ranks, load, layout, "--finetune")
+    assert losses[0] == pytest.approx(expected[0], abs=EXACT) and len(losses) == 6
+    assert abs(losses[2] - expected[2]) > 1e-4

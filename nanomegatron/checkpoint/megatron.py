@@ -38,11 +38,12 @@ from nanomegatron.config.megatron_args import LEGACY
 from nanomegatron.config.model import TransformerConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
-STATE_NAMES = {  # of our tensors -> before Megatron's name of the parameter
-    "model": "",
-    "main": "optimizer.state.fp32_param.",
-    "exp_avg": "optimizer.state.exp_avg.",
-    "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+STATE_NAMES = {  # before Megatron's name of the parameter -> kind of our tensor
+    "": "model",
+    "optimizer.state.fp32_param.": "main",
+    "optimizer.state.param.": "main",  # of the distributed optimizer
+    "optimizer.state.exp_avg.": "exp_avg",
+    "optimizer.state.exp_avg_sq.": "exp_avg_sq",
 }
 NORMS = {  # norms that Transformer Engine, and sharded checkpoints, have inside the layer behind them
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -154,7 +155,7 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
         if spot is None:
             errors.append(f"{name}: missing, {' or '.join(spot.key for spot in candidates[:2])}")
             continue
-        for kind, before in STATE_NAMES.items():
+        for before, kind in STATE_NAMES.items():
             key = before + prefix + spot.key
             if key not in tensors:
                 continue

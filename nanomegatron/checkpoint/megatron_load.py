@@ -1,7 +1,10 @@
 """Loads a checkpoint of Megatron-LM on all ranks, each of which reads the slices that it holds."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from nanomegatron.checkpoint.checkpoint import on_all_ranks
 from nanomegatron.checkpoint.files import Piece, fill
@@ -22,9 +25,10 @@ def open_on_all_ranks(folder: Path, model: TransformerConfig, vocab_size: int, m
 def load_megatron(folder: Path, manifest: Manifest, pieces: Iterable[Piece], mesh: Mesh) -> list[str]:
     """Fill the pieces, cast to their types; returns notes. Raises CheckpointError on all ranks.
 
+    Main weights are filled from the weights if they are not saved, and fp32 weights from main weights if so.
     Optional pieces that the checkpoint lacks stay as they are.
     """
-    pieces = [piece for piece in pieces if piece.data.numel()]
+    pieces = [_best(piece, manifest) for piece in pieces if piece.data.numel()]
     there = [piece for piece in pieces if piece.key in manifest.tensors]
     if missing := [p.key for p in pieces if not (p.optional or p.key in manifest.tensors)]:
         raise CheckpointError(f"{folder}: {missing[0]} is missing, and {len(missing) - 1} more")
@@ -32,3 +36,12 @@ def load_megatron(folder: Path, manifest: Manifest, pieces: Iterable[Piece], mes
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
     return [f"{folder} has no hash that says whether it is damaged"]
+
+
+def _best(piece: Piece, manifest: Manifest) -> Piece:
+    kind, _, name = piece.key.partition("/")
+    main = f"main/{name}" in manifest.tensors
+    if kind == "main" and not main:
+        return replace(piece, key=f"model/{name}")
+    whole = kind == "model" and piece.data.dtype == torch.float32
+    return replace(piece, key=f"main/{name}") if whole and main else piece

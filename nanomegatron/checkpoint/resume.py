@@ -29,7 +29,7 @@ from nanomegatron.comm import all_gather_text
 from nanomegatron.config.check_model import hub_hint
 from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import is_hf_folder
-from nanomegatron.config.megatron_args import megatron_folder
+from nanomegatron.config.megatron_args import megatron_folder, megatron_progress
 from nanomegatron.data.identity import data_changes
 from nanomegatron.run import Run, due
 
@@ -248,18 +248,31 @@ def load_hf_folder(run: Run, source: LoadSource) -> None:
 
 
 def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:
-    """Load the weights of a Megatron-LM checkpoint, for iteration 0. Raises CheckpointError."""
-    parameters, model, mesh = run.model.parameters, run.config.model, run.mesh
+    """Load a Megatron-LM checkpoint: to go on at its iteration if it has optimizer states, else its weights.
+
+    Raises CheckpointError, or ValueError if by then this run would have consumed another number of samples.
+    """
+    config, model = run.config.checkpoint, run.config.model
     whole = replace(model, num_experts=None) if source.upcycling else model
-    manifest = open_on_all_ranks(folder, whole, run.model.vocab_size, mesh)
-    pieces = all_pieces(run, {})[0]
+    manifest = open_on_all_ranks(folder, whole, run.model.vocab_size, run.mesh)
+    goes_on = not source.begins and any(key.startswith("exp_avg/") for key in manifest.tensors)
+    states = run.optimizer.states() if goes_on and not config.no_load_optim else {}
+    pieces = all_pieces(run, states)[0]
     pieces = dense_pieces(pieces) if source.upcycling else pieces
-    warn_once(run, load_megatron(folder, manifest, pieces, mesh))
-    log_notes(run, divide_outputs(parameters(), model) if source.upcycling else [])
-    if run.optimizer:
+    warn_once(run, load_megatron(folder, manifest, pieces, run.mesh))
+    log_notes(run, divide_outputs(run.model.parameters(), model) if source.upcycling else [])
+    if goes_on:
+        iteration, samples = megatron_progress(folder)
+        run.iteration = iteration
+        consumed = run.consumed_samples if samples is None else samples
+        restore_progress(run, str(folder), {"iteration": iteration, "consumed_samples": consumed})
+    if states:
+        scalars = run.optimizer.scalars()
+        run.optimizer.load_scalars(scalars | {"good_steps": run.iteration})
+    elif run.optimizer:
         run.optimizer.reset_main()
-    how = ", each expert as the MLP" * source.upcycling
-    run.log.line(f"loaded  {folder}, the weights of a Megatron-LM checkpoint{how}")
+    step = f", step {run.iteration}" if goes_on else ", its weights"
+    run.log.line(f"loaded  {folder} of Megatron-LM{step}{', each expert as the MLP' * source.upcycling}")
 
 
 def keep_source(run: Run, root: str) -> None:

@@ -94,6 +94,7 @@ def parse(argv: list[str]) -> Parsed:
         reader.notes.append(f"model, data and training are those of --load {load}, but for other flags")
     elif preset is None and load and (theirs := megatron_folder(load, reader.values.get("ckpt_step"))):
         from_file.read_megatron(theirs, model_given)
+        saved = from_file.values
     elif preset is None and not model_given:
         preset = DEFAULT_PRESET
         reader.notes.append(f"no model is given: the preset {preset} (--config names another)")

@@ -9,6 +9,7 @@ those of our settings, but for a few. A checkpoint that megatron-core's own func
 say what the model is.
 """
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ def args_of_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return the args that a checkpoint's state has; {} if it has none."""
     args = state.get("args")
     return args.state if isinstance(args, Record) and isinstance(args.state, dict) else {}
+
+
+def megatron_progress(folder: Path) -> tuple[int, int | None]:
+    """Return the iteration of a torch_dist checkpoint and the samples consumed by then. Raises ValueError."""
+    state = pickled_state(folder / "common.pt") if (folder / "common.pt").is_file() else {}
+    iteration, samples = state.get("iteration"), args_of_state(state).get("consumed_train_samples")
+    if not isinstance(iteration, int):
+        iteration = int(re.sub(r"\D", "", folder.name) or 0)
+    return iteration, samples if isinstance(samples, int) else None
 
 
 def megatron_settings(folder: Path) -> dict[str, Any]:
