@@ -10,6 +10,7 @@ needs one, or packages that are not here; numbers are those of its own code.
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import tempfile
@@ -59,7 +60,7 @@ def tokens() -> torch.Tensor:
 
 
 def pattern() -> torch.Tensor:
-    """A sequence that is followed by its own beginning: data that repeat it have one sample, over and over."""
+    """A sequence that is followed by its own beginning: data that repeat it have but this sample."""
     return torch.randint(PADDED - 1, (LENGTH,), generator=torch.Generator().manual_seed(6))
 
 
@@ -80,16 +81,15 @@ class Oracle:
     def __call__(self, what: str, *args: Any) -> Any:
         for _, pipe in self.ranks:
             pipe.send((what, args))
-        answers = []
-        for _, pipe in self.ranks:
-            if not pipe.poll(60):
+        answers: dict[Any, Any] = {}
+        while waiting := [pipe for _, pipe in self.ranks if pipe not in answers]:
+            ready = multiprocessing.connection.wait(waiting, timeout=120)
+            answers |= {pipe: pipe.recv() for pipe in ready}
+            failed = [answer for answer in answers.values() if isinstance(answer, str)]
+            if failed or not ready:  # the other ranks may wait for one that has failed
                 self.close()
-                raise TimeoutError(f"megatron-core does not answer {what}")
-            answers.append(pipe.recv())
-        for answer in answers:
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-        return answers[-1]
+                raise RuntimeError(failed[0] if failed else f"megatron-core does not answer {what}")
+        return answers[self.ranks[0][1]]
 
     def close(self) -> None:
         for process, pipe in self.ranks:
