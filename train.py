@@ -139,7 +139,7 @@ def with_text(parsed: Parsed) -> DataConfig:
     if load and is_hf_folder(load):
         how = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {load}"
         raise ConfigError([f"--load {load}: give --data-path, data that preprocess.py made with {how}"])
-    if load and megatron_folder(load):
+    if load and megatron_folder(load, parsed.config.checkpoint.ckpt_step):
         raise ConfigError([f"--load {load}: give --data-path, data made with the tokenizer of that model"])
     if data.tokenizer_type:
         raise ConfigError([f"--tokenizer-type {data.tokenizer_type}: give --data-path, data made with it"])

@@ -84,6 +84,9 @@ def read_legacy(folder: Path) -> Manifest:
             ranks.append(_rank_file(path, state, args))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
+    if args.get("num_experts") and etp not in (None, tp):
+        raise CheckpointError(f"{folder}: not read with expert tensor parallel size {etp}, others {tp}")
     tensors: dict[str, list] = {}
     first = _first_layers(ranks)
     for number, rank in enumerate(ranks):

@@ -10,6 +10,8 @@ say what the model is.
 """
 
 import re
+import types
+import typing
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,6 @@ PICKLE_BYTES = 64 * 2**20  # bytes of a pickle
 TRACKER = "latest_checkpointed_iteration.txt"
 LEGACY = "mp_rank_*/model_optim_rng.pt"
 ABSENT = "multi_latent_attention mtp_num_layers hybrid_override_pattern is_hybrid_model qk_l2_norm"
-# Settings that only training uses, which are the run's own.
-LEFT_OUT = ("recompute", "distribute_saved", "sequence_parallel", "cross_entropy", "attention_backend")
 
 
 def megatron_folder(root: str | Path, step: int | None = None) -> Path | None:
@@ -117,19 +117,17 @@ def settings_of_args(args: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{', '.join(found)}: a model with this is not here")
     settings = {}
     for part, setting, _ in declared(Config()):
-        value = args.get(setting.name)
+        value, rules = args.get(setting.name), setting.metadata
         plain = isinstance(value, bool | int | float | str | list | tuple)
-        if part == "model" and plain and not setting.name.startswith(LEFT_OUT):
-            settings[setting.name] = tuple(value) if isinstance(value, list) else value
+        if part == "model" and plain and not (rules["resumable"] or rules["fast_path"]):
+            settings[setting.name] = found = _converted(setting.type, value)
+            words, choices = found if isinstance(found, tuple) else [found], rules["choices"]
+            if choices and not set(words) <= set(choices):
+                raise ValueError(f"{setting.name} {str(value)[:80]!r}: here are {', '.join(choices)}")
     settings |= {
         "disable_bias_linear": not args.get("add_bias_linear", True),
         "num_query_groups": args.get("num_query_groups", 0) if args.get("group_query_attention") else 0,
     }
-    if isinstance(value := args.get("moe_layer_freq"), list | int):
-        settings["moe_layer_freq"] = str(value)
-    for name, kind in (("moe_router_load_balancing_type", str), ("moe_aux_loss_coeff", float)):
-        value = settings.get(name)
-        settings |= {name: (kind(value),)} if isinstance(value, str | int | float) else {}
     if not args.get("num_experts"):
         settings = {k: v for k, v in settings.items() if not k.startswith(("moe", "num_experts"))}
     if not args.get("use_rope_scaling"):
@@ -138,3 +136,13 @@ def settings_of_args(args: dict[str, Any]) -> dict[str, Any]:
     if size := args.get("vocab_size") or args.get("padded_vocab_size"):
         settings["vocab_size"] = size
     return settings
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    """Return the value as the type of a setting: a number or a list may be a text or a tuple here."""
+    if isinstance(kind, types.UnionType):
+        kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
+    if typing.get_origin(kind) is not tuple:
+        return kind(value)
+    element = typing.get_args(kind)[0]
+    return tuple(element(v) for v in (value if isinstance(value, list | tuple) else [value]))
