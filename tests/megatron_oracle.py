@@ -136,6 +136,7 @@ def patch() -> None:
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda: None
+    torch.Tensor.cuda = lambda self, *_, **__: self
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     moe.te_general_gemm = None
     writing._process_memory = lambda: 0
