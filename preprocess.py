@@ -2,6 +2,7 @@
 
     python preprocess.py --input 'corpus/*.jsonl.gz' --output-prefix data/corpus --append-eod --workers 8 \\
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe
+    zcat corpus.gz | python preprocess.py --input - --output-prefix data/corpus --tokenizer-type ByteTokenizer
     python preprocess.py --input corpus.jsonl --train-tokenizer 32000 --output data/bpe.tiktoken
     python preprocess.py --verify-data data/corpus_text_document
     python preprocess.py --embedded
@@ -14,7 +15,6 @@ the result does not depend on the number of workers. A line that is no document 
 """
 
 import argparse
-import contextlib
 import functools
 import importlib.util
 import json
@@ -27,21 +27,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from nanomegatron.config.settings import DataConfig
-from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, file_lock, marks, publish
-from nanomegatron.data.text import (
-    Portable,
-    blocks,
-    chunks,
-    encode,
-    in_order,
-    input_files,
-    kind,
-    lines,
-    train_tokenizer,
-)
+from nanomegatron.data.indexed_dataset import file_lock, publish
+from nanomegatron.data.output import Output
+from nanomegatron.data.reading import Place, blocks, chunks, documents, input_files, kind, size_of
+from nanomegatron.data.text import Portable, encode, in_order, train_tokenizer
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.data.verify import verify_pair
 
@@ -62,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             if not arguments.output:
                 raise ValueError("--train-tokenizer needs --output FILE for the rank file")
             files, keys = input_files(arguments.input), tuple(arguments.json_keys)
-            texts = (text for line in lines(files) for text in line.texts(keys))
+            texts = (text for document in documents(files, keys) for text in document.texts(keys))
             print(train_tokenizer(texts, arguments.train_tokenizer, Path(arguments.output)))
         else:
             for report in preprocess_arguments(arguments):
@@ -80,7 +70,10 @@ def parser() -> argparse.ArgumentParser:
     """Define the flags; those of Megatron's tools/preprocess_data.py have the same meaning."""
     p = argparse.ArgumentParser(prog="preprocess.py", description=__doc__.splitlines()[0])
     p.add_argument(
-        "--input", nargs="+", help=".jsonl, .json (JSON Lines), .txt (a document), also .gz or .zst; globs"
+        "--input",
+        nargs="+",
+        help=".jsonl, .json (JSON Lines), .txt (a document), also .gz or .zst; .parquet, .arrow; globs; a "
+        "folder of a Hugging Face data set; - for JSON Lines from standard input",
     )
     p.add_argument(
         "--json-keys", nargs="+", default=["text"], help="keys whose text is taken, a dataset each"
@@ -119,6 +112,9 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="leave out up to N, listed in PREFIX.skipped",
+    )
+    p.add_argument(
+        "--resume", action="store_true", help="keep what is complete when interrupted, and go on from there"
     )
     p.add_argument(
         "--partitions",
@@ -169,7 +165,7 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
         raise ValueError(
             f"{plain[0]}: plain text has only the key text, --json-keys asks for {' '.join(keys)}"
         )
-    pace = (a.workers, a.log_interval, a.skip_bad_lines)
+    pace = (a.workers, a.log_interval, a.skip_bad_lines, a.resume)
     return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, *pace)
 
 
@@ -182,70 +178,37 @@ def tokenize(
     workers: int = 1,
     log_interval: int | None = None,
     skip_bad_lines: int = 0,
+    resume: bool = False,
 ) -> list[str]:
     """Tokenize files to PREFIX_KEY_document.{bin,idx,json} for each key; returns a line of report for each.
 
-    Up to `skip_bad_lines` bad lines are left out, and listed in PREFIX.skipped. Raises ValueError for one
-    more, and if there is no token at all; then no file of these names has changed.
+    Up to `skip_bad_lines` bad lines are left out, and listed in PREFIX.skipped. `resume` keeps what is
+    complete for the next run (data/output.py). Raises ValueError for one bad line more, and if there is no
+    token at all; then no file of these names has changed.
     """
     work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
-    progress = Progress(sum(os.path.getsize(f) for f in files), log_interval)
-    dtype = best_dtype(tokenizer.vocab_size)
-    sizes, skipped = [[] for _ in keys], []
-    with contextlib.ExitStack() as stack:
-        builders = [
-            stack.enter_context(IndexedDatasetBuilder(f"{prefix}_{key}_document", dtype)) for key in keys
-        ]
-        stack.enter_context(progress)
-        for encoded, bad in in_order(work, chunks(blocks(files, progress.read)), workers):
-            skipped += bad
-            if len(skipped) > skip_bad_lines:
-                allowed = f" (line {skip_bad_lines + 1} that is bad)" if skip_bad_lines else ""
-                raise ValueError(f"{skipped[skip_bad_lines]}{allowed}; --skip-bad-lines N leaves out up to N")
-            for k, (builder, part) in enumerate(zip(builders, encoded)):
-                builder.add_documents(part.tokens, part.lengths)
-                sizes[k].append(part.text_bytes[part.lengths > 0])
-            progress.wrote(builders[0].documents, sum(b.tokens for b in builders))
-        for builder in builders:
-            if not builder.tokens:
-                raise ValueError(
-                    f"{builder.prefix}: {builder.documents} documents without a token in {files[0]} ..."
-                )
-        before = [np.concatenate(([0], *each)).cumsum() for each in sizes]  # before each sequence, and in all
-        for builder, text_bytes in zip(builders, before):
-            builder.finalize(_sidecar(builder, tokenizer, text_bytes, append_eod))
-    if skipped:
-        with publish(f"{prefix}.skipped") as temporary:
-            temporary.write_text("\n".join(skipped) + "\n", encoding="utf-8")
-    return [f"{prefix}.skipped: {len(skipped)} lines left out"] * bool(skipped) + [
-        f"{b.prefix}: {b.documents:,} documents ({b.documents - b.sequences:,} empty), {b.tokens:,} tokens, "
-        f"{size[-1] / b.tokens:.2f} bytes a token, {time.monotonic() - progress.start:.1f} s"
-        for b, size in zip(builders, before)
-    ]
-
-
-def _sidecar(
-    builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text_bytes: np.ndarray, append_eod: bool
-) -> dict:
-    """Return the contents of the .json. text_bytes: bytes of text before each sequence, and in all."""
-    return dict(
-        documents=builder.documents,
-        empty_documents=builder.documents - builder.sequences,
-        tokens=builder.tokens,
-        text_bytes=int(text_bytes[-1]),
-        text_bytes_before=" ".join(map(str, text_bytes[marks(builder.sequences)])),
-        max_token=builder.max_token,
-        append_eod=append_eod,
-        tokenizer=tokenizer.spec,
-        fingerprint=tokenizer.fingerprint,
-    )
+    with Output(prefix, tokenizer, keys, append_eod).open(files, resume) as output:
+        if resumed := output.place != Place():
+            print(f"--resume: {output.documents:,} documents are there and right", file=sys.stderr)
+        with Progress(sum(map(size_of, files)), log_interval, resumed) as progress:
+            pieces = chunks(blocks(files, keys, progress.read, output.place))
+            for encoded, bad, place in in_order(work, pieces, workers):
+                room = max(0, skip_bad_lines - len(output.skipped))
+                if len(bad) > room:
+                    allowed = f" (line {skip_bad_lines + 1} that is bad)" if skip_bad_lines else ""
+                    raise ValueError(f"{bad[room]}{allowed}; --skip-bad-lines N leaves out up to N")
+                output.add(encoded, bad, place)
+                progress.wrote(output.documents, output.tokens)
+        return output.finish()
 
 
 class Progress:
     """Shows progress on stderr: one line that changes on a terminal, else a new line every few seconds."""
 
-    def __init__(self, total_bytes: int, interval: int | None) -> None:
+    def __init__(self, total_bytes: int, interval: int | None, resumed: bool = False) -> None:
+        """total_bytes: 0 if nobody knows. resumed: what is read first was tokenized by an earlier run."""
         self.total, self.interval = total_bytes, interval
+        self.first = None if resumed else 0
         self.bytes = self.documents = self.shown_documents = 0
         self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
@@ -258,7 +221,7 @@ class Progress:
             print(file=sys.stderr)
 
     def read(self, count: int) -> None:
-        self.bytes = count
+        self.bytes, self.first = count, count if self.first is None else self.first
 
     def wrote(self, documents: int, tokens: int) -> None:
         """Show the progress, if it is due."""
@@ -270,12 +233,14 @@ class Progress:
             return
         self.shown, self.shown_documents = now, documents
         seconds = max(now - self.start, 1e-9)
-        left = round(seconds * (self.total - self.bytes) / max(self.bytes, 1))
+        done = self.bytes - (self.first or 0)
         text = (
-            f"{documents:,} documents, {documents / seconds:,.0f}/s | {self.bytes / seconds / 1e6:.1f} MB/s "
-            f"| {tokens / seconds / 1e6:.2f} M tokens/s | {self.bytes / max(self.total, 1):4.0%} | "
-            f"ETA {left // 60}:{left % 60:02}"
+            f"{documents:,} documents, {documents / seconds:,.0f}/s | {done / seconds / 1e6:.1f} MB/s "
+            f"| {tokens / seconds / 1e6:.2f} M tokens/s"
         )
+        if self.total:
+            left = round(seconds * (self.total - self.bytes) / max(done, 1))
+            text += f" | {self.bytes / self.total:4.0%} | ETA {left // 60}:{left % 60:02}"
         print(
             f"\r{text}\x1b[K" if self.terminal else text,
             end="" if self.terminal else "\n",
@@ -317,10 +282,8 @@ def prepare_embedded(
             report(collect_stdlib(texts["train"], texts["valid"]))
         model = folder / f"{name}.tiktoken" if bpe else None
         if model and not model.exists():
-            documents = lines([str(texts["train"])])
-            report(
-                train_tokenizer((text for line in documents for text in line.texts(("text",))), vocab, model)
-            )
+            found = documents([str(texts["train"])])
+            report(train_tokenizer((text for line in found for text in line.texts(("text",))), vocab, model))
         tokenizer = build_tokenizer("TikTokenizer" if bpe else "ByteTokenizer", str(model))
         for split, path in texts.items():
             prefix, workers = folder / f"{split}-{name}", min(2, os.cpu_count() or 1)

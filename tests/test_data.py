@@ -320,3 +320,21 @@ def test_sidecar_of_other_data(tmp_path):
     (tmp_path / "d.json").write_text(json.dumps(old))
     with pytest.raises(ValueError, match="written for other data"):
         IndexedDataset(tmp_path / "d").sidecar()
+
+
+def test_multimodal_data(tmp_path):
+    """Megatron's index with a mode of each sequence: text alone is read, other modes are refused by name."""
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    documents = random_documents(1, 20, 30)
+    for mode in 0, 1:
+        prefix = f"{tmp_path}/{mode}"
+        builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32, multimodal=True)
+        for i, document in enumerate(documents):
+            builder.add_document(document, [len(document)], [mode * (i == 7)])
+        builder.finalize(f"{prefix}.idx")
+    data = IndexedDataset(tmp_path / "0")
+    assert all(np.array_equal(data[i], document) for i, document in enumerate(documents))
+    with pytest.raises(
+        ValueError, match=r"1\.idx: Megatron's multimodal data, with .* modes \[0, 1\]; only text"
+    ):
+        IndexedDataset(tmp_path / "1")

@@ -17,6 +17,7 @@ import pytest
 
 import preprocess
 from nanomegatron.config.settings import DataConfig
+from nanomegatron.data import reading
 from nanomegatron.data import text as data_text
 from nanomegatron.data.gpt_dataset import build_datasets, split_ranges
 from nanomegatron.data.indexed_dataset import IndexedDataset
@@ -148,7 +149,7 @@ def test_every_kind_of_input(tmp_path):
 
 def test_result_does_not_depend_on_workers(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "in.jsonl", [f"document {i} " * (i % 37) for i in range(3000)])
-    monkeypatch.setattr(data_text, "CHUNK_BYTES", 9000)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 9000)
     for workers in (1, 2):
         arguments = (
             "--output-prefix",

@@ -35,8 +35,9 @@ import numpy as np
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.blended_dataset import Blend, BlendedDataset, parse_blend
 from nanomegatron.data.cache import cached_arrays
-from nanomegatron.data.indexed_dataset import IndexedDataset, Samples
+from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.packed_dataset import DocumentDataset
+from nanomegatron.data.samples import Samples
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
 
 _SPLITS = ("train", "valid", "test")

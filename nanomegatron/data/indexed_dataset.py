@@ -5,6 +5,7 @@
                   i32 length of each sequence
                   i64 byte in PREFIX.bin where each begins
                   i64 first sequence of each document, and the number of sequences
+                  (i8 mode of each sequence: only in multimodal data, which is read if all are 0, text)
     PREFIX.json   facts that the format lacks: the tokenizer, largest id, bytes of text, hashes (optional)
 
 A document is one sequence, or none if it is empty. Both files are memory-mapped: a sample reads only its own
@@ -24,7 +25,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -70,8 +71,11 @@ class BlockHashes:
 class IndexedDatasetBuilder:
     """Writes a pair of files; as a context manager it removes them unless `finalize` was called."""
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.int32) -> None:
-        """Raises ValueError for a type that the format lacks, or if another process writes `prefix`."""
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.int32, keep: bool = False) -> None:
+        """keep: what is written stays in PREFIX.bin.tmp if it is not finished, and can be adopted later.
+
+        Raises ValueError for a type that the format lacks, or if another process writes `prefix`.
+        """
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         codes = {name: code for code, name in _TYPES.items()}
         if self.dtype.name not in codes:
@@ -83,11 +87,12 @@ class IndexedDatasetBuilder:
         self._lengths, self._documents = array("i"), array("q", [0])
         self._hashes = BlockHashes()
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin = open(self.prefix + ".bin.tmp", "ab")  # noqa: SIM115
+        self._bin, self._keep = open(self.prefix + ".bin.tmp", "a+b"), keep  # noqa: SIM115
         if not lock_file(self._bin, wait=False):
             self._bin.close()
             raise ValueError(f"{self.prefix}: another process is writing it")
-        self._bin.truncate(0)
+        if not keep:
+            self._bin.truncate(0)
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
@@ -126,7 +131,31 @@ class IndexedDatasetBuilder:
             data = np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).view(np.uint8).data
             self._bin.write(data)
             self._hashes.update(data)
-        self.tokens += tokens.size
+        self._count(tokens.size, lengths)
+
+    def kept(self, count: int) -> bytes:
+        """The bytes of the next `count` tokens in what was kept; fewer if there are not so many."""
+        self._bin.seek(self.tokens * self.dtype.itemsize)
+        return self._bin.read(count * self.dtype.itemsize)
+
+    def adopt(self, data: bytes, lengths: np.ndarray) -> None:
+        """Take over the documents whose tokens `kept` has returned."""
+        tokens = np.frombuffer(data, self.dtype.newbyteorder("<"))
+        self.max_token = max(self.max_token, int(tokens.max()) if tokens.size else -1)
+        self._hashes.update(memoryview(data))
+        self._count(tokens.size, lengths)
+
+    def cut(self) -> None:
+        """Drop what was kept and not adopted; what is written next follows what was."""
+        self._bin.truncate(self.tokens * self.dtype.itemsize)
+        self._bin.seek(0, os.SEEK_END)
+
+    def sync(self) -> None:
+        """Bring what is written to the disk."""
+        _sync(self._bin)
+
+    def _count(self, tokens: int, lengths: np.ndarray) -> None:
+        self.tokens += tokens
         self._documents.frombytes((self.sequences + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
         self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
 
@@ -164,7 +193,7 @@ class IndexedDatasetBuilder:
     def abort(self) -> None:
         """Remove the files written so far; after `finalize` do nothing."""
         if not self._bin.closed:
-            for suffix in (".bin.tmp", ".idx.tmp"):
+            for suffix in [".idx.tmp"] if self._keep else [".bin.tmp", ".idx.tmp"]:
                 Path(self.prefix + suffix).unlink(missing_ok=True)
             self._bin.close()
 
@@ -212,6 +241,13 @@ class IndexedDataset:
         if code not in _TYPES:
             raise ValueError(f"{name}: type code {code}; integer types are {_TYPES}")
         size = _HEADER.size + 12 * sequences + 8 * documents
+        if sequences and index.size == size + sequences:  # Megatron's multimodal data: a mode for each
+            if (modes := np.unique(index[size:].view(np.int8)).tolist()) != [0]:
+                raise ValueError(
+                    f"{name}: Megatron's multimodal data, with sequences of the modes {str(modes)[:40]}; "
+                    "only text, mode 0, can be trained on: write the text to a pair of its own"
+                )
+            size = index.size
         if size != index.size or not sequences:
             raise ValueError(
                 f"{name}: {index.size} bytes; {sequences} sequences and {documents} document bounds take "
@@ -293,48 +329,6 @@ class IndexedDataset:
         """Smallest and largest token; reads all of PREFIX.bin."""
         parts = [self._tokens[at : at + _CHUNK] for at in range(0, self._tokens.size, _CHUNK)]
         return min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
-
-
-class Samples:
-    """Base class of datasets of samples."""
-
-    indexed: Any  # an IndexedDataset, or an object with the same methods
-    sequences: tuple[int, int]  # the sequences that the samples come from: [start, stop)
-    shuffle_index: np.ndarray  # the number of the sample at each position of the order
-
-    def __len__(self) -> int:
-        return len(self.shuffle_index)
-
-    def checked(self, sample: np.ndarray, i: int) -> np.ndarray:
-        """Return sample i, int64. Raises ValueError for an id outside the vocabulary: a GPU would abort."""
-        limit = self.indexed.vocab_size
-        if limit and sample.view(np.uint64).max() >= limit:
-            raise ValueError(
-                f"{self.indexed.prefix}.bin: tokens {sample.min()}..{sample.max()} in sample {i}, beyond the "
-                f"vocabulary's 0..{limit - 1}: the file has changed since the run began; restore it"
-            )
-        return sample
-
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, on average over the sequences; None if PREFIX.json does not have them.
-
-        PREFIX.json has the bytes before some sequences (`marks`); between these they are interpolated.
-        """
-        text, whole = self.indexed.sidecar(), (0, len(self.indexed))
-        if not text or ("text_bytes_before" not in text and tuple(self.sequences) != whole):
-            return None
-        before = [*map(int, text.get("text_bytes_before", f"0 {text['text_bytes']}").split())]
-        if len(before) > whole[1] + 1:  # written for other data
-            return None
-        tokens = np.concatenate(([0], self.indexed.sequence_lengths)).cumsum(dtype=np.int64)
-        ends = tokens[list(self.sequences)]
-        places = tokens[marks(whole[1], len(before) - 1)]
-        return float(np.diff(np.interp(ends, places, before))[0] / np.diff(ends)[0])
-
-
-def marks(count: int, parts: int = 1000) -> np.ndarray:
-    """Indices that cut `count` sequences into `parts` nearly equal parts (at most one each), 0 to count."""
-    return np.rint(np.linspace(0, count, min(count, parts) + 1)).astype(np.int64)
 
 
 def file_hash(path: str | Path) -> str:

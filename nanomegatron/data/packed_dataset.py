@@ -27,9 +27,9 @@ from nanomegatron.batch import Batch
 from nanomegatron.config.settings import Config
 from nanomegatron.cp import shard_batch
 from nanomegatron.data.cache import cached_arrays
-from nanomegatron.data.indexed_dataset import Samples
 from nanomegatron.data.loader import numbers
 from nanomegatron.data.packing import Pack, Ranks, cost, plan
+from nanomegatron.data.samples import Samples
 from nanomegatron.mesh import Mesh
 
 

@@ -1,37 +1,32 @@
-"""Reads documents from files and tokenizes them with several processes, in order. No torch.
+"""Tokenizes documents with several processes, in order. No torch.
 
-    blocks -> chunks -> in_order(encode) -> the writer
+    blocks -> chunks -> in_order(encode) -> Output
     reads     512 KiB   workers find the     writes them
                         lines, parse them
                         and tokenize
 
-Only a few chunks per worker are in flight, so memory stays small for any size of input. Each document has its
-file and line, and an error in it is reported as `file:line: reason`.
+Only a few chunks per worker are in flight, so memory stays small for any size of input.
 """
 
 import functools
-import glob
-import gzip
-import io
 import itertools
 import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from nanomegatron.data.ascii_bpe import ascii_runs
 from nanomegatron.data.indexed_dataset import best_dtype, publish
+from nanomegatron.data.reading import Block, Line, Place, Row
 from nanomegatron.data.tokenizer import (
     EOD,
     Tokenizer,
@@ -40,38 +35,7 @@ from nanomegatron.data.tokenizer import (
 )
 from nanomegatron.data.vocabulary import byte_alphabet, write_ranks
 
-CHUNK_BYTES, CHUNKS_PER_WORKER = 1 << 19, 4
-
-
-class Line(NamedTuple):
-    """One document as in the file: line `number`; 0 for a whole file of plain text."""
-
-    path: str
-    number: int
-    raw: bytes
-
-    def texts(self, keys: tuple[str, ...]) -> list[str]:
-        """Parse the line and return its text under each key. Raises ValueError with file, line and reason."""
-        try:
-            text = self.raw.decode("utf-8-sig" if self.number <= 1 else "utf-8")
-            if not self.number:
-                return [text]
-            document = json.loads(text)
-            if not isinstance(document, dict):
-                raise ValueError(
-                    f"a JSON {type(document).__name__}, not an object such as {{{keys[0]!r}: ...}}"
-                )
-            for key in keys:
-                if not isinstance(document.get(key), str):
-                    raise ValueError(f"no string under {key!r}; the keys are {', '.join(document)}")
-                if not document[key].isascii():
-                    document[key].encode()  # half of a surrogate pair has no UTF-8
-            return [document[key] for key in keys]
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self}: {error}") from None
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.number}" if self.number else self.path
+CHUNKS_PER_WORKER = 4
 
 
 class Encoded(NamedTuple):
@@ -80,106 +44,6 @@ class Encoded(NamedTuple):
     tokens: np.ndarray
     lengths: np.ndarray
     text_bytes: np.ndarray
-
-
-class TextBlock(NamedTuple):
-    """Whole lines of a file, `number` that of the first; 0 for a whole file of plain text."""
-
-    path: str
-    number: int
-    raw: bytes
-
-    def lines(self) -> Iterator[Line]:
-        """Yield its documents, without blank lines."""
-        if not self.number:
-            yield Line(*self)
-            return
-        for number, line in enumerate(self.raw.split(b"\n"), self.number):
-            if line.strip():
-                yield Line(self.path, number, line)
-
-
-def input_files(patterns: Iterable[str]) -> list[str]:
-    """Return the files that match each pattern, sorted by name. Raises ValueError."""
-    files = []
-    for pattern in patterns:
-        found = (
-            [pattern]
-            if Path(pattern).is_file()
-            else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-        )
-        if not found:
-            a_folder = f"a folder; give its files, such as '{pattern}/*.jsonl'"
-            raise ValueError(f"--input {pattern}: {a_folder if Path(pattern).is_dir() else 'no such file'}")
-        files += found
-    for file in files:
-        if kind(file) not in (".jsonl", ".json", ".txt"):
-            raise ValueError(
-                f"--input {file}: must end in .jsonl, .json or .txt, alone or before .gz or .zst"
-            )
-        if file.lower().endswith(".zst"):
-            import_extra("zstandard", f"--input {file}")
-    return files
-
-
-def kind(file: str) -> str:
-    """'a.JSONL.gz' -> '.jsonl'."""
-    return Path(file.lower().removesuffix(".gz").removesuffix(".zst")).suffix
-
-
-def unpacked(path: str, raw: BinaryIO) -> BinaryIO:
-    """Open the contents of `raw`, decompressed if `path` ends in .gz or .zst."""
-    if path.lower().endswith(".gz"):
-        return gzip.open(raw)
-    if path.lower().endswith(".zst"):
-        decompressor = import_extra("zstandard", f"--input {path}").ZstdDecompressor()
-        return io.BufferedReader(decompressor.stream_reader(raw, read_across_frames=True))
-    return raw
-
-
-def blocks(files: Iterable[str], on_bytes: Callable[[int], None] = lambda count: None) -> Iterator[TextBlock]:
-    """Yield all files in blocks of about CHUNK_BYTES; calls `on_bytes` with the bytes read so far."""
-    done = 0
-    for path in files:
-        number = 1
-        with open(path, "rb") as raw, unpacked(path, raw) as file:
-            try:
-                if kind(path) == ".txt":
-                    yield TextBlock(path, 0, file.read())
-                else:
-                    while data := file.read(CHUNK_BYTES):
-                        data += file.readline()  # up to the end of its last line
-                        yield TextBlock(path, number, data)
-                        number += data.count(b"\n")
-                        on_bytes(done + raw.tell())
-            except (gzip.BadGzipFile, EOFError, zlib.error, *_zstd_errors()) as error:
-                raise ValueError(f"{path}: damaged behind line {number - 1} ({error})") from None
-            done += raw.seek(0, os.SEEK_END)
-            on_bytes(done)
-
-
-def _zstd_errors() -> tuple[type, ...]:
-    library = sys.modules.get("zstandard")
-    return (library.ZstdError,) if library else ()
-
-
-def lines(files: Iterable[str]) -> Iterator[Line]:
-    """Yield the documents of all files: each non-blank line of a JSON file, or a whole text file."""
-    for block in blocks(files):
-        yield from block.lines()
-
-
-def chunks(pieces: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
-    """Yield lists of blocks of about CHUNK_BYTES in total: one task per small file would be slow."""
-    chunk, size = [], 0
-    for block in pieces:
-        chunk.append(block)
-        size += len(block.raw) + 64
-        if size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -227,21 +91,21 @@ def _again(spec: str, fingerprint: str) -> Portable:
 
 
 def encode(
-    chunk: list[TextBlock], portable: Portable, keys: tuple[str, ...], append_eod: bool
-) -> tuple[list[Encoded], list[str]]:
-    """Tokenize a chunk, in a worker -> its valid documents under each key, and errors for the others.
+    chunk: list[Block], portable: Portable, keys: tuple[str, ...], append_eod: bool
+) -> tuple[list[Encoded], list[str], Place]:
+    """Tokenize a chunk, in a worker -> its valid documents under each key, errors for the others, its end.
 
     As in Megatron an empty document stays empty, without an end-of-document token.
     """
     tokenizer = portable.tokenizer
-    good, bad = [], []
-    for line in itertools.chain.from_iterable(block.lines() for block in chunk):
+    good, bad, end = [], [], chunk[-1].after
+    for line in itertools.chain.from_iterable(block.documents() for block in chunk):
         try:
             good.append((line, line.texts(keys)))
         except ValueError as error:
             bad.append(str(error))
     try:
-        return _columns(tokenizer, good, keys, append_eod), bad
+        return _columns(tokenizer, good, keys, append_eod), bad, end
     except ValueError:  # the tokenizer refuses some texts: try one at a time to find which
         for document in list(good):
             try:
@@ -249,11 +113,14 @@ def encode(
             except ValueError as error:
                 bad.append(f"{document[0]}: {error}")
                 good.remove(document)
-        return _columns(tokenizer, good, keys, append_eod), bad
+        return _columns(tokenizer, good, keys, append_eod), bad, end
 
 
 def _columns(
-    tokenizer: Tokenizer, documents: list[tuple[Line, list[str]]], keys: tuple[str, ...], append_eod: bool
+    tokenizer: Tokenizer,
+    documents: list[tuple[Line | Row, list[str]]],
+    keys: tuple[str, ...],
+    append_eod: bool,
 ) -> list[Encoded]:
     """Tokenize the documents' texts under each key."""
     result = []

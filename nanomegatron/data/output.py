@@ -1,0 +1,196 @@
+"""The data sets that preprocess.py writes, one for each key, and what an unfinished run leaves for the next.
+
+    PREFIX_KEY_document.bin.tmp     the tokens so far
+    PREFIX.unfinished/run.json      what the run was: files, keys, tokenizer
+    PREFIX.unfinished/00000.npz     a shard of 128 MiB of text that is complete: the lengths of its documents,
+                                    the SHA-256 of its tokens, and the place in the input behind it
+
+With --resume a shard is synced to disk when it is complete. The next run compares the tokens of each with
+their hash, keeps them up to the first that is not right, and reads the input from there on. Nothing of this
+loads as a data set; the finished files are those of a run that was never interrupted, to the byte.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, publish
+from nanomegatron.data.reading import Place
+from nanomegatron.data.samples import marks
+from nanomegatron.data.text import Encoded
+from nanomegatron.data.tokenizer import Tokenizer
+
+SHARD_BYTES = 1 << 27  # of text
+
+
+class Output:
+    """Builds the data sets of a run; `place` is where the input goes on behind what they hold."""
+
+    def __init__(self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool):
+        self.prefix, self.tokenizer, self.keys, self.append_eod = str(prefix), tokenizer, keys, append_eod
+        self.place, self.skipped = Place(), []
+        self._sizes: list[list[np.ndarray]] = [[] for _ in keys]  # bytes of text of each sequence
+        self._unfinished: Path | None = None
+        self._shards, self._start = 0, time.monotonic()
+        self._begin_shard()
+
+    @contextlib.contextmanager
+    def open(self, files: list[str], resume: bool) -> Iterator["Output"]:
+        """Open the builders; `resume`: go on from the shards of an earlier run, and keep this one's."""
+        with contextlib.ExitStack() as stack:
+            dtype = best_dtype(self.tokenizer.vocab_size)
+            names = [f"{self.prefix}_{key}_document" for key in self.keys]
+            self.builders = [
+                stack.enter_context(IndexedDatasetBuilder(name, dtype, keep=resume)) for name in names
+            ]
+            if resume:
+                self._unfinished = Path(f"{self.prefix}.unfinished")
+                self._check_run(files)
+                self._take_up()
+            yield self
+
+    @property
+    def documents(self) -> int:
+        return self.builders[0].documents
+
+    @property
+    def tokens(self) -> int:
+        return sum(builder.tokens for builder in self.builders)
+
+    def add(self, parts: list[Encoded], skipped: list[str], place: Place) -> None:
+        """Write the documents of a chunk, and note which lines were left out."""
+        self.skipped += skipped
+        self.place = place
+        for builder, part, sizes in zip(self.builders, parts, self._sizes):
+            builder.add_documents(part.tokens, part.lengths)
+            sizes.append(part.text_bytes[part.lengths > 0])
+        if self._unfinished:
+            self._open_skipped += skipped
+            for part, digest, lengths, sizes in zip(
+                parts, self._digests, self._open_lengths, self._open_sizes
+            ):
+                digest.update(part.tokens.astype(part.tokens.dtype.newbyteorder("<")).tobytes())
+                lengths.append(part.lengths)
+                sizes.append(part.text_bytes)
+            self._open_bytes += sum(int(part.text_bytes.sum()) for part in parts)
+            if self._open_bytes >= SHARD_BYTES:
+                self._keep_shard()
+
+    def _begin_shard(self) -> None:
+        self._open_bytes, self._open_skipped = 0, []
+        self._digests = [hashlib.sha256() for _ in self.keys]
+        self._open_lengths: list[list[np.ndarray]] = [[] for _ in self.keys]
+        self._open_sizes: list[list[np.ndarray]] = [[] for _ in self.keys]
+
+    def _keep_shard(self) -> None:
+        """Bring the tokens of the open shard to the disk, and then say that they are there."""
+        facts = {"place": np.array(self.place, np.int64), "skipped": json.dumps(self._open_skipped)}
+        for k, builder in enumerate(self.builders):
+            builder.sync()
+            facts[f"sha256 {k}"] = self._digests[k].hexdigest()
+            facts[f"lengths {k}"] = np.concatenate(self._open_lengths[k])
+            facts[f"sizes {k}"] = np.concatenate(self._open_sizes[k])
+        with publish(self._unfinished / f"{self._shards:05}.npz") as temporary, open(temporary, "wb") as file:
+            np.savez(file, **facts)
+        self._shards += 1
+        self._begin_shard()
+
+    def _check_run(self, files: list[str]) -> None:
+        """Note what this run is. Raises ValueError if the shards there are of another one."""
+        if "-" in files:
+            raise ValueError("--resume: standard input cannot be read again; give files")
+        status = [(os.path.abspath(file), os.stat(file)) for file in files]
+        facts = {f"file {i + 1}": [name, s.st_size, s.st_mtime_ns] for i, (name, s) in enumerate(status)}
+        facts |= {"keys": list(self.keys), "append_eod": self.append_eod}
+        facts |= {"tokenizer": self.tokenizer.fingerprint}
+        path = self._unfinished / "run.json"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with publish(path) as temporary:
+                temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+            return
+        try:
+            earlier = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise ValueError(f"{path}: damaged; remove {path.parent} to begin again") from None
+        for name in [*facts, *earlier]:
+            if (old := earlier.get(name)) != (new := facts.get(name)):
+                raise ValueError(
+                    f"--resume: {path.parent} is of a run with another {name}, {old} -> {new}; "
+                    "give the same, or remove that folder to begin again"
+                )
+
+    def _take_up(self) -> None:
+        """Adopt the shards that are complete and right, and drop what is behind them."""
+        while (path := self._unfinished / f"{self._shards:05}.npz").exists() and self._adopt(path):
+            self._shards += 1
+        for path in self._unfinished.glob("*.npz"):
+            if int(path.stem) >= self._shards:
+                path.unlink()
+        for builder in self.builders:
+            builder.cut()
+
+    def _adopt(self, path: Path) -> bool:
+        """Take a shard over; False if its file is damaged, or its tokens are not those with the hash."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                facts: dict[str, Any] = dict(file)
+            place, skipped = Place(*facts["place"].tolist()), json.loads(str(facts["skipped"]))
+            found = []
+            for k, builder in enumerate(self.builders):
+                lengths, data = facts[f"lengths {k}"], builder.kept(int(facts[f"lengths {k}"].sum()))
+                if hashlib.sha256(data).hexdigest() != str(facts[f"sha256 {k}"]):
+                    return False
+                found.append((data, lengths, facts[f"sizes {k}"][lengths > 0]))
+        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
+            return False
+        for builder, sizes, (data, lengths, own) in zip(self.builders, self._sizes, found):
+            builder.adopt(data, lengths)
+            sizes.append(own)
+        self.skipped += skipped
+        self.place = place
+        return True
+
+    def finish(self) -> list[str]:
+        """Make the data sets loadable -> a line of report for each. Raises ValueError without a token."""
+        for builder in self.builders:
+            if not builder.tokens:
+                raise ValueError(f"{builder.prefix}: {builder.documents} documents without a token")
+        before = [np.concatenate(([0], *each)).cumsum() for each in self._sizes]  # each sequence, and in all
+        for builder, text_bytes in zip(self.builders, before):
+            builder.finalize(self._sidecar(builder, text_bytes))
+        if self.skipped:
+            with publish(f"{self.prefix}.skipped") as temporary:
+                temporary.write_text("\n".join(self.skipped) + "\n", encoding="utf-8")
+        if self._unfinished:
+            shutil.rmtree(self._unfinished)
+        seconds = time.monotonic() - self._start
+        left_out = [f"{self.prefix}.skipped: {len(self.skipped)} lines left out"] * bool(self.skipped)
+        return left_out + [
+            f"{b.prefix}: {b.documents:,} documents ({b.documents - b.sequences:,} empty), "
+            f"{b.tokens:,} tokens, {size[-1] / b.tokens:.2f} bytes a token, {seconds:.1f} s"
+            for b, size in zip(self.builders, before)
+        ]
+
+    def _sidecar(self, builder: IndexedDatasetBuilder, text_bytes: np.ndarray) -> dict[str, Any]:
+        """Return the contents of the .json. text_bytes: bytes of text before each sequence, and in all."""
+        return dict(
+            documents=builder.documents,
+            empty_documents=builder.documents - builder.sequences,
+            tokens=builder.tokens,
+            text_bytes=int(text_bytes[-1]),
+            text_bytes_before=" ".join(map(str, text_bytes[marks(builder.sequences)])),
+            max_token=builder.max_token,
+            append_eod=self.append_eod,
+            tokenizer=self.tokenizer.spec,
+            fingerprint=self.tokenizer.fingerprint,
+        )

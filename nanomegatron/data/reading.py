@@ -1,0 +1,224 @@
+"""Reads documents from files, in blocks that a worker takes apart. No torch.
+
+    .jsonl .json      whole lines, 512 KiB of them      -, standard input, is JSON Lines too
+    .txt              the file, a document
+    .parquet .arrow   rows; columns.py
+    a folder          of a Hugging Face data set; columns.py
+
+All but the last two may be packed, .gz or .zst. Each document has its file and line, and an error in it is
+reported as `file:line: reason`. A block knows the place behind it, where reading can go on another time.
+"""
+
+import contextlib
+import glob
+import gzip
+import io
+import json
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from nanomegatron.data.columns import COLUMNS, Row, column_rows, folder_files
+from nanomegatron.data.tokenizer import import_extra
+
+CHUNK_BYTES, PIECE = 1 << 19, 1 << 20
+KINDS = (".jsonl", ".json", ".txt", *COLUMNS)
+
+
+class Place(NamedTuple):
+    """Where reading goes on: file number `file`, its line or row `number`, `byte` of the unpacked text."""
+
+    file: int = 0
+    number: int = 1
+    byte: int = 0
+
+
+class Line(NamedTuple):
+    """One document as in the file: line `number`; 0 for a whole file of plain text."""
+
+    path: str
+    number: int
+    raw: bytes
+
+    def texts(self, keys: tuple[str, ...]) -> list[str]:
+        """Parse the line and return its text under each key. Raises ValueError with file, line and reason."""
+        try:
+            text = self.raw.decode("utf-8-sig" if self.number <= 1 else "utf-8")
+            if not self.number:
+                return [text]
+            document = json.loads(text)
+            if not isinstance(document, dict):
+                raise ValueError(
+                    f"a JSON {type(document).__name__}, not an object such as {{{keys[0]!r}: ...}}"
+                )
+            for key in keys:
+                if not isinstance(document.get(key), str):
+                    raise ValueError(f"no string under {key!r}; the keys are {', '.join(document)}")
+                if not document[key].isascii():
+                    document[key].encode()  # half of a surrogate pair has no UTF-8
+            return [document[key] for key in keys]
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self}: {error}") from None
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}" if self.number else self.path
+
+
+class Block(NamedTuple):
+    """Neighbours in a file: whole lines `raw`, `number` that of the first, 0 for plain text; or rows."""
+
+    path: str
+    number: int
+    raw: bytes
+    rows: list[Row]
+    after: Place
+
+    def documents(self) -> Iterator[Line | Row]:
+        """Yield its documents, without blank lines."""
+        yield from self.rows
+        if not self.number and not self.rows:
+            yield Line(self.path, 0, self.raw)
+            return
+        for number, line in enumerate(self.raw.split(b"\n"), self.number):
+            if line.strip():
+                yield Line(self.path, number, line)
+
+
+def input_files(patterns: Iterable[str]) -> list[str]:
+    """Return the files that match each pattern, sorted by name. Raises ValueError."""
+    files: list[str] = []
+    for pattern in patterns:
+        if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", pattern):
+            raise ValueError(
+                f"--input {pattern}: an address, and only files of this machine are read: {_fetch(pattern)}"
+            )
+        if pattern == "-" or Path(pattern).is_file():
+            found = [pattern]
+        elif Path(pattern).is_dir():
+            found = folder_files(Path(pattern))
+        else:
+            found = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+        if not found:
+            raise ValueError(f"--input {pattern}: no such file")
+        files += found
+    if files.count("-") > 1:
+        raise ValueError("--input -: standard input can be read once")
+    for file in files:
+        if kind(file) not in KINDS or (kind(file) in COLUMNS and not file.lower().endswith(COLUMNS)):
+            raise ValueError(
+                f"--input {file}: must end in .jsonl, .json or .txt, alone or before .gz or .zst, "
+                "or in .parquet or .arrow"
+            )
+        if file.lower().endswith(".zst"):
+            import_extra("zstandard", f"--input {file}")
+        if kind(file) in COLUMNS:
+            import_extra("pyarrow", f"--input {file}")
+    return files
+
+
+def _fetch(address: str) -> str:
+    """What to do about input at an address."""
+    programs = {"s3": f"aws s3 cp {address} -", "gs": f"gcloud storage cat {address}"}
+    programs |= dict.fromkeys(("http", "https"), f"curl -L {address}")
+    scheme = address.split(":")[0].lower()
+    if scheme == "hf":
+        return "hf download NAME --repo-type dataset --local-dir FOLDER, then --input FOLDER"
+    lines = (
+        f", or for JSON Lines {programs[scheme]} | preprocess.py --input - ..." if scheme in programs else ""
+    )
+    return f"copy it here{lines}"
+
+
+def kind(file: str) -> str:
+    """'a.JSONL.gz' -> '.jsonl'."""
+    return ".jsonl" if file == "-" else Path(file.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+
+
+def size_of(file: str) -> int:
+    """Bytes of a file; 0 for standard input, whose size nobody knows."""
+    return 0 if file == "-" else os.path.getsize(file)
+
+
+def unpacked(path: str, raw: BinaryIO) -> BinaryIO:
+    """Open the contents of `raw`, decompressed if `path` ends in .gz or .zst."""
+    if path.lower().endswith(".gz"):
+        return gzip.open(raw)
+    if path.lower().endswith(".zst"):
+        decompressor = import_extra("zstandard", f"--input {path}").ZstdDecompressor()
+        return io.BufferedReader(decompressor.stream_reader(raw, read_across_frames=True))
+    return raw
+
+
+def blocks(
+    files: list[str],
+    keys: tuple[str, ...] = ("text",),
+    on_bytes: Callable[[int], None] = lambda count: None,
+    start: Place = Place(),  # noqa: B008 (a constant)
+) -> Iterator[Block]:
+    """Yield all files from `start` on in blocks of about CHUNK_BYTES; `on_bytes` gets the bytes read."""
+    done = sum(size_of(path) for path in files[: start.file])
+    for index in range(start.file, len(files)):
+        path, begin = files[index], start if index == start.file else Place(index)
+        size = size_of(path)
+        if kind(path) in COLUMNS:
+            for rows, share in column_rows(path, keys, begin.number, CHUNK_BYTES):
+                yield Block(path, 0, b"", rows, Place(index, rows[-1].number + 1))
+                on_bytes(done + int(share * size))
+        else:
+            yield from _text_blocks(path, begin, lambda count: on_bytes(done + count))  # noqa: B023
+        done += size
+        on_bytes(done)
+
+
+def _text_blocks(path: str, begin: Place, on_bytes: Callable[[int], None]) -> Iterator[Block]:
+    """Yield the blocks of a file of text from a place on."""
+    index, number, byte = begin
+    stdin = path == "-"
+    with (
+        contextlib.nullcontext(sys.stdin.buffer) if stdin else open(path, "rb") as raw,
+        unpacked(path, raw) as file,
+    ):
+        try:
+            for at in range(0, byte, PIECE):
+                file.read(min(PIECE, byte - at))
+            if kind(path) == ".txt":
+                if not byte:
+                    data = file.read()
+                    yield Block(path, 0, data, [], Place(index, 1, len(data) or 1))
+                return
+            while data := file.read(CHUNK_BYTES):
+                data += file.readline()  # up to the end of its last line
+                first, number, byte = number, number + data.count(b"\n"), byte + len(data)
+                yield Block("standard input" if stdin else path, first, data, [], Place(index, number, byte))
+                on_bytes(byte if stdin else raw.tell())
+        except (gzip.BadGzipFile, EOFError, zlib.error, *_zstd_errors()) as error:
+            raise ValueError(f"{path}: damaged behind line {number - 1} ({error})") from None
+
+
+def _zstd_errors() -> tuple[type, ...]:
+    library = sys.modules.get("zstandard")
+    return (library.ZstdError,) if library else ()
+
+
+def documents(files: list[str], keys: tuple[str, ...] = ("text",)) -> Iterator[Line | Row]:
+    """Yield the documents of all files: each non-blank line of a JSON file, a row, or a whole text file."""
+    for block in blocks(files, keys):
+        yield from block.documents()
+
+
+def chunks(pieces: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yield lists of blocks of about CHUNK_BYTES in total: one task per small file would be slow."""
+    chunk: list[Block] = []
+    size = 0
+    for block in pieces:
+        chunk.append(block)
+        size += len(block.raw) + sum(row.size for row in block.rows) + 64
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
