@@ -29,8 +29,8 @@ from pathlib import Path
 
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.data.indexed_dataset import file_lock, publish
-from nanomegatron.data.output import Output
-from nanomegatron.data.reading import Place, blocks, chunks, documents, input_files, kind, size_of
+from nanomegatron.data.output import DatasetOutput
+from nanomegatron.data.reading import InputPlace, blocks, chunks, documents, input_files, kind, size_of
 from nanomegatron.data.text import Portable, encode, in_order, train_tokenizer
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
 from nanomegatron.data.verify import verify_pair
@@ -79,24 +79,7 @@ def parser() -> argparse.ArgumentParser:
         "--json-keys", nargs="+", default=["text"], help="keys whose text is taken, a dataset each"
     )
     p.add_argument("--output-prefix", help="writes PREFIX_KEY_document.{bin,idx,json}")
-    p.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
-    )
-    p.add_argument(
-        "--tokenizer-model", help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"
-    )
-    p.add_argument("--vocab-file", help="encoder.json of GPT2BPETokenizer")
-    p.add_argument("--merge-file", help="vocab.bpe of GPT2BPETokenizer")
-    p.add_argument(
-        "--vocab-size",
-        type=int,
-        help="ids of NullTokenizer, the end-of-document token among them (unlike Megatron 0.16's)",
-    )
-    p.add_argument(
-        "--null-tokenizer-eod-id", type=int, help="id that ends a document of NullTokenizer (the last)"
-    )
-    p.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of Megatron's JSON vocabulary (v2)")
-    p.add_argument("--tiktoken-num-special-tokens", type=int, help="special tokens before it (1000)")
+    add_tokenizer(p)
     p.add_argument(
         "--append-eod", action="store_true", help="end every document with the end-of-document token"
     )
@@ -134,6 +117,28 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def add_tokenizer(p: argparse.ArgumentParser) -> None:
+    """Define the flags of the tokenizer."""
+    p.add_argument(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
+    )
+    p.add_argument(
+        "--tokenizer-model", help="rank file, tokenizer.json or its folder, tokenizer.model, tiktoken name"
+    )
+    p.add_argument("--vocab-file", help="encoder.json of GPT2BPETokenizer")
+    p.add_argument("--merge-file", help="vocab.bpe of GPT2BPETokenizer")
+    p.add_argument(
+        "--vocab-size",
+        type=int,
+        help="ids of NullTokenizer, the end-of-document token among them (unlike Megatron 0.16's)",
+    )
+    p.add_argument(
+        "--null-tokenizer-eod-id", type=int, help="id that ends a document of NullTokenizer (the last)"
+    )
+    p.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of Megatron's JSON vocabulary (v2)")
+    p.add_argument("--tiktoken-num-special-tokens", type=int, help="special tokens before it (1000)")
+
+
 def verify_data(prefixes: list[str]) -> int:
     """Check pairs of files, reading all of them; returns the exit code: 0 whole, 2 if one is damaged."""
     damaged = 0
@@ -165,8 +170,17 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
         raise ValueError(
             f"{plain[0]}: plain text has only the key text, --json-keys asks for {' '.join(keys)}"
         )
-    pace = (a.workers, a.log_interval, a.skip_bad_lines, a.resume)
-    return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, *pace)
+    options = Options(a.log_interval, a.skip_bad_lines, a.resume)
+    return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, a.workers, options)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `tokenize` runs: documents between lines of progress, bad lines that it leaves out, --resume."""
+
+    log_interval: int | None = None
+    skip_bad_lines: int = 0
+    resume: bool = False
 
 
 def tokenize(
@@ -176,26 +190,23 @@ def tokenize(
     keys: tuple[str, ...] = ("text",),
     append_eod: bool = True,
     workers: int = 1,
-    log_interval: int | None = None,
-    skip_bad_lines: int = 0,
-    resume: bool = False,
+    options: Options = Options(),
 ) -> list[str]:
     """Tokenize files to PREFIX_KEY_document.{bin,idx,json} for each key; returns a line of report for each.
 
-    Up to `skip_bad_lines` bad lines are left out, and listed in PREFIX.skipped. `resume` keeps what is
-    complete for the next run (data/output.py). Raises ValueError for one bad line more, and if there is no
-    token at all; then no file of these names has changed.
+    Bad lines that are left out are listed in PREFIX.skipped. Raises ValueError for one more than the options
+    allow, and if there is no token at all; then no file of these names has changed.
     """
     work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
-    with Output(prefix, tokenizer, keys, append_eod).open(files, resume) as output:
-        if resumed := output.place != Place():
+    with DatasetOutput(prefix, tokenizer, keys, append_eod).open(files, options.resume) as output:
+        if resumed := output.place != InputPlace():
             print(f"--resume: {output.documents:,} documents are there and right", file=sys.stderr)
-        with Progress(sum(map(size_of, files)), log_interval, resumed) as progress:
+        with Progress(sum(map(size_of, files)), options.log_interval, resumed) as progress:
             pieces = chunks(blocks(files, keys, progress.read, output.place))
             for encoded, bad, place in in_order(work, pieces, workers):
-                room = max(0, skip_bad_lines - len(output.skipped))
-                if len(bad) > room:
-                    allowed = f" (line {skip_bad_lines + 1} that is bad)" if skip_bad_lines else ""
+                most = options.skip_bad_lines
+                if len(bad) > (room := max(0, most - len(output.skipped))):
+                    allowed = f" (line {most + 1} that is bad)" if most else ""
                     raise ValueError(f"{bad[room]}{allowed}; --skip-bad-lines N leaves out up to N")
                 output.add(encoded, bad, place)
                 progress.wrote(output.documents, output.tokens)
@@ -206,7 +217,7 @@ class Progress:
     """Shows progress on stderr: one line that changes on a terminal, else a new line every few seconds."""
 
     def __init__(self, total_bytes: int, interval: int | None, resumed: bool = False) -> None:
-        """total_bytes: 0 if nobody knows. resumed: what is read first was tokenized by an earlier run."""
+        """total_bytes: 0 if unknown. resumed: what is read first was tokenized by an earlier run."""
         self.total, self.interval = total_bytes, interval
         self.first = None if resumed else 0
         self.bytes = self.documents = self.shown_documents = 0

@@ -334,7 +334,6 @@ def test_multimodal_data(tmp_path):
         builder.finalize(f"{prefix}.idx")
     data = IndexedDataset(tmp_path / "0")
     assert all(np.array_equal(data[i], document) for i, document in enumerate(documents))
-    with pytest.raises(
-        ValueError, match=r"1\.idx: Megatron's multimodal data, with .* modes \[0, 1\]; only text"
-    ):
+    said = r"1\.idx: Megatron's multimodal data, with .* modes \[0, 1\]; only text"
+    with pytest.raises(ValueError, match=said):
         IndexedDataset(tmp_path / "1")

@@ -46,7 +46,7 @@ def results(prefix):
 
 def interrupted(monkeypatch, arguments, chunks):
     """Run, and stop behind a number of chunks; returns how many shards are kept."""
-    add, calls = output.Output.add, []
+    add, calls = output.DatasetOutput.add, []
 
     def counted(self, *given):
         calls.append(0)
@@ -55,7 +55,7 @@ def interrupted(monkeypatch, arguments, chunks):
         add(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(output.Output, "add", counted)
+        patch.setattr(output.DatasetOutput, "add", counted)
         assert run(*arguments) == 130
     return len([*Path(f"{arguments[arguments.index('--output-prefix') + 1]}.unfinished").glob("*.npz")])
 
@@ -96,8 +96,8 @@ def test_what_is_damaged_is_done_again(tmp_path, small, monkeypatch, damage):
         shard.unlink()
     else:
         tokens.unlink()
-    adopted, take = [], output.Output._adopt
-    monkeypatch.setattr(output.Output, "_adopt", lambda *a: adopted.append(take(*a)) or adopted[-1])
+    adopted, take = [], output.DatasetOutput._adopt
+    monkeypatch.setattr(output.DatasetOutput, "_adopt", lambda *a: adopted.append(take(*a)) or adopted[-1])
     assert run(*arguments) == 0
     assert adopted.count(True) == (0 if damage == "all" else 1)
     assert results(tmp_path / "y") == results(tmp_path / "x")
@@ -133,7 +133,7 @@ def test_a_bad_line_that_is_mended_by_a_flag(tmp_path, small):
 
 
 def test_killed_between_shards(tmp_path):
-    """SIGKILL to a real run: the shards on the disk are taken up."""
+    """SIGKILL to a real run: the next run keeps the shards on the disk."""
     source = jsonl(tmp_path / "in.jsonl", ["some words to tokenize " * 400] * 2500)
     program = (
         "import sys, preprocess; from nanomegatron.data import output; output.SHARD_BYTES = 1 << 22;"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-COLUMNS = (".parquet", ".arrow")
+COLUMN_FILES = (".parquet", ".arrow")
 
 
 class Row(NamedTuple):

@@ -134,7 +134,7 @@ class IndexedDatasetBuilder:
         self._count(tokens.size, lengths)
 
     def kept(self, count: int) -> bytes:
-        """The bytes of the next `count` tokens in what was kept; fewer if there are not so many."""
+        """The bytes of the next `count` tokens in what was kept; fewer if the file ends before."""
         self._bin.seek(self.tokens * self.dtype.itemsize)
         return self._bin.read(count * self.dtype.itemsize)
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, publish
-from nanomegatron.data.reading import Place
+from nanomegatron.data.reading import InputPlace
 from nanomegatron.data.samples import marks
 from nanomegatron.data.text import Encoded
 from nanomegatron.data.tokenizer import Tokenizer
@@ -32,19 +32,20 @@ from nanomegatron.data.tokenizer import Tokenizer
 SHARD_BYTES = 1 << 27  # of text
 
 
-class Output:
-    """Builds the data sets of a run; `place` is where the input goes on behind what they hold."""
+class DatasetOutput:
+    """Builds the data sets of a run; `place` is where reading resumes behind what they hold."""
 
     def __init__(self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool):
-        self.prefix, self.tokenizer, self.keys, self.append_eod = str(prefix), tokenizer, keys, append_eod
-        self.place, self.skipped = Place(), []
+        self.prefix, self.tokenizer = str(prefix), tokenizer
+        self.keys, self.append_eod = keys, append_eod
+        self.place, self.skipped = InputPlace(), []
         self._sizes: list[list[np.ndarray]] = [[] for _ in keys]  # bytes of text of each sequence
         self._unfinished: Path | None = None
         self._shards, self._start = 0, time.monotonic()
         self._begin_shard()
 
     @contextlib.contextmanager
-    def open(self, files: list[str], resume: bool) -> Iterator["Output"]:
+    def open(self, files: list[str], resume: bool) -> Iterator["DatasetOutput"]:
         """Open the builders; `resume`: go on from the shards of an earlier run, and keep this one's."""
         with contextlib.ExitStack() as stack:
             dtype = best_dtype(self.tokenizer.vocab_size)
@@ -66,7 +67,7 @@ class Output:
     def tokens(self) -> int:
         return sum(builder.tokens for builder in self.builders)
 
-    def add(self, parts: list[Encoded], skipped: list[str], place: Place) -> None:
+    def add(self, parts: list[Encoded], skipped: list[str], place: InputPlace) -> None:
         """Write the documents of a chunk, and note which lines were left out."""
         self.skipped += skipped
         self.place = place
@@ -144,7 +145,7 @@ class Output:
         try:
             with np.load(path, allow_pickle=False) as file:
                 facts: dict[str, Any] = dict(file)
-            place, skipped = Place(*facts["place"].tolist()), json.loads(str(facts["skipped"]))
+            place, skipped = InputPlace(*facts["place"].tolist()), json.loads(str(facts["skipped"]))
             found = []
             for k, builder in enumerate(self.builders):
                 lengths, data = facts[f"lengths {k}"], builder.kept(int(facts[f"lengths {k}"].sum()))

@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from nanomegatron.data.columns import COLUMNS, Row, column_rows, folder_files
+from nanomegatron.data.columns import COLUMN_FILES, Row, column_rows, folder_files
 from nanomegatron.data.tokenizer import import_extra
 
-CHUNK_BYTES, PIECE = 1 << 19, 1 << 20
-KINDS = (".jsonl", ".json", ".txt", *COLUMNS)
+CHUNK_BYTES, SKIP_BYTES = 1 << 19, 1 << 20
+INPUT_KINDS = (".jsonl", ".json", ".txt", *COLUMN_FILES)
 
 
-class Place(NamedTuple):
-    """Where reading goes on: file number `file`, its line or row `number`, `byte` of the unpacked text."""
+class InputPlace(NamedTuple):
+    """Where reading resumes: file number `file`, its line or row `number`, `byte` of the unpacked text."""
 
     file: int = 0
     number: int = 1
@@ -68,14 +68,14 @@ class Line(NamedTuple):
         return f"{self.path}:{self.number}" if self.number else self.path
 
 
-class Block(NamedTuple):
+class DocumentBlock(NamedTuple):
     """Neighbours in a file: whole lines `raw`, `number` that of the first, 0 for plain text; or rows."""
 
     path: str
     number: int
     raw: bytes
     rows: list[Row]
-    after: Place
+    after: InputPlace
 
     def documents(self) -> Iterator[Line | Row]:
         """Yield its documents, without blank lines."""
@@ -108,14 +108,16 @@ def input_files(patterns: Iterable[str]) -> list[str]:
     if files.count("-") > 1:
         raise ValueError("--input -: standard input can be read once")
     for file in files:
-        if kind(file) not in KINDS or (kind(file) in COLUMNS and not file.lower().endswith(COLUMNS)):
+        if kind(file) not in INPUT_KINDS or (
+            kind(file) in COLUMN_FILES and not file.lower().endswith(COLUMN_FILES)
+        ):
             raise ValueError(
                 f"--input {file}: must end in .jsonl, .json or .txt, alone or before .gz or .zst, "
                 "or in .parquet or .arrow"
             )
         if file.lower().endswith(".zst"):
             import_extra("zstandard", f"--input {file}")
-        if kind(file) in COLUMNS:
+        if kind(file) in COLUMN_FILES:
             import_extra("pyarrow", f"--input {file}")
     return files
 
@@ -139,7 +141,7 @@ def kind(file: str) -> str:
 
 
 def size_of(file: str) -> int:
-    """Bytes of a file; 0 for standard input, whose size nobody knows."""
+    """Bytes of a file; 0 for standard input, whose size is unknown."""
     return 0 if file == "-" else os.path.getsize(file)
 
 
@@ -157,16 +159,16 @@ def blocks(
     files: list[str],
     keys: tuple[str, ...] = ("text",),
     on_bytes: Callable[[int], None] = lambda count: None,
-    start: Place = Place(),  # noqa: B008 (a constant)
-) -> Iterator[Block]:
+    start: InputPlace = InputPlace(),  # noqa: B008 (a constant)
+) -> Iterator[DocumentBlock]:
     """Yield all files from `start` on in blocks of about CHUNK_BYTES; `on_bytes` gets the bytes read."""
     done = sum(size_of(path) for path in files[: start.file])
     for index in range(start.file, len(files)):
-        path, begin = files[index], start if index == start.file else Place(index)
+        path, begin = files[index], start if index == start.file else InputPlace(index)
         size = size_of(path)
-        if kind(path) in COLUMNS:
+        if kind(path) in COLUMN_FILES:
             for rows, share in column_rows(path, keys, begin.number, CHUNK_BYTES):
-                yield Block(path, 0, b"", rows, Place(index, rows[-1].number + 1))
+                yield DocumentBlock(path, 0, b"", rows, InputPlace(index, rows[-1].number + 1))
                 on_bytes(done + int(share * size))
         else:
             yield from _text_blocks(path, begin, lambda count: on_bytes(done + count))  # noqa: B023
@@ -174,26 +176,27 @@ def blocks(
         on_bytes(done)
 
 
-def _text_blocks(path: str, begin: Place, on_bytes: Callable[[int], None]) -> Iterator[Block]:
+def _text_blocks(path: str, begin: InputPlace, on_bytes: Callable[[int], None]) -> Iterator[DocumentBlock]:
     """Yield the blocks of a file of text from a place on."""
     index, number, byte = begin
     stdin = path == "-"
+    name = "standard input" if stdin else path
     with (
         contextlib.nullcontext(sys.stdin.buffer) if stdin else open(path, "rb") as raw,
         unpacked(path, raw) as file,
     ):
         try:
-            for at in range(0, byte, PIECE):
-                file.read(min(PIECE, byte - at))
+            for at in range(0, byte, SKIP_BYTES):
+                file.read(min(SKIP_BYTES, byte - at))
             if kind(path) == ".txt":
                 if not byte:
                     data = file.read()
-                    yield Block(path, 0, data, [], Place(index, 1, len(data) or 1))
+                    yield DocumentBlock(path, 0, data, [], InputPlace(index, 1, len(data) or 1))
                 return
             while data := file.read(CHUNK_BYTES):
                 data += file.readline()  # up to the end of its last line
                 first, number, byte = number, number + data.count(b"\n"), byte + len(data)
-                yield Block("standard input" if stdin else path, first, data, [], Place(index, number, byte))
+                yield DocumentBlock(name, first, data, [], InputPlace(index, number, byte))
                 on_bytes(byte if stdin else raw.tell())
         except (gzip.BadGzipFile, EOFError, zlib.error, *_zstd_errors()) as error:
             raise ValueError(f"{path}: damaged behind line {number - 1} ({error})") from None
@@ -210,9 +213,9 @@ def documents(files: list[str], keys: tuple[str, ...] = ("text",)) -> Iterator[L
         yield from block.documents()
 
 
-def chunks(pieces: Iterable[Block]) -> Iterator[list[Block]]:
+def chunks(pieces: Iterable[DocumentBlock]) -> Iterator[list[DocumentBlock]]:
     """Yield lists of blocks of about CHUNK_BYTES in total: one task per small file would be slow."""
-    chunk: list[Block] = []
+    chunk: list[DocumentBlock] = []
     size = 0
     for block in pieces:
         chunk.append(block)

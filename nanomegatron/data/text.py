@@ -1,6 +1,6 @@
 """Tokenizes documents with several processes, in order. No torch.
 
-    blocks -> chunks -> in_order(encode) -> Output
+    blocks -> chunks -> in_order(encode) -> DatasetOutput
     reads     512 KiB   workers find the     writes them
                         lines, parse them
                         and tokenize
@@ -26,7 +26,7 @@ import numpy as np
 
 from nanomegatron.data.ascii_bpe import ascii_runs
 from nanomegatron.data.indexed_dataset import best_dtype, publish
-from nanomegatron.data.reading import Block, Line, Place, Row
+from nanomegatron.data.reading import DocumentBlock, InputPlace, Line, Row
 from nanomegatron.data.tokenizer import (
     EOD,
     Tokenizer,
@@ -91,8 +91,8 @@ def _again(spec: str, fingerprint: str) -> Portable:
 
 
 def encode(
-    chunk: list[Block], portable: Portable, keys: tuple[str, ...], append_eod: bool
-) -> tuple[list[Encoded], list[str], Place]:
+    chunk: list[DocumentBlock], portable: Portable, keys: tuple[str, ...], append_eod: bool
+) -> tuple[list[Encoded], list[str], InputPlace]:
     """Tokenize a chunk, in a worker -> its valid documents under each key, errors for the others, its end.
 
     As in Megatron an empty document stays empty, without an end-of-document token.
