@@ -41,6 +41,7 @@ TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["ch
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code: 0 done, 2 wrong arguments, input or data, 130 interrupted."""
     arguments = parser().parse_args(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers are the processes; no threads beside
     try:
         if arguments.embedded:
             prepare_embedded(Path(arguments.output or "data"))

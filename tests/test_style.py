@@ -13,8 +13,9 @@ MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 400, 60, 35
 MAX_ARGUMENTS, MAX_LINE, MAX_PARALLEL = 8, 110, 3
 EXTRAS = set("matplotlib tqdm tensorboard torch.utils.tensorboard wandb tokenizers sentencepiece".split())
 DISTRIBUTED = {"mesh", "comm", "fast.peer_memory", "fast.peer_access", "checkpoint/", "commands.doctor"}
-# early and banner read what torchrun says; doctor reports what is set; setup looks for the compiler
-ENVIRONMENT = {"commands.doctor", "config.early", "mesh", "report.banner", "setup", "train"}
+# early and banner read what torchrun says; doctor reports what is set; setup looks for the compiler;
+# preprocess keeps the tokenizers library from starting threads
+ENVIRONMENT = {"commands.doctor", "config.early", "mesh", "preprocess", "report.banner", "setup", "train"}
 INTERFACES = {"Protocol", "ABC", "Generic", "object"}  # being based on one of these is no inheritance
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from nanomegatron.data.columns import COLUMN_FILES, Row, column_rows, folder_files
-from nanomegatron.data.tokenizer import import_extra
+from nanomegatron.data.vocabulary import import_extra
 
 CHUNK_BYTES, SKIP_BYTES = 1 << 19, 1 << 20
 INPUT_KINDS = (".jsonl", ".json", ".txt", *COLUMN_FILES)

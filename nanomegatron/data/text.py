@@ -24,16 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanomegatron.data.ascii_bpe import ascii_runs
 from nanomegatron.data.indexed_dataset import best_dtype, publish
 from nanomegatron.data.reading import DocumentBlock, InputPlace, Line, Row
-from nanomegatron.data.tokenizer import (
-    EOD,
-    Tokenizer,
-    import_extra,
-    tokenizer_from_spec,
-)
-from nanomegatron.data.vocabulary import byte_alphabet, write_ranks
+from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
+from nanomegatron.data.vocabulary import EOD, byte_alphabet, import_extra, write_ranks
 
 CHUNKS_PER_WORKER = 4
 
@@ -47,29 +41,11 @@ class Encoded(NamedTuple):
 
 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode texts -> all ids, and how many each text has; ASCII runs by `encode_ascii` if there is one."""
-    if getattr(tokenizer, "encode_ascii", None) is None:
-        ids = [tokenizer.encode(text) for text in texts]
-        return np.array(list(itertools.chain.from_iterable(ids)), np.int64), np.array(
-            [*map(len, ids)], np.int64
-        )
-    runs = [[text] if text.isascii() else ascii_runs(text) for text in texts]
-    pieces = list(itertools.chain.from_iterable(runs))
-    plain = np.array([piece.isascii() and "\0" not in piece for piece in pieces], bool)
-    rest = {i: tokenizer.encode(pieces[i]) for i in np.flatnonzero(~plain).tolist()}
-    ids, counts = tokenizer.encode_ascii([piece for piece, yes in zip(pieces, plain) if yes])
-    lengths = np.zeros(len(pieces), np.int64)
-    lengths[plain], lengths[~plain] = counts, [*map(len, rest.values())]
-    ends = np.cumsum(lengths)
-    if rest:
-        mine, result = np.ones(ends[-1], bool), np.empty(ends[-1], np.uint32)
-        for i, own in rest.items():
-            place = slice(ends[i] - len(own), ends[i])
-            mine[place], result[place] = False, own
-        result[mine] = ids
-        ids = result
-    last = np.cumsum([*map(len, runs)], dtype=np.int64) - 1  # piece of each text
-    return ids, np.diff(ends[last], prepend=0)
+    """Encode texts -> all ids, and how many each text has; at once if the tokenizer can."""
+    if many := getattr(tokenizer, "encode_many", None):
+        return many(texts)
+    ids = [tokenizer.encode(text) for text in texts]
+    return np.array([*itertools.chain.from_iterable(ids)], np.int64), np.array([*map(len, ids)], np.int64)
 
 
 class Portable:

@@ -16,20 +16,27 @@ neighbours whose concatenation has the lowest rank are merged repeatedly. The ra
 list of byte strings in order is the whole model.
 """
 
-import hashlib
-import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import tiktoken
 
-from nanomegatron.data.ascii_bpe import AsciiEncoder
-from nanomegatron.data.vocabulary import byte_alphabet, check_ids, read_megatron_ranks, read_ranks, read_table
+from nanomegatron.data.library_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from nanomegatron.data.vocabulary import (
+    EOD,
+    byte_alphabet,
+    check_ids,
+    existing_file,
+    read_megatron_ranks,
+    read_ranks,
+    read_table,
+    sha256_of,
+)
+from nanomegatron.data.words import GPT2_CUTS, GPT4_CUTS, LLAMA3_PATTERN, WordEncoder
 
-EOD = "<|endoftext|>"
 # GPT-2's: contractions, words, numbers, punctuation, space. `++` does not backtrack, so that a megabyte of
 # one letter needs no megabyte of stack.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -40,9 +47,12 @@ MEGATRON_PATTERNS = {
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+# How words are cut where they are looked up: by a pattern, or the name of one of tiktoken's own.
+CUTS = {GPT2_PATTERN: GPT2_CUTS, LLAMA3_PATTERN: GPT4_CUTS} | dict.fromkeys(
+    MEGATRON_PATTERNS.values(), GPT4_CUTS
+)
+CUTS |= dict.fromkeys(("cl100k_base", "o200k_base", "o200k_harmony"), GPT4_CUTS)
 MEGATRON_SPECIAL = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()  # then <SPECIAL_7> and so on
-# End-of-document tokens of Hugging Face vocabularies without a tokenizer_config.json.
-_HF_EODS = (EOD, "<|end_of_text|>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>")
 
 
 class Tokenizer(Protocol):
@@ -66,10 +76,15 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256
         self.spec = {"type": "ByteTokenizer"}
-        self.fingerprint = _sha256("ByteTokenizer")
+        self.fingerprint = sha256_of("ByteTokenizer")
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_many(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts -> all ids, and how many each text has."""
+        raw = [text.encode() for text in texts]
+        return np.frombuffer(b"".join(raw), np.uint8), np.array([*map(len, raw)], np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(bytes([i]) if i < 256 else EOD.encode() for i in ids).decode(errors="replace")
@@ -87,7 +102,7 @@ class NullTokenizer:
         other = {} if eod in (None, last) else {"eod": eod}
         self.vocab_size, self.eod = vocab_size, other.get("eod", last)
         self.spec = {"type": "NullTokenizer", "vocab_size": vocab_size, **other}
-        self.fingerprint = _sha256(f"NullTokenizer {vocab_size}", *other.values())
+        self.fingerprint = sha256_of(f"NullTokenizer {vocab_size}", *other.values())
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers in a text. Raises ValueError for other words and ids outside the vocabulary."""
@@ -176,22 +191,39 @@ class TikTokenizer:
     def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
         """Set the encoding. A named one's pattern is not in the fingerprint: tiktoken may rewrite it."""
         self._encoding, self.eod, self.spec = encoding, eod, spec
-        # For many texts at once, if words are split as in GPT-2.
-        end = encoding.decode_single_token_bytes(eod).decode()
-        self.encode_ascii = AsciiEncoder(encoding, end) if encoding._pat_str == GPT2_PATTERN else None
+        self._end = encoding.decode_single_token_bytes(eod).decode()
+        cuts = CUTS.get(encoding._pat_str) or CUTS.get(spec.get("model"))
+        self.encode_many = WordEncoder(cuts, self._encode_each) if cuts else None
         self.vocab_size = encoding.n_vocab
         ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
         known = {rank for rank, _ in ranks} | set(encoding._special_tokens.values())
         self._known = known
         special = sorted(encoding._special_tokens.items())
-        self.fingerprint = _sha256(
+        self.fingerprint = sha256_of(
             "BPE", *(b"%d %b" % (r, t.hex().encode()) for r, t in ranks), special, eod, pattern
         )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises ValueError if it overflows tiktoken's stack."""
+        return self._call(self._encoding.encode_ordinary, text)
+
+    def _encode_each(self, texts: list[str]) -> list[list[int]]:
+        """The ids of many short texts by one call, with a special token between them."""
+        joined = self._end.join([*texts, ""])
+        if joined.count(self._end) != len(texts):  # a text holds that token
+            return [self.encode(text) for text in texts]
+        special = dict(allowed_special={self._end}, disallowed_special=())
         try:
-            return self._encoding.encode_ordinary(text)
+            ids = self._call(self._encoding.encode_to_numpy, joined, **special)
+        except UnicodeEncodeError:  # half of a surrogate pair, which `encode` replaces
+            return [self.encode(text) for text in texts]
+        ends, ids = np.flatnonzero(ids == self.eod).tolist(), ids.tolist()
+        return [ids[begin + 1 : end] for begin, end in zip([-1, *ends], ends)]
+
+    @staticmethod
+    def _call(function: Callable, *arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # a Rust panic, whose class no module exports
                 raise
@@ -205,7 +237,7 @@ class GPT2BPETokenizer(TikTokenizer):
     """GPT-2's tokenizer from its two files, run by tiktoken."""
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        vocab, merges = _file(vocab_file, "--vocab-file"), _file(merge_file, "--merge-file")
+        vocab, merges = existing_file(vocab_file, "--vocab-file"), existing_file(merge_file, "--merge-file")
         alphabet = byte_alphabet()
         try:
             entries = read_table(vocab)
@@ -232,17 +264,14 @@ class GPT2BPETokenizer(TikTokenizer):
 class Llama3Tokenizer(TikTokenizer):
     """Llama 3's tokenizer.model: a rank file, with its own pattern and 256 special tokens after the ranks."""
 
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+    pattern = LLAMA3_PATTERN
     named = (
         "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id "
         "step_id start_header_id end_header_id eom_id eot_id python_tag image"
     ).split()
 
     def __init__(self, model: str) -> None:
-        path = _file(model, "--tokenizer-model")
+        path = existing_file(model, "--tokenizer-model")
         ranks = read_ranks(path)
         names = self.named + [f"reserved_special_token_{i}" for i in range(2, 258 - len(self.named))]
         special = {f"<|{name}|>": len(ranks) + i for i, name in enumerate(names)}
@@ -252,75 +281,6 @@ class Llama3Tokenizer(TikTokenizer):
         )
         spec = {"type": "Llama3Tokenizer", "model": str(path.absolute())}
         self._use(encoding, special["<|end_of_text|>"], spec, self.pattern)
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the tokenizers library; no code from a model repository is executed."""
-
-    def __init__(self, model: str) -> None:
-        library = import_extra("tokenizers", "HuggingFaceTokenizer")
-        path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
-        data = _file(str(path), "--tokenizer-model").read_bytes()
-        try:
-            self._tokenizer = library.Tokenizer.from_buffer(data)
-        except Exception as error:  # the library raises no narrower class
-            raise ValueError(
-                f"{path}: not a tokenizer.json that the tokenizers library reads ({error})"
-            ) from None
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values()) + 1
-        self.eod = self._find_eod(path, vocab)
-        self.spec = {"type": "HuggingFaceTokenizer", "model": str(path.absolute())}
-        self.fingerprint = _sha256("HuggingFace", data, self.eod)
-
-    @staticmethod
-    def _find_eod(path: Path, vocab: dict[str, int]) -> int:
-        config = path.with_name("tokenizer_config.json")
-        token = read_table(config).get("eos_token") if config.is_file() else None
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(token, str):
-            raise ValueError(f"{config}: eos_token {token!r:.60}: must be a string")
-        names = [token] if token else _HF_EODS
-        for name in names:
-            if name in vocab:
-                return vocab[name]
-        raise ValueError(
-            f"{path}: no end-of-document token ({', '.join(names)}); "
-            'put a tokenizer_config.json with {"eos_token": "..."} beside it'
-        )
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece tokenizer.model; </s> ends a document."""
-
-    def __init__(self, model: str) -> None:
-        library = import_extra("sentencepiece", "SentencePieceTokenizer")
-        path = _file(model, "--tokenizer-model")
-        data = path.read_bytes()
-        try:
-            self._processor = library.SentencePieceProcessor(model_proto=data)
-        except RuntimeError as error:
-            raise ValueError(f"{path}: not a SentencePiece model ({error})") from None
-        self.vocab_size, self.eod = self._processor.vocab_size(), self._processor.eos_id()
-        if self.eod < 0:
-            raise ValueError(f"{path}: the model has no </s>; train it with an eos_id")
-        self.spec = {"type": "SentencePieceTokenizer", "model": str(path.absolute())}
-        self.fingerprint = _sha256("SentencePiece", data)
-
-    def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._processor.decode(list(ids))
 
 
 def build_tokenizer(
@@ -374,26 +334,3 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
             moved = (Path(beside) / folder / Path(value).name for folder in ("", "hf"))
             found[name] = next((str(path) for path in moved if path.exists()), value)
     return build_tokenizer(found.pop("type"), **found)
-
-
-def import_extra(name: str, user: str) -> ModuleType:
-    """Import an optional library. Raises ValueError with the command that installs it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ValueError(f"{user} needs the {name} library: pip install {name}") from None
-
-
-def _file(name: str, flag: str) -> Path:
-    if not Path(name).is_file():
-        raise ValueError(f"{flag} {name}: no such file")
-    return Path(name)
-
-
-def _sha256(*parts: object) -> str:
-    """SHA-256 of the parts, each preceded by its length, so that different lists have different hashes."""
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode()
-        digest.update(b"%d:" % len(data) + data)
-    return digest.hexdigest()

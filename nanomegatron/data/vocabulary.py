@@ -1,11 +1,15 @@
 """Reads and checks the files of tokenizers: tiktoken's ranks, JSON vocabularies, and their ids."""
 
 import base64
+import hashlib
+import importlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+EOD = "<|endoftext|>"
 MOST_IDS = 2**31  # the limit of Megatron's .bin files
 
 
@@ -98,3 +102,27 @@ def check_ids(path: Path, *tables: Any) -> None:
             if number in owner:
                 raise ValueError(f"{path}: {token!r:.60} and {owner[number]!r:.60} have the same id {number}")
             owner[number] = token
+
+
+def import_extra(name: str, user: str) -> ModuleType:
+    """Import an optional library. Raises ValueError with the command that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"{user} needs the {name} library: pip install {name}") from None
+
+
+def existing_file(name: str, flag: str) -> Path:
+    """Return the path of a file that a flag names. Raises ValueError."""
+    if not Path(name).is_file():
+        raise ValueError(f"{flag} {name}: no such file")
+    return Path(name)
+
+
+def sha256_of(*parts: object) -> str:
+    """SHA-256 of the parts, each preceded by its length, so that different lists have different hashes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(b"%d:" % len(data) + data)
+    return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""Encodes many texts at once by looking up their words: the ids of the tokenizer's library, but sooner.
+
+A library takes 300 ns and more for a word, and most words have occurred before. Where a text can be cut so
+that each part has the ids that it has in the text, half a megabyte is cut and looked up at once, in numpy:
+
+    text     | I t ' s _ a _ _ t e s t . |           texts, bytes 255 around each
+    class    Z L L Q L B L B B L L L L P Z           letter, quote, blank, punctuation ...
+    start    * *       *   * *         * *           by pairs of classes, and a blank before a word
+    key      the up to 24 bytes of each word as three integers
+    ids      looked up in a table by the key; the library encodes the words that are missing, once
+
+A cut between two bytes is safe if no word of the tokenizer can hold both. There are three kinds:
+
+    GPT2_CUTS    words by GPT-2's pattern: letters, numbers or punctuation, with the blank before them
+    GPT4_CUTS    as cl100k_base's: letters keep a sign before them, and newlines the signs before them
+    PIECE_CUTS   SentencePiece's byte pairs, which merge across all but a blank that begins a piece
+
+Ids can depend on what is beside a word: one that ends in blanks is encoded with a word behind it, and one of
+SentencePiece with a word before it, unless the text ends or begins there. Bytes of other scripts are never
+cut from their neighbours, as they may be blanks too.
+(GPT-2's pattern: Radford et al. 2019)
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+
+# Of each byte: separator, letter, number, sign, quote, slash, blank, newline, other space, other script
+SEPARATOR, LETTER, NUMBER, SIGN, QUOTE, SLASH, BLANK, NEWLINE, SPACE, OTHER = range(10)
+CLASSES = np.full(256, SIGN, np.uint8)
+CLASSES[128:], CLASSES[255] = OTHER, SEPARATOR
+CLASSES[[*range(65, 91), *range(97, 123)]] = LETTER
+CLASSES[48:58], CLASSES[ord("'")], CLASSES[ord("/")] = NUMBER, QUOTE, SLASH
+CLASSES[32], CLASSES[[10, 13]], CLASSES[[9, 11, 12]] = BLANK, NEWLINE, SPACE
+SIGNS, SPACES = (SIGN, QUOTE, SLASH), (BLANK, NEWLINE, SPACE)
+WORD = (LETTER, NUMBER, *SIGNS)
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+END, CONTEXT = b"\xff", b"x"
+LONGEST = 24  # bytes of a word that the table can hold
+BITS = 20  # the table has 2^BITS rows, one for each value of a hash
+MOST_BYTES = 1 << 26  # of words and of their ids, until all are forgotten
+MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+
+
+class Cuts:
+    """Where words start. pairs: classes (before, after) between which it is; last: classes of a last blank.
+
+    The last of several blanks starts a word if its class is in `last` and a word follows.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], last: Sequence[int]) -> None:
+        self._pairs = np.zeros(16 * 16, bool)
+        for before, after in pairs:
+            for b in before:
+                self._pairs[[16 * b + a for a in after]] = True
+        self._last, self._space, self._word = (np.zeros(16, bool) for _ in range(3))
+        self._last[[*last]], self._space[[*SPACES]], self._word[[*WORD]] = True, True, True
+        self.pieces = not last
+
+    def __call__(self, text: np.ndarray) -> np.ndarray:
+        """Bool `[n]`: whether a word starts at each byte of text uint8 `[n]`."""
+        kind = CLASSES[text]
+        start = np.ones(len(text), bool)
+        start[1:] = self._pairs[(kind[:-1] << 4) + kind[1:]]
+        if not self.pieces:
+            start[1:-1] |= self._space[kind[:-2]] & self._last[kind[1:-1]] & self._word[kind[2:]]
+        return start
+
+
+_ALL = (LETTER, NUMBER, *SIGNS, *SPACES, OTHER)
+_PATTERN = [
+    ((LETTER,), (NUMBER, SIGN, SLASH, *SPACES)),
+    ((NUMBER,), (LETTER, *SIGNS, *SPACES)),
+    (SIGNS, (NUMBER, BLANK, SPACE)),
+    ((SEPARATOR,), (SEPARATOR, *_ALL)),
+    ((*WORD, OTHER), (SEPARATOR,)),  # blanks at the end keep the separator: the text ends there
+]
+GPT2_CUTS = Cuts(
+    [*_PATTERN, ((SIGN, SLASH), (LETTER,)), (SIGNS, (NEWLINE,)), ((NEWLINE, SPACE), WORD)], last=SPACES
+)
+GPT4_CUTS = Cuts([*_PATTERN, ((NEWLINE,), (LETTER, NUMBER, SIGN, QUOTE))], last=(BLANK, SPACE))
+PIECE_CUTS = Cuts(
+    [((*WORD, *SPACES[1:], OTHER), (BLANK,)), (_ALL, (SEPARATOR,)), ((SEPARATOR,), (SEPARATOR,))], last=()
+)
+# The same where no piece holds a newline and another character.
+LINE_CUTS = Cuts(
+    [
+        ((*WORD, SPACE, OTHER), (BLANK, NEWLINE)),
+        ((NEWLINE,), (BLANK,)),
+        (_ALL, (SEPARATOR,)),
+        ((SEPARATOR,), (SEPARATOR,)),
+    ],
+    last=(),
+)
+
+
+class WordEncoder:
+    """Encodes texts; `encode` is the library on a list of texts, whose special tokens are text as well.
+
+    cuts: how it splits. without: a text that holds one of these strings is left to the library.
+    """
+
+    def __init__(
+        self, cuts: Cuts, encode: Callable[[list[str]], Sequence[Sequence[int]]], without: Sequence[str] = ()
+    ) -> None:
+        self._cuts, self._encode, self._without = cuts, encode, ("\0", *without)
+        self._context = len(encode([CONTEXT.decode() if cuts.pieces else " " + CONTEXT.decode()])[0])
+        self._forget()
+
+    def _forget(self) -> None:
+        """Empty the tables, so that memory stays bounded."""
+        self._numbers: dict[bytes, int] = {}  # of the words so far
+        self._bytes = 0
+        self._places = np.zeros((1 << 16, 2), np.uint64)  # (start in the pool, count) of each word's ids
+        self._pool, self._used = np.zeros(1 << 16, np.uint32), 0
+        self._table = np.zeros((1 << BITS, 5), np.uint64)  # row hash(word): the word's key, place and count
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts -> ids of all texts uint32, and the number of ids of each."""
+        raw, rest = [], []
+        for i, text in enumerate(texts):
+            try:
+                if any(string in text for string in self._without):
+                    raise ValueError
+                raw.append(text.encode())
+            except ValueError:  # half of a surrogate pair too
+                raw.append(b"")
+                rest.append(i)
+        ids, counts = self._look_up_texts(raw)
+        if not rest:
+            return ids, counts
+        found = self._encode([texts[i] for i in rest])
+        at = np.cumsum(counts)[rest]
+        ids = np.insert(ids, np.repeat(at, [*map(len, found)]), [*chain.from_iterable(found)])
+        counts[rest] = [*map(len, found)]
+        return ids, counts
+
+    def _look_up_texts(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        joined = END + END.join(texts) + END
+        text = np.frombuffer(joined + bytes(LONGEST), np.uint8)
+        starts = np.flatnonzero(self._cuts(text[: len(joined)]))
+        lengths = np.diff(starts, append=len(joined))
+        # The eight bytes from each offset on as one integer: a view of the text with a stride of one byte.
+        eight = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
+        low, middle = eight[starts] & MASKS[np.minimum(lengths, 8)], np.zeros(len(starts), np.uint64)
+        high = np.zeros(len(starts), np.uint64)
+        long = np.flatnonzero(lengths > 8)
+        middle[long] = eight[starts[long] + 8] & MASKS[np.minimum(lengths[long] - 8, 8)]
+        long = long[lengths[long] > 16]
+        high[long] = eight[starts[long] + 16] & MASKS[np.minimum(lengths[long] - 16, 8)]
+        mixed = low * FACTORS[0] ^ middle * FACTORS[1] ^ high * FACTORS[2]
+        slots = (mixed >> np.uint64(64 - BITS)).astype(np.int64)
+        rows = self._table[slots]
+        found = (rows[:, 0] == low) & (rows[:, 1] == middle) & (rows[:, 2] == high) & (lengths <= LONGEST)
+        if (missing := np.flatnonzero(~found)).size:
+            words = [joined[a : a + n] for a, n in zip(starts[missing].tolist(), lengths[missing].tolist())]
+            rows[missing, 3:] = self._look_up(words)
+            short = missing[lengths[missing] <= LONGEST]
+            rows[short, 0], rows[short, 1], rows[short, 2] = low[short], middle[short], high[short]
+            self._table[slots[short]] = rows[short]  # replaces the word with the same hash
+        place, count = rows[:, 3].astype(np.int64), rows[:, 4].astype(np.int64)
+        ends = np.cumsum(count)
+        ids = self._pool[np.arange(ends[-1]) + np.repeat(place - (ends - count), count)]
+        if self._bytes + 4 * self._used > MOST_BYTES:
+            self._forget()
+        # A text begins behind a separator, or with it in PIECE_CUTS.
+        begins = np.cumsum([0, *(len(each) + 1 for each in texts)]) + (not self._cuts.pieces)
+        before = np.concatenate(([0], ends))[np.searchsorted(starts, begins)]
+        return ids, np.diff(before)
+
+    def _look_up(self, words: list[bytes]) -> np.ndarray:
+        """Return (place, count) `[words, 2]` of words not in the table; the library encodes new ones."""
+        numbers = list(map(self._numbers.get, words))
+        new = list(dict.fromkeys(word for word, number in zip(words, numbers) if number is None))
+        if new:
+            lists = self._alone(new)
+            counts = np.array([*map(len, lists)], np.int64)
+            places = np.stack((self._used + np.cumsum(counts) - counts, counts), axis=1)
+            self._places = _written(self._places, len(self._numbers), places)
+            ids = np.fromiter(chain.from_iterable(lists), np.uint32, counts.sum())
+            self._pool = _written(self._pool, self._used, ids)
+            self._used += len(ids)
+            self._bytes += sum(map(len, new)) + 100 * len(new)
+            self._numbers |= zip(new, range(len(self._numbers), len(self._numbers) + len(new)))
+            numbers = list(map(self._numbers.get, words))
+        return self._places[numbers]
+
+    def _alone(self, words: list[bytes]) -> list[Sequence[int]]:
+        """The ids of each word as in a text: by the library, with a word beside it where it needs one."""
+        first = CONTEXT if self._cuts.pieces else b""
+        texts, drop = [], []
+        for word in words:
+            at_end = END in word
+            word = word.replace(END, b"")
+            beside = bool(word) and not at_end and (bool(first) or word[-1:].isspace())
+            drop.append(self._context * beside)
+            texts.append((first + word if first else word + b" " + CONTEXT) if beside else word)
+        lists = self._encode([text.decode() for text in texts])
+        if first:
+            return [ids[n:] for ids, n in zip(lists, drop)]
+        return [ids[: len(ids) - n] for ids, n in zip(lists, drop)]
+
+
+def _written(array: np.ndarray, at: int, rows: np.ndarray) -> np.ndarray:
+    """Write `rows` at `at` and return the array; one that is too short is at least doubled first."""
+    if at + len(rows) > len(array):
+        array = np.concatenate(
+            (array, np.zeros_like(array, shape=(len(array) + len(rows), *array.shape[1:])))
+        )
+    array[at : at + len(rows)] = rows
+    return array
