@@ -138,6 +138,11 @@ def add_tokenizer(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of Megatron's JSON vocabulary (v2)")
     p.add_argument("--tiktoken-num-special-tokens", type=int, help="special tokens before it (1000)")
+    p.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help="special tokens in a text are those tokens, as in Megatron-LM; else they are text",
+    )
 
 
 def verify_data(prefixes: list[str]) -> int:
@@ -171,17 +176,21 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
         raise ValueError(
             f"{plain[0]}: plain text has only the key text, --json-keys asks for {' '.join(keys)}"
         )
-    options = Options(a.log_interval, a.skip_bad_lines, a.resume)
+    options = Options(a.log_interval, a.skip_bad_lines, a.resume, a.parse_special_tokens)
     return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, a.workers, options)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How `tokenize` runs: documents between lines of progress, bad lines that it leaves out, --resume."""
+    """How `tokenize` runs: documents between lines of progress, bad lines that it leaves out, --resume.
+
+    special: special tokens in a text are those tokens.
+    """
 
     log_interval: int | None = None
     skip_bad_lines: int = 0
     resume: bool = False
+    special: bool = False
 
 
 def tokenize(
@@ -198,8 +207,11 @@ def tokenize(
     Bad lines that are left out are listed in PREFIX.skipped. Raises ValueError for one more than the options
     allow, and if there is no token at all; then no file of these names has changed.
     """
-    work = functools.partial(encode, portable=Portable(tokenizer), keys=keys, append_eod=append_eod)
-    with DatasetOutput(prefix, tokenizer, keys, append_eod).open(files, options.resume) as output:
+    facts = {"append_eod": append_eod} | ({"parse_special_tokens": True} if options.special else {})
+    work = functools.partial(
+        encode, portable=Portable(tokenizer, options.special), keys=keys, append_eod=append_eod
+    )
+    with DatasetOutput(prefix, tokenizer, keys, facts).open(files, options.resume) as output:
         if resumed := output.place != InputPlace():
             print(f"--resume: {output.documents:,} documents are there and right", file=sys.stderr)
         with Progress(sum(map(size_of, files)), options.log_interval, resumed) as progress:

@@ -51,6 +51,8 @@ class HuggingFaceTokenizer:
         self.spec = {"type": "HuggingFaceTokenizer", "model": str(path.absolute())}
         self.fingerprint = sha256_of("HuggingFace", data, self.eod)
         settings = json.loads(data)
+        special = [token["content"] for token in settings["added_tokens"] or [] if token["special"]]
+        self.special_tokens = sorted(special, key=len, reverse=True)
         added = [token["content"] for token in settings["added_tokens"] or [] if not token["special"]]
         cuts = _hugging_face_cuts(settings) if all(map(str.isascii, added)) else None
         self._words = WordEncoder(cuts, self._encode_each, [_BLANK, *added]) if cuts else None
@@ -75,6 +77,14 @@ class HuggingFaceTokenizer:
         """Return the ids of a text. Raises ValueError if it has half of a surrogate pair."""
         text.encode()
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_special(self, text: str) -> list[int]:
+        """The same, but special tokens in it are those tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def encode_many(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts -> all ids, and how many each text has."""

@@ -35,9 +35,12 @@ SHARD_BYTES = 1 << 27  # of text
 class DatasetOutput:
     """Builds the data sets of a run; `place` is where reading resumes behind what they hold."""
 
-    def __init__(self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], append_eod: bool):
+    def __init__(
+        self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], facts: dict[str, bool]
+    ):
+        """facts: what the .json says of how the ids were made."""
         self.prefix, self.tokenizer = str(prefix), tokenizer
-        self.keys, self.append_eod = keys, append_eod
+        self.keys, self._facts = keys, facts
         self.place, self.skipped = InputPlace(), []
         self._sizes: list[list[np.ndarray]] = [[] for _ in keys]  # bytes of text of each sequence
         self._unfinished: Path | None = None
@@ -111,7 +114,7 @@ class DatasetOutput:
             raise ValueError("--resume: standard input cannot be read again; give files")
         status = [(os.path.abspath(file), os.stat(file)) for file in files]
         facts = {f"file {i + 1}": [name, s.st_size, s.st_mtime_ns] for i, (name, s) in enumerate(status)}
-        facts |= {"keys": list(self.keys), "append_eod": self.append_eod}
+        facts |= {"keys": list(self.keys)} | self._facts
         facts |= {"tokenizer": self.tokenizer.fingerprint}
         path = self._unfinished / "run.json"
         if not path.exists():
@@ -191,7 +194,7 @@ class DatasetOutput:
             text_bytes=int(text_bytes[-1]),
             text_bytes_before=" ".join(map(str, text_bytes[marks(builder.sequences)])),
             max_token=builder.max_token,
-            append_eod=self.append_eod,
+            **self._facts,
             tokenizer=self.tokenizer.spec,
             fingerprint=self.tokenizer.fingerprint,
         )

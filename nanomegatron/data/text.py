@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -28,6 +29,7 @@ from nanomegatron.data.indexed_dataset import best_dtype, publish
 from nanomegatron.data.reading import DocumentBlock, InputPlace, Line, Row
 from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
 from nanomegatron.data.vocabulary import EOD, byte_alphabet, import_extra, write_ranks
+from nanomegatron.data.words import insert_lists
 
 CHUNKS_PER_WORKER = 4
 
@@ -40,8 +42,18 @@ class Encoded(NamedTuple):
     text_bytes: np.ndarray
 
 
-def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode texts -> all ids, and how many each text has; at once if the tokenizer can."""
+def encode_batch(
+    tokenizer: Tokenizer, texts: Sequence[str], special: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encode texts -> all ids, and how many each text has; at once if the tokenizer can.
+
+    special: special tokens in a text are those tokens, as Megatron's tokenizers have it.
+    """
+    if special and (names := getattr(tokenizer, "special_tokens", None)):
+        holds = re.compile("|".join(map(re.escape, names))).search
+        found = {i: tokenizer.encode_special(text) for i, text in enumerate(texts) if holds(text)}
+        ids, lengths = encode_batch(tokenizer, ["" if i in found else text for i, text in enumerate(texts)])
+        return insert_lists(ids, lengths, found)
     if many := getattr(tokenizer, "encode_many", None):
         return many(texts)
     ids = [tokenizer.encode(text) for text in texts]
@@ -51,19 +63,20 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray
 class Portable:
     """A tokenizer that each worker process rebuilds once from its spec, instead of unpickling it per task."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        """special: see `encode_batch`."""
+        self.tokenizer, self.special = tokenizer, special
 
     def __reduce__(self) -> tuple:
-        return _again, (json.dumps(self.tokenizer.spec), self.tokenizer.fingerprint)
+        return _again, (json.dumps(self.tokenizer.spec), self.tokenizer.fingerprint, self.special)
 
 
 @functools.cache
-def _again(spec: str, fingerprint: str) -> Portable:
+def _again(spec: str, fingerprint: str, special: bool) -> Portable:
     tokenizer = tokenizer_from_spec(json.loads(spec))
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{spec}: the tokenizer's file changed while it was in use")
-    return Portable(tokenizer)
+    return Portable(tokenizer, special)
 
 
 def encode(
@@ -73,7 +86,6 @@ def encode(
 
     As in Megatron an empty document stays empty, without an end-of-document token.
     """
-    tokenizer = portable.tokenizer
     good, bad, end = [], [], chunk[-1].after
     for line in itertools.chain.from_iterable(block.documents() for block in chunk):
         try:
@@ -81,28 +93,28 @@ def encode(
         except ValueError as error:
             bad.append(str(error))
     try:
-        return _columns(tokenizer, good, keys, append_eod), bad, end
+        return _columns(portable, good, keys, append_eod), bad, end
     except ValueError:  # the tokenizer refuses some texts: try one at a time to find which
         for document in list(good):
             try:
-                _columns(tokenizer, [document], keys, append_eod)
+                _columns(portable, [document], keys, append_eod)
             except ValueError as error:
                 bad.append(f"{document[0]}: {error}")
                 good.remove(document)
-        return _columns(tokenizer, good, keys, append_eod), bad, end
+        return _columns(portable, good, keys, append_eod), bad, end
 
 
 def _columns(
-    tokenizer: Tokenizer,
+    portable: Portable,
     documents: list[tuple[Line | Row, list[str]]],
     keys: tuple[str, ...],
     append_eod: bool,
 ) -> list[Encoded]:
     """Tokenize the documents' texts under each key."""
-    result = []
+    result, tokenizer = [], portable.tokenizer
     for k in range(len(keys)):
         texts = [texts[k] for _, texts in documents]
-        ids, lengths = encode_batch(tokenizer, texts)
+        ids, lengths = encode_batch(tokenizer, texts, portable.special)
         ids = ids.astype(best_dtype(tokenizer.vocab_size))
         if append_eod:
             ends = np.cumsum(lengths)[lengths > 0]

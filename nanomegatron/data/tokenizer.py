@@ -191,6 +191,7 @@ class TikTokenizer:
     def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
         """Set the encoding. A named one's pattern is not in the fingerprint: tiktoken may rewrite it."""
         self._encoding, self.eod, self.spec = encoding, eod, spec
+        self.special_tokens = sorted(encoding._special_tokens, key=len, reverse=True)
         self._end = encoding.decode_single_token_bytes(eod).decode()
         cuts = CUTS.get(encoding._pat_str) or CUTS.get(spec.get("model"))
         self.encode_many = WordEncoder(cuts, self._encode_each) if cuts else None
@@ -206,6 +207,10 @@ class TikTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises ValueError if it overflows tiktoken's stack."""
         return self._call(self._encoding.encode_ordinary, text)
+
+    def encode_special(self, text: str) -> list[int]:
+        """The same, but special tokens in it are those tokens."""
+        return self._call(self._encoding.encode, text, allowed_special="all")
 
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
         """The ids of many short texts by one call, with a special token between them."""

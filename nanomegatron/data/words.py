@@ -134,11 +134,7 @@ class WordEncoder:
         ids, counts = self._look_up_texts(raw)
         if not rest:
             return ids, counts
-        found = self._encode([texts[i] for i in rest])
-        at = np.cumsum(counts)[rest]
-        ids = np.insert(ids, np.repeat(at, [*map(len, found)]), [*chain.from_iterable(found)])
-        counts[rest] = [*map(len, found)]
-        return ids, counts
+        return insert_lists(ids, counts, dict(zip(rest, self._encode([texts[i] for i in rest]))))
 
     def _look_up_texts(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         joined = END + END.join(texts) + END
@@ -204,6 +200,19 @@ class WordEncoder:
         if first:
             return [ids[n:] for ids, n in zip(lists, drop)]
         return [ids[: len(ids) - n] for ids, n in zip(lists, drop)]
+
+
+def insert_lists(
+    ids: np.ndarray, counts: np.ndarray, found: dict[int, Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Put the ids of some texts, found[i] those of text i, where these have none in `ids` yet."""
+    if not found:
+        return ids, counts
+    own = [*map(len, found.values())]
+    places = np.repeat(np.cumsum(counts)[[*found]], own)
+    counts = counts.copy()
+    counts[[*found]] = own
+    return np.insert(ids, places, np.fromiter(chain.from_iterable(found.values()), ids.dtype)), counts
 
 
 def _written(array: np.ndarray, at: int, rows: np.ndarray) -> np.ndarray:
