@@ -1,8 +1,7 @@
 """Each tokenizer against the real libraries on 1,000 strange strings, its special tokens among them.
 
 By itself, in one batch with the others, and where special tokens in a text are tokens, which is Megatron-LM's
-way (--parse-special-tokens). The tokenizers are trained here; in the full tier real ones are fetched where that
-is possible.
+way (--parse-special-tokens). The tokenizers are trained here; the full tier fetches real ones, if it can.
 """
 
 import json
