@@ -33,6 +33,7 @@ CLASSES[128:], CLASSES[255] = OTHER, SEPARATOR
 CLASSES[[*range(65, 91), *range(97, 123)]] = LETTER
 CLASSES[48:58], CLASSES[ord("'")], CLASSES[ord("/")] = NUMBER, QUOTE, SLASH
 CLASSES[32], CLASSES[[10, 13]], CLASSES[[9, 11, 12]] = BLANK, NEWLINE, SPACE
+_SPACE_BYTES = frozenset(b" \n\r\t\v\f")
 SIGNS, SPACES = (SIGN, QUOTE, SLASH), (BLANK, NEWLINE, SPACE)
 WORD = (LETTER, NUMBER, *SIGNS)
 LLAMA3_PATTERN = (
@@ -106,7 +107,7 @@ class WordEncoder:
     """
 
     def __init__(
-        self, cuts: Cuts, encode: Callable[[list[str]], Sequence[Sequence[int]]], without: Sequence[str] = ()
+        self, cuts: Cuts, encode: Callable[[list[str]], list[list[int]]], without: Sequence[str] = ()
     ) -> None:
         self._cuts, self._encode, self._without = cuts, encode, ("\0", *without)
         self._context = len(encode([CONTEXT.decode() if cuts.pieces else " " + CONTEXT.decode()])[0])
@@ -141,24 +142,21 @@ class WordEncoder:
         text = np.frombuffer(joined + bytes(LONGEST), np.uint8)
         starts = np.flatnonzero(self._cuts(text[: len(joined)]))
         lengths = np.diff(starts, append=len(joined))
-        # The eight bytes from each offset on as one integer: a view of the text with a stride of one byte.
-        eight = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
-        low, middle = eight[starts] & MASKS[np.minimum(lengths, 8)], np.zeros(len(starts), np.uint64)
-        high = np.zeros(len(starts), np.uint64)
-        long = np.flatnonzero(lengths > 8)
-        middle[long] = eight[starts[long] + 8] & MASKS[np.minimum(lengths[long] - 8, 8)]
-        long = long[lengths[long] > 16]
-        high[long] = eight[starts[long] + 16] & MASKS[np.minimum(lengths[long] - 16, 8)]
-        mixed = low * FACTORS[0] ^ middle * FACTORS[1] ^ high * FACTORS[2]
-        slots = (mixed >> np.uint64(64 - BITS)).astype(np.int64)
-        rows = self._table[slots]
-        found = (rows[:, 0] == low) & (rows[:, 1] == middle) & (rows[:, 2] == high) & (lengths <= LONGEST)
-        if (missing := np.flatnonzero(~found)).size:
-            words = [joined[a : a + n] for a, n in zip(starts[missing].tolist(), lengths[missing].tolist())]
-            rows[missing, 3:] = self._look_up(words)
-            short = missing[lengths[missing] <= LONGEST]
-            rows[short, 0], rows[short, 1], rows[short, 2] = low[short], middle[short], high[short]
-            self._table[slots[short]] = rows[short]  # replaces the word with the same hash
+        keys, slots = _keys(text, starts, lengths)
+
+        def look_up(which: np.ndarray) -> np.ndarray:
+            places = zip(starts[which].tolist(), lengths[which].tolist())
+            return self._look_up([joined[a : a + n] for a, n in places])
+
+        rows, short = self._table[slots], lengths <= LONGEST
+        new = np.flatnonzero((rows[:, :3] != keys).any(axis=1) | ~short)
+        if new.size:
+            once = new[np.unique(slots[new], return_index=True)[1]]  # most words occur several times
+            once = once[short[once]]
+            self._table[slots[once]] = np.concatenate((keys[once], look_up(once)), axis=1)
+            rows[new] = self._table[slots[new]]
+            rest = new[(rows[new, :3] != keys[new]).any(axis=1) | ~short[new]]  # of the same hash, or long
+            rows[rest, 3:] = look_up(rest)
         place, count = rows[:, 3].astype(np.int64), rows[:, 4].astype(np.int64)
         ends = np.cumsum(count)
         ids = self._pool[np.arange(ends[-1]) + np.repeat(place - (ends - count), count)]
@@ -186,20 +184,32 @@ class WordEncoder:
             numbers = list(map(self._numbers.get, words))
         return self._places[numbers]
 
-    def _alone(self, words: list[bytes]) -> list[Sequence[int]]:
+    def _alone(self, words: list[bytes]) -> list[list[int]]:
         """The ids of each word as in a text: by the library, with a word beside it where it needs one."""
-        first = CONTEXT if self._cuts.pieces else b""
-        texts, drop = [], []
-        for word in words:
-            at_end = END in word
-            word = word.replace(END, b"")
-            beside = bool(word) and not at_end and (bool(first) or word[-1:].isspace())
-            drop.append(self._context * beside)
-            texts.append((first + word if first else word + b" " + CONTEXT) if beside else word)
-        lists = self._encode([text.decode() for text in texts])
-        if first:
-            return [ids[n:] for ids, n in zip(lists, drop)]
-        return [ids[: len(ids) - n] for ids, n in zip(lists, drop)]
+        pieces, texts, drop = self._cuts.pieces, list(words), [0] * len(words)
+        for i, word in enumerate(words):
+            if word[0] == 255 or word[-1] == 255:
+                texts[i] = word.replace(END, b"")
+            elif pieces or word[-1] in _SPACE_BYTES:
+                texts[i], drop[i] = (CONTEXT + word if pieces else word + b" " + CONTEXT), self._context
+        lists = self._encode(b"\0".join(texts).decode().split("\0"))
+        for i, n in enumerate(drop):
+            if n:
+                lists[i] = lists[i][n:] if pieces else lists[i][:-n]
+        return lists
+
+
+def _keys(text: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first LONGEST bytes of each word as three integers `[words, 3]`, and their row of the table."""
+    # The eight bytes from each offset on as one integer: a view of the text with a stride of one byte.
+    eight = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
+    keys = np.zeros((len(starts), 3), np.uint64)
+    keys[:, 0] = eight[starts] & MASKS[np.minimum(lengths, 8)]
+    for i in (1, 2):
+        long = np.flatnonzero(lengths > 8 * i)
+        keys[long, i] = eight[starts[long] + 8 * i] & MASKS[np.minimum(lengths[long] - 8 * i, 8)]
+    mixed = keys[:, 0] * FACTORS[0] ^ keys[:, 1] * FACTORS[1] ^ keys[:, 2] * FACTORS[2]
+    return keys, (mixed >> np.uint64(64 - BITS)).astype(np.int64)
 
 
 def insert_lists(
