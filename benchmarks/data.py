@@ -1,20 +1,22 @@
 """How fast data is read and made, beside megatron-core where that is installed.
 
     python -m benchmarks.data loader [--documents 1000000] --out FILE.json [--small]
-    python -m benchmarks.data preprocess --corpus TEXT.jsonl --tokenizer TYPE FILE... --out FILE.json
+    python -m benchmarks.data preprocess --corpus TEXT.jsonl [--times N] --tokenizer TYPE FILE... --out FILE
 
 `loader`: a billion tokens, made in a temporary folder; seconds to open them, and million tokens a second: of
 the dataset, of our loader by threads, of torch's DataLoader by processes, as Megatron reads. Microbatches
 have 8192 tokens.
 
-`preprocess`: MB of text a second of tiktoken by itself, one thread; of preprocess.py; and of a loop document
-by document, of the kind of Megatron's tools/preprocess_data.py: pool.imap over lines in chunks of 32,
-json.loads and a tokenizer call a document, results pickled, one add_document each to megatron-core's
+`preprocess`: MB of text a second of the tokenizer's library by itself, one thread; of preprocess.py; and of a
+loop document by document, of the kind of Megatron's tools/preprocess_data.py: pool.imap over lines in chunks
+of 32, json.loads and a tokenizer call a document, results pickled, one add_document each to megatron-core's
 IndexedDatasetBuilder. The last two are processes, start and end included; all are interleaved --repeats
-times; medians. All outputs have the same bytes, or the program fails.
+times; medians, and the CPU seconds of all processes of a case. All outputs have the same bytes, or the
+program fails. --times reads the corpus several times over.
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,20 +132,23 @@ def encode(flags: tuple[str, ...], line: str) -> list[int]:
     return [*ids, tokenizer.eod] if ids else []
 
 
-def per_document(corpus: str, flags: tuple[str, ...], workers: int, prefix: str) -> None:
+def per_document(corpora: list[str], flags: tuple[str, ...], workers: int, prefix: str) -> None:
     """The loop."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     dtype = DType.optimal_dtype(tokenizer_of(*flags).vocab_size)
     builder = IndexedDatasetBuilder(f"{prefix}_text_document.bin", dtype)
     pool = multiprocessing.get_context("fork").Pool(workers)
-    with pool, open(corpus, encoding="utf-8") as lines:
+    with pool, contextlib.ExitStack() as stack:
+        lines = chain.from_iterable(stack.enter_context(open(c, encoding="utf-8")) for c in corpora)
         for ids in pool.imap(functools.partial(encode, flags), lines, 32):
             builder.add_document(ids, [len(ids)])
+        pool.close()
+        pool.join()  # so that its CPU time counts
     builder.finalize(f"{prefix}_text_document.idx")
 
 
-def tiktoken(tokenizer, texts: list[str]) -> float:
+def alone(tokenizer, texts: list[str]) -> float:
     """Seconds for texts that are in memory already; the result is thrown away."""
     begin = time.perf_counter()
     for text in texts:
@@ -155,40 +160,48 @@ def preprocess(args: argparse.Namespace) -> dict:
     """All, interleaved. Raises ValueError where they differ."""
     with open(args.corpus, encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
+    texts *= args.times
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     cases, hashes = [("ours", 1), ("per document", 1), ("ours", 2), ("per document", 2)], set()
-    seconds = {"tiktoken, 1": []} | {f"{case}, {workers}": [] for case, workers in cases}
+    seconds = {"alone, 1": []} | {f"{case}, {workers}": [] for case, workers in cases}
+    cpu = {name: [] for name in seconds}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.repeats):
-            seconds["tiktoken, 1"].append(tiktoken(tokenizer_of(*args.tokenizer), texts))
+            seconds["alone, 1"].append(alone(tokenizer_of(*args.tokenizer), texts))
             for case, workers in cases:
-                seconds[f"{case}, {workers}"].append(child(args, case, workers, f"{folder}/data"))
+                wall, busy = child(args, case, workers, f"{folder}/data")
+                seconds[f"{case}, {workers}"].append(wall)
+                cpu[f"{case}, {workers}"].append(busy)
                 files = [Path(f"{folder}/data_text_document.{end}").read_bytes() for end in ("bin", "idx")]
                 hashes.add(hashlib.sha256(b"".join(files)).hexdigest())
     if len(hashes) != 1:
         raise ValueError("the outputs have different bytes")
     median = {name: statistics.median(times) for name, times in seconds.items()}
-    return dict(tokenizer=args.tokenizer[0], text_mb=megabytes, seconds=seconds, median=median)
+    found = dict(tokenizer=args.tokenizer[0], text_mb=megabytes, documents=len(texts), seconds=seconds)
+    return found | dict(median=median, cpu_seconds=cpu, load=os.getloadavg())
 
 
-def child(args: argparse.Namespace, case: str, workers: int, prefix: str) -> float:
-    """Seconds of one case in a new process. Raises RuntimeError if it fails."""
-    (kind, *files), begin = args.tokenizer, time.perf_counter()
+def child(args: argparse.Namespace, case: str, workers: int, prefix: str) -> tuple[float, float]:
+    """Seconds and CPU seconds of one case in a new process. Raises RuntimeError if it fails."""
+    (kind, *files), begin, before = args.tokenizer, time.perf_counter(), os.times()
+    corpora = [args.corpus] * args.times
     if case == "ours":
         names = ["--vocab-file", "--merge-file"] if len(files) == 2 else ["--tokenizer-model"]
-        words = ["preprocess.py", "--input", args.corpus, "--output-prefix", prefix, "--tokenizer-type", kind]
+        words = ["preprocess.py", "--input", *corpora, "--output-prefix", prefix, "--tokenizer-type", kind]
         words += [word for pair in zip(names, files) for word in pair]
         words += ["--append-eod", "--workers", str(workers)]
         failed = subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL).returncode
     else:
-        given = args.corpus, tuple(args.tokenizer), workers, prefix
+        given = corpora, tuple(args.tokenizer), workers, prefix
         process = multiprocessing.get_context("spawn").Process(target=per_document, args=given)
         process.start()
         process.join()
         failed = process.exitcode
     if failed:
         raise RuntimeError(f"{case}: exit code {failed}")
-    return time.perf_counter() - begin
+    after = os.times()
+    busy = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - begin, busy
 
 
 def main(argv: list[str]) -> None:
@@ -201,6 +214,7 @@ def main(argv: list[str]) -> None:
     add("--small", action="store_true", help="loader: two million tokens")
     add("--corpus", help="preprocess: a JSON object with a text a line")
     add("--tokenizer", nargs="+", help="preprocess: type and files")
+    add("--times", type=int, default=1, help="preprocess: how often the corpus is read")
     add("--repeats", type=int, default=3, help="preprocess")
     args = parser.parse_args(argv)
     found = (loader if args.part == "loader" else preprocess)(args)

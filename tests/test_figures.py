@@ -51,6 +51,7 @@ ALLOWED = {
     "20 %": "fp8.md: the same in E5M2",
     "85 %": "kernels.md: an aim",
     "64 MiB": "parallel.md: the largest manifest",
+    "128 MiB": "data.md: a shard of --resume",
     "60 s": "parallel.md: how long ranks look for a run's file",
     "5 s": "parallel.md: how long a restart waits for its predecessor",
     "10 s": "parallel.md: how long a launcher waits for hanging ranks",
