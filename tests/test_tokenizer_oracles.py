@@ -238,3 +238,14 @@ def test_tiktokens_own_names(name):
     except Exception as error:  # requests' own classes
         pytest.skip(f"no file of {name}: {type(error).__name__}")
     check_tiktoken(build_tokenizer("TikTokenizer", name), encoding, 9)
+
+
+def test_a_name_whose_file_is_not_there(monkeypatch):
+    """tiktoken would fetch it: what to do where it cannot, not requests' words alone."""
+
+    def refused(name):
+        raise OSError("no route to the host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", refused)
+    with pytest.raises(ValueError, match="cl100k_base: tiktoken has no copy of it .* set TIKTOKEN_CACHE_DIR"):
+        build_tokenizer("TikTokenizer", "cl100k_base")
