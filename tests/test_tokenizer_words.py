@@ -78,7 +78,7 @@ def split(pattern):
     return pre.Sequence([by, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-KINDS = ["gpt2", "llama3", "v1", "v2", "hf gpt2", "hf qwen", "hf pieces", "hf llama", "pieces"]
+KINDS = ["gpt2", "llama3", "v1", "v2", "hf gpt2", "hf qwen", "hf o200k", "hf pieces", "hf llama", "pieces"]
 
 
 @pytest.fixture(params=KINDS)
@@ -99,6 +99,8 @@ def tokenizer(request, tmp_path, corpus):  # noqa: F811
     if name == "hf qwen":
         pattern = words.LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
         return trained(corpus, tmp_path, split(pattern), library.normalizers.NFC())
+    if name == "hf o200k":
+        return trained(corpus, tmp_path, split(constructed("o200k_base")["pat_str"]))
     if name == "hf pieces":
         meta = library.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
         return trained(corpus, tmp_path, meta, byte_fallback=True)
@@ -166,14 +168,18 @@ def test_memory_is_bounded(rank_file, monkeypatch):  # noqa: F811
         assert tokenizer.encode_many._bytes + 4 * tokenizer.encode_many._used < 50_000
 
 
+def constructed(name):
+    """The arguments of one of tiktoken's own encodings, without its ranks, which would be fetched."""
+    public = pytest.importorskip("tiktoken_ext.openai_public")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(public, "load_tiktoken_bpe", lambda *given, **more: {})
+        return public.ENCODING_CONSTRUCTORS[name]()
+
+
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
 def test_tiktokens_own(rank_file, name):  # noqa: F811
     """The patterns of the package, with other ranks: those of GPT-4 have to be fetched."""
-    public = pytest.importorskip("tiktoken_ext.openai_public")
-    ranks = {bytes([i]): i for i in range(256)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(public, "load_tiktoken_bpe", lambda *given, **more: dict(ranks))
-        made = public.ENCODING_CONSTRUCTORS[name]()
+    made, ranks = constructed(name), {bytes([i]): i for i in range(256)}
     made["explicit_n_vocab"] = None
     merged = [token for token in read_ranks(rank_file) if len(token) > 1]
     made["mergeable_ranks"] = ranks | {token: 256 + i for i, token in enumerate(merged)}

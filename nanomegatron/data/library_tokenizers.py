@@ -18,6 +18,7 @@ from nanomegatron.data.words import (
     GPT4_CUTS,
     LINE_CUTS,
     LLAMA3_PATTERN,
+    MEGATRON_PATTERNS,
     PIECE_CUTS,
     Cuts,
     WordEncoder,
@@ -51,9 +52,9 @@ class HuggingFaceTokenizer:
         self.spec = {"type": "HuggingFaceTokenizer", "model": str(path.absolute())}
         self.fingerprint = sha256_of("HuggingFace", data, self.eod)
         settings = json.loads(data)
-        special = [token["content"] for token in settings["added_tokens"] or [] if token["special"]]
+        special = [token["content"] for token in settings.get("added_tokens") or [] if token["special"]]
         self.special_tokens = sorted(special, key=len, reverse=True)
-        added = [token["content"] for token in settings["added_tokens"] or [] if not token["special"]]
+        added = [token["content"] for token in settings.get("added_tokens") or [] if not token["special"]]
         cuts = _hugging_face_cuts(settings) if all(map(str.isascii, added)) else None
         self._words = WordEncoder(cuts, self._encode_each, [_BLANK, *added]) if cuts else None
 
@@ -107,19 +108,19 @@ def flat(ids: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 def _hugging_face_cuts(settings: dict[str, Any]) -> Cuts | None:
     """How a tokenizer.json splits text; None if it is not one of the usual ways."""
-    model, normalizer, splitter = settings["model"], settings["normalizer"], settings["pre_tokenizer"]
+    model, normalizer, splitter = (settings.get(name) for name in ("model", "normalizer", "pre_tokenizer"))
     if model.get("type") != "BPE" or model.get("dropout"):
         return None
     parts = splitter["pretokenizers"] if (splitter or {}).get("type") == "Sequence" else [splitter]
     names = [part["type"] for part in parts if part]
     if names in (["ByteLevel"], ["Split", "ByteLevel"]):
-        if parts[-1]["add_prefix_space"] or (normalizer or {"type": "NFC"})["type"] != "NFC":
+        if parts[-1].get("add_prefix_space", True) or (normalizer or {"type": "NFC"})["type"] != "NFC":
             return None
         if len(parts) == 1:
             return GPT2_CUTS if parts[0].get("use_regex", True) else None
         split = (parts[0]["behavior"], parts[0]["invert"], parts[1].get("use_regex", True))
-        pattern = str(parts[0]["pattern"].get("Regex")).replace(r"\p{N}{1,3}", r"\p{N}")
-        same = pattern == LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+        known = _without_options(LLAMA3_PATTERN), _without_options(MEGATRON_PATTERNS["v2"])
+        same = _without_options(str(parts[0]["pattern"].get("Regex"))) in known
         return GPT4_CUTS if same and split == ("Isolated", False, False) else None
     if not model.get("byte_fallback"):  # neighbours that are unknown would be one id
         return None
@@ -129,6 +130,11 @@ def _hugging_face_cuts(settings: dict[str, Any]) -> Cuts | None:
     by_normalizer = not names and steps == [blanks]
     by_splitter = names == ["Metaspace"] and not steps and parts[0]["replacement"] == _BLANK
     return piece_cuts(model["vocab"]) if by_normalizer or by_splitter else None
+
+
+def _without_options(pattern: str) -> str:
+    """A pattern for words without what changes no cut: how many digits are one, contractions behind words."""
+    return pattern.replace(r"\p{N}{1,3}", r"\p{N}").replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "")
 
 
 def piece_cuts(pieces: Iterable[str]) -> Cuts | None:

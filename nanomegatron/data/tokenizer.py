@@ -35,18 +35,11 @@ from nanomegatron.data.vocabulary import (
     read_table,
     sha256_of,
 )
-from nanomegatron.data.words import GPT2_CUTS, GPT4_CUTS, LLAMA3_PATTERN, WordEncoder
+from nanomegatron.data.words import GPT2_CUTS, GPT4_CUTS, LLAMA3_PATTERN, MEGATRON_PATTERNS, WordEncoder
 
 # GPT-2's: contractions, words, numbers, punctuation, space. `++` does not backtrack, so that a megabyte of
 # one letter needs no megabyte of stack.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# Megatron's two patterns for its JSON vocabularies: Mistral's tekken uses v2.
-MEGATRON_PATTERNS = {
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
 # How words are cut where they are looked up: by a pattern, or the name of one of tiktoken's own.
 CUTS = {GPT2_PATTERN: GPT2_CUTS, LLAMA3_PATTERN: GPT4_CUTS} | dict.fromkeys(
     MEGATRON_PATTERNS.values(), GPT4_CUTS
