@@ -3,11 +3,13 @@
     x [s, b, h] -> linear_qkv -> q [s, b, n/tp, d], k, v [s, b, g/tp, d]
                    (q, k norm), rotary embedding
                    context = softmax(q k^T / sqrt(d)) v     [s, b, h/tp]    ops/attention.py; over cp: cp.py
+                   (other scales: q is multiplied by --softmax-scale * sqrt(d) before)
                 -> linear_proj -> y [s, b, h]
 
 With fewer key/value heads than tp ranks (g < tp), neighbouring ranks hold the same head.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.cp import context_attention
-from nanomegatron.layers import Norm
+from nanomegatron.layers import Norm, normalize_heads
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, choose_backend, core_attention
 from nanomegatron.ops.dropout import attention_dropout
@@ -63,22 +65,27 @@ class SelfAttention(nn.Module):
         self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
         self.q_norm = self.k_norm = None
         if config.qk_layernorm:
-            self.q_norm = Norm(config, config.head_dim, tp, init.at("q_layernorm"), partial=True)
-            self.k_norm = Norm(config, config.head_dim, tp, init.at("k_layernorm"), partial=True)
-        self.backend = choose_backend(
-            config.attention_backend, init.device, init.dtype, config.attention_dropout
-        )
+            whole = config.qk_layernorm_all_heads
+            sizes = (queries, keys) if whole else (config.head_dim, config.head_dim)
+            self.q_norm = Norm(config, sizes[0], tp, init.at("q_layernorm"), partial=True)
+            self.k_norm = Norm(config, sizes[1], tp, init.at("k_layernorm"), partial=True)
+            if whole:
+                self.q_norm.op = self.k_norm.op = normalize_heads
+        self.backend = choose_backend(config.backend, init.device, init.dtype, config.attention_dropout)
+        self.cap, scale = config.attn_logit_softcapping, config.softmax_scale
+        self.scale = 1.0 if scale is None else scale * math.sqrt(config.head_dim)  # of the queries
 
     def forward(
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
         """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past."""
         q, k, v = self._queries_keys_values(x, rotary)
+        q = q if self.scale == 1 else q * self.scale
         if cache is not None:
             k, v = cache(self.layer, k, v)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen)
+            mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen, self.cap)
             if batch.shard is not None:
                 how = batch.shard, self.layer, mask, self.backend, self.fused_softmax
                 return self.context(q, k, v, *how)

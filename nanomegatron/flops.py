@@ -37,12 +37,12 @@ def layer_matmul_parameters(model: TransformerConfig, tp: int = 1, ffn: int | No
     h, ffn = model.hidden_size, (model.ffn_size if ffn is None else ffn) // tp
     query = model.num_attention_heads * model.head_dim // tp
     key_value = 2 * max(model.num_kv_heads // tp, 1) * model.head_dim
-    return h * (query + key_value) + query * h + h * ffn * (3 if model.swiglu else 2)
+    return h * (query + key_value) + query * h + h * ffn * (3 if model.gated else 2)
 
 
 def expert_parameters(model: TransformerConfig, experts: int, etp: int = 1) -> int:
     """Count the parameters of `experts` experts of a layer on one of `etp` ranks."""
-    h, f, parts = model.hidden_size, model.moe_ffn_size // etp, 2 if model.swiglu else 1
+    h, f, parts = model.hidden_size, model.moe_ffn_size // etp, 2 if model.gated else 1
     return experts * (h * f * (parts + 1) + (parts * f + h) * (not model.disable_bias_linear))
 
 
@@ -64,10 +64,12 @@ def parameter_count(
     """
     h, d = model.hidden_size, model.head_dim
     norm = h if model.normalization == "RMSNorm" else 2 * h  # weight, or weight and bias
-    biases, parts = not model.disable_bias_linear, 2 if model.swiglu else 1
-    layer = layer_matmul_parameters(model, tp, 0) + 2 * norm + h * biases
+    biases, parts = not model.disable_bias_linear, 2 if model.gated else 1
+    norms = 4 if model.norm_placement == "both" else 2
+    layer = layer_matmul_parameters(model, tp, 0) + norms * norm + h * biases
     if model.qk_layernorm:
-        layer += 2 * norm * d // h
+        heads = (model.num_attention_heads, model.num_kv_heads) if model.qk_layernorm_all_heads else (1, 1)
+        layer += sum(heads) * norm * d // h
     if model.add_qkv_bias or biases:
         layer += (model.num_attention_heads // tp + 2 * max(model.num_kv_heads // tp, 1)) * d
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.comm import own_slice
+from nanomegatron.comm import copy_to, own_slice, reduce_from
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import dropout
@@ -51,6 +51,20 @@ def normalize(
     return (norm if layer.fused else norm_ref)(x, *how), x
 
 
+def normalize_heads(layer: "Norm", x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the RMSNorm of all heads together, sharded over tp, and x. x `[s, b, n, d]` -> `[s, b, n, d]`
+
+    layer.weight `[n*d]` is of the heads of all ranks. Ranks that share a head count it once each.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    square = wide.square().mean((-2, -1), keepdim=True) / layer.axis.size
+    square = copy_to(reduce_from(square, layer.axis), layer.axis)
+    own = x.shape[-2] * x.shape[-1]
+    ranks = layer.axis.size * own // len(layer.weight)  # that share a head
+    weight = layer.weight[layer.axis.rank // ranks * own :][:own].view(x.shape[-2:]).to(wide.dtype)
+    return (wide * torch.rsqrt(square + layer.eps) * (weight + layer.from_one)).to(x.dtype), x
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dim, replicated over `axis`. x `[..., h]` -> `[..., h]`
 
@@ -64,7 +78,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.from_one = config.norm_epsilon, config.apply_layernorm_1p
-        self.fused, self.recompute = config.persist_layer_norm, False
+        self.fused, self.recompute, self.axis = config.persist_layer_norm, False, axis
 
         def parameter(kind: str, value: float) -> nn.Parameter:
             part = replica(f"{init.name}.{kind}", (size,), axis, partial)
@@ -86,6 +100,15 @@ class Norm(nn.Module):
         return y, total
 
 
+class NoNorm(nn.Identity):
+    """In the place of a norm that the model does not have. x `[..., h]` -> `[..., h]`"""
+
+    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + residual twice. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
+        total = x + residual
+        return total, total
+
+
 def activate(mlp: "MLP", x: torch.Tensor) -> torch.Tensor:
     """The activation between an MLP's two layers. x `[..., f]` or `[..., 2*f]` (gated) -> `[..., f]`"""
     return mlp.activation(x)
@@ -101,7 +124,7 @@ class MLP(nn.Module):
         super().__init__()
         h, ffn = config.hidden_size, size or config.ffn_size
         bias, cut = not config.disable_bias_linear, config.sequence_parallel
-        inner = {"gate": ffn, "up": ffn} if config.swiglu else ffn
+        inner = {"gate": ffn, "up": ffn} if config.gated else ffn
         self.activation = activation(config)
         self.fused = config.swiglu and config.bias_swiglu_fusion
         self.recompute_act = config.recomputes("mlp_act")
@@ -143,6 +166,8 @@ class Embedding(nn.Module):
         vocab_size, padded_size, positions = sizes
         h, cut = config.hidden_size, config.sequence_parallel
         self.p, self.tp, self.sequence_parallel = config.hidden_dropout, tp, cut
+        # Rounded to the weights' type, as transformers does.
+        self.multiplier = float(torch.tensor(config.embedding_multiplier, dtype=weight.dtype))
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, padded_size, h, tp, sequence_parallel=cut, weight=weight
         )
@@ -153,6 +178,7 @@ class Embedding(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x = self.word_embeddings(batch.tokens)
+        x = x if self.multiplier == 1 else x * self.multiplier
         if self.position_embeddings is not None:
             places = batch.embedded_positions
             places = places[:, None] if places.dim() == 1 else places.t()
@@ -174,6 +200,7 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.vocab_size, self.weight, self.tp = vocab_size, weight, tp
         self.sequence_parallel = config.sequence_parallel
+        self.scaling, self.cap = config.logits_scaling, config.final_logit_softcapping
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, loss_weights: torch.Tensor | None
@@ -183,9 +210,12 @@ class OutputLayer(nn.Module):
         labels, loss_weights `[b, s]`: as in `Batch`.
         """
         cut = self.sequence_parallel and self.training
+        x = x if self.scaling == 1 else x / self.scaling
         if labels is not None and self.loss is not None:
             return self.loss(x, self.weight, labels, loss_weights, self.tp, self.vocab_size, cut)
         logits = self.linear(x, self.weight, self.tp, "gather" if cut else "copy")
+        if self.cap:
+            logits = torch.tanh(logits / self.cap) * self.cap
         if labels is None:
             return logits
         return vocab_parallel_cross_entropy(logits, labels, self.tp, self.vocab_size)

@@ -7,6 +7,7 @@
        TransformerLayer  x num_layers
            |  x + dropout(SelfAttention(Norm(x)))     QKV -> (q, k norm) -> rotary -> core attention -> proj
            |  x + dropout(MLP(Norm(x)))               fc1 -> SwiGLU or GELU -> fc2
+           |                                          (Norm before, after, or both: --norm-placement)
            |
        Norm
            |
@@ -32,7 +33,7 @@ from nanomegatron.comm import own_slice
 from nanomegatron.config.keywords import check_keywords
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import padded_vocab_size as default_padding
-from nanomegatron.layers import MLP, Embedding, Norm, OutputLayer, hidden_dropout
+from nanomegatron.layers import MLP, Embedding, NoNorm, Norm, OutputLayer, hidden_dropout
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import MoELayer
 from nanomegatron.ops.rope import rope_angles
@@ -55,12 +56,19 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         h, cut = config.hidden_size, config.sequence_parallel
-        self.layer, self.p = layer, config.hidden_dropout
-        self.input_layernorm = Norm(config, h, tp, init.at("input_layernorm"), cut)
+        self.layer, self.p, self.multiplier = layer, config.hidden_dropout, config.residual_multiplier
+
+        def norm(name: str, *places: str) -> Norm | NoNorm:
+            there = config.norm_placement in ("both", *places)
+            return Norm(config, h, tp, init.at(name), cut) if there else NoNorm()
+
+        self.input_layernorm = norm("input_layernorm", "pre")
         self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"))
-        self.pre_mlp_layernorm = Norm(config, h, tp, init.at("pre_mlp_layernorm"), cut)
-        for norm in (self.input_layernorm, self.pre_mlp_layernorm):
-            norm.recompute = config.recomputes("layernorm")
+        self.post_attention_layernorm = norm("post_attention_layernorm", "post")
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", "pre")
+        self.post_mlp_layernorm = norm("post_mlp_layernorm", "post")
+        for before in (self.input_layernorm, self.pre_mlp_layernorm):
+            before.recompute = config.recomputes("layernorm")
         inner, size = init.at("mlp"), config.moe_shared_expert_intermediate_size
         self.sparse = config.num_experts is not None and config.moe_layers[layer]
         if self.sparse:
@@ -73,10 +81,14 @@ class TransformerLayer(nn.Module):
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
         y = self.self_attention(self.input_layernorm(x), batch, rotary, cache)
-        y = hidden_dropout(y, self.p, batch, 2 * self.layer + 1)
+        y = self._branch(self.post_attention_layernorm(y), batch, 2 * self.layer + 1)
         normed, x = self.pre_mlp_layernorm.after_sum(y, x)
         y = self.mlp(normed, batch) if self.sparse else self.mlp(normed)
-        return x + hidden_dropout(y, self.p, batch, 2 * self.layer + 2)
+        return x + self._branch(self.post_mlp_layernorm(y), batch, 2 * self.layer + 2)
+
+    def _branch(self, y: torch.Tensor, batch: Batch, site: int) -> torch.Tensor:
+        y = y if self.multiplier == 1 else y * self.multiplier
+        return hidden_dropout(y, self.p, batch, site)
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,8 @@ class GPTModel(nn.Module):
         self.layers = nn.ModuleList(
             TransformerLayer(config, i, tp, decoder.at(f"layers.{i}"), stage.mesh) for i in layers
         )
+        kinds = config.rotary_kinds
+        self.rotary_kinds = [kinds[i] for i in layers]
         self.final_layernorm = self.output_layer = None
         if stage.post_process:
             final = decoder.at("final_layernorm")
@@ -167,12 +181,12 @@ class GPTModel(nn.Module):
         Raises RuntimeError if a stage lacks its input tensor; and under sequence parallelism for a loss in
         eval mode with gradients, which would be whole on each rank, where `dp.py` sums partial gradients.
         """
-        config, rotary = self.config, None
+        config, kinds = self.config, self.rotary_kinds
         whole = config.sequence_parallel and self.tp.size > 1 and not self.training
         if whole and labels is not None and torch.is_grad_enabled():
             raise RuntimeError("eval mode with sequence_parallel: use model.train(), or torch.no_grad()")
-        if config.position_embedding_type in ("rope", "yarn"):
-            rotary = rope_angles(batch.rotary_positions, config)
+        places = batch.rotary_positions
+        rotary = {kind: rope_angles(places, config, kind == "local") for kind in {*kinds} - {None}}
         cut = config.sequence_parallel and self.training
         batch = replace(
             batch, residual_positions=own_slice(batch.positions, self.tp) if cut else batch.positions
@@ -187,7 +201,7 @@ class GPTModel(nn.Module):
 
             def run(x: torch.Tensor, layers: range = layers) -> torch.Tensor:
                 for i in layers:
-                    x = self.layers[i](x, batch, rotary, cache)
+                    x = self.layers[i](x, batch, rotary.get(kinds[i]), cache)
                 return x
 
             x = recomputed(run, x, spread=spread) if again else run(x)

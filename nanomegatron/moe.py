@@ -299,7 +299,7 @@ class GroupedExperts(nn.Module):
         self.act, self.recompute = activation, config.recomputes("moe_act")
         local = config.num_experts // ep.size
         experts = [init.at(f"{ep.rank * local + i}").name for i in range(local)]
-        inner = ("linear_fc1.gate", "linear_fc1.up") if config.swiglu else ("linear_fc1",)
+        inner = ("linear_fc1.gate", "linear_fc1.up") if config.gated else ("linear_fc1",)
         fc1 = [f"{expert}.{layer}" for expert in experts for layer in inner]
         fc2 = [f"{expert}.linear_fc2" for expert in experts]
 

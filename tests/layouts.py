@@ -56,6 +56,13 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-input-jitter-eps 0.02 --micro-batch-size 2 "
     "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.02 0.01",
     "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
+    "olmo": f"{ROPE} --num-query-groups 2 --norm-placement post --qk-layernorm --qk-layernorm-all-heads "
+    "--rotary-percent 0.5 --no-rope-freq 3 --residual-multiplier 0.5 --hidden-dropout 0.1",
+    "gemma": "--position-embedding-type rope --normalization RMSNorm --geglu --disable-bias-linear "
+    "--norm-placement both --apply-layernorm-1p --qk-layernorm --num-query-groups 1 --softmax-scale 0.25 "
+    "--embedding-multiplier 5.7 --logits-scaling 2 --window-size 9 0 --window-attn-skip-freq 2 "
+    "--rotary-base-local 100",
+    "softcap": f"{ROPE} --attn-logit-softcapping 2 --final-logit-softcapping 4",
 }
 DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 FLAGS = {
@@ -300,6 +307,10 @@ NAMED = [
     ("dp2ep2rafp", "moe-documents"),
     ("cp2", "sinkhorn"),
     ("tp2spdp2ep2rm", "sinkhorn"),
+    ("tp4sprsfp", "olmo"),
+    ("tp2pp2v2sprc", "gemma"),
+    ("cp2fp", "gemma"),
+    ("tp2cp2a2asprs", "softcap"),
 ]
 
 

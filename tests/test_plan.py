@@ -36,6 +36,15 @@ LLAMA = dict(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
+GEMMA = LLAMA | dict(
+    swiglu=False,
+    geglu=True,
+    norm_placement="both",
+    apply_layernorm_1p=True,
+    qk_layernorm=True,
+    softmax_scale=0.3,
+    embedding_multiplier=8.0,
+)
 LLAMA3_8B = TransformerConfig(32, 4096, 32, 14336, num_query_groups=8, **LLAMA)
 
 
@@ -91,7 +100,7 @@ def test_tp_halves_what_it_shards():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "qwen2", "gemma"])
 def test_parameters_are_those_of_the_model(family, tp):
     model = TINY[family]
     axis = Axis("tp", tp, tp - 1, tuple(range(tp)), None)
@@ -111,6 +120,9 @@ TINY = {
     ),
     "qwen3": TransformerConfig(2, 64, 8, 160, 16, 2, qk_layernorm=True, **LLAMA),
     "qwen2": TransformerConfig(2, 64, 8, 160, num_query_groups=2, add_qkv_bias=True, **LLAMA),
+    "gemma": TransformerConfig(2, 64, 8, 160, 16, 2, **GEMMA),
+    "olmo2": TransformerConfig(2, 64, 8, 160, norm_placement="post", **LLAMA),
+    "bounded": TransformerConfig(2, 64, 8, 160, attn_logit_softcapping=2.0, **LLAMA),
     "grouped, no rotation": TransformerConfig(2, 64, 8, num_query_groups=2, max_position_embeddings=32),
 }
 

@@ -32,7 +32,7 @@ lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_d
 weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
 """.split()
 # Settings that may differ where only weights are loaded: for positions beyond those of the pretraining.
-POSITIONS = ("rotary", "rope", "use_rope", "yarn", "mscale", "window")
+POSITIONS = ("rotary", "rope", "use_rope", "no_rope", "yarn", "mscale", "window")
 
 
 class LoadSource(NamedTuple):

@@ -39,12 +39,19 @@ def model_errors(config: Config, device: str) -> Iterator[str]:
         layer_pattern(model.window_attn_skip_freq, model.num_layers)
     except ValueError as error:
         yield f"--window-attn-skip-freq {error}"
+    try:
+        layer_pattern(model.no_rope_freq, model.num_layers)
+    except ValueError as error:
+        yield f"--no-rope-freq {error}"
     if model.window_size[1:] not in ((), (0,)):
         yield f"{spelled('window_size', model.window_size)}: must end in 0, such as 4095 0"
     if model.attention_dropout and model.attention_backend == "flash" and device == "cpu":
         yield "--attention-backend flash: has no attention dropout on a CPU; use auto or unfused"
     if model.attention_backend == "fused" and (device == "cpu" or config.dtype_name == "float32"):
         yield "--attention-backend fused: needs a GPU and --bf16 or --fp16; use auto"
+    kinds = {*config.parallel.cp_types(model.num_layers)} - {"a2a"}
+    if model.attn_logit_softcapping and config.parallel.context_parallel_size > 1 and kinds:
+        yield f"--attn-logit-softcapping {model.attn_logit_softcapping}: over cp needs --cp-comm-type a2a"
     if model.distribute_saved_activations:
         yield from multiple("--hidden-size", model.hidden_size, TP, tp)
     yield from _inner_sizes(config)

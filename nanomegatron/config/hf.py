@@ -62,14 +62,14 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     family, errors = hf.get("model_type"), []
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type = {family!r:.80}: here are {', '.join(FAMILIES)}")
-    if family.endswith("moe") and "num_local_experts" in hf:  # transformers 5 writes so
-        hf = {"num_experts": hf["num_local_experts"]} | hf
-    hf, settings = family_table(family, "left_out") | hf, family_table(family, "settings")
-    for key, values in HF_TABLES["only"].items():
-        if (value := hf.get(key)) is not None and value not in values:
+    hf, settings = family_table(family, "left_out") | _flat(hf, family), family_table(family, "settings")
+    read = {key.rstrip("?") for key in family_table(family, "keys").values()}
+    for key, values in (HF_TABLES["only"] | family_table(family, "only")).items():
+        if (value := hf.get(key)) is not None and value not in values and key not in read:
             errors.append(f"{key} = {value!r:.80}: here is {' or '.join(map(repr, values)) or None}")
     for name, key in family_table(family, "keys").items():
-        kind, value = _SETTINGS[name].type, hf.get(key.rstrip("?"))
+        value, kind = hf.get(key.rstrip("?")), _SETTINGS[name].type
+        kind = float if kind == float | None else kind
         if value is not None and _positive(value, kind):
             settings[name] = float(value) if kind is float else value
         elif value is not None or not key.endswith("?"):
@@ -84,6 +84,25 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def _flat(hf: dict, family: str) -> dict[str, Any]:
+    """What transformers 5 writes otherwise, under the keys of 4: experts, and what is in rope_parameters."""
+    if family.endswith("moe") and "num_local_experts" in hf:
+        hf = {"num_experts": hf["num_local_experts"]} | hf
+    rope = hf.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return hf
+    full, local = rope.get("full_attention"), rope.get("sliding_attention") or {}
+    if isinstance(full, dict) and isinstance(local, dict):
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f"sliding_attention {local}: here with rope_type = 'default'")
+        theta = local.get("rope_theta", hf.get("rope_local_base_freq"))
+        hf, rope = hf | {"rope_local_base_freq": theta} if theta else hf, full
+    rope = dict(rope)
+    if share := rope.pop("partial_rotary_factor", None):
+        hf = hf | {"partial_rotary_factor": share}
+    return hf | {"rope_parameters": rope}
+
+
 def _positive(value: Any, kind: Any) -> bool:
     numbers = int | float if kind is float else int
     return isinstance(value, numbers) and not isinstance(value, bool) and 0 < value < 2**63
@@ -95,10 +114,15 @@ def _plain(hf: dict, family: str) -> dict[str, Any]:
     if dtype not in HF_DTYPES:
         raise ValueError(f"dtype = {dtype!r}: here are {', '.join(HF_DTYPES)}")
     biases = {key: bool(hf.get(key)) for key in ("attention_bias", "mlp_bias")}
-    if any(biases.values()) and not (all(biases.values()) and family == "llama"):
+    both = FAMILIES[family].get("biases", False)
+    if any(biases.values()) and not (all(biases.values()) and both):
         given = ", ".join(f"{key} = {value}" for key, value in biases.items())
-        raise ValueError(f"{given}: here is a {family} without{' either or with both' * (family == 'llama')}")
+        raise ValueError(f"{given}: here is a {family} without{' either or with both' * both}")
     settings = HF_DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings")}
+    if family.startswith("gemma"):
+        if not _positive(width := hf["query_pre_attn_scalar"], float):
+            raise ValueError(f"query_pre_attn_scalar = {width!r:.80}: must be a number above 0")
+        settings |= {"embedding_multiplier": math.sqrt(hf["hidden_size"]), "softmax_scale": width**-0.5}
     if family == "gpt2":
         kind = hf["activation_function"]
         which = {"squared_relu": True} if kind == "relu2" else {"bias_gelu_fusion": kind != "gelu"}
@@ -124,6 +148,8 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
     if strange := rope.keys() - HF_TABLES["rope"][kind]:
         raise ValueError(f"rope_type = {kind!r} with {', '.join(sorted(strange))}: here without")
     settings = {"position_embedding_type": "rope", "rotary_base": float(base)}
+    if family == "smollm3":
+        settings |= _without_rope(hf)
     if kind == "llama3":
         if wrong := {key: rope.get(key) for key, value in LLAMA3.items() if rope.get(key) != value}:
             raise ValueError(f"rope_type = 'llama3' with {wrong}: here with {LLAMA3}")
@@ -131,6 +157,18 @@ def _rope(hf: dict, family: str) -> dict[str, Any]:
     elif kind == "linear":
         settings["rotary_seq_len_interpolation_factor"] = float(rope["factor"])
     return settings | (_yarn(rope) if kind == "yarn" else {})
+
+
+def _without_rope(hf: dict) -> dict[str, Any]:
+    """The layers without rotary embedding: a list with a 0 for each, or else each of an interval."""
+    layers, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
+    if not _positive(every, int):
+        raise ValueError(f"no_rope_layer_interval = {every!r:.80}: must be a number above 0")
+    rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    if len(rotated) < layers or not set(rotated) <= {0, 1}:
+        raise ValueError(f"no_rope_layers = {rotated!r:.80}: here are 1 and 0, one a layer")
+    rotated = rotated[:layers]
+    return {} if all(rotated) else {"no_rope_freq": _pattern([not yes for yes in rotated])}
 
 
 def _yarn(rope: dict) -> dict[str, Any]:
@@ -149,20 +187,22 @@ def _yarn(rope: dict) -> dict[str, Any]:
 def _windows(hf: dict, family: str) -> dict[str, Any]:
     """The sliding window and its layers. Hugging Face's width counts the query's own key, ours does not."""
     layers, kinds = hf.get("num_hidden_layers", 0), hf.get("layer_types")
-    qwen = family.startswith("qwen")
-    always = family in ("mistral", "mixtral")
-    width = hf.get("sliding_window") if always or (qwen and hf.get("use_sliding_window")) else None
+    window, every = FAMILIES[family].get("window"), hf.get("sliding_window_pattern", 0)
+    on = window == "always" or (window == "switch" and hf.get("use_sliding_window"))
+    width = hf.get("sliding_window") if on else None
     first = 0 if family == "qwen3_moe" else hf.get("max_window_layers", 0)
     windowed = [width is not None and i >= first for i in range(layers)]
+    if every:
+        windowed = [(i + 1) % every != 0 for i in range(layers)]
     if kinds is not None or (family == "qwen2_moe" and width is not None):
         known = {"full_attention": False, "sliding_attention": True}
         asked = [known.get(kind) for kind in kinds or ()]
-        fixed = not qwen or family == "qwen3_moe"
+        fixed = not FAMILIES[family].get("layer_types")
         if None in asked or len(asked) != layers or (fixed and asked != windowed):
             raise ValueError(f"layer_types = {kinds!r:.80}: here are {' and '.join(known)}, one a layer")
         windowed = asked
     if not any(windowed):
-        return {}
+        return {"rotary_base_local": None} if every else {}
     if not _positive(width, int):
         raise ValueError(f"sliding_window = {width!r}: must be a number above 0")
     pattern = {} if all(windowed) else {"window_attn_skip_freq": _pattern(windowed)}
@@ -190,8 +230,10 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
     Raises ValueError, with the settings that differ, if no family computes the same.
     """
     wanted, in_the_way = effective(config.model), {}
+    # Without its key a family may have a padding token that this vocabulary has not.
+    tokens = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     for family in FAMILIES:
-        hf = _written(config, family) | {"bos_token_id": eod, "eos_token_id": eod}
+        hf = _written(config, family) | tokens
         keys = family_table(family, "keys").items()
         if any(hf[key] is None for name, key in keys if name.startswith(("num_experts", "moe"))):
             continue  # a family with experts, or shared ones
@@ -210,6 +252,7 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     model, windows = config.model, config.model.windows
     values = vars(model) | effective(model) | {"vocab_size": config.data.vocab_size}
     values["ffn_hidden_size"] = model.moe_ffn_size if family == "mixtral" else model.ffn_size
+    values["rotary_base_local"] = values["rotary_base_local"] or model.rotary_base
     hf = {"architectures": [FAMILIES[family]["class"]], "model_type": family}
     hf["torch_dtype"] = config.dtype_name
     hf |= {key.rstrip("?"): values[name] for name, key in family_table(family, "keys").items()}
@@ -217,23 +260,33 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     if family == "gpt2":
         gelu = "gelu_new" if model.tanh_gelu else "gelu"
         return hf | {"activation_function": "relu2" if model.squared_relu else gelu}
-    hf |= {"hidden_act": "silu", "rope_theta": model.rotary_base, "rope_scaling": None}
+    only = HF_TABLES["only"] | family_table(family, "only")
+    hf |= {key: only[key][0] for key in ("hidden_act", "hidden_activation") if key in only}
+    hf |= {"rope_theta": model.rotary_base, "rope_scaling": None}
+    if family.startswith("gemma"):
+        hf["query_pre_attn_scalar"] = max(round(values["softmax_scale"] ** -2), 1)
+    if family == "smollm3":
+        hf["no_rope_layers"] = [int(kind is not None) for kind in model.rotary_kinds]
     if model.position_embedding_type == "yarn":
         hf["rope_scaling"] = {"rope_type": "yarn"} | {key: getattr(model, name) for key, name in YARN.items()}
     elif model.use_rope_scaling:
         hf["rope_scaling"] = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
     elif (factor := model.rotary_seq_len_interpolation_factor) != 1:
         hf["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    if family == "llama":
-        return hf | dict.fromkeys(("attention_bias", "mlp_bias"), not model.disable_bias_linear)
+    if FAMILIES[family].get("biases"):
+        hf |= dict.fromkeys(("attention_bias", "mlp_bias"), not model.disable_bias_linear)
+    if not (window := FAMILIES[family].get("window")):
+        return hf
     width = next((window + 1 for window in windows if window is not None), None)
     hf["sliding_window"] = width
-    if family in ("mistral", "mixtral"):
+    if window == "always" and not FAMILIES[family].get("layer_types"):
         return hf
     if model.num_experts:
         dense = [i for i, experts in enumerate(model.moe_layers) if not experts]
         hf |= {"norm_topk_prob": not model.moe_router_pre_softmax, "mlp_only_layers": dense}
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    if family.startswith("gemma"):
+        return hf | {"layer_types": kinds}
     first = kinds.index("sliding_attention") if width else model.num_layers
     return hf | {"use_sliding_window": bool(width), "max_window_layers": first, "layer_types": kinds}
 
@@ -241,6 +294,7 @@ def _written(config: Config, family: str) -> dict[str, Any]:
 def effective(model: TransformerConfig) -> dict[str, Any]:
     """Return the settings on which the model's function depends, with derived ones filled in."""
     resumable = (name for name, s in _SETTINGS.items() if s.metadata["resumable"])
+    kinds = model.rotary_kinds
     kind, unused = model.position_embedding_type, ("window_attn", *TRAINING, *resumable)
     unused += () if kind == "yarn" else ("yarn", "mscale", "rotary_scaling")
     unused += () if kind == "rope" else ("use_rope",)
@@ -261,7 +315,10 @@ def effective(model: TransformerConfig) -> dict[str, Any]:
         "kv_channels": model.head_dim,
         "ffn_hidden_size": None if all(model.moe_layers) else model.ffn_size,
         "add_qkv_bias": model.add_qkv_bias or not model.disable_bias_linear,
-        "squared_relu": model.squared_relu and not model.swiglu,
-        "bias_gelu_fusion": model.tanh_gelu and not (model.swiglu or model.squared_relu),
+        "squared_relu": model.squared_relu and not model.gated,
+        "bias_gelu_fusion": model.tanh_gelu and not (model.gated or model.squared_relu),
         "window_size": model.windows,
+        "no_rope_freq": [kind is None for kind in kinds],
+        "rotary_base_local": model.rotary_base_local if "local" in kinds else None,
+        "softmax_scale": model.softmax_scale or model.head_dim**-0.5,
     }

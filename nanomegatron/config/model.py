@@ -4,6 +4,8 @@ value               --window-attn-skip-freq: a window     --moe-layer-freq: expe
 (none)              all layers                            all layers
 N                   all but every N-th                    every N-th, from the first on
 "([1]*5+[0])*4"     those with a 1                        those with a 1
+
+--no-rope-freq N leaves every N-th layer without rotary embedding, a list those with a 1.
 """
 
 import ast
@@ -22,6 +24,7 @@ CAPACITY, ALL_TO_ALL = "--moe-expert-capacity-factor", "--moe-token-dispatcher-t
 SINKHORN, SIGMOID = "--moe-router-load-balancing-type sinkhorn", "--moe-router-score-function sigmoid"
 GROUPS, GROUP_TOPK = "--moe-router-num-groups", "--moe-router-group-topk"
 BIAS, ROPE = "--moe-router-enable-expert-bias", "--position-embedding-type rope"
+ROTARY, RMS = "--position-embedding-type rope or yarn", "--normalization RMSNorm"
 FLEX = {"flex": "there is no DeepEP; use alltoall"}
 RECOMPUTED = {"selective": "--recompute-modules", "full": ("--recompute-method", "--recompute-num-layers")}
 moe = functools.partial(setting, part_of=MOE)
@@ -67,15 +70,44 @@ class TransformerConfig:
         1.0, "yarn: multiply cos and sin by 0.1 * mscale * log(factor) + 1", above=-math.inf
     )
     mscale_all_dim: float = setting(0.0, "yarn: like --mscale, but divides cos and sin", above=-math.inf)
+    no_rope_freq: str | None = setting(
+        None, "no rotary embedding in each N-th layer; or a list like [0]*3+[1], 1: none", needs=ROTARY
+    )
+    rotary_base_local: float | None = setting(
+        None,
+        "base of the rotary frequencies in layers with a window, which are not scaled (Gemma 3)",
+        needs=(ROTARY, "--window-size"),
+    )
     normalization: str = common("LayerNorm", "type of all norm layers", choices="LayerNorm RMSNorm")
     norm_epsilon: float = setting(1e-5, "added to the variance inside a norm")
+    norm_placement: str = setting(
+        "pre", "norms before attention and MLP, after them (OLMo 2), or both (Gemma)", choices="pre post both"
+    )
     qk_layernorm: bool = setting(False, "normalize each query and key head (Qwen3)")
+    qk_layernorm_all_heads: bool = setting(
+        False, "normalize all query heads together, and all key heads (OLMo 2)", needs=("--qk-layernorm", RMS)
+    )
     apply_layernorm_1p: bool = setting(False, "store norm weights as their difference from 1")
     swiglu: bool = common(False, "gated MLP with SiLU, as in Llama; default GELU", excludes="--squared-relu")
+    geglu: bool = setting(False, "gated MLP with tanh GELU (Gemma)", excludes="--swiglu or --squared-relu")
     squared_relu: bool = setting(False, "squared ReLU in the MLP instead of GELU")
     disable_bias_linear: bool = common(False, "no bias in the linear layers")
     add_qkv_bias: bool = setting(False, "bias in the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = common(False, "give the output layer its own weight")
+    embedding_multiplier: float = setting(1.0, "multiply the word embeddings by this (Granite, Gemma)")
+    residual_multiplier: float = setting(1.0, "multiply what attention and MLP add by this (Granite)")
+    logits_scaling: float = setting(1.0, "divide the logits by this (Granite)")
+    softmax_scale: float | None = setting(
+        None, "multiply attention scores by this; default 1 / sqrt(--kv-channels)"
+    )
+    attn_logit_softcapping: float | None = setting(
+        None,
+        "bound attention scores: x to cap * tanh(x / cap) (Gemma 2)",
+        excludes="--attention-backend fused or flash; only unfused bounds scores",
+    )
+    final_logit_softcapping: float | None = setting(
+        None, "bound logits likewise", excludes="--cross-entropy-loss-fusion"
+    )
     hidden_dropout: float = setting(0.0, "dropout on the residual branches and the embedding", below=1)
     attention_dropout: float = setting(0.0, "dropout on the attention probabilities", below=1)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", at_least=0)
@@ -203,7 +235,17 @@ class TransformerConfig:
     @property
     def ffn_size(self) -> int:
         h = self.hidden_size
-        return self.ffn_hidden_size or (int(8 * h / 3 / 64) * 64 if self.swiglu else 4 * h)
+        return self.ffn_hidden_size or (int(8 * h / 3 / 64) * 64 if self.gated else 4 * h)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP's first layer has two parts, gate and up."""
+        return self.swiglu or self.geglu
+
+    @property
+    def backend(self) -> str:
+        """--attention-backend, or the only one that bounds scores."""
+        return "unfused" if self.attn_logit_softcapping else self.attention_backend
 
     @property
     def tanh_gelu(self) -> bool:
@@ -242,6 +284,17 @@ class TransformerConfig:
             return [None] * self.num_layers
         windowed = layer_pattern(self.window_attn_skip_freq, self.num_layers)
         return [self.window_size[0] if yes else None for yes in windowed]
+
+    @property
+    def rotary_kinds(self) -> list[str | None]:
+        """Which rotary embedding each layer has: "global", "local" with --rotary-base-local, None: none."""
+        if self.position_embedding_type not in ("rope", "yarn"):
+            return [None] * self.num_layers
+        rotated = layer_pattern(self.no_rope_freq, self.num_layers)
+        if self.no_rope_freq and "[" in self.no_rope_freq:  # a list has a 1 where a number has a 0
+            rotated = [1 - n for n in rotated]
+        kinds = ["local" if self.rotary_base_local and w is not None else "global" for w in self.windows]
+        return [kind if yes else None for kind, yes in zip(kinds, rotated, strict=True)]
 
 
 def layer_pattern(text: str | None, num_layers: int, first: bool = False) -> list[int]:

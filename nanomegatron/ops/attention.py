@@ -48,12 +48,13 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, where the queries are the last s of t tokens and the keys all t."""
+    """Which keys a query sees, where the queries are the last s of t tokens and the keys all t; bounds."""
 
     causal: bool = True
     window: int | None = None  # number of keys seen before the query's own, with `causal`
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1], over all b * s tokens, row by row
     max_seqlen: int | None = None  # length of the longest document
+    cap: float | None = None  # bounds the scores, by cap * tanh(score / cap); only the unfused path does it
 
     def hidden(self, b: int, s: int, t: int, device: torch.device) -> torch.Tensor:
         """True where a query does not see a key. -> bool `[b, 1, s, t]` or `[1, 1, s, t]`"""
@@ -108,7 +109,7 @@ def core_attention(
     if mask.window is not None and mask.window >= t - 1:
         mask = replace(mask, window=None)
     if s == 1 and mask.window is None:
-        mask = Mask(causal=False)
+        mask = Mask(causal=False, cap=mask.cap)
     bounds = mask.cu_seqlens
     if backend == "unfused" or (s != t and mask.causal):
         context, lse = _masked_softmax(q, k, v, mask, drop or partial(F.dropout, p=dropout), fused_softmax)
@@ -131,6 +132,8 @@ def _masked_softmax(
         documents = replace(mask, causal=False, window=None)
         hidden = documents.hidden(q.shape[0], q.shape[2], k.shape[2], q.device)
     scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
+    if mask.cap:
+        scores, scale = torch.tanh(scores * (scale / mask.cap)), mask.cap
     args = scores, scale, hidden, mask.causal, mask.window
     probs, lse = scaled_softmax(*args, inplace=True) if fused else scaled_softmax_ref(*args)
     return (drop(probs) @ v).permute(2, 0, 1, 3), lse

@@ -15,6 +15,7 @@ and defaults are Megatron's)
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -24,12 +25,19 @@ from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_k
 LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's positions, and bounds in turns
 
 
-def rope_angles(positions: torch.Tensor, config: TransformerConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_angles(
+    positions: torch.Tensor, config: TransformerConfig, local: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position * frequency, fp32, for a head's r rotated features; for yarn times its scale.
 
+    local: for layers with a window, of base --rotary-base-local and not scaled.
     positions `[s]` or `[b, s]` -> `[s, 1, 1, r/2]` or `[s, b, 1, r/2]`, `[s, 1, 1, r/2]` or `[s, b, 1, r/2]`
     """
     size = 1.0
+    if local:
+        plain = {"position_embedding_type": "rope", "use_rope_scaling": False}
+        plain |= {"rotary_base": config.rotary_base_local, "rotary_seq_len_interpolation_factor": 1.0}
+        config = replace(config, **plain)
     if config.position_embedding_type == "yarn":
         size = _mscale(config, config.mscale) / _mscale(config, config.mscale_all_dim)
     places = positions[:, None] if positions.dim() == 1 else positions.t()

@@ -32,8 +32,10 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 def activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function between the two linear layers of an MLP."""
-    if not config.swiglu:
+    if not config.gated:
         return squared_relu if config.squared_relu else partial(gelu, tanh=config.tanh_gelu)
+    if config.geglu:
+        return partial(gated if config.bias_swiglu_fusion else gated_ref, act=GELU)
     return swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)
 
 

@@ -3,7 +3,8 @@
 In values of one tp rank: h features of the residual stream, n of the query, g of the key or value, f of the
 FFN. Sequence parallelism divides the rows marked * by tp.
 
-    norm inputs *      2h          the residual sums; a CPU's RMSNorm keeps x and x/rms in fp32
+    norm inputs *      2h          the residual sums, or what is added to them, or both (4h); a CPU's RMSNorm
+                                   keeps x and x/rms in fp32
     norm outputs *     2h          inputs of QKV and fc1; none if `layernorm` is recomputed
     QKV output         n + 2g      if attention reads q, k or v in place; after an all-to-all over cp its
                                    result instead, with at least one key/value head for each rank
@@ -90,8 +91,8 @@ class Sizes:
     @property
     def backend(self) -> str:
         """The attention backend on this machine, as ops.attention.choose_backend chooses it."""
-        if self.model.attention_backend != "auto":
-            return self.model.attention_backend
+        if self.model.backend != "auto":
+            return self.model.backend
         if self.machine.gpu:
             return "fused" if self.item == 2 and self.machine.fused else "unfused"
         return "unfused" if self.model.attention_dropout else "flash"
@@ -130,14 +131,15 @@ def _saved(sizes: Sizes, moe: bool) -> dict[str, float]:
     outputs = 1 if read < item and model.recomputes("mlp") else 2  # the norms whose outputs are kept
     routed = item * (moe and read < item)  # the router reads 16 bits
     experts = moe and not model.recomputes("moe")
+    norms = 4 if model.norm_placement == "both" else 2
     mlp = (experts and not model.recomputes("shared_experts")) if moe else not model.recomputes("mlp")
     return {
-        "norm inputs": 2 * sum(sizes.norm_input) * sizes.h,
+        "norm inputs": norms * sum(sizes.norm_input) * sizes.h,
         "norm outputs": (outputs * read + routed) * sizes.h * (not model.recomputes("layernorm")),
         "MLP": sizes.ffn(moe) * _feature(sizes, read, "mlp_act") * mlp,
         "experts": _saved_by_experts(sizes) * experts,
         "dropout masks": 2 * item * sizes.h * (model.hidden_dropout > 0),
-        "statistics": 4 * (2 * (1 if model.normalization == "RMSNorm" else 2) + sizes.heads),
+        "statistics": 4 * (norms * (1 if model.normalization == "RMSNorm" else 2) + sizes.heads),
     }
 
 
@@ -151,13 +153,14 @@ def _saved_by_attention(sizes: Sizes, mode: CPMode) -> dict[str, float]:
     whole = mode.keys == 1 and not recomputed  # else q, k, v are kept as they are
     unfused = whole and sizes.backend == "unfused"
     rotated = model.position_embedding_type in ("rope", "yarn") and not (kernels and model.rope_fusion)
-    new_qk = unfused or (not a2a and (model.qk_layernorm or rotated))
+    new_qk = unfused or (not a2a and (model.qk_layernorm or rotated or model.softmax_scale is not None))
     expanded = unfused or (whole and g < n and sizes.backend != "fused")
     in_place = not (new_qk and expanded)
     packed = n + 2 * (max(g, mode.heads * model.head_dim) if a2a else g)
     norm_input, copies = sizes.norm_input
     score = item + 4 * (item < 4 and not (kernels and model.masked_softmax_fusion))
     score += (1 + item) * (model.attention_dropout > 0)  # the mask and the result
+    score += item * (model.attn_logit_softcapping is not None)  # the bounded ones
     casts = sizes.input < item or (a2a and not unfused)
     return {
         "QKV output": item * packed * in_place,
@@ -171,7 +174,7 @@ def _saved_by_attention(sizes: Sizes, mode: CPMode) -> dict[str, float]:
 def _feature(sizes: Sizes, read: int, activation: str) -> float:
     """Return the bytes that an MLP keeps per inner feature; its last matmul reads `read` of them."""
     model, before = sizes.model, 1
-    if model.swiglu:
+    if model.gated:
         before = 2 if sizes.machine.kernels and model.bias_swiglu_fusion else 3
     return before * sizes.item + read * (not model.recomputes(activation))
 

@@ -201,7 +201,7 @@ def _layer_backward(sizes: Sizes) -> tuple[float, float]:
     """
     saved, routed = saved_by_layer(sizes), sizes.copies * sizes.expert_ffn
     widest = max(sizes.ffn(moe) + moe * routed for moe in sizes.model.moe_layers)
-    mlp = sizes.item * widest * (3 if sizes.model.swiglu else 2)
+    mlp = sizes.item * widest * (3 if sizes.model.gated else 2)
     attention = attention_in_flight(sizes) - saved["MLP"] - saved["experts"]
     return sizes.tokens * _total(saved), sizes.tokens * max(mlp, attention)
 
@@ -225,7 +225,7 @@ def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> floa
     FP8 values count by their size. A fused loss has computed the output layer's gradient before.
     """
     model, h = sizes.model, sizes.model.hidden_size
-    f = 3 if model.swiglu else 2  # of fc2's input, and of the gradient of fc1's output
+    f = 3 if model.gated else 2  # of fc2's input, and of the gradient of fc1's output
     ffn = f * sum(sizes.ffn(moe) for moe in model.moe_layers) / model.num_layers
     layer = sizes.input * (2 * (sizes.h + sizes.n + sizes.g + h) + ffn)
     experts = sizes.expert_input * sizes.copies * (2 * h + f * sizes.expert_ffn)

@@ -171,7 +171,7 @@ def kernel_lines(config: Config, device: torch.device) -> Iterator[str]:
     """Yield lines on the ops that have kernels here, and the attention backend."""
     model, data = config.model, config.data
     dtype = getattr(torch, config.dtype_name)
-    core = choose_backend(model.attention_backend, device, dtype, model.attention_dropout)
+    core = choose_backend(model.backend, device, dtype, model.attention_dropout)
     documents = data.reset_attention_mask or data.variable_seq_lengths
     if core == "fused" and (documents or any(w is not None for w in model.windows)):
         core += ", flash for windows and documents"
