@@ -357,7 +357,8 @@ class Weights:
 
     def __init__(self, source: Source, family: str, theirs: Iterable[str]) -> None:
         self.source, self.parts, self.saved = source, {}, source.manifest.tensors
-        ours = [key.removeprefix("model/") for key in source.manifest.tensors if key.startswith("model/")]
+        tensors = source.manifest.tensors.items()
+        ours = {key.removeprefix("model/"): saved.shape for key, saved in tensors if key.startswith("model/")}
         for name, place in places(ours, family, theirs).items():
             self.parts.setdefault(place.name, []).append((place, f"model/{name}"))
 

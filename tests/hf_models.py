@@ -28,6 +28,7 @@ LLAMA = dict(
     vocab_size=VOCAB,
 )
 YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -63,6 +64,44 @@ FAMILIES = {
     "qwen3": LLAMA | dict(head_dim=20, rms_norm_eps=1e-4),
     "qwen3-tied": LLAMA | dict(head_dim=8, tie_word_embeddings=True),
 }
+FAMILIES |= {
+    "llama-3.2": LLAMA
+    | dict(rope_parameters=LLAMA3 | {"factor": 32.0}, tie_word_embeddings=True, head_dim=16),
+    "phi3": LLAMA | dict(rope_parameters=PARTIAL, pad_token_id=None, sliding_window=11),
+    "phi3-mha": LLAMA
+    | dict(rope_parameters=PARTIAL, pad_token_id=None, num_key_value_heads=4, tie_word_embeddings=True),
+}
+GRANITE = dict(
+    embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.4, logits_scaling=8.0
+)
+GEMMA = LLAMA | dict(
+    num_hidden_layers=4, head_dim=12, query_pre_attn_scalar=20, sliding_window=9, pad_token_id=None
+)
+FAMILIES |= {
+    "smollm3": LLAMA | dict(num_hidden_layers=5, pad_token_id=None, no_rope_layer_interval=3),
+    "smollm3-biases": LLAMA
+    | dict(
+        no_rope_layers=[0, 1],
+        attention_bias=True,
+        mlp_bias=True,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    ),
+    "granite": LLAMA | GRANITE,
+    "granite-tied": LLAMA | GRANITE | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "olmo2": LLAMA | dict(pad_token_id=None),
+    "olmo2-mha": LLAMA | dict(pad_token_id=None, num_key_value_heads=4, rope_parameters=LLAMA3),
+    "gemma2": GEMMA | dict(attn_logit_softcapping=3.0, final_logit_softcapping=5.0),
+    "gemma3_text": GEMMA | dict(layer_types=["sliding_attention"] * 2 + ["full_attention"] * 2),
+    "gemma3_text-linear": GEMMA
+    | dict(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "full_attention": LINEAR | {"rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    ),
+}
 QWEN_MOE = LLAMA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24)
 FAMILIES |= {
     "mixtral": LLAMA | dict(num_local_experts=4),
@@ -71,7 +110,8 @@ FAMILIES |= {
     "qwen3_moe": QWEN_MOE | dict(norm_topk_prob=True, head_dim=12, tie_word_embeddings=True),
     "qwen3_moe-raw": QWEN_MOE | dict(mlp_only_layers=[0], use_sliding_window=True, sliding_window=9),
 }
-FIRST_POSITION = {"llama-3.1": 5000}  # where its scaling makes a difference
+# Where Llama 3.1's scaling makes a difference.
+FIRST_POSITION = dict.fromkeys(("llama-3.1", "llama-3.2", "olmo2-mha"), 5000)
 
 
 class Folders:

@@ -7,7 +7,7 @@ import torch
 
 from nanomegatron.config.cli import build_config, parse
 from nanomegatron.config.hf import read_folder, settings_of, to_hf
-from tests.hf_models import FAMILIES, LLAMA, LLAMA3, VOCAB, YARN, Folders, their_logits, transformers
+from tests.hf_models import FAMILIES, LINEAR, LLAMA, LLAMA3, VOCAB, YARN, Folders, their_logits, transformers
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,10 @@ def folders(tmp_path_factory) -> Folders:
 def old_spelling(table: dict) -> dict:
     """As transformers 4 wrote it."""
     rope = dict(table.pop("rope_parameters", None) or {})
+    if local := rope.get("sliding_attention"):
+        table["rope_local_base_freq"], rope = local["rope_theta"], dict(rope["full_attention"])
+    if share := rope.pop("partial_rotary_factor", None):
+        table["partial_rotary_factor"] = share
     if rope:
         table["rope_theta"] = rope.pop("rope_theta")
         kind = rope.pop("rope_type")
@@ -77,6 +81,26 @@ def test_what_is_written_is_the_same_model_to_transformers(folders, name):
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "sliding_window = None"),
         ({"model_type": "gpt2", "n_layer": 2}, "n_embd = None"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts = 0: must be a number"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope': here are"),
+        ({"model_type": "granite", "embedding_multiplier": 0}, "embedding_multiplier = 0: must be a number"),
+        ({"model_type": "olmo2", "attention_bias": True}, "here is a olmo2 without"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers = .1.: here are 1 and 0, one a"),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window = True: here is False"),
+        (
+            {"model_type": "gemma2", "hidden_activation": "gelu"},
+            "hidden_activation = 'gelu': here is 'gelu_p",
+        ),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0: must be a number"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window = None: must be a number above 0"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {}, "sliding_attention": LINEAR},
+            },
+            "sliding_attention .*'linear'.* here with rope_type = 'default'",
+        ),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma3"}, "model_type = 'gemma3': here are"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias = False: here is True"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "layer_types = None: here are"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": None}, "_size = None: must be"),
@@ -90,7 +114,7 @@ def test_what_this_model_has_not_is_refused(change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"rotary_percent": 0.5}, "llama is without rotary_percent = 0.5"),
+        ({"rotary_interleaved": True}, "llama is without rotary_interleaved = True"),
         ({"qk_layernorm": True, "position_embedding_type": "none"}, "position_embedding_type = 'none'"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p = True"),
         ({"swiglu": False}, "swiglu = False"),

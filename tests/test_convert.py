@@ -62,7 +62,7 @@ def test_round_trip_of_one_file(tmp_path, name):
     assert {"model.safetensors", "config.json", "generation_config.json"} <= files(tmp_path / "again").keys()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen3-tied", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen3-tied", "mixtral", "qwen2_moe", "phi3"])
 def test_round_trip_of_shards_in_bf16(tmp_path, name):
     model = hugging_face(name).bfloat16()
     save_theirs(model, tmp_path / "theirs", max_shard_size="20KB")
@@ -95,7 +95,7 @@ def test_round_trip_of_an_old_file(tmp_path):
     assert files(tmp_path / "again") == files(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen3-tied", "smollm3", "gemma2", "gemma3_text"])
 @torch.no_grad()
 def test_generate_takes_what_was_converted(tmp_path, name):
     """The model, its tokenizer, and its greedy continuation are those of transformers."""
@@ -151,6 +151,15 @@ LLAMA = dict(
     disable_bias_linear=True,
     num_query_groups=2,
 )
+GEMMA = LLAMA | dict(
+    swiglu=False,
+    geglu=True,
+    norm_placement="both",
+    apply_layernorm_1p=True,
+    embedding_multiplier=32**0.5,
+    softmax_scale=20**-0.5,
+    window_size=(5, 0),
+)
 SHAPES = {
     "gpt2": {},
     "llama": LLAMA
@@ -158,6 +167,12 @@ SHAPES = {
     "mistral": LLAMA | dict(window_size=(7, 0), kv_channels=12),
     "qwen2": LLAMA | dict(add_qkv_bias=True),
     "qwen3": LLAMA | dict(qk_layernorm=True, window_size=(5, 0), window_attn_skip_freq="2"),
+    "phi3": LLAMA | dict(rotary_percent=0.5),
+    "smollm3": LLAMA | dict(no_rope_freq="2"),
+    "granite": LLAMA | dict(embedding_multiplier=3.0, softmax_scale=0.25, residual_multiplier=0.5),
+    "olmo2": LLAMA | dict(norm_placement="post", qk_layernorm=True, qk_layernorm_all_heads=True),
+    "gemma2": GEMMA | dict(attn_logit_softcapping=2.0, window_attn_skip_freq="[1]*1+[0]*1"),
+    "gemma3_text": GEMMA | dict(qk_layernorm=True, rotary_base_local=100.0, window_attn_skip_freq="2"),
     "mixtral": LLAMA | dict(num_experts=4, moe_ffn_hidden_size=24, window_size=(7, 0)),
     "qwen2_moe": LLAMA
     | dict(
@@ -198,7 +213,7 @@ def test_a_model_trained_here_is_one_of_transformers(tmp_path, family):
 @pytest.mark.parametrize(
     "shape, message",
     [
-        (LLAMA | {"rotary_percent": 0.5}, "llama is without rotary_percent = 0.5"),
+        (LLAMA | {"rotary_interleaved": True}, "llama is without rotary_interleaved = True"),
         ({"position_embedding_type": "none"}, "gpt2 is without position_embedding_type = 'none'"),
     ],
 )

@@ -5,12 +5,14 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.checkpoint import hf
+from nanomegatron.comm import all_gather, all_reduce
 from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.model import GPTModel
+from nanomegatron.model import GPTModel, Stage
 from nanomegatron.param import Init
 from tests.hf_models import FAMILIES, VOCAB, Folders, by_files, data, logit_error, ours, rewrite, their_logits
+from tests.spmd import run_spmd
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def test_logits_and_gradients_are_those_of_transformers(folders, name):
     grads = by_files(family, {key: p.grad for key, p in theirs.named_parameters()})
     total = sum(grad.norm() ** 2 for grad in grads.values()) ** 0.5
     parts = [(part, p.grad) for p in model.parameters() for part in p.spec.parts]
-    places = hf.places([part.name for part, _ in parts], family)
+    places = hf.places({part.name: part.shape for part, _ in parts}, family)
     assert {place.name for place in places.values()} == set(grads)
     for part, grad in parts:
         want = places[part.name].ours(grads[places[part.name].name])
@@ -64,7 +66,9 @@ def test_two_swapped_heads_are_seen(folders, name):
     assert logit_error(name, model, their_logits(name, theirs)) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-biases", "qwen2", "qwen3", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-biases", "qwen2", "qwen3", "mixtral", "qwen2_moe", "phi3", "olmo2", "gemma3_text"]
+)
 @torch.no_grad()
 def test_every_wrong_tensor_is_seen(folders, name):
     """One tensor of ours at a time: its bias dropped, two neighbours of its weight exchanged."""
@@ -101,12 +105,118 @@ def test_every_wrong_tensor_is_seen(folders, name):
         ("mixtral", {"moe_router_topk": 3}),
         ("qwen2_moe", {"moe_router_pre_softmax": False}),
         ("qwen3_moe", {"moe_router_topk_scaling_factor": 1.1}),
+        ("phi3", {"rotary_percent": 1.0}),
+        ("smollm3", {"no_rope_freq": None}),
+        ("smollm3", {"no_rope_freq": "[1]*2+[0]*1+[1]*2"}),
+        ("granite", {"embedding_multiplier": 1.0}),
+        ("granite", {"residual_multiplier": 1.0}),
+        ("granite", {"softmax_scale": None}),
+        ("granite", {"logits_scaling": 1.0}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"apply_layernorm_1p": False}),
+        ("gemma3_text", {"rotary_base_local": None}),
+        ("gemma3_text", {"geglu": False, "swiglu": True}),
+        ("gemma3_text-linear", {"rotary_seq_len_interpolation_factor": 1.0}),
     ],
 )
 @torch.no_grad()
 def test_every_wrong_setting_is_seen(folders, name, changes):
     theirs, folder = folders(name)
     assert logit_error(name, ours(folder, **changes), their_logits(name, theirs)) > 1e-4
+
+
+# Over ranks.
+
+NEW = ["phi3", "smollm3", "granite", "olmo2", "gemma2", "gemma3_text", "llama-3.2", "mixtral", "qwen2_moe"]
+
+
+def theirs_by_name(folders, name: str) -> tuple:
+    """logits `[b, s, V]`, and the gradient of each of our global tensors."""
+    theirs, folder = folders(name)
+    theirs.zero_grad()
+    logits = their_logits(name, theirs)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), data(name)[1].flatten()).backward()
+    family, config = read_folder(folder)[0], build_config(read_folder(folder)[1])
+    grads = by_files(family, {key: p.grad for key, p in theirs.named_parameters()})
+    parts = hf.model_parts(config.model, config.data.vocab_size)
+    places = hf.places({part.name: part.shape for part in parts}, family)
+    return logits.detach(), {key: place.ours(grads[place.name]) for key, place in places.items()}
+
+
+def check_slices(model: GPTModel, expected: dict) -> None:
+    """The gradients of this rank's parameters are slices of the whole ones."""
+    for part, grad in ((part, part.view(p.grad)) for p in model.parameters() for part in p.spec.parts):
+        want = part.of(expected[part.name])
+        total = all_reduce(grad, part.partial) if part.partial else grad
+        assert (total - want).norm() <= 1e-4 * want.norm(), part.name
+
+
+def compare_over_tp(mesh, cases: dict) -> None:
+    for name, (folder, logits, grads) in cases.items():
+        model = ours(folder, tp=mesh.tp, sequence_parallel=True)
+        tokens, labels, positions = data(name)
+        with torch.no_grad():
+            found = all_gather(model.eval()(Batch(tokens, positions)).permute(2, 1, 0).contiguous(), mesh.tp)
+        found = found.permute(1, 2, 0)[..., :VOCAB]
+        assert (found - logits).abs().max() < 1e-5 * logits.abs().max(), name
+        model.train()(Batch(tokens, positions), labels).mean().backward()
+        check_slices(model, grads)
+
+
+def compare_over_ep(mesh, cases: dict) -> None:
+    """Each rank has one of the two rows, and half of the experts."""
+    for name, (folder, logits, grads) in cases.items():
+        model, row = ours(folder, experts=mesh), slice(mesh.ep.rank, mesh.ep.rank + 1)
+        tokens, labels, positions = data(name)
+        batch = Batch(tokens[row], positions)
+        with torch.no_grad():
+            found = model(batch)[..., :VOCAB].transpose(0, 1)
+        assert (found - logits[row]).abs().max() < 1e-5 * logits.abs().max(), name
+        (model(batch, labels[row]).mean() / 2).backward()
+        for param in model.parameters():
+            for part in param.spec.parts:
+                want, grad = part.of(grads[part.name]), part.view(param.grad)
+                grad = grad if param.spec.expert else all_reduce(grad, mesh.dp)
+                assert (grad - want).norm() <= 1e-4 * want.norm(), part.name
+
+
+def test_expert_parallel_ranks_compute_what_transformers_does(folders):
+    names = ["mixtral", "qwen2_moe", "qwen3_moe"]
+    cases = {name: (str(folders(name)[1]), *theirs_by_name(folders, name)) for name in names}
+    run_spmd(compare_over_ep, 2, cases, ep=2)
+
+
+def test_tensor_parallel_ranks_compute_what_transformers_does(folders):
+    names = [name for name in NEW if not name.endswith(("moe", "mixtral"))]
+    cases = {name: (str(folders(name)[1]), *theirs_by_name(folders, name)) for name in names}
+    run_spmd(compare_over_tp, 2, cases, tp=2)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_pipeline_stages_compute_what_transformers_does(folders, name):
+    expected, grads = theirs_by_name(folders, name)
+    config = build_config(read_folder(folders(name)[1])[1])
+    tokens, labels, positions = data(name)
+    layers, x = config.model.num_layers, None
+    sizes = dict(vocab_size=VOCAB, max_sequence_length=config.model.max_position_embeddings)
+    stages = [Stage(range(layers - 1), post_process=False), Stage(range(layers - 1, layers), False)]
+    models = [GPTModel(config.model, **sizes, stage=stage) for stage in stages]
+    for model in models:
+        hf.load_weights(folders(name)[1], model.parameters(), config.model, VOCAB)
+    x = models[0](Batch(tokens, positions))
+    models[1].set_input_tensor(x)
+    losses = models[1](Batch(tokens, positions), labels)
+    want = torch.nn.functional.cross_entropy(expected.transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-5)
+    losses.mean().backward()
+    found = {}
+    for param in (param for model in models for param in model.parameters()):
+        for part in param.spec.parts:  # a tied weight is in both stages
+            found[part.name] = found.get(part.name, 0) + part.view(param.grad)
+    assert found.keys() == grads.keys()
+    for key, want in grads.items():
+        assert (found[key] - want).norm() <= 1e-4 * want.norm(), key
 
 
 # Loading.
@@ -143,7 +253,8 @@ def test_names_of_experts():
     layer = "decoder.layers.11.mlp"
     ours = [f"{layer}.experts.23.linear_fc1.{kind}.weight" for kind in ("gate", "up")]
     ours += [f"{layer}.experts.23.linear_fc2.weight_t", f"{layer}.router.weight"]
-    mixtral, qwen = hf.places(ours, "mixtral"), hf.places(ours, "qwen3_moe")
+    shapes = dict(zip(ours, ([3, 2], [3, 2], [3, 2], [4, 2]), strict=True))
+    mixtral, qwen = hf.places(shapes, "mixtral"), hf.places(shapes, "qwen3_moe")
     moe = "model.layers.11.block_sparse_moe"
     assert [place.name for place in mixtral.values()] == [
         f"{moe}.{name}.weight" for name in ("experts.23.w1", "experts.23.w3", "experts.23.w2", "gate")
@@ -151,20 +262,33 @@ def test_names_of_experts():
     names = ("experts.23.gate_proj", "experts.23.up_proj", "experts.23.down_proj", "gate")
     assert [p.name for p in qwen.values()] == [f"model.layers.11.mlp.{name}.weight" for name in names]
     assert [p.transposed for p in qwen.values()] == [False, False, True, False]
-    assert qwen[ours[2]].shape([24, 32]) == [32, 24]
+    assert qwen[ours[2]].shape([3, 2]) == [2, 3]
     assert torch.equal(qwen[ours[2]].ours(torch.arange(6).view(2, 3)), torch.tensor([[0, 3], [1, 4], [2, 5]]))
     shared = f"{layer}.shared_experts"
     parts = ("linear_fc1.gate.weight", "linear_fc1.up.weight", "linear_fc2.weight", "gate_weight")
-    found = hf.places([f"{shared}.{name}" for name in parts], "qwen2_moe")
+    found = hf.places({f"{shared}.{name}": [3, 2] for name in parts}, "qwen2_moe")
     names = [f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")] + [
         "shared_expert_gate"
     ]
     assert [p.name for p in found.values()] == [f"model.layers.11.mlp.{name}.weight" for name in names]
     assert not any(place.transposed for place in found.values())
     with pytest.raises(ValueError, match="family llama has nothing like it"):
-        hf.places(ours, "llama")
+        hf.places(shapes, "llama")
     with pytest.raises(ValueError, match="expert_bias: the Hugging Face family"):
-        hf.places([f"{layer}.router.x.expert_bias"], "mixtral")
+        hf.places({f"{layer}.router.x.expert_bias": [4]}, "mixtral")
+
+
+def test_parts_of_one_tensor_have_their_own_numbers_of_rows():
+    """Phi-3's: q, k and v one after the other, with fewer keys than queries."""
+    layer = "decoder.layers.1.self_attention.linear_qkv"
+    shapes = {f"{layer}.{part}.weight": (rows, 2) for part, rows in (("q", 4), ("k", 1), ("v", 1))}
+    found = hf.places(shapes, "phi3")
+    assert {place.name for place in found.values()} == {"model.layers.1.self_attn.qkv_proj.weight"}
+    theirs = torch.arange(12).view(6, 2)
+    ours = [place.ours(theirs) for place in found.values()]
+    assert [part.tolist() for part in ours] == [theirs[:4].tolist(), [[8, 9]], [[10, 11]]]
+    for place in found.values():
+        assert torch.equal(place.theirs(ours), theirs) and place.shape([4, 2]) == [6, 2]
 
 
 def test_experts_that_do_not_fit_are_said(folders, tmp_path):

@@ -8,13 +8,15 @@
     Mixtral  model.layers.3.block_sparse_moe.experts.5.w2.weight    [h, f]
 
 GPT-2 stores its weights as [in, out]: our q is the first third of the transpose. The others store them as we
-do, head by head. Files are memory-mapped: a rank that copies its slice of a tensor reads only that slice.
+do, head by head; Phi-3 has q, k and v one after the other in one tensor, and gate and up. Files are
+memory-mapped: a rank that copies its slice of a tensor reads only that slice.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,6 +63,18 @@ decoder.layers.*.mlp.shared_experts.linear_fc1.gate    model.layers.*.mlp.shared
 decoder.layers.*.mlp.shared_experts.linear_fc1.up      model.layers.*.mlp.shared_expert.up_proj
 decoder.layers.*.mlp.shared_experts.linear_fc2         model.layers.*.mlp.shared_expert.down_proj
 """
+PHI3 = """
+decoder.layers.*.self_attention.linear_qkv.q    model.layers.*.self_attn.qkv_proj   rows 0/3
+decoder.layers.*.self_attention.linear_qkv.k    model.layers.*.self_attn.qkv_proj   rows 1/3
+decoder.layers.*.self_attention.linear_qkv.v    model.layers.*.self_attn.qkv_proj   rows 2/3
+decoder.layers.*.mlp.linear_fc1.gate            model.layers.*.mlp.gate_up_proj     rows 0/2
+decoder.layers.*.mlp.linear_fc1.up              model.layers.*.mlp.gate_up_proj     rows 1/2
+"""
+NORMS_AFTER = """
+decoder.layers.*.post_attention_layernorm       model.layers.*.post_attention_layernorm
+decoder.layers.*.pre_mlp_layernorm              model.layers.*.pre_feedforward_layernorm
+decoder.layers.*.post_mlp_layernorm             model.layers.*.post_feedforward_layernorm
+"""
 GPT2 = """
 embedding.word_embeddings                       transformer.wte
 embedding.position_embeddings                   transformer.wpe
@@ -75,8 +89,9 @@ decoder.layers.*.mlp.linear_fc2                 transformer.h.*.mlp.c_proj   tra
 decoder.final_layernorm                         transformer.ln_f
 output_layer                                    lm_head
 """
-WEIGHT_TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL}
+WEIGHT_TABLES = {"gpt2": GPT2, "mixtral": LLAMA + MIXTRAL, "phi3": LLAMA + PHI3}
 WEIGHT_TABLES |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), LLAMA + QWEN_MOE)
+WEIGHT_TABLES |= dict.fromkeys(("olmo2", "gemma2", "gemma3_text"), LLAMA + NORMS_AFTER)
 HEADER = ".header"  # NAME.header: the bytes of weight file NAME before its first tensor
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 TOKENIZER_FILES = {  # names of our tokenizers' files in a Hugging Face folder
@@ -103,51 +118,61 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one of our global tensors: part `index` of `count` equal parts of their tensor `name`."""
+    """The place of one of our global tensors: the rows of part `index` of their tensor `name`."""
 
     name: str
     transposed: bool = False
     index: int = 0
-    count: int = 1
+    rows: tuple[int, ...] = ()  # of each part
 
     def ours(self, theirs: torch.Tensor) -> torch.Tensor:
         """Return our tensor as a view of theirs."""
-        rows = theirs.t() if self.transposed else theirs
-        return rows.unflatten(0, (self.count, -1))[self.index]
+        return (theirs.t() if self.transposed else theirs).split(self.rows)[self.index]
 
     def theirs(self, ours: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Concatenate `count` of our tensors, in order, to theirs."""
+        """Concatenate our tensors of all parts, in order, to theirs."""
         rows = torch.cat(list(ours))
         return rows.t() if self.transposed else rows
 
     def shape(self, ours: Sequence[int]) -> list[int]:
         """Return the shape of their tensor, from that of ours."""
-        shape = [self.count * ours[0], *ours[1:]]
+        shape = [sum(self.rows), *ours[1:]]
         return shape[::-1] if self.transposed else shape
 
 
-def places(names: Iterable[str], family: str, theirs: Iterable[str] = ()) -> dict[str, Place]:
-    """Return the place of each of our global names. Raises ValueError for one that the family does not have.
+def places(shapes: Mapping[str, Sequence[int]], family: str, theirs: Iterable[str] = ()) -> dict[str, Place]:
+    """Return the place of each of our global names, given with their shapes.
 
     theirs: the names in a folder; if it was saved without the LM head they have no prefix such as `model.`.
+    Raises ValueError with the names that the family does not have.
     """
     rows = filter(None, WEIGHT_TABLES.get(family, LLAMA).splitlines())
     table = {ours: rest for ours, *rest in map(str.split, rows)}
     prefix = table["embedding.word_embeddings"][0].split(".")[0] + "."
     theirs = list(theirs)
     bare = bool(theirs) and not any(name.startswith(prefix) for name in theirs)
-    found = {}
-    for ours in names:
+    found, rows, unknown = {}, defaultdict(dict), []
+    for ours, shape in shapes.items():
         stem, kind = ours.rsplit(".", 1)
         numbers = re.findall(INDEX, stem)  # layer, expert
         if (stem := re.sub(INDEX, "*", stem)) not in table:
-            raise ValueError(f"{ours}: the Hugging Face family {family} has nothing like it")
+            unknown.append(ours)
+            continue
         name, *how = table[stem]
         name = name.removeprefix(prefix if bare else "").replace("*", "{}").format(*numbers)
+        name = f"{name}.{'bias' if kind == 'bias' else 'weight'}"
         index, count = map(int, how[1].split("/")) if len(how) > 1 else (0, 1)
-        transposed = kind == "weight_t" or (bool(how) and kind == "weight")
-        found[ours] = Place(f"{name}.{'bias' if kind == 'bias' else 'weight'}", transposed, index, count)
-    return found
+        transposed = kind == "weight_t" or (how[:1] == ["transposed"] and kind == "weight")
+        found[ours] = Place(name, transposed, index, (0,) * count)
+        rows[name][index] = shape[0]
+    if unknown:
+        more = f" and {len(unknown) - 8} more" * (len(unknown) > 8)
+        names = f"{', '.join(unknown[:8])}{more}"
+        raise ValueError(f"{names}: the Hugging Face family {family} has nothing like it")
+    return {
+        ours: replace(place, rows=tuple(rows[place.name].get(i, 0) for i in range(len(place.rows))))
+        for ours, place in found.items()
+    }
 
 
 class Folder:
