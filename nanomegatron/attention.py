@@ -78,7 +78,10 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past."""
+        """-> `[s, b, h]` or `[s/tp, b, h]`. rotary: (cos, sin) of x; cache: adds keys, values of the past.
+
+        Raises ValueError if scores are to be bounded over ranks of cp that do not exchange heads (a2a).
+        """
         q, k, v = self._queries_keys_values(x, rotary)
         q = q if self.scale == 1 else q * self.scale
         if cache is not None:
@@ -87,6 +90,8 @@ class SelfAttention(nn.Module):
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             mask = Mask(True, self.window, batch.cu_seqlens, batch.max_seqlen, self.cap)
             if batch.shard is not None:
+                if self.cap and (kind := batch.shard.types[self.layer]) != "a2a":
+                    raise ValueError(f"--attn-logit-softcapping {self.cap}: over cp needs a2a, not {kind}")
                 how = batch.shard, self.layer, mask, self.backend, self.fused_softmax
                 return self.context(q, k, v, *how)
             dropout = self._dropout(q, batch)

@@ -290,8 +290,9 @@ class TransformerConfig:
         """Which rotary embedding each layer has: "global", "local" with --rotary-base-local, None: none."""
         if self.position_embedding_type not in ("rope", "yarn"):
             return [None] * self.num_layers
-        rotated = layer_pattern(self.no_rope_freq, self.num_layers)
-        if self.no_rope_freq and "[" in self.no_rope_freq:  # a list has a 1 where a number has a 0
+        text = None if self.no_rope_freq is None else str(self.no_rope_freq)
+        rotated = layer_pattern(text, self.num_layers)
+        if text and "[" in text:  # a list has a 1 where a number has a 0
             rotated = [1 - n for n in rotated]
         kinds = ["local" if self.rotary_base_local and w is not None else "global" for w in self.windows]
         return [kind if yes else None for kind, yes in zip(kinds, rotated, strict=True)]

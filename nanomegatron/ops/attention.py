@@ -133,9 +133,9 @@ def _masked_softmax(
         hidden = documents.hidden(q.shape[0], q.shape[2], k.shape[2], q.device)
     scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
     if mask.cap:
-        scores, scale = torch.tanh(scores * (scale / mask.cap)), mask.cap
+        scores, scale = torch.tanh(scores * (scale / mask.cap)), mask.cap  # tanh keeps its result
     args = scores, scale, hidden, mask.causal, mask.window
-    probs, lse = scaled_softmax(*args, inplace=True) if fused else scaled_softmax_ref(*args)
+    probs, lse = scaled_softmax(*args, inplace=not mask.cap) if fused else scaled_softmax_ref(*args)
     return (drop(probs) @ v).permute(2, 0, 1, 3), lse
 
 
