@@ -37,11 +37,11 @@ def test_logits_and_gradients_are_those_of_transformers(folders, name):
     parts = [(part, p.grad) for p in model.parameters() for part in p.spec.parts]
     places = hf.places({part.name: part.shape for part, _ in parts}, family)
     assert {place.name for place in places.values()} == set(grads)
+    plain = [f"layers.{i}." for i, kind in enumerate(model.rotary_kinds) if kind is None]
     for part, grad in parts:
         want = places[part.name].ours(grads[places[part.name].name])
-        if part.name.endswith("k.bias") and name.startswith(
-            "gpt2"
-        ):  # adds alike to a query's scores: no effect
+        if part.name.endswith("k.bias") and any(layer in part.name for layer in plain):
+            # Not rotated it adds alike to a query's scores: no effect.
             assert max(part.view(grad).norm(), want.norm()) < 1e-6 * total
         else:
             assert (part.view(grad) - want).norm() <= 1e-4 * want.norm(), part.name
@@ -181,6 +181,7 @@ def compare_over_ep(mesh, cases: dict) -> None:
                 assert (grad - want).norm() <= 1e-4 * want.norm(), part.name
 
 
+@pytest.mark.full
 def test_expert_parallel_ranks_compute_what_transformers_does(folders):
     names = ["mixtral", "qwen2_moe", "qwen3_moe"]
     cases = {name: (str(folders(name)[1]), *theirs_by_name(folders, name)) for name in names}
