@@ -247,7 +247,7 @@ STEPS = (
 
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory) -> str:
-    """Prefix of data whose samples are all the same."""
+    """Prefix of data whose samples are the same one."""
     prefix = str(tmp_path_factory.mktemp("data") / "repeated")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(20):
