@@ -247,7 +247,7 @@ STEPS = (
 
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory) -> str:
-    """Prefix of data whose samples are the same one."""
+    """Prefix of data whose samples are equal."""
     prefix = str(tmp_path_factory.mktemp("data") / "repeated")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(20):
@@ -274,7 +274,7 @@ def losses_of(folder: Path, data: str, ranks: int, *more: str) -> list[float]:
         pytest.param("mixtral", "--ep 2", marks=pytest.mark.full),
     ],
 )
-def test_training_goes_on_with_the_losses_that_megatron_has(oracle, repeated, tmp_path, name, layout):
+def test_training_continues_with_the_losses_that_megatron_has(oracle, repeated, tmp_path, name, layout):
     """With its optimizer states from the next step on, and without them from the first."""
     args = args_of(name) | {"vocab_size": PADDED, "consumed_train_samples": 6}
     expected = oracle("train", name, tmp_path / "theirs" / "iter_0000003", args, 3, 3)

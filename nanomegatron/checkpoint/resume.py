@@ -248,20 +248,20 @@ def load_hf_folder(run: Run, source: LoadSource) -> None:
 
 
 def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:
-    """Load a Megatron-LM checkpoint: to go on at its iteration if it has optimizer states, else its weights.
+    """Load a Megatron-LM checkpoint: to resume at its iteration if it has optimizer states, else its weights.
 
     Raises CheckpointError, or ValueError if by then this run would have consumed another number of samples.
     """
     config, model = run.config.checkpoint, run.config.model
     whole = replace(model, num_experts=None) if source.upcycling else model
     manifest = open_on_all_ranks(folder, whole, run.model.vocab_size, run.mesh)
-    goes_on = not source.begins and any(key.startswith("exp_avg/") for key in manifest.tensors)
-    states = run.optimizer.states() if goes_on and not config.no_load_optim else {}
+    resumes = not source.begins and any(key.startswith("exp_avg/") for key in manifest.tensors)
+    states = run.optimizer.states() if resumes and not config.no_load_optim else {}
     pieces = all_pieces(run, states)[0]
     pieces = dense_pieces(pieces) if source.upcycling else pieces
     warn_once(run, load_megatron(folder, manifest, pieces, run.mesh))
     log_notes(run, divide_outputs(run.model.parameters(), model) if source.upcycling else [])
-    if goes_on:
+    if resumes:
         iteration, samples = megatron_progress(folder)
         run.iteration = iteration
         consumed = run.consumed_samples if samples is None else samples
@@ -271,7 +271,7 @@ def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:
         run.optimizer.load_scalars(scalars | {"good_steps": run.iteration})
     elif run.optimizer:
         run.optimizer.reset_main()
-    step = f", step {run.iteration}" if goes_on else ", its weights"
+    step = f", step {run.iteration}" if resumes else ", its weights"
     run.log.line(f"loaded  {folder} of Megatron-LM{step}{', each expert as the MLP' * source.upcycling}")
 
 
