@@ -200,7 +200,6 @@ def test_tiktokens_own(rank_file, name):  # noqa: F811
         {"byte_fallback": False},
         {"normalization_rule_name": "nmt_nfkc"},
         {"treat_whitespace_as_suffix": True},
-        {"split_by_whitespace": False},
     ],
     ids=str,
 )
@@ -211,9 +210,13 @@ def test_other_pieces_are_the_librarys_alone(corpus, tmp_path, settings):  # noq
 
 
 def test_how_pieces_are_cut():
-    assert piece_cuts(["\u2581", "\u2581a", "\u2581\u2581", "\n\n"]) is words.PIECE_CUTS
-    assert piece_cuts(["\u2581", "\u2581a", "\n"]) is words.LINE_CUTS
-    assert piece_cuts(["\u2581", "a\u2581"]) is None and piece_cuts(["\u2581a"]) is None
+    """Between characters that are beside each other in no piece, and never inside a character."""
+    cuts = piece_cuts(["\u2581", "\u2581a", "ab", "b\u2581", "a\u00e9"])
+    text = b"\xff aba b\xc3\xa9c\xff"
+    starts = np.flatnonzero(cuts(np.frombuffer(text, np.uint8)))
+    found = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)])]
+    assert found == [b"\xff ab", b"a", b" ", b"b", b"\xc3\xa9", b"c", b"\xff"]
+    assert piece_cuts(["\u2581", "\x01a"]) is None
 
 
 def test_other_splits_are_the_librarys_alone(corpus, tmp_path):  # noqa: F811

@@ -16,11 +16,10 @@ from nanomegatron.data.vocabulary import EOD, existing_file, import_extra, read_
 from nanomegatron.data.words import (
     GPT2_CUTS,
     GPT4_CUTS,
-    LINE_CUTS,
     LLAMA3_PATTERN,
     MEGATRON_PATTERNS,
-    PIECE_CUTS,
     Cuts,
+    PieceCuts,
     WordEncoder,
 )
 
@@ -106,7 +105,7 @@ def flat(ids: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.fromiter(chain.from_iterable(ids), np.int64, counts.sum()), counts
 
 
-def _hugging_face_cuts(settings: dict[str, Any]) -> Cuts | None:
+def _hugging_face_cuts(settings: dict[str, Any]) -> Cuts | PieceCuts | None:
     """How a tokenizer.json splits text; None if it is not one of the usual ways."""
     model, normalizer, splitter = (settings.get(name) for name in ("model", "normalizer", "pre_tokenizer"))
     if model.get("type") != "BPE" or model.get("dropout"):
@@ -137,16 +136,10 @@ def _without_options(pattern: str) -> str:
     return pattern.replace(r"\p{N}{1,3}", r"\p{N}").replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "")
 
 
-def piece_cuts(pieces: Iterable[str]) -> Cuts | None:
-    """How text is cut for byte pairs of whole texts: None if a piece holds a blank behind something else."""
-    lines, known = LINE_CUTS, False
-    for piece in pieces:
-        known |= piece == _BLANK
-        if _BLANK in piece.lstrip(_BLANK) or " " in piece:
-            return None
-        if len(piece) > 1 and not {"\n", "\r"}.isdisjoint(piece):
-            lines = PIECE_CUTS
-    return lines if known else None
+def piece_cuts(pieces: Iterable[str]) -> PieceCuts | None:
+    """How text is cut for byte pairs of whole texts; None if a piece holds what is put before words."""
+    cuts = PieceCuts(pieces)
+    return cuts if cuts.safe else None
 
 
 class SentencePieceTokenizer:
@@ -186,7 +179,7 @@ class SentencePieceTokenizer:
         return self._processor.decode(list(ids))
 
 
-def _sentencepiece_cuts(data: bytes) -> Cuts | None:
+def _sentencepiece_cuts(data: bytes) -> Cuts | PieceCuts | None:
     """How a model splits text: only byte pairs of text as it is, without blanks that are left out."""
     pieces, trainer, normalizer = [], {}, {}
     for number, value in _fields(data):

@@ -13,7 +13,7 @@ A cut between two bytes is safe if no word of the tokenizer can hold both. There
 
     GPT2_CUTS    words by GPT-2's pattern: letters, numbers or punctuation, with the blank before them
     GPT4_CUTS    as cl100k_base's: letters keep a sign before them, and newlines the signs before them
-    PIECE_CUTS   SentencePiece's byte pairs, which merge across all but a blank that begins a piece
+    PieceCuts    SentencePiece's byte pairs: characters that no piece has beside each other never merge
 
 Ids can depend on what is beside a word: one that ends in blanks is encoded with a word behind it, and one of
 SentencePiece with a word before it, unless the text ends or begins there. Bytes of other scripts are never
@@ -21,7 +21,7 @@ cut from their neighbours, as they may be blanks too.
 (GPT-2's pattern: Radford et al. 2019)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -47,7 +47,7 @@ MEGATRON_PATTERNS = {
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-END, CONTEXT = b"\xff", b"x"
+END, CONTEXT = b"\xff", b"\x01"  # CONTEXT: before a word of PieceCuts
 LONGEST = 24  # bytes of a word that the table can hold
 BITS = 20  # the table has 2^BITS rows, one for each value of a hash
 MOST_BYTES = 1 << 26  # of words and of their ids, until all are forgotten
@@ -61,6 +61,8 @@ class Cuts:
     The last of several blanks starts a word if its class is in `last` and a word follows.
     """
 
+    pieces = False
+
     def __init__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], last: Sequence[int]) -> None:
         self._pairs = np.zeros(16 * 16, bool)
         for before, after in pairs:
@@ -68,15 +70,13 @@ class Cuts:
                 self._pairs[[16 * b + a for a in after]] = True
         self._last, self._space, self._word = (np.zeros(16, bool) for _ in range(3))
         self._last[[*last]], self._space[[*SPACES]], self._word[[*WORD]] = True, True, True
-        self.pieces = not last
 
     def __call__(self, text: np.ndarray) -> np.ndarray:
         """Bool `[n]`: whether a word starts at each byte of text uint8 `[n]`."""
         kind = CLASSES[text]
         start = np.ones(len(text), bool)
         start[1:] = self._pairs[(kind[:-1] << 4) + kind[1:]]
-        if not self.pieces:
-            start[1:-1] |= self._space[kind[:-2]] & self._last[kind[1:-1]] & self._word[kind[2:]]
+        start[1:-1] |= self._space[kind[:-2]] & self._last[kind[1:-1]] & self._word[kind[2:]]
         return start
 
 
@@ -92,19 +92,29 @@ GPT2_CUTS = Cuts(
     [*_PATTERN, ((SIGN, SLASH), (LETTER,)), (SIGNS, (NEWLINE,)), ((NEWLINE, SPACE), WORD)], last=SPACES
 )
 GPT4_CUTS = Cuts([*_PATTERN, ((NEWLINE,), (LETTER, NUMBER, SIGN, QUOTE))], last=(BLANK, SPACE))
-PIECE_CUTS = Cuts(
-    [((*WORD, *SPACES[1:], OTHER), (BLANK,)), (_ALL, (SEPARATOR,)), ((SEPARATOR,), (SEPARATOR,))], last=()
-)
-# The same where no piece holds a newline and another character.
-LINE_CUTS = Cuts(
-    [
-        ((*WORD, SPACE, OTHER), (BLANK, NEWLINE)),
-        ((NEWLINE,), (BLANK,)),
-        (_ALL, (SEPARATOR,)),
-        ((SEPARATOR,), (SEPARATOR,)),
-    ],
-    last=(),
-)
+
+
+class PieceCuts:
+    """Where words start for byte pairs of whole texts: between characters that meet in no piece."""
+
+    pieces = True
+
+    def __init__(self, pieces: Iterable[str]) -> None:
+        """pieces: with U+2581 for a blank."""
+        self._cut = np.ones((256, 256), bool)
+        for piece in pieces:
+            raw = np.frombuffer(piece.replace("\u2581", " ").encode(), np.uint8)
+            self._cut[raw[:-1], raw[1:]] = False
+        self._cut[:, 128:192] = False  # inside a character
+        self._cut[255, :], self._cut[:, 255] = False, True
+        self.safe = bool(self._cut[CONTEXT[0], :128].all())
+        self._cut = self._cut.reshape(-1)
+
+    def __call__(self, text: np.ndarray) -> np.ndarray:
+        """Bool `[n]`: whether a word starts at each byte of text uint8 `[n]`."""
+        start = np.ones(len(text), bool)
+        start[1:] = self._cut[(text[:-1].astype(np.uint16) << 8) + text[1:]]
+        return start
 
 
 class WordEncoder:
@@ -114,10 +124,13 @@ class WordEncoder:
     """
 
     def __init__(
-        self, cuts: Cuts, encode: Callable[[list[str]], list[list[int]]], without: Sequence[str] = ()
+        self,
+        cuts: Cuts | PieceCuts,
+        encode: Callable[[list[str]], list[list[int]]],
+        without: Sequence[str] = (),
     ) -> None:
         self._cuts, self._encode, self._without = cuts, encode, ("\0", *without)
-        self._context = len(encode([CONTEXT.decode() if cuts.pieces else " " + CONTEXT.decode()])[0])
+        self._context = len(encode([CONTEXT.decode() if cuts.pieces else " x"])[0])
         self._forget()
 
     def _forget(self) -> None:
@@ -169,7 +182,7 @@ class WordEncoder:
         ids = self._pool[np.arange(ends[-1]) + np.repeat(place - (ends - count), count)]
         if self._bytes + 4 * self._used > MOST_BYTES:
             self._forget()
-        # A text begins behind a separator, or with it in PIECE_CUTS.
+        # A text begins behind a separator, or with it in PieceCuts.
         begins = np.cumsum([0, *(len(each) + 1 for each in texts)]) + (not self._cuts.pieces)
         before = np.concatenate(([0], ends))[np.searchsorted(starts, begins)]
         return ids, np.diff(before)
@@ -198,7 +211,7 @@ class WordEncoder:
             if word[0] == 255 or word[-1] == 255:
                 texts[i] = word.replace(END, b"")
             elif pieces or word[-1] in _SPACE_BYTES:
-                texts[i], drop[i] = (CONTEXT + word if pieces else word + b" " + CONTEXT), self._context
+                texts[i], drop[i] = (CONTEXT + word if pieces else word + b" x"), self._context
         lists = self._encode(b"\0".join(texts).decode().split("\0"))
         for i, n in enumerate(drop):
             if n:
