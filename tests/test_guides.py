@@ -92,7 +92,7 @@ def test_a_wrong_command_is_found(tmp_path):
 
 
 def test_guides_have_commands_and_say_what_these_need():
-    assert len(GUIDES) >= 8 and all(len(path.read_text().splitlines()) <= 190 for path in GUIDES)
+    assert len(GUIDES) >= 8 and all(len(path.read_text().splitlines()) <= 170 for path in GUIDES)
     assert sum(len(train_commands(path)) for path in DOCUMENTS) > 30
     assert {block.needs for path in GUIDES for block in blocks(path)} <= {"", *NEEDS}
 

@@ -9,10 +9,10 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6060,
-    "checkpoint": 3820,
+    "checkpoint": 3735,
     "commands": 1270,
-    "config": 3450,
-    "data": 3300,
+    "config": 3430,
+    "data": 3320,
     "fast": 2500,
     "faults": 1110,
     "ops": 2945,

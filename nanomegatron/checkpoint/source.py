@@ -112,6 +112,8 @@ def model_changes(saved: Config, config: Config, source: LoadSource) -> tuple[li
     before, now, found = effective(old), effective(new), ([], [])
     if new.position_embedding_type != "learned_absolute":
         del now["max_position_embeddings"]
+    if old.softmax_scale == new.softmax_scale:
+        del now["softmax_scale"]  # it follows from the size of heads
     for name in [name for name in now if name in before]:
         was, value = before[name], now[name]
         if isinstance(value, list):  # one for each layer; their number is compared by itself

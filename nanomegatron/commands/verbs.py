@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 COMMANDS = {
     "train": ("train.py", "train a model, on one process or on all ranks of torchrun"),
     "preprocess": ("preprocess.py", "tokenize text into Megatron's .bin/.idx files"),
-    "convert": ("convert.py", "convert checkpoints from and to Hugging Face's and Megatron's format"),
+    "convert": ("convert.py", "convert checkpoints from and to Hugging Face's and Megatron's"),
     "generate": ("nanomegatron.commands.generate_args", "continue a text with a trained model"),
     "plan": ("nanomegatron.commands.plan", "predict the memory of every rank, without a GPU"),
     "schedules": ("nanomegatron.commands.schedules", "print or draw a pipeline schedule"),
