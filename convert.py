@@ -37,8 +37,6 @@ LAYOUT_FLAGS = [
     f"--{end}{kind}-parallel-size" for end in ("target-", "") for kind in ("tensor", "pipeline", "expert")
 ]
 LAYOUT_FLAGS += [f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")]
-
-
 SPELLINGS = {"megatron": "megatron-core", "torch_dist": "megatron-core"}
 
 

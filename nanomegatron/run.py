@@ -105,7 +105,6 @@ class Run:
 
     def ends_by_signal(self) -> bool:
         """Whether any rank has to stop; if so, sets `stop`. All-reduces a number over world; waits."""
-        self.mesh.traffic.progress += 1
         if not self.preempted and self.signals.anywhere(self.mesh):
             self.stop, self.preempted = self.signals.cause, True
         return self.preempted

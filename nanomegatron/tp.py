@@ -50,7 +50,7 @@ from nanomegatron.comm import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from nanomegatron.config.keywords import answering_megatron
+from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
@@ -120,7 +120,7 @@ def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
     return start_reduce_scatter(dx, axis) if comm == "gather" else Pending(dx)
 
 
-@answering_megatron
+@with_megatron_keywords
 class ColumnParallelLinear(nn.Module):
     """Output features sharded over tp. x `[s, b, i]` or `[s/tp, b, i]` -> `[s, b, o/tp]` or `[s, b, o]`
 
@@ -181,7 +181,7 @@ class ColumnParallelLinear(nn.Module):
         return _with_bias(y, bias, self.skip_bias_add)
 
 
-@answering_megatron
+@with_megatron_keywords
 class RowParallelLinear(nn.Module):
     """Input features sharded over tp. x `[s, b, i/tp]` or `[s, b, i]` -> `[s, b, o]` or `[s/tp, b, o]`
     With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on

@@ -27,7 +27,7 @@ ALWAYS = ("--calculate-per-token-loss", "--attention-softmax-in-fp32")  # as it 
 NOT_ASKED = {*OF_ONE_RUN.replace("-", "_").split(), *"load ckpt_step finetune no_load_optim device".split()}
 FIRST_LINES = """\
 Weights are drawn otherwise in Megatron-LM, so that losses agree in their course, not in their digits.
---save, --load: left out, its checkpoints are files of another layout."""
+--save, --load: left out; convert.py --target megatron-core writes its checkpoints."""
 
 
 def main(argv: list[str]) -> int:

@@ -24,9 +24,10 @@ def megatron_keywords() -> dict[str, Any]:
 
 
 def with_megatron_keywords(cls: type) -> type:
-    """Return the dataclass with a constructor that also accepts Megatron's keywords, or says what to use."""
-    own, fields = cls.__init__, dataclasses.fields(cls)
-    names, lists = [f.name for f in fields], [f.name for f in fields if typing.get_origin(f.type) is tuple]
+    """Return the class with a constructor that also accepts Megatron's keywords, or says what to use."""
+    own, names = cls.__init__, inspect.signature(cls).parameters
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    lists = [f.name for f in fields if typing.get_origin(f.type) is tuple]
 
     @functools.wraps(own)
     def init(self: Any, *values: Any, **keywords: Any) -> None:
@@ -34,19 +35,6 @@ def with_megatron_keywords(cls: type) -> type:
         for name in keywords.keys() & lists:  # Megatron's are lists, or one value
             value = keywords[name]
             keywords[name] = tuple(value) if isinstance(value, list | tuple) else (value,)
-        own(self, *values, **keywords)
-
-    cls.__init__ = init
-    return cls
-
-
-def answering_megatron(cls: type) -> type:
-    """Return a module's class whose constructor answers Megatron's keywords with what to use instead."""
-    own, names = cls.__init__, inspect.signature(cls).parameters
-
-    @functools.wraps(own)
-    def init(self: Any, *values: Any, **keywords: Any) -> None:
-        check_keywords(cls.__name__, names, {k: keywords.pop(k) for k in [*keywords] if k not in names})
         own(self, *values, **keywords)
 
     cls.__init__ = init

@@ -112,7 +112,7 @@ def input_files(patterns: Iterable[str]) -> list[str]:
             kind(file) in COLUMN_FILES and not file.lower().endswith(COLUMN_FILES)
         ):
             raise ValueError(
-                f"--input {file}: must end in .jsonl, .json or .txt, alone or before .gz or .zst, "
+                f"--input {file}: must end in .jsonl, .json or .txt, optionally followed by .gz or .zst, "
                 "or in .parquet or .arrow"
             )
         if file.lower().endswith(".zst"):
