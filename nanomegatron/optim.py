@@ -228,8 +228,8 @@ class Optimizer:
     def not_finite(self) -> torch.Tensor:
         """Whether this rank's main parameters or moments have a non-finite value -> bool `[]`"""
         flat = [x for shard in self.shards for x in (shard.main, shard.exp_avg, shard.exp_avg_sq)]
-        largest = [x.float() for x in torch._foreach_norm(flat, math.inf)]  # NaN if there is one
-        return ~torch.stack(largest).to(self.values.device).isfinite().all()
+        largest = torch._foreach_norm(flat, math.inf)  # NaN if there is one
+        return ~torch.stack([x.to(self.values.device, torch.float32) for x in largest]).isfinite().all()
 
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""

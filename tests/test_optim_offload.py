@@ -1,5 +1,7 @@
 """Optimizer states in host memory: the same run to the bit, whatever is moved there and in which order."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -74,3 +76,13 @@ def test_staging_keeps_order_and_reuses_its_buffers(prefetch):
             staging.send(lambda out, main=main: out.copy_(main), params)
             assert torch.equal(params, shard + 1)
     assert len(staging.buffers) == 4 and {len(buffer) for buffer in staging.buffers.values()} == {5}
+
+
+def test_states_on_two_devices_are_checked_together():
+    """A meta tensor stands for one on the GPU: torch refuses to stack it with one of the host."""
+    shards = [
+        SimpleNamespace(main=flat, exp_avg=flat, exp_avg_sq=flat)
+        for flat in (torch.empty(8, device="meta"), torch.ones(8))
+    ]
+    optimizer = SimpleNamespace(shards=shards, values=torch.empty(2, device="meta"))
+    assert Optimizer.not_finite(optimizer).device.type == "meta"
