@@ -15,22 +15,21 @@ as torch_dist). If one says nothing of its model, flags or --config do (`--num-l
         config.json, tokenizer.json, ...                            headers of the weight files
 
 With hf/ the conversion back gives the same files, byte for byte. A model trained here has no such folder: its
-config.json is generated, and its weights are written to one model.safetensors. Tensors are read and written
-one at a time, and the output gets its name only when it is complete. (`train.py --load` takes a folder of
-either as it is.) Exit codes: 0 done, 2 wrong arguments or input.
+config.json is generated. Tensors are read and written in slices of 64 MiB, so that a model of any size
+converts, and the output gets its name only when it is complete: an interrupted conversion leaves nothing that
+loads. --dtype casts the weights; --verify reads the output again and compares it with the input, to the bit.
+(`train.py --load` takes a folder of any kind as it is.) Exit codes: 0 done, 2 wrong arguments or input.
 """
 
 import argparse
-import hashlib
-import json
-import math
 import os
 import re
 import shutil
+import signal
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LAYOUT_FLAGS = [
@@ -38,6 +37,7 @@ LAYOUT_FLAGS = [
 ]
 LAYOUT_FLAGS += [f"--{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")]
 SPELLINGS = {"megatron": "megatron-core", "torch_dist": "megatron-core"}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -49,6 +49,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--input-path", "--load-dir", required=True, help="folder to read")
     p.add_argument("--output-path", "--save-dir", required=True, help="folder to make")
     p.add_argument("--ckpt-step", type=int, help="iteration to read; the newest")
+    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights; as they are")
+    p.add_argument(
+        "--max-shard-size", type=size, default="5GB", help="largest file of a Hugging Face folder; 5GB"
+    )
+    p.add_argument(
+        "--verify", action="store_true", help="read the output again and compare it with the input"
+    )
     for flag in LAYOUT_FLAGS:
         p.add_argument(flag, type=int, dest="layout", help=argparse.SUPPRESS)
     args, args.model = p.parse_known_args(argv)
@@ -63,6 +70,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--output-path {target}: exists; give a new folder")
     return args
+
+
+def size(text: str) -> int:
+    """Parse 5GB or 500MB."""
+    if not (match := re.fullmatch(r"([1-9]\d*)([KMG]?)B?", text.strip().upper())):
+        raise argparse.ArgumentTypeError(f"{text}: give a size such as 5GB or 500MB")
+    return int(match[1]) * UNITS[match[2]]
 
 
 def refused(error: Exception) -> int:
@@ -80,32 +94,12 @@ if __name__ == "__main__":  # wrong arguments are reported before torch is impor
 import torch
 
 from nanomegatron.checkpoint.blocks import sync
-from nanomegatron.checkpoint.checkpoint import CheckpointError, Loaded, SaveError, load, save
-from nanomegatron.checkpoint.files import DTYPES, TORCH_DTYPES, Piece, fill, raw_bytes, write_shard
-from nanomegatron.checkpoint.folder import make_folder, publish_folder
-from nanomegatron.checkpoint.formats import open_checkpoint, reader
-from nanomegatron.checkpoint.hf import (
-    HEADER,
-    TOKENIZER_FILES,
-    WEIGHTS,
-    Folder,
-    folder_tokenizer,
-    model_parts,
-    places,
-)
-from nanomegatron.checkpoint.manifest import Manifest
-from nanomegatron.checkpoint.megatron import open_megatron
-from nanomegatron.checkpoint.megatron_write import write_megatron
-from nanomegatron.config.cli import build_config, from_toml, parse, to_toml
-from nanomegatron.config.hf import settings_of, to_hf
-from nanomegatron.config.megatron_args import megatron_folder
-from nanomegatron.config.settings import ParallelConfig, PrecisionConfig
-from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
-from nanomegatron.mesh import Mesh, World
+from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
+from nanomegatron.checkpoint.convert_source import SourceModel, open_hf, open_ours, open_theirs
+from nanomegatron.checkpoint.convert_target import compare, write_hf, write_ours, write_theirs
+from nanomegatron.report.writers import duration, progress_bar
 
-WEIGHTS_ONLY = dict.fromkeys(("iteration", "consumed_samples", "skipped_samples"), 0)
-WEIGHTS_ONLY |= {"optimizer": {}, "circumstances": {}}
-ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     source, target = Path(args.input_path), Path(args.output_path).absolute()
     temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
     try:
+        remove_leftovers(target)
         temporary.mkdir(parents=True)
         notes = list(convert(args, source, temporary, target))
         for path in filter(Path.is_file, temporary.rglob("*")):
@@ -137,261 +132,77 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def remove_leftovers(target: Path) -> None:
+    """Remove what conversions to this folder have left that were killed."""
+    for path in target.parent.glob(f"{target.name}.tmp*"):
+        pid = path.name.removeprefix(f"{target.name}.tmp")
+        try:
+            os.kill(int(pid), 0)  # no signal: only whether there is such a process
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (ValueError, OSError):
+            pass  # no folder of ours, or somebody else's process
+
+
 def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Path) -> Iterator[str]:
     """Write the target to `temporary`, which becomes `target`; yields notes."""
-    if args.source == "hf" and args.target == "nanomegatron":
-        yield from to_ours(source, temporary, target)
-        return
-    if args.source == "hf":  # by way of a checkpoint of ours
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.tmp") as between:
-            yield from to_ours(source, Path(between), target)
-            to_megatron(Source.ours(Path(between), None), temporary)
-        return
-    here = args.source == "nanomegatron"
-    found = Source.ours(source, args.ckpt_step) if here else Source.megatron(args, source)
-    yield from found.loaded.notes
-    match args.target:
+    opened = open_source(args.source, source, args.model, args.ckpt_step)
+    yield from opened.notes
+    if args.dtype:
+        opened = opened.cast(DTYPES[args.dtype])
+    free = shutil.disk_usage(temporary).free
+    if opened.nbytes > free:
+        raise ValueError(f"--output-path {target}: it needs {opened.nbytes} bytes, {free} are free there")
+    with progress("written", opened.nbytes) as report:
+        moving = opened.counted(report)
+        match args.target:
+            case "hf":
+                yield from write_hf(moving, temporary, args.max_shard_size, keep=not args.dtype)
+            case "megatron-core":
+                write_theirs(moving, temporary)
+            case _:
+                yield from write_ours(moving, temporary, target, keep=not args.dtype)
+    if args.verify:
+        with progress("verified", opened.nbytes) as report:
+            compare(opened, open_source(args.target, temporary, args.model).counted(report))
+        yield f"verified: all {len(opened.tensors)} weights are those of {source}, to the bit"
+
+
+def open_source(kind: str, root: Path, flags: list[str], step: int | None = None) -> SourceModel:
+    """Open a folder of this kind. flags: of Megatron-LM's model. Raises ValueError, CheckpointError."""
+    match kind:
         case "hf":
-            yield from to_hf_folder(found, temporary)
-        case "megatron-core":
-            to_megatron(found, temporary)
-        case _:
-            from_megatron(found, temporary)
+            return open_hf(root)
+        case "nanomegatron":
+            return open_ours(root, step)
+    return open_theirs(root, step, flags)
 
 
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint that is read: of this program, or one of Megatron-LM by our names of tensors."""
+@contextmanager
+def progress(what: str, total: int, every: float = 10.0) -> Iterator[Callable[[int], None]]:
+    """Show how many bytes are done, the rate and the time left: a bar on a terminal, else lines on stderr."""
+    bar = progress_bar(0, total, sys.stderr, unit="B", unit_scale=True, desc=what)
+    start = last = time.monotonic()
+    done = 0
 
-    root: Path
-    folder: Path
-    manifest: Manifest
-    loaded: Loaded
+    def report(nbytes: int) -> None:
+        nonlocal done, last
+        done += nbytes
+        if bar is not None:
+            bar.update(nbytes)
+        elif (now := time.monotonic()) - last >= every:
+            rate, last = done / (now - start), now
+            left = duration(max(0, total - done) / rate)
+            text = f"{what} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, {left} left"
+            print(text, file=sys.stderr, flush=True)
 
-    @staticmethod
-    def ours(root: Path, step: int | None) -> "Source":
-        """Verify and open one of this program. Raises CheckpointError."""
-        if megatron_folder(root, step):
-            raise CheckpointError(f"--input-path {root}: is of Megatron-LM; give --source megatron-core")
-        loaded = load(root, [], ALONE, step)
-        if loaded is None:
-            raise CheckpointError(f"--input-path {root}: no checkpoint there")
-        folder = root / f"iter_{loaded.iteration:07d}"
-        folder = folder if folder.exists() else folder.with_suffix(".old")
-        return Source(root, folder, open_checkpoint(folder), loaded)
-
-    @staticmethod
-    def megatron(args: argparse.Namespace, root: Path) -> "Source":
-        """Open one of Megatron-LM; its args, or flags, say what the model is. Raises ValueError."""
-        folder = megatron_folder(root, args.ckpt_step)
-        if folder is None:
-            ours = any(root.glob("iter_*/manifest.json"))
-            fix = (
-                "it is of nanomegatron; give --source nanomegatron" if ours else "no metadata.json, mp_rank_*"
-            )
-            raise CheckpointError(f"--input-path {root}: no checkpoint of Megatron-LM there: {fix}")
-        parsed = parse(["--load", str(folder), *args.model])
-        config = parsed.config
-        errors = list(parsed.errors)
-        if not errors and not config.data.vocab_size:
-            errors = [f"{folder}: it does not say how large the vocabulary is; give --vocab-size"]
-        if errors:
-            raise ValueError("\n  ".join(errors))
-        length = config.model.max_position_embeddings or config.data.seq_length
-        config = replace(config, model=replace(config.model, max_position_embeddings=length))
-        manifest = open_megatron(folder, config.model, config.data.vocab_size)
-        config = replace(config, checkpoint=replace(config.checkpoint, load=None))
-        notes = [f"{folder} has no hash that says whether it is damaged"]
-        return Source(root, folder, manifest, Loaded(manifest.iteration, {}, to_toml(config), notes))
-
-    @property
-    def vocab_size(self) -> int:
-        return self.manifest.tensors["model/embedding.word_embeddings.weight"].shape[0]
-
-    def fill(self, keys: Iterable[str]) -> list[Piece]:
-        """Read whole tensors. Raises CheckpointError if one is missing."""
-        pieces = []
-        for key in keys:
-            if (saved := self.manifest.tensors.get(key)) is None:
-                raise CheckpointError(f"{self.folder}: {key} is missing")
-            data = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
-            pieces.append(Piece(key, saved.shape, (0,) * len(saved.shape), data))
-        fill(self.folder, self.manifest, pieces, reader(self.manifest))
-        return pieces
-
-
-def to_megatron(source: Source, temporary: Path) -> None:
-    """Write the weights as torch_dist of Megatron-LM, a layer at a time."""
-    config, iteration = from_toml(source.loaded.config_toml), source.loaded.iteration
-
-    def whole(name: str) -> torch.Tensor:
-        return source.fill([f"model/{name}"])[0].data
-
-    write_megatron(temporary, config, source.vocab_size, iteration, whole)
-
-
-def from_megatron(source: Source, temporary: Path) -> None:
-    """Write the weights of a Megatron-LM checkpoint as one of ours, a file for each layer."""
-    layers: dict[str, list[str]] = {}
-    for key in source.manifest.tensors:
-        if key.startswith("model/"):
-            found = re.match(r"model/decoder\.layers\.\d+\.", key)
-            layers.setdefault(found[0] if found else "", []).append(key)
-    folder = temporary / "iter_0000000.tmp"
-    make_folder(folder, 0)
-    for rank, keys in enumerate(layers.values()):
-        write_shard(folder, rank, source.fill(keys))
-    config = from_toml(source.loaded.config_toml)
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.data.vocab_size)
-    about = {"tokenizer": tokenizer.spec, "tokenizer_fingerprint": tokenizer.fingerprint}
-    publish_folder(folder, len(layers), 0, WEIGHTS_ONLY | about | {"hf": {}}, source.loaded.config_toml)
-
-
-def to_ours(source: Path, temporary: Path, target: Path) -> Iterator[str]:
-    """Convert a Hugging Face folder to a checkpoint in `temporary`, renamed `target` later; yields notes."""
-    there = Folder(source)
-    config = build_config(there.settings)
-    vocab_size = config.data.vocab_size
-    parts = model_parts(config.model, vocab_size)
-    found = there.match(parts)
-    ours = {f"model/{p.name}": found[p.name].ours(there.tensors[found[p.name].name]) for p in parts}
-    rest = there.tensors.keys() - {place.name for place in found.values()}
-    kept = {f"hf/{name}": there.tensors[name] for name in sorted(rest)}
-    pieces = [Piece(key, tuple(data.shape), (0,) * data.dim(), data) for key, data in (ours | kept).items()]
-    dtype = pieces[0].data.dtype
-    precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    state = dict(WEIGHTS_ONLY)
     try:
-        state |= find_tokenizer(source, target / "hf", vocab_size)
-    except ValueError as error:
-        yield f"without a tokenizer: {error}"
-    state["hf"] = keep_files(there, temporary / "hf")
-    save(temporary, 0, pieces, state, to_toml(replace(config, precision=precision)), ALONE)
-    if left := {path.name for path in source.iterdir()} - set(state["hf"]) - set(there.files):
-        yield f"left out: {', '.join(sorted(left))}"
-
-
-def find_tokenizer(folder: Path, moved: Path, vocab_size: int) -> dict:
-    """Return a checkpoint's entries for the folder's tokenizer, whose files will be in `moved`.
-
-    Without one it is a NullTokenizer: text is ids as decimal numbers. Raises ValueError.
-    """
-    found = folder_tokenizer(folder, vocab_size)
-    found.spec |= {
-        key: str(moved / name) for key, name in TOKENIZER_FILES.get(found.spec["type"], {}).items()
-    }
-    return {"tokenizer": found.spec, "tokenizer_fingerprint": found.fingerprint}
-
-
-def keep_files(there: Folder, folder: Path) -> dict[str, str]:
-    """Copy all files but weights, and the headers of weight files -> {name: SHA-256} of the copies."""
-    folder.mkdir()
-    for path in there.path.iterdir():
-        if path.is_file() and path.suffix not in WEIGHTS:
-            shutil.copyfile(path, folder / path.name)
-    for name in there.files:
-        with open(there.path / name, "rb") as file:
-            size = file.read(8)
-            (folder / f"{name}{HEADER}").write_bytes(size + file.read(int.from_bytes(size, "little")))
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
-
-
-def to_hf_folder(source: Source, temporary: Path) -> Iterator[str]:
-    """Convert a checkpoint to a Hugging Face folder in `temporary`; yields notes."""
-    kept = kept_files(source.root / "hf", source.loaded.state.get("hf", {}))
-    files, notes = (kept, []) if kept else new_files(source)
-    theirs = [key for name, data in files.items() if name.endswith(HEADER) for key in json.loads(data[8:])]
-    weights = Weights(source, json.loads(files["config.json"])["model_type"], theirs)
-    files = kept or files | {f"model.safetensors{HEADER}": weights.header()}
-    for name, data in files.items():
-        if name.endswith(HEADER):
-            weights.write(temporary / name.removesuffix(HEADER), data)
-        else:
-            (temporary / name).write_bytes(data)
-    yield from notes
-
-
-def kept_files(folder: Path, hashes: dict[str, str]) -> dict[str, bytes]:
-    """Read the files that `keep_files` has copied. Raises CheckpointError if one has changed."""
-    paths = [folder / Path(name).name for name in hashes]
-    files = {path.name: path.read_bytes() if path.is_file() else b"" for path in paths}
-    for path, expected in zip(paths, hashes.values(), strict=True):
-        if hashlib.sha256(files[path.name]).hexdigest() != expected:
-            raise CheckpointError(f"{path}: not as the checkpoint has kept it")
-    return files
-
-
-def new_files(source: Source) -> tuple[dict[str, bytes], list[str]]:
-    """Return config.json, the tokenizer's files and other kept files of the source model; and notes."""
-    config, files = from_toml(source.loaded.config_toml), {}
-    notes, eod = [], None
-    try:
-        tokenizer = tokenizer_from_spec(source.loaded.state.get("tokenizer", {}), beside=source.root)
-        eod, names = tokenizer.eod, TOKENIZER_FILES.get(tokenizer.spec["type"], {})
-        files = {name: Path(tokenizer.spec[key]) for key, name in names.items()}
-        for path in [path.with_name("tokenizer_config.json") for path in files.values()]:
-            files |= {path.name: path} if path.is_file() else {}
-        notes = [] if files else [f"without a tokenizer: a {tokenizer.spec['type']} has no file for it"]
-    except ValueError as error:
-        notes = [f"without a tokenizer: {error}"]
-    table = to_hf(replace(config, data=replace(config.data, vocab_size=source.vocab_size)), eod)
-    kept = {path.name: path for path in (source.root / "hf").glob("*") if path.suffix != HEADER}
-    if theirs := kept.pop("config.json", None):
-        table = same_model(json.loads(theirs.read_text()), table)
-    data = {name: path.read_bytes() for name, path in (files | kept).items()}
-    return data | {"config.json": (json.dumps(table, indent=2) + "\n").encode()}, notes
-
-
-def same_model(theirs: dict, ours: dict) -> dict:
-    """Return the config.json that training began with, with the present dtype; ours if the model changed."""
-    before, now = (settings_of(table) | dict.fromkeys(("bf16", "fp16")) for table in (theirs, ours))
-    if before != now:
-        return ours | {key: value for key, value in theirs.items() if key.endswith("_token_id")}
-    return theirs | {"dtype" if "dtype" in theirs else "torch_dtype": ours["torch_dtype"]}
-
-
-class Weights:
-    """A checkpoint's tensors under their Hugging Face names, to be written. theirs: names in kept headers."""
-
-    def __init__(self, source: Source, family: str, theirs: Iterable[str]) -> None:
-        self.source, self.parts, self.saved = source, {}, source.manifest.tensors
-        tensors = source.manifest.tensors.items()
-        ours = {key.removeprefix("model/"): saved.shape for key, saved in tensors if key.startswith("model/")}
-        for name, place in places(ours, family, theirs).items():
-            self.parts.setdefault(place.name, []).append((place, f"model/{name}"))
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor of this Hugging Face name."""
-        if name not in self.parts:
-            return self.source.fill([f"hf/{name}"])[0].data
-        parts = sorted(self.parts[name], key=lambda part: part[0].index)
-        return parts[0][0].theirs([piece.data for piece in self.source.fill(key for _, key in parts)])
-
-    def write(self, path: Path, header: bytes) -> None:
-        """Write a safetensors file with this header: the bytes before its first tensor."""
-        entries = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
-        with open(path, "xb") as file:
-            file.write(header)
-            for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-                tensor = self.tensor(name)
-                if (DTYPES[tensor.dtype], list(tensor.shape)) != (entry["dtype"], entry["shape"]):
-                    raise CheckpointError(
-                        f"{self.source.folder}: {name} is not {entry['dtype']} {entry['shape']}"
-                    )
-                file.write(raw_bytes(Piece(name, (), (), tensor)))
-
-    def header(self) -> bytes:
-        """Return the header of a new safetensors file with all tensors."""
-        entries, end = {}, 0
-        for name, ((place, key), *_) in self.parts.items():
-            saved = self.saved[key]
-            shape = place.shape(saved.shape)
-            begin, end = end, end + math.prod(shape) * TORCH_DTYPES[saved.dtype].itemsize
-            entries[name] = {"dtype": saved.dtype, "shape": shape, "data_offsets": (begin, end)}
-        text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        yield report
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` removes what is begun
     sys.exit(main(sys.argv[1:]))

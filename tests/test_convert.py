@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import convert
 from nanomegatron.checkpoint.checkpoint import load, save, training_pieces
 from nanomegatron.checkpoint.files import Piece
+from nanomegatron.checkpoint.hf import Folder
 from nanomegatron.commands.generate import load_model
 from nanomegatron.config.cli import build_config, from_toml, parse, to_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
@@ -281,7 +282,7 @@ def test_weights_are_not_read_before_they_are_wanted(tmp_path):
     save_theirs(hugging_face("llama"), tmp_path)
     save_file({f"x{i}": torch.ones(2**21) for i in range(16)}, tmp_path / "model.safetensors")
     before = own_memory()
-    there = convert.Folder(tmp_path)
+    there = Folder(tmp_path)
     assert sum(tensor.nbytes for tensor in there.tensors.values()) == 2**27
     assert sum(float(tensor.sum()) for tensor in there.tensors.values()) == 2**25
     assert own_memory() - before < 2**24

@@ -146,7 +146,12 @@ def describe_shard(pieces: Iterable[Piece], rank: int) -> tuple[bytes, dict[str,
 
 def raw_bytes(piece: Piece) -> Any:
     """The piece's elements in C order, as bytes on the host; waits for the copy."""
-    return piece.data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return host_bytes(piece.data.detach())
+
+
+def host_bytes(x: torch.Tensor) -> Any:
+    """The elements in C order, as bytes on the host."""
+    return x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # Reading.

@@ -236,14 +236,14 @@ def spare_exit(*streams: TextIO | None) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def progress_bar(iteration: int, train_iters: int, stream: TextIO) -> Any:
-    """Return a tqdm bar if `stream` is a terminal and tqdm is installed; else None."""
+def progress_bar(done: int, total: int, stream: TextIO, **look: Any) -> Any:
+    """Return a tqdm bar, with its arguments, if `stream` is a terminal and tqdm is installed; else None."""
     if not stream.isatty() or importlib.util.find_spec("tqdm") is None:
         return None
     from tqdm import tqdm
 
-    look = dict(unit="step", dynamic_ncols=True, leave=False)
-    return tqdm(initial=iteration, total=train_iters, file=stream, **look)
+    look = dict(unit="step", dynamic_ncols=True, leave=False) | look
+    return tqdm(initial=done, total=total, file=stream, **look)
 
 
 def progress(total: int, say: Callable[[str], object], every: float = 10.0) -> Iterator[int]:

@@ -1,0 +1,172 @@
+"""Opens what `convert.py` reads: a checkpoint's weights by our names, none of them read yet.
+
+hf               a Hugging Face folder, memory-mapped
+nanomegatron     a checkpoint of this program, its checksums compared; with optimizer states
+megatron-core    one of Megatron-LM, torch_dist or legacy
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanomegatron.checkpoint.checkpoint import load
+from nanomegatron.checkpoint.files import TORCH_DTYPES, Piece, fill
+from nanomegatron.checkpoint.formats import open_checkpoint, reader
+from nanomegatron.checkpoint.hf import Folder, model_parts
+from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
+from nanomegatron.checkpoint.megatron import open_megatron
+from nanomegatron.checkpoint.streams import Stream
+from nanomegatron.config.cli import build_config, from_toml, parse
+from nanomegatron.config.megatron_args import megatron_folder
+from nanomegatron.config.settings import Config, ParallelConfig, PrecisionConfig
+from nanomegatron.mesh import Mesh, World
+
+ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A checkpoint to convert.
+
+    tensors: the weights, by our names; kept: others of a Hugging Face folder, by theirs; states: of the
+    optimizer, "exp_avg/NAME" ...; state: what a checkpoint of ours has saved beside tensors.
+    """
+
+    root: Path
+    config: Config
+    tensors: dict[str, Stream]
+    kept: dict[str, Stream] = field(default_factory=dict)
+    states: dict[str, Stream] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    iteration: int = 0
+    folder: Folder | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tensors[WORD_EMBEDDINGS].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and kept tensors."""
+        return sum(stream.nbytes for stream in (self.tensors | self.kept).values())
+
+    def cast(self, dtype: torch.dtype) -> "SourceModel":
+        """Return it with weights of this type; fp32 is read from the main parameters, if it has them."""
+        found = self.tensors
+        if dtype == torch.float32:
+            found = {name: self.states.get(f"main/{name}", stream) for name, stream in found.items()}
+        found = {name: stream.map(lambda x: x.to(dtype), dtype) for name, stream in found.items()}
+        precision = replace(self.config.precision, **types(dtype))
+        return replace(self, tensors=found, config=replace(self.config, precision=precision))
+
+    def counted(self, report: Callable[[int], object]) -> "SourceModel":
+        """Return it so that `report` hears the bytes of each slice that is read."""
+
+        def count(x: torch.Tensor) -> torch.Tensor:
+            report(x.nbytes)
+            return x
+
+        tensors, kept = (
+            {name: stream.map(count, stream.dtype) for name, stream in group.items()}
+            for group in (self.tensors, self.kept)
+        )
+        return replace(self, tensors=tensors, kept=kept)
+
+
+def types(dtype: torch.dtype) -> dict[str, bool]:
+    """Return the settings of a precision that say a type of weights."""
+    return {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+
+
+def open_hf(root: Path) -> SourceModel:
+    """Open a Hugging Face folder. Raises ValueError."""
+    folder = Folder(root)
+    config = build_config(folder.settings)
+    parts = model_parts(config.model, config.data.vocab_size)
+    found = folder.match(parts)
+
+    def ours(name: str) -> Stream:
+        place = found[name]
+        view = place.ours(folder.tensors[place.name])
+        return Stream(tuple(view.shape), view.dtype, lambda a, b: place.ours(folder.mapped(place.name))[a:b])
+
+    def theirs(name: str) -> Stream:
+        x = folder.tensors[name]
+        return Stream(tuple(x.shape), x.dtype, lambda a, b: folder.mapped(name)[a:b] if x.dim() else x)
+
+    tensors = {part.name: ours(part.name) for part in parts}
+    rest = sorted(folder.tensors.keys() - {place.name for place in found.values()})
+    precision = PrecisionConfig(**types(tensors[parts[0].name].dtype))
+    kept = {name: theirs(name) for name in rest}
+    return SourceModel(root, replace(config, precision=precision), tensors, kept, folder=folder)
+
+
+def open_ours(root: Path, step: int | None) -> SourceModel:
+    """Open and verify a checkpoint of this program. Raises CheckpointError."""
+    if megatron_folder(root, step):
+        raise CheckpointError(f"--input-path {root}: is of Megatron-LM; give --source megatron-core")
+    loaded = load(root, [], ALONE, step)
+    if loaded is None:
+        raise CheckpointError(f"--input-path {root}: no checkpoint there")
+    folder = root / f"iter_{loaded.iteration:07d}"
+    folder = folder if folder.exists() else folder.with_suffix(".old")
+    found = streams_of(folder, open_checkpoint(folder))
+    tensors, kept = (
+        {key.removeprefix(kind): x for key, x in found.items() if key.startswith(kind)}
+        for kind in ("model/", "hf/")
+    )
+    states = {key: x for key, x in found.items() if not key.startswith(("model/", "hf/"))}
+    config = from_toml(loaded.config_toml)
+    if WORD_EMBEDDINGS not in tensors:
+        raise CheckpointError(f"{folder}: model/{WORD_EMBEDDINGS} is missing")
+    return SourceModel(
+        root, config, tensors, kept, states, loaded.state, loaded.iteration, notes=loaded.notes
+    )
+
+
+def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
+    """Open a checkpoint of Megatron-LM; its args, or flags, say what the model is. Raises ValueError."""
+    folder = megatron_folder(root, step)
+    if folder is None:
+        ours = any(root.glob("iter_*/manifest.json"))
+        fix = "it is of nanomegatron; give --source nanomegatron" if ours else "no metadata.json, mp_rank_*"
+        raise CheckpointError(f"--input-path {root}: no checkpoint of Megatron-LM there: {fix}")
+    parsed = parse(["--load", str(folder), *flags])
+    config = parsed.config
+    errors = list(parsed.errors)
+    if not errors and not config.data.vocab_size:
+        errors = [f"{folder}: it does not say how large the vocabulary is; give --vocab-size"]
+    if errors:
+        raise ValueError("\n  ".join(errors))
+    length = config.model.max_position_embeddings or config.data.seq_length
+    config = replace(config, model=replace(config.model, max_position_embeddings=length))
+    manifest = open_megatron(folder, config.model, config.data.vocab_size)
+    config = replace(config, checkpoint=replace(config.checkpoint, load=None))
+    tensors = streams_of(folder, manifest)
+    tensors = {key.removeprefix("model/"): x for key, x in tensors.items() if key.startswith("model/")}
+    notes = [f"{folder} has no hash that says whether it is damaged"]
+    return SourceModel(root, config, tensors, iteration=manifest.iteration, notes=notes)
+
+
+def streams_of(folder: Path, manifest: Manifest) -> dict[str, Stream]:
+    """Return all tensors of a checkpoint, by key."""
+
+    def stream(key: str) -> Stream:
+        saved = manifest.tensors[key]
+        dtype = TORCH_DTYPES[saved.dtype]
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            shape = (end - begin, *saved.shape[1:]) if saved.shape else ()
+            offset = (begin, *(0 for _ in saved.shape[1:])) if saved.shape else ()
+            data = torch.empty(shape, dtype=dtype)
+            fill(folder, manifest, [Piece(key, saved.shape, offset, data)], reader(manifest))
+            return data
+
+        return Stream(tuple(saved.shape), dtype, rows, whole="source" in manifest.format)
+
+    return {key: stream(key) for key in manifest.tensors}

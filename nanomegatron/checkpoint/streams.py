@@ -1,0 +1,123 @@
+"""Tensors that are read only while they are written, in slices of rows: a model of any size fits.
+
+    model.safetensors  ->  at most 64 MiB of rows, cast if asked  ->  rank_00003.safetensors
+
+One that is stored transposed, or in one piece of a Megatron-LM checkpoint, is read whole.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nanomegatron.checkpoint.files import (
+    DTYPES,
+    Piece,
+    describe_shard,
+    host_bytes,
+    in_file_order,
+    write_rank,
+)
+from nanomegatron.checkpoint.manifest import CheckpointError
+
+SLICE = 64 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that is not in memory: `rows(begin, end)` reads rows of its first dim, if it has one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[int, int], torch.Tensor]
+    whole: bool = False  # a part takes as long to read as all
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def slices(self) -> Iterator[torch.Tensor]:
+        """Read the tensor, slice by slice in order."""
+        count = self.shape[0] if self.shape else 1
+        step = count if self.whole else max(1, SLICE * count // max(1, self.nbytes))
+        for begin in range(0, count, step):
+            yield self.rows(begin, min(begin + step, count))
+
+    def read(self) -> torch.Tensor:
+        """Read the whole tensor."""
+        return self.rows(0, self.shape[0] if self.shape else 1)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> "Stream":
+        """Return one whose slices are changed as they are read, to this type."""
+        return replace(self, dtype=dtype, rows=lambda begin, end: change(self.rows(begin, end)))
+
+
+def joined(parts: Sequence[Stream], transposed: bool = False) -> Stream:
+    """Return the parts one below the other; if `transposed`, the transpose of that."""
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+    def rows(begin: int, end: int) -> torch.Tensor:
+        found, at = [], 0
+        for part in parts:
+            low, high = max(begin - at, 0), min(end - at, part.shape[0])
+            found += [part.rows(low, high)] if low < high else []
+            at += part.shape[0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    if transposed:
+        return Stream(shape[::-1], parts[0].dtype, lambda begin, end: rows(0, shape[0]).t()[begin:end], True)
+    return Stream(shape, parts[0].dtype, rows, any(part.whole for part in parts))
+
+
+# Writing.
+
+
+def write_streams(folder: Path, rank: int, tensors: Mapping[str, Stream]) -> None:
+    """Write whole tensors, by their keys, as a rank's file of one of our checkpoints."""
+    pieces = in_file_order(
+        Piece(
+            key,
+            stream.shape,
+            (0,) * len(stream.shape),
+            torch.empty(stream.shape, dtype=stream.dtype, device="meta"),
+        )
+        for key, stream in tensors.items()
+    )
+    header, described = describe_shard(pieces, rank)
+    chunks = (host_bytes(x) for piece in pieces for x in tensors[piece.key].slices())
+    write_rank(folder, rank, itertools.chain((header,), chunks), described, {})
+
+
+def safetensors_header(tensors: Mapping[str, Stream]) -> bytes:
+    """Return the bytes before the first element of a safetensors file with these tensors in order."""
+    entries, end = {}, 0
+    for name, stream in tensors.items():
+        begin, end = end, end + stream.nbytes
+        entries[name] = {
+            "dtype": DTYPES[stream.dtype],
+            "shape": list(stream.shape),
+            "data_offsets": (begin, end),
+        }
+    text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Stream], header: bytes) -> None:
+    """Write a file with this header. Raises CheckpointError unless it describes tensors of these."""
+    entries = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
+    with open(path, "xb") as file:
+        file.write(header)
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            stream = tensors.get(name)
+            found = stream and (DTYPES[stream.dtype], list(stream.shape))
+            if found != (entry["dtype"], entry["shape"]):
+                raise CheckpointError(
+                    f"{path.name}: {name} is to be {entry['dtype']} {entry['shape']}, is {found}"
+                )
+            for x in stream.slices():
+                file.write(host_bytes(x))
