@@ -129,6 +129,7 @@ def test_experts_over_ranks(tmp_path):
         assert row["factor"] == row["ms"] / cases["qwen layer"]["alltoall"]["ms"]
 
 
+@pytest.mark.full
 def test_matmuls_of_experts(tmp_path):
     """Every matmul in every way; FLOPs of a rank do not depend on ep."""
     cases = measured(1, tmp_path / "experts.json", "experts", "mixtral")

@@ -159,6 +159,7 @@ def test_tensor_parallel_part(tmp_path, full, capsys):
     assert "| tp overlap | 2 |" in printed and "benchmarks.measure tp" in printed
 
 
+@pytest.mark.full
 def test_data_parallel_part(tmp_path, full):
     names = ["dp overlap, 4", "fsdp, 4"] + ["dp fp8, 4", "dp fp8 gather, 4", "fsdp kept, 4"] * full
     rows = measured(tmp_path / "dp.json", "dp", *only(*names))
@@ -178,6 +179,7 @@ def test_parts_of_one_gpu(tmp_path):
     assert measured(tmp_path / "offload.json", "offload")["offload"]["median_ms"] > 0
 
 
+@pytest.mark.full
 def test_pipeline_part(tmp_path, full):
     """Bubbles of a traced step, which is none of the timed ones, nor are those that are profiled."""
     names = ["zb-v, 8"] + ["1f1b, 8", "torch zb-v, 8", "torch interleaved 4, 8"] * full
@@ -195,6 +197,7 @@ def test_context_parallel_part(tmp_path, full):
     assert rows["32k a2a"]["loss_change"] <= 2e-3 and not any(row["problems"] for row in rows.values())
 
 
+@pytest.mark.full
 def test_part_of_documents(tmp_path):
     """The same documents a step, hence the same loss; tokens are those of documents, without padding."""
     rows = measured(tmp_path / "dynamic.json", "dynamic")
@@ -204,6 +207,7 @@ def test_part_of_documents(tmp_path):
     assert tokens[0] == pytest.approx(tokens[1], rel=1e-4) and tokens[0] < 2 * 6 * 128
 
 
+@pytest.mark.full
 def test_part_of_experts(tmp_path, full):
     """A router that is forced is more even."""
     names = ["mixtral", "mixtral even"] + ["qwen", "qwen allgather", "qwen transformers"] * full
@@ -251,6 +255,7 @@ def test_fp8_losses(tmp_path, text, full):
     assert gap == pytest.approx(rows["fp8 delayed"]["runs"][0]["valid_loss"] - base["valid_loss"], abs=1e-5)
 
 
+@pytest.mark.full
 def test_moe_losses(tmp_path, text, full):
     """Experts are as much work as dense layers; their load is counted."""
     names = ["dense", "aux loss"] + ["dense preset", "no balancing", "expert bias"] * full
