@@ -151,15 +151,16 @@ def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Pat
     if args.dtype:
         opened = opened.cast(DTYPES[args.dtype])
     free = shutil.disk_usage(temporary).free
-    if opened.nbytes > free:
-        raise ValueError(f"--output-path {target}: it needs {opened.nbytes} bytes, {free} are free there")
-    with progress("written", opened.nbytes) as report:
+    need = opened.nbytes + (opened.states_nbytes if args.target == "megatron-core" else 0)
+    if need > free:
+        raise ValueError(f"--output-path {target}: it needs {need} bytes, {free} are free there")
+    with progress("written", need) as report:
         moving = opened.counted(report)
         match args.target:
             case "hf":
                 yield from write_hf(moving, temporary, args.max_shard_size, keep=not args.dtype)
             case "megatron-core":
-                write_theirs(moving, temporary)
+                yield from write_theirs(moving, temporary)
             case _:
                 yield from write_ours(moving, temporary, target, keep=not args.dtype)
     if args.verify:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 VOCAB, LENGTH, POSITIONS = 120, 16, 64
 PADDED = 128
@@ -67,12 +68,12 @@ def pattern() -> torch.Tensor:
 class Oracle:
     """A process of megatron-core for each rank; calling it has all ranks do something, rank 0 answers."""
 
-    def __init__(self, tp: int = 1, pp: int = 1) -> None:
+    def __init__(self, tp: int = 1, pp: int = 1, ep: int = 1) -> None:
         context, self.ranks = multiprocessing.get_context("spawn"), []
         self.store = tempfile.TemporaryDirectory()
-        for rank in range(tp * pp):
+        for rank in range(tp * pp * ep):
             here, there = context.Pipe()
-            args = (there, rank, tp, pp, self.store.name)
+            args = (there, rank, (tp, pp, ep), self.store.name)
             process = context.Process(target=serve, args=args, daemon=False)
             process.start()
             there.close()
@@ -105,18 +106,19 @@ class Oracle:
         self.close()
 
 
-def serve(pipe: Any, rank: int, tp: int, pp: int, store: str) -> None:
+def serve(pipe: Any, rank: int, sizes: tuple[int, int, int], store: str) -> None:
     """What a rank does: answers calls until the pipe is closed."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    tp, pp, ep = sizes
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}/store", rank=rank, world_size=tp * pp
+        "gloo", init_method=f"file://{store}/store", rank=rank, world_size=tp * pp * ep
     )
     patch()
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     with contextlib.suppress(EOFError):
         while True:
             what, args = pipe.recv()
@@ -131,6 +133,8 @@ def serve(pipe: Any, rank: int, tp: int, pp: int, store: str) -> None:
 def patch() -> None:
     """Replace what needs a GPU, psutil or Transformer Engine, and a process that is spawned for a queue."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as writing
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe
 
@@ -139,8 +143,48 @@ def patch() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     moe.te_general_gemm = None
+    optimizer.Adam = distributed.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
     writing._process_memory = lambda: 0
     writing._get_write_results_queue = queue.Queue
+
+
+class OnCpu(TorchFunctionMode, contextlib.ContextDecorator):
+    """What is made on a GPU is made on the CPU, and parameters say that they are on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device")) == "cuda":
+            kwargs["device"] = "cpu"
+        found = func(*args, **kwargs)
+        named = func is torch.Tensor.type and isinstance(found, str)
+        return found.replace("torch.", "torch.cuda.") if named else found
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with the states of Transformer Engine's and Apex's: the step is one of the group."""
+
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, betas: tuple, eps: float, adam_w_mode: bool
+    ):
+        assert adam_w_mode
+        given = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, given)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            betas = group["betas"]
+            corrections = [1 - beta**step if group["bias_correction"] else 1.0 for beta in betas]
+            for param in group["params"]:
+                moments = [self.state[param].setdefault(k, param * 0) for k in ("exp_avg", "exp_avg_sq")]
+                for moment, beta, grad in zip(moments, betas, (param.grad, param.grad**2), strict=True):
+                    moment.lerp_(grad, 1 - beta)
+                mean, square = (m / c for m, c in zip(moments, corrections, strict=True))
+                update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * param
+                param.sub_(group["lr"] * update)
 
 
 def build(name: str, seed: int, **more: Any) -> torch.nn.Module:
@@ -168,6 +212,7 @@ def build(name: str, seed: int, **more: Any) -> torch.nn.Module:
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
+        expert_model_parallel_size=state.get_expert_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
     )
     spec = get_gpt_layer_local_spec(
@@ -286,4 +331,51 @@ def trained(name: str, folder: str, args: dict, before: int, after: int) -> list
     return train_steps(model, adam, after)
 
 
-CALLS = {"train": trained, "legacy": saved_legacy, "save": saved, "load": loaded}
+@OnCpu()
+def resumed(name: str, folder: str, config: dict, schedule: dict, steps: int) -> list[float] | None:
+    """Load model, distributed optimizer and scheduler of a folder; the losses of the next steps on `pattern`.
+
+    No steps: they are saved again, to FOLDER-again, as Megatron-LM does it.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    model = build(name, 2)
+    ddp = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(**config, use_distributed_optimizer=True), [ddp])
+    # Without a flag the scheduler asserts that the checkpoint has its settings.
+    scheduler = OptimizerParamScheduler(optimizer, use_checkpoint_opt_param_scheduler=False, **schedule)
+    form = dist_checkpointing.load_content_metadata(str(folder))
+    weights = model.sharded_state_dict(metadata=form)
+    state = {"model": weights}
+    state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=True, metadata=form)
+    state = dist_checkpointing.load(state, str(folder))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["opt_param_scheduler"])
+    if not steps:
+        weights = model.sharded_state_dict(metadata=form)
+        state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata=form)}
+        Path(f"{folder}-again").mkdir(exist_ok=True)
+        dist_checkpointing.save(state, f"{folder}-again", content_metadata=form)
+        return None
+    losses, mask = [], torch.ones(LENGTH, LENGTH).tril()[None, None] < 0.5
+    for _ in range(steps):
+        tokens = pattern()[None]
+        found = ddp(tokens, torch.arange(LENGTH)[None], mask)
+        loss = torch.nn.functional.cross_entropy(found[0], tokens[0].roll(-1))
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss.backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        scheduler.step(increment=2)
+        losses.append(loss.item())
+    return losses
+
+
+CALLS = {"train": trained, "resume": resumed, "legacy": saved_legacy, "save": saved, "load": loaded}

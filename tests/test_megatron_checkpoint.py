@@ -2,7 +2,10 @@
 
 import argparse
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 import convert
 from nanomegatron.batch import Batch
+from nanomegatron.checkpoint import megatron_write
 from nanomegatron.checkpoint.checkpoint import (
     load,
     module_states,
@@ -17,8 +21,9 @@ from nanomegatron.checkpoint.checkpoint import (
     state_pieces,
     training_pieces,
 )
+from nanomegatron.checkpoint.files import Piece, fill
 from nanomegatron.checkpoint.manifest import CheckpointError
-from nanomegatron.checkpoint.megatron import open_megatron
+from nanomegatron.checkpoint.megatron import megatron_reader, open_megatron
 from nanomegatron.commands.generate import load_model
 from nanomegatron.config.cli import build_config, to_toml
 from nanomegatron.config.hf import effective
@@ -285,3 +290,121 @@ def test_training_continues_with_the_losses_that_megatron_has(oracle, repeated, 
     losses = losses_of(tmp_path / "tuned", repeated, ranks, load, layout, "--finetune")
     assert losses[0] == pytest.approx(expected[0], abs=EXACT) and len(losses) == 6
     assert abs(losses[2] - expected[2]) > 1e-4
+
+
+DECAYS = (
+    "--lr-decay-style cosine --lr-warmup-iters 2 --min-lr 1e-4 --clip-grad 1.0 --save-interval 3 "
+    "--weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 0.2"
+)
+ADAM = {"lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.2, "adam_beta2": 0.95, "clip_grad": 1.0}
+# The arguments that Megatron-LM makes of these flags.
+SCHEDULE = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine"}
+SCHEDULE |= {"lr_warmup_steps": 4, "lr_decay_steps": 12, "wd_incr_steps": 12}
+SCHEDULE |= {"start_wd": 0.0, "end_wd": 0.2, "wd_incr_style": "linear"}
+
+
+def test_megatron_continues_with_the_losses_that_are_had_here(
+    oracle, repeated, tmp_path, monkeypatch, capsys
+):
+    """With states, step and schedule of ours; other moments, another step or beta give other losses."""
+    model = [flag for flag in flags("llama") if "vocab" not in flag]
+    expected = losses_of(tmp_path / "run", repeated, 1, DECAYS, *model)[3:]
+    saved = tmp_path / "run/runs/test/ckpt"
+    folder = tmp_path / "theirs" / "iter_0000003"
+
+    def converted() -> list[float]:
+        shutil.rmtree(tmp_path / "theirs", ignore_errors=True)
+        assert run("nanomegatron", "megatron-core", saved, tmp_path / "theirs", "--ckpt-step", "3") == 0
+        return oracle("resume", "llama", folder, ADAM, SCHEDULE, 3)
+
+    assert converted() == pytest.approx(expected, abs=EXACT)
+    assert "weights only" not in capsys.readouterr().out
+    common = torch.load(folder / "common.pt", weights_only=False)
+    assert common["args"].consumed_train_samples == 6 and common["opt_param_scheduler"]["num_steps"] == 6
+    for change in ({"step": 30}, {"betas": (0.9, 0.5)}, {"eps": 1e-3}):
+        groups = [group | change for group in common["optimizer"]["optimizer"]["param_groups"]]
+        torch.save(
+            common | {"optimizer": common["optimizer"] | {"optimizer": {"param_groups": groups}}},
+            folder / "common.pt",
+        )
+        found = oracle("resume", "llama", folder, ADAM, SCHEDULE, 3)
+        assert abs(found[2] - expected[2]) > 10 * EXACT, change
+    write = megatron_write.piece
+    for lost in ("exp_avg.", "exp_avg_sq."):
+
+        def piece(prefix: str, *rest: Any, lost: str = lost) -> Piece:
+            found = write(prefix, *rest)
+            return replace(found, data=found.data * (not prefix.endswith(lost)))
+
+        monkeypatch.setattr(megatron_write, "piece", piece)
+        assert abs(converted()[2] - expected[2]) > 10 * EXACT, lost
+
+
+def saved_with_states(name: str, folder: Path, **more: Any) -> dict[str, torch.Tensor]:
+    """Save a checkpoint of ours with random optimizer states; returns these."""
+    pieces, random = pieces_of(model_of(name)), torch.Generator().manual_seed(7)
+    shapes = {p.key.removeprefix("model/"): p.shape for p in pieces if "expert_bias" not in p.key}
+    kinds = ("main", "exp_avg", "exp_avg_sq")
+    states = {
+        f"{kind}/{key}": torch.rand(shape, generator=random)
+        for key, shape in shapes.items()
+        for kind in kinds
+    }
+    pieces += [Piece(key, tuple(x.shape), (0,) * x.dim(), x) for key, x in states.items()]
+    state = {"iteration": 3, "consumed_samples": 6}
+    state["optimizer"] = {"good_steps": 3, "loss_scaler": [4096.0, 5.0, 1.0]}
+    training = {"lr": 1e-3, "min_lr": 1e-4, "train_iters": 6, "global_batch_size": 2, "lr_warmup_iters": 2}
+    training |= {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.2}
+    training |= {"bf16": True} | more
+    save(folder, 3, pieces, state, to_toml(build_config(settings(name) | training)), ALONE)
+    return states
+
+
+def check_states_of_megatron(their: Oracle, name: str, folder: Path, **more: Any) -> None:
+    """Megatron's optimizer has our states to the bit: it loads them, and what it saves is read here."""
+    expected = saved_with_states(name, folder / "ours", **more)
+    assert run("nanomegatron", "megatron-core", folder / "ours", folder / "theirs") == 0
+    adam = ADAM | {"fp16": more.get("fp16", False)}
+    their("resume", name, folder / "theirs/iter_0000003", adam, SCHEDULE, 0)
+    again = folder / "theirs/iter_0000003-again"
+    manifest = open_megatron(again, build_config(settings(name)).model, VOCAB)
+    assert expected.keys() <= manifest.tensors.keys()
+    found = {key: torch.empty_like(x) for key, x in expected.items()}
+    fill(
+        again,
+        manifest,
+        [Piece(key, tuple(x.shape), (0,) * x.dim(), x) for key, x in found.items()],
+        megatron_reader,
+    )
+    assert not [key for key in expected if not torch.equal(found[key], expected[key])]
+
+
+FAST = ("gpt", "mixtral", "qwen-moe")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+)
+def test_megatron_has_our_optimizer_states(oracle, tmp_path, name):
+    check_states_of_megatron(oracle, name, tmp_path)
+
+
+def test_megatron_has_our_loss_scale(oracle, tmp_path):
+    check_states_of_megatron(oracle, "gpt", tmp_path, bf16=False, fp16=True)
+    common = torch.load(tmp_path / "theirs/iter_0000003-again/common.pt", weights_only=False)
+    assert common["optimizer"]["grad_scaler"] == {"scale": 4096, "growth_tracker": 5, "hysteresis_tracker": 1}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WIDE)
+def test_megatron_has_our_optimizer_states_on_four_ranks(spread, tmp_path, name):
+    check_states_of_megatron(spread, name, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mixtral", "qwen-moe"])
+def test_megatron_has_our_optimizer_states_on_two_expert_ranks(tmp_path, name):
+    """There it has two optimizers, one of which is for experts, and two replicas of all else."""
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    with Oracle(ep=2) as apart:
+        check_states_of_megatron(apart, name, tmp_path, expert_model_parallel_size=2)

@@ -5,6 +5,7 @@ nanomegatron     a checkpoint of this program, its checksums compared; with opti
 megatron-core    one of Megatron-LM, torch_dist or legacy
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,6 +56,12 @@ class SourceModel:
         """Bytes of the weights and kept tensors."""
         return sum(stream.nbytes for stream in (self.tensors | self.kept).values())
 
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes that the optimizer's states are for Megatron-LM: three of fp32, also where weights are."""
+        moments = [stream for key, stream in self.states.items() if key.startswith("exp_avg/")]
+        return sum(12 * math.prod(stream.shape) for stream in moments)
+
     def cast(self, dtype: torch.dtype) -> "SourceModel":
         """Return it with weights of this type; fp32 is read from the main parameters, if it has them."""
         found = self.tensors
@@ -71,11 +78,11 @@ class SourceModel:
             report(x.nbytes)
             return x
 
-        tensors, kept = (
+        tensors, kept, states = (
             {name: stream.map(count, stream.dtype) for name, stream in group.items()}
-            for group in (self.tensors, self.kept)
+            for group in (self.tensors, self.kept, self.states)
         )
-        return replace(self, tensors=tensors, kept=kept)
+        return replace(self, tensors=tensors, kept=kept, states=states)
 
 
 def types(dtype: torch.dtype) -> dict[str, bool]:
@@ -149,7 +156,7 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     config = replace(config, checkpoint=replace(config.checkpoint, load=None))
     tensors = streams_of(folder, manifest)
     tensors = {key.removeprefix("model/"): x for key, x in tensors.items() if key.startswith("model/")}
-    notes = [f"{folder} has no hash that says whether it is damaged"]
+    notes = [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
     return SourceModel(root, config, tensors, iteration=manifest.iteration, notes=notes)
 
 

@@ -36,10 +36,11 @@ WEIGHTS_ONLY = dict.fromkeys(("iteration", "consumed_samples", "skipped_samples"
 WEIGHTS_ONLY |= {"optimizer": {}, "circumstances": {}}
 
 
-def write_theirs(source: SourceModel, folder: Path) -> None:
-    """Write the weights as torch_dist of Megatron-LM, a layer at a time."""
-    config, size = source.config, source.vocab_size
-    write_megatron(folder, config, size, source.iteration, lambda name: source.tensors[name].read())
+def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
+    """Write weights and optimizer states as torch_dist of Megatron-LM, a layer at a time; yields notes."""
+    tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
+    about = source.iteration, lambda key: tensors[key].read(), source.states, source.state
+    yield from write_megatron(folder, source.config, source.vocab_size, *about)
 
 
 def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> Iterator[str]:

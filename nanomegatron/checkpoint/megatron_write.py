@@ -3,19 +3,21 @@
     exported/
         latest_checkpointed_iteration.txt
         release/                            iter_0000120/ if it has an iteration
-            __0_0.distcp, __1_0.distcp ...  a file for each layer, and one for the rest
+            __0_0.distcp, __1_0.distcp ...  a file for each layer, and one for the rest; as many for each
+                                            kind of the optimizer's states (megatron_states.py)
             .metadata                       the table of contents, for torch.distributed.checkpoint
             metadata.json                   says that this is torch_dist
-            common.pt                       args: the model's settings
+            common.pt                       args: the model's settings; the optimizer's groups and schedule
 
 `_extra_state` of a linear layer is what Transformer Engine keeps of FP8: None, as without it.
 """
 
 import argparse
 import io
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import index_path
 from nanomegatron.checkpoint.megatron import LAYER, Spot, our_tensors, spots
+from nanomegatron.checkpoint.megatron_states import PREFIXES, common_states, why_not
 from nanomegatron.checkpoint.torch_dist import write_distcp, write_metadata
 from nanomegatron.config.megatron_args import TRACKER, args_of_settings
 from nanomegatron.config.settings import Config
@@ -35,29 +38,44 @@ Targets = dict[tuple[str, tuple[int, ...]], list[tuple[str, Spot]]]
 
 
 def write_megatron(
-    root: Path, config: Config, vocab_size: int, iteration: int, whole: Callable[[str], torch.Tensor]
-) -> None:
-    """Write the folder of a model; `whole` returns one of our tensors by its name. Nothing is synced."""
+    root: Path,
+    config: Config,
+    vocab_size: int,
+    iteration: int,
+    whole: Callable[[str], torch.Tensor],
+    states: Iterable[str] = (),
+    state: dict[str, Any] | None = None,
+) -> list[str]:
+    """Write the folder of a model; nothing is synced. Returns notes for the user.
+
+    whole: returns one of our tensors by its key, as "model/NAME"; states: the keys of the optimizer's that it
+    has; state: what a checkpoint of ours says besides tensors.
+    """
     folder = root / (f"iter_{iteration:07d}" if iteration else "release")
     folder.mkdir(parents=True)
-    layers = our_layers(config, vocab_size)
+    layers, states, state = our_layers(config, vocab_size), set(states), state or {}
     sizes = first_dims(layers)
-    for rank, targets in enumerate(layers):
-        write_distcp(folder, rank, [piece(*item, sizes, whole) for item in targets.items()])
+    why = why_not(config, state, {key.partition("/")[0] for key in states})
+    files = list(itertools.product(["model"] if why else PREFIXES, layers))
+    for rank, (kind, targets) in enumerate(files):
+        write_distcp(folder, rank, pieces(kind, targets, sizes, whole, states))
     objects = extra_states(sizes)
     buffer = io.BytesIO()
     torch.save([None], buffer)
-    name = f"__{len(layers)}_0.distcp"
+    name = f"__{len(files)}_0.distcp"
     (folder / name).write_bytes(buffer.getbuffer())
     spot = (name, 0, len(buffer.getbuffer()))
-    write_metadata(folder, len(layers), "megatron", dict.fromkeys(objects, spot))
-    for rank in range(len(layers)):
+    write_metadata(folder, len(files), "megatron", dict.fromkeys(objects, spot))
+    for rank in range(len(files)):
         index_path(folder, rank).unlink()
     (folder / "metadata.json").write_text(json.dumps(FORMAT))
-    args = argparse.Namespace(**args_of_settings(config, vocab_size))
-    common: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
+    args = args_of_settings(config, vocab_size) | {"no_save_rng": True, "no_save_optim": bool(why)}
+    args |= {f"{word}_train_samples": state.get(f"{word}_samples", 0) for word in ("consumed", "skipped")}
+    common: dict[str, Any] = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0}
+    common |= {"iteration": iteration} | ({} if why else common_states(config, state))
     torch.save(common, folder / "common.pt")
     (root / TRACKER).write_text(str(iteration) if iteration else "release")
+    return [f"weights only: {why}"] if why else []
 
 
 def our_layers(config: Config, vocab_size: int) -> list[Targets]:
@@ -86,7 +104,26 @@ def first_dims(layers: list[Targets]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
+def pieces(
+    kind: str,
+    targets: Targets,
+    sizes: dict[str, tuple[int, ...]],
+    whole: Callable[[str], torch.Tensor],
+    states: set[str],
+) -> Iterator[Piece]:
+    """Yield one layer's tensors of a kind. Weights in fp32 are their own main parameters."""
+
+    def read(name: str) -> torch.Tensor:
+        key = f"{kind}/{name}"
+        return whole(key) if kind == "model" else whole(key if key in states else f"model/{name}").float()
+
+    for target, parts in targets.items():
+        if kind == "model" or f"exp_avg/{parts[0][0]}" in states:
+            yield piece(PREFIXES[kind], target, parts, sizes, read)
+
+
 def piece(
+    prefix: str,
     target: tuple[str, tuple[int, ...]],
     parts: list[tuple[str, Spot]],
     sizes: dict[str, tuple[int, ...]],
@@ -102,7 +139,7 @@ def piece(
         for rows in spot.rows:
             data[rows.theirs : rows.theirs + rows.count] = ours[rows.ours : rows.ours + rows.count]
     data = data.view((1,) * len(index) + shape)
-    return Piece(key, (*sizes[key], *shape), (*index, *(0 for _ in shape)), data)
+    return Piece(prefix + key, (*sizes[key], *shape), (*index, *(0 for _ in shape)), data)
 
 
 def extra_states(sizes: dict[str, tuple[int, ...]]) -> Iterator[str]:
