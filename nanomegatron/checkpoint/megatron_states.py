@@ -28,7 +28,7 @@ MARKS |= dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), 
 MARKS |= {"foreach": None, "fused": None, "decoupled_weight_decay": True}
 
 
-def why_not(config: Config, state: dict[str, Any], kinds: set[str]) -> str:
+def lacking(config: Config, state: dict[str, Any], kinds: set[str]) -> str:
     """Return why states of these kinds cannot be written, or "". state: what a checkpoint of ours says."""
     if not {"exp_avg", "exp_avg_sq"} <= kinds or not state.get("optimizer"):
         return "the source has no optimizer states"

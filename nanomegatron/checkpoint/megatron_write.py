@@ -26,7 +26,7 @@ import torch
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import index_path
 from nanomegatron.checkpoint.megatron import LAYER, Spot, our_tensors, spots
-from nanomegatron.checkpoint.megatron_states import PREFIXES, common_states, why_not
+from nanomegatron.checkpoint.megatron_states import PREFIXES, common_states, lacking
 from nanomegatron.checkpoint.torch_dist import write_distcp, write_metadata
 from nanomegatron.config.megatron_args import TRACKER, args_of_settings
 from nanomegatron.config.settings import Config
@@ -55,7 +55,7 @@ def write_megatron(
     folder.mkdir(parents=True)
     layers, states, state = our_layers(config, vocab_size), set(states), state or {}
     sizes = first_dims(layers)
-    why = why_not(config, state, {key.partition("/")[0] for key in states})
+    why = lacking(config, state, {key.partition("/")[0] for key in states})
     files = list(itertools.product(["model"] if why else PREFIXES, layers))
     for rank, (kind, targets) in enumerate(files):
         write_distcp(folder, rank, pieces(kind, targets, sizes, whole, states))

@@ -1,0 +1,66 @@
+"""Megatron-LM's args as settings of ours and back, and its pickles, of which nothing is called."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.megatron import open_megatron
+from nanomegatron.config.cli import build_config
+from nanomegatron.config.hf import effective
+from nanomegatron.config.megatron_args import args_of_settings, megatron_settings, settings_of_args
+from tests.megatron_oracle import MODELS, VOCAB
+from tests.test_megatron_checkpoint import settings
+
+
+def test_args_that_are_not_ours(tmp_path):
+    """Lists and numbers of Megatron's parser become our types; what a model here cannot be is named."""
+    args = {"num_layers": 2, "num_experts": 4, "moe_layer_freq": [0, 1], "moe_aux_loss_coeff": 0.01}
+    args |= {"moe_router_load_balancing_type": "aux_loss", "rotary_base": 500000, "window_size": [7, 0]}
+    args |= {"moe_token_dispatcher_type": "flex", "recompute_granularity": "full", "padded_vocab_size": 256}
+    found = settings_of_args(args)
+    assert found["moe_aux_loss_coeff"] == (0.01,) and found["moe_router_load_balancing_type"] == ("aux_loss",)
+    assert build_config(found).model.moe_layers == [False, True]
+    assert found["window_size"] == (7, 0) and isinstance(found["rotary_base"], float)
+    assert not {"moe_token_dispatcher_type", "recompute_granularity"} & found.keys()
+    assert found["vocab_size"] == 256
+    with pytest.raises(ValueError, match="position_embedding_type 'mrope': here are learned_absolute"):
+        settings_of_args(args | {"position_embedding_type": "mrope"})
+    with pytest.raises(ValueError, match="multi_latent_attention: a model with this is not here"):
+        settings_of_args(args | {"multi_latent_attention": True})
+
+
+class Canary:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickle_is_not_executed(tmp_path):
+    """Whatever is beside the args, in either format: nothing of it is called."""
+    args = argparse.Namespace(num_layers=2, hidden_size=32, thing=Canary(tmp_path / "x"))
+    for name in ("a/common.pt", "b/mp_rank_00/model_optim_rng.pt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        torch.save({"args": args, "model": {"x": 1}}, tmp_path / name)
+        folder = tmp_path / name[0]
+        assert megatron_settings(folder)["hidden_size"] == 32
+    with pytest.raises(CheckpointError, match="b does not fit this model"):
+        open_megatron(tmp_path / "b", build_config(settings("gpt")).model, VOCAB)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    torch.load(tmp_path / "b/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    assert (tmp_path / "x").is_dir()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_args_give_the_model_back(name):
+    config = build_config(settings(name))
+    found = build_config(settings_of_args(args_of_settings(config, VOCAB)))
+    assert effective(found.model) == effective(config.model)
+    assert found.data.vocab_size == VOCAB
