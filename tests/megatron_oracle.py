@@ -4,65 +4,22 @@
         logits = oracle("save", "llama", folder)       # what Megatron's dist_checkpointing.save has written
         logits = oracle("load", "llama", folder)       # what its load makes of a folder of ours
 
-To import it takes seconds, so one process answers all calls. It is built for GPUs: `patch` replaces what
-needs one, or packages that are not here; numbers are those of its own code.
+To import it takes seconds, so one process answers all calls.
 """
 
+import argparse
 import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import queue
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-VOCAB, LENGTH, POSITIONS = 120, 16, 64
-PADDED = 128
-SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-LLAMA = SIZES | {"num_query_groups": 2, "ffn_hidden_size": 48}
-ROPE = {"position_embedding_type": "rope"}
-# Our settings of each model; `theirs` makes Megatron's of them.
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt": SIZES | {"bias_gelu_fusion": False},
-    "llama": LLAMA
-    | ROPE
-    | {
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-    },
-}
-MODELS["qwen"] = MODELS["llama"] | {"add_qkv_bias": True, "qk_layernorm": True, "kv_channels": 12}
-MODELS["mixtral"] = MODELS["llama"] | {"num_experts": 4}
-MODELS["qwen-moe"] = MODELS["mixtral"] | {
-    "num_layers": 3,
-    "moe_layer_freq": "[0,1,1]",
-    "moe_ffn_hidden_size": 40,
-    "moe_shared_expert_intermediate_size": 24,
-    "moe_shared_expert_gate": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-}
-SAME = """
-num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels normalization
-add_qkv_bias qk_layernorm moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
-moe_router_score_function moe_router_enable_expert_bias
-""".split()
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-
-
-def pattern() -> torch.Tensor:
-    """A sequence that is followed by its own beginning: data that repeat it have but this sample."""
-    return torch.randint(PADDED - 1, (LENGTH,), generator=torch.Generator().manual_seed(6))
+from tests.megatron_models import LENGTH, VOCAB, OnCpu, build, patch, pattern, tokens
 
 
 class Oracle:
@@ -130,116 +87,6 @@ def serve(pipe: Any, rank: int, sizes: tuple[int, int, int], store: str) -> None
                 pipe.send(f"{error!r}: {traceback.format_exc()[-1500:]}")
 
 
-def patch() -> None:
-    """Replace what needs a GPU, psutil or Transformer Engine, and a process that is spawned for a queue."""
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as writing
-    import megatron.core.optimizer as optimizer
-    import megatron.core.optimizer.distrib_optimizer as distributed
-    import megatron.core.tensor_parallel.random as random
-    import megatron.core.transformer.moe.moe_utils as moe
-
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda: None
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
-    moe.te_general_gemm = None
-    optimizer.Adam = distributed.Adam = FusedAdam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
-    writing._process_memory = lambda: 0
-    writing._get_write_results_queue = queue.Queue
-
-
-class OnCpu(TorchFunctionMode, contextlib.ContextDecorator):
-    """What is made on a GPU is made on the CPU, and parameters say that they are on a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if str(kwargs.get("device")) == "cuda":
-            kwargs["device"] = "cpu"
-        found = func(*args, **kwargs)
-        named = func is torch.Tensor.type and isinstance(found, str)
-        return found.replace("torch.", "torch.cuda.") if named else found
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """AdamW with the states of Transformer Engine's and Apex's: the step is one of the group."""
-
-    def __init__(
-        self, params: Any, lr: float, weight_decay: float, betas: tuple, eps: float, adam_w_mode: bool
-    ):
-        assert adam_w_mode
-        given = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, given)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            group["step"] = step = group.get("step", 0) + 1
-            betas = group["betas"]
-            corrections = [1 - beta**step if group["bias_correction"] else 1.0 for beta in betas]
-            for param in group["params"]:
-                moments = [self.state[param].setdefault(k, param * 0) for k in ("exp_avg", "exp_avg_sq")]
-                for moment, beta, grad in zip(moments, betas, (param.grad, param.grad**2), strict=True):
-                    moment.lerp_(grad, 1 - beta)
-                mean, square = (m / c for m, c in zip(moments, corrections, strict=True))
-                update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * param
-                param.sub_(group["lr"] * update)
-
-
-def build(name: str, seed: int, **more: Any) -> torch.nn.Module:
-    """One of MODELS by megatron-core, with random weights, biases and norms."""
-    from megatron.core import parallel_state as state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    ours = MODELS[name]
-    given = {key: ours[key] for key in SAME if key in ours} | more
-    experts = ours.get("num_experts")
-    if experts:
-        given |= {"num_moe_experts": experts, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
-    if "moe_layer_freq" in ours:
-        given["moe_layer_freq"] = eval(ours["moe_layer_freq"])
-    if ours.get("swiglu"):
-        given |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-    config = TransformerConfig(
-        **given,
-        add_bias_linear=not ours.get("disable_bias_linear"),
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=state.get_pipeline_model_parallel_world_size(),
-        expert_model_parallel_size=state.get_expert_model_parallel_world_size(),
-        pipeline_dtype=torch.float32,
-    )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
-    if "moe_layer_freq" in ours:
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization=config.normalization
-        )
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=PADDED,
-        max_sequence_length=POSITIONS,
-        position_embedding_type=ours.get("position_embedding_type", "learned_absolute"),
-        share_embeddings_and_output_weights=not ours.get("untie_embeddings_and_output_weights"),
-        pre_process=state.is_pipeline_first_stage(),
-        post_process=state.is_pipeline_last_stage(),
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, value in [*model.named_parameters(), *model.named_buffers()]:
-            if value.dim() < 2 and value.is_floating_point() and not key.endswith("inv_freq"):
-                value.add_(torch.randn(value.shape, generator=generator), alpha=0.1)
-    return model.eval()
-
-
 @torch.no_grad()
 def logits(model: torch.nn.Module) -> torch.Tensor | None:
     """Logits `[b, s, V]`; None if the model is spread over ranks."""
@@ -252,8 +99,6 @@ def logits(model: torch.nn.Module) -> torch.Tensor | None:
 
 def saved(name: str, folder: str, args: dict | None = None, seed: int = 1) -> torch.Tensor | None:
     """Save a model as Megatron-LM does, `args` among its state; returns its logits."""
-    import argparse
-
     from megatron.core import dist_checkpointing
 
     model = build(name, seed)
@@ -277,21 +122,28 @@ def loaded(name: str, folder: str, seed: int = 2) -> torch.Tensor | None:
 
 def saved_legacy(name: str, folder: str, args: dict, seed: int = 1) -> torch.Tensor | None:
     """Save a model as Megatron-LM does with --ckpt-format torch, a file for each rank; returns its logits."""
-    import argparse
+    model = build(name, seed)
+    path = legacy_file(folder, args)
+    whole = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
+    whole |= {"model": model.state_dict_for_save_checkpoint(), "rng_state": [{"np": (1, 2.5)}]}
+    torch.save(whole, path)
+    return logits(model)
 
+
+def legacy_file(folder: str, args: dict) -> Path:
+    """The path of this rank's file; `args` get the layout."""
     from megatron.core import parallel_state as state
 
-    model = build(name, seed)
     tp, pp = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
     stage = f"_{state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else ""
+    ep = state.get_expert_model_parallel_world_size()
+    stage += f"_{state.get_expert_model_parallel_rank():03d}" if ep > 1 else ""
     path = Path(folder) / f"mp_rank_{state.get_tensor_model_parallel_rank():02d}{stage}"
     path.mkdir(parents=True)
     args |= {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    args |= {"expert_model_parallel_size": ep}
     args |= {"params_dtype": torch.float32, "rank": torch.distributed.get_rank()}
-    whole = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
-    whole |= {"model": model.state_dict_for_save_checkpoint(), "rng_state": [{"np": (1, 2.5)}]}
-    torch.save(whole, path / "model_optim_rng.pt")
-    return logits(model)
+    return path / "model_optim_rng.pt"
 
 
 def train_steps(model: torch.nn.Module, adam: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -310,8 +162,6 @@ def train_steps(model: torch.nn.Module, adam: torch.optim.Optimizer, steps: int)
 
 def trained(name: str, folder: str, args: dict, before: int, after: int) -> list[float]:
     """Save a model with its optimizer after some steps, as Megatron-LM does; losses of the next ones."""
-    import argparse
-
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
@@ -331,6 +181,38 @@ def trained(name: str, folder: str, args: dict, before: int, after: int) -> list
     return train_steps(model, adam, after)
 
 
+def wrapped(model: torch.nn.Module, config: dict, distributed: bool) -> tuple[torch.nn.Module, Any]:
+    """The model in Megatron's data parallelism, and its optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    how = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    ddp = DistributedDataParallel(model.config, how, model)
+    given = OptimizerConfig(**config, use_distributed_optimizer=distributed)
+    optimizer = get_megatron_optimizer(given, [ddp])
+    for group in optimizer.param_groups:  # what a scheduler does
+        group["weight_decay"] *= group["wd_mult"]
+    return ddp, optimizer
+
+
+def wrapped_steps(ddp: torch.nn.Module, optimizer: Any, steps: int, scheduler: Any = None) -> list[float]:
+    """What `train_steps` does, with what `wrapped` returns; a step is of 2 samples."""
+    losses, mask = [], torch.ones(LENGTH, LENGTH).tril()[None, None] < 0.5
+    for _ in range(steps):
+        tokens = pattern()[None]
+        found = ddp(tokens, torch.arange(LENGTH)[None], mask)
+        loss = torch.nn.functional.cross_entropy(found[0], tokens[0].roll(-1))
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss.backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        if scheduler:
+            scheduler.step(increment=2)
+        losses.append(loss.item())
+    return losses
+
+
 @OnCpu()
 def resumed(name: str, folder: str, config: dict, schedule: dict, steps: int) -> list[float] | None:
     """Load model, distributed optimizer and scheduler of a folder; the losses of the next steps on `pattern`.
@@ -338,15 +220,10 @@ def resumed(name: str, folder: str, config: dict, schedule: dict, steps: int) ->
     No steps: they are saved again, to FOLDER-again, as Megatron-LM does it.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     model = build(name, 2)
-    ddp = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
-    )
-    optimizer = get_megatron_optimizer(OptimizerConfig(**config, use_distributed_optimizer=True), [ddp])
+    ddp, optimizer = wrapped(model, config, True)
     # Without a flag the scheduler asserts that the checkpoint has its settings.
     scheduler = OptimizerParamScheduler(optimizer, use_checkpoint_opt_param_scheduler=False, **schedule)
     form = dist_checkpointing.load_content_metadata(str(folder))
@@ -362,20 +239,41 @@ def resumed(name: str, folder: str, config: dict, schedule: dict, steps: int) ->
         state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata=form)}
         Path(f"{folder}-again").mkdir(exist_ok=True)
         dist_checkpointing.save(state, f"{folder}-again", content_metadata=form)
-        return None
-    losses, mask = [], torch.ones(LENGTH, LENGTH).tril()[None, None] < 0.5
-    for _ in range(steps):
-        tokens = pattern()[None]
-        found = ddp(tokens, torch.arange(LENGTH)[None], mask)
-        loss = torch.nn.functional.cross_entropy(found[0], tokens[0].roll(-1))
-        ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss.backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
-        scheduler.step(increment=2)
-        losses.append(loss.item())
-    return losses
+    return wrapped_steps(ddp, optimizer, steps, scheduler)
 
 
-CALLS = {"train": trained, "resume": resumed, "legacy": saved_legacy, "save": saved, "load": loaded}
+@OnCpu()
+def saved_legacy_states(
+    name: str, folder: str, args: dict, config: dict, bf16: bool, distributed: bool
+) -> list[float]:
+    """`saved_legacy` with an optimizer after 3 steps, beside FOLDER-dist as torch_dist; losses of the next 3.
+
+    If the model is spread over ranks or in bf16 each gradient is the parameter, and there are no losses.
+    """
+    from megatron.core import dist_checkpointing
+
+    model = build(name, 1).bfloat16() if bf16 else build(name, 1)
+    ddp, optimizer = wrapped(model, config | {"bf16": bf16}, distributed)
+    simple = bf16 or torch.distributed.get_world_size() > 1
+    for _ in range(3 if simple else 0):
+        for param in model.parameters():
+            param.main_grad.copy_(param.data)
+        optimizer.prepare_grads()
+        optimizer.step_with_ready_grads()
+    wrapped_steps(ddp, optimizer, 0 if simple else 3)
+    path = legacy_file(folder, args)
+    whole = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 3}
+    whole |= {"model": model.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
+    torch.save(whole, path)
+    if distributed:
+        optimizer.save_parameter_state(str(path.with_name("distrib_optim.pt")))
+    weights = model.sharded_state_dict()
+    Path(f"{folder}-dist").mkdir(exist_ok=True)
+    form = {"distrib_optim_sharding_type": "dp_reshardable"}  # what Megatron-LM does unless a flag says other
+    state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata=form)}
+    dist_checkpointing.save(state, f"{folder}-dist")
+    return wrapped_steps(ddp, optimizer, 0 if simple else 3)
+
+
+CALLS = {"train": trained, "legacy": saved_legacy, "save": saved, "load": loaded, "resume": resumed}
+CALLS["legacy-states"] = saved_legacy_states

@@ -12,7 +12,7 @@ from nanomegatron.checkpoint.megatron import open_megatron
 from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import effective
 from nanomegatron.config.megatron_args import args_of_settings, megatron_settings, settings_of_args
-from tests.megatron_oracle import MODELS, VOCAB
+from tests.megatron_models import MODELS, VOCAB
 from tests.test_megatron_checkpoint import settings
 
 

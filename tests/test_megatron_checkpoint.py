@@ -28,7 +28,8 @@ from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
 from tests.checkpoints import ALONE
-from tests.megatron_oracle import LENGTH, MODELS, PADDED, POSITIONS, VOCAB, Oracle, pattern, tokens
+from tests.megatron_models import LENGTH, MODELS, PADDED, POSITIONS, VOCAB, pattern, tokens
+from tests.megatron_oracle import Oracle
 from tests.spmd import run_spmd
 from tests.test_train import run_train
 
@@ -276,11 +277,11 @@ def test_megatron_continues_with_the_losses_that_are_had_here(
         found = oracle("resume", "llama", folder, ADAM, SCHEDULE, 3)
         assert abs(found[2] - expected[2]) > 10 * EXACT, change
     write = megatron_write.piece
-    for lost in ("exp_avg.", "exp_avg_sq."):
+    for lost in ("exp_avg", "exp_avg_sq"):
 
-        def piece(prefix: str, *rest: Any, lost: str = lost) -> Piece:
-            found = write(prefix, *rest)
-            return replace(found, data=found.data * (not prefix.endswith(lost)))
+        def piece(kind: str, *rest: Any, lost: str = lost) -> Piece:
+            found = write(kind, *rest)
+            return replace(found, data=found.data * (kind != lost))
 
         monkeypatch.setattr(megatron_write, "piece", piece)
         assert abs(converted()[2] - expected[2]) > 10 * EXACT, lost
@@ -328,9 +329,7 @@ def check_states_of_megatron(their: Oracle, name: str, folder: Path, **more: Any
 FAST = ("gpt", "mixtral", "qwen-moe")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
-)
+@pytest.mark.parametrize("name", FAST)
 def test_megatron_has_our_optimizer_states(oracle, tmp_path, name):
     check_states_of_megatron(oracle, name, tmp_path)
 
@@ -353,4 +352,48 @@ def test_megatron_has_our_optimizer_states_on_two_expert_ranks(tmp_path, name):
     """There it has two optimizers, one of which is for experts, and two replicas of all else."""
     pytest.importorskip("megatron.core.dist_checkpointing")
     with Oracle(ep=2) as apart:
-        check_states_of_megatron(apart, name, tmp_path, expert_model_parallel_size=2)
+        check_states_of_megatron(apart, name, tmp_path / "a", expert_model_parallel_size=2)
+        check_legacy_states(apart, name, tmp_path / "b", bf16=False)
+
+
+def check_legacy_states(their: Oracle, name: str, folder: Path, bf16: bool) -> None:
+    """The legacy format gives the states that torch_dist does, to the bit."""
+    their("legacy-states", name, folder / "theirs", args_of(name), {"lr": 1e-3}, bf16, False)
+    model, found = build_config(settings(name)).model, []
+    for path in (folder / "theirs", folder / "theirs-dist"):
+        manifest = open_megatron(path, model, VOCAB)
+        kept = {key: saved for key, saved in manifest.tensors.items() if not key.startswith("model/")}
+        found.append({key: torch.empty(saved.shape) for key, saved in kept.items()})
+        pieces = [Piece(key, tuple(x.shape), (0,) * x.dim(), x) for key, x in found[-1].items()]
+        fill(path, manifest, pieces, megatron_reader)
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 10
+    assert ("main/decoder.final_layernorm.weight" in found[0]) == bf16
+    assert not [key for key, x in found[0].items() if not torch.equal(x, found[1][key])]
+
+
+@pytest.mark.parametrize("name", [*FAST, "qwen"])
+def test_legacy_optimizer_states_are_those_of_torch_dist(oracle, tmp_path, name):
+    check_legacy_states(oracle, name, tmp_path, bf16=name in FAST)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WIDE)
+def test_legacy_optimizer_states_of_four_ranks(spread, tmp_path, name):
+    check_legacy_states(spread, name, tmp_path, bf16=name in FAST)
+
+
+def test_training_continues_from_the_legacy_format(oracle, repeated, tmp_path):
+    """With the optimizer's states; those of a distributed one, in a file of their own, are not read."""
+    args = args_of("llama") | {"vocab_size": PADDED, "consumed_train_samples": 6}
+    adam = {"lr": 1e-3, "weight_decay": 0.1, "adam_beta2": 0.95, "clip_grad": 0.0}
+    folder = tmp_path / "theirs" / "iter_0000003"
+    expected = oracle("legacy-states", "llama", folder, args, adam, False, False)
+    losses = losses_of(tmp_path / "run", repeated, 1, f"--load {folder}")
+    assert losses == pytest.approx(expected, abs=EXACT)
+    losses = losses_of(tmp_path / "tuned", repeated, 1, f"--load {folder} --finetune")
+    assert abs(losses[2] - expected[2]) > 1e-4
+    oracle("legacy-states", "llama", tmp_path / "other", args, adam, False, True)
+    for name, why in (("other", "in distrib_optim.pt; save as torch_dist"), ("other-dist", "a distributed")):
+        manifest = open_megatron(tmp_path / name, build_config(settings("llama")).model, VOCAB)
+        assert not any(key.startswith("exp_avg/") for key in manifest.tensors)
+        assert f"its weights only, no optimizer states: they are {why}" in manifest.format["notes"][0]

@@ -145,7 +145,8 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
     Raises CheckpointError that lists all tensors which are missing, misshapen or left over.
     """
     source = read_legacy(folder) if any(folder.glob(LEGACY)) else read_foreign(folder)
-    tensors = {key: saved for key, saved in source.tensors.items() if "._extra_state" not in key}
+    theirs = {re.sub(r"^chained_\d+\.", "", key): key for key in source.tensors if "._extra_state" not in key}
+    tensors = {key: source.tensors[name] for key, name in theirs.items()}
     prefix = min((key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)), default="")
     found, moves = {}, {}
     used, errors = set(), []
@@ -163,7 +164,7 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
             if wrong := _misshapen(key, spot, tensors[key], model):
                 errors += wrong
             else:
-                boxes = dict(_boxes(f"{kind}/{name}", key, spot, tensors[key], moves))
+                boxes = dict(_boxes(f"{kind}/{name}", theirs[key], spot, tensors[key], moves))
                 found[f"{kind}/{name}"] = SavedTensor(tensors[key].dtype, shape, boxes)
     left = [key for key in tensors if key not in used and not key.startswith("optimizer.")]
     errors += [f"{key} {list(tensors[key].shape)}: this model has nothing like it" for key in left]
@@ -172,6 +173,10 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
         raise CheckpointError("\n  ".join([f"{folder} does not fit this model:", *lines]))
     step = int(folder.name.removeprefix("iter_")) if re.fullmatch(r"iter_\d+", folder.name) else 0
     format = {"name": "megatron", "foreign": True, "moves": moves, "source": source}
+    format["notes"] = source.format.get("notes", [])
+    if any(key.startswith("optimizer.distributed.") for key in tensors):
+        why = "a distributed optimizer's without --dist-ckpt-optim-fully-reshardable"
+        format["notes"] = [f"{folder}: its weights only, no optimizer states: they are {why}"]
     return Manifest(step, {}, "", found, source.files, format)
 
 

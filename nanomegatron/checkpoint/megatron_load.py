@@ -35,7 +35,7 @@ def load_megatron(folder: Path, manifest: Manifest, pieces: Iterable[Piece], mes
     _, errors = on_all_ranks(mesh, fill, folder, manifest, there, megatron_reader)
     if errors:
         raise CheckpointError("\n  ".join([f"{folder} cannot be read:", *errors]))
-    return [f"{folder} has no hash that says whether it is damaged"]
+    return [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
 
 
 def _best(piece: Piece, manifest: Manifest) -> Piece:

@@ -4,7 +4,7 @@
     optimizer.state.exp_avg.NAME       first moments, and exp_avg_sq: second
     common.pt                          optimizer: groups of parameters with rate, betas and step
                                        opt_param_scheduler: the schedule, and the samples it has seen
-                                       content_metadata: this is `fully_reshardable`, as of megatron-core 0.14
+                                       content_metadata: that of --dist-ckpt-optim-fully-reshardable
 
 Megatron's optimizers that are not distributed have other names for them.
 """
@@ -31,7 +31,7 @@ MARKS |= {"foreach": None, "fused": None, "decoupled_weight_decay": True}
 def lacking(config: Config, state: dict[str, Any], kinds: set[str]) -> str:
     """Return why states of these kinds cannot be written, or "". state: what a checkpoint of ours says."""
     if not {"exp_avg", "exp_avg_sq"} <= kinds or not state.get("optimizer"):
-        return "the source has no optimizer states"
+        return "the source has no optimizer states of a run of nanomegatron"
     if (config.precision.bf16 or config.precision.fp16) and "main" not in kinds:
         return "the source has no fp32 main parameters"
     if config.optimizer.decoupled_lr is not None:

@@ -6,7 +6,8 @@
 
 Each file has a model of its own: its layers begin at 0, its experts too, and its tensors are parts, cut by
 rows or columns; gate and up of SwiGLU are cut each. The pickle is read by config/pickles.py, which calls
-nothing, and the elements are mapped into memory. The optimizer's states in these files are not read.
+nothing, and the elements are mapped into memory. So are the optimizer's states, which have numbers there: its
+groups have the parameters in the model's order. Those in distrib_optim.pt are not read.
 """
 
 import math
@@ -71,6 +72,7 @@ class RankFile:
     pp: int
     ep: int
     chunks: list[dict[str, Strided]]
+    optimizer: Any  # of the pickle
 
 
 def read_legacy(folder: Path) -> Manifest:
@@ -87,6 +89,7 @@ def read_legacy(folder: Path) -> Manifest:
     tp, etp = args.get("tensor_model_parallel_size"), args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and etp not in (None, tp):
         raise CheckpointError(f"{folder}: not read with expert tensor parallel size {etp}, others {tp}")
+    states, notes = _all_states(folder, ranks, args)
     tensors: dict[str, list] = {}
     first = _first_layers(ranks)
     for number, rank in enumerate(ranks):
@@ -95,7 +98,8 @@ def read_legacy(folder: Path) -> Manifest:
                 if name == "output_layer.weight" and not args.get("untie_embeddings_and_output_weights"):
                     continue  # the last stage's copy of the embedding
                 key = _global_name(name, first[virtual, rank.pp], rank, chunk)
-                tensors.setdefault(key, []).append((rank, number, name, virtual, tensor))
+                for before, x in [("", tensor), *states[number].get((virtual, name), {}).items()]:
+                    tensors.setdefault(before + key, []).append((rank, number, x))
     found, entries = {}, {}
     for key, parts in tensors.items():
         found[key] = _assemble(key, parts, bool(args.get("swiglu")), entries)
@@ -104,7 +108,7 @@ def read_legacy(folder: Path) -> Manifest:
         check_manifest(found, files)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}; are all mp_rank_* there?") from None
-    format = {"name": "megatron-legacy", "foreign": True, "entries": entries, "paths": paths}
+    format = {"name": "megatron-legacy", "foreign": True, "entries": entries, "paths": paths, "notes": notes}
     return Manifest(0, {}, "", found, files, format)
 
 
@@ -116,14 +120,53 @@ def _rank_file(path: Path, state: dict[str, Any], args: dict[str, Any]) -> RankF
     names = [key for key in ("model", *(f"model{i}" for i in range(64))) if key in state]
     if not names:
         raise ValueError("it has no model")
-    return RankFile(path, tp, pp, ep, [dict(_tensors(state[name])) for name in names])
+    return RankFile(path, tp, pp, ep, [dict(_tensors(state[name])) for name in names], state.get("optimizer"))
+
+
+def _all_states(folder: Path, ranks: list[RankFile], args: dict[str, Any]) -> tuple[list[dict], list[str]]:
+    """Return the states of each rank by (virtual stage, parameter), none if one's are not read; and notes."""
+    try:
+        return [dict(_states(rank, args)) for rank in ranks], []
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        distributed = any(folder.glob("mp_rank_*/distrib_optim.pt"))
+        why = "they are in distrib_optim.pt; save as torch_dist" if distributed else repr(error)[:200]
+        return [{} for _ in ranks], [f"{folder}: its weights only, no optimizer states: {why}"]
+
+
+def _states(rank: RankFile, args: dict[str, Any]) -> Iterator[tuple[tuple[int, str], dict[str, Strided]]]:
+    """Yield a parameter's states by what is before its name. Raises ValueError and others if they differ."""
+    apart = args.get("expert_model_parallel_size", 1) > 1  # an optimizer of their own for experts
+    params: dict[tuple[bool, bool], list] = {}
+    for i, chunk in enumerate(rank.chunks):
+        for name, x in chunk.items():
+            marks = len(x.shape) > 1 and not name.endswith(".bias"), apart and ".experts." in name
+            if not name.endswith("expert_bias"):
+                params.setdefault(marks, []).append(((i, name), x))
+    saved = rank.optimizer if isinstance(rank.optimizer, list) else [rank.optimizer]
+    for one in saved if rank.optimizer else ():
+        inner, main = one.get("optimizer", one), one.get("fp32_from_fp16_params")
+        for index, group in enumerate(inner["param_groups"]):
+            mains = _tensors({str(i): x for i, x in enumerate(main[index] if main else ())})
+            marks = bool(group["wd_mult"]), bool(group.get("is_expert_parallel"))
+            for (place, x), number in zip(params[marks], group["params"], strict=True):
+                states = dict(_tensors(inner["state"][number]))
+                found = {f"optimizer.state.{kind}.": states[kind] for kind in ("exp_avg", "exp_avg_sq")}
+                if main and x.dtype != torch.float32:
+                    found["optimizer.state.fp32_param."] = next(mains, ("", None))[1]
+                if {state.shape for state in found.values()} != {x.shape}:
+                    raise ValueError(
+                        f"the states of parameter {number} are not of the shape of {place[1][:80]}"
+                    )
+                yield place, found
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Strided]]:
     """Yield the tensors of a state dict, by names without those of wrappers."""
     model = model.contents if isinstance(model, Record) else model
     for name, value in model.items():
-        if isinstance(value, Record) and value.name == "torch._utils._rebuild_parameter":
+        if isinstance(value, Record) and value.name == "torch._tensor._rebuild_from_type_v2":
+            value = Record(value.args[0].text, value.args[2])  # it has attributes
+        if isinstance(value, Record) and value.name.startswith("torch._utils._rebuild_parameter"):
             value = value.args[0]
         if not isinstance(value, Record) or value.name != "torch._utils._rebuild_tensor_v2":
             continue  # extra states: None, or bytes
@@ -172,7 +215,7 @@ def _assemble(key: str, parts: list, gated: bool, entries: dict) -> SavedTensor:
         shape[dim] *= len(ordered)
     halves = 2 if gated and ".linear_fc1." in key else 1
     boxes = {}
-    for at, (number, _, _, part) in enumerate(ordered):
+    for at, (number, part) in enumerate(ordered):
         for half in range(halves):
             extent, corner, begin = list(part.shape), [0] * len(shape), 0
             if dim is not None:

@@ -56,9 +56,15 @@ def write_megatron(
     layers, states, state = our_layers(config, vocab_size), set(states), state or {}
     sizes = first_dims(layers)
     why = lacking(config, state, {key.partition("/")[0] for key in states})
+
+    def read(kind: str, name: str) -> torch.Tensor:
+        key = f"{kind}/{name}"
+        return whole(key) if kind == "model" else whole(key if key in states else f"model/{name}").float()
+
     files = list(itertools.product(["model"] if why else PREFIXES, layers))
     for rank, (kind, targets) in enumerate(files):
-        write_distcp(folder, rank, pieces(kind, targets, sizes, whole, states))
+        there = [item for item in targets.items() if kind == "model" or f"exp_avg/{item[1][0][0]}" in states]
+        write_distcp(folder, rank, [piece(kind, *item, sizes, read) for item in there])
     objects = extra_states(sizes)
     buffer = io.BytesIO()
     torch.save([None], buffer)
@@ -104,42 +110,24 @@ def first_dims(layers: list[Targets]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def pieces(
-    kind: str,
-    targets: Targets,
-    sizes: dict[str, tuple[int, ...]],
-    whole: Callable[[str], torch.Tensor],
-    states: set[str],
-) -> Iterator[Piece]:
-    """Yield one layer's tensors of a kind. Weights in fp32 are their own main parameters."""
-
-    def read(name: str) -> torch.Tensor:
-        key = f"{kind}/{name}"
-        return whole(key) if kind == "model" else whole(key if key in states else f"model/{name}").float()
-
-    for target, parts in targets.items():
-        if kind == "model" or f"exp_avg/{parts[0][0]}" in states:
-            yield piece(PREFIXES[kind], target, parts, sizes, read)
-
-
 def piece(
-    prefix: str,
+    kind: str,
     target: tuple[str, tuple[int, ...]],
     parts: list[tuple[str, Spot]],
     sizes: dict[str, tuple[int, ...]],
-    whole: Callable[[str], torch.Tensor],
+    read: Callable[[str, str], torch.Tensor],
 ) -> Piece:
     """Assemble one layer, or expert, of one of Megatron's tensors."""
     key, index = target
     shape = parts[0][1].shape
     data = None
     for name, spot in parts:
-        ours = whole(name).t() if spot.transposed else whole(name)
+        ours = read(kind, name).t() if spot.transposed else read(kind, name)
         data = ours.new_empty(shape) if data is None else data
         for rows in spot.rows:
             data[rows.theirs : rows.theirs + rows.count] = ours[rows.ours : rows.ours + rows.count]
     data = data.view((1,) * len(index) + shape)
-    return Piece(prefix + key, (*sizes[key], *shape), (*index, *(0 for _ in shape)), data)
+    return Piece(PREFIXES[kind] + key, (*sizes[key], *shape), (*index, *(0 for _ in shape)), data)
 
 
 def extra_states(sizes: dict[str, tuple[int, ...]]) -> Iterator[str]:

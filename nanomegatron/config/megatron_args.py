@@ -66,8 +66,9 @@ def args_of_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def megatron_progress(folder: Path) -> tuple[int, int | None]:
-    """Return the iteration of a torch_dist checkpoint and the samples consumed by then. Raises ValueError."""
-    state = pickled_state(folder / "common.pt") if (folder / "common.pt").is_file() else {}
+    """Return the iteration of a checkpoint and the samples consumed by then. Raises ValueError."""
+    paths = [path for path in (folder / "common.pt", *sorted(folder.glob(LEGACY))) if path.is_file()]
+    state = pickled_state(paths[0]) if paths else {}
     iteration, samples = state.get("iteration"), args_of_state(state).get("consumed_train_samples")
     if not isinstance(iteration, int):
         iteration = int(re.sub(r"\D", "", folder.name) or 0)
