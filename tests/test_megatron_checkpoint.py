@@ -244,7 +244,6 @@ DECAYS = (
     "--weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 0.2"
 )
 ADAM = {"lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.2, "adam_beta2": 0.95, "clip_grad": 1.0}
-# The arguments that Megatron-LM makes of these flags.
 SCHEDULE = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine"}
 SCHEDULE |= {"lr_warmup_steps": 4, "lr_decay_steps": 12, "wd_incr_steps": 12}
 SCHEDULE |= {"start_wd": 0.0, "end_wd": 0.2, "wd_incr_style": "linear"}
@@ -253,7 +252,7 @@ SCHEDULE |= {"start_wd": 0.0, "end_wd": 0.2, "wd_incr_style": "linear"}
 def test_megatron_continues_with_the_losses_that_are_had_here(
     oracle, repeated, tmp_path, monkeypatch, capsys
 ):
-    """With states, step and schedule of ours; other moments, another step or beta give other losses."""
+    """With our states, step and schedule, as we do; other moments, step or betas give other losses."""
     model = [flag for flag in flags("llama") if "vocab" not in flag]
     expected = losses_of(tmp_path / "run", repeated, 1, DECAYS, *model)[3:]
     saved = tmp_path / "run/runs/test/ckpt"
@@ -266,6 +265,8 @@ def test_megatron_continues_with_the_losses_that_are_had_here(
 
     assert converted() == pytest.approx(expected, abs=EXACT)
     assert "weights only" not in capsys.readouterr().out
+    again = losses_of(tmp_path / "again", repeated, 1, DECAYS, f"--load {folder}")
+    assert again == pytest.approx(expected, abs=EXACT)
     common = torch.load(folder / "common.pt", weights_only=False)
     assert common["args"].consumed_train_samples == 6 and common["opt_param_scheduler"]["num_steps"] == 6
     for change in ({"step": 30}, {"betas": (0.9, 0.5)}, {"eps": 1e-3}):
@@ -298,8 +299,8 @@ def saved_with_states(name: str, folder: Path, **more: Any) -> dict[str, torch.T
         for kind in kinds
     }
     pieces += [Piece(key, tuple(x.shape), (0,) * x.dim(), x) for key, x in states.items()]
-    state = {"iteration": 3, "consumed_samples": 6}
-    state["optimizer"] = {"good_steps": 3, "loss_scaler": [4096.0, 5.0, 1.0]}
+    optimizer = {"good_steps": 3, "loss_scaler": [4096.0, 5.0, 1.0]}
+    state = {"iteration": 3, "consumed_samples": 6, "optimizer": optimizer}
     training = {"lr": 1e-3, "min_lr": 1e-4, "train_iters": 6, "global_batch_size": 2, "lr_warmup_iters": 2}
     training |= {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.2}
     training |= {"bf16": True} | more
