@@ -151,7 +151,7 @@ def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Pat
     if args.dtype:
         opened = opened.cast(DTYPES[args.dtype])
     free = shutil.disk_usage(temporary).free
-    need = opened.nbytes + (opened.states_nbytes if args.target == "megatron-core" else 0)
+    need = opened.nbytes + (opened.states_nbytes if args.target != "hf" else 0)
     if need > free:
         raise ValueError(f"--output-path {target}: it needs {need} bytes, {free} are free there")
     with progress("written", need) as report:

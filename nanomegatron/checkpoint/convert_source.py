@@ -5,7 +5,6 @@ nanomegatron     a checkpoint of this program, its checksums compared; with opti
 megatron-core    one of Megatron-LM, torch_dist or legacy
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
 from nanomegatron.checkpoint.megatron import open_megatron
 from nanomegatron.checkpoint.streams import Stream
 from nanomegatron.config.cli import build_config, from_toml, parse
-from nanomegatron.config.megatron_args import megatron_folder
+from nanomegatron.config.megatron_args import megatron_folder, megatron_progress
 from nanomegatron.config.settings import Config, ParallelConfig, PrecisionConfig
+from nanomegatron.lr_schedule import LossScaler
 from nanomegatron.mesh import Mesh, World
 
 ALONE = Mesh.build(ParallelConfig(), World(), torch.device("cpu"))
@@ -34,7 +34,7 @@ class SourceModel:
     """A checkpoint to convert.
 
     tensors: the weights, by our names; kept: others of a Hugging Face folder, by theirs; states: of the
-    optimizer, "exp_avg/NAME" ...; state: what a checkpoint of ours has saved beside tensors.
+    optimizer, "exp_avg/NAME" ...; state: what a checkpoint of ours has saved beside tensors, or would have.
     """
 
     root: Path
@@ -58,9 +58,8 @@ class SourceModel:
 
     @property
     def states_nbytes(self) -> int:
-        """Bytes that the optimizer's states are for Megatron-LM: three of fp32, also where weights are."""
-        moments = [stream for key, stream in self.states.items() if key.startswith("exp_avg/")]
-        return sum(12 * math.prod(stream.shape) for stream in moments)
+        """Bytes of the optimizer's states, which are fp32."""
+        return sum(stream.nbytes for stream in self.states.values())
 
     def cast(self, dtype: torch.dtype) -> "SourceModel":
         """Return it with weights of this type; fp32 is read from the main parameters, if it has them."""
@@ -154,10 +153,27 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     config = replace(config, model=replace(config.model, max_position_embeddings=length))
     manifest = open_megatron(folder, config.model, config.data.vocab_size)
     config = replace(config, checkpoint=replace(config.checkpoint, load=None))
-    tensors = streams_of(folder, manifest)
-    tensors = {key.removeprefix("model/"): x for key, x in tensors.items() if key.startswith("model/")}
+    found = streams_of(folder, manifest)
+    tensors = {key.removeprefix("model/"): x for key, x in found.items() if key.startswith("model/")}
     notes = [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
-    return SourceModel(root, config, tensors, iteration=manifest.iteration, notes=notes)
+    iteration, samples = megatron_progress(folder)
+    resumes = samples is not None and any(key.startswith("exp_avg/") for key in found)
+    states, state = resumable(config, tensors, found, iteration, samples) if resumes else ({}, {})
+    return SourceModel(root, config, tensors, {}, states, state, manifest.iteration, notes=notes)
+
+
+def resumable(
+    config: Config, tensors: dict[str, Stream], found: dict[str, Stream], iteration: int, samples: int
+) -> tuple[dict[str, Stream], dict[str, Any]]:
+    """Return the optimizer's states of a checkpoint of Megatron-LM, and the state, as a run here has them."""
+    states = {key: x for key, x in found.items() if key.startswith(("exp_avg/", "exp_avg_sq/"))}
+    if config.precision.bf16 or config.precision.fp16:
+        for name, x in tensors.items():
+            if f"exp_avg/{name}" in states:
+                states[f"main/{name}"] = found.get(f"main/{name}", x.map(torch.Tensor.float, torch.float32))
+    scaler = LossScaler(config.precision, torch.device("cpu")).state()
+    state = {"iteration": iteration, "consumed_samples": samples, "skipped_samples": 0, "data_samples": []}
+    return states, state | {"optimizer": {"good_steps": iteration, "loss_scaler": scaler}}
 
 
 def streams_of(folder: Path, manifest: Manifest) -> dict[str, Stream]:

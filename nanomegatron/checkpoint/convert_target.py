@@ -37,10 +37,11 @@ WEIGHTS_ONLY |= {"optimizer": {}, "circumstances": {}}
 
 
 def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
-    """Write weights and optimizer states as torch_dist of Megatron-LM, a layer at a time; yields notes."""
+    """Write weights and optimizer states as torch_dist of Megatron-LM; yields notes."""
     tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
-    about = source.iteration, lambda key: tensors[key].read(), source.states, source.state
-    yield from write_megatron(folder, source.config, source.vocab_size, *about)
+    yield from write_megatron(
+        folder, source.config, source.vocab_size, source.iteration, tensors, source.state
+    )
 
 
 def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> Iterator[str]:
@@ -48,10 +49,9 @@ def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> I
 
     keep: the weight files of a Hugging Face folder may be written again to the byte.
     """
-    there, state = source.folder, WEIGHTS_ONLY | {"hf": {}}
+    there, state = source.folder, dict(source.state) or WEIGHTS_ONLY | {"hf": {}}
     vocab_size = source.vocab_size
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=vocab_size)
-    state |= {"tokenizer": tokenizer.spec, "tokenizer_fingerprint": tokenizer.fingerprint}
+    state["tokenizer"] = build_tokenizer("NullTokenizer", vocab_size=vocab_size).spec
     if there:
         try:
             state |= find_tokenizer(there.path, target / "hf", vocab_size)
@@ -64,14 +64,17 @@ def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> I
     layers: dict[str, dict[str, Stream]] = {}
     for name, stream in source.tensors.items():
         found = re.match(r"decoder\.layers\.\d+\.", name)
-        layers.setdefault(found[0] if found else "", {})[f"model/{name}"] = stream
+        layer = layers.setdefault(found[0] if found else "", {})
+        layer[f"model/{name}"] = stream
+        keys = [f"{kind}/{name}" for kind in ("main", "exp_avg", "exp_avg_sq")]
+        layer |= {key: source.states[key] for key in keys if key in source.states}
     if keep and source.kept:
         layers["kept"] = {f"hf/{name}": stream for name, stream in source.kept.items()}
-    temporary = folder / "iter_0000000.tmp"
+    temporary = folder / f"iter_{state['iteration']:07d}.tmp"
     make_folder(temporary, source.nbytes)
     for rank, streams in enumerate(layers.values()):
         write_streams(temporary, rank, streams)
-    publish_folder(temporary, len(layers), 0, state, to_toml(source.config))
+    publish_folder(temporary, len(layers), state["iteration"], state, to_toml(source.config))
 
 
 def find_tokenizer(folder: Path, moved: Path, vocab_size: int) -> dict:
@@ -196,8 +199,9 @@ def compare(source: SourceModel, written: SourceModel) -> None:
     """Read both, slice by slice. Raises CheckpointError that names the first tensor with another bit."""
     if missing := source.tensors.keys() ^ written.tensors.keys():
         raise CheckpointError(f"{written.root}: {min(missing)} is in one of the two alone")
-    for name, stream in source.tensors.items():
-        other = written.tensors[name]
+    states = {key: x for key, x in source.states.items() if key in written.states}
+    for name, stream in (source.tensors | states).items():
+        other = (written.tensors | written.states)[name]
         if (stream.shape, stream.dtype) != (other.shape, other.dtype):
             raise CheckpointError(
                 f"{written.root}: {name} is {other.dtype} {list(other.shape)}, not {stream.dtype}"

@@ -1,4 +1,4 @@
-"""Writes a torch_dist checkpoint that megatron-core loads, from any of ours: a layer at a time.
+"""Writes a torch_dist checkpoint that megatron-core loads, from any of ours: in slices of 64 MiB.
 
     exported/
         latest_checkpointed_iteration.txt
@@ -16,8 +16,10 @@ import argparse
 import io
 import itertools
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import index_path
 from nanomegatron.checkpoint.megatron import LAYER, Spot, our_tensors, spots
 from nanomegatron.checkpoint.megatron_states import PREFIXES, common_states, lacking
+from nanomegatron.checkpoint.streams import SLICE, Stream
 from nanomegatron.checkpoint.torch_dist import write_distcp, write_metadata
 from nanomegatron.config.megatron_args import TRACKER, args_of_settings
 from nanomegatron.config.settings import Config
@@ -34,7 +37,8 @@ from nanomegatron.config.settings import Config
 LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
-Targets = dict[tuple[str, tuple[int, ...]], list[tuple[str, Spot]]]
+Parts = list[tuple[str, Spot]]
+Targets = dict[tuple[str, tuple[int, ...]], Parts]
 
 
 def write_megatron(
@@ -42,29 +46,28 @@ def write_megatron(
     config: Config,
     vocab_size: int,
     iteration: int,
-    whole: Callable[[str], torch.Tensor],
-    states: Iterable[str] = (),
-    state: dict[str, Any] | None = None,
+    streams: Mapping[str, Stream],
+    state: dict[str, Any],
 ) -> list[str]:
     """Write the folder of a model; nothing is synced. Returns notes for the user.
 
-    whole: returns one of our tensors by its key, as "model/NAME"; states: the keys of the optimizer's that it
-    has; state: what a checkpoint of ours says besides tensors.
+    streams: our tensors by key, "model/NAME" and those of the optimizer that there are; state: what a
+    checkpoint of ours says besides tensors.
     """
     folder = root / (f"iter_{iteration:07d}" if iteration else "release")
     folder.mkdir(parents=True)
-    layers, states, state = our_layers(config, vocab_size), set(states), state or {}
+    layers = our_layers(config, vocab_size)
     sizes = first_dims(layers)
-    why = lacking(config, state, {key.partition("/")[0] for key in states})
-
-    def read(kind: str, name: str) -> torch.Tensor:
-        key = f"{kind}/{name}"
-        return whole(key) if kind == "model" else whole(key if key in states else f"model/{name}").float()
-
+    why = lacking(config, state, {key.partition("/")[0] for key in streams})
     files = list(itertools.product(["model"] if why else PREFIXES, layers))
     for rank, (kind, targets) in enumerate(files):
-        there = [item for item in targets.items() if kind == "model" or f"exp_avg/{item[1][0][0]}" in states]
-        write_distcp(folder, rank, [piece(kind, *item, sizes, read) for item in there])
+        there = {
+            key: parts
+            for key, parts in targets.items()
+            if kind == "model" or f"exp_avg/{parts[0][0]}" in streams
+        }
+        group = Group(kind, there, sizes, streams)
+        write_distcp(folder, rank, group.pieces(), group.assemble)
     objects = extra_states(sizes)
     buffer = io.BytesIO()
     torch.save([None], buffer)
@@ -110,24 +113,48 @@ def first_dims(layers: list[Targets]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def piece(
-    kind: str,
-    target: tuple[str, tuple[int, ...]],
-    parts: list[tuple[str, Spot]],
-    sizes: dict[str, tuple[int, ...]],
-    read: Callable[[str, str], torch.Tensor],
-) -> Piece:
-    """Assemble one layer, or expert, of one of Megatron's tensors."""
-    key, index = target
-    shape = parts[0][1].shape
-    data = None
-    for name, spot in parts:
-        ours = read(kind, name).t() if spot.transposed else read(kind, name)
-        data = ours.new_empty(shape) if data is None else data
-        for rows in spot.rows:
-            data[rows.theirs : rows.theirs + rows.count] = ours[rows.ours : rows.ours + rows.count]
-    data = data.view((1,) * len(index) + shape)
-    return Piece(PREFIXES[kind] + key, (*sizes[key], *shape), (*index, *(0 for _ in shape)), data)
+@dataclass(frozen=True)
+class Group:
+    """Megatron's tensors in a file: of one layer and kind. sizes: `first_dims` of all tensors."""
+
+    kind: str  # "model", or a kind of the optimizer's states
+    targets: Targets
+    sizes: dict[str, tuple[int, ...]]
+    streams: Mapping[str, Stream]
+
+    def stream(self, name: str) -> Stream:
+        """Return our tensor; main parameters that are not saved are the weights."""
+        found = self.streams.get(f"{self.kind}/{name}", self.streams[f"model/{name}"])
+        return found if self.kind == "model" else found.map(torch.Tensor.float, torch.float32)
+
+    def pieces(self) -> list[Piece]:
+        """Return slices of each tensor, or expert, without memory for elements."""
+        found = []
+        for (key, index), parts in self.targets.items():
+            (size, *rest), dtype = parts[0][1].shape, self.stream(parts[0][0]).dtype
+            limit = size if parts[0][1].transposed else SLICE // (math.prod(rest) * dtype.itemsize)
+            for begin in range(0, size, max(1, limit)):
+                shape = (*(1 for _ in index), min(size - begin, max(1, limit)), *rest)
+                whole, offset = (*self.sizes[key], size, *rest), (*index, begin, *(0 for _ in rest))
+                data = torch.empty(shape, dtype=dtype, device="meta")
+                found.append(Piece(PREFIXES[self.kind] + key, whole, offset, data))
+        return found
+
+    def assemble(self, piece: Piece) -> torch.Tensor:
+        """Read the elements of one of the pieces."""
+        key = piece.key.removeprefix(PREFIXES[self.kind])
+        dims = len(self.sizes[key])
+        begin, size = piece.offset[dims], piece.data.shape[dims]
+        data = torch.empty(piece.data.shape[dims:], dtype=piece.data.dtype)
+        for name, spot in self.targets[key, piece.offset[:dims]]:
+            ours = self.stream(name)
+            for run in spot.rows:
+                low, high = max(begin, run.theirs), min(begin + size, run.theirs + run.count)
+                if low < high:
+                    first, last = (at + run.ours - run.theirs for at in (low, high))
+                    rows = ours.read().t()[first:last] if spot.transposed else ours.rows(first, last)
+                    data[low - begin : high - begin] = rows
+        return data.view(piece.data.shape)
 
 
 def extra_states(sizes: dict[str, tuple[int, ...]]) -> Iterator[str]:

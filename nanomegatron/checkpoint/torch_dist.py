@@ -64,10 +64,20 @@ PICKLE_LIMIT = 64 * 2**10  # bytes of the pickle beside a tensor's elements
 # Writing.
 
 
-def write_distcp(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
+def plain_copy(piece: Piece) -> torch.Tensor:
+    """Return the piece on the host with memory of its own: torch.save writes all that a view is of."""
+    return piece.data.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def write_distcp(
+    folder: Path,
+    rank: int,
+    pieces: Iterable[Piece],
+    copied: Callable[[Piece], torch.Tensor] = plain_copy,
+) -> None:
     """Write the pieces to a rank's file, synced to disk, and its part of the manifest with their places.
 
-    One tensor at a time is copied to the host, twice.
+    One tensor at a time is copied to the host, twice. copied: makes that copy, if `data` is without elements.
     """
     pieces, places = list(pieces), {}
     _, tensors = describe_shard(pieces, rank)
@@ -76,7 +86,7 @@ def write_distcp(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
         begin = 0
         for piece in pieces:
             buffer = io.BytesIO()
-            torch.save(plain_copy(piece), buffer)
+            torch.save(copied(piece), buffer)
             size = buffer.seek(0, io.SEEK_END)
             places[piece.entry] = (begin, size, begin + elements_at(buffer))
             buffer.seek(0, io.SEEK_END)
@@ -85,11 +95,6 @@ def write_distcp(folder: Path, rank: int, pieces: Iterable[Piece]) -> None:
 
     entries = {rank_file("torch_dist", rank): places}  # filled by chunks()
     write_rank(folder, rank, chunks(), tensors, {"name": "torch_dist", "entries": entries})
-
-
-def plain_copy(piece: Piece) -> torch.Tensor:
-    """Return the piece on the host with memory of its own: torch.save writes all that a view is of."""
-    return piece.data.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def elements_at(buffer: io.BytesIO) -> int:
