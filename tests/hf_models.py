@@ -129,8 +129,13 @@ class Folders:
 
 def hugging_face(name: str, **changes):
     """A model of the family with random weights, norms and biases included, large enough to tell apart."""
-    config = transformers.AutoConfig.for_model(name.split("-")[0], **FAMILIES[name] | changes)
-    generator = torch.Generator().manual_seed(len(name))
+    return random_model(name.split("-")[0], FAMILIES[name] | changes, seed=len(name))
+
+
+def random_model(family: str, settings: dict, seed: int):
+    """The same of these keys of config.json."""
+    config = transformers.AutoConfig.for_model(family, **settings)
+    generator = torch.Generator().manual_seed(seed)
     with contextlib.redirect_stderr(io.StringIO()):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -143,6 +148,21 @@ def hugging_face(name: str, **changes):
 def save(model, folder, **how) -> None:
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder, **how)
+
+
+def old_spelling(table: dict) -> dict:
+    """As transformers 4 wrote it."""
+    rope = dict(table.pop("rope_parameters", None) or {})
+    if local := rope.get("sliding_attention"):
+        table["rope_local_base_freq"], rope = local["rope_theta"], dict(rope["full_attention"])
+    if share := rope.pop("partial_rotary_factor", None):
+        table["partial_rotary_factor"] = share
+    if rope:
+        table["rope_theta"] = rope.pop("rope_theta")
+        kind = rope.pop("rope_type")
+        name = "rope_type" if local else "type"  # of Gemma 3
+        table["rope_scaling"] = rope | {name: kind} if kind != "default" else None
+    return table | {"torch_dtype": table.pop("dtype")}
 
 
 def by_files(family: str, tensors: dict) -> dict:

@@ -7,26 +7,23 @@ import torch
 
 from nanomegatron.config.cli import build_config, parse
 from nanomegatron.config.hf import read_folder, settings_of, to_hf
-from tests.hf_models import FAMILIES, LINEAR, LLAMA, LLAMA3, VOCAB, YARN, Folders, their_logits, transformers
+from tests.hf_models import (
+    FAMILIES,
+    LINEAR,
+    LLAMA,
+    LLAMA3,
+    VOCAB,
+    YARN,
+    Folders,
+    old_spelling,
+    their_logits,
+    transformers,
+)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Folders:
     return Folders(tmp_path_factory)
-
-
-def old_spelling(table: dict) -> dict:
-    """As transformers 4 wrote it."""
-    rope = dict(table.pop("rope_parameters", None) or {})
-    if local := rope.get("sliding_attention"):
-        table["rope_local_base_freq"], rope = local["rope_theta"], dict(rope["full_attention"])
-    if share := rope.pop("partial_rotary_factor", None):
-        table["partial_rotary_factor"] = share
-    if rope:
-        table["rope_theta"] = rope.pop("rope_theta")
-        kind = rope.pop("rope_type")
-        table["rope_scaling"] = rope | {"type": kind} if kind != "default" else None
-    return table | {"torch_dtype": table.pop("dtype")}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -100,6 +97,10 @@ def test_what_is_written_is_the_same_model_to_transformers(folders, name):
             "sliding_attention .*'linear'.* here with rope_type = 'default'",
         ),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 3.0},
+            "attn_logit_softcapping = 3.0: here is None",
+        ),
         ({"model_type": "gemma3"}, "model_type = 'gemma3': here are"),
         ({"model_type": "qwen2_moe", "qkv_bias": False}, "qkv_bias = False: here is True"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "layer_types = None: here are"),

@@ -285,8 +285,8 @@ def _written(config: Config, family: str) -> dict[str, Any]:
         dense = [i for i, experts in enumerate(model.moe_layers) if not experts]
         hf |= {"norm_topk_prob": not model.moe_router_pre_softmax, "mlp_only_layers": dense}
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    if family.startswith("gemma"):
-        return hf | {"layer_types": kinds}
+    if family.startswith("gemma"):  # which wants a width even where no layer has a window
+        return hf | {"layer_types": kinds, "sliding_window": width or model.max_position_embeddings}
     first = kinds.index("sliding_attention") if width else model.num_layers
     return hf | {"use_sliding_window": bool(width), "max_window_layers": first, "layer_types": kinds}
 
