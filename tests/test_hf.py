@@ -91,6 +91,7 @@ def test_every_wrong_tensor_is_seen(folders, name):
     "name, changes",
     [
         ("llama", {"rotary_base": 9e3}),
+        ("llama", {"rotary_interleaved": True}),
         ("llama", {"norm_epsilon": 1e-3}),
         ("llama-3.1", {"use_rope_scaling": False}),
         ("llama-yarn", {"position_embedding_type": "rope"}),
