@@ -41,6 +41,8 @@ DATA = "--train-data-path train_text_document --valid-data-path valid_text_docum
 TRAIN = f"--finetune --train-iters 4 --lr 5e-5 --no-save-optim {SHAPE} {DATA}"
 KEPT = "tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json config.json".split()
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+# One thread: several wait for each other where other tests have the cores.
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 pytestmark = pytest.mark.full
 
 
@@ -53,7 +55,7 @@ class Place(NamedTuple):
 
 def run(place: Path, *words: str, code: int = 0) -> str:
     """Run a program of this checkout in a folder; returns what it says."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / words[0]), *words[1:]]
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
@@ -68,7 +70,7 @@ def place(tmp_path_factory) -> Place:
     if subprocess.run(install, cwd=path, capture_output=True, timeout=300).returncode:
         pytest.skip(f"cannot fetch {', '.join(READERS)}")
     command = [sys.executable, "-c", READ, str(gguf.parent), FILE, "smollm"]
-    subprocess.run(command, cwd=path, env=os.environ | {"PYTHONPATH": "readers"}, check=True)
+    subprocess.run(command, cwd=path, env=ENVIRONMENT | {"PYTHONPATH": "readers"}, check=True)
     gguf.unlink()
     documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path / "smollm")
