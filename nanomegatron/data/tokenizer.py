@@ -207,6 +207,8 @@ class TikTokenizer:
 
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
         """The ids of many short texts by one call, with a special token between them."""
+        if len(texts) == 1:
+            return [self.encode(texts[0])]
         joined = self._end.join([*texts, ""])
         if joined.count(self._end) != len(texts):  # a text holds that token
             return [self.encode(text) for text in texts]

@@ -22,7 +22,7 @@ cut from their neighbours, as they may be blanks too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
@@ -49,8 +49,9 @@ MEGATRON_PATTERNS = {
 }
 END, CONTEXT = b"\xff", b"\x01"  # CONTEXT: before a word of PieceCuts
 LONGEST = 24  # bytes of a word that the table can hold
-BITS = 20  # the table has 2^BITS rows, one for each value of a hash
-MOST_BYTES = 1 << 26  # of words and of their ids, until all are forgotten
+BITS = 21  # the table has 2^BITS rows, one for each value of a hash
+JOINED = 128  # new words of PieceCuts in one text
+MOST_BYTES = 1 << 27  # of words and of their ids, until all are forgotten
 MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
 
@@ -64,20 +65,25 @@ class Cuts:
     pieces = False
 
     def __init__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], last: Sequence[int]) -> None:
-        self._pairs = np.zeros(16 * 16, bool)
+        flags = np.zeros(
+            (16, 16), np.uint8
+        )  # of (before, after): a cut, then two for the last of several blanks
         for before, after in pairs:
-            for b in before:
-                self._pairs[[16 * b + a for a in after]] = True
-        self._last, self._space, self._word = (np.zeros(16, bool) for _ in range(3))
-        self._last[[*last]], self._space[[*SPACES]], self._word[[*WORD]] = True, True, True
+            flags[np.ix_(before, after)] = 1
+        flags[np.ix_(SPACES, last)] |= 2
+        flags[np.ix_(last, WORD)] |= 4
+        flags[np.ix_((SIGN, QUOTE, BLANK), SIGNS)] |= 8
+        flags[np.ix_(SIGNS, (LETTER,))] |= 16
+        self._flags = flags[CLASSES[None, :], CLASSES[:, None]].reshape(-1)  # of after * 256 + before
 
-    def __call__(self, text: np.ndarray) -> np.ndarray:
-        """Bool `[n]`: whether a word starts at each byte of text uint8 `[n]`."""
-        kind = CLASSES[text]
-        start = np.ones(len(text), bool)
-        start[1:] = self._pairs[(kind[:-1] << 4) + kind[1:]]
-        start[1:-1] |= self._space[kind[:-2]] & self._last[kind[1:-1]] & self._word[kind[2:]]
-        return start
+    def __call__(self, text: bytes) -> np.ndarray:
+        """Bool `[n]`: whether a word starts at each byte of a text."""
+        flags = self._flags[np.ndarray(len(text) - 1, "<u2", text, strides=(1,))]
+        start = np.ones(len(text), np.uint8)
+        start[1:] = flags & 1
+        start[1:-1] |= (flags[:-1] >> 1) & (flags[1:] >> 2) & 1
+        start[2:] |= (flags[:-1] >> 3) & (flags[1:] >> 4)
+        return start.view(bool)
 
 
 _ALL = (LETTER, NUMBER, *SIGNS, *SPACES, OTHER)
@@ -101,19 +107,19 @@ class PieceCuts:
 
     def __init__(self, pieces: Iterable[str]) -> None:
         """pieces: with U+2581 for a blank."""
-        self._cut = np.ones((256, 256), bool)
+        cut = np.ones((256, 256), bool)  # of (after, before)
         for piece in pieces:
             raw = np.frombuffer(piece.replace("\u2581", " ").encode(), np.uint8)
-            self._cut[raw[:-1], raw[1:]] = False
-        self._cut[:, 128:192] = False  # inside a character
-        self._cut[255, :], self._cut[:, 255] = False, True
-        self.safe = bool(self._cut[CONTEXT[0], :128].all())
-        self._cut = self._cut.reshape(-1)
+            cut[raw[1:], raw[:-1]] = False
+        cut[128:192] = False  # inside a character
+        cut[:, 255], cut[255] = False, True
+        self.safe = bool(cut[:128, CONTEXT[0]].all())
+        self._cut = cut.reshape(-1)
 
-    def __call__(self, text: np.ndarray) -> np.ndarray:
-        """Bool `[n]`: whether a word starts at each byte of text uint8 `[n]`."""
+    def __call__(self, text: bytes) -> np.ndarray:
+        """Bool `[n]`: whether a word starts at each byte of a text."""
         start = np.ones(len(text), bool)
-        start[1:] = self._cut[(text[:-1].astype(np.uint16) << 8) + text[1:]]
+        start[1:] = self._cut[np.ndarray(len(text) - 1, "<u2", text, strides=(1,))]
         return start
 
 
@@ -131,15 +137,18 @@ class WordEncoder:
     ) -> None:
         self._cuts, self._encode, self._without = cuts, encode, ("\0", *without)
         self._context = len(encode([CONTEXT.decode() if cuts.pieces else " x"])[0])
+        joiners = (CONTEXT,) if cuts.pieces else (b"0", b"x")
+        self._joiners = [(joiner, ids[-1]) for joiner in joiners if (ids := encode([joiner.decode()])[0])]
         self._forget()
 
     def _forget(self) -> None:
         """Empty the tables, so that memory stays bounded."""
-        self._numbers: dict[bytes, int] = {}  # of the words so far
+        self._values: dict[
+            bytes, int
+        ] = {}  # of each word: where its ids begin in the pool << 32, their count
         self._bytes = 0
-        self._places = np.zeros((1 << 16, 2), np.uint64)  # (start in the pool, count) of each word's ids
         self._pool, self._used = np.zeros(1 << 16, np.uint32), 0
-        self._table = np.zeros((1 << BITS, 5), np.uint64)  # row hash(word): the word's key, place and count
+        self._table = np.zeros((1 << BITS, 4), np.uint64)  # row hash(word): the word's key and value
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts -> ids of all texts uint32, and the number of ids of each."""
@@ -159,27 +168,13 @@ class WordEncoder:
 
     def _look_up_texts(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         joined = END + END.join(texts) + END
-        text = np.frombuffer(joined + bytes(LONGEST), np.uint8)
-        starts = np.flatnonzero(self._cuts(text[: len(joined)]))
+        starts = np.flatnonzero(self._cuts(joined))
         lengths = np.diff(starts, append=len(joined))
-        keys, slots = _keys(text, starts, lengths)
-
-        def look_up(which: np.ndarray) -> np.ndarray:
-            places = zip(starts[which].tolist(), lengths[which].tolist())
-            return self._look_up([joined[a : a + n] for a, n in places])
-
-        rows, short = self._table[slots], lengths <= LONGEST
-        new = np.flatnonzero((rows[:, :3] != keys).any(axis=1) | ~short)
-        if new.size:
-            once = new[np.unique(slots[new], return_index=True)[1]]  # most words occur several times
-            once = once[short[once]]
-            self._table[slots[once]] = np.concatenate((keys[once], look_up(once)), axis=1)
-            rows[new] = self._table[slots[new]]
-            rest = new[(rows[new, :3] != keys[new]).any(axis=1) | ~short[new]]  # of the same hash, or long
-            rows[rest, 3:] = look_up(rest)
-        place, count = rows[:, 3].astype(np.int64), rows[:, 4].astype(np.int64)
+        values = self._look_up(joined, starts, lengths)
+        count = (values & MASKS[4]).astype(np.int64)
         ends = np.cumsum(count)
-        ids = self._pool[np.arange(ends[-1]) + np.repeat(place - (ends - count), count)]
+        first = (values >> np.uint64(32)).astype(np.int64) - ends + count
+        ids = self._pool.take(np.arange(ends[-1]) + np.repeat(first, count))
         if self._bytes + 4 * self._used > MOST_BYTES:
             self._forget()
         # A text begins behind a separator, or with it in PieceCuts.
@@ -187,24 +182,67 @@ class WordEncoder:
         before = np.concatenate(([0], ends))[np.searchsorted(starts, begins)]
         return ids, np.diff(before)
 
-    def _look_up(self, words: list[bytes]) -> np.ndarray:
-        """Return (place, count) `[words, 2]` of words not in the table; the library encodes new ones."""
-        numbers = list(map(self._numbers.get, words))
-        new = list(dict.fromkeys(word for word, number in zip(words, numbers) if number is None))
-        if new:
-            lists = self._alone(new)
-            counts = np.array([*map(len, lists)], np.int64)
-            places = np.stack((self._used + np.cumsum(counts) - counts, counts), axis=1)
-            self._places = _written(self._places, len(self._numbers), places)
-            ids = np.fromiter(chain.from_iterable(lists), np.uint32, counts.sum())
-            self._pool = _written(self._pool, self._used, ids)
-            self._used += len(ids)
-            self._bytes += sum(map(len, new)) + 100 * len(new)
-            self._numbers |= zip(new, range(len(self._numbers), len(self._numbers) + len(new)))
-            numbers = list(map(self._numbers.get, words))
-        return self._places[numbers]
+    def _look_up(self, joined: bytes, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The values of the words that start there, from the table; those not in it from the dictionary."""
+        keys, slots = _keys(joined, starts, lengths)
+        rows = self._table.take(slots, axis=0)
+        new = np.flatnonzero(_differ(rows, keys) | (lengths > LONGEST))
+        if not new.size:
+            return rows[:, 3]
+        words = [joined[a : a + n] for a, n in zip(starts[new].tolist(), lengths[new].tolist())]
+        if missing := [word for word in dict.fromkeys(words) if word not in self._values]:
+            self._learn(missing)
+        values = np.array([*map(self._values.get, words)], np.uint64)
+        rows[new, 3] = values
+        free = lengths[new] <= LONGEST
+        self._table[slots[new[free]]] = np.stack((*(key[new[free]] for key in keys), values[free]), axis=1)
+        return rows[:, 3]
 
-    def _alone(self, words: list[bytes]) -> list[list[int]]:
+    def _learn(self, words: list[bytes]) -> None:
+        """Encode new words, each as in a text: most by one call of the library, with a joiner between them."""
+        for joiner, number in self._joiners:
+            words = self._learn_joined(words, joiner, number) if words else []
+        lists = self._each(words)
+        counts = np.array([*map(len, lists)], np.int64)
+        self._keep(
+            words, np.fromiter(chain.from_iterable(lists), np.uint32), np.cumsum(counts) - counts, counts
+        )
+
+    def _learn_joined(self, words: list[bytes], joiner: bytes, number: int) -> list[bytes]:
+        """Encode those beside which the joiner, of id `number`, is a word by itself; returns the others."""
+        text = np.frombuffer(joined := joiner + joiner.join(words) + joiner, np.uint8)
+        ends = np.cumsum([len(word) + 1 for word in words])  # places of the joiner behind each
+        begins, cut = np.append(1, ends[:-1] + 1), self._cuts(joined)
+        bad = (text == joiner[0]) | (text == END[0])
+        bad[ends] = ~cut[ends] | ~cut[begins]
+        if not self._cuts.pieces:
+            bad[ends] |= np.isin(CLASSES[text[ends - 1]], SPACES)
+        bad = np.logical_or.reduceat(bad, begins)
+        some = list(compress(words, ~bad))
+        n = JOINED if self._cuts.pieces else len(words)
+        texts = [joiner + joiner.join(some[i : i + n]) + joiner for i in range(0, len(some), n)]
+        texts = [text.decode() for text in texts]
+        if any(string in text for string in self._without for text in texts):
+            return words
+        ids = np.fromiter(chain.from_iterable(self._encode(texts)), np.uint32)
+        at = np.flatnonzero(ids == number)
+        if len(at) != len(some) + len(texts):
+            return words
+        inside = np.arange(len(at)) % (n + 1) < n  # not from the end of a text to the next
+        inside[-1:] = False
+        self._keep(some, ids, at[inside] + 1, np.diff(at, append=0)[inside] - 1)
+        return list(compress(words, bad))
+
+    def _keep(self, words: list[bytes], ids: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
+        """Keep the ids of new words, which begin there in `ids`."""
+        if self._used + len(ids) > len(self._pool):
+            self._pool = np.concatenate((self._pool, np.zeros(len(self._pool) + len(ids), np.uint32)))
+        self._pool[self._used : self._used + len(ids)] = ids
+        self._values |= zip(words, (self._used + begins << 32 | counts).tolist())
+        self._used += len(ids)
+        self._bytes += sum(map(len, words)) + 100 * len(words)
+
+    def _each(self, words: list[bytes]) -> list[list[int]]:
         """The ids of each word as in a text: by the library, with a word beside it where it needs one."""
         pieces, texts, drop = self._cuts.pieces, list(words), [0] * len(words)
         for i, word in enumerate(words):
@@ -212,24 +250,29 @@ class WordEncoder:
                 texts[i] = word.replace(END, b"")
             elif pieces or word[-1] in _SPACE_BYTES:
                 texts[i], drop[i] = (CONTEXT + word if pieces else word + b" x"), self._context
-        lists = self._encode(b"\0".join(texts).decode().split("\0"))
+        lists = self._encode(b"\0".join(texts).decode().split("\0")) if words else []
         for i, n in enumerate(drop):
             if n:
                 lists[i] = lists[i][n:] if pieces else lists[i][:-n]
         return lists
 
 
-def _keys(text: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first LONGEST bytes of each word as three integers `[words, 3]`, and their row of the table."""
+def _keys(joined: bytes, starts: np.ndarray, lengths: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """The first LONGEST bytes of each word as three integers, `[words]` each, and its row of the table."""
     # The eight bytes from each offset on as one integer: a view of the text with a stride of one byte.
-    eight = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
-    keys = np.zeros((len(starts), 3), np.uint64)
-    keys[:, 0] = eight[starts] & MASKS[np.minimum(lengths, 8)]
+    eight = np.ndarray(len(joined) + LONGEST - 7, "<u8", joined + bytes(LONGEST), strides=(1,))
+    keys = [eight[starts] & MASKS[np.minimum(lengths, 8)]]
     for i in (1, 2):
         long = np.flatnonzero(lengths > 8 * i)
-        keys[long, i] = eight[starts[long] + 8 * i] & MASKS[np.minimum(lengths[long] - 8 * i, 8)]
-    mixed = keys[:, 0] * FACTORS[0] ^ keys[:, 1] * FACTORS[1] ^ keys[:, 2] * FACTORS[2]
+        keys.append(np.zeros(len(starts), np.uint64))
+        keys[i][long] = eight[starts[long] + 8 * i] & MASKS[np.minimum(lengths[long] - 8 * i, 8)]
+    mixed = keys[0] * FACTORS[0] ^ keys[1] * FACTORS[1] ^ keys[2] * FACTORS[2]
     return keys, (mixed >> np.uint64(64 - BITS)).astype(np.int64)
+
+
+def _differ(rows: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+    """Whether rows of the table have other keys."""
+    return (rows[:, 0] != keys[0]) | (rows[:, 1] != keys[1]) | (rows[:, 2] != keys[2])
 
 
 def insert_lists(
@@ -243,13 +286,3 @@ def insert_lists(
     counts = counts.copy()
     counts[[*found]] = own
     return np.insert(ids, places, np.fromiter(chain.from_iterable(found.values()), ids.dtype)), counts
-
-
-def _written(array: np.ndarray, at: int, rows: np.ndarray) -> np.ndarray:
-    """Write `rows` at `at` and return the array; one that is too short is at least doubled first."""
-    if at + len(rows) > len(array):
-        array = np.concatenate(
-            (array, np.zeros_like(array, shape=(len(array) + len(rows), *array.shape[1:])))
-        )
-    array[at : at + len(rows)] = rows
-    return array
