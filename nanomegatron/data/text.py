@@ -8,14 +8,15 @@
 Only a few chunks per worker are in flight, so memory stays small for any size of input.
 """
 
-import functools
 import itertools
 import json
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -61,18 +62,24 @@ def encode_batch(
 
 
 class Portable:
-    """A tokenizer that each worker process rebuilds once from its spec, instead of unpickling it per task."""
+    """A tokenizer that a spawned worker rebuilds once from its spec, and a forked one has already."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         """special: see `encode_batch`."""
         self.tokenizer, self.special = tokenizer, special
+        self._key = json.dumps(tokenizer.spec), tokenizer.fingerprint, special
+        _portables[self._key] = self
 
     def __reduce__(self) -> tuple:
-        return _again, (json.dumps(self.tokenizer.spec), self.tokenizer.fingerprint, self.special)
+        return _again, self._key
 
 
-@functools.cache
+_portables: dict[tuple[str, str, bool], Portable] = {}  # of this process
+
+
 def _again(spec: str, fingerprint: str, special: bool) -> Portable:
+    if found := _portables.get((spec, fingerprint, special)):
+        return found
     tokenizer = tokenizer_from_spec(json.loads(spec))
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{spec}: the tokenizer's file changed while it was in use")
@@ -127,14 +134,16 @@ def _columns(
 def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
     """Yield work(x) for each x, in order, computed by `workers` processes; few inputs are read ahead.
 
-    This process is one of them while the next result is not ready. The others are spawned, not forked:
-    the caller may have threads.
+    This process is one of them while the next result is not ready. The others are forked before anything is
+    read, or spawned where a fork is not safe: beside threads.
     """
     if workers == 1:
         yield from map(work, inputs)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers - 1, mp_context=context, initializer=_start_worker) as pool:
+    alone = sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
+    context = multiprocessing.get_context("fork" if alone else "spawn")
+    with ProcessPoolExecutor(workers - 1, context, _start_worker, (os.getpid(),)) as pool:
+        pool.submit(os.getpid)  # starts them
         inputs, pending = iter(inputs), deque()
         try:
             while True:
@@ -157,12 +166,13 @@ def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
                 future.cancel()
 
 
-def _start_worker() -> None:
+def _start_worker(parent: int) -> None:
     """Leave Ctrl-C to the parent, and exit if the parent is killed: the pool would wait forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        multiprocessing.parent_process().join()
+        while os.getppid() == parent:
+            time.sleep(1)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

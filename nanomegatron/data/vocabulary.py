@@ -1,6 +1,7 @@
 """Reads and checks the files of tokenizers: tiktoken's ranks, JSON vocabularies, and their ids."""
 
 import base64
+import binascii
 import hashlib
 import importlib
 import json
@@ -20,7 +21,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         if line.strip():
             try:
                 word, rank = line.split()
-                token, ranks_before = base64.b64decode(word, validate=True), len(ranks)
+                token, ranks_before = binascii.a2b_base64(word, strict_mode=True), len(ranks)
                 ranks[token] = int(rank)
             except ValueError:
                 raise ValueError(f"{path}:{number}: {line[:40]!r} is not `base64(token) rank`") from None

@@ -199,7 +199,7 @@ class WordEncoder:
         return rows[:, 3]
 
     def _learn(self, words: list[bytes]) -> None:
-        """Encode new words, each as in a text: most by one call of the library, with a joiner between them."""
+        """Encode new words as in a text: most by one call of the library, with a joiner between them."""
         for joiner, number in self._joiners:
             words = self._learn_joined(words, joiner, number) if words else []
         lists = self._each(words)
