@@ -10,8 +10,8 @@ import tiktoken
 from nanomegatron.data import words
 from nanomegatron.data.library_tokenizers import piece_cuts
 from nanomegatron.data.text import encode_batch
-from nanomegatron.data.tokenizer import CUTS, MEGATRON_PATTERNS, build_tokenizer
-from nanomegatron.data.vocabulary import read_ranks
+from nanomegatron.data.tokenizer import CUTS, GPT2_PATTERN, MEGATRON_PATTERNS, build_tokenizer
+from nanomegatron.data.vocabulary import read_ranks, write_ranks
 from tests.test_tokenizer import TEXTS, corpus, gpt2_files, rank_file  # noqa: F401 (fixtures)
 
 SPECIAL = ["<|endoftext|>", "<|end_of_text|>", "<s>", "</s>", "<unk>", "<|im_start|>", "<added>"]
@@ -137,6 +137,19 @@ def test_random_texts(tokenizer):
     compare(tokenizer, [])
     compare(tokenizer, ["", "", " ", "\n", ""])
     compare(tokenizer, ["a" * n for n in range(40)] + [" " + "b" * 24, "c" * 1000, " " * 30 + "x"] * 2)
+
+
+@pytest.mark.parametrize("pattern", [GPT2_PATTERN, words.LLAMA3_PATTERN, *MEGATRON_PATTERNS.values()])
+def test_all_pairs_are_tokens(pattern, tmp_path):
+    """So that a cut in the wrong place, and a joiner that is no word by itself, change the ids."""
+    characters = "abx019.('/ \n\t\r\u00e9"
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [(a + b).encode() for a in characters for b in characters if (a + b).isascii()]
+    write_ranks(tmp_path / "bpe", [*tokens, b"   ", b"\n\n ", b"000", b"x0x"])
+    (tmp_path / "bpe.json").write_text(json.dumps({"pattern": pattern}))
+    tokenizer, draw = build_tokenizer("TikTokenizer", str(tmp_path / "bpe")), random.Random(0)
+    for i in range(600):
+        compare(tokenizer, ["".join(draw.choices(characters[: 14 + i % 2], k=40)) for _ in range(8)])
 
 
 @pytest.mark.full

@@ -20,12 +20,13 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from nanomegatron.data.columns import COLUMN_FILES, Row, column_rows, folder_files
 from nanomegatron.data.vocabulary import import_extra
 
 CHUNK_BYTES, SKIP_BYTES = 1 << 19, 1 << 20
+_SCAN = json.JSONDecoder().scan_once
 INPUT_KINDS = (".jsonl", ".json", ".txt", *COLUMN_FILES)
 
 
@@ -50,7 +51,7 @@ class Line(NamedTuple):
             text = self.raw.decode("utf-8-sig" if self.number <= 1 else "utf-8")
             if not self.number:
                 return [text]
-            document = json.loads(text)
+            document = _parsed(text)
             if not isinstance(document, dict):
                 raise ValueError(
                     f"a JSON {type(document).__name__}, not an object such as {{{keys[0]!r}: ...}}"
@@ -66,6 +67,15 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}:{self.number}" if self.number else self.path
+
+
+def _parsed(text: str) -> Any:
+    """json.loads, and sooner where nothing is around the value."""
+    try:
+        value, end = _SCAN(text, 0)
+    except StopIteration:
+        end = -1
+    return json.loads(text) if end < 0 or text[end:].strip(" \t\r\n") else value
 
 
 class DocumentBlock(NamedTuple):

@@ -8,6 +8,7 @@
 Only a few chunks per worker are in flight, so memory stays small for any size of input.
 """
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -68,17 +69,20 @@ class Portable:
         """special: see `encode_batch`."""
         self.tokenizer, self.special = tokenizer, special
         self._key = json.dumps(tokenizer.spec), tokenizer.fingerprint, special
-        _portables[self._key] = self
+        _portables()[self._key] = self
 
     def __reduce__(self) -> tuple:
         return _again, self._key
 
 
-_portables: dict[tuple[str, str, bool], Portable] = {}  # of this process
+@functools.cache
+def _portables() -> dict[tuple[str, str, bool], Portable]:
+    """Those of this process."""
+    return {}
 
 
 def _again(spec: str, fingerprint: str, special: bool) -> Portable:
-    if found := _portables.get((spec, fingerprint, special)):
+    if found := _portables().get((spec, fingerprint, special)):
         return found
     tokenizer = tokenizer_from_spec(json.loads(spec))
     if tokenizer.fingerprint != fingerprint:

@@ -7,12 +7,14 @@ that each part has the ids that it has in the text, half a megabyte is cut and l
     class    Z L L Q L B L B B L L L L P Z           letter, quote, blank, punctuation ...
     start    * *       *   * *         * *           by pairs of classes, and a blank before a word
     key      the up to 24 bytes of each word as three integers
-    ids      looked up in a table by the key; the library encodes the words that are missing, once
+    ids      looked up in a table by the key; the library encodes the words that are missing, once, all in
+             a text where a word that they do not hold is between them: "0", or the byte 1
 
 A cut between two bytes is safe if no word of the tokenizer can hold both. There are three kinds:
 
     GPT2_CUTS    words by GPT-2's pattern: letters, numbers or punctuation, with the blank before them
-    GPT4_CUTS    as cl100k_base's: letters keep a sign before them, and newlines the signs before them
+    GPT4_CUTS    as cl100k_base's: letters keep a sign before them, but not one behind a blank or another
+                 sign; newlines keep the signs before them
     PieceCuts    SentencePiece's byte pairs: characters that no piece has beside each other never merge
 
 Ids can depend on what is beside a word: one that ends in blanks is encoded with a word behind it, and one of
@@ -59,15 +61,15 @@ FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9],
 class Cuts:
     """Where words start. pairs: classes (before, after) between which it is; last: classes of a last blank.
 
-    The last of several blanks starts a word if its class is in `last` and a word follows.
+    The last of several blanks starts a word if its class is in `last` and a word follows; letters start one
+    behind two signs, or a blank and a sign.
     """
 
     pieces = False
 
     def __init__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], last: Sequence[int]) -> None:
-        flags = np.zeros(
-            (16, 16), np.uint8
-        )  # of (before, after): a cut, then two for the last of several blanks
+        # Of (before, after): 1 a cut. Of two pairs, 2 and 4: a cut in the first; 8 and 16: in the second.
+        flags = np.zeros((16, 16), np.uint8)
         for before, after in pairs:
             flags[np.ix_(before, after)] = 1
         flags[np.ix_(SPACES, last)] |= 2
@@ -143,9 +145,8 @@ class WordEncoder:
 
     def _forget(self) -> None:
         """Empty the tables, so that memory stays bounded."""
-        self._values: dict[
-            bytes, int
-        ] = {}  # of each word: where its ids begin in the pool << 32, their count
+        # Of each word: where its ids begin in the pool << 32, and how many they are.
+        self._values: dict[bytes, int] = {}
         self._bytes = 0
         self._pool, self._used = np.zeros(1 << 16, np.uint32), 0
         self._table = np.zeros((1 << BITS, 4), np.uint64)  # row hash(word): the word's key and value
@@ -204,9 +205,8 @@ class WordEncoder:
             words = self._learn_joined(words, joiner, number) if words else []
         lists = self._each(words)
         counts = np.array([*map(len, lists)], np.int64)
-        self._keep(
-            words, np.fromiter(chain.from_iterable(lists), np.uint32), np.cumsum(counts) - counts, counts
-        )
+        ids = np.fromiter(chain.from_iterable(lists), np.uint32)
+        self._keep(words, ids, np.cumsum(counts) - counts, counts)
 
     def _learn_joined(self, words: list[bytes], joiner: bytes, number: int) -> list[bytes]:
         """Encode those beside which the joiner, of id `number`, is a word by itself; returns the others."""
