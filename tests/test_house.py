@@ -12,7 +12,7 @@ BUDGETS = {
     "checkpoint": 4460,
     "commands": 1270,
     "config": 3430,
-    "data": 3320,
+    "data": 3380,
     "fast": 2500,
     "faults": 1110,
     "ops": 2945,

@@ -239,6 +239,37 @@ def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, message):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="spawned elsewhere")
+def test_forked_workers(tmp_path):
+    """Without torch and threads workers are forked: the same files."""
+    source = jsonl(
+        tmp_path / "in.jsonl", [f"the words of document {i} and its end\n" * 50 for i in range(3000)]
+    )
+    pairs = []
+    for workers in ("1", "3"):
+        arguments = [
+            "--input",
+            source,
+            "--output-prefix",
+            str(tmp_path / workers),
+            *BYTES,
+            "--workers",
+            workers,
+        ]
+        code = f"""
+import multiprocessing, preprocess
+get, methods = multiprocessing.get_context, []
+multiprocessing.get_context = lambda method=None: methods.append(method) or get(method)
+assert preprocess.main({arguments}) == 0
+assert methods == ["fork"] * ({workers} > 1), methods
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        pairs.append(
+            [Path(f"{tmp_path / workers}_text_document.{end}").read_bytes() for end in ("bin", "idx")]
+        )
+    assert pairs[0] == pairs[1]
+
+
 def test_killed_in_the_middle(tmp_path):
     """Nothing loads, no worker stays behind, and the same command run again succeeds."""
     source = jsonl(tmp_path / "in.jsonl", ["some words to tokenize " * 400] * 4000)
