@@ -122,8 +122,5 @@ def existing_file(name: str, flag: str) -> Path:
 
 def sha256_of(*parts: object) -> str:
     """SHA-256 of the parts, each preceded by its length, so that different lists have different hashes."""
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode()
-        digest.update(b"%d:" % len(data) + data)
-    return digest.hexdigest()
+    data = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+    return hashlib.sha256(b"".join([b"%d:%b" % (len(each), each) for each in data])).hexdigest()
