@@ -18,7 +18,7 @@ from nanomegatron.checkpoint.checkpoint import load
 from nanomegatron.checkpoint.convert_source import open_hf, open_ours
 from nanomegatron.config.cli import from_toml
 from tests.checkpoints import ALONE
-from tests.hf_models import hugging_face, transformers
+from tests.hf_models import data, hugging_face, logit_error, transformers
 from tests.hf_models import save as save_theirs
 from tests.test_convert import LLAMA, files, own_memory, run, trained_here
 
@@ -86,8 +86,10 @@ def test_fp32_is_read_from_the_main_parameters(tmp_path):
         assert torch.equal(stream.read(), main[f"main/{name}"].read())
 
 
-def test_several_files(tmp_path):
-    trained_here(tmp_path / "ckpt", **LLAMA)
+@torch.no_grad()
+def test_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "SLICE", 1000)  # 7 rows and a rest
+    model = trained_here(tmp_path / "ckpt", **LLAMA)
     assert run(tmp_path / "ckpt", tmp_path / "one", "hf") == 0
     assert run(tmp_path / "ckpt", tmp_path / "many", "hf", "--max-shard-size", "20KB", "--verify") == 0
     names = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
@@ -102,6 +104,9 @@ def test_several_files(tmp_path):
         tmp_path / "many", output_loading_info=True
     )
     assert not any(info.values()) and theirs.config.num_hidden_layers == 2
+    tokens, _, positions = data()
+    expected = theirs(tokens, position_ids=positions[None], use_cache=False).logits
+    assert logit_error("", model, expected) < 1e-5
 
 
 def test_an_index_of_other_files_is_left_out(tmp_path):
