@@ -42,7 +42,10 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, `model`: flags of one. argparse exits with code 2; raises ValueError too."""
-    p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0])
+    more = (
+        "A Megatron-LM checkpoint without args needs flags of its model: --num-layers 32 ..., --config NAME."
+    )
+    p = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0], epilog=more)
     kinds = ("hf", "nanomegatron", "megatron-core", "megatron")
     p.add_argument("--source", required=True, choices=kinds, help="what --input-path holds")
     p.add_argument("--target", required=True, choices=(*kinds, "torch_dist"), help="what is to be written")
@@ -50,9 +53,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--output-path", "--save-dir", required=True, help="folder to make")
     p.add_argument("--ckpt-step", type=int, help="iteration to read; the newest")
     p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights; as they are")
-    p.add_argument(
-        "--max-shard-size", type=size, default="5GB", help="largest file of a Hugging Face folder; 5GB"
-    )
+    p.add_argument("--max-shard-size", type=size, help="largest weight file of a Hugging Face folder; 5GB")
     p.add_argument(
         "--verify", action="store_true", help="read the output again and compare it with the input"
     )
@@ -63,6 +64,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.model and args.source != "megatron-core":
         p.error(f"unrecognized arguments: {' '.join(args.model)}")
     target = Path(args.output_path)
+    if args.max_shard_size and args.target != "hf":
+        raise ValueError("--max-shard-size: is for --target hf; leave it out")
+    if args.ckpt_step is not None and args.source == "hf":
+        raise ValueError("--ckpt-step: a Hugging Face folder has no iterations; leave it out")
     if args.source == args.target:
         raise ValueError(f"--source {args.source} --target {args.target}: nothing to convert")
     if not Path(args.input_path).is_dir():
@@ -99,6 +104,7 @@ from nanomegatron.checkpoint.convert_source import SourceModel, open_hf, open_ou
 from nanomegatron.checkpoint.convert_target import compare, write_hf, write_ours, write_theirs
 from nanomegatron.report.writers import duration, progress_bar
 
+SHARD_SIZE = 5 * 10**9  # bytes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -120,6 +126,9 @@ def main(argv: list[str] | None = None) -> int:
         os.replace(temporary, target)
     except (ValueError, OSError, CheckpointError, SaveError) as error:
         return refused(error)
+    except KeyboardInterrupt:
+        print("convert.py: interrupted, nothing is written", file=sys.stderr)
+        return 130
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if args.target == "megatron-core":
@@ -158,7 +167,8 @@ def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Pat
         moving = opened.counted(report)
         match args.target:
             case "hf":
-                yield from write_hf(moving, temporary, args.max_shard_size, keep=not args.dtype)
+                keep = not args.dtype and args.max_shard_size is None
+                yield from write_hf(moving, temporary, args.max_shard_size or SHARD_SIZE, keep)
             case "megatron-core":
                 yield from write_theirs(moving, temporary)
             case _:
@@ -166,7 +176,8 @@ def convert(args: argparse.Namespace, source: Path, temporary: Path, target: Pat
     if args.verify:
         with progress("verified", opened.nbytes) as report:
             compare(opened, open_source(args.target, temporary, args.model).counted(report))
-        yield f"verified: all {len(opened.tensors)} weights are those of {source}, to the bit"
+        cast = f" cast to {args.dtype}" if args.dtype else ""
+        yield f"verified: all {len(opened.tensors)} weights are those of {source}{cast}, to the bit"
 
 
 def open_source(kind: str, root: Path, flags: list[str], step: int | None = None) -> SourceModel:

@@ -202,8 +202,10 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     tokenizer = choose_tokenizer(data)
     vocab_size = data.vocab_size or tokenizer.vocab_size
     if tokenizer.vocab_size > vocab_size:
+        other = ", or data of the tokenizer that the model of --load has" if config.checkpoint.load else ""
         raise ValueError(
-            f"--vocab-size {vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens; give at least that"
+            f"--vocab-size {vocab_size}: the tokenizer has {tokenizer.vocab_size} tokens; "
+            f"give at least that{other}"
         )
     held_out = config.run.eval_iters * data.global_batch_size
     asked = data_samples(config, mesh, log.warn, 0 if config.run.eval_only else before[-1])

@@ -71,9 +71,22 @@ def test_types_of_weights(tmp_path, name):
     assert old.keys() == new.keys() == wide.keys()
     for key, x in old.items():
         assert torch.equal(x.bfloat16(), new[key]) and torch.equal(x.bfloat16().float(), wide[key])
+    before = json.loads((tmp_path / "theirs/config.json").read_text())
+    after = json.loads((tmp_path / "again/config.json").read_text())
+    assert {key for key, value in before.items() if after.get(key) != value} <= {"dtype", "torch_dtype"}
     for folder, dtype in (("again", torch.bfloat16), ("wide", torch.float32)):
         found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert found.config.dtype == dtype and type(found) is type(model)
+
+
+def test_values_that_fp16_does_not_have(tmp_path, capsys):
+    model = hugging_face("llama")
+    model.model.norm.weight.data[0] = 1e6
+    save_theirs(model, tmp_path / "theirs")
+    assert run(tmp_path / "theirs", tmp_path / "ours", "nanomegatron", "--dtype", "fp16") == 2
+    assert "final_layernorm.weight has values beyond 65504" in capsys.readouterr().err
+    assert run(tmp_path / "theirs", tmp_path / "ours", "nanomegatron", "--dtype", "bf16", "--verify") == 0
+    assert "cast to bf16, to the bit" in capsys.readouterr().out
 
 
 def test_fp32_is_read_from_the_main_parameters(tmp_path):
@@ -93,6 +106,7 @@ def test_several_files(tmp_path, monkeypatch):
     assert run(tmp_path / "ckpt", tmp_path / "one", "hf") == 0
     assert run(tmp_path / "ckpt", tmp_path / "many", "hf", "--max-shard-size", "20KB", "--verify") == 0
     names = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert run(tmp_path / "ckpt", tmp_path / "x", "nanomegatron", "--max-shard-size", "20KB") == 2
     assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     whole, parts = load_file(tmp_path / "one/model.safetensors"), {}
     for name in names:
@@ -114,6 +128,8 @@ def test_an_index_of_other_files_is_left_out(tmp_path):
     assert (tmp_path / "theirs/model.safetensors.index.json").is_file()
     assert run(tmp_path / "theirs", tmp_path / "ours", "nanomegatron", "--dtype", "bf16") == 0
     assert run(tmp_path / "ours", tmp_path / "again", "hf") == 0
+    assert run(tmp_path / "ours", tmp_path / "small", "hf", "--max-shard-size", "30KB") == 0
+    assert len(list((tmp_path / "small").glob("*.safetensors"))) > 1
     assert {path.name for path in (tmp_path / "again").iterdir()} == {
         "config.json",
         "generation_config.json",

@@ -378,7 +378,14 @@ def test_everything_that_does_not_fit_is_said_at_once(folders):
 def test_bad_folders(folders, tmp_path):
     (tmp_path / "config.json").write_text((folders("llama")[1] / "config.json").read_text())
     assert not is_hf_folder(tmp_path)
-    with pytest.raises(ValueError, match="no model.safetensors, .* pickle"):
+    with pytest.raises(ValueError, match="no model.safetensors$"):
+        ours(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="no model.safetensors; pytorch_model.bin is a pickle"):
+        ours(tmp_path)
+    for n in (1, 2):
+        (tmp_path / f"model-{n}.safetensors").touch()
+    with pytest.raises(ValueError, match="2 .safetensors files, and no model.safetensors.index.json"):
         ours(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="not an index"):

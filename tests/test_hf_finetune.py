@@ -1,13 +1,16 @@
 """A Hugging Face folder from its download to its export after fine-tuning, as a user types it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import convert
 import train
+from nanomegatron.checkpoint.resume import tokenizer_notes
 from nanomegatron.commands import generate_args
+from nanomegatron.data.tokenizer import build_tokenizer
 from tests.hf_models import VOCAB, data, hugging_face, save
 from tests.test_convert import byte_tokenizer
 
@@ -81,3 +84,13 @@ def test_generating_from_a_folder(folder, capsys):
     flags = ["--prompt", "abc", "--max-new-tokens", "4", "--temperature", "0", "--device", "cpu"]
     assert generate_args.main(["--load", "theirs", *flags]) == 0
     assert capsys.readouterr().out.startswith("a b c")
+
+
+def test_data_of_another_tokenizer_is_noted(folder):
+    run = SimpleNamespace(tokenizer=build_tokenizer("ByteTokenizer"), model=SimpleNamespace(vocab_size=VOCAB))
+    (note,) = tokenizer_notes(run, str(folder))
+    assert note == f"the data's tokenizer is a ByteTokenizer, not that of {folder}: its ids may be others"
+    run.tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
+    assert tokenizer_notes(run, str(folder)) == []
+    run.tokenizer = build_tokenizer("NullTokenizer", vocab_size=9)  # whatever made them
+    assert tokenizer_notes(run, str(folder)) == []

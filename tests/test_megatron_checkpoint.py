@@ -90,7 +90,7 @@ def test_megatron_loads_what_is_written(oracle, tmp_path, name, monkeypatch):
             torch.nn.init.normal_(param, 1, 0.1)
     config = to_toml(build_config(settings(name)))
     save(tmp_path / "ours", 3, pieces_of(model), {"iteration": 3, "consumed_samples": 0}, config, ALONE)
-    assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "theirs") == 0
+    assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "theirs", "--verify") == 0
     assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "3"
     found = oracle("load", name, tmp_path / "theirs" / "iter_0000003")
     assert (found - logits_of(model)).abs().max() < EXACT

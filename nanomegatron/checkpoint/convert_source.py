@@ -20,6 +20,7 @@ from nanomegatron.checkpoint.manifest import CheckpointError, Manifest
 from nanomegatron.checkpoint.megatron import open_megatron
 from nanomegatron.checkpoint.streams import Stream
 from nanomegatron.config.cli import build_config, from_toml, parse
+from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_progress
 from nanomegatron.config.settings import Config, ParallelConfig, PrecisionConfig
 from nanomegatron.lr_schedule import LossScaler
@@ -66,7 +67,7 @@ class SourceModel:
         found = self.tensors
         if dtype == torch.float32:
             found = {name: self.states.get(f"main/{name}", stream) for name, stream in found.items()}
-        found = {name: stream.map(lambda x: x.to(dtype), dtype) for name, stream in found.items()}
+        found = {name: stream.map(cast_of(name, dtype), dtype) for name, stream in found.items()}
         precision = replace(self.config.precision, **types(dtype))
         return replace(self, tensors=found, config=replace(self.config, precision=precision))
 
@@ -82,6 +83,18 @@ class SourceModel:
             for group in (self.tensors, self.kept, self.states)
         )
         return replace(self, tensors=tensors, kept=kept, states=states)
+
+
+def cast_of(name: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the cast of a tensor's slices, which raises ValueError if fp16 has no such values."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        found = x.to(dtype)
+        if dtype == torch.float16 and not found.isfinite().all() and x.isfinite().all():
+            raise ValueError(f"--dtype fp16: {name} has values beyond 65504, its largest; give bf16 or fp32")
+        return found
+
+    return cast
 
 
 def types(dtype: torch.dtype) -> dict[str, bool]:
@@ -118,7 +131,10 @@ def open_ours(root: Path, step: int | None) -> SourceModel:
         raise CheckpointError(f"--input-path {root}: is of Megatron-LM; give --source megatron-core")
     loaded = load(root, [], ALONE, step)
     if loaded is None:
-        raise CheckpointError(f"--input-path {root}: no checkpoint there")
+        inside = (root / "ckpt").is_dir() or root.name.startswith("iter_")
+        fix = "; give the folder that holds iter_*, runs/NAME/ckpt" if inside else ""
+        fix = "; it is of Hugging Face, give --source hf" if is_hf_folder(root) else fix
+        raise CheckpointError(f"--input-path {root}: no checkpoint there{fix}")
     folder = root / f"iter_{loaded.iteration:07d}"
     folder = folder if folder.exists() else folder.with_suffix(".old")
     found = streams_of(folder, open_checkpoint(folder))
@@ -140,7 +156,8 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     folder = megatron_folder(root, step)
     if folder is None:
         ours = any(root.glob("iter_*/manifest.json"))
-        fix = "it is of nanomegatron; give --source nanomegatron" if ours else "no metadata.json, mp_rank_*"
+        fix = "no .metadata and metadata.json, or mp_rank_*, in the iteration of the tracker or --ckpt-step"
+        fix = "it is of nanomegatron; give --source nanomegatron" if ours else fix
         raise CheckpointError(f"--input-path {root}: no checkpoint of Megatron-LM there: {fix}")
     parsed = parse(["--load", str(folder), *flags])
     config = parsed.config
@@ -156,6 +173,8 @@ def open_theirs(root: Path, step: int | None, flags: list[str]) -> SourceModel:
     found = streams_of(folder, manifest)
     tensors = {key.removeprefix("model/"): x for key, x in found.items() if key.startswith("model/")}
     notes = [f"{folder} has no hash that says whether it is damaged", *manifest.format["notes"]]
+    if "--vocab-size" in " ".join(flags):
+        notes.append(f"rows of the vocabulary from {config.data.vocab_size} on are left out, as padding")
     iteration, samples = megatron_progress(folder)
     resumes = samples is not None and any(key.startswith("exp_avg/") for key in found)
     states, state = resumable(config, tensors, found, iteration, samples) if resumes else ({}, {})

@@ -28,8 +28,9 @@ from nanomegatron.checkpoint.streams import (
     write_safetensors,
     write_streams,
 )
-from nanomegatron.config.cli import to_toml
-from nanomegatron.config.hf import settings_of, to_hf
+from nanomegatron.config.cli import build_config, to_toml
+from nanomegatron.config.hf import effective, settings_of, to_hf
+from nanomegatron.config.megatron import only_here
 from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
 
 WEIGHTS_ONLY = dict.fromkeys(("iteration", "consumed_samples", "skipped_samples"), 0)
@@ -38,6 +39,8 @@ WEIGHTS_ONLY |= {"optimizer": {}, "circumstances": {}}
 
 def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
     """Write weights and optimizer states as torch_dist of Megatron-LM; yields notes."""
+    if lacking := only_here(source.config):
+        yield f"Megatron-LM has no flags for a model of {', '.join(lacking)}"
     tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
     yield from write_megatron(
         folder, source.config, source.vocab_size, source.iteration, tensors, source.state
@@ -59,7 +62,7 @@ def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> I
             yield f"without a tokenizer: {error}"
         hashes = keep_files(there, folder / "hf", keep)
         state["hf"] = hashes if keep else {}
-        left = {path.name for path in there.path.iterdir()} - set(hashes) - set(there.files)
+        left = {path.name for path in there.path.iterdir()} - {*hashes, *there.files, folder.name}
         yield from [f"left out: {', '.join(sorted(left))}"] if left else []
     layers: dict[str, dict[str, Stream]] = {}
     for name, stream in source.tensors.items():
@@ -186,8 +189,9 @@ def new_files(source: SourceModel) -> tuple[dict[str, bytes], list[str]]:
 
 def same_model(theirs: dict, ours: dict) -> dict:
     """Return the config.json that training began with, with the present dtype; ours if the model changed."""
-    before, now = (settings_of(table) | dict.fromkeys(("bf16", "fp16")) for table in (theirs, ours))
-    if before != now:
+    before, now = (build_config(settings_of(table)) for table in (theirs, ours))
+    same = effective(before.model) == effective(now.model)
+    if not same or before.data.vocab_size != now.data.vocab_size:
         return ours | {key: value for key, value in theirs.items() if key.endswith("_token_id")}
     return theirs | {"dtype" if "dtype" in theirs else "torch_dtype": ours["torch_dtype"]}
 

@@ -112,7 +112,7 @@ HINTS = {
     "self_attention": "--num-attention-heads, --num-query-groups, --kv-channels",
     "position": "--max-position-embeddings",
     "word": "--vocab-size",
-    "output": "--vocab-size",
+    "output": "--vocab-size, --untie-embeddings-and-output-weights",
 }
 
 
@@ -185,9 +185,10 @@ class Folder:
         self.tensors, self.file_of = {}, {}  # read only when accessed
         for name in self.files:
             try:
+                open(self.path / name, "rb").close()  # it says why, if that is not allowed
                 with safe_open(self.path / name, "pt") as file:
                     found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise ValueError(f"{self.path / name}: {error}") from None
             self.tensors |= found
             self.file_of |= dict.fromkeys(found, self.path / name)
@@ -236,10 +237,13 @@ def weight_files(folder: Path) -> list[str]:
             raise ValueError(f"{index}: not an index of safetensors files ({error!r})") from None
     if len(names) == 1:
         return names
-    raise ValueError(
-        f"{folder}: no model.safetensors, and no index of several; a pickle (pytorch_model.bin) is not read: "
-        "save it again with transformers' save_pretrained"
-    )
+    if names:
+        raise ValueError(
+            f"{folder}: {len(names)} .safetensors files, and no {index.name} that lists their tensors"
+        )
+    pickle = next((path.name for path in folder.glob("pytorch_model*.bin")), "")
+    fix = f"; {pickle} is a pickle, which is not read: save it again with transformers' save_pretrained"
+    raise ValueError(f"{folder}: no model.safetensors{fix if pickle else ''}")
 
 
 def keep_source_files(source: str | Path, kept: Path) -> None:

@@ -214,7 +214,7 @@ def check_manifest(tensors: dict[str, SavedTensor], files: dict[int, SavedFile])
             for begin, end, rank in ranges:
                 room[rank] = room.get(rank, 0) - (end - begin) * item
                 if room[rank] < 0:
-                    raise CheckpointError(f"{key}: its part does not fit into {shard_name(rank)}")
+                    raise CheckpointError(f"{key}: its part does not fit into file {rank}")
 
 
 # Writing.

@@ -154,13 +154,14 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
         candidates = list(spots(name, shape, model))
         spot = next((spot for spot in candidates if prefix + spot.key in tensors), None)
         if spot is None:
-            errors.append(f"{name}: missing, {' or '.join(spot.key for spot in candidates[:2])}")
+            keys = dict.fromkeys(spot.key for spot in candidates[:2])
+            errors.append(f"{name}: missing, {' or '.join(keys)}")
             continue
+        used |= {before + prefix + other.key for before in STATE_NAMES for other in candidates}
         for before, kind in STATE_NAMES.items():
             key = before + prefix + spot.key
             if key not in tensors:
                 continue
-            used.add(key)
             if wrong := _misshapen(key, spot, tensors[key], model):
                 errors += wrong
             else:

@@ -19,7 +19,7 @@ import torch
 from nanomegatron.checkpoint.checkpoint import load, module_states, read_state, state_pieces, training_pieces
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.checkpoint.folder import remove_leftovers
-from nanomegatron.checkpoint.hf import keep_source_files, load_weights
+from nanomegatron.checkpoint.hf import folder_tokenizer, keep_source_files, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.checkpoint.saver import Saver
@@ -242,9 +242,22 @@ def load_hf_folder(run: Run, source: LoadSource) -> None:
     log_notes(run, [*(divide_outputs(parameters(), model) if upcycling else ()), *notes])
     if run.optimizer:
         run.optimizer.reset_main()
+    warn_once(run, tokenizer_notes(run, source.root) if run.mesh.rank == 0 else [])
     keep_source(run, source.root)
     how = ", each expert as the MLP" * upcycling
     run.log.line(f"loaded  {source.root}, the weights of a Hugging Face model{how}")
+
+
+def tokenizer_notes(run: Run, root: str) -> list[str]:
+    """Return a note if a Hugging Face folder has another tokenizer than the data."""
+    ours = run.tokenizer
+    try:
+        theirs = folder_tokenizer(Path(root), run.model.vocab_size)
+    except ValueError:  # it cannot be read: nothing to compare with
+        return []
+    if "NullTokenizer" in (ours.spec["type"], theirs.spec["type"]) or ours.fingerprint == theirs.fingerprint:
+        return []
+    return [f"the data's tokenizer is a {ours.spec['type']}, not that of {root}: its ids may be others"]
 
 
 def load_megatron_folder(run: Run, source: LoadSource, folder: Path) -> None:

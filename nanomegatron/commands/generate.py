@@ -123,7 +123,9 @@ def load_megatron_model(
     """The same for a checkpoint of Megatron-LM that has args. Raises ValueError, CheckpointError."""
     settings = megatron_settings(folder)
     if not settings.get("vocab_size"):
-        raise ValueError(f"{folder}: it has no args that say what the model is; convert it with convert.py")
+        raise ValueError(
+            f"{folder}: it has no args that say what the model is; convert.py takes that as flags"
+        )
     config = build_config(settings)
     vocab_size = config.data.vocab_size
     model = new_model(config, mesh, vocab_size)

@@ -289,7 +289,7 @@ class _Reader:
         if self.values:
             self.notes.append(f"the model is that of --load {folder}, but for other flags")
         elif not (self.errors or model_given):
-            self.errors.append(f"--load {folder}: it has no args; give its model by flags or --config")
+            self.errors.append(f"--load {folder}: it has no args; give its model by flags or --config NAME")
 
     def read_table(self, table: dict[str, Any], source: str) -> None:
         """Read the keys of a TOML file; `source` names the file in errors."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanomegatron.config.rules import holds, values_of
+from nanomegatron.config.rules import declared, holds, spelled, values_of
 from nanomegatron.config.settings import Config
 
 
@@ -14,6 +14,13 @@ from nanomegatron.config.settings import Config
 def megatron_flags() -> dict[str, Any]:
     """Read the tables of megatron_flags.toml, whose comments explain them."""
     return tomllib.loads((Path(__file__).parent / "megatron_flags.toml").read_text())
+
+
+def only_here(config: Config) -> list[str]:
+    """Return the flags of a model that Megatron-LM does not have."""
+    model = [(s, value) for part, s, value in declared(config) if part == "model" and value != s.default]
+    own = megatron_flags()["own"]
+    return [spelled(s.name, value) for s, value in model if s.name.replace("_", "-") in own]
 
 
 def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) -> tuple[str, str]:

@@ -53,7 +53,7 @@ def pickled_state(path: Path) -> dict[str, Any]:
                 raise ValueError(f"its pickle is compressed, or larger than {PICKLE_BYTES} bytes")
             state = build_pickle(archive.read(info), str, tensors=True)
     except zipfile.BadZipFile:
-        raise ValueError("no file of torch.save since torch 1.6; save it again with a newer torch") from None
+        raise ValueError("cut short, or no file of torch.save since torch 1.6") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
     return state if isinstance(state, dict) else {}
