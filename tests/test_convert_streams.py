@@ -99,6 +99,16 @@ def test_fp32_is_read_from_the_main_parameters(tmp_path):
         assert torch.equal(stream.read(), main[f"main/{name}"].read())
 
 
+def test_the_main_parameters_of_a_cast_run_are_its_weights(tmp_path):
+    trained_here(tmp_path / "ckpt", **LLAMA)
+    source = open_ours(tmp_path / "ckpt", None)
+    cast = source.cast(torch.bfloat16)
+    for name, stream in source.tensors.items():
+        assert f"main/{name}" not in source.states
+        assert torch.equal(cast.states[f"main/{name}"].read(), stream.read())
+        assert torch.equal(cast.tensors[name].read(), stream.read().bfloat16())
+
+
 @torch.no_grad()
 def test_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "SLICE", 1000)  # 7 rows and a rest

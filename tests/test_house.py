@@ -9,7 +9,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6060,
-    "checkpoint": 4500,
+    "checkpoint": 4510,
     "commands": 1270,
     "config": 3430,
     "data": 3380,

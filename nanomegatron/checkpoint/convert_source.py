@@ -63,13 +63,20 @@ class SourceModel:
         return sum(stream.nbytes for stream in self.states.values())
 
     def cast(self, dtype: torch.dtype) -> "SourceModel":
-        """Return it with weights of this type; fp32 is read from the main parameters, if it has them."""
-        found = self.tensors
+        """Return it with weights of this type; fp32 is read from the main parameters, if it has them.
+
+        Of an fp32 run that is cast to 16 bits the weights become its main parameters.
+        """
+        found, states = self.tensors, self.states
         if dtype == torch.float32:
-            found = {name: self.states.get(f"main/{name}", stream) for name, stream in found.items()}
+            found = {name: states.get(f"main/{name}", stream) for name, stream in found.items()}
+        else:
+            trained = [name for name in found if f"exp_avg/{name}" in states]
+            main = {f"main/{name}": found[name].map(torch.Tensor.float, torch.float32) for name in trained}
+            states = main | states
         found = {name: stream.map(cast_of(name, dtype), dtype) for name, stream in found.items()}
         precision = replace(self.config.precision, **types(dtype))
-        return replace(self, tensors=found, config=replace(self.config, precision=precision))
+        return replace(self, tensors=found, states=states, config=replace(self.config, precision=precision))
 
     def counted(self, report: Callable[[int], object]) -> "SourceModel":
         """Return it so that `report` hears the bytes of each slice that is read."""
