@@ -99,9 +99,9 @@ if __name__ == "__main__":  # wrong arguments are reported before torch is impor
 import torch
 
 from nanomegatron.checkpoint.blocks import sync
-from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.checkpoint.convert_source import SourceModel, open_hf, open_ours, open_theirs
 from nanomegatron.checkpoint.convert_target import compare, write_hf, write_ours, write_theirs
+from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.report.writers import duration, progress_bar
 
 SHARD_SIZE = 5 * 10**9  # bytes
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
             with open(path, "rb+") as file:
                 sync(file)
         os.replace(temporary, target)
-    except (ValueError, OSError, CheckpointError, SaveError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         return refused(error)
     except KeyboardInterrupt:
         print("convert.py: interrupted, nothing is written", file=sys.stderr)

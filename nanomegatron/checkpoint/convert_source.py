@@ -71,9 +71,7 @@ class SourceModel:
         if dtype == torch.float32:
             found = {name: states.get(f"main/{name}", stream) for name, stream in found.items()}
         else:
-            trained = [name for name in found if f"exp_avg/{name}" in states]
-            main = {f"main/{name}": found[name].map(torch.Tensor.float, torch.float32) for name in trained}
-            states = main | states
+            states = main_from_weights(found, states) | states
         found = {name: stream.map(cast_of(name, dtype), dtype) for name, stream in found.items()}
         precision = replace(self.config.precision, **types(dtype))
         return replace(self, tensors=found, states=states, config=replace(self.config, precision=precision))
@@ -90,6 +88,12 @@ class SourceModel:
             for group in (self.tensors, self.kept, self.states)
         )
         return replace(self, tensors=tensors, kept=kept, states=states)
+
+
+def main_from_weights(tensors: dict[str, Stream], states: dict[str, Stream]) -> dict[str, Stream]:
+    """Return main parameters that are the weights, for those that have optimizer states."""
+    trained = [name for name in tensors if f"exp_avg/{name}" in states]
+    return {f"main/{name}": tensors[name].map(torch.Tensor.float, torch.float32) for name in trained}
 
 
 def cast_of(name: str, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -192,11 +196,10 @@ def resumable(
     config: Config, tensors: dict[str, Stream], found: dict[str, Stream], iteration: int, samples: int
 ) -> tuple[dict[str, Stream], dict[str, Any]]:
     """Return the optimizer's states of a checkpoint of Megatron-LM, and the state, as a run here has them."""
-    states = {key: x for key, x in found.items() if key.startswith(("exp_avg/", "exp_avg_sq/"))}
-    if config.precision.bf16 or config.precision.fp16:
-        for name, x in tensors.items():
-            if f"exp_avg/{name}" in states:
-                states[f"main/{name}"] = found.get(f"main/{name}", x.map(torch.Tensor.float, torch.float32))
+    mixed = config.precision.bf16 or config.precision.fp16
+    kinds = ("exp_avg/", "exp_avg_sq/", *(["main/"] if mixed else []))
+    states = {key: x for key, x in found.items() if key.startswith(kinds)}
+    states = main_from_weights(tensors, states) | states if mixed else states
     scaler = LossScaler(config.precision, torch.device("cpu")).state()
     state = {"iteration": iteration, "consumed_samples": samples, "skipped_samples": 0, "data_samples": []}
     return states, state | {"optimizer": {"good_steps": iteration, "loss_scaler": scaler}}

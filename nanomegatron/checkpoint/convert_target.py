@@ -42,9 +42,8 @@ def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
     if lacking := only_here(source.config):
         yield f"Megatron-LM has no flags for a model of {', '.join(lacking)}"
     tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
-    yield from write_megatron(
-        folder, source.config, source.vocab_size, source.iteration, tensors, source.state
-    )
+    about = source.config, source.vocab_size, source.iteration
+    yield from write_megatron(folder, *about, tensors, source.state)
 
 
 def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> Iterator[str]:
@@ -74,7 +73,7 @@ def write_ours(source: SourceModel, folder: Path, target: Path, keep: bool) -> I
     if keep and source.kept:
         layers["kept"] = {f"hf/{name}": stream for name, stream in source.kept.items()}
     temporary = folder / f"iter_{state['iteration']:07d}.tmp"
-    make_folder(temporary, source.nbytes)
+    make_folder(temporary, 0)
     for rank, streams in enumerate(layers.values()):
         write_streams(temporary, rank, streams)
     publish_folder(temporary, len(layers), state["iteration"], state, to_toml(source.config))
@@ -111,9 +110,8 @@ def write_hf(source: SourceModel, folder: Path, shard_size: int, keep: bool) -> 
     files, notes = (kept, []) if kept else new_files(source)
     headers = {name.removesuffix(HEADER): data for name, data in kept.items() if name.endswith(HEADER)}
     family = json.loads(files["config.json"])["model_type"]
-    tensors = by_their_names(
-        source, family, [key for data in headers.values() for key in json.loads(data[8:])]
-    )
+    theirs = [key for data in headers.values() for key in json.loads(data[8:])]
+    tensors = by_their_names(source, family, theirs)
     if not kept:
         headers, index = shards(tensors, shard_size)
         files |= {"model.safetensors.index.json": index} if len(headers) > 1 else {}
@@ -202,7 +200,7 @@ def same_model(theirs: dict, ours: dict) -> dict:
 def compare(source: SourceModel, written: SourceModel) -> None:
     """Read both, slice by slice. Raises CheckpointError that names the first tensor with another bit."""
     if missing := source.tensors.keys() ^ written.tensors.keys():
-        raise CheckpointError(f"{written.root}: {min(missing)} is in one of the two alone")
+        raise CheckpointError(f"{written.root}: {min(missing)} is in only one of the two")
     states = {key: x for key, x in source.states.items() if key in written.states}
     for name, stream in (source.tensors | states).items():
         other = (written.tensors | written.states)[name]

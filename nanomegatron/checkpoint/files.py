@@ -139,9 +139,14 @@ def describe_shard(pieces: Iterable[Piece], rank: int) -> tuple[bytes, dict[str,
             ranges.append(Range(*ends, rank))
         begin, end = end, end + piece.data.nbytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    return header_bytes(header), tensors
+
+
+def header_bytes(header: dict[str, Any]) -> bytes:
+    """Return what is before the elements of a safetensors file: the length of a table, and the table."""
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, tensors
+    return len(text).to_bytes(8, "little") + text
 
 
 def raw_bytes(piece: Piece) -> Any:

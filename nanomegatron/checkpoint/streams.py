@@ -18,6 +18,7 @@ from nanomegatron.checkpoint.files import (
     DTYPES,
     Piece,
     describe_shard,
+    header_bytes,
     host_bytes,
     in_file_order,
     write_rank,
@@ -102,9 +103,7 @@ def safetensors_header(tensors: Mapping[str, Stream]) -> bytes:
             "shape": list(stream.shape),
             "data_offsets": (begin, end),
         }
-    text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header_bytes({"__metadata__": {"format": "pt"}} | entries)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Stream], header: bytes) -> None:

@@ -144,8 +144,8 @@ def in_order(work: Callable, inputs: Iterable, workers: int) -> Iterator:
     if workers == 1:
         yield from map(work, inputs)
         return
-    alone = sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
-    context = multiprocessing.get_context("fork" if alone else "spawn")
+    safe = sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
+    context = multiprocessing.get_context("fork" if safe else "spawn")
     with ProcessPoolExecutor(workers - 1, context, _start_worker, (os.getpid(),)) as pool:
         pool.submit(os.getpid)  # starts them
         inputs, pending = iter(inputs), deque()
