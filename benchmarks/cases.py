@@ -1,6 +1,7 @@
 """The cases of measure.py: what is trained, with which flags of train.py, and by whom. Data, part by part.
 
     one         a slice of Llama-3-8B on one GPU: our kernels, torch's own operations, torch.compile
+    gpt2        GPT-2 124M on one GPU, in small to large microbatches, beside a nanoGPT-like model
     fp8         the same slice in bf16, in every FP8 recipe, and by torchao
     tp dp pp    tensor, data and pipeline parallelism, beside DTensor, FSDP2 and torch.distributed.pipelining
     cp          long rows over all GPUs            long     the longest rows, by what is recomputed
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from tools.gpu_gate import COMMON, FP8, LLAMA, QWEN, ZERO1
 
-PEERS, STAGES, EXPERTS = (f"benchmarks/peers{name}.py" for name in ("", "_pipeline", "_moe"))
+PEERS, STAGES, EXPERTS, GPT2 = (f"benchmarks/peers{name}.py" for name in ("", "_pipeline", "_moe", "_gpt2"))
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 FUSED = "--cross-entropy-loss-fusion"
 FLOPS = "--pipeline-split flops"
@@ -39,6 +40,12 @@ PRECISIONS: dict[str, Row] = {
     **{f"fp8 {recipe}": f"--fp8-format hybrid --fp8-recipe {recipe}" for recipe in RECIPES},
     "torchao tensorwise": ("", f"{PEERS} torchao-tensorwise"),
     "torchao rowwise": ("", f"{PEERS} torchao-rowwise"),
+}
+SMALL_MODEL: dict[str, Row] = {
+    "bf16": "",
+    "compile": ("", f"{GPT2} compile"),
+    "reduce-overhead": ("", f"{GPT2} reduce-overhead"),
+    "fp8": FP8,
 }
 TENSOR: dict[str, Row] = {
     "tp": "",
@@ -126,6 +133,7 @@ TINY_LOSSES = "--num-layers 1 --hidden-size 128 --num-attention-heads 2 --ffn-hi
 TINY_LOSSES += "--seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 8 --eval-iters 2"
 SMALL = {  # flags behind those of a part's cases, with --small
     "tp": f"{TINY} --seq-length 32",
+    "gpt2": f"{TINY} --num-query-groups 8 --micro-batch-size 2 --global-batch-size 2",
     "fp8": f"{TINY} --hidden-size 128 --ffn-hidden-size 128 --seq-length 64",
     "pp": f"{TINY} --num-layers 8",
     "cp": f"{TINY} --seq-length 64 --max-position-embeddings 64",
@@ -183,6 +191,16 @@ def by_microbatches(
 def slices(table: dict[str, Row], usual: int) -> list[Case]:
     """On one GPU, with two sequences in a microbatch."""
     return by_microbatches(table, (1, 4), 2, f"{LLAMA} --micro-batch-size 2", usual=usual)
+
+
+def gpt2() -> list[Case]:
+    """A microbatch a step, of 8, 32 and 64 sequences."""
+    flags = f"{COMMON} --config gpt2-124m --bf16"
+    batches = {n: f"{flags} --micro-batch-size {n} --global-batch-size {n}" for n in (8, 32, 64)}
+    named = {"warm": 10, "timed": 20}
+    return [
+        case for n, words in batches.items() for case in cases(SMALL_MODEL, words, name=f"{{}}, {n}", **named)
+    ]
 
 
 def tensor(n: int) -> list[Case]:
@@ -258,6 +276,7 @@ def whole_runs(part: str) -> list[Case]:
 ONE_GPU = Case("one gpu", f"{LLAMA} --micro-batch-size 1 --global-batch-size 2")
 PARTS: dict[str, Callable[[int], list[Case]]] = {
     "one": lambda n: slices(ONE, 3),
+    "gpt2": lambda n: gpt2(),
     "fp8": lambda n: slices(PRECISIONS, 7),
     "tp": tensor,
     "dp": data,

@@ -50,7 +50,7 @@ def main(kinds: dict[str, Callable], words: list[str]) -> int:
         print_errors(error)
         return BAD_CONFIG
     task = kinds[words[0]], argv
-    if config.run.nproc == 1 or world.size > 1:
+    if (config.run.nproc or 1) == 1 or world.size > 1:
         return run_rank(world, *task)
     return max(map(abs, launch(run_rank, config.run.nproc, task)))
 

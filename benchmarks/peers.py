@@ -181,9 +181,11 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def compiled(what: Callable, mesh: Mesh, options: dict | None = None) -> Callable:
-    """A module or function under torch.compile."""
-    return torch.compile(what, backend="inductor" if on_gpu(mesh) else "aot_eager", options=options)
+def compiled(what: Callable, mesh: Mesh, options: dict | None = None, mode: str | None = None) -> Callable:
+    """A module or function under torch.compile; mode: one of its own, on GPUs."""
+    if not on_gpu(mesh):
+        return torch.compile(what, backend="aot_eager")
+    return torch.compile(what, options=options, mode=mode)
 
 
 class Peer:
@@ -201,6 +203,10 @@ class Peer:
         self.sharded = hasattr(model, "set_requires_gradient_sync")
         self.after_step: Callable[[nn.Module], object] = lambda model: None
 
+    def microbatch_loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean loss of tokens `[b, s + 1]` -> `[]`"""
+        return self.loss(self.model(tokens[:, :-1]), tokens[:, 1:])
+
     def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """batches: tokens and one more, `[b, s + 1]` each. Returns this rank's mean loss, 0-d."""
         total = 0.0
@@ -208,7 +214,7 @@ class Peer:
             if self.sharded:
                 self.model.set_requires_gradient_sync(i == len(batches))
             with self.context():
-                loss = self.loss(self.model(tokens[:, :-1]), tokens[:, 1:]) / len(batches)
+                loss = self.microbatch_loss(tokens) / len(batches)
                 loss.backward()
             total += (loss.to_local() if isinstance(loss, DTensor) else loss).detach()
         if self.clip > 0:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import train
-from benchmarks import peer_program, peers, peers_moe, peers_pipeline
-from benchmarks.cases import EXPERTS, PEERS, STAGES, Case, cases_of
+from benchmarks import peer_program, peers, peers_gpt2, peers_moe, peers_pipeline
+from benchmarks.cases import EXPERTS, GPT2, PEERS, STAGES, Case, cases_of
 from nanomegatron.mesh import World
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
 
-KINDS = {PEERS: peers.KINDS, STAGES: peers_pipeline.KINDS, EXPERTS: peers_moe.KINDS}
+KINDS = {PEERS: peers.KINDS, GPT2: peers_gpt2.KINDS, STAGES: peers_pipeline.KINDS, EXPERTS: peers_moe.KINDS}
 UPDATES = "--lr 1e-2 --weight-decay 0.1 --clip-grad 0.5 --train-iters 4 --no-save-optim"
 FP32 = f"{UPDATES} --no-bf16"
 
@@ -52,7 +52,12 @@ def losses(part: str, name: str, folder: Path, flags: str = FP32) -> tuple[list[
 
 
 FEW = [("one", "compile, 4"), ("tp", "dtensor"), ("dp", "fsdp, 4"), ("pp", "torch zb-v, 8")]
-MORE = [("dp", "fsdp kept, 4"), ("pp", "torch 1f1b, 8")]
+MORE = [
+    ("gpt2", "compile, 8"),
+    ("gpt2", "reduce-overhead, 8"),
+    ("dp", "fsdp kept, 4"),
+    ("pp", "torch 1f1b, 8"),
+]
 MORE += [("pp", f"torch interleaved {kind}, 8") for kind in ("4", "4, eager", "zero bubble 4")]
 
 
