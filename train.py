@@ -32,7 +32,7 @@ if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not No
 import torch
 
 from nanomegatron import comm
-from nanomegatron.build import build, build_optimizer, install, paths_for
+from nanomegatron.build import build, build_executor, build_optimizer, install, paths_for
 from nanomegatron.checkpoint.resume import load_checkpoint, new_saver, save_if_due, save_last
 from nanomegatron.checkpoint.source import data_samples, with_saved_schedule
 from nanomegatron.config.batch import samples_before
@@ -57,7 +57,6 @@ from nanomegatron.launch import launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
-from nanomegatron.pp import execute
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
 from nanomegatron.report.log import RunLog, timestamp
 from nanomegatron.report.plots import plot_experts, plot_loss
@@ -230,6 +229,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     known = data_identity(datasets) if mesh.rank == 0 else {}
     run = Run(*parts, before, asked, profile, reporter, health, signals, known)
+    if grads:
+        run.execute = build_executor(config, paths, model, grads, log.line)
     if grads and (sharding := buckets_text(grads)):
         log.line(f"dp      {sharding}")
     run.saver = None if config.run.eval_only else new_saver(run)
@@ -311,7 +312,7 @@ def train_step(run: Run) -> StepReport:
     tracer.begin(batch.iteration, run.model.plan(len(microbatches))[0], run.model.placed)
     with timers("forward-backward"):
         shape = run.model.shape(data.seq_length // mesh.cp.size, data.micro_batch_size)
-        execute(run.model, step, len(microbatches), shape, tracer=tracer)
+        run.execute(run.model, step, len(microbatches), shape, tracer=tracer)
     empty_unused_memory(run, level=1)
     with timers("all-grads-sync"):
         run.grads.grad_sync()

@@ -41,10 +41,13 @@ class Batch:
         """Positions for rotary embedding -> `[s]` or `[b, s]`: in the row if attention crosses documents."""
         return self.positions if self.cu_seqlens is None else self.embedded_positions
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the batch by name, `[...]` each."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Return the batch with `change` applied to every tensor."""
-        tensors = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
-        return replace(self, **{name: change(x) for name, x in tensors.items()})
+        return replace(self, **{name: change(x) for name, x in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on `device`; a copy from pinned memory to a GPU does not wait."""

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from nanomegatron.attention import SelfAttention
+from nanomegatron.config.check_layout import graph_conflict
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm
+from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
@@ -38,7 +40,7 @@ from nanomegatron.model import GPTModel, Stage, TransformerLayer
 from nanomegatron.moe import GroupedExperts, MoELayer
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
-from nanomegatron.pp import Stages
+from nanomegatron.pp import Stages, execute
 from nanomegatron.schedules import placement
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
@@ -54,6 +56,7 @@ class Paths:
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
     gathered: Callable | None = None  # (param, shards axis) -> class of what Buckets gather
+    graphs: bool = False  # microbatches are launched as CUDA graphs
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
     def describe(self, config: Config, mesh: Mesh) -> str:
@@ -68,6 +71,9 @@ class Paths:
             parts.append(f"cp rings by {self.peers.describe(mesh.cp, 'messages')}")
         if self.moe and mesh.etp_ep.size > 1:
             parts.append(f"ep {self.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")
+        if mesh.device.type == "cuda" and config.parallel.cuda_graph_impl != "none":
+            why = graph_conflict(config)
+            parts.append(f"no CUDA graphs: {why}" if why else "a CUDA graph of each microbatch")
         return " | ".join(parts)
 
 
@@ -95,8 +101,24 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
         gathered=gathered_casts if casts else None,
+        graphs=wants_graphs(config, mesh),
         peers=peers,
     )
+
+
+def wants_graphs(config: Config, mesh: Mesh) -> bool:
+    """Whether microbatches are launched as CUDA graphs: on a GPU, unless asked not to, where they can be."""
+    asked = config.parallel.cuda_graph_impl != "none"
+    return asked and mesh.device.type == "cuda" and not graph_conflict(config)
+
+
+def build_executor(
+    config: Config, paths: Paths, stages: Stages, grads: Buckets, say: Callable[[str], None]
+) -> Callable[..., None]:
+    """Return what runs the forwards and backwards of a training step; say: takes lines for the log."""
+    if not paths.graphs:
+        return execute
+    return GraphedSteps(execute, grads, stages.scales, say, config.parallel.cuda_graph_warmup_steps)
 
 
 def install(stages: Stages, paths: Paths) -> Stages:

@@ -151,7 +151,7 @@ class Scales:
         self.stats_hook: Callable | None = None  # report/counters.py: (slot, x, its rowwise copy)
         self.history = torch.zeros(recipe.history, 0, device=device)  # amaxes: row 0 is this step's
         self.scale, self.limits = (torch.ones(0, device=device) for _ in range(2))
-        self._update_inverses()
+        self.inverses = torch.ones(0, INVERSE_STRIDE, device=device)
 
     def add_layer(self, name: str, gradient: torch.dtype | None = None) -> "Fp8Linear":
         """Add a layer and return its state. Raises ValueError if the model has a layer of this name already.
@@ -186,6 +186,16 @@ class Scales:
         """Discard this step's amaxes, e.g. of a warm-up, and the casts of weights that recorded some."""
         self.history[:1] = 0.0
         self.clear_weight_cache()
+
+    @property
+    def without_history(self) -> bool:
+        """Whether the next step computes its scales as it goes: delayed scaling, in its first step."""
+        return self.recipe.name == "delayed" and self.no_history_yet
+
+    def drop_cached_weights(self) -> None:
+        """Drop what first uses made of weights; casts of the optimizer stay."""
+        for layer in self.layers.values():
+            layer.cached_weight = None
 
     def clear_weight_cache(self) -> None:
         """Drop the casts of weights: their next use casts again, unless the optimizer does so before."""
@@ -225,8 +235,12 @@ class Scales:
         self.clear_weight_cache()
 
     def _update_inverses(self) -> None:
-        """Compute the inverse scales `[n, INVERSE_STRIDE]`; a new tensor, as casts keep views of the old."""
-        self.inverses = (1.0 / self.scale)[:, None].repeat(1, INVERSE_STRIDE)
+        """Compute the inverse scales `[n, INVERSE_STRIDE]`, in place: graphs of kernels read them there."""
+        inverses = (1.0 / self.scale)[:, None].expand(-1, INVERSE_STRIDE)
+        if self.inverses.shape == inverses.shape:
+            self.inverses.copy_(inverses)
+        else:
+            self.inverses = inverses.contiguous()
 
 
 class Fp8Linear:
@@ -245,7 +259,7 @@ class Fp8Linear:
     @property
     def has_scale(self) -> bool:
         """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
-        return self.recipe.name == "delayed" and not self.scales.no_history_yet
+        return self.recipe.name == "delayed" and not self.scales.without_history
 
     def cast(
         self, x: torch.Tensor, role: str, copies: str = "both", axis: Axis | None = None, record: bool = True

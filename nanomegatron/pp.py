@@ -115,6 +115,8 @@ class ForwardState(NamedTuple):
 class NoTracer:
     """A tracer that does nothing; `execute` calls it at each op and message (report/trace.py records)."""
 
+    watches = False  # whether it needs these calls in this step
+
     def op(self, op: Op) -> AbstractContextManager:
         """Entered for the computation of an op, after its message has arrived."""
         return nullcontext()

@@ -101,7 +101,8 @@ class RecomputeFunction(torch.autograd.Function):
         if spread.size > 1:
             kept = [own_slice(x.flatten(), spread).clone() for x in tensors]
         ctx.save_for_backward(*kept)
-        ctx.random = torch.cuda.get_rng_state(tensors[0].device) if tensors[0].is_cuda else None
+        random = tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing()
+        ctx.random = torch.cuda.get_rng_state(tensors[0].device) if random else None
         return run(*tensors)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from nanomegatron.faults.signals import UNHEARD, Signals
 from nanomegatron.faults.stragglers import Stragglers
 from nanomegatron.mesh import Mesh
 from nanomegatron.optim import Optimizer
-from nanomegatron.pp import Stages
+from nanomegatron.pp import Stages, execute
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import GlobalBatch, Reporter, StepReport
@@ -41,6 +42,7 @@ class Run:
     signals: Signals = UNHEARD
     data: dict = field(default_factory=dict)  # on rank 0 what it is trained on (data/identity.py)
     saver: Saver | None = None  # None with --eval-only
+    execute: Callable[..., None] = execute  # a training step's forwards and backwards, as `pp.execute`
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # not read, or of a spike without an update
     skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip

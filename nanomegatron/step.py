@@ -9,8 +9,8 @@ microbatches: each token's loss is weighted by mask / tokens, with the tokens of
 Packs of documents are another kind of microbatch; ranks may have different numbers (data/packed_dataset.py).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,10 +67,35 @@ def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
     return comm.all_reduce_(local, run.mesh.dp_cp).clamp(min=1)
 
 
+@dataclass
+class ForwardStep:
+    """What `pp.execute` runs in training: chunk, microbatch i -> its loss `[]`, or its activations.
+
+    The last stage adds the loss to total `[]`. scale `[]`: of the losses; tokens `[]`: the result of
+    `token_count`; aux_scale `[]`: as in `Batch`.
+    """
+
+    batches: list[Batch]
+    seed: int
+    scale: torch.Tensor
+    tokens: torch.Tensor | None
+    total: torch.Tensor
+    aux_scale: torch.Tensor | None = None
+
+    def __call__(self, chunk: GPTModel, i: int) -> torch.Tensor:
+        batch = self.batches[i]
+        if not chunk.post_process:
+            return forward_microbatch(chunk, batch, None, self.seed, self.aux_scale)
+        weights = batch.loss_mask * (self.scale / self.tokens)
+        loss = forward_microbatch(chunk, batch, weights, self.seed, self.aux_scale)
+        self.total.add_((loss.detach() * batch.loss_mask).sum() / self.tokens)
+        return (loss * weights).sum()
+
+
 def forward_step(
     run: Run, batches: list[Batch], tokens: torch.Tensor | None, total: torch.Tensor
-) -> Callable[[GPTModel, int], torch.Tensor]:
-    """Return the function that `pp.execute` runs: chunk, microbatch i -> its loss or activations.
+) -> ForwardStep:
+    """Return the function that `pp.execute` runs on these microbatches.
 
     The last stage adds the loss to total `[]`. tokens `[]`: the result of `token_count`.
     """
@@ -78,17 +103,7 @@ def forward_step(
     aux_scale = None  # routers' losses: the mean over all tokens
     if run.config.model.num_experts is not None:
         aux_scale = scale / run.next_batch().tokens
-
-    def step(chunk: GPTModel, i: int) -> torch.Tensor:
-        batch, seed = batches[i], run.config.run.seed
-        if not chunk.post_process:
-            return forward_microbatch(chunk, batch, None, seed, aux_scale)
-        weights = batch.loss_mask * (scale / tokens)
-        loss = forward_microbatch(chunk, batch, weights, seed, aux_scale)
-        total.add_((loss.detach() * batch.loss_mask).sum() / tokens)
-        return (loss * weights).sum()
-
-    return step
+    return ForwardStep(batches, run.config.run.seed, scale, tokens, total, aux_scale)
 
 
 def empty_unused_memory(run: Run, level: int) -> None:

@@ -17,15 +17,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CASE = Case("some", "--flag 1", 1, 3)
 SLOWER = """
 import time
-plain_settings, plain_execute = settings, execute
+plain_settings, plain_forward = settings, forward_step
 
 def settings(argv, world):
     settings.other = "--swiglu" in argv  # trains another model, the other case only takes longer
     return plain_settings([*argv, *(["--vocab-size", "48"] if settings.other else [])], world)
 
-def execute(*args, **keywords):
+def forward_step(*args):
     time.sleep(0 if settings.other else 0.5)
-    plain_execute(*args, **keywords)
+    return plain_forward(*args)
 """
 BROKEN = """
 plain_attend = attend

@@ -37,10 +37,31 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
         yield "--tp-comm-overlap: not with --fp8-format, whose bytes are gathered whole; leave one out"
     if parallel.distributed_backend == "nccl" and device != "cuda":
         yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
+    if parallel.cuda_graph_impl == "full_iteration" and (why := graph_conflict(config)):
+        yield f"--cuda-graph-impl full_iteration: not with {why}; leave it out, or use none"
     yield from _processes(parallel, world)
     yield from _sequences(config)
     yield from _pipeline(config)
     yield from _experts(config, world)
+
+
+def graph_conflict(config: Config) -> str:
+    """The setting for which a microbatch cannot be one CUDA graph (fast/cuda_graphs.py); "" if it can."""
+    model, data, parallel = config.model, config.data, config.parallel
+    sizes = (("tensor_model", TP), ("pipeline_model", PP), ("context", CP), ("expert_model", EP))
+    for name, name_of_flag in sizes:
+        if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
+            return f"{name_of_flag} {size}, whose ranks communicate inside it"
+    several = parallel.data_parallel_size != 1
+    found = {
+        "--num-experts, which get different numbers of tokens": model.num_experts is not None,
+        "documents of their own lengths": data.reset_attention_mask or data.variable_seq_lengths,
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce and several,
+        "--overlap-param-gather": parallel.overlap_param_gather and several,
+        "optim_grads, which frees gradients": parallel.sharding == "optim_grads",
+        "recomputed attention dropout": bool(model.attention_dropout and model.recompute_granularity),
+    }
+    return next((what for what, there in found.items() if there), "")
 
 
 def _processes(parallel: ParallelConfig, world: int) -> Iterator[str]:

@@ -97,6 +97,14 @@ class ParallelConfig:
     data_parallel_size: int | None = common(None, "number of replicas; checked, not needed", "dp")
     fast_paths: bool | None = setting(None, "use fast paths; default only on GPUs", names_run=False)
     tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls", fast_path=True)
+    cuda_graph_impl: str | None = setting(
+        None,
+        "launch a microbatch's kernels as one CUDA graph; default full_iteration where it can be",
+        choices="none full_iteration",
+        refused={"local": "there are no graphs of single layers; use full_iteration, or none"},
+        names_run=False,
+    )
+    cuda_graph_warmup_steps: int = setting(3, "steps before graphs are captured", at_least=1, names_run=False)
     use_distributed_optimizer: bool = common(False, "shard optimizer states over dp", excludes=NO_SHARD)
     data_parallel_sharding_strategy: str | None = setting(
         None,

@@ -70,6 +70,7 @@ class Tracer(NoTracer):
     ) -> None:
         self.mesh, self.folder, self.iterations = mesh, folder, iterations
         self.timers = timers or (lambda name, level: nullcontext())
+        self.detailed = getattr(timers, "level", 0) >= 2
         self.cuda = mesh.device.type == "cuda"
         self.summary: list[str] = []
         self.attempt, self.title = attempt, title
@@ -81,6 +82,11 @@ class Tracer(NoTracer):
         self.summary, self._step = [], None
         if self.folder is not None and iteration in self.iterations:
             self._step = _Step(iteration, lists, placed, Clock(self.mesh.device).align())
+
+    @property
+    def watches(self) -> bool:
+        """Whether this step's ops are recorded, or timed one by one."""
+        return self._step is not None or self.detailed
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:

@@ -1,0 +1,196 @@
+"""Same result as `pp.execute`, to the bit: forward and backward of a microbatch, launched as one CUDA graph.
+
+The plain form launches each of some thousand kernels from Python; for a small model that takes longer than
+the kernels (--cuda-graph-impl full_iteration):
+
+    host   F   B                                     eager: ~10 us a kernel
+    GPU    |k|  |k|  |k|  |k|  |k|  ...
+    host   copy, launch                              graph: one launch
+    GPU    |k|k|k|k|k|...
+
+A graph repeats kernels with the addresses that they had when it was captured, and runs nothing of the host.
+So a microbatch's tensors are first copied to those that the graph reads, and the gradients are counted
+afterwards. The first steps run as usual, and so does each step that a graph cannot repeat.
+
+    kind     captured                           differs in
+    first    the first microbatch of a step     FP8 weights are transposed, gradients may be overwritten
+    later    any other                          it adds to gradients, and reads what the first has made
+
+Both kinds share one memory pool, as large as the activations of a microbatch; it stays reserved.
+Gain, GPT-2 124M in FP8, 8 sequences, one H100: 19.2 ms a step, not 36.1; 64 sequences 126.3, not 128.9
+(benchmarks/results/2026-11-26-gpt2-h100.json).
+(Whole-network capture: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs)
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nanomegatron.batch import Batch
+from nanomegatron.dp import Bucket, Buckets
+from nanomegatron.fp8 import Scales
+
+SPARE = 2**30  # bytes that are left free
+
+
+class Step(Protocol):
+    """What `pp.execute` runs, as `step.ForwardStep`: (chunk, i) -> loss `[]`, added to `total`."""
+
+    batches: list[Batch]
+    scale: torch.Tensor
+    tokens: torch.Tensor
+    total: torch.Tensor
+    aux_scale: torch.Tensor | None
+
+    def __call__(self, chunk: nn.Module, i: int) -> torch.Tensor:
+        """Run the forward of microbatch i."""
+
+
+def inputs(step: Step, i: int) -> list[torch.Tensor]:
+    """The tensors that microbatch i reads besides the parameters, `[...]` each."""
+    return [*step.batches[i].tensors().values(), step.scale, step.tokens, step.total]
+
+
+def shape_of(step: Step, i: int) -> Hashable:
+    """What decides which kernels run for microbatch i; None: they depend on its contents."""
+    batch = step.batches[i]
+    if batch.cu_seqlens is not None or batch.shard is not None or step.aux_scale is not None:
+        return None
+    return tuple((name, x.shape) for name, x in batch.tensors().items())
+
+
+def copied(step: Step, i: int) -> Step:
+    """A step of microbatch i alone, on copies of its `inputs`."""
+    numbers = {name: getattr(step, name).clone() for name in ("scale", "tokens", "total")}
+    return replace(step, batches=[step.batches[i].each(torch.clone)], **numbers)
+
+
+def capture_graph(run: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """Capture the kernels that `run` launches; return the function that launches them again."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: threads that read data may pin memory meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def missing_memory(device: torch.device) -> int:
+    """How many bytes are too few for graphs beside a step without them, by what the steps so far have used.
+
+    Both need memory for the activations of a microbatch, and neither can use that of the other.
+    """
+    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2 * activations + SPARE - torch.cuda.mem_get_info(device)[0] - cached
+
+
+@dataclass
+class GraphedSteps:
+    """The function that a run calls as `pp.execute`. plain: that; say: takes a line for the log.
+
+    Raises nothing of its own: what graphs cannot do runs by `plain`, and `say` gets the reason once.
+    """
+
+    plain: Callable[..., None]
+    grads: Buckets
+    scales: Scales | None
+    say: Callable[[str], None]
+    warm_up: int = 3  # steps of a shape before it is captured
+    capture: Callable[[Callable[[], None], Any], Callable[[], None]] = capture_graph
+    missing: Callable[[torch.device], int] = missing_memory
+    seen: Counter[Hashable] = field(default_factory=Counter)  # steps of each shape
+    graphs: dict[Hashable, tuple[Step, Callable[[], None]]] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+    pool: Any = None
+
+    def __call__(
+        self,
+        stages: nn.ModuleList,
+        step: Step,
+        microbatches: int,
+        shape: tuple[int, int, int],
+        forward_only: bool = False,
+        tracer: Any = None,
+    ) -> None:
+        """Run forward and backward of all microbatches, as `pp.execute` does."""
+        first_scales = self.scales is not None and self.scales.without_history
+        if forward_only or first_scales or not self.ready(stages, step, microbatches, tracer):
+            return self.plain(stages, step, microbatches, shape, forward_only, tracer)
+        for bucket in self.grads.all:
+            bucket.wait_params()
+        if self.scales is not None:
+            self.scales.drop_cached_weights()  # an evaluation may have made some
+        for i in range(microbatches):
+            self.run(stages[0], step, i, (shape_of(step, 0), i == 0))
+
+    def ready(self, stages: nn.ModuleList, step: Step, microbatches: int, tracer: Any) -> bool:
+        """Whether graphs run this step; counts it as a warm-up if later ones of its shape could."""
+        if why := self.eager_reason(stages, step, microbatches, tracer):
+            if why not in self.said:
+                self.say(f"graphs  not in this step: {why}")
+            self.said.add(why)
+            return False
+        key = shape_of(step, 0)
+        self.seen[key] += 1
+        return self.seen[key] > self.warm_up
+
+    def eager_reason(self, stages: nn.ModuleList, step: Step, microbatches: int, tracer: Any) -> str:
+        """Why this step cannot be a graph; "" if it can."""
+        shapes = {shape_of(step, i) for i in range(microbatches)}
+        if None in shapes or len(shapes) > 1:
+            return "the kernels depend on the documents in it"
+        if getattr(tracer, "watches", False):
+            return "each of its ops is timed"
+        if self.scales is not None and self.scales.stats_hook is not None:
+            return "casts are counted (--log-fp8-stats)"
+        if hooked := next((name for name, m in stages.named_modules() if has_hooks(m)), None):
+            return f"module {hooked} has a hook"
+        key = shape_of(step, 0)
+        fresh = (key, True) not in self.graphs and self.seen[key] >= self.warm_up
+        if fresh and (missing := self.missing(next(stages.parameters()).device)) > 0:
+            return f"{missing / 2**30:.1f} GiB more memory would be needed"
+        return ""
+
+    def run(self, chunk: nn.Module, step: Step, i: int, kind: Hashable) -> None:
+        """Run microbatch i by its graph, which is captured if there is none yet."""
+        if kind not in self.graphs:
+            self.graphs[kind] = self.captured(chunk, step, i)
+        static, replay = self.graphs[kind]
+        torch._foreach_copy_(inputs(static, 0), inputs(step, i))
+        replay()
+        step.total.copy_(static.total)
+        for param in self.grads.params:
+            for _ in range(param.spec.uses):
+                param.bucket.ready(param)
+
+    def captured(self, chunk: nn.Module, step: Step, i: int) -> tuple[Step, Callable[[], None]]:
+        """Capture microbatch i: the step on copies of its tensors, and the function that repeats it."""
+        if self.pool is None and step.total.is_cuda:
+            self.pool = torch.cuda.graph_pool_handle()
+            self.say("graphs  forward and backward of a microbatch are launched as a CUDA graph from here on")
+        static = copied(step, i)
+        with uncounted(self.grads):
+            return static, self.capture(lambda: static(chunk, 0).backward(), self.pool)
+
+
+@contextmanager
+def uncounted(grads: Buckets) -> Iterator[None]:
+    """Context manager: behind it, the contributions that were counted inside are not."""
+    counted = [(bucket, bucket.counts.copy(), bucket.seen) for bucket in grads.all]
+    in_flight = grads.in_flight.copy()
+    yield
+    grads.in_flight = in_flight
+    for bucket, counts, seen in counted:
+        bucket.counts, bucket.seen = counts, seen
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks other than the buckets' own, which a graph would not run."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    hooks: Sequence[Any] = [hook for kind in kinds for hook in kind.values()]
+    return any(not isinstance(getattr(hook, "__self__", None), Bucket) for hook in hooks)

@@ -1,0 +1,73 @@
+"""CUDA graphs of microbatches on a GPU, beside launching each kernel: 50 steps, equal to the bit."""
+
+import pytest
+import torch
+
+import train
+from nanomegatron.evaluate import evaluate
+from nanomegatron.fast.cuda_graphs import GraphedSteps
+from nanomegatron.mesh import Mesh, World
+from nanomegatron.report.log import RunLog
+from tests.gpu.test_on_gpu import CUDA, FLAGS, corpus  # noqa: F401
+
+GPT = "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute "
+GPT += "--no-disable-bias-linear"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+WAYS = {
+    "gpt, dropout, ramp-up": "--bf16 --hidden-dropout 0.1 --rampup-batch-size 4 4 64 --global-batch-size 12",
+    "fp16, loss scale found": "--fp16 --initial-loss-scale 4294967296",
+    "fused loss, attention dropout": "--bf16 --cross-entropy-loss-fusion --attention-dropout 0.1",
+    "fp8 delayed": f"{FP8} delayed --fp8-amax-history-len 4",
+    "fp8 tensorwise": f"{FP8} tensorwise",
+    "fp8 blockwise, recomputed": f"{FP8} blockwise {FULL}",
+    "overlap, sharded": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+
+
+def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
+    """Losses, norms and good steps of 50 steps with an evaluation between; the parameters; the executor."""
+    parsed, config = train.settings(argv, World())
+    log = RunLog(folder, config)
+    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), log)
+    run.optimizer.cast_weights()
+    found = []
+    for _ in range(50):
+        numbers = train.train_step(run).read()[1]
+        found.append([numbers[name] for name in ("lm_loss", "grad_norm", "good")])
+        run.iteration += 1
+        if run.iteration == 20:
+            evaluate(run)
+    run.grads.wait_params()
+    for loader in filter(None, run.loaders):
+        loader.close()
+    return found, [param.detach().clone() for param in run.grads.params], run.execute
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_train_alike_to_the_bit(way, corpus, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    argv = [*FLAGS, *corpus, "--train-iters", "60", "--deterministic-mode", *WAYS[way].split()]
+    argv += GPT.split() if way.startswith("gpt") else []
+    plain, weights, _ = trained([*argv, "--cuda-graph-impl", "none"], tmp_path)
+    found, others, graphs = trained(argv, tmp_path)
+    assert isinstance(graphs, GraphedSteps) and len(graphs.graphs) == 2 and not graphs.said
+    differ = [i for i, (a, b) in enumerate(zip(plain, found)) if str(a) != str(b)]
+    assert not differ, (differ[:5], plain[differ[0]], found[differ[0]])
+    assert all(torch.equal(a, b) for a, b in zip(weights, others))
+    assert sum(good for *_, good in found) > 30
+
+
+def test_a_hook_runs_without_a_graph(corpus, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    argv = [*FLAGS, *corpus, "--train-iters", "20", "--bf16"]
+    parsed, config = train.settings(argv, World())
+    run = train.set_up(parsed, config, Mesh.build(config.parallel, World(), CUDA), RunLog(tmp_path, config))
+    seen = []
+    for step in range(8):
+        if step == 5:
+            run.model[0].layers[1].register_forward_hook(lambda *_: seen.append(1))
+        train.train_step(run)
+        run.iteration += 1
+    assert len(seen) == 3 * 2 and "layers.1 has a hook" in " ".join(run.execute.said)

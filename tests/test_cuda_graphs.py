@@ -1,0 +1,155 @@
+"""Steps as CUDA graphs, fast/cuda_graphs.py, beside the plain ones: equal to the bit, on CPUs by a recorder.
+
+The recorder keeps the ops of a microbatch with the tensors that they read and wrote, and repeats them on
+these, as a graph does its kernels: nothing that Python does besides is repeated. tests/gpu has real graphs.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from nanomegatron.config.check import validate
+from nanomegatron.config.cli import parse
+from nanomegatron.evaluate import evaluate
+from nanomegatron.fast.cuda_graphs import GraphedSteps
+from nanomegatron.mesh import World
+from nanomegatron.pp import execute
+from tests.training import arguments, set_up, sources  # noqa: F401
+
+GELU = "--normalization LayerNorm --hidden-dropout 0.1 --cross-entropy-loss-fusion"
+WAYS = {
+    "gelu, dropout, ramp-up": ("gpt", f"{GELU} --rampup-batch-size 2 2 8 --global-batch-size 4"),
+    "fp16, loss scale found": ("llama", "--fp16 --initial-loss-scale 65536"),
+    "fp8 delayed": ("llama", "--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --hidden-size 64"),
+    "fp8 rowwise, recomputed": (
+        "llama",
+        "--bf16 --fp8-format hybrid --fp8-recipe rowwise --hidden-size 64 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    "overlap, sharded": ("llama", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps every op that runs inside: (op, arguments, results)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.calls.append((op, args, kwargs or {}, result))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run all ops again, on the same tensors, into the same tensors."""
+        for op, args, kwargs, result in self.calls:
+            again = op(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def graphed(run) -> GraphedSteps:
+    """Make a run's steps graphs of the recorder; a capture computes nothing, so gradients are put back."""
+
+    def capture(step, pool):
+        scales = run.model.scales
+        changed = [bucket.grads for bucket in run.grads.all] + ([scales.history] if scales else [])
+        before = [x.clone() for x in changed]
+        with Recorder() as recorder:
+            step()
+        for x, old in zip(changed, before, strict=True):
+            x.copy_(old)
+        return recorder.replay
+
+    said: list[str] = []
+    run.execute = GraphedSteps(
+        execute,
+        run.grads,
+        run.model.scales,
+        said.append,
+        warm_up=2,
+        capture=capture,
+        missing=lambda device: 0,
+    )
+    run.execute.lines = said
+    return run.execute
+
+
+def trained(run, steps: int, evaluate_after: int = 0) -> list:
+    """Losses and norms of the steps, then all parameters."""
+    found = []
+    for number in range(steps):
+        stats = train.train_step(run)
+        numbers = stats.read()[1]
+        found += [numbers["lm_loss"], numbers["grad_norm"], numbers["good"]]
+        run.iteration += 1
+        if number + 1 == evaluate_after:
+            evaluate(run)
+    return found + [param.detach().clone() for param in run.grads.params]
+
+
+def equal(a: list, b: list) -> bool:
+    return all(
+        torch.equal(torch.as_tensor(x).nan_to_num(), torch.as_tensor(y).nan_to_num()) for x, y in zip(a, b)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_train_alike_to_the_bit(way, sources, tmp_path):  # noqa: F811
+    """With accumulation, changed batch sizes, dropout, FP8, skipped steps and an evaluation between."""
+    model, flags = WAYS[way]
+    argv = arguments(sources, model, flags, "--train-iters 9 --eval-iters 1 --micro-batch-size 2")
+    runs = [set_up(World(), argv, tmp_path) for _ in range(2)]
+    graphs = graphed(runs[1])
+    plain, fast = (trained(run, 8, evaluate_after=3) for run in runs)
+    assert equal(plain, fast)
+    assert len(graphs.graphs) == 2 and not graphs.said  # a first and a later microbatch
+
+
+def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F811
+    """A hook, ops that are timed, too little memory; each is said once, and the losses stay."""
+    argv = arguments(sources, "llama", "--train-iters 12 --micro-batch-size 2")
+    runs = [set_up(World(), argv, tmp_path) for _ in range(2)]
+    graphs, losses = graphed(runs[1]), [trained(runs[0], 10)]
+    found, called, gib = trained(runs[1], 4), [], 2**30
+
+    def steps(n: int) -> None:
+        found[-len(runs[1].grads.params) :] = trained(runs[1], n)
+
+    hook = runs[1].model[0].layers[1].register_forward_hook(lambda *_: called.append(1))
+    steps(2)
+    hook.remove()
+    runs[1].reporter.tracer.detailed = True
+    steps(1)
+    runs[1].reporter.tracer.detailed = False
+    graphs.graphs.clear()
+    graphs.missing = lambda device: 3 * gib
+    steps(1)
+    graphs.missing = lambda device: 0
+    steps(2)
+    assert equal(losses[0], found) and len(called) == 2 * 2 and len(graphs.graphs) == 2
+    reasons = ("module 0.layers.1 has a hook", "each of its ops is timed", "3.0 GiB more memory")
+    assert all(any(reason in why for why in graphs.said) for reason in reasons) and len(graphs.said) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    {
+        "--tp 2": "--tensor-model-parallel-size 2",
+        "--num-experts 4": "--num-experts",
+        "--reset-attention-mask": "documents",
+        "--data-parallel-sharding-strategy optim_grads": "optim_grads",
+        "--attention-dropout 0.1 --recompute-granularity selective": "recomputed attention dropout",
+        "--use-distributed-optimizer": "",
+    }.items(),
+)
+def test_a_run_that_cannot_have_graphs_says_so_before_it_starts(flags, why):
+    parsed = parse(f"--mock-data --cuda-graph-impl full_iteration {flags}".split())
+    errors = validate(parsed.config, 2 if "tp" in flags else 1)
+    assert any(f"--cuda-graph-impl full_iteration: not with {why}" in e for e in errors) == bool(why), errors
