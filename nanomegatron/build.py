@@ -175,6 +175,8 @@ def build(config: Config, mesh: Mesh, vocab_size: int, padded_vocab_size: int, i
         stages.scales = Scales(Recipe.from_config(config.precision), init.device, (mesh.tp, mesh.dp_cp))
         for chunk in chunks:
             quantize_layers(chunk, stages.scales, fp8)
+            if config.precision.fp8_output_proj and (head := chunk.output_layer) is not None:
+                use_fp8(head, stages.scales.add_layer(head.weight.spec.name))
     return stages
 
 

@@ -36,7 +36,9 @@ def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
         return Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
 
-    layer.linear, layer.fp8, layer.weight.fp8 = linear, fp8, fp8
+    layer.linear, layer.fp8 = linear, fp8
+    if not layer.weight.spec.tied:  # the embedding reads it in 16 bits
+        layer.weight.fp8 = fp8
 
 
 class Fp8LinearFunction(torch.autograd.Function):

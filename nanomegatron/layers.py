@@ -7,6 +7,7 @@ If a layer has a fast form, one attribute holds the function that runs: `Norm.op
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -192,6 +193,7 @@ class OutputLayer(nn.Module):
     """The projection to the vocabulary, tied to the embedding or with its own weight, and the loss."""
 
     linear: Callable[..., torch.Tensor] = staticmethod(LinearFunction.apply)
+    fp8: Any = None  # as of a ColumnParallelLinear
     # (x, weight, labels, loss_weights, tp, vocab_size, sequence_parallel) -> loss [b, s]
     loss: Callable[..., torch.Tensor] | None = None
 

@@ -61,7 +61,7 @@ WRONG = """
 --device tpu | 1 | --device tpu: must be one of auto
 --config nowhere | 1 | --config nowhere: no such file | llama3-8b
 --fp8-format hybrid --no-bf16 | 1 | --fp8-format hybrid: needs --bf16
---fp8-output-proj | 1 | --fp8-output-proj: | not here | stays in bf16
+--main-params-dtype fp16 | 1 | --main-params-dtype: | not here | main weights are fp32
 --use-megatron-fsdp | 1 | --use-megatron-fsdp: | replicas are whole
 --overlap-param-gather --no-use-distributed-optimizer | 1 | needs --use-distributed-optimizer
 --recompute-method block | 1 | --recompute-method block: needs --recompute-granularity full
@@ -164,7 +164,7 @@ def test_each_error_has_value_rule_and_fix(case):
 
 def test_all_errors_come_together():
     messages = errors_of(
-        f"{GOOD} --hidden-size 66 --bf16 --fp16 --fp8-output-proj --hiden 3 --split x --clip-grad -1"
+        f"{GOOD} --hidden-size 66 --bf16 --fp16 --main-params-dtype fp16 --hiden 3 --split x --clip-grad -1"
     )
     assert len(messages) == 6
 

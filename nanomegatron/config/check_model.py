@@ -172,6 +172,14 @@ def _fp8_sizes(config: Config) -> Iterator[str]:
         if axis != "expert tp" or config.precision.fp8_recipe == "rowwise":  # else experts are in bf16
             words = f"{name} {size}" + f" / {axis} {ranks}" * (ranks > 1) + " ="
             rows.append((words, size / ranks, (name, size, unit * ranks)))
+    if config.precision.fp8_output_proj:
+        rows.append(
+            (
+                "the rows of the output layer,",
+                divisor := data.make_vocab_size_divisible_by,
+                ("--make-vocab-size-divisible-by", divisor, unit),
+            )
+        )
     if not data.variable_seq_lengths:  # packs are padded
         step = math.lcm(unit * cp * cut // math.gcd(unit * cp * cut, micro), length_unit(config))
         words = f"--seq-length {length} x --micro-batch-size {micro}"

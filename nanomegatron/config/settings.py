@@ -89,6 +89,11 @@ class PrecisionConfig:
     fp8_param_gather: bool = fp8(
         False, "all-gather parameters in FP8", needs=SHARDED, excludes=CUT, fast_path=True
     )
+    fp8_output_proj: bool = fp8(
+        False,
+        "multiply in FP8 in the output layer, too",
+        excludes="--cross-entropy-loss-fusion, whose chunks of logits have no scales",
+    )
     first_last_layers_bf16: bool = fp8(False, "keep the first and last layers in bf16", needs=CURRENT)
     num_layers_at_start_in_bf16: int = fp8(
         1, "layers at the start that --first-last-layers-bf16 keeps", at_least=0, needs=ENDS_IN_BF16

@@ -109,7 +109,11 @@ def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]
     matrices = sum(layer_matmul_parameters(model, tp, width) for width in widths)
     replicas = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
     params = parameter_count(model, vocab, tp, layers, *ends, experts=0)
+    head = vocab // tp * model.hidden_size * ends[1] * config.precision.fp8_output_proj
+    if model.untie_embeddings_and_output_weights:
+        matrices, head = matrices + head, 0
     dense = _states(config, params, matrices, replicas)
+    dense["FP8 weights"] += 2 * head  # beside the 16-bit ones, which the embedding reads
     edp = max(1, replicas * tp // (parallel.expert_model_parallel_size * sizes.etp))
     fp8_experts = expert_weights(sizes, fp8) if sizes.fp8_experts else 0
     experts = _states(config, expert_weights(sizes, layers), fp8_experts, edp)
@@ -180,7 +184,8 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
         forward = Counter({"activations": logits, "logits and loss": at_loss})
     elif chunk.last:
         logits = value * columns
-        loss = columns * fp32 * min(sizes.tokens, LOSS_CHUNK)
+        casts = 2 * sizes.tokens * sizes.fp8_head  # of the gradient of the logits
+        loss = columns * max(fp32 * min(sizes.tokens, LOSS_CHUNK), casts)
         if sizes.config.sequence_cut > 1:  # the last norm's output, gathered; its gradient before the scatter
             loss += 2 * value * model.hidden_size
         freed_loss = logits + loss  # freed before the last layers' backward
@@ -215,7 +220,8 @@ def activations(sizes: Sizes, chunk: StageChunk) -> float:
     for run, recomputed in model.segments(chunk.layers):
         token += sizes.item * spread if recomputed else layer * len(run)
     if chunk.last:
-        token += sum(sizes.norm_input) * sizes.h + stream * (not model.cross_entropy_loss_fusion)
+        head = sizes.input if sizes.fp8_head else sizes.item
+        token += sum(sizes.norm_input) * sizes.h + head * sizes.h * (not model.cross_entropy_loss_fusion)
     return sizes.tokens * token
 
 
