@@ -35,6 +35,9 @@ class Sizes:
     experts: int = 8
     topk: int = 2
     elements: int = 500_000_000
+    words: tuple[int, int] = (64, 1024)  # of the embedding, which is GPT-2's: rows, length
+    words_hidden: int = 768
+    words_vocab: int = 50304
 
     def normal(self, *shape: int, scale: float = 1.0, dtype=torch.bfloat16) -> Callable[[], torch.Tensor]:
         """What makes normal random numbers."""
@@ -42,7 +45,7 @@ class Sizes:
 
 
 TINY = dict(tokens=128, hidden=128, ffn=256, vocab=96, elements=1000, scores=((2, 32), (1, 64)))
-TINY |= dict(heads=4, groups=2, head=16, experts=4)
+TINY |= dict(heads=4, groups=2, head=16, experts=4, words=(3, 40), words_hidden=24, words_vocab=96)
 SMALL = functools.partial(Sizes, **TINY)  # every case in seconds, on a CPU too
 
 

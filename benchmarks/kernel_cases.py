@@ -1,4 +1,4 @@
-"""Cases of the kernels of norms, the MLP, the loss, the optimizer and the experts' permutation.
+"""Cases of the kernels of norms, the MLP, the loss, the optimizer, the order of experts and embeddings.
 
 Bytes are what must be read and written at least; inputs are bf16. Weights of norms are below 1, so that
 gradients in place never grow; cross entropy's gradient, ours and Liger's, takes the place of the logits, so
@@ -15,6 +15,7 @@ from benchmarks.forms import Sizes, backward, case, compiled, forms, forward, in
 from benchmarks.session import Case
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, sums_of_squares
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.norm import add_norm, norm
 from nanomegatron.ops.permute import Routing, permute, route_ref, unpermute
 from nanomegatron.ops.swiglu import swiglu
@@ -251,3 +252,39 @@ def routed(s: Sizes) -> Routing:
     ids = torch.rand(s.tokens, s.experts, generator=generator).topk(s.topk).indices.int()
     made = vars(route_ref(ids, s.experts, 1, ids.numel()))
     return Routing(**{name: table.to(s.device) for name, table in made.items()})
+
+
+def embeddings(s: Sizes) -> Iterator[Case]:
+    """GPT-2's 124M, `words` ids: of a text, whose frequencies fall as 1 / rank, with learned positions.
+
+    Bytes: a row a token, and each row of a table that is looked up once; backward the gradient once, and each
+    of these rows in fp32, read and written.
+    """
+    (b, length), h, rows = s.words, s.words_hidden, s.words_vocab
+    weights = 1 / torch.arange(1.0, rows + 1)
+    ids = weights.multinomial(b * length, replacement=True, generator=torch.Generator().manual_seed(3))
+    ids = torch.randperm(rows, generator=torch.Generator().manual_seed(4))[ids].view(b, length).to(s.device)
+    places, distinct = torch.arange(length, device=s.device), len(ids.unique()) + length
+    tables, grad = (s.normal(rows, h), s.normal(length, h)), s.normal(length, b, h)
+
+    def ours(table, positions):
+        return lookup(ids, table, 0, 1.0, positions, places)
+
+    def plain(table, positions):
+        return table[ids.t()] + F.embedding(places[:, None], positions)
+
+    yield case("embedding fwd", 2 * h * (b * length + distinct), tables, forms(forward(ours), plain))
+
+    def added(words, others, grad):
+        add_word_grad_(words, ids, grad)
+        add_position_grad_(others, places, grad)
+        return words, others
+
+    def put(words, others, grad):
+        words.index_put_((ids.t().flatten(),), wide(grad).flatten(0, 1), accumulate=True)
+        others.add_(wide(grad.sum(1)))
+        return words, others
+
+    wides = (s.normal(rows, h, dtype=torch.float32), s.normal(length, h, dtype=torch.float32))
+    moved = 2 * h * b * length + 8 * h * distinct
+    yield case("embedding bwd", moved, (*wides, grad), forms(forward(added), put))

@@ -20,7 +20,7 @@ from benchmarks import context_cases, layer_cases, moe_cases
 from benchmarks.attention_cases import ropes, softmaxes
 from benchmarks.forms import SMALL, Sizes
 from benchmarks.fp8_cases import casts, fused_casts
-from benchmarks.kernel_cases import adamws, cross_entropies, norms, permutes, swiglus
+from benchmarks.kernel_cases import adamws, cross_entropies, embeddings, norms, permutes, swiglus
 from benchmarks.session import Case, Session, arguments
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World
@@ -29,7 +29,18 @@ from nanomegatron.mesh import Mesh, World
 def kernels(session: Session) -> Iterator[Case]:
     """One after the other; nothing of it is on the GPU but what a form has made and holds."""
     sizes = (SMALL if session.args.small else Sizes)(device=session.device.type)
-    groups = norms, softmaxes, ropes, swiglus, cross_entropies, casts, fused_casts, adamws, permutes
+    groups = (
+        norms,
+        softmaxes,
+        ropes,
+        swiglus,
+        cross_entropies,
+        casts,
+        fused_casts,
+        adamws,
+        permutes,
+        embeddings,
+    )
     return itertools.chain.from_iterable(group(sizes) for group in groups)
 
 

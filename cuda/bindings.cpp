@@ -49,6 +49,9 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("norm_backward", &norm_backward);
     // merge.cu
     module.def("merge_rows", &merge_rows);
+    // embedding.cu
+    module.def("embedding_lookup", &embedding_lookup);
+    module.def("embedding_add", &embedding_add);
     // norm_fp8.cu, swiglu_fp8.cu
     module.def("norm_fp8", &norm_fp8);
     module.def("swiglu_fp8_forward", &swiglu_fp8_forward);

@@ -96,6 +96,13 @@ void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Add
 void merge_rows(Address out, Address lse_out, Address table, int number, int64_t s, int64_t heads, int64_t d,
                 int out_type, int first_type, int type, Address stream);
 
+// embedding.cu
+void embedding_lookup(Address out, Address table, Address positions, Address ids, Address places, int64_t s,
+                      int64_t b, int64_t h, int64_t rows, int64_t first, int64_t place_rows,
+                      int64_t place_stride, double scale, int type, Address stream);
+void embedding_add(Address target, Address sums, Address grad, Address ids, Address order, int64_t entries,
+                   int64_t repeats, int64_t rows, int64_t h, int target_type, int type, Address stream);
+
 // norm_fp8.cu, swiglu_fp8.cu
 void norm_fp8(Address x, Address residual, Address weight, Address bias, Address row, Address flip,
               Address out, Address total, Address rstd, Address mean, Address scale, Address amax,

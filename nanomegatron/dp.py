@@ -231,7 +231,7 @@ def bit_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _move_grad(param: nn.Parameter) -> None:
-    """Add what autograd left in `.grad` to `main_grad`: for norms, biases and position embeddings."""
+    """Add what autograd left in `.grad` to `main_grad`: for norms and biases."""
     main_grad(param).add_(param.grad)
     param.grad = None
     param.bucket.ready(param)

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron.batch import Batch
-from nanomegatron.comm import copy_to, own_slice, reduce_from
+from nanomegatron.comm import copy_to, reduce_from
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import dropout
@@ -166,7 +165,7 @@ class Embedding(nn.Module):
         super().__init__()
         vocab_size, padded_size, positions = sizes
         h, cut = config.hidden_size, config.sequence_parallel
-        self.p, self.tp, self.sequence_parallel = config.hidden_dropout, tp, cut
+        self.p = config.hidden_dropout
         # Rounded to the weights' type, as transformers does.
         self.multiplier = float(torch.tensor(config.embedding_multiplier, dtype=weight.dtype))
         self.word_embeddings = VocabParallelEmbedding(
@@ -175,17 +174,13 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             part = replica(f"{init.name}.position_embeddings.weight", (positions, h), tp, partial=cut)
-            self.position_embeddings = new_parameter(ParamSpec((part,), (positions, h)), init)
+            spec = ParamSpec((part,), (positions, h), writes_grad=True)
+            self.position_embeddings = new_parameter(spec, init)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        x = self.word_embeddings(batch.tokens)
-        x = x if self.multiplier == 1 else x * self.multiplier
-        if self.position_embeddings is not None:
-            places = batch.embedded_positions
-            places = places[:, None] if places.dim() == 1 else places.t()
-            if self.sequence_parallel and self.training:
-                places = own_slice(places, self.tp)
-            x = x + F.embedding(places, self.position_embeddings)
+        positions = self.position_embeddings
+        places = None if positions is None else batch.embedded_positions
+        x = self.word_embeddings(batch.tokens, self.multiplier, positions, places)
         return hidden_dropout(x, self.p, batch, 0)
 
 

@@ -237,6 +237,20 @@ def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> to
     return run_or_defer(param, lambda: param.bucket.add(param, made), beside_nccl=True)
 
 
+def accumulate_into(param: nn.Parameter, add: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
+    """Let add(target) add to `main_grad` and report it, or defer that -> None, or without a bucket `[...]`"""
+
+    def work() -> torch.Tensor | None:
+        target = main_grad(param)
+        add(made := torch.zeros_like(param) if target is None else target)
+        if target is None:
+            return made
+        param.bucket.ready(param)
+        return None
+
+    return run_or_defer(param, work)
+
+
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
     """Add the weight gradient grad^T x to `main_grad`. x `[..., i]`, grad `[..., o]` -> `[o, i]` or None"""
     x, grad, target = x.flatten(0, -2), grad.flatten(0, -2), main_grad(weight)

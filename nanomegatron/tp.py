@@ -42,6 +42,7 @@ from nanomegatron.comm import (
     all_gather,
     all_reduce_,
     gather_from,
+    own_slice,
     reduce_from,
     reduce_scatter,
     scatter_seq,
@@ -53,13 +54,14 @@ from nanomegatron.comm import (
 from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.kernels import once
 from nanomegatron.param import (
     Init,
     ParamSpec,
+    accumulate_into,
     accumulate_weight_grad,
     is_deferred,
-    main_grad,
     new_parameter,
     replica,
     run_or_defer,
@@ -254,39 +256,40 @@ def vocab_spec(
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Look up ids `[b, s]` in the local table `[V/tp, h]`, zeros for ids of other ranks -> `[s, b, h]`"""
+    """Look up ids `[b, s]` in the local table `[V/tp, h]`, zeros for ids of other ranks -> `[s, b, h]`
+
+    The rank that has an id adds its position embedding, too, so the sum over tp only adds zeros: positions
+    `[n, h]`, at places `[s]` or `[b, s]`. cut: the axis whose ranks have a slice of the sequence each, for
+    which they compute the gradient of positions.
+    """
 
     @staticmethod
-    def forward(ctx, ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
-        local = ids.t().contiguous() - first  # so that the result is [s, b, h] in memory
-        here = (local >= 0) & (local < table.shape[0])
-        # Ids of other ranks are spread over all rows: their gradient is zero, and no row becomes a hot spot.
-        local = torch.where(here, local, local.remainder(table.shape[0]))
-        ctx.save_for_backward(local, here)
-        ctx.table = table
-        return table[local] * here[..., None]
+    def forward(ctx, ids, table, first, scale, positions, places, cut):
+        ctx.save_for_backward(ids, places)
+        ctx.table, ctx.positions = table, positions
+        ctx.how = first, scale, cut
+        return lookup(ids, table, first, scale, positions, places)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
-        (local, here), table = ctx.saved_tensors, ctx.table
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ids, places), (first, scale, cut) = ctx.saved_tensors, ctx.how
 
-        def table_grad() -> torch.Tensor | None:
-            rows, values = local.flatten(), (grad * here[..., None]).flatten(0, 1)
-            target = main_grad(table)
-            if target is None:
-                return torch.zeros_like(table).index_put_((rows,), values, accumulate=True)
-            target.index_put_((rows,), values.to(target.dtype), accumulate=True)
-            table.bucket.ready(table)
-            return None
+        def word_grad(target: torch.Tensor) -> None:
+            add_word_grad_(target, ids, grad if scale == 1 else grad * scale, first)
 
-        return None, run_or_defer(table, table_grad), None
+        def position_grad(target: torch.Tensor) -> None:
+            add_position_grad_(target, own_slice(places.t(), cut).t(), own_slice(grad, cut))
+
+        words = accumulate_into(ctx.table, word_grad) if ctx.needs_input_grad[1] else None
+        others = accumulate_into(ctx.positions, position_grad) if ctx.needs_input_grad[4] else None
+        return None, words, None, None, others, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
     """Embedding whose rows are sharded over tp. ids `[b, s]` -> `[s, b, h]` or `[s/tp, b, h]`
 
     All-reduces its output over tp, or with `sequence_parallel` reduce-scatters it. weight: an existing one
-    to share.
+    to share. scale: a factor of the rows; positions `[n, h]`: added, those at places `[s]` or `[b, s]`.
     """
 
     def __init__(
@@ -304,9 +307,16 @@ class VocabParallelEmbedding(nn.Module):
         spec = vocab_spec(f"{init.name}.weight", (vocab_size, padded_size), hidden_size, tp)
         self.weight = new_parameter(spec, init) if weight is None else weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = EmbeddingFunction.apply(ids, self.weight, self.tp.rank * self.weight.shape[0])
-        cut = self.sequence_parallel and self.training
+    def forward(
+        self,
+        ids: torch.Tensor,
+        scale: float = 1.0,
+        positions: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        first, cut = self.tp.rank * self.weight.shape[0], self.sequence_parallel and self.training
+        given = ids, self.weight, first, scale, positions, places, self.tp if cut else Axis.single()
+        x = EmbeddingFunction.apply(*given)
         return scatter_seq(x, self.tp) if cut else reduce_from(x, self.tp)
 
 

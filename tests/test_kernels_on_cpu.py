@@ -8,20 +8,22 @@ are small: some for each variant of a kernel. What only a GPU shows (speed, race
 import pytest
 import torch
 
+from nanomegatron.ops import embedding as ops_embedding
 from nanomegatron.ops import norm as ops_norm
 from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops import softmax as ops_softmax
 from nanomegatron.ops import swiglu as ops_mlp
 from nanomegatron.ops.kernels import TYPES
 from tests import cuda_on_cpu
+from tests.gpu import test_kernel_embedding as embedding
 from tests.gpu import test_kernel_mlp as mlp
 from tests.gpu import test_kernel_norm as norm
 from tests.gpu import test_kernel_rope as rope
 from tests.gpu import test_kernel_softmax as softmax
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
-FILES = "swiglu", "norm", "norm_backward", "softmax", "rope"
-MODULES = ops_mlp, ops_norm, ops_softmax, ops_rope, mlp, norm, softmax, rope
+FILES = "swiglu", "norm", "norm_backward", "softmax", "rope", "embedding"
+MODULES = ops_mlp, ops_norm, ops_softmax, ops_rope, ops_embedding, mlp, norm, softmax, rope, embedding
 FP32, BF16, FP16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -204,3 +206,30 @@ def test_softmax_in_place_leaves_views_and_leaves_alone():
         before = scores.detach().clone()
         ops_softmax.scaled_softmax(scores, 0.5, inplace=True)[0].sum().backward()
         assert torch.equal(scores.detach(), before)
+
+
+# Packs and scalars, columns of two blocks; none, one and many parts.
+EMBEDDING_SHAPES = [(77, 5, 131, 50), (129, 3, 1, 9), (1, 1, 8, 1), (0, 3, 16, 4), (70, 1, 520, 12)]
+EMBEDDING_SHAPES += [(9, 7, 4, 300), (100, 7, 24, 5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", EMBEDDING_SHAPES, ids=str)
+def test_embedding(shape, dtype):
+    embedding.test_lookup(shape, dtype)
+    for kind in embedding.KINDS:
+        embedding.test_word_gradients(shape, dtype, kind)
+    embedding.test_position_gradients(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_in_a_model(dtype):
+    embedding.test_in_a_model(dtype)
+    embedding.test_views_that_are_not_aligned(dtype)
+
+
+def test_embedding_of_a_hot_id_and_of_strange_numbers():
+    embedding.test_a_hot_id_is_added_in_parts()
+    embedding.test_strange_numbers_stay_in_their_rows()
+    for h in (64, 37):
+        embedding.test_nothing_beside_the_outputs_is_written(h)

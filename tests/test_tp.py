@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nanomegatron.comm import all_gather, all_reduce, own_slice
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.mesh import Axis
-from nanomegatron.param import Init, draw_normal
+from nanomegatron.param import Init, ParamSpec, draw_normal, new_parameter, replica
 from nanomegatron.tp import (
     ColumnParallelLinear,
     LinearFunction,
@@ -190,6 +190,30 @@ def embedding_and_logits(mesh, cut):
 @pytest.mark.parametrize("cut", [False, True])
 def test_embedding_and_tied_logits(cut, size):
     run_spmd(embedding_and_logits, size, cut, tp=size)
+
+
+def words_and_positions(mesh, cut, packed):
+    """The rank that has an id adds its position, which changes no bit; gradients are the dense ones."""
+    layer = VocabParallelEmbedding(9, 16, 6, mesh.tp, INIT.at("embedding.word_embeddings"), cut)
+    part = replica("positions", (5, 6), mesh.tp, partial=cut)
+    layer.positions = new_parameter(ParamSpec((part,), (5, 6), writes_grad=True), INIT.at("positions"))
+    whole = fill(layer)
+    table, positions = whole["embedding.word_embeddings.weight"], whole["positions"]
+    ids = torch.tensor([[0, 8, 3, 3], [5, 1, 8, 7]])
+    places = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]]) if packed else torch.tensor([4, 1, 2, 0])
+    dense = table[ids.t()] * 1.3 + positions[places.t() if packed else places[:, None]]
+    x, weight = layer(ids, 1.3, layer.positions, places), torch.randn(4, 2, 6)
+    assert torch.equal(x, own_slice(dense, mesh.tp) if cut else dense)
+    (dense * weight).sum().backward()
+    (x * (own_slice(weight, mesh.tp) if cut else weight)).sum().backward()
+    same_grads(whole, layer)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("cut", [False, True])
+def test_words_and_positions(cut, size):
+    for packed in (False, True):
+        run_spmd(words_and_positions, size, cut, packed, tp=size)
 
 
 def eval_mode(mesh):

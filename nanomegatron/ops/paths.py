@@ -14,6 +14,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
 from nanomegatron.ops.fp8_matmul import missing
 from nanomegatron.ops.kernels import FLOATS, kernels_unavailable
@@ -25,7 +26,8 @@ from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 from nanomegatron.ops.swiglu import SILU, gated, gated_ref
 
 KERNELS = (
-    "rms_norm layer_norm add_norm rope swiglu scaled_softmax cross_entropy adamw_ fp8_cast permute merge_rows"
+    "rms_norm layer_norm add_norm rope swiglu scaled_softmax cross_entropy adamw_ fp8_cast permute "
+    "merge_rows embedding"
 ).split()
 TORCHS = ("gelu", "squared_relu", "dropout")
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
@@ -114,7 +116,33 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
         ),
         "permute": (moe, lambda x: x * probs.sum(1, keepdim=True), ((T, H),)),
         "merge_rows": (_merged(merge_rows), _merged(merge_rows_ref), ((T, 2, 3, 16), (9, 2, 3, 16))),
+        "embedding": (_embedding, _embedding_ref, ((V, H), (7, H), (7, 3, H))),
     }
+
+
+def _embedding(*inputs):
+    """Rows of a table plus positions, and sums of gradients: of ids [3, 7], some without a row, places."""
+    table, positions, grad = (x.detach() for x in inputs)
+    ids, places = _ids(table)
+    sums = [torch.zeros(len(x), H, dtype=torch.float32, device=x.device) for x in (table, positions)]
+    with torch.no_grad():
+        add_word_grad_(sums[0], ids, grad)
+        add_position_grad_(sums[1], places, grad)
+    return lookup(ids, table, 0, 1.5, positions, places), *sums
+
+
+def _embedding_ref(*inputs):
+    """The same by products with zeros and ones."""
+    table, positions, grad = (x.detach() for x in inputs)
+    ids, places = _ids(table)
+    hot = (ids.t()[..., None] == torch.arange(V, device=ids.device)).to(table.dtype)
+    x = hot @ table * 1.5 + positions[places][:, None] * hot.sum(2, keepdim=True)
+    return x, hot.flatten(0, 1).t() @ grad.flatten(0, 1), grad.sum(1)[places.argsort()]
+
+
+def _ids(table) -> tuple[torch.Tensor, torch.Tensor]:
+    at = torch.arange(T, device=table.device)
+    return at.view(3, 7) * 5 % (V + 9), at[:7].flip(0)
 
 
 def _merged(merge: Callable) -> Callable:
