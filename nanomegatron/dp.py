@@ -38,7 +38,7 @@ from nanomegatron.comm import Pending, all_reduce_, start_all_gather, start_all_
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.merge import add_
-from nanomegatron.param import Part, main_grad
+from nanomegatron.param import Part, grad_to_write
 
 PARAM_ALIGN, SHARD_ALIGN = 64, 128  # in elements: a parameter's begin and a shard's length are multiples
 IN_FLIGHT = 2  # reductions in flight at most with `optim_grads`; each holds a bucket's gradients
@@ -141,6 +141,7 @@ class Bucket:
                 param.register_post_accumulate_grad_hook(_move_grad)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
+        self.stale: set[nn.Parameter] = set()  # with gradients of the last step, until the first contribution
         self.gather: Pending | None = None
         self.free_grads()
         if buckets.pooled:
@@ -187,8 +188,16 @@ class Bucket:
 
     def add(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Add a contribution to the gradient of `param`, and count it. grad `[...]`: of its shape"""
-        add_(main_grad(param), grad)
+        target, overwrite = grad_to_write(param)
+        target.copy_(grad) if overwrite else add_(target, grad)
         self.ready(param)
+
+    def first_write(self, param: nn.Parameter) -> bool:
+        """Return whether `param` still has the last step's gradient; the caller then overwrites it."""
+        if param not in self.stale:
+            return False
+        self.stale.remove(param)
+        return True
 
     def ready(self, param: nn.Parameter) -> None:
         """Count a contribution added to the gradient of `param`. Raises RuntimeError for one too many."""
@@ -232,9 +241,8 @@ def bit_sum(x: torch.Tensor) -> torch.Tensor:
 
 def _move_grad(param: nn.Parameter) -> None:
     """Add what autograd left in `.grad` to `main_grad`: for norms and biases."""
-    main_grad(param).add_(param.grad)
-    param.grad = None
-    param.bucket.ready(param)
+    grad, param.grad = param.grad, None
+    param.bucket.add(param, grad)
 
 
 def lay_out(params: Iterable[nn.Parameter], multiple: int) -> tuple[list[int], int]:
@@ -333,13 +341,16 @@ class Buckets:
                 yield bucket, piece
 
     def zero(self, microbatches: int = 1) -> None:
-        """Zero all gradients; call it before the first of an iteration's `microbatches`."""
+        """Let first contributions overwrite; call it before the first of an iteration's `microbatches`."""
         self._finish_reductions()
         for comm in self.comms:
             comm.wait_for_readers()
         for bucket in self.all:
             bucket.gathered.free_params()
-            bucket.grad_shard.zero_() if self.pooled else bucket.grads.zero_()
+            if self.pooled:
+                bucket.grad_shard.zero_()
+            else:
+                bucket.stale.update(bucket.params)
             bucket.start_step(microbatches)
 
     def on_full(self, bucket: Bucket, last: bool) -> None:

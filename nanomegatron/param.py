@@ -16,6 +16,8 @@ partial sum of its gradient: `partial`. Rows that only pad the local tensor belo
 The gradient contract. `dp.py` puts a parameter into a bucket, where its `main_grad` is a view. Linear layers
 and the embedding write gradients themselves: they add to `main_grad(param)`, report each contribution to the
 bucket, and return None to autograd (`accumulate_grad`); every other gradient is moved from `.grad` by a hook.
+The first contribution of a step overwrites the last step's gradient: a matmul that can do so asks
+`grad_to_write`; for others `main_grad` zeroes it before they add. (0 + x is x, but for the sign of zero.)
 No hook may sit on a weight whose layer writes its gradient (`spec.writes_grad`): torch runs it even when the
 gradient is None. Such layers compute weight gradients through `run_or_defer` (`WeightGradStore`).
 """
@@ -171,13 +173,22 @@ def draw_normal(name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
 def main_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return the buffer to add gradients to -> `[...]` in the parameter's shape, or None without a bucket.
 
+    Zeroes it before the first contribution of a step.
+    """
+    target, overwrite = grad_to_write(param)
+    return target.zero_() if overwrite else target
+
+
+def grad_to_write(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
+    """Return `main_grad`, and whether the caller must overwrite it, as the step's first contribution.
+
     If the bucket frees its gradients between microbatches, this allocates them again.
     """
     bucket = getattr(param, "bucket", None)
     if bucket is None:
-        return None
+        return None, False
     bucket.alloc_grads()
-    return param.main_grad
+    return param.main_grad, bucket.first_write(param)
 
 
 class WeightGradStore:
@@ -231,10 +242,11 @@ def run_or_defer(
 
 def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """Add grad() to `main_grad` and report it, or defer that -> None, or without a bucket grad() `[...]`"""
-    target, made = main_grad(param), grad()
-    if target is None:
-        return made
-    return run_or_defer(param, lambda: param.bucket.add(param, made), beside_nccl=True)
+    if (bucket := getattr(param, "bucket", None)) is None:
+        return grad()
+    bucket.alloc_grads()
+    made = grad()
+    return run_or_defer(param, lambda: bucket.add(param, made), beside_nccl=True)
 
 
 def accumulate_into(param: nn.Parameter, add: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
@@ -253,27 +265,30 @@ def accumulate_into(param: nn.Parameter, add: Callable[[torch.Tensor], None]) ->
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
     """Add the weight gradient grad^T x to `main_grad`. x `[..., i]`, grad `[..., o]` -> `[o, i]` or None"""
-    x, grad, target = x.flatten(0, -2), grad.flatten(0, -2), main_grad(weight)
+    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+    target, overwrite = grad_to_write(weight)
     if target is None:
         return grad.t() @ x
-    add_product(target, grad, x)
+    add_product(target, grad, x, overwrite)
     weight.bucket.ready(weight)
     return None
 
 
-def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """target += grad^T x; the sums are rounded once, to the target's type.
+def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, overwrite: bool = False) -> None:
+    """target += grad^T x, or with `overwrite` target = grad^T x; sums are rounded once, to the target's type.
 
-    target `[o, i]`, grad `[t, o]`, x `[t, i]`. On a GPU the matmul itself accumulates into target; torch has
-    no CPU matmul of 16-bit inputs that adds to fp32.
+    target `[o, i]`, grad `[t, o]`, x `[t, i]`. On a GPU the matmul itself accumulates into target, and reads
+    nothing of it to overwrite it; torch has no CPU matmul of 16-bit inputs that adds to fp32.
     """
+    beta = 0 if overwrite else 1
     if not x.is_cuda:
         wide = torch.promote_types(x.dtype, target.dtype)
-        target.add_(grad.to(wide).t() @ x.to(wide))
+        product = grad.to(wide).t() @ x.to(wide)
+        target.copy_(product) if overwrite else target.add_(product)
     elif target.dtype == x.dtype:
-        torch.addmm(target, grad.t(), x, out=target)
+        torch.addmm(target, grad.t(), x, beta=beta, out=target)
     else:
-        torch.addmm(target, grad.t(), x, out_dtype=target.dtype, out=target)
+        torch.addmm(target, grad.t(), x, beta=beta, out_dtype=target.dtype, out=target)
 
 
 def scaled_std(std: float, num_layers: int) -> float:

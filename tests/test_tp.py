@@ -247,6 +247,9 @@ class Bucket:
     def alloc_grads(self):
         pass
 
+    def first_write(self, param):
+        return False
+
     def ready(self, param):
         self.accumulated.append(param)
 

@@ -31,7 +31,7 @@ from nanomegatron.comm import Pending, start_all_gather, start_all_reduce_, star
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
-from nanomegatron.param import add_product, main_grad
+from nanomegatron.param import add_product, grad_to_write, main_grad
 from nanomegatron.tp import WHOLE_LOGITS, over_shards, own_columns
 
 
@@ -63,15 +63,18 @@ class FusedLossFunction(torch.autograd.Function):
         pieces = x.flatten(0, 1).split(step)
         gathered = [start_all_gather(piece, tp) if ranks > 1 else Pending(piece) for piece in pieces]
         reduce = start_reduce_scatter if ranks > 1 else start_all_reduce_
-        target = ctx.dw = None
-        if loss_weights is not None and (target := main_grad(weight)) is None:
+        target, overwrite = (None, False) if loss_weights is None else grad_to_write(weight)
+        ctx.dw = None
+        if loss_weights is not None and target is None:
             target = ctx.dw = torch.zeros_like(weight, dtype=torch.float32)
         columns = [t.split(step, 1) for t in (labels, loss_weights) if t is not None]
         ctx.shape = x.shape
         losses, ctx.dx = [], []
         for rows, *numbers in zip(gathered, *columns, strict=True):
             numbers = [column.flatten() for column in numbers]
-            loss, dx = chunk_loss(rows.wait(), weight, numbers, target, reduce, tp, real)
+            given = rows.wait(), weight, numbers, target, overwrite
+            loss, dx = chunk_loss(*given, reduce, tp, real)
+            overwrite = False
             losses.append(loss.view(ranks, -1))
             ctx.dx.append(dx)
         ctx.weight = weight  # not saved by ctx: hooks on saved tensors would return it without its bucket
@@ -103,6 +106,7 @@ def chunk_loss(
     weight: torch.Tensor,
     numbers: list[torch.Tensor],
     target: torch.Tensor | None,
+    overwrite: bool,
     reduce: Callable[[torch.Tensor, Axis], Pending],
     tp: Axis,
     real: int,
@@ -110,8 +114,8 @@ def chunk_loss(
     """Losses of a chunk, and dx in flight through `reduce` (None without loss weights); adds dW to `target`.
 
     rows `[t, h]`, weight, target `[V/tp, h]`, numbers `[t]` -> `[t]`, and dx `[t, h]` before it is reduced.
-    numbers: labels, counted from this rank's first row of weight, and loss weights if gradients are needed. A
-    separate function, so that its logits are freed before the next chunk's are computed.
+    numbers: labels, counted from this rank's first row of weight, and loss weights if gradients are needed.
+    overwrite: write dW. A separate function, so that its logits are freed before the next chunk's are made.
     """
     labels, *loss_weights = numbers
     logits = rows @ weight.t()
@@ -120,7 +124,7 @@ def chunk_loss(
         return lse - picked, None
     grad = cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
     dx = reduce(grad @ weight, tp)
-    add_product(target, grad, rows)
+    add_product(target, grad, rows, overwrite)
     return lse - picked, dx
 
 
