@@ -32,6 +32,7 @@ class Sizes:
     head: int = 128
     vocab: int = 128256
     scores: tuple[tuple[int, int], ...] = ((32, 2048), (8, 8192))  # heads, length
+    inner: tuple[tuple[int, int], ...] = ((65536, 3072), (8192, 3072))  # rows, features of GPT-2 124M
     experts: int = 8
     topk: int = 2
     elements: int = 500_000_000
@@ -45,7 +46,8 @@ class Sizes:
 
 
 TINY = dict(tokens=128, hidden=128, ffn=256, vocab=96, elements=1000, scores=((2, 32), (1, 64)))
-TINY |= dict(heads=4, groups=2, head=16, experts=4, words=(3, 40), words_hidden=24, words_vocab=96)
+TINY |= dict(inner=((128, 96),), heads=4, groups=2, head=16, experts=4)
+TINY |= dict(words=(3, 40), words_hidden=24, words_vocab=96)
 SMALL = functools.partial(Sizes, **TINY)  # every case in seconds, on a CPU too
 
 

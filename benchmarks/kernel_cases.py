@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from benchmarks.forms import Sizes, backward, case, compiled, forms, forward, in_float64, liger, passes, wide
 from benchmarks.session import Case
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, sums_of_squares
+from nanomegatron.ops.bias import column_sums
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
+from nanomegatron.ops.gelu import TANH, bias_act
 from nanomegatron.ops.norm import add_norm, norm
 from nanomegatron.ops.permute import Routing, permute, route_ref, unpermute
 from nanomegatron.ops.swiglu import swiglu
@@ -101,6 +103,18 @@ def gated(x):
 
 
 LIGER_LOSS = None, -100, 0.0, 0.0  # weight, ignored label, z loss, label smoothing
+
+
+def gelus(s: Sizes) -> Iterator[Case]:
+    """x `[rows, f]` of GPT-2's MLP, and a bias: 4 bytes a value, backward 6; the sums over rows: 2."""
+    ours = functools.partial(bias_act, act=TANH)
+    plain = lambda x, b: F.gelu(x + b, approximate="tanh")  # noqa: E731
+    for rows, f in s.inner:
+        x, bias, name = s.normal(rows, f), s.normal(f), f"{rows} x {f}"
+        moved = 4 * rows * f, 6 * rows * f
+        yield from passes(f"bias+gelu {name}", moved, (x, bias), (x,), 2, (ours, plain))
+        ways = forms(forward(column_sums), lambda x: x.sum(0))
+        yield case(f"column sums {name}", 2 * rows * f, (x,), ways)
 
 
 def cross_entropies(s: Sizes) -> Iterator[Case]:

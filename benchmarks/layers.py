@@ -20,7 +20,7 @@ from benchmarks import context_cases, layer_cases, moe_cases
 from benchmarks.attention_cases import ropes, softmaxes
 from benchmarks.forms import SMALL, Sizes
 from benchmarks.fp8_cases import casts, fused_casts
-from benchmarks.kernel_cases import adamws, cross_entropies, embeddings, norms, permutes, swiglus
+from benchmarks.kernel_cases import adamws, cross_entropies, embeddings, gelus, norms, permutes, swiglus
 from benchmarks.session import Case, Session, arguments
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World
@@ -34,6 +34,7 @@ def kernels(session: Session) -> Iterator[Case]:
         softmaxes,
         ropes,
         swiglus,
+        gelus,
         cross_entropies,
         casts,
         fused_casts,

@@ -27,6 +27,10 @@ PYBIND11_MODULE(_kernels, module) {
     module.attr("archs") = KERNEL_ARCHS;
     module.def("swiglu_forward", &swiglu_forward);
     module.def("swiglu_backward", &swiglu_backward);
+    // gelu.cu, column_sums.cu
+    module.def("gelu_forward", &gelu_forward);
+    module.def("gelu_backward", &gelu_backward);
+    module.def("column_sums", &column_sums);
     // softmax.cu, rope.cu
     module.def("softmax_forward", &softmax_forward);
     module.def("softmax_backward", &softmax_backward);

@@ -23,6 +23,15 @@ void swiglu_forward(Address out, Address x, int64_t rows, int64_t f, int gated, 
 void swiglu_backward(Address dx, Address grad, Address x, int64_t rows, int64_t f, int gated, int type,
                      Address stream);
 
+// gelu.cu, column_sums.cu
+void gelu_forward(Address out, Address x, Address bias, int64_t rows, int64_t f, int act, int type,
+                  Address stream);
+void gelu_backward(Address dx, Address dbias, Address workspace, Address grad, Address x, Address bias,
+                   int64_t rows, int64_t f, int64_t parts, int add, int act, int type, int dbias_type,
+                   Address stream);
+void column_sums(Address out, Address workspace, Address x, int64_t rows, int64_t n, int64_t parts, int add,
+                 int type, int out_type, Address stream);
+
 // softmax.cu
 void softmax_forward(Address out, Address lse, Address x, float scale, int64_t b, int64_t n, int64_t s,
                      int64_t t, int causal, int64_t window, Address hidden, int64_t hidden_b,

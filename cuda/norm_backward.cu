@@ -16,6 +16,7 @@
 // not whole packs of 16 bytes, and those longer than 2048 packs, take the plain kernel, which keeps its sums
 // in the workspace.
 
+#include "column_sums.cuh"
 #include "norm.cuh"
 
 namespace {
@@ -278,52 +279,6 @@ __global__ void __launch_bounds__(PLAIN) norm_backward_plain(const Backward a) {
     }
 }
 
-// kernel<<<grid, threads, 0, stream>>>(args...); on Hopper and later its blocks take the places of those of
-// the kernel before as these end. What that one wrote is there after `wait_for_the_kernel_before`.
-template <typename... Args>
-void launch_early(void (*kernel)(Args...), dim3 grid, unsigned threads, cudaStream_t stream, Args... args) {
-#ifdef __CUDACC__
-    int device = 0, major = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.stream = stream;
-    config.attrs = &early, config.numAttrs = major >= 9;
-    cudaLaunchKernelEx(&config, kernel, args...);
-#else
-    kernel<<<grid, threads, 0, stream>>>(args...);
-#endif
-}
-
-__device__ __forceinline__ void wait_for_the_kernel_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
-#endif
-}
-
-// dw and db: over the rows that the blocks wrote, [blocks, h] -> [h]; 32 columns a block of 32 x 32 threads.
-template <typename T>
-__global__ void __launch_bounds__(1024)
-    norm_add_parts(T* dweight, T* dbias, const float* sums, int64_t parts, int blocks, int64_t h) {
-    __shared__ float shared[32][33];
-    wait_for_the_kernel_before();
-    const int x = threadIdx.x % 32, y = threadIdx.x / 32;
-    const int64_t begin = static_cast<int64_t>(blockIdx.x) * 32;
-    float sum = 0.0f;
-    if (begin + x < h) {
-        const float* from = sums + blockIdx.y * parts * h + begin + x;
-#pragma unroll 8
-        for (int part = y; part < blocks; part += 32) sum += from[part * h];
-    }
-    shared[y][x] = sum;
-    __syncthreads();
-    sum = over_warp<Sum>(shared[x][y]);
-    if (x == 0 && begin + y < h) (blockIdx.y == 0 ? dweight : dbias)[begin + y] = from_float<T>(sum);
-}
-
 template <typename T, int PER, bool CENTRED>
 void launch_backward(Backward a, const Split& s, int64_t& blocks, int stage, int most, cudaStream_t stream) {
     const auto kernel = norm_backward_rows<T, PER, CENTRED>;
@@ -392,11 +347,5 @@ void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Add
                    : with_kind(std::integral_constant<int, 4>{});
     });
     check_launch("norm_backward");
-    const dim3 grid(static_cast<unsigned>((h + 31) / 32), dbias.value ? 2 : 1);  // no rows: mean is null too
-    with_type(weight_type, [&](auto element) {
-        using T = decltype(element);
-        launch_early<T*, T*, const float*, int64_t, int, int64_t>(
-            norm_add_parts<T>, grid, 1024, stream, dweight, dbias, sums, parts, static_cast<int>(blocks), h);
-    });
-    check_launch("norm_backward, sums");
+    add_parts(dweight, dbias, sums, parts, blocks, h, false, weight_type, stream);
 }

@@ -8,7 +8,9 @@ are small: some for each variant of a kernel. What only a GPU shows (speed, race
 import pytest
 import torch
 
+from nanomegatron.ops import bias as ops_bias
 from nanomegatron.ops import embedding as ops_embedding
+from nanomegatron.ops import gelu as ops_gelu
 from nanomegatron.ops import norm as ops_norm
 from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops import softmax as ops_softmax
@@ -22,8 +24,9 @@ from tests.gpu import test_kernel_rope as rope
 from tests.gpu import test_kernel_softmax as softmax
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
-FILES = "swiglu", "norm", "norm_backward", "softmax", "rope", "embedding"
-MODULES = ops_mlp, ops_norm, ops_softmax, ops_rope, ops_embedding, mlp, norm, softmax, rope, embedding
+FILES = "swiglu", "gelu", "column_sums", "norm", "norm_backward", "softmax", "rope", "embedding"
+MODULES = ops_bias, ops_gelu, ops_mlp, ops_norm, ops_softmax, ops_rope, ops_embedding, mlp, norm, softmax
+MODULES += rope, embedding
 FP32, BF16, FP16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -78,6 +81,29 @@ def test_gated_writes_nothing_beside(f):
     right = mlp.run(lambda x: ops_mlp.gated_ref(x, ops_mlp.SILU), x, grad)
     for ours, theirs in zip((y, dx), right, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 128), (3, 37), (90, 520), (300, 8), (2, 2309), (0, 16), (3, 0), (1, 1)]
+)
+def test_bias_and_activation(shape, dtype):
+    for act in mlp.ACTS:
+        mlp.test_bias_and_activation(shape, dtype, act)
+    mlp.test_column_sums(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_and_activation_of_any_numbers_and_views(dtype):
+    for act in mlp.ACTS:
+        mlp.test_strange_numbers_and_a_bias(dtype, act)
+    mlp.test_bias_and_activation_not_aligned(dtype)
+
+
+def test_bias_and_activation_write_nothing_beside():
+    for f in (64, 37):
+        mlp.test_bias_and_activation_write_nothing_beside(f)
+    mlp.test_column_sums_of_any_strides()
 
 
 # Lanes of a warp with 2, 4 and 8 packs each, teams of rows and loops over them, blocks; the plain kernels.

@@ -10,7 +10,9 @@ from nanomegatron.config.cli import parse
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.model import GPTModel
+from nanomegatron.ops import bias as ops_bias
 from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.ops import gelu as ops_gelu
 from nanomegatron.ops import norm as ops_norm
 from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops import softmax as ops_softmax
@@ -78,8 +80,8 @@ def test_a_switch_puts_its_kernels_aside_and_changes_no_number(switch, config, m
 def test_a_model_on_kernels_is_the_one_without(config, monkeypatch):
     """All kernels of a forward and backward together, run by the emulator."""
     usual = step(config)
-    names = "swiglu", "norm", "norm_backward", "softmax", "rope", "cross_entropy"
-    cuda_on_cpu.run_here(monkeypatch, names, *MODULES, ops_loss)
+    names = "swiglu", "gelu", "column_sums", "norm", "norm_backward", "softmax", "rope", "cross_entropy"
+    cuda_on_cpu.run_here(monkeypatch, names, *MODULES, ops_loss, ops_bias, ops_gelu)
     for ours, theirs in zip(step(config), usual, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

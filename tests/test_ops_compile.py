@@ -9,15 +9,16 @@ import torch.nn.functional as F
 
 from nanomegatron.ops import cross_entropy as ops_loss
 from nanomegatron.ops import dropout as ops
+from nanomegatron.ops import gelu as ops_gelu
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops import norm as ops_norm
 from nanomegatron.ops import rope as ops_rope
 from nanomegatron.ops import softmax as ops_softmax
 from nanomegatron.ops import swiglu as ops_mlp
-from tests import test_ops_rope, test_ops_softmax
+from tests import test_ops_gelu, test_ops_rope, test_ops_softmax
 from tests.test_ops_softmax import named
 
-COMPILED = [ops, ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax]
+COMPILED = [ops, ops_gelu, ops_loss, ops_mlp, ops_norm, ops_rope, ops_softmax]
 aten, custom = torch.ops.aten, torch.ops.nanomegatron
 
 
@@ -85,6 +86,7 @@ def kernels(monkeypatch):
     stand_ins = {
         ops_norm: norm_kernel,
         ops_mlp: gated_kernel,
+        ops_gelu: test_ops_gelu.fake,
         ops_loss: loss_kernel,
         ops_rope: test_ops_rope.fake,
         ops_softmax: test_ops_softmax.fake,
@@ -167,6 +169,7 @@ CASES = {  # function, reference, shapes of what they take
         lambda x: ops_mlp.gated_ref(x.transpose(0, 1), ops_mlp.GELU),
         ((3, 2, 8),),
     ),
+    **test_ops_gelu.COMPILED,
     "rope": (
         lambda x: ops_rope.rope(x, COS, SIN, True),
         lambda x: ops_rope.rope_ref(x, COS, SIN, True),
@@ -278,6 +281,7 @@ OPCHECKS = [
     ("gated", lambda: (r(3, 2, 8), ops_mlp.GELU)),
     ("gated", lambda: (r(2, 8, 3).transpose(1, 2).detach().requires_grad_(), ops_mlp.SILU)),
     ("gated_grad", lambda: (r(3, 4, grad=False), r(3, 8, grad=False), ops_mlp.SILU)),
+    *test_ops_gelu.OPCHECKS,
     ("rope", lambda: (r(5, 2, 3, 8), COS, SIN, False, False)),
     ("rope", lambda: (r(5, 2, 3, 10), COS, SIN, True, True)),
     ("scaled_softmax", lambda: (r(2, 3, 5, 6), 0.3, HIDDEN.expand(2, 3, 5, 6), True, 3)),

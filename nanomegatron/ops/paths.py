@@ -7,16 +7,19 @@
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
+from nanomegatron.ops.bias import column_sums
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
 from nanomegatron.ops.fp8_matmul import missing
+from nanomegatron.ops.gelu import SQUARED_RELU, TANH, bias_act, bias_act_ref
 from nanomegatron.ops.kernels import FLOATS, kernels_unavailable
 from nanomegatron.ops.merge import PartialRows, merge_rows, merge_rows_ref
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
@@ -26,10 +29,10 @@ from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 from nanomegatron.ops.swiglu import SILU, gated, gated_ref
 
 KERNELS = (
-    "rms_norm layer_norm add_norm rope swiglu scaled_softmax cross_entropy adamw_ fp8_cast permute "
-    "merge_rows embedding"
+    "rms_norm layer_norm add_norm rope swiglu gelu squared_relu column_sums scaled_softmax cross_entropy"
+    " adamw_ fp8_cast permute merge_rows embedding"
 ).split()
-TORCHS = ("gelu", "squared_relu", "dropout")
+TORCHS = ("dropout",)
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
 SWITCHES = {  # settings of a model that, if False, switch off the kernels of these ops
     "masked_softmax_fusion": ("scaled_softmax",),
@@ -102,6 +105,9 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
         ),
         "rope": (lambda x: rope(x, *tables), lambda x: rope_ref(x, *tables), ((7, 3, 2, 30),)),
         "swiglu": (lambda x: gated(x, SILU), lambda x: gated_ref(x, SILU), (x,)),
+        "gelu": _of_act(TANH),
+        "squared_relu": _of_act(SQUARED_RELU),
+        "column_sums": (lambda x: column_sums(x.detach()), lambda x: x.detach().sum((0, 1)), (x,)),
         "scaled_softmax": (
             lambda x: scaled_softmax(x, 0.3, None, True),
             lambda x: scaled_softmax_ref(x, 0.3, None, True, None),
@@ -143,6 +149,10 @@ def _embedding_ref(*inputs):
 def _ids(table) -> tuple[torch.Tensor, torch.Tensor]:
     at = torch.arange(T, device=table.device)
     return at.view(3, 7) * 5 % (V + 9), at[:7].flip(0)
+
+
+def _of_act(act: int) -> tuple[Callable, Callable, tuple]:
+    return partial(bias_act, act=act), partial(bias_act_ref, act=act), ((7, 3, H), (H,))
 
 
 def _merged(merge: Callable) -> Callable:

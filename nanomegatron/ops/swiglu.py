@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act
 from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
 
 SILU, GELU = 0, 1  # as swiglu.cu has them
@@ -20,20 +21,11 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return gated(x, SILU)
 
 
-def gelu(x: torch.Tensor, tanh: bool = True) -> torch.Tensor:
-    """GELU in the tanh form of GPT-2 and Megatron's fused path, or exact. x `[..., f]` -> `[..., f]`"""
-    return F.gelu(x, approximate="tanh" if tanh else "none")
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2. x `[..., f]` -> `[..., f]` (arXiv 2109.08668)"""
-    return F.relu(x).square()
-
-
-def activation(config: TransformerConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function between the two linear layers of an MLP."""
+def activation(config: TransformerConfig) -> Callable[..., torch.Tensor]:
+    """The function between an MLP's linear layers: of x, or if it is not gated of (x, bias, accumulate)."""
     if not config.gated:
-        return squared_relu if config.squared_relu else partial(gelu, tanh=config.tanh_gelu)
+        act = SQUARED_RELU if config.squared_relu else TANH if config.tanh_gelu else EXACT
+        return partial(bias_act, act=act)
     if config.geglu:
         return partial(gated if config.bias_swiglu_fusion else gated_ref, act=GELU)
     return swiglu if config.bias_swiglu_fusion else partial(gated_ref, act=SILU)

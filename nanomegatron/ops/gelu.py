@@ -1,0 +1,138 @@
+"""An MLP's activation without a gate, with the bias before it: the kernel of cuda/gelu.cu, and its reference.
+
+Only x `[..., f]`, the matmul's result, is saved for the backward, which also makes the bias's gradient: no
+other pass over memory is left between the two matrices.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanomegatron.ops.bias import Accumulate, add_bias, blocks_down, for_autograd
+from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
+
+TANH, EXACT, SQUARED_RELU = 0, 1, 2  # as gelu.cu has them
+
+
+def gelu(x: torch.Tensor, tanh: bool = True) -> torch.Tensor:
+    """GELU in the tanh form of GPT-2 and Megatron's fused path, or exact. x `[..., f]` -> `[..., f]`"""
+    return F.gelu(x, approximate="tanh" if tanh else "none")
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2. x `[..., f]` -> `[..., f]` (arXiv 2109.08668)"""
+    return F.relu(x).square()
+
+
+def bias_act(
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    accumulate: Accumulate = for_autograd,
+    *,
+    act: int,
+) -> torch.Tensor:
+    """act(x + bias) for x `[..., f]` and, if there is one, a bias `[f]` of its type. -> `[..., f]`
+
+    accumulate: what the bias's gradient is given to (`ops/bias.py`). Raises ValueError for another bias.
+    """
+    if bias is not None and (bias.shape, bias.dtype) != (x.shape[-1:], x.dtype):
+        has, needs = f"{list(bias.shape)} {bias.dtype}", f"{list(x.shape[-1:])} {x.dtype}"
+        raise ValueError(f"an activation of {list(x.shape)} with a bias of {has}, needs {needs}")
+    if not usable(x, "bias_act"):
+        return bias_act_ref(x, bias, accumulate, act=act)
+    if torch.compiler.is_compiling():
+        return bias_act_op(x, bias, act)
+    return BiasActFunction.apply(x, bias, act, accumulate)
+
+
+def bias_act_ref(
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    accumulate: Accumulate = for_autograd,
+    *,
+    act: int,
+) -> torch.Tensor:
+    """act(x + bias) in plain torch: specification and oracle. x `[..., f]`, bias `[f]` -> `[..., f]`"""
+    x = add_bias(x, bias, accumulate)
+    return squared_relu(x) if act == SQUARED_RELU else gelu(x, act == TANH)
+
+
+class BiasActFunction(torch.autograd.Function):
+    """act(x + bias) by the kernel. x `[..., f]`, bias `[f]` or None -> `[..., f]`"""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, bias: torch.Tensor | None, act: int, accumulate: Accumulate
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.bias, ctx.act, ctx.accumulate = bias, act, accumulate
+        return _forward(x, bias, act)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), bias = ctx.saved_tensors, ctx.bias
+        dx = torch.empty_like(x)
+        if bias is None or not bias.requires_grad:
+            _backward(dx, grad, x, bias, ctx.act)
+            return dx, None, None, None
+
+        def sums(target: torch.Tensor | None) -> torch.Tensor:
+            out = x.new_empty(x.shape[-1], dtype=torch.float32) if target is None else target
+            _backward(dx, grad, x, bias, ctx.act, out, add=target is not None)
+            return out
+
+        return dx, ctx.accumulate(bias, sums), None, None
+
+
+def _forward(x: torch.Tensor, bias: torch.Tensor | None, act: int) -> torch.Tensor:
+    x, f = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    launch_kernel("gelu_forward", out, x, bias, x.numel() // max(f, 1), f, act, TYPES[x.dtype])
+    return out
+
+
+def _backward(
+    dx: torch.Tensor,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    act: int,
+    dbias: torch.Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """Write dx `[..., f]` and, if wanted, the bias's gradient dbias `[f]`, or add it there."""
+    f, parts = x.shape[-1], blocks_down(x)
+    sums = None if dbias is None else x.new_empty(parts, f, dtype=torch.float32)
+    sizes = x.numel() // max(f, 1), f, parts, int(add), act, TYPES[x.dtype]
+    tensors = dx, dbias, sums, grad.contiguous(), x, bias
+    launch_kernel("gelu_backward", *tensors, *sizes, TYPES[(x if dbias is None else dbias).dtype])
+
+
+def _gradients(
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, act: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x = x.contiguous()
+    dx, dbias = torch.empty_like(x), None if bias is None else torch.empty_like(bias)
+    _backward(dx, grad, x, bias, act, dbias)
+    return dx, dbias
+
+
+bias_act_op = functional(
+    "bias_act(Tensor x, Tensor? bias, int act) -> Tensor",
+    _forward,
+    lambda x, bias, act: x.new_empty(x.shape),
+)
+bias_act_grad_op = functional(
+    "bias_act_grad(Tensor grad, Tensor x, Tensor? bias, int act) -> (Tensor, Tensor)",
+    _gradients,
+    lambda grad, x, bias, act: (x.new_empty(x.shape), None if bias is None else bias.new_empty(bias.shape)),
+)
+
+
+def _op_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, act: int) -> tuple:
+    dx, dbias = bias_act_grad_op(grad, x, bias, act)
+    return dx, None if bias is None else dbias, None
+
+
+differentiable(bias_act_op, lambda x, bias, act, out: (x, bias, act), _op_backward)
