@@ -23,9 +23,17 @@ from torch import nn
 from nanomegatron.comm import Pending, all_gather, all_reduce_, reduce_scatter, start_all_gather
 from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.bias import add_bias
 from nanomegatron.ops.fp8_cast import Fp8Matrix
 from nanomegatron.ops.fp8_matmul import add_fp8_product_, fp8_matmul
-from nanomegatron.param import accumulate_grad, accumulate_weight_grad, is_deferred, main_grad, run_or_defer
+from nanomegatron.param import (
+    accumulate_grad,
+    accumulate_sums,
+    accumulate_weight_grad,
+    is_deferred,
+    main_grad,
+    run_or_defer,
+)
 from nanomegatron.recompute import source_of
 from nanomegatron.tp import start_input_grad_sum
 
@@ -33,8 +41,11 @@ from nanomegatron.tp import start_input_grad_sum
 def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
     """Make a linear layer of tp.py multiply in FP8."""
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
-        return Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
+    def linear(
+        x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
+        return add_bias(y, bias, accumulate_sums)
 
     layer.linear, layer.fp8 = linear, fp8
     if not layer.weight.spec.tied:  # the embedding reads it in 16 bits

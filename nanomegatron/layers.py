@@ -7,6 +7,7 @@ If a layer has a fast form, one attribute holds the function that runs: `Norm.op
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import dropout
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
 from nanomegatron.ops.swiglu import activation
-from nanomegatron.param import Init, ParamSpec, new_parameter, replica, scaled_std
+from nanomegatron.param import Init, ParamSpec, accumulate_sums, new_parameter, replica, scaled_std
 from nanomegatron.recompute import keeping, recomputed, with_source
 from nanomegatron.tp import (
     ColumnParallelLinear,
@@ -109,15 +110,18 @@ class NoNorm(nn.Identity):
         return total, total
 
 
-def activate(mlp: "MLP", x: torch.Tensor) -> torch.Tensor:
-    """The activation between an MLP's two layers. x `[..., f]` or `[..., 2*f]` (gated) -> `[..., f]`"""
-    return mlp.activation(x)
+def activate(mlp: "MLP", x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The activation between an MLP's two layers, with the first one's bias unless it is gated.
+
+    x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` -> `[..., f]`
+    """
+    return mlp.activation(x) if bias is None else mlp.activation(x, bias, accumulate_sums)
 
 
 class MLP(nn.Module):
     """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
 
-    act: Callable[["MLP", torch.Tensor], torch.Tensor] = staticmethod(activate)
+    act: Callable[..., torch.Tensor] = staticmethod(activate)
 
     def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
         """size: the number of inner features if not the config's (for shared experts)."""
@@ -129,9 +133,12 @@ class MLP(nn.Module):
         self.fused = config.swiglu and config.bias_swiglu_fusion
         self.recompute_act = config.recomputes("mlp_act")
         self.recompute = size is None and config.recomputes("mlp")
+        # Without a gate the activation's kernel adds the bias, and makes its gradient.
         self.linear_fc1 = ColumnParallelLinear(
-            h, inner, tp, init.at("linear_fc1"), bias, sequence_parallel=cut
+            h, inner, tp, init.at("linear_fc1"), bias, skip_bias_add=not config.gated, sequence_parallel=cut
         )
+        if bias:
+            self.linear_fc1.bias.spec = replace(self.linear_fc1.bias.spec, writes_grad=True)
         std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_fc2 = RowParallelLinear(
             ffn, h, tp, init.at("linear_fc2", std), bias, sequence_parallel=cut
@@ -143,9 +150,10 @@ class MLP(nn.Module):
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         with keeping(x):
             x = self.linear_fc1(x)
-        y = self.act(self, x)
+        x, bias = x if isinstance(x, tuple) else (x, None)
+        y = self.act(self, x, bias)
         if self.recompute_act:
-            with_source(y, lambda x: self.act(self, x), x)
+            with_source(y, lambda x: self.act(self, x, bias), x)
         with keeping(y):
             return self.linear_fc2(y)
 

@@ -18,8 +18,8 @@ and the embedding write gradients themselves: they add to `main_grad(param)`, re
 bucket, and return None to autograd (`accumulate_grad`); every other gradient is moved from `.grad` by a hook.
 The first contribution of a step overwrites the last step's gradient: a matmul that can do so asks
 `grad_to_write`; for others `main_grad` zeroes it before they add. (0 + x is x, but for the sign of zero.)
-No hook may sit on a weight whose layer writes its gradient (`spec.writes_grad`): torch runs it even when the
-gradient is None. Such layers compute weight gradients through `run_or_defer` (`WeightGradStore`).
+No hook may sit on a parameter whose layer writes its gradient (`spec.writes_grad`): torch runs it even when
+the gradient is None. Such layers compute weight gradients through `run_or_defer` (`WeightGradStore`).
 """
 
 import hashlib
@@ -261,6 +261,18 @@ def accumulate_into(param: nn.Parameter, add: Callable[[torch.Tensor], None]) ->
         return None
 
     return run_or_defer(param, work)
+
+
+def accumulate_sums(
+    bias: nn.Parameter, sums: Callable[[torch.Tensor | None], torch.Tensor]
+) -> torch.Tensor | None:
+    """Let sums(target) add to `main_grad` and report it -> None, or without a bucket sums(None) `[n]`"""
+    target = main_grad(bias)
+    grad = sums(target)
+    if target is None:
+        return grad
+    bias.bucket.ready(bias)
+    return None
 
 
 def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:

@@ -35,6 +35,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanomegatron.comm import (
@@ -53,6 +54,7 @@ from nanomegatron.comm import (
 )
 from nanomegatron.config.keywords import with_megatron_keywords
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.bias import bias_grad
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.kernels import once
@@ -60,6 +62,7 @@ from nanomegatron.param import (
     Init,
     ParamSpec,
     accumulate_into,
+    accumulate_sums,
     accumulate_weight_grad,
     is_deferred,
     new_parameter,
@@ -74,9 +77,9 @@ WHOLE_LOGITS = "torch.nn.functional.cross_entropy of whole logits"  # which allo
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x W^T for a local weight `[m, n]`, with the communication of its place in a column-row pair.
+    """y = x W^T + bias for a local weight `[m, n]`, with the communication of its place in a column-row pair.
 
-    x `[..., n]` -> `[..., m]`, in these shapes:
+    x `[..., n]`, bias `[m]` or None -> `[..., m]`, in these shapes:
 
     comm        x                 y                 forward                       backward
     "copy"      [s, b, i]         [s, b, o/tp]      -                             all-reduce dx
@@ -84,17 +87,26 @@ class LinearFunction(torch.autograd.Function):
     "sum"       [s, b, i/tp]      [s, b, o]         all-reduce y                  -
     "scatter"   [s, b, i/tp]      [s/tp, b, o]      reduce-scatter y              gather dy
 
-    For the backward it saves its input x: with "gather" only the local shard.
+    The bias is added last, to sums over ranks once; where nothing is summed a GPU's matmul adds it. For the
+    backward it saves its input x: with "gather" only the local shard.
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+    def forward(
+        ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.comm = weight, axis, comm  # hooks on saved tensors may lose `bucket`
-        y = (all_gather(x, axis) if comm == "gather" else x) @ weight.t()
+        ctx.weight, ctx.bias = weight, bias  # hooks on saved tensors may lose `bucket`
+        ctx.axis, ctx.comm = axis, comm
+        x = all_gather(x, axis) if comm == "gather" else x
+        if x.is_cuda and comm in ("copy", "gather"):
+            return F.linear(x, weight, bias)
+        y = x @ weight.t()
         if comm == "scatter":
-            return reduce_scatter(y, axis)
-        return all_reduce_(y, axis) if comm == "sum" else y
+            y = reduce_scatter(y, axis)
+        elif comm == "sum":
+            y = all_reduce_(y, axis)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -102,6 +114,7 @@ class LinearFunction(torch.autograd.Function):
         weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
         gathers_later = is_deferred(weight) and comm == "gather"
         gathered = start_all_gather(x, axis) if comm == "gather" and not gathers_later else Pending(x)
+        dbias = None if ctx.bias is None else bias_grad(ctx.bias, grad, accumulate_sums)
         if comm == "scatter":
             grad = all_gather(grad, axis)
         dx = grad @ weight
@@ -112,7 +125,7 @@ class LinearFunction(torch.autograd.Function):
             return accumulate_weight_grad(weight, all_gather(x, axis) if gathers_later else x, grad)
 
         dw = run_or_defer(weight, weight_grad)
-        return reduced.wait(), dw, None, None
+        return reduced.wait(), dw, None, None, dbias
 
 
 def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:
@@ -130,7 +143,7 @@ class ColumnParallelLinear(nn.Module):
     16}): each part is sharded separately, so a rank's output is [q; k; v] of its own heads. A size (16, 2) is
     sharded over tp/2 groups of 2 neighbouring ranks, which hold the same slice. With `sequence_parallel` x
     is `[s/tp, b, i]` and gathered; with `gather_output` y is `[s, b, o]` on every rank; `skip_bias_add`
-    returns (y, bias) instead of their sum. linear: the function (x, weight, axis, comm) -> y, with the
+    returns (y, bias) instead of their sum. linear: the function (x, weight, axis, comm, bias) -> y, with the
     communication of `LinearFunction`; fp8: its `fp8.Fp8Linear`, if any. `fp8_linear.use_fp8` sets both.
     """
 
@@ -160,7 +173,8 @@ class ColumnParallelLinear(nn.Module):
                 of = f"{size} output features" + f", {copies} ranks each," * (copies > 1)
                 raise ValueError(f"{init.name}.{part}: {of} do not divide by tp {tp.size}")
         self.weight = new_parameter(self._spec("weight", (input_size,), init), init)
-        self.bias = new_parameter(self._spec("bias", (), init), init, fill=0.0) if bias else None
+        spec = replace(self._spec("bias", (), init), writes_grad=not skip_bias_add)
+        self.bias = new_parameter(spec, init, fill=0.0) if bias else None
 
     def _spec(self, kind: str, rest: tuple[int, ...], init: Init) -> ParamSpec:
         parts = []
@@ -176,11 +190,12 @@ class ColumnParallelLinear(nn.Module):
         return "gather" if self.sequence_parallel and self.training else "copy"
 
     def forward(self, x: torch.Tensor) -> Output:
-        y, bias = self.linear(x, self.weight, self.tp, self.comm), self.bias
+        bias, skips = self.bias, self.skip_bias_add
+        y = self.linear(x, self.weight, self.tp, self.comm, None if skips else bias)
         if self.gather_output:
             y = gather_from(y, self.tp)
-            bias = None if bias is None else gather_from(bias, self.tp)
-        return _with_bias(y, bias, self.skip_bias_add)
+            bias = gather_from(bias, self.tp) if skips and bias is not None else None
+        return (y, bias) if skips else y
 
 
 @with_megatron_keywords
@@ -214,7 +229,7 @@ class RowParallelLinear(nn.Module):
         spec = ParamSpec((part,), (output_size, input_size // tp.size), writes_grad=True)
         self.weight = new_parameter(spec, init)
         part = replica(f"{init.name}.bias", (output_size,), tp, partial=sequence_parallel)
-        spec = ParamSpec((part,), (output_size,), decay=False)
+        spec = ParamSpec((part,), (output_size,), writes_grad=not skip_bias_add, decay=False)
         self.bias = new_parameter(spec, init, fill=0.0) if bias else None
 
     @property
@@ -225,14 +240,9 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> Output:
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp)
-        y = self.linear(x, self.weight, self.tp, self.comm)
-        return _with_bias(y, self.bias, self.skip_bias_add)
-
-
-def _with_bias(y: torch.Tensor, bias: torch.Tensor | None, skip_add: bool) -> Output:
-    if skip_add:
-        return y, bias
-    return y if bias is None else y + bias
+        if self.skip_bias_add:
+            return self.linear(x, self.weight, self.tp, self.comm), self.bias
+        return self.linear(x, self.weight, self.tp, self.comm, self.bias)
 
 
 def vocab_spec(

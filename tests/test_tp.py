@@ -1,5 +1,6 @@
 """Tensor-parallel layers on 1, 2 and 4 ranks against dense torch with the same global weights."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.comm import all_gather, all_reduce, own_slice
+from nanomegatron.config.model import TransformerConfig
 from nanomegatron.fast.tp_overlap import OverlappedLinear
+from nanomegatron.layers import MLP
 from nanomegatron.mesh import Axis
 from nanomegatron.param import Init, ParamSpec, draw_normal, new_parameter, replica
 from nanomegatron.tp import (
@@ -288,6 +291,25 @@ def test_bf16_microbatches_add_up_in_fp32():
     for value in 256.0, 1.0:
         layer(torch.full((1, 1, 1), value, dtype=torch.bfloat16)).sum().backward()
     assert layer.weight.main_grad.item() == 257.0 and bucket.accumulated == [layer.weight] * 2
+
+
+@pytest.mark.parametrize("how", [{}, dict(squared_relu=True), dict(swiglu=True), dict(recompute="mlp_act")])
+def test_biases_report_each_contribution(how):
+    """Once a microbatch, by the layer or the activation; one that the caller adds is left to autograd."""
+    if "recompute" in how:
+        how = dict(recompute_granularity="selective", recompute_modules=("mlp_act",))
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=24, **how)
+    mlp, twin = (MLP(config, Axis.single(), replace(INIT, std=0.5)) for _ in range(2))
+    bucket, weight = Bucket(*mlp.parameters()), torch.randn(5, 2, 8)
+    for _ in range(2):
+        x = torch.randn(5, 2, 8)
+        for module in mlp, twin:
+            (module(x) * weight).sum().backward()
+    assert Counter(bucket.accumulated) == dict.fromkeys(mlp.parameters(), 2)
+    for p, q in zip(mlp.parameters(), twin.parameters(), strict=True):
+        close(p.main_grad, q.grad)
+    for kind in ColumnParallelLinear, RowParallelLinear:
+        assert not kind(4, 4, Axis.single(), skip_bias_add=True).bias.spec.writes_grad
 
 
 def test_sizes_that_do_not_divide_are_refused():

@@ -73,7 +73,7 @@ class QuantizingNorm:
         return NormFp8Function.apply(x, residual, *how)
 
 
-def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
+def quantizing_activate(mlp: MLP, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """An `MLP.act` whose result is quantized, and whose gradient is, too, if both layers allow it.
 
     x `[..., f]` or `[..., 2*f]` (gated) -> a placeholder `[..., f]`, where f is this rank's f/tp
@@ -82,7 +82,7 @@ def quantizing_activate(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     can_fuse_cast = mlp.fused and first.bias is None and accepts_fp8(first)
     if can_fuse_cast and first.fp8.has_scale and second.fp8.has_scale:
         return GatedFp8Function.apply(x, first.fp8, second.fp8, *copies_for(second))
-    return quantized_for(second, activate(mlp, x))
+    return quantized_for(second, activate(mlp, x, bias))
 
 
 def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...], casts: Quantized) -> torch.Tensor:

@@ -21,7 +21,8 @@ from nanomegatron.comm import Pending, all_gather, start_reduce_scatter
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.pieces import gather_pieces, push_pieces
 from nanomegatron.mesh import Axis
-from nanomegatron.param import accumulate_weight_grad, is_deferred, run_or_defer
+from nanomegatron.ops.bias import add_bias
+from nanomegatron.param import accumulate_sums, accumulate_weight_grad, is_deferred, run_or_defer
 from nanomegatron.tp import LinearFunction
 
 
@@ -37,10 +38,13 @@ class OverlappedLinear:
     def __init__(self, peers: PeerAccess | None) -> None:
         self.peers = peers
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if axis.size > 1 and comm in ("gather", "scatter"):
-            return OverlappedLinearFunction.apply(x, weight, axis, comm, self.peers)
-        return LinearFunction.apply(x, weight, axis, comm)
+            y = OverlappedLinearFunction.apply(x, weight, axis, comm, self.peers)
+            return add_bias(y, bias, accumulate_sums)
+        return LinearFunction.apply(x, weight, axis, comm, bias)
 
 
 class OverlappedLinearFunction(torch.autograd.Function):
