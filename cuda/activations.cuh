@@ -1,6 +1,7 @@
 // Functions of one number, and their derivatives, as an MLP has them between its matrices.
 //
 // GELU's tanh form is x s(z), as 1 + tanh(u) = 2 s(2 u): precise for negative x too, where 1 + tanh cancels.
+// The exact form needs exp(-x^2 / 2) for its derivative; with that erfc is a polynomial.
 
 #pragma once
 #include "common.cuh"
@@ -32,12 +33,24 @@ struct GeluTanh {
 };
 
 struct GeluExact {
-    __device__ __forceinline__ static float below(float x) {
-        return 0.5f + 0.5f * erff(x * 0.7071067811865476f);
-    }
-    __device__ __forceinline__ static float value(float x) { return x * below(x); }
+    struct Normal {  // Phi(x), and exp(-x^2 / 2)
+        float below, bell;
+
+        // erfc(z) = p(t) exp(-z^2), t = 1 / (1 + 0.3275911 z), z >= 0, to 1.5e-7: Abramowitz, Stegun 7.1.26.
+        __device__ __forceinline__ explicit Normal(float x) {
+            const float t = __fdividef(1.0f, 1.0f + 0.23164189f * fabsf(x));  // z = |x| / sqrt(2)
+            bell = __expf(-0.5f * x * x);
+            float p = 1.061405429f * t - 1.453152027f;
+            p = (((p * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+            const float half = 0.5f * p * bell;
+            below = x < 0.0f ? half : 1.0f - half;
+        }
+    };
+
+    __device__ __forceinline__ static float value(float x) { return x * Normal(x).below; }
     __device__ __forceinline__ static float grad(float dy, float x) {
-        return dy * (below(x) + x * 0.3989422804014327f * __expf(-0.5f * x * x));
+        const Normal normal(x);
+        return dy * (normal.below + x * 0.3989422804014327f * normal.bell);
     }
 };
 
@@ -48,5 +61,15 @@ struct SquaredRelu {
         return x <= 0.0f ? 0.0f : dy * 2.0f * x;
     }
 };
+
+// Runs body(Act{}) for the number that ops/gelu.py has for it.
+template <typename Body>
+void with_act(int act, Body body) {
+    switch (act) {
+        case 0: return body(GeluTanh{});
+        case 1: return body(GeluExact{});
+        default: return body(SquaredRelu{});
+    }
+}
 
 }  // namespace

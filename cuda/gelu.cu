@@ -76,16 +76,6 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
     if (workspace != nullptr) write_part(sums, workspace, packs * P::size);
 }
 
-// Runs body(Act{}).
-template <typename Body>
-void with_act(int act, Body body) {
-    switch (act) {
-        case 0: return body(GeluTanh{});
-        case 1: return body(GeluExact{});
-        default: return body(SquaredRelu{});
-    }
-}
-
 }  // namespace
 
 void gelu_forward(Address out, Address x, Address bias, int64_t rows, int64_t f, int act, int type,

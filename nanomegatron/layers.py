@@ -19,7 +19,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import dropout
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
-from nanomegatron.ops.swiglu import activation
+from nanomegatron.ops.swiglu import activation, plain_act
 from nanomegatron.param import Init, ParamSpec, accumulate_sums, new_parameter, replica, scaled_std
 from nanomegatron.recompute import keeping, recomputed, with_source
 from nanomegatron.tp import (
@@ -129,7 +129,7 @@ class MLP(nn.Module):
         h, ffn = config.hidden_size, size or config.ffn_size
         bias, cut = not config.disable_bias_linear, config.sequence_parallel
         inner = {"gate": ffn, "up": ffn} if config.gated else ffn
-        self.activation = activation(config)
+        self.activation, self.plain_act = activation(config), plain_act(config)
         self.fused = config.swiglu and config.bias_swiglu_fusion
         self.recompute_act = config.recomputes("mlp_act")
         self.recompute = size is None and config.recomputes("mlp")

@@ -20,7 +20,12 @@ CPU = torch.device("cpu")
 
 def config_of(**more):
     known = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4}
-    return TransformerConfig(**known, swiglu=True, normalization="RMSNorm", disable_bias_linear=True, **more)
+    llama = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
+    return TransformerConfig(**known, **(llama | more))
+
+
+GPT2 = {"swiglu": False, "normalization": "LayerNorm", "disable_bias_linear": False}
+MODELS = [{}, GPT2, GPT2 | {"squared_relu": True, "disable_bias_linear": True}]
 
 
 def layer_of(recipe, dtype=torch.float32, early=True, **more):
@@ -64,23 +69,25 @@ def near(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item())
 
 
+@pytest.mark.parametrize("model", MODELS, ids=["llama", "gpt2", "squared relu"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_same_as_layers_that_quantize_themselves(recipe):
+def test_the_same_as_layers_that_quantize_themselves(recipe, model):
     """In fp32 a fused cast and one after it round alike: all is equal but for the order of some sums."""
-    fused = steps(*layer_of(recipe))
-    for got, expected in zip(fused, steps(*layer_of(recipe, early=False)), strict=True):
+    fused = steps(*layer_of(recipe, **model))
+    for got, expected in zip(fused, steps(*layer_of(recipe, early=False, **model)), strict=True):
         near(got, expected)
 
 
 @pytest.mark.parametrize("modules", ["layernorm", "mlp_act", "mlp", "layernorm mlp_act", "layernorm mlp"])
+@pytest.mark.parametrize("model", MODELS[:2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputed_casts_are_the_same_to_the_bit(recipe, modules):
+def test_recomputed_casts_are_the_same_to_the_bit(recipe, model, modules):
     """And take less memory: what a recomputed norm or unit gives is not kept, not in FP8 either."""
     whole, less = [], []
     modules, dtype = modules.split(), torch.bfloat16
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
-    expected = steps(*layer_of(recipe, dtype), saved=whole)
-    found = steps(*layer_of(recipe, dtype, **recompute), saved=less)
+    expected = steps(*layer_of(recipe, dtype, **model), saved=whole)
+    found = steps(*layer_of(recipe, dtype, **recompute, **model), saved=less)
     for a, b in zip(found, expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert less[0] < whole[0]

@@ -9,7 +9,14 @@ from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.ops import fp8_fused as ops_fused_fp8
 from nanomegatron.ops.adamw import FlatState, Segments, adamw_flat_, cast_flat_
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Output, fp8_cast_ref
-from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.fp8_fused import (
+    bias_act_backward_fp8,
+    bias_act_fp8,
+    gated_backward_fp8,
+    gated_fp8,
+    norm_fp8,
+)
+from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act_ref
 from nanomegatron.ops.norm import norm_ref
 from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
 from tests import cuda_on_cpu
@@ -83,6 +90,31 @@ def check_gated(x, grad, act: int, dtype=E4M3, outputs="both", scale=37.5) -> No
     both(gated_fp8(x, act, specs[0]), y.detach(), specs[0])
     (dx,) = torch.autograd.grad(y, wide, grad.double().flatten(0, -2))
     both(gated_backward_fp8(grad, x, act, specs[1]), dx, specs[1])
+
+
+def check_biased(x, bias, grad, act: int, dtype=E4M3, outputs="both", scale=37.5) -> None:
+    """An activation with a bias or without; the bias's gradient, new and added to what is there."""
+    wide = x.double().flatten(0, -2)
+    wide = (wide if bias is None else wide + bias.double()).requires_grad_()
+    y = bias_act_ref(wide, act=act)
+    specs = [wanted(dtype, outputs, scale, device=x.device) for _ in range(2)]
+    both(bias_act_fp8(x, bias, act, specs[0]), y.detach(), specs[0])
+    (dx,) = torch.autograd.grad(y, wide, grad.double().flatten(0, -2))
+    pair, dbias = bias_act_backward_fp8(grad, x, bias, act, specs[1])
+    both(pair, dx, specs[1])
+    if bias is None:
+        assert dbias is None
+        return
+    slack = 3e-6 * (dx.abs() + grad.double().flatten(0, -2).abs() * (1 + wide.detach().abs())).sum(0)
+    assert dbias.dtype == torch.float32 and ((dbias - dx.sum(0)).abs() <= slack + 1e-30).all()
+    target, spec = torch.ones_like(dbias), wanted(dtype, outputs, scale, device=x.device)
+    assert bias_act_backward_fp8(grad, x, bias, act, spec, target)[1] is target
+    assert ((target - 1 - dx.sum(0)).abs() <= slack + 1e-6 * (1 + dx.sum(0).abs())).all()
+
+
+def biased_case(shape, dtype):
+    x, bias, grad = torch.randn(shape) * 2, torch.randn(shape[-1]), torch.randn(shape)
+    return tuple(t.to(dtype) for t in (x, bias, grad))
 
 
 def gated_case(shape, dtype):
@@ -161,6 +193,9 @@ def test_references(dtype, outputs):
         check_norm(norm_case(6, 24, dtype, biased, add, wide=add), add, wanted(outputs=outputs), biased)
     for act in (SILU, GELU):
         check_gated(*gated_case((3, 2, 20), dtype), act, E5M2, outputs)
+    for act in (TANH, EXACT, SQUARED_RELU):
+        x, bias, grad = biased_case((3, 2, 20), torch.float32)
+        check_biased(x, bias if act else None, grad, act, E5M2, outputs)
 
 
 def test_no_rows_and_no_amax():
@@ -195,6 +230,7 @@ def test_adamw_with_a_copy_in_e4m3():
         (lambda: gated_fp8(torch.zeros(2, 4, device="meta"), SILU, wanted()), "on meta"),
         (lambda: gated_backward_fp8(torch.zeros(2, 4), torch.zeros(2, 4), SILU, wanted()), "halved"),
         (lambda: gated_backward_fp8(torch.zeros(2, 2).half(), torch.zeros(2, 4), SILU, wanted()), "halved"),
+        (lambda: bias_act_backward_fp8(torch.zeros(2), torch.zeros(2, 4), None, TANH, wanted()), "gradient"),
         (lambda: norm_fp8(torch.zeros(2, 4), None, torch.ones(3), None, EPS, False, wanted()), "last dim"),
     ],
 )
@@ -204,13 +240,14 @@ def test_what_is_refused(call, message):
 
 
 # The kernels, by the emulator.
+FILES = "norm_fp8", "swiglu_fp8", "gelu_fp8", "column_sums", "adamw"
 
 
 @pytest.fixture
 def emulated(monkeypatch):
     if cuda_on_cpu.cuda_home() is None:
         pytest.skip("no CUDA headers here")
-    cuda_on_cpu.run_here(monkeypatch, ("norm_fp8", "swiglu_fp8", "adamw"), ops_fused_fp8, ops_adamw)
+    cuda_on_cpu.run_here(monkeypatch, FILES, ops_fused_fp8, ops_adamw)
 
 
 def unaligned(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -273,6 +310,33 @@ def test_gated_kernel_of_strange_numbers(emulated, act):
             expected[~expected.isnan()].double().clamp(-1e30, 1e30),
             torch.tensor(37.5),
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", [TANH, EXACT, SQUARED_RELU])
+@pytest.mark.parametrize("shape", [(144, 136), (5, 13), (2, 65, 24), (130, 131), (1, 1), (0, 16)])
+def test_bias_and_activation_kernel(emulated, shape, act, dtype):
+    x, bias, grad = biased_case(shape, dtype)
+    for i, outputs in enumerate(("rowwise", "columnwise", "both")):
+        check_biased(x, bias, grad, act, FORMATS[i % 2], outputs)
+        check_biased(x, None, grad, act, FORMATS[(i + 1) % 2], outputs)
+    if shape[0] == 144:
+        check_biased(*map(unaligned, (x, bias, grad)), act)
+        check_biased(x, unaligned(bias), grad, act)
+
+
+@pytest.mark.parametrize("act", [TANH, EXACT, SQUARED_RELU])
+@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+def test_bias_and_activation_kernel_of_what_is_no_number(emulated, odd, act):
+    x, bias, grad = biased_case((32, 64), torch.bfloat16)
+    x[3, 5] = odd
+    at = (x.double() + bias.double()).requires_grad_()
+    y = bias_act_ref(at, act=act)
+    (dx,) = torch.autograd.grad(y, at, grad.double())
+    row, flip = bias_act_fp8(x, bias, act, wanted())
+    assert torch.equal(row.float().isnan(), y.isnan()) and torch.equal(flip.float().isnan(), y.isnan().t())
+    (row, _), dbias = bias_act_backward_fp8(grad, x, bias, act, wanted())
+    assert torch.equal(row.float().isnan(), dx.isnan()) and torch.equal(dbias.isnan(), dx.sum(0).isnan())
 
 
 @pytest.mark.parametrize("offset", [0, 3])

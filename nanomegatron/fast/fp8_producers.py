@@ -10,7 +10,7 @@ normed, y and dh need to exist in FP8 only. Autograd gets a placeholder: a tenso
 type without memory, whose `source` has the FP8 copies; its elements are one expanded NaN, so that reading it
 does not go unnoticed. For the backward a linear layer saves the transposed FP8 copy, half the bytes of bf16.
 
-With delayed scaling the scales are known before: casts are fused into the norm, the gated activation and its
+With delayed scaling the scales are known before: casts are fused into the norm, the activation and its
 backward. Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With the other
 recipes the results are equal to the bit.
 
@@ -28,10 +28,18 @@ from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.fp8_linear import cast_input, input_copies
 from nanomegatron.layers import MLP, Norm, activate, normalize
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.fp8_fused import (
+    bias_act_backward_fp8,
+    bias_act_fp8,
+    gated_backward_fp8,
+    gated_fp8,
+    norm_fp8,
+)
+from nanomegatron.ops.gelu import bias_act_ref
 from nanomegatron.ops.kernels import once
 from nanomegatron.ops.norm import norm_backward, norm_ref
 from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref
+from nanomegatron.param import accumulate_sums
 from nanomegatron.recompute import Source
 
 
@@ -76,12 +84,15 @@ class QuantizingNorm:
 def quantizing_activate(mlp: MLP, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """An `MLP.act` whose result is quantized, and whose gradient is, too, if both layers allow it.
 
-    x `[..., f]` or `[..., 2*f]` (gated) -> a placeholder `[..., f]`, where f is this rank's f/tp
+    x `[..., f]` or `[..., 2*f]` (gated), bias `[f]` -> a placeholder `[..., f]`, where f is this rank's f/tp
     """
     first, second = mlp.linear_fc1, mlp.linear_fc2
-    can_fuse_cast = mlp.fused and first.bias is None and accepts_fp8(first)
-    if can_fuse_cast and first.fp8.has_scale and second.fp8.has_scale:
-        return GatedFp8Function.apply(x, first.fp8, second.fp8, *copies_for(second))
+    if accepts_fp8(first) and first.fp8.has_scale and second.fp8.has_scale:
+        how = first.fp8, second.fp8, *copies_for(second)
+        if mlp.fused and first.bias is None:
+            return GatedFp8Function.apply(x, *how)
+        if mlp.plain_act is not None:
+            return BiasActFp8Function.apply(x, bias, mlp.plain_act, *how)
     return quantized_for(second, activate(mlp, x, bias))
 
 
@@ -164,3 +175,35 @@ class GatedFp8Function(torch.autograd.Function):
         casts = Quantized.with_scale(gated_backward_fp8(grad, x, SILU, output), inverse)
         before.record_stats("g", lambda: gated_backward_ref(grad, x, SILU).flatten(0, -2), casts)
         return fp8_placeholder(x, x.shape, casts), None, None, None, None
+
+
+class BiasActFp8Function(torch.autograd.Function):
+    """An activation without a gate between two linear layers: x `[..., f]`, bias `[f]` -> a placeholder.
+
+    The rest is as in `GatedFp8Function`. The bias's gradient is made beside that of x, before the cast.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bias, act: int, before: Fp8Linear, after: Fp8Linear, copies: str, trains: bool):
+        output, inverse = after.known_scale("x", copies, trains)
+        casts = Quantized.with_scale(bias_act_fp8(x, bias, act, output), inverse)
+        after.record_stats("x", lambda: bias_act_ref(x, bias, act=act).flatten(0, -2), casts, trains)
+        ctx.save_for_backward(x)
+        ctx.bias, ctx.act, ctx.before = bias, act, before
+        return fp8_placeholder(x, x.shape, casts)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        (x,), bias, before = ctx.saved_tensors, ctx.bias, ctx.before
+        output, inverse = before.known_scale("g", "both")
+        made = []
+
+        def sums(target: torch.Tensor | None) -> torch.Tensor | None:
+            pair, dbias = bias_act_backward_fp8(grad, x, bias, ctx.act, output, target)
+            made.append(Quantized.with_scale(pair, inverse))
+            return dbias
+
+        trained = bias is not None and bias.requires_grad
+        dbias = accumulate_sums(bias, sums) if trained else sums(None)
+        return fp8_placeholder(x, x.shape, made[0]), dbias if trained else None, *[None] * 5

@@ -1,8 +1,9 @@
-"""Norms and gated activations with their result in FP8, cast by the kernel that computes them.
+"""Norms and activations with their result in FP8, cast by the kernel that computes them.
 
     norm_fp8               cuda/norm_fp8.cu      the input of a block's linear layers
     gated_fp8              cuda/swiglu_fp8.cu    the input of an MLP's second layer
     gated_backward_fp8     cuda/swiglu_fp8.cu    the gradient of its first layer's output
+    bias_act_fp8           cuda/gelu_fp8.cu      both of these without a gate, and the bias's gradient
 
 Each is fp8_cast of the fp32 result: rounded once; a 16-bit norm or activation and then a cast round twice.
 The transposed copy is for the weight gradient, whose GEMM contracts over rows.
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nanomegatron.ops.bias import column_sums
 from nanomegatron.ops.fp8_cast import Fp8Output, Pair
+from nanomegatron.ops.gelu import bias_act_ref
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 from nanomegatron.ops.norm import check_norm, norm_ref
 from nanomegatron.ops.swiglu import gated_backward_ref, gated_ref
@@ -103,6 +106,55 @@ def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp
     tensors = grad.contiguous(), x.contiguous(), *pair, wanted.scale, wanted.amax
     launch_kernel("swiglu_fp8_backward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
+
+
+def bias_act_fp8(x: torch.Tensor, bias: torch.Tensor | None, act: int, wanted: Fp8Output) -> Pair:
+    """act(x + bias) in FP8. x `[..., f]`, bias `[f]` of its type or None -> `[rows, f]`, `[f, rows]`"""
+    rows, f = math.prod(x.shape[:-1]), x.shape[-1]
+    pair = wanted.empty(x, rows, f)
+    if not usable(x, "bias_act_fp8"):
+        return wanted.cast(bias_act_ref(_biased(x, bias), act=act))
+    tensors = x.contiguous(), bias, *pair, wanted.scale, wanted.amax
+    launch_kernel("gelu_fp8_forward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
+    return pair
+
+
+def bias_act_backward_fp8(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    act: int,
+    wanted: Fp8Output,
+    target: torch.Tensor | None = None,
+) -> tuple[Pair, torch.Tensor | None]:
+    """The gradient of x in FP8 and that of the bias, given the gradient of act(x + bias).
+
+    grad, x `[..., f]`, bias `[f]`, target `[f]`: what the bias's gradient is added to; else it is new, fp32
+    -> (`[rows, f]`, `[f, rows]`), `[f]`. Raises ValueError if shapes, types or devices do not fit.
+    """
+    rows, f = math.prod(x.shape[:-1]), x.shape[-1]
+    pair = wanted.empty(x, rows, f)
+    if (grad.shape, grad.dtype, grad.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}")
+    if not usable(x, "bias_act_backward_fp8"):
+        with torch.enable_grad():
+            at = _biased(x, bias).requires_grad_()
+            dx = torch.autograd.grad(bias_act_ref(at, act=act), at, grad.float().reshape(rows, f))[0]
+        return wanted.cast(dx), None if bias is None else column_sums(dx, target)
+    dbias, sums = None, None
+    if bias is not None:
+        dbias = x.new_empty(f, dtype=torch.float32) if target is None else target
+        sums = x.new_empty(math.ceil(rows / 128), f, dtype=torch.float32)
+    tensors = grad.contiguous(), x.contiguous(), bias, *pair, wanted.scale, wanted.amax, dbias, sums
+    types = TYPES[x.dtype], TYPES[wanted.dtype], TYPES[torch.float32 if dbias is None else dbias.dtype]
+    launch_kernel("gelu_fp8_backward", *tensors, rows, f, int(target is not None), act, *types)
+    return pair, dbias
+
+
+def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x + bias as fp32 `[rows, f]`, detached."""
+    x = x.detach().float().flatten(0, -2)
+    return x if bias is None else x + bias.detach().float()
 
 
 def _halved(x: torch.Tensor) -> tuple[int, int]:

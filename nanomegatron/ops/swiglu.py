@@ -21,10 +21,16 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return gated(x, SILU)
 
 
+def plain_act(config: TransformerConfig) -> int | None:
+    """The number of an MLP's activation in `bias_act`, None if it is gated."""
+    if config.gated:
+        return None
+    return SQUARED_RELU if config.squared_relu else TANH if config.tanh_gelu else EXACT
+
+
 def activation(config: TransformerConfig) -> Callable[..., torch.Tensor]:
     """The function between an MLP's linear layers: of x, or if it is not gated of (x, bias, accumulate)."""
-    if not config.gated:
-        act = SQUARED_RELU if config.squared_relu else TANH if config.tanh_gelu else EXACT
+    if (act := plain_act(config)) is not None:
         return partial(bias_act, act=act)
     if config.geglu:
         return partial(gated if config.bias_swiglu_fusion else gated_ref, act=GELU)

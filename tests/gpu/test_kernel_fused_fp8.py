@@ -6,6 +6,7 @@ import torch
 from nanomegatron.ops.adamw import CHUNK
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast_ref
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH
 from nanomegatron.ops.kernels import FLOATS, TYPES, kernels_unavailable, launch_kernel
 from nanomegatron.ops.norm import NormFunction, norm_ref
 from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
@@ -14,7 +15,9 @@ from tests.test_ops_fused_fp8 import (
     INF,
     NAN,
     adamw_case,
+    biased_case,
     check_adamw,
+    check_biased,
     check_gated,
     check_norm,
     gated_case,
@@ -136,6 +139,18 @@ def test_the_backward_takes_these_statistics(h):
     torch.testing.assert_close(got.out, y, rtol=2**-7, atol=2**-12)
     for ours, theirs in ((dx, leaves[0].grad), (dweight, leaves[2].grad), (dbias, leaves[3].grad)):
         torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("act", [TANH, EXACT, SQUARED_RELU])
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("shape", UNITS, ids=str)
+def test_bias_and_activation(shape, kind, act, outputs):
+    x, bias, grad = there(biased_case(shape, kind))
+    for dtype in FORMATS:
+        for each in bias, None:
+            check_biased(x, each, grad, act, dtype, outputs)
+    check_biased(*map(unaligned, (x, bias, grad)), act, outputs=outputs)
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
