@@ -48,9 +48,11 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("moe_route", &moe_route);
     module.def("moe_permute", &moe_permute);
     module.def("moe_unpermute", &moe_unpermute);
-    // norm.cu
+    // norm.cu, norm_backward.cu, dropout.cu
     module.def("norm_forward", &norm_forward);
     module.def("norm_backward", &norm_backward);
+    module.def("bias_dropout_add", &bias_dropout_add);
+    module.def("bias_dropout_backward", &bias_dropout_backward);
     // merge.cu
     module.def("merge_rows", &merge_rows);
     // embedding.cu

@@ -93,13 +93,24 @@ void moe_permute(Address x, Address out, Address probs, Address position, Addres
 void moe_unpermute(Address z, Address y, Address probs, Address position, Address x, Address dprobs,
                    int64_t tokens, int64_t topk, int64_t h, int type, Address stream);
 
-// norm.cu
+// norm.cu, norm_backward.cu; from `positions` to `scale`: of dropout, as dropout.cuh has it
 void norm_forward(Address out, Address total, Address rstd, Address mean, Address x, Address residual,
-                  Address weight, Address bias, int64_t rows, int64_t h, double eps, int from_one, int type,
-                  int weight_type, Address stream);
-void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Address grad, Address grad_total,
-                   Address x, Address rstd, Address mean, Address weight, int64_t rows, int64_t h,
-                   int64_t parts, int from_one, int type, int weight_type, Address stream);
+                  Address weight, Address bias, Address x_bias, int64_t rows, int64_t h, double eps,
+                  int from_one, int type, int weight_type, Address positions, Address samples, int64_t batch,
+                  int64_t key, int64_t least, double scale, Address stream);
+void norm_backward(Address dx, Address dropped, Address dweight, Address dbias, Address dx_bias, Address sums,
+                   Address grad, Address grad_total, Address x, Address rstd, Address mean, Address weight,
+                   int64_t rows, int64_t h, int64_t parts, int from_one, int type, int weight_type,
+                   Address positions, Address samples, int64_t batch, int64_t key, int64_t least,
+                   double scale, Address stream);
+
+// dropout.cu
+void bias_dropout_add(Address out, Address x, Address bias, Address residual, int64_t rows, int64_t h,
+                      int type, Address positions, Address samples, int64_t batch, int64_t key, int64_t least,
+                      double scale, Address stream);
+void bias_dropout_backward(Address dbias, Address dx, Address sums, Address grad, int64_t rows, int64_t h,
+                           int64_t parts, int type, Address positions, Address samples, int64_t batch,
+                           int64_t key, int64_t least, double scale, Address stream);
 
 // merge.cu
 void merge_rows(Address out, Address lse_out, Address table, int number, int64_t s, int64_t heads, int64_t d,

@@ -3,6 +3,7 @@
 //     x, residual, y, total [rows, h]     mean, rstd [rows] fp32
 //     weight w, bias b [h], of the type of x or fp32
 //     v = x, or total = x + residual rounded to their type       w counts from 0 or, with from_one, from 1
+//         x_bias [h] of their type: total = m (x + x_bias) + residual, m of dropout (dropout.cuh) or 1
 //     RMSNorm    y = v rstd w                 rstd = 1 / sqrt(mean(v^2) + eps)          (arXiv 1910.07467)
 //     LayerNorm  y = (v - mean) rstd w + b    rstd = 1 / sqrt(mean((v - mean)^2) + eps) (arXiv 1607.06450)
 //
@@ -15,6 +16,7 @@
 // whole packs of 16 bytes, and those longer than 2048 packs, take the plain kernel, which reads them once a
 // pass.
 
+#include "dropout.cuh"
 #include "norm.cuh"
 
 namespace {
@@ -30,11 +32,17 @@ struct Forward {
     float h, eps, from;   // `from` is added to the weight
     bool wide;            // weight and bias are fp32
     int group;            // threads of a row: a power of two up to 32, or all of the block
+    const void* x_bias;
+    Dropout dropout;
 };
 
 // The row in registers, packs lane, lane + group, ...; all loads are in flight before the first is used.
-template <bool ADD, typename P, int PER>
-__device__ __forceinline__ void load_row(P (&x)[PER], const Forward& a, int64_t begin, int packs, int lane) {
+template <bool ADD, bool BRANCH, typename T, int PER>
+__device__ __forceinline__ void load_row(Pack<T> (&x)[PER], const Forward& a, int64_t row, int packs,
+                                         int lane) {
+    using P = Pack<T>;
+    const int64_t begin = row * a.width;
+    const bool dropped = BRANCH && a.dropout.positions != nullptr;
     const P* from = static_cast<const P*>(a.x) + begin;
 #pragma unroll
     for (int k = 0; k < PER; ++k) {
@@ -48,15 +56,27 @@ __device__ __forceinline__ void load_row(P (&x)[PER], const Forward& a, int64_t 
         if (lane + k * a.group < packs) other[k] = load_pack(from + lane + k * a.group);
     }
     P* total = static_cast<P*>(a.total) + begin;
+    const uint64_t hash = dropped && packs > 0 ? row_hash(a.dropout, row) : 0;
 #pragma unroll
     for (int k = 0; k < PER; ++k) {
-        if (lane + k * a.group >= packs) continue;
+        const int pack = lane + k * a.group;
+        if (pack >= packs) continue;
         float sum[P::size];
 #pragma unroll
-        for (int i = 0; i < P::size; ++i) sum[i] = x[k][i] + other[k][i];
+        for (int i = 0; i < P::size; ++i) sum[i] = x[k][i];
+        if constexpr (BRANCH) {
+            if (a.x_bias != nullptr) {
+                const P bias = load_pack(static_cast<const P*>(a.x_bias) + pack);
+#pragma unroll
+                for (int i = 0; i < P::size; ++i) sum[i] += bias[i];
+            }
+            if (dropped) drop(sum, a.dropout, hash, pack * P::size);
+        }
+#pragma unroll
+        for (int i = 0; i < P::size; ++i) sum[i] += other[k][i];
         x[k].set(sum);
         keep_packed(x[k]);
-        total[lane + k * a.group] = x[k];
+        total[pack] = x[k];
     }
 }
 
@@ -91,7 +111,7 @@ struct Weights {
     }
 };
 
-template <typename T, int PER, bool ADD, bool CENTRED>
+template <typename T, int PER, bool ADD, bool BRANCH, bool CENTRED>
 __global__ void __launch_bounds__(MOST) norm_forward_rows(const Forward a) {
     using P = Pack<T>;
     __shared__ float shared[2][WARPS];
@@ -105,7 +125,7 @@ __global__ void __launch_bounds__(MOST) norm_forward_rows(const Forward a) {
             row < a.rows ? static_cast<int>(a.width) : 0;  // past the last row: none, but take part
         P x[PER];
         Weights<T, PER, !CENTRED> weights;
-        load_row<ADD>(x, a, begin, packs, lane);
+        load_row<ADD, BRANCH>(x, a, row, packs, lane);
         weights.load(a, packs, lane);
         float sum[1] = {0.0f}, mean = 0.0f;
         if constexpr (CENTRED) {
@@ -167,8 +187,13 @@ __global__ void __launch_bounds__(PLAIN) norm_forward_plain(const Forward a) {
         if (a.residual != nullptr) {
             T* total = static_cast<T*>(a.total) + begin;
             const T* other = static_cast<const T*>(a.residual) + begin;
+            const bool dropped = a.dropout.positions != nullptr;
+            const uint64_t hash = dropped ? row_hash(a.dropout, row) : 0;
             for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
-                total[c] = from_float<T>(to_float(x[c]) + to_float(other[c]));
+                float v[1] = {to_float(x[c])};
+                if (a.x_bias != nullptr) v[0] += to_float(static_cast<const T*>(a.x_bias)[c]);
+                if (dropped) drop(v, a.dropout, hash, c);
+                total[c] = from_float<T>(v[0] + to_float(other[c]));
             }
             x = total;  // each thread reads what it wrote itself
         }
@@ -199,7 +224,7 @@ __global__ void __launch_bounds__(PLAIN) norm_forward_plain(const Forward a) {
 }
 
 // Split alike with the add and without: a sum that is normalized again gives the same bits.
-template <typename T, bool ADD>
+template <typename T, bool ADD, bool BRANCH>
 void launch_forward(Forward a, int64_t packs, cudaStream_t stream) {
     const Split s = packs == 0 ? Split{} : split(packs, TEAMS, 4);
     if (s.per == 0) {
@@ -211,7 +236,8 @@ void launch_forward(Forward a, int64_t packs, cudaStream_t stream) {
     const unsigned blocks = blocks_for((a.rows + teams - 1) / teams, BLOCKS);
     const auto run = [&](auto per) {
         constexpr int PER = decltype(per)::value;
-        auto* kernel = a.mean ? norm_forward_rows<T, PER, ADD, true> : norm_forward_rows<T, PER, ADD, false>;
+        auto* kernel = a.mean ? norm_forward_rows<T, PER, ADD, BRANCH, true>
+                              : norm_forward_rows<T, PER, ADD, BRANCH, false>;
         kernel<<<blocks, s.threads, 0, stream>>>(a);
     };
     s.per == 2 ? run(std::integral_constant<int, 2>{}) : run(std::integral_constant<int, 4>{});
@@ -220,11 +246,13 @@ void launch_forward(Forward a, int64_t packs, cudaStream_t stream) {
 }  // namespace
 
 void norm_forward(Address out, Address total, Address rstd, Address mean, Address x, Address residual,
-                  Address weight, Address bias, int64_t rows, int64_t h, double eps, int from_one, int type,
-                  int weight_type, Address stream) {
+                  Address weight, Address bias, Address x_bias, int64_t rows, int64_t h, double eps,
+                  int from_one, int type, int weight_type, Address positions, Address samples, int64_t batch,
+                  int64_t key, int64_t least, double scale, Address stream) {
     if (rows * h == 0) return;
     bool whole = true;
-    for (const Address& a : {out, total, x, residual, weight, bias}) whole = whole && aligned(a.value);
+    for (const Address& a : {out, total, x, residual, weight, bias, x_bias})
+        whole = whole && aligned(a.value);
     with_type(type, [&](auto element) {
         using T = decltype(element);
         whole = whole && h % Pack<T>::size == 0;
@@ -242,10 +270,14 @@ void norm_forward(Address out, Address total, Address rstd, Address mean, Addres
                   static_cast<float>(eps),
                   from_one ? 1.0f : 0.0f,
                   weight_type == FP32,
-                  PLAIN};
+                  PLAIN,
+                  x_bias,
+                  dropout_of(positions, samples, batch, key, least, scale)};
         const int64_t packs = whole ? h / Pack<T>::size : 0;
-        a.residual != nullptr ? launch_forward<T, true>(a, packs, stream)
-                              : launch_forward<T, false>(a, packs, stream);
+        const bool branch = x_bias.value || positions.value;
+        branch                  ? launch_forward<T, true, true>(a, packs, stream)
+        : a.residual != nullptr ? launch_forward<T, true, false>(a, packs, stream)
+                                : launch_forward<T, false, false>(a, packs, stream);
     });
     check_launch("norm_forward");
 }

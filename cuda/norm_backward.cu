@@ -4,19 +4,21 @@
 //     dx = rstd (g - n mean(g n))                       RMSNorm, where mean = 0
 //     dx = rstd (g - mean(g) - n mean(g n))             LayerNorm
 //     dx += dtotal, where the residual add's output has a gradient of its own; the residual's is dx too
+//     dropped = m dx, where dropout came before the add; dx_bias = sum over rows of dropped, else of dx
 //
 // The naive loop, in fp32:  for r:  m = sum_c dy[r][c] w[c] n[r][c] / h
 //                           for r, c:  dx[r][c] = rstd[r] (dy[r][c] w[c] - n[r][c] m)
 //                           for r, c:  dw[c] += dy[r][c] n[r][c]
 //
-// Bytes in 16 bits a value: 6, with dtotal 8; and 8 h a block for the sums over rows, 16 h with biases. The
-// blocks stay: while they work on one row they copy the next ones into shared memory (each thread reads only
-// what it copied itself, so that needs no barrier). Their sums for dw and db stay in registers, and become a
-// row of a workspace [1 or 2, parts, h] that a second kernel adds up, always in the same order. Rows that are
-// not whole packs of 16 bytes, and those longer than 2048 packs, take the plain kernel, which keeps its sums
-// in the workspace.
+// Bytes in 16 bits a value: 6, with dtotal 8, with dropout 2 more; and for the sums over rows 8 h a block and
+// result. The blocks stay: while they work on one row they copy the next ones into shared memory (each thread
+// reads only what it copied itself, so that needs no barrier). Their sums for dw and db stay in registers,
+// those for dx_bias in shared memory, and become a row of a workspace [1 to 3, parts, h] that column_sums.cu
+// adds up, always in the same order. Rows that are not whole packs of 16 bytes, and those longer than 2048
+// packs, take the plain kernel, which keeps its sums in the workspace.
 
 #include "column_sums.cuh"
+#include "dropout.cuh"
 #include "norm.cuh"
 
 namespace {
@@ -32,8 +34,8 @@ constexpr int threads_of(int per) { return per == 2 ? 256 : MOST; }
 constexpr int blocks_of(int per) { return per == 2 ? 2 : 1; }
 
 struct Backward {
-    void* dx;
-    float* sums;  // [1 or 2, parts, h]
+    void *dx, *dropped;  // dropped: null without dropout
+    float* sums;         // [1 to 3, parts, h], of dw, db, dx_bias
     const void *grad, *grad_total, *x;
     const float *rstd, *mean;
     const void* weight;
@@ -41,6 +43,8 @@ struct Backward {
     float inverse_h, from;
     bool wide;
     int group, stages;
+    bool biased;  // dx_bias is wanted
+    Dropout dropout;
 };
 
 // Asynchronous copies from device to shared memory, in groups; `wait` for all but the last few groups.
@@ -174,10 +178,15 @@ struct Columns {
         }
     }
 
-    // Second pass: dx; `along` = mean(g n), `shift` = mean(g).
-    __device__ __forceinline__ void write_row(Pack<T>* dx, const Pack<T>* x, const Pack<T>* dy,
-                                              const Pack<T>* dtotal, const Backward& a, int lane, int packs,
-                                              float rstd, float mean, float along, float shift) {
+    // Second pass: dx, and with BRANCH also `dropped` and the sums for dx_bias, [PER][N / 4][threads] in
+    // shared memory; `along` = mean(g n), `shift` = mean(g).
+    template <bool BRANCH>
+    __device__ __forceinline__ void write_row(int64_t row, const Pack<T>* x, const Pack<T>* dy,
+                                              const Pack<T>* dtotal, float4* dx_bias, const Backward& a,
+                                              int lane, int packs, float rstd, float mean, float along,
+                                              float shift) {
+        Pack<T>* dx = static_cast<Pack<T>*>(a.dx) + row * a.width;
+        const uint64_t hash = BRANCH && a.dropped != nullptr && packs > 0 ? row_hash(a.dropout, row) : 0;
 #pragma unroll
         for (int k = 0; k < PER; ++k) {
             if (lane + k * a.group >= packs) continue;
@@ -196,11 +205,30 @@ struct Columns {
             Pack<T> result;
             result.set(d);
             dx[lane + k * a.group] = result;
+            if constexpr (BRANCH) branch(d, row, dx_bias, a, hash, k, lane);
+        }
+    }
+
+    // Of pack k of dx: dropped, and what it adds to dx_bias.
+    __device__ __forceinline__ void branch(float (&d)[N], int64_t row, float4* dx_bias, const Backward& a,
+                                           uint64_t hash, int k, int lane) {
+        asm("" : "+r"(lane));  // places are counted again, which costs less than keeping them
+        if (a.dropped != nullptr) {
+            drop(d, a.dropout, hash, (lane + k * a.group) * N);
+            Pack<T> result;
+            result.set(d);
+            static_cast<Pack<T>*>(a.dropped)[row * a.width + lane + k * a.group] = result;
+        }
+        if (!a.biased) return;
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            float4& sum = dx_bias[(k * N + i) / 4 * blockDim.x];
+            sum = make_float4(sum.x + d[i], sum.y + d[i + 1], sum.z + d[i + 2], sum.w + d[i + 3]);
         }
     }
 };
 
-template <typename T, int PER, bool CENTRED>
+template <typename T, int PER, bool CENTRED, bool BRANCH>
 __global__ void __launch_bounds__(threads_of(PER), blocks_of(PER)) norm_backward_rows(const Backward a) {
     using P = Pack<T>;
     extern __shared__ uint4 ring[];
@@ -209,6 +237,10 @@ __global__ void __launch_bounds__(threads_of(PER), blocks_of(PER)) norm_backward
     const int stream = PER * blockDim.x, slot_size = (a.grad_total != nullptr ? 3 : 2) * stream;
     Columns<T, PER, CENTRED> columns;
     columns.keep(a, lane);
+    float4* const dx_bias = reinterpret_cast<float4*>(ring + a.stages * slot_size) + threadIdx.x;
+    if (BRANCH && a.biased) {
+        for (int i = 0; i < PER * P::size / 4; ++i) dx_bias[i * blockDim.x] = {};
+    }
     const int64_t step = static_cast<int64_t>(gridDim.x) * teams;
     int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team;
     for (int s = 0; s < a.stages - 1; ++s) {
@@ -232,14 +264,28 @@ __global__ void __launch_bounds__(threads_of(PER), blocks_of(PER)) norm_backward
         columns.add_row(sums, x, x + stream, a, lane, packs, rstd, mean);
         over_group(sums, a.group, shared, turn);
         const float along = sums[0] * a.inverse_h, shift = CENTRED ? sums[CENTRED] * a.inverse_h : 0.0f;
-        columns.write_row(static_cast<P*>(a.dx) + row * a.width, x, x + stream, x + 2 * stream, a, lane,
-                          packs, rstd, mean, along, shift);
+        columns.template write_row<BRANCH>(row, x, x + stream, x + 2 * stream, dx_bias, a, lane, packs, rstd,
+                                           mean, along, shift);
         slot = slot + 1 == a.stages ? 0 : slot + 1;
     }
     float* to = a.sums + blockIdx.x * a.width * P::size;
     write_sums(columns.dw, to, reinterpret_cast<float*>(ring), a, lane);
     if constexpr (CENTRED) {
         write_sums(columns.db, to + a.parts * a.width * P::size, reinterpret_cast<float*>(ring), a, lane);
+    }
+    if constexpr (BRANCH) {
+        if (!a.biased) return;
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+#pragma unroll
+            for (int i = 0; i < P::size; i += 4) {
+                const float4 sum = dx_bias[(k * P::size + i) / 4 * blockDim.x];
+                columns.dw[k][i] = sum.x, columns.dw[k][i + 1] = sum.y;
+                columns.dw[k][i + 2] = sum.z, columns.dw[k][i + 3] = sum.w;
+            }
+        }
+        to += (CENTRED ? 2 : 1) * a.parts * a.width * P::size;
+        write_sums(columns.dw, to, reinterpret_cast<float*>(ring), a, lane);
     }
 }
 
@@ -249,9 +295,11 @@ template <typename T>
 __global__ void __launch_bounds__(PLAIN) norm_backward_plain(const Backward a) {
     __shared__ float shared[2][2 * WARPS];
     float *dw = a.sums + blockIdx.x * a.width, *db = a.mean != nullptr ? dw + a.parts * a.width : nullptr;
+    float* dx_bias = a.biased ? dw + (db != nullptr ? 2 : 1) * a.parts * a.width : nullptr;
     for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
         dw[c] = 0.0f;
         if (db != nullptr) db[c] = 0.0f;
+        if (dx_bias != nullptr) dx_bias[c] = 0.0f;
     }
     int turn = 0;
     for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
@@ -270,24 +318,32 @@ __global__ void __launch_bounds__(PLAIN) norm_backward_plain(const Backward a) {
         over_group(sums, PLAIN, shared, turn);
         const float along = sums[0] * a.inverse_h, shift = a.mean != nullptr ? sums[1] * a.inverse_h : 0.0f;
         T* dx = static_cast<T*>(a.dx) + begin;
+        const uint64_t hash = a.dropped != nullptr ? row_hash(a.dropout, row) : 0;
         for (int64_t c = threadIdx.x; c < a.width; c += PLAIN) {
             const float w = parameter<T>(a.weight, a.wide, c) + a.from;
-            float d = rstd * (to_float(dy[c]) * w - shift - (to_float(x[c]) - mean) * rstd * along);
-            if (a.grad_total != nullptr) d += to_float(static_cast<const T*>(a.grad_total)[begin + c]);
-            dx[c] = from_float<T>(d);
+            float d[1] = {rstd * (to_float(dy[c]) * w - shift - (to_float(x[c]) - mean) * rstd * along)};
+            if (a.grad_total != nullptr) d[0] += to_float(static_cast<const T*>(a.grad_total)[begin + c]);
+            dx[c] = from_float<T>(d[0]);
+            if (a.dropped != nullptr) {
+                drop(d, a.dropout, hash, c);
+                static_cast<T*>(a.dropped)[begin + c] = from_float<T>(d[0]);
+            }
+            if (dx_bias != nullptr) dx_bias[c] += d[0];
         }
     }
 }
 
-template <typename T, int PER, bool CENTRED>
-void launch_backward(Backward a, const Split& s, int64_t& blocks, int stage, int most, cudaStream_t stream) {
-    const auto kernel = norm_backward_rows<T, PER, CENTRED>;
+// beside: bytes of shared memory besides the ring.
+template <typename T, int PER, bool CENTRED, bool BRANCH>
+void launch_backward(Backward a, const Split& s, int64_t& blocks, int stage, int beside, int most,
+                     cudaStream_t stream) {
+    const auto kernel = norm_backward_rows<T, PER, CENTRED, BRANCH>;
     const int threads = threads_of(PER) * blocks_of(PER);
     int wanted = threads / s.threads;  // blocks a multiprocessor
-    while (wanted > 1 && most / wanted - 2048 < 2 * stage) --wanted;
-    const int fit = (most / wanted - 2048) / stage;
+    while (wanted > 1 && most / wanted - 2048 - beside < 2 * stage) --wanted;
+    const int fit = (most / wanted - 2048 - beside) / stage;
     a.stages = fit < 1 ? 1 : fit < STAGES ? fit : STAGES;
-    const int bytes = a.stages * stage;
+    const int bytes = a.stages * stage + beside;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     int resident = 1;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, s.threads, bytes);
@@ -299,12 +355,16 @@ void launch_backward(Backward a, const Split& s, int64_t& blocks, int stage, int
 
 }  // namespace
 
-void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Address grad, Address grad_total,
-                   Address x, Address rstd, Address mean, Address weight, int64_t rows, int64_t h,
-                   int64_t parts, int from_one, int type, int weight_type, Address stream) {
+void norm_backward(Address dx, Address dropped, Address dweight, Address dbias, Address dx_bias, Address sums,
+                   Address grad, Address grad_total, Address x, Address rstd, Address mean, Address weight,
+                   int64_t rows, int64_t h, int64_t parts, int from_one, int type, int weight_type,
+                   Address positions, Address samples, int64_t batch, int64_t key, int64_t least,
+                   double scale, Address stream) {
     if (h == 0) return;
     bool whole = true;
-    for (const Address& a : {dx, sums, grad, grad_total, x, weight}) whole = whole && aligned(a.value);
+    for (const Address& a : {dx, dropped, sums, grad, grad_total, x, weight}) {
+        whole = whole && aligned(a.value);
+    }
     int device = 0, most = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -313,6 +373,7 @@ void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Add
         using T = decltype(element);
         whole = whole && h % Pack<T>::size == 0;
         Backward a{dx,
+                   dropped,
                    sums,
                    grad,
                    grad_total,
@@ -327,25 +388,37 @@ void norm_backward(Address dx, Address dweight, Address dbias, Address sums, Add
                    from_one ? 1.0f : 0.0f,
                    weight_type == FP32,
                    PLAIN,
-                   1};
+                   1,
+                   dx_bias.value != 0,
+                   dropout_of(positions, samples, batch, key, least, scale)};
         const int64_t packs = h / Pack<T>::size;
         const Split s = whole ? split(packs, TEAMS, packs <= SHORT ? 2 : 4) : Split{};
         const int stage = (grad_total.value ? 3 : 2) * s.per * s.threads * 16;
+        const int beside = a.biased ? s.per * s.threads * Pack<T>::size * 4 : 0;
         if (blocks == 0) return;  // no rows: the sums below are zeros
-        if (s.per == 0 || stage > most - 2048) {
+        if (s.per == 0 || stage + beside > most - 2048) {
             norm_backward_plain<T><<<static_cast<unsigned>(blocks), PLAIN, 0, stream>>>(a);
             return;
         }
         a.width = packs, a.group = s.group;
-        auto run = [&](auto per, auto centred) {
-            launch_backward<T, per.value, centred.value>(a, s, blocks, stage, most, stream);
+        auto run = [&](auto per, auto centred, auto branch) {
+            launch_backward<T, per.value, centred.value, branch.value>(a, s, blocks, stage, beside, most,
+                                                                       stream);
+        };
+        auto with_branch = [&](auto per, auto centred) {
+            a.biased || a.dropped ? run(per, centred, std::true_type{})
+                                  : run(per, centred, std::false_type{});
         };
         auto with_kind = [&](auto per) {
-            dbias.value ? run(per, std::true_type{}) : run(per, std::false_type{});
+            dbias.value ? with_branch(per, std::true_type{}) : with_branch(per, std::false_type{});
         };
         s.per == 2 ? with_kind(std::integral_constant<int, 2>{})
                    : with_kind(std::integral_constant<int, 4>{});
     });
     check_launch("norm_backward");
     add_parts(dweight, dbias, sums, parts, blocks, h, false, weight_type, stream);
+    if (dx_bias.value == 0) return;
+    const int64_t before = (dbias.value ? 2 : 1) * parts * h;  // no rows: the mean is null, dbias is not
+    add_parts(dx_bias, Address{}, static_cast<const float*>(sums) + before, parts, blocks, h, false, type,
+              stream);
 }

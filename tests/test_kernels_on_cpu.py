@@ -5,10 +5,13 @@ are small: some for each variant of a kernel. What only a GPU shows (speed, race
 2^31 elements) is seen there alone. The other kernels: test_kernels_on_cpu_training.py.
 """
 
+import itertools
+
 import pytest
 import torch
 
 from nanomegatron.ops import bias as ops_bias
+from nanomegatron.ops import dropout as ops_dropout
 from nanomegatron.ops import embedding as ops_embedding
 from nanomegatron.ops import gelu as ops_gelu
 from nanomegatron.ops import norm as ops_norm
@@ -17,6 +20,7 @@ from nanomegatron.ops import softmax as ops_softmax
 from nanomegatron.ops import swiglu as ops_mlp
 from nanomegatron.ops.kernels import TYPES
 from tests import cuda_on_cpu
+from tests.gpu import test_kernel_dropout as dropout
 from tests.gpu import test_kernel_embedding as embedding
 from tests.gpu import test_kernel_mlp as mlp
 from tests.gpu import test_kernel_norm as norm
@@ -24,9 +28,9 @@ from tests.gpu import test_kernel_rope as rope
 from tests.gpu import test_kernel_softmax as softmax
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
-FILES = "swiglu", "gelu", "column_sums", "norm", "norm_backward", "softmax", "rope", "embedding"
-MODULES = ops_bias, ops_gelu, ops_mlp, ops_norm, ops_softmax, ops_rope, ops_embedding, mlp, norm, softmax
-MODULES += rope, embedding
+FILES = "swiglu", "gelu", "column_sums", "norm", "norm_backward", "dropout", "softmax", "rope", "embedding"
+MODULES = ops_bias, ops_gelu, ops_mlp, ops_norm, ops_dropout, ops_softmax, ops_rope, ops_embedding, mlp, norm
+MODULES += softmax, rope, embedding, dropout
 FP32, BF16, FP16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -163,6 +167,44 @@ def test_norm_of_a_large_mean_and_of_nothing():
     norm.test_a_large_mean()
     norm.test_nothing_to_do()
     norm.test_an_output_that_nobody_uses()
+
+
+SHORT_ROWS = [shape for shape in dropout.SHAPES[:11] if shape[2] < 4096]
+LONG_ROWS = [(s, BF16) for s in dropout.SHAPES[:11] if s[2] >= 4096]
+
+
+@pytest.mark.parametrize("shape, dtype", [*itertools.product(SHORT_ROWS, DTYPES), *LONG_ROWS], ids=str)
+def test_dropout(shape, dtype):
+    dropout.test_values_and_gradients(shape, dtype)
+
+
+@pytest.mark.parametrize("h, p", [(131, 0.0), (96, 1e-7), (131, 0.1), (96, 0.999999)])
+def test_dropout_mask(h, p):
+    dropout.test_the_mask_is_the_references_to_the_bit(h, p)
+
+
+SHORT = [shape for shape in dropout.BEFORE[:10] if shape[2] < 4096]
+MORE = [*((s, FP16) for s in SHORT), *((s, FP32) for s in dropout.BEFORE[:10] if s[2] >= 4096)]
+MORE = [pytest.param(*case, marks=pytest.mark.full) for case in [*MORE, ((2, 2, 16384), BF16)]]
+CASES = [*itertools.product(SHORT, (FP32, BF16)), ((5, 1, 4096), BF16), ((2, 1, 8192), BF16)]
+
+
+@pytest.mark.parametrize("shape, dtype", [*CASES, *MORE], ids=str)
+def test_dropout_before_a_norm(shape, dtype):
+    dropout.test_before_a_norm(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_writes_nothing_beside(dtype):
+    for shape in (5, 3, 16), (20, 2, 64), (3, 2, 1032), (5, 1, 2056), (7, 3, 5):
+        dropout.test_nothing_is_written_outside(shape, dtype)
+    dropout.test_views_that_are_not_aligned(dtype, 64)
+
+
+def test_dropout_of_odd_numbers_and_of_nothing():
+    dropout.test_the_same_bits_twice()
+    dropout.test_what_is_not_a_number_stays_none_even_if_dropped()
+    dropout.test_the_sum_alone_and_nothing_to_do()
 
 
 # Several rows a block, a block a row, the last in registers, one too long; each by packs and by scalars.

@@ -1,9 +1,124 @@
 """Dropout and jitter whose random numbers are a function of counters, the same under any layout.
 
-Letters in shapes: s sequence, b batch, h hidden, n heads.
+Letters in shapes: s sequence, b batch, h hidden, n heads. The kernel of cuda/dropout.cu makes one pass of
+bias, dropout and residual add; it has the mask of the reference to the bit, and rounds once, at the end.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
+
+PARTS = 8  # partial sums over rows per multiprocessor, in backwards: as many blocks fit on one
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The arguments of `dropout` besides x: positions `[s]`, sample_ids `[b]`"""
+
+    p: float
+    seed: int
+    site: int
+    positions: torch.Tensor
+    sample_ids: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[s, b, h]` -> `[s, b, h]`, by plain torch"""
+        return dropout(x, self.p, self.seed, self.site, self.positions, self.sample_ids)
+
+    def check(self, x: torch.Tensor) -> None:
+        """Raise ValueError unless x is `[s, b, h]`, beside int64 positions `[s]` and sample_ids `[b]`."""
+        counters = self.positions, self.sample_ids
+        shape = [*(n for t in counters for n in t.shape), x.shape[-1]]
+        if [*x.shape] != shape or any((t.dtype, t.dim()) != (torch.int64, 1) for t in counters):
+            kinds = " and ".join(f"{t.dtype} {[*t.shape]}" for t in counters)
+            raise ValueError(f"dropout of {[*x.shape]} with counters {kinds}: needs int64 [s] and [b]")
+
+
+def kernel_arguments(drop: Dropout | None) -> tuple[torch.Tensor | float | None, ...]:
+    """What kernels need of a dropout: positions `[s]`, sample_ids `[b]`, b, key, least bits, scale."""
+    if drop is None:
+        return None, None, 1, 0, 0, 1.0
+    counters = drop.positions.contiguous(), drop.sample_ids.contiguous()
+    key = _key(drop.seed, drop.site)
+    return *counters, len(drop.sample_ids), key, int(drop.p * 2**24), 1.0 / (1.0 - drop.p)
+
+
+def bias_dropout_add(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
+) -> torch.Tensor:
+    """drop(x + bias) + residual, each of the three optional.
+
+    x, residual `[s, b, h]`, bias `[h]` -> `[s, b, h]`; any `[..., h]` without drop.
+
+    Raises ValueError if shapes, types or devices do not fit.
+    """
+    check_branch(x, bias, residual, drop)
+    one_pass = bias is not None or drop is not None  # else torch has it
+    if one_pass and usable(x, "bias_dropout_add") and not torch.compiler.is_compiling():
+        return BiasDropoutAddFunction.apply(x, bias, residual, drop)
+    return bias_dropout_add_ref(x, bias, residual, drop)
+
+
+def bias_dropout_add_ref(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
+) -> torch.Tensor:
+    """`bias_dropout_add` in plain torch, rounded after each step: specification and oracle."""
+    x = x if bias is None else x + bias
+    x = x if drop is None else drop(x)
+    return x if residual is None else x + residual
+
+
+def check_branch(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
+) -> None:
+    """Raise ValueError unless x, residual `[..., h]`, bias `[h]` and the counters of drop fit together."""
+    for what, other, shape in ("bias", bias, x.shape[-1:]), ("residual", residual, x.shape):
+        if other is not None and (other.shape, other.dtype, other.device) != (shape, x.dtype, x.device):
+            there = f"{list(other.shape)} {other.dtype} on {other.device}"
+            needed = f"{list(shape)} {x.dtype} on {x.device}"
+            raise ValueError(f"a {what} of {there} to add to {list(x.shape)}, needs {needed}")
+    if drop is not None:
+        drop.check(x)
+
+
+class BiasDropoutAddFunction(torch.autograd.Function):
+    """`bias_dropout_add` by the kernel, of checked tensors."""
+
+    @staticmethod
+    def forward(ctx, x, bias, residual, drop):
+        x, bias, residual = (None if t is None else t.contiguous() for t in (x, bias, residual))
+        ctx.biased, ctx.drop = bias is not None, drop
+        out, h = torch.empty_like(x), x.shape[-1]
+        sizes = x.numel() // max(h, 1), h, TYPES[x.dtype]
+        launch_kernel("bias_dropout_add", out, x, bias, residual, *sizes, *kernel_arguments(drop))
+        return out
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        dx, dbias = branch_backward(grad, ctx.biased, ctx.drop)
+        return dx, dbias, grad if ctx.needs_input_grad[2] else None, None
+
+
+def branch_backward(
+    grad: torch.Tensor, biased: bool, drop: Dropout | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of x and, if biased, of the bias, by the kernel. grad `[s, b, h]` -> `[s, b, h]`, `[h]`"""
+    if drop is None and not biased:
+        return grad, None
+    grad, h, kind = grad.contiguous(), grad.shape[-1], TYPES[grad.dtype]
+    rows, arguments = grad.numel() // max(h, 1), kernel_arguments(drop)
+    dx = grad if drop is None else torch.empty_like(grad)
+    if not biased:
+        launch_kernel("bias_dropout_add", dx, grad, None, None, rows, h, kind, *arguments)
+        return dx, None
+    parts = min(rows, PARTS * torch.cuda.get_device_properties(grad.device).multi_processor_count)
+    dbias, sums = grad.new_empty(h), grad.new_empty(parts, h, dtype=torch.float32)
+    given = dbias, None if drop is None else dx, sums, grad, rows, h, parts, kind
+    launch_kernel("bias_dropout_backward", *given, *arguments)
+    return dx, dbias
 
 
 def dropout(
@@ -60,10 +175,14 @@ def _bits(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 def _hashed(seed: int, site: int, *indices: torch.Tensor) -> torch.Tensor:
     """One well-mixed int64 for (seed, site) and each combination of the indices, which broadcast."""
-    rows = (seed * 1_000_003 + site) * 0x9E3779B97F4A7C15 % 2**63
+    rows = _key(seed, site)
     for index in indices:
         rows = _mix(index + rows)
     return rows
+
+
+def _key(seed: int, site: int) -> int:
+    return (seed * 1_000_003 + site) * 0x9E3779B97F4A7C15 % 2**63
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, with or without a residual add before: cuda/norm*.cu, and their references.
+"""RMSNorm and LayerNorm, with or without bias, dropout and residual add before: cuda/norm*.cu, references.
 
 With a bias it is LayerNorm, without one RMSNorm. Saved for the backward: the norm's input (the sum, if there
 is a residual) and one or two fp32 numbers per row.
@@ -9,9 +9,15 @@ import math
 import torch
 import torch.nn.functional as F
 
+from nanomegatron.ops.dropout import (
+    PARTS,
+    Dropout,
+    bias_dropout_add_ref,
+    branch_backward,
+    check_branch,
+    kernel_arguments,
+)
 from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
-
-PARTS = 8  # partial sums over rows per multiprocessor, in the backward: as many blocks fit on one
 
 
 def norm(
@@ -37,17 +43,20 @@ def add_norm(
     bias: torch.Tensor | None,
     eps: float,
     from_one: bool = False,
+    x_bias: torch.Tensor | None = None,
+    drop: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm` of x + residual, and this sum, rounded to their type: the new residual.
+    """`norm` of drop(x + x_bias) + residual, and this sum, rounded to their type: the new residual.
 
-    x, residual `[..., h]`, weight, bias `[h]` -> `[..., h]`, `[..., h]`
+    x, residual `[..., h]`, weight, bias, x_bias `[h]` -> `[..., h]`, `[..., h]`; x is `[s, b, h]` with drop.
 
     Raises ValueError if shapes, types or devices do not fit.
     """
     check_norm(x, residual, weight, bias)
+    check_branch(x, x_bias, None, drop)
     if usable(x, "add_norm"):
-        return by_kernel(x, residual, weight, bias, eps, from_one)
-    total = x + residual
+        return by_kernel(x, residual, weight, bias, eps, from_one, x_bias, drop)
+    total = bias_dropout_add_ref(x, x_bias, residual, drop)
     return norm_ref(total, weight, bias, eps, from_one), total
 
 
@@ -66,10 +75,13 @@ def norm_ref(
     return F.layer_norm(x.to(wide), scale.shape, scale, bias.to(wide), eps).to(x.dtype)
 
 
-def by_kernel(x, residual, weight, bias, eps: float, from_one: bool = False) -> torch.Tensor | tuple:
+def by_kernel(
+    x, residual, weight, bias, eps: float, from_one: bool = False, x_bias=None, drop=None
+) -> torch.Tensor | tuple:
     """`norm` or, with a residual, `add_norm` by the kernels, of checked tensors. -> `[..., h]`, `[..., h]`"""
     if not torch.compiler.is_compiling():
-        return NormFunction.apply(x, residual, weight, bias, eps, from_one)
+        return NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
+    x = bias_dropout_add_ref(x, x_bias, None, drop)  # the compiler makes one pass of it
     out, total, _, _ = norm_op(x, residual, weight, bias, eps, from_one)
     return out if residual is None else (out, total)
 
@@ -78,10 +90,10 @@ class NormFunction(torch.autograd.Function):
     """`by_kernel` as an autograd function."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, from_one):
-        out, total, rstd, mean = _forward(x, residual, weight, bias, eps, from_one)
+    def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None):
+        out, total, rstd, mean = _forward(x, residual, weight, bias, eps, from_one, x_bias, drop)
         ctx.save_for_backward(x if total is None else total, weight, rstd, mean)
-        ctx.from_one = from_one
+        ctx.from_one, ctx.branch = from_one, (x_bias is not None, drop)
         ctx.set_materialize_grads(False)
         return out if total is None else (out, total)
 
@@ -90,38 +102,51 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx, grad, grad_total=None):
         x, weight, rstd, mean = ctx.saved_tensors
         if grad is None:  # only the sum was used
-            return grad_total, grad_total, None, None, None, None
-        dx, dweight, dbias = _backward(grad, grad_total, x, weight, rstd, mean, ctx.from_one)
-        return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None, None
+            dx, dx_bias = branch_backward(grad_total, *ctx.branch)
+            return dx, grad_total, None, None, None, None, dx_bias, None
+        dtotal, dweight, dbias, dropped, dx_bias = _backward(
+            grad, grad_total, x, weight, rstd, mean, ctx.from_one, ctx.branch
+        )
+        dx, dresidual = dtotal if dropped is None else dropped, dtotal if ctx.needs_input_grad[1] else None
+        return dx, dresidual, dweight, dbias, None, None, dx_bias, None
 
 
-def _forward(x, residual, weight, bias, eps: float, from_one: bool) -> tuple[torch.Tensor | None, ...]:
+def _forward(
+    x, residual, weight, bias, eps: float, from_one: bool, x_bias=None, drop=None
+) -> tuple[torch.Tensor | None, ...]:
     """out, total (None without a residual), rstd, mean (None without a bias)."""
-    x, residual, weight, bias = (_whole(t) for t in (x, residual, weight, bias))
+    x, residual, weight, bias, x_bias = (_whole(t) for t in (x, residual, weight, bias, x_bias))
     h = weight.numel()
     rows = x.numel() // max(h, 1)
     out = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
-    tensors = out, total, rstd, mean, x, residual, weight, bias
+    tensors = out, total, rstd, mean, x, residual, weight, bias, x_bias
     types = TYPES[x.dtype], TYPES[weight.dtype]
-    launch_kernel("norm_forward", *tensors, rows, h, eps, int(from_one), *types)
+    launch_kernel("norm_forward", *tensors, rows, h, eps, int(from_one), *types, *kernel_arguments(drop))
     return out, total, rstd, mean
 
 
-def _backward(grad, grad_total, x, weight, rstd, mean, from_one: bool) -> tuple[torch.Tensor | None, ...]:
-    """dx, dweight, dbias (None without a mean); x: the norm's input, with a residual the sum."""
+def _backward(
+    grad, grad_total, x, weight, rstd, mean, from_one: bool, branch=(False, None)
+) -> tuple[torch.Tensor | None, ...]:
+    """dx, dweight, dbias (None without a mean), and of the branch dropped and dx_bias, or None.
+
+    x: the norm's input, with a residual the sum, whose gradient is dx. branch: whether there was an x_bias,
+    and the dropout.
+    """
     grad, grad_total, x, weight = (_whole(t) for t in (grad, grad_total, x, weight))
-    rows, h = rstd.numel(), weight.numel()
+    rows, h, (biased, drop) = rstd.numel(), weight.numel(), branch
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-    dbias = None if mean is None else torch.empty_like(weight)
+    dropped = None if drop is None else torch.empty_like(x)
+    dbias, dx_bias = None if mean is None else torch.empty_like(weight), x.new_empty(h) if biased else None
     parts = min(rows, PARTS * torch.cuda.get_device_properties(x.device).multi_processor_count)
-    sums = x.new_empty(2 - (mean is None), parts, h, dtype=torch.float32)
-    tensors = dx, dweight, dbias, sums, grad, grad_total, x, rstd, mean, weight
+    sums = x.new_empty(1 + (mean is not None) + biased, parts, h, dtype=torch.float32)
+    tensors = dx, dropped, dweight, dbias, dx_bias, sums, grad, grad_total, x, rstd, mean, weight
     types = TYPES[x.dtype], TYPES[weight.dtype]
-    launch_kernel("norm_backward", *tensors, rows, h, parts, int(from_one), *types)
-    return dx, dweight, dbias
+    launch_kernel("norm_backward", *tensors, rows, h, parts, int(from_one), *types, *kernel_arguments(drop))
+    return dx, dweight, dbias, dropped, dx_bias
 
 
 def norm_backward(
@@ -140,7 +165,7 @@ def norm_backward(
     if grad is None:  # only the sum was used
         return grad_total, None, None
     if usable(x, "norm"):
-        return _backward(grad, grad_total, x, weight, rstd, mean, from_one)
+        return _backward(grad, grad_total, x, weight, rstd, mean, from_one)[:3]
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
         y = norm_ref(*leaves, *[None] * (bias is None), eps, from_one)
@@ -171,7 +196,7 @@ norm_op = functional(
 norm_grad_op = functional(
     "norm_grad(Tensor grad, Tensor? grad_total, Tensor x, Tensor weight, Tensor rstd, Tensor? mean,"
     " bool from_one) -> (Tensor, Tensor, Tensor)",
-    _backward,
+    lambda *given: _backward(*given)[:3],
     lambda grad, grad_total, x, weight, rstd, mean, from_one: (
         *(x.new_empty(x.shape), weight.new_empty(weight.shape)),
         None if mean is None else weight.new_empty(weight.shape),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanomegatron.ops.adamw import CHUNK
+from nanomegatron.ops.dropout import kernel_arguments
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast_ref
 from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH
@@ -133,8 +134,8 @@ def test_the_backward_takes_these_statistics(h):
     dx, sums = torch.empty_like(x), torch.empty(2, 4, h, device=GPU)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
     sizes = 48, h, 4, 0, TYPES[x.dtype], TYPES[x.dtype]
-    tensors = dx, dweight, dbias, sums, grad, None, got.total, got.rstd, got.mean, weight
-    launch_kernel("norm_backward", *tensors, *sizes)
+    tensors = dx, None, dweight, dbias, None, sums, grad, None, got.total, got.rstd, got.mean, weight
+    launch_kernel("norm_backward", *tensors, *sizes, *kernel_arguments(None))
     assert torch.equal(total, got.total)
     torch.testing.assert_close(got.out, y, rtol=2**-7, atol=2**-12)
     for ours, theirs in ((dx, leaves[0].grad), (dweight, leaves[2].grad), (dbias, leaves[3].grad)):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanomegatron.ops.dropout import kernel_arguments
 from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel
 from nanomegatron.ops.norm import NormFunction, add_norm, norm, norm_ref
 
@@ -267,13 +268,10 @@ def test_nothing_is_written_outside(shape, dtype):
     dweight, dbias = (guarded.new(h, dtype=dtype) for _ in range(2))
     for parts in (1, min(rows, 5), rows):  # fewer blocks than would like to run
         sums = guarded.new(2, parts, h, dtype=torch.float32)
-        launch_kernel(
-            "norm_forward", y, total, rstd, mean, x, residual, weight, bias, rows, h, EPS, 0, kind, kind
-        )
-        launch_kernel(
-            *("norm_backward", dx, dweight, dbias, sums, dy, dtotal, total, rstd, mean, weight),
-            *(rows, h, parts, 0, kind, kind),
-        )
+        given = y, total, rstd, mean, x, residual, weight, bias, None
+        launch_kernel("norm_forward", *given, rows, h, EPS, 0, kind, kind, *kernel_arguments(None))
+        given = dx, None, dweight, dbias, None, sums, dy, dtotal, total, rstd, mean, weight
+        launch_kernel("norm_backward", *given, rows, h, parts, 0, kind, kind, *kernel_arguments(None))
         guarded.check()
         wanted = exact(x, residual, weight, bias, dy, dtotal, False)
         for what, value in {"y": y, "total": total, "dx": dx, "dweight": dweight, "dbias": dbias}.items():
