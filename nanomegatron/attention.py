@@ -33,12 +33,15 @@ Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 class SelfAttention(nn.Module):
     """Causal self attention with grouped queries. x `[s, b, h]` or `[s/tp, b, h]`, the result likewise.
 
-    context: the function for rows sharded over cp, with the signature of `cp.context_attention`.
+    context: the function for rows sharded over cp, with the signature of `cp.context_attention`. With
+    `skip_bias_add` the result is without the bias of `linear_proj`, which the caller has to add.
     """
 
     context: Callable[..., torch.Tensor] = staticmethod(context_attention)
 
-    def __init__(self, config: TransformerConfig, layer: int, tp: Axis, init: Init) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer: int, tp: Axis, init: Init, skip_bias_add: bool = False
+    ) -> None:
         super().__init__()
         self.layer, self.tp, self.head_dim = layer, tp, config.head_dim
         self.window, self.interleaved = config.windows[layer], config.rotary_interleaved
@@ -60,7 +63,13 @@ class SelfAttention(nn.Module):
         )
         std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_proj = RowParallelLinear(
-            queries, h, tp, init.at("linear_proj", std), bias=bias, sequence_parallel=cut
+            queries,
+            h,
+            tp,
+            init.at("linear_proj", std),
+            bias,
+            skip_bias_add=skip_bias_add,
+            sequence_parallel=cut,
         )
         self.widths = [queries // tp.size, keys * copies // tp.size, keys * copies // tp.size]
         self.q_norm = self.k_norm = None
@@ -98,7 +107,8 @@ class SelfAttention(nn.Module):
             return core_attention(q, k, v, self.backend, mask, *dropout, self.fused_softmax)[0]
 
         context = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
-        return self.linear_proj(context)
+        y = self.linear_proj(context)
+        return y[0] if self.linear_proj.skip_bias_add else y
 
     def _queries_keys_values(
         self, x: torch.Tensor, rotary: tuple | None

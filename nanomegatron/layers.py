@@ -17,7 +17,7 @@ from nanomegatron.batch import Batch
 from nanomegatron.comm import copy_to, reduce_from
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
-from nanomegatron.ops.dropout import dropout
+from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
 from nanomegatron.ops.swiglu import activation, plain_act
 from nanomegatron.param import Init, ParamSpec, accumulate_sums, new_parameter, replica, scaled_std
@@ -31,24 +31,31 @@ from nanomegatron.tp import (
 )
 
 
-def hidden_dropout(x: torch.Tensor, p: float, batch: Batch, site: int) -> torch.Tensor:
-    """Apply dropout to the residual stream, with one mask under any layout. x `[s, b, h]` -> `[s, b, h]`
+def hidden_dropout(p: float, batch: Batch, site: int) -> Dropout | None:
+    """The dropout of the residual stream at one place, with one mask under any layout; None: there is none.
 
     site: the number of this dropout in the model, from 0 (the embedding's).
     """
     if p == 0.0 or batch.dropout_seed is None:
-        return x
-    return dropout(x, p, batch.dropout_seed, site, batch.residual_positions, batch.sample_ids)
+        return None
+    return Dropout(p, batch.dropout_seed, site, batch.residual_positions, batch.sample_ids)
 
 
 def normalize(
-    layer: "Norm", x: torch.Tensor, residual: torch.Tensor | None = None
+    layer: "Norm",
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    drop: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(x + residual), and x + residual. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
+    """Return the norm of total = drop(x + bias) + residual, and total.
+
+    x, residual `[..., h]`, bias `[h]` -> `[..., h]`, `[..., h]`
+    """
     how = layer.weight, layer.bias, layer.eps, layer.from_one
     if residual is not None and layer.fused:
-        return add_norm(x, residual, *how)
-    x = x if residual is None else x + residual
+        return add_norm(x, residual, *how, bias, drop)
+    x = bias_dropout_add(x, bias, residual, drop)
     return (norm if layer.fused else norm_ref)(x, *how), x
 
 
@@ -91,9 +98,18 @@ class Norm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._recomputable(*self.op(self, x))[0]
 
-    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual, and the sum. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
-        return self._recomputable(*self.op(self, x, residual))
+    def after_sum(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        drop: Dropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of drop(x + bias) + residual, and the sum.
+
+        x, residual `[..., h]`, bias `[h]` -> `[..., h]`, `[..., h]`
+        """
+        return self._recomputable(*self.op(self, x, residual, bias, drop))
 
     def _recomputable(self, y: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.recompute:
@@ -104,9 +120,15 @@ class Norm(nn.Module):
 class NoNorm(nn.Identity):
     """In the place of a norm that the model does not have. x `[..., h]` -> `[..., h]`"""
 
-    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x + residual twice. x, residual `[..., h]` -> `[..., h]`, `[..., h]`"""
-        total = x + residual
+    def after_sum(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        drop: Dropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return drop(x + bias) + residual twice. x, residual `[..., h]`, bias `[h]` -> two of `[..., h]`"""
+        total = bias_dropout_add(x, bias, residual, drop)
         return total, total
 
 
@@ -119,11 +141,21 @@ def activate(mlp: "MLP", x: torch.Tensor, bias: torch.Tensor | None = None) -> t
 
 
 class MLP(nn.Module):
-    """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
+    """Two-layer MLP, inner features sharded over tp. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded.
+
+    With `skip_bias_add` the result is without the bias of `linear_fc2`, which the caller has to add.
+    """
 
     act: Callable[..., torch.Tensor] = staticmethod(activate)
 
-    def __init__(self, config: TransformerConfig, tp: Axis, init: Init, size: int | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tp: Axis,
+        init: Init,
+        size: int | None = None,
+        skip_bias_add: bool = False,
+    ) -> None:
         """size: the number of inner features if not the config's (for shared experts)."""
         super().__init__()
         h, ffn = config.hidden_size, size or config.ffn_size
@@ -141,7 +173,7 @@ class MLP(nn.Module):
             self.linear_fc1.bias.spec = replace(self.linear_fc1.bias.spec, writes_grad=True)
         std = scaled_std(config.init_method_std, config.num_layers)
         self.linear_fc2 = RowParallelLinear(
-            ffn, h, tp, init.at("linear_fc2", std), bias, sequence_parallel=cut
+            ffn, h, tp, init.at("linear_fc2", std), bias, skip_bias_add=skip_bias_add, sequence_parallel=cut
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +187,8 @@ class MLP(nn.Module):
         if self.recompute_act:
             with_source(y, lambda x: self.act(self, x, bias), x)
         with keeping(y):
-            return self.linear_fc2(y)
+            y = self.linear_fc2(y)
+        return y[0] if self.linear_fc2.skip_bias_add else y
 
 
 class Embedding(nn.Module):
@@ -174,6 +207,7 @@ class Embedding(nn.Module):
         vocab_size, padded_size, positions = sizes
         h, cut = config.hidden_size, config.sequence_parallel
         self.p = config.hidden_dropout
+        self.add = bias_dropout_add if config.bias_dropout_fusion else bias_dropout_add_ref
         # Rounded to the weights' type, as transformers does.
         self.multiplier = float(torch.tensor(config.embedding_multiplier, dtype=weight.dtype))
         self.word_embeddings = VocabParallelEmbedding(
@@ -189,7 +223,7 @@ class Embedding(nn.Module):
         positions = self.position_embeddings
         places = None if positions is None else batch.embedded_positions
         x = self.word_embeddings(batch.tokens, self.multiplier, positions, places)
-        return hidden_dropout(x, self.p, batch, 0)
+        return self.add(x, None, None, hidden_dropout(self.p, batch, 0))
 
 
 class OutputLayer(nn.Module):

@@ -36,6 +36,7 @@ from nanomegatron.config.settings import padded_vocab_size as default_padding
 from nanomegatron.layers import MLP, Embedding, NoNorm, Norm, OutputLayer, hidden_dropout
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.moe import MoELayer
+from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
 from nanomegatron.ops.rope import rope_angles
 from nanomegatron.ops.swiglu import activation
 from nanomegatron.param import Init, new_parameter
@@ -57,13 +58,16 @@ class TransformerLayer(nn.Module):
         super().__init__()
         h, cut = config.hidden_size, config.sequence_parallel
         self.layer, self.p, self.multiplier = layer, config.hidden_dropout, config.residual_multiplier
+        self.fused = config.bias_dropout_fusion
+        # Whether biases are left to the residual add: where nothing comes between.
+        apart = self.fused and self.multiplier == 1 and config.norm_placement == "pre"
 
         def norm(name: str, *places: str) -> Norm | NoNorm:
             there = config.norm_placement in ("both", *places)
             return Norm(config, h, tp, init.at(name), cut) if there else NoNorm()
 
         self.input_layernorm = norm("input_layernorm", "pre")
-        self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"))
+        self.self_attention = SelfAttention(config, layer, tp, init.at("self_attention"), apart)
         self.post_attention_layernorm = norm("post_attention_layernorm", "post")
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm", "pre")
         self.post_mlp_layernorm = norm("post_mlp_layernorm", "post")
@@ -75,20 +79,28 @@ class TransformerLayer(nn.Module):
             shared = MLP(config, tp, inner.at("shared_experts"), size) if size else None
             self.mlp = MoELayer(config, layer, mesh, inner, activation(config), shared)
         else:
-            self.mlp = MLP(config, tp, inner)
+            self.mlp = MLP(config, tp, inner, skip_bias_add=apart)
+        self.last = self.self_attention.linear_proj, None if self.sparse else self.mlp.linear_fc2
 
     def forward(
         self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
     ) -> torch.Tensor:
         y = self.self_attention(self.input_layernorm(x), batch, rotary, cache)
-        y = self._branch(self.post_attention_layernorm(y), batch, 2 * self.layer + 1)
-        normed, x = self.pre_mlp_layernorm.after_sum(y, x)
+        y, bias, drop = self._branch(self.post_attention_layernorm(y), batch, 0)
+        normed, x = self.pre_mlp_layernorm.after_sum(y, x, bias, drop)
         y = self.mlp(normed, batch) if self.sparse else self.mlp(normed)
-        return x + self._branch(self.post_mlp_layernorm(y), batch, 2 * self.layer + 2)
+        y, bias, drop = self._branch(self.post_mlp_layernorm(y), batch, 1)
+        return bias_dropout_add(y, bias, x, drop)
 
-    def _branch(self, y: torch.Tensor, batch: Batch, site: int) -> torch.Tensor:
+    def _branch(
+        self, y: torch.Tensor, batch: Batch, which: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Dropout | None]:
+        """A branch y `[s, b, h]`, and what the residual add does with it: a bias `[h]` to add, dropout."""
         y = y if self.multiplier == 1 else y * self.multiplier
-        return hidden_dropout(y, self.p, batch, site)
+        drop, linear = hidden_dropout(self.p, batch, 2 * self.layer + 1 + which), self.last[which]
+        if not self.fused:
+            return bias_dropout_add_ref(y, None, None, drop), None, None
+        return y, linear.bias if linear is not None and linear.skip_bias_add else None, drop
 
 
 @dataclass(frozen=True)

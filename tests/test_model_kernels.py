@@ -12,6 +12,7 @@ from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.model import GPTModel
 from nanomegatron.ops import bias as ops_bias
 from nanomegatron.ops import cross_entropy as ops_loss
+from nanomegatron.ops import dropout as ops_dropout
 from nanomegatron.ops import gelu as ops_gelu
 from nanomegatron.ops import norm as ops_norm
 from nanomegatron.ops import rope as ops_rope
@@ -22,7 +23,7 @@ from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory
 from tests import cuda_on_cpu, test_plan
 
-MODULES = ops_norm, ops_rope, ops_mlp, ops_softmax
+MODULES = ops_norm, ops_dropout, ops_rope, ops_mlp, ops_softmax
 LLAMA = TransformerConfig(
     num_layers=2,
     hidden_size=32,
@@ -36,11 +37,13 @@ LLAMA = TransformerConfig(
 )
 QWEN = replace(LLAMA, qk_layernorm=True, add_qkv_bias=True)
 GPT2 = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_backend="unfused")
+DROPOUT = replace(LLAMA, disable_bias_linear=False, hidden_dropout=0.1)
 # What the ops of a layer say to `usable`, by the switch that keeps them from asking.
 ASK = {
     "masked_softmax_fusion": {"scaled_softmax"},
     "rope_fusion": {"rope"},
     "bias_swiglu_fusion": {"gated"},
+    "bias_dropout_fusion": {"bias_dropout_add"},
     "persist_layer_norm": {"norm", "add_norm"},
 }
 
@@ -49,7 +52,8 @@ def step(config: TransformerConfig) -> list[torch.Tensor]:
     """Losses, and all gradients of their sum."""
     tokens = torch.arange(2 * 13).view(2, 13) * 5 % 61
     model = GPTModel(config, vocab_size=61, max_sequence_length=12)
-    losses = model(Batch(tokens[:, :-1], torch.arange(12), torch.arange(2)), tokens[:, 1:])
+    batch = Batch(tokens[:, :-1], torch.arange(12), torch.arange(2), dropout_seed=3)
+    losses = model(batch, tokens[:, 1:])
     losses.sum().backward()
     return [losses.detach(), *(p.grad for p in model.parameters())]
 
@@ -63,25 +67,28 @@ def test_a_switch_is_a_flag_and_may_change_when_a_run_goes_on(switch):
     assert resume_conflicts(usual.config, other.config) == []
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN, DROPOUT], ids=["llama", "qwen", "dropout"])
 @pytest.mark.parametrize("switch", [None, *SWITCHES])
 def test_a_switch_puts_its_kernels_aside_and_changes_no_number(switch, config, monkeypatch):
     usual, asked = step(config), set()
     for module in MODULES:
         monkeypatch.setattr(module, "usable", lambda x, op="": bool(asked.add(op)))
     found = step(config if switch is None else replace(config, **{switch: False}))
-    assert asked == set.union(*ASK.values()) - ASK.get(switch, set())
+    fused = ASK["bias_dropout_fusion"] if config is not DROPOUT else set()
+    assert asked == set.union(*ASK.values()) - ASK.get(switch, set()) - fused
     for ours, theirs in zip(found, usual, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
-@pytest.mark.parametrize("config", [LLAMA, QWEN, GPT2], ids=["llama", "qwen", "gpt2"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN, replace(GPT2, hidden_dropout=0.1)], ids=["llama", "qwen", "gpt2"]
+)
 def test_a_model_on_kernels_is_the_one_without(config, monkeypatch):
     """All kernels of a forward and backward together, run by the emulator."""
     usual = step(config)
-    names = "swiglu", "gelu", "column_sums", "norm", "norm_backward", "softmax", "rope", "cross_entropy"
-    cuda_on_cpu.run_here(monkeypatch, names, *MODULES, ops_loss, ops_bias, ops_gelu)
+    names = "swiglu gelu column_sums norm norm_backward dropout softmax rope cross_entropy".split()
+    cuda_on_cpu.run_here(monkeypatch, tuple(names), *MODULES, ops_loss, ops_bias, ops_gelu)
     for ours, theirs in zip(step(config), usual, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -98,3 +105,6 @@ def test_the_memory_of_llama3_8b_on_kernels():
     assert parts["logits and loss"] == 128256 * 2 * 8192
     more = planned(rope_fusion=False, bias_swiglu_fusion=False)["activations"] - parts["activations"]
     assert more == 8192 * 32 * 2 * (5120 + 14336)
+    assert planned(hidden_dropout=0.1) == parts  # masks are computed again
+    more = planned(hidden_dropout=0.1, bias_dropout_fusion=False)["activations"] - parts["activations"]
+    assert more == 8192 * (32 * 2 + 1) * 2 * 4096

@@ -248,7 +248,7 @@ def test_the_line_of_a_run_says_what_has_no_kernel_and_why(monkeypatch):
     )
     monkeypatch.setattr(ops_kernels, "_unfit", lambda device: "")
     monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(archs="sm_90a"))
-    rest = ["torch reference (has no kernel): dropout"]
+    rest = ["torch reference (has no kernel): attention_dropout"]
     assert ops_report.describe_kernels(gpu, model).split(" | ") == [
         f"sm_90a: {', '.join(ops_report.KERNELS)}",
         *rest,
@@ -256,7 +256,7 @@ def test_the_line_of_a_run_says_what_has_no_kernel_and_why(monkeypatch):
     printed = ops_report.describe_kernels(
         gpu, replace(model, rope_fusion=False, persist_layer_norm=False)
     ).split(" | ")
-    assert printed[0].startswith("sm_90a: swiglu, ") and printed[3:] == rest
+    assert printed[0].startswith("sm_90a: bias_dropout_add, swiglu, ") and printed[3:] == rest
     assert printed[1] == "torch fused (switched off): rms_norm, layer_norm"
     assert printed[2] == "torch reference (switched off): add_norm, rope"
 

@@ -24,7 +24,7 @@ CLASSES = (
     ("communication", ("nccl", "ptop", "barrier_kernel", "put_signal", "wait_signal", "all_gather_kernel")),
     ("other", ("triton_poi", "triton_red", "triton_per", "triton_for")),
     ("optimizer", ("adam", "lpnorm", "sum_squares", "sum_totals")),
-    ("norm", ("norm_forward", "norm_backward", "column_sums", "norm_fp8", "bias_dropout")),
+    ("norm", ("norm_forward", "norm_backward", "add_up_parts", "norm_fp8", "bias_dropout")),
     ("swiglu", ("gated_forward", "gated_backward", "gated_fp8")),
     ("rope", ("rope_turn_heads",)),
     ("loss", ("cross_entropy",)),

@@ -193,6 +193,7 @@ class TransformerConfig:
     rope_fusion: bool = fusion("rotate queries and keys in place, in one kernel")
     bias_gelu_fusion: bool = setting(True, "GELU in its tanh form, where linear layers have biases")
     bias_swiglu_fusion: bool = fusion("SwiGLU in one kernel")
+    bias_dropout_fusion: bool = fusion("bias and dropout of a branch in the kernel of the residual add")
     persist_layer_norm: bool = fusion("residual add and norm in one kernel")
     sequence_parallel: bool = common(
         False,

@@ -28,6 +28,7 @@ from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.fp8_linear import cast_input, input_copies
 from nanomegatron.layers import MLP, Norm, activate, normalize
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.dropout import Dropout, bias_dropout_add
 from nanomegatron.ops.fp8_fused import (
     bias_act_backward_fp8,
     bias_act_fp8,
@@ -62,19 +63,25 @@ def quantized_for(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 class QuantizingNorm:
     """A `Norm.op` whose result only `linear` reads, in FP8.
 
-    x, residual `[s, b, h]` or `[s/tp, b, h]` -> a placeholder `[..., h]`, and x + residual (or x) `[..., h]`
+    x, residual `[s, b, h]` or `[s/tp, b, h]`, bias `[h]` -> a placeholder `[..., h]`, and the sum `[..., h]`
     """
 
     def __init__(self, linear: nn.Module) -> None:
         self.linear = linear
 
     def __call__(
-        self, layer: Norm, x: torch.Tensor, residual: torch.Tensor | None = None
+        self,
+        layer: Norm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        drop: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fp8 = self.linear.fp8
         if not (layer.fused and fp8.has_scale):
-            y, total = normalize(layer, x, residual)
+            y, total = normalize(layer, x, residual, bias, drop)
             return quantized_for(self.linear, y), total
+        x = bias_dropout_add(x, bias, None, drop)  # the kernel has neither
         how = layer.weight, layer.bias, layer.eps, layer.from_one, fp8, copies_for(self.linear)
         if residual is None:
             return NormFp8Function.apply(x, None, *how), x

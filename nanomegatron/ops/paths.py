@@ -16,6 +16,7 @@ from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
 from nanomegatron.ops.bias import column_sums
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
 from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
 from nanomegatron.ops.fp8_matmul import missing
@@ -29,15 +30,16 @@ from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 from nanomegatron.ops.swiglu import SILU, gated, gated_ref
 
 KERNELS = (
-    "rms_norm layer_norm add_norm rope swiglu gelu squared_relu column_sums scaled_softmax cross_entropy"
-    " adamw_ fp8_cast permute merge_rows embedding"
+    "rms_norm layer_norm add_norm bias_dropout_add rope swiglu gelu squared_relu column_sums scaled_softmax"
+    " cross_entropy adamw_ fp8_cast permute merge_rows embedding"
 ).split()
-TORCHS = ("dropout",)
+TORCHS = ("attention_dropout",)
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
 SWITCHES = {  # settings of a model that, if False, switch off the kernels of these ops
     "masked_softmax_fusion": ("scaled_softmax",),
     "rope_fusion": ("rope",),
     "bias_swiglu_fusion": ("swiglu",),
+    "bias_dropout_fusion": ("bias_dropout_add",),
     "persist_layer_norm": ("rms_norm", "layer_norm", "add_norm"),
 }
 TOLERANCE = dict(zip(FLOATS, (1e-5, 2e-2, 2e-3)))  # relative to the largest value
@@ -77,6 +79,7 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
     ids = (torch.arange(2 * T, device=device) * 3 % 5).int().view(T, 2)
     probs = torch.linspace(0, 1, 2 * T, device=device).view(T, 2)
     scale = torch.ones((), device=device)
+    drop = Dropout(0.1, 1, 2, torch.arange(7, device=device), torch.arange(3, device=device))
 
     def loss(x):
         maximum, total, target = cross_entropy_stats(x.detach(), labels)
@@ -102,6 +105,11 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
             lambda x, y, w, b: add_norm(x, y, w, b, EPS),
             lambda x, y, w, b: (norm_ref(x + y, w, b, EPS), x + y),
             (x, x, w, w),
+        ),
+        "bias_dropout_add": (
+            lambda x, y, b: bias_dropout_add(x, b, y, drop),
+            lambda x, y, b: bias_dropout_add_ref(x, b, y, drop),
+            (x, x, w),
         ),
         "rope": (lambda x: rope(x, *tables), lambda x: rope_ref(x, *tables), ((7, 3, 2, 30),)),
         "swiglu": (lambda x: gated(x, SILU), lambda x: gated_ref(x, SILU), (x,)),

@@ -106,6 +106,11 @@ class Sizes:
         return (4, 4) if self.item == 4 else (0, 8)
 
     @property
+    def keeps_masks(self) -> bool:
+        """Whether hidden dropout keeps its masks; the kernel computes them again."""
+        return self.model.hidden_dropout > 0 and not (self.machine.kernels and self.model.bias_dropout_fusion)
+
+    @property
     def cp_modes(self) -> list[CPMode]:
         """The mode of each layer's attention; a window needs all keys at once."""
         model, parallel = self.model, self.parallel
@@ -139,7 +144,7 @@ def _saved(sizes: Sizes, moe: bool) -> dict[str, float]:
         "norm outputs": (outputs * read + routed) * sizes.h * (not model.recomputes("layernorm")),
         "MLP": sizes.ffn(moe) * _feature(sizes, read, "mlp_act") * mlp,
         "experts": _saved_by_experts(sizes) * experts,
-        "dropout masks": 2 * item * sizes.h * (model.hidden_dropout > 0),
+        "dropout masks": 2 * item * sizes.h * sizes.keeps_masks,
         "statistics": 4 * (norms * (1 if model.normalization == "RMSNorm" else 2) + sizes.heads),
     }
 

@@ -216,7 +216,7 @@ def activations(sizes: Sizes, chunk: StageChunk) -> float:
     model, layer = sizes.model, _total(saved_by_layer(sizes))
     stream = sizes.item * sizes.h
     spread = model.hidden_size // sizes.tp if model.distribute_saved_activations else sizes.h
-    token = stream * (chunk.first and model.hidden_dropout > 0)
+    token = stream * (chunk.first and sizes.keeps_masks)
     for run, recomputed in model.segments(chunk.layers):
         token += sizes.item * spread if recomputed else layer * len(run)
     if chunk.last:
