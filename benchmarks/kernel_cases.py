@@ -16,6 +16,7 @@ from benchmarks.session import Case
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, sums_of_squares
 from nanomegatron.ops.bias import column_sums
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
+from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
 from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.gelu import TANH, bias_act
 from nanomegatron.ops.norm import add_norm, norm
@@ -42,6 +43,31 @@ def norms(s: Sizes) -> Iterator[Case]:
     moved = 8 * values, 8 * values
     peer = forward(lambda x, w, r: liger("fused_add_rms_norm_forward")(x, r, w, *RMS)[:2]), liger_add_backward
     yield from passes("add+rms norm", moved, (x, weight, x), (x, x), 2, (ours_add, add_rms), liger=peer)
+
+
+def branches(s: Sizes) -> Iterator[Case]:
+    """What ends a branch: bias, dropout and residual add, alone and before a LayerNorm, x `[tokens/4, 4, h]`.
+
+    Alone 6 bytes a value, backward 4, without dropout 2; before a norm 8 and 8, with dropout 10.
+    """
+    shape = s.tokens // 4, 4, s.hidden
+    x, bias, values = s.normal(*shape), s.normal(s.hidden), s.tokens * s.hidden
+    weight = lambda: torch.rand(s.hidden, device=s.device).mul(0.4).add(0.5).bfloat16()  # noqa: E731
+    counters = torch.arange(shape[0], device=s.device), torch.arange(4, device=s.device)
+    for words, drop, more in (("bias+", None, 0), ("bias+dropout+", Dropout(0.1, 5, 3, *counters), 2)):
+        ours = lambda x, b, r, drop=drop: bias_dropout_add(x, b, r, drop)  # noqa: E731
+        plain = lambda x, b, r, drop=drop: bias_dropout_add_ref(x, b, r, drop)  # noqa: E731
+        moved = 6 * values, (2 + more) * values
+        yield from passes(f"{words}add", moved, (x, bias, x), (x,), 2, (ours, plain))
+        ours = lambda x, r, b, w, c, drop=drop: add_norm(x, r, w, c, EPS, False, b, drop)  # noqa: E731
+        normed = functools.partial(add_layer, plain)
+        moved, given = (8 * values, (8 + more) * values), (x, x, bias, weight, bias)
+        yield from passes(f"{words}add+layer norm", moved, given, (x, x), 5, (ours, normed))
+
+
+def add_layer(add, x, residual, bias, w, b):
+    total = add(x, bias, residual)
+    return layer(total, w, b), total
 
 
 def rms(x, w):

@@ -20,7 +20,16 @@ from benchmarks import context_cases, layer_cases, moe_cases
 from benchmarks.attention_cases import ropes, softmaxes
 from benchmarks.forms import SMALL, Sizes
 from benchmarks.fp8_cases import casts, fused_casts
-from benchmarks.kernel_cases import adamws, cross_entropies, embeddings, gelus, norms, permutes, swiglus
+from benchmarks.kernel_cases import (
+    adamws,
+    branches,
+    cross_entropies,
+    embeddings,
+    gelus,
+    norms,
+    permutes,
+    swiglus,
+)
 from benchmarks.session import Case, Session, arguments
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.mesh import Mesh, World
@@ -31,6 +40,7 @@ def kernels(session: Session) -> Iterator[Case]:
     sizes = (SMALL if session.args.small else Sizes)(device=session.device.type)
     groups = (
         norms,
+        branches,
         softmaxes,
         ropes,
         swiglus,
