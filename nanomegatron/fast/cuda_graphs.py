@@ -165,6 +165,7 @@ class GraphedSteps:
         replay()
         step.total.copy_(static.total)
         for param in self.grads.params:
+            param.bucket.first_write(param)
             for _ in range(param.spec.uses):
                 param.bucket.ready(param)
 
