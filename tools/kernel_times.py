@@ -26,6 +26,8 @@ CLASSES = (
     ("optimizer", ("adam", "lpnorm", "sum_squares", "sum_totals")),
     ("norm", ("norm_forward", "norm_backward", "add_up_parts", "norm_fp8", "bias_dropout")),
     ("swiglu", ("gated_forward", "gated_backward", "gated_fp8")),
+    ("gelu", ("gelu_forward", "gelu_backward", "gelu_fp8")),
+    ("column sums", ("sum_rows", "add_up_parts")),  # of biases, and the last step of the norms' and GELU's
     ("rope", ("rope_turn_heads",)),
     ("loss", ("cross_entropy",)),
     ("attention", ("sdpa", "fmha", "flash", "attention")),
