@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(THREADS)
             if (row[k] >= 0) {
                 P scaled;  // rounded as torch does: after each operation
 #pragma unroll
-                for (int c = 0; c < P::size; ++c) x[c] = word[k][c] * to.scale;
+                for (int c = 0; c < P::size; ++c) x[c] = __fmul_rn(word[k][c], to.scale);
                 scaled.set(x);
 #pragma unroll
                 for (int c = 0; c < P::size; ++c) x[c] = positions ? scaled[c] + other[k][c] : scaled[c];

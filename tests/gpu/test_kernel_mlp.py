@@ -115,7 +115,8 @@ def check_biased(x: torch.Tensor, bias: torch.Tensor | None, act: int) -> None:
     for found, expected, factor, step in zip(ours, theirs, factors, rounding, strict=True):
         most = torch.finfo(found.dtype).max
         finite = expected.isfinite() & (expected.abs() < most) & (factor < most)  # also what is added
-        assert torch.equal(found.isnan(), expected.isnan())
+        known = expected.isnan() | ~(factor >= most)  # sums of overflows of both signs are NaN
+        assert torch.equal(found.isnan() & known, expected.isnan())
         error = (found.double() - expected)[finite].abs()
         limit = step * expected.abs() + FACTORS * factor + torch.finfo(x.dtype).tiny
         assert (error <= limit[finite]).all(), (error / limit[finite]).max()
