@@ -10,9 +10,9 @@
 // Bytes in 16 bits a value: 6 with a residual, else 4; backward 4, or 2 where nothing is dropped and the sums
 // alone are wanted. Rounded once, at the end.
 //
-// A thread has a pack of 16 bytes (one value where rows are not whole packs) of AT_ONCE rows, all loaded before
-// the first is used; meanwhile a few threads hash the rows, for all of the block. A backward with sums over
-// rows has fewer blocks, which go on to the next rows; their sums are added up by column_sums.cu.
+// A thread has a pack of 16 bytes (one value where rows are not whole packs) of several rows, all loaded
+// before the first is used; meanwhile a few threads hash the rows, for all of the block. A backward with
+// sums over rows has fewer blocks, which go on to the next rows; column_sums.cu adds up their sums.
 
 #include "column_sums.cuh"
 #include "dropout.cuh"

@@ -8,15 +8,15 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6125,
+    "": 6178,
     "checkpoint": 4510,
     "commands": 1270,
     "config": 3470,
     "data": 3380,
-    "fast": 2700,
+    "fast": 2706,
     "faults": 1110,
-    "ops": 2945,
-    "plan": 642,
+    "ops": 3098,
+    "plan": 646,
     "report": 2210,
 }
 

@@ -79,7 +79,6 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
     ids = (torch.arange(2 * T, device=device) * 3 % 5).int().view(T, 2)
     probs = torch.linspace(0, 1, 2 * T, device=device).view(T, 2)
     scale = torch.ones((), device=device)
-    drop = Dropout(0.1, 1, 2, torch.arange(7, device=device), torch.arange(3, device=device))
 
     def loss(x):
         maximum, total, target = cross_entropy_stats(x.detach(), labels)
@@ -106,11 +105,7 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
             lambda x, y, w, b: (norm_ref(x + y, w, b, EPS), x + y),
             (x, x, w, w),
         ),
-        "bias_dropout_add": (
-            lambda x, y, b: bias_dropout_add(x, b, y, drop),
-            lambda x, y, b: bias_dropout_add_ref(x, b, y, drop),
-            (x, x, w),
-        ),
+        "bias_dropout_add": (_branch(bias_dropout_add), _branch(bias_dropout_add_ref), (x, x, w)),
         "rope": (lambda x: rope(x, *tables), lambda x: rope_ref(x, *tables), ((7, 3, 2, 30),)),
         "swiglu": (lambda x: gated(x, SILU), lambda x: gated_ref(x, SILU), (x,)),
         "gelu": _of_act(TANH),
@@ -161,6 +156,14 @@ def _ids(table) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _of_act(act: int) -> tuple[Callable, Callable, tuple]:
     return partial(bias_act, act=act), partial(bias_act_ref, act=act), ((7, 3, H), (H,))
+
+
+def _branch(add: Callable) -> Callable:
+    def run(x, residual, bias):
+        counters = (torch.arange(n, device=x.device) for n in x.shape[:2])
+        return add(x, bias, residual, Dropout(0.1, 1, 2, *counters))
+
+    return run
 
 
 def _merged(merge: Callable) -> Callable:
