@@ -195,7 +195,8 @@ def run_rank(world: World, argv: list[str]) -> int:
 def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Signals = UNHEARD) -> Run:
     """Build tokenizer, data, model, optimizer; load the newest checkpoint. Raises Preempted on a signal."""
     profile = Profile(config.run, mesh, log)  # before anything takes memory
-    torch.use_deterministic_algorithms(config.precision.deterministic_mode or mesh.device.type == "cpu")
+    deterministic = config.precision.deterministic_mode or mesh.device.type == "cpu"
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")  # imports no compiler
     config = with_saved_schedule(config, mesh)
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)

@@ -355,7 +355,7 @@ def test_a_bad_command_line_is_answered(kind, flags, part, folder, monkeypatch, 
     monkeypatch.setattr(train, "train", lambda run: train.DONE)
     monkeypatch.setattr(train, "launch", lambda *_, **__: [train.DONE])
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)  # it would stay
+    monkeypatch.setattr(torch, "set_deterministic_debug_mode", lambda *_: None)  # it would stay
     start = time.process_time()
     try:
         code = train.main(f"{REAL if kind in BEHIND_REAL else MOCK} {flags}".split())
