@@ -351,6 +351,8 @@ def finish(run: Run) -> int:
     config, log = run.config, run.log
     if run.stop and not run.preempted:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")
+    if energy := run.reporter.energy.summary():
+        log.line(f"energy  {energy}")
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:

@@ -91,6 +91,8 @@ class Run:
         """Report the step in flight and wait for its end; call it before anything that depends on that."""
         step, self.pending = self.pending, None
         self.report(step)
+        if self.reporter is not None:
+            self.reporter.energy.pause()
 
     def check_replicas(self) -> None:
         """Compare all replicas if it is time. Raises MachineFault on every rank if two differ."""

@@ -54,13 +54,17 @@ def banner(
 
 def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:
     """Return a note if the run needs more memory than available. Raises ValueError if more than twice."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))  # without torchrun: all ranks
     if mesh.device.type == "cuda":
         room, local = torch.cuda.get_device_properties(mesh.device).total_memory, 1
     else:
-        room = host_memory()
+        room, local = host_memory(), local_ranks(mesh)
     note = check_room(Planned(config, vocab_size, machine_of(mesh), mesh.world.size, local), room)
     return [note] if note else []
+
+
+def local_ranks(mesh: Mesh) -> int:
+    """The number of ranks on this machine: torchrun's, or all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))
 
 
 def host_memory() -> float:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanomegatron.config.settings import Config
+from nanomegatron.report.energy import megatron_parts
 from nanomegatron.report.writers import (
     EXPERT_TAGS,
     JsonLines,
@@ -188,7 +189,7 @@ class RunLog:
 
         record: has all of KEYS (mfu is None if the GPU's peak is unknown), and may have `skipped`,
         `loss_scale`, `skipped_samples`, `num_zeros`, `params_norm`, `peak_mem_gib`, keys of EXPERT_TAGS, and
-        `tflops_per_gpu_*` by other FLOP conventions.
+        `tflops_per_gpu_*` by other FLOP conventions, and those of energy.py.
         """
         self._facts["iteration"] = record["iteration"]
         if not self.is_main:
@@ -363,9 +364,9 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {mean['tflops_per_gpu']:.1f}")
         others = {key: value for key, value in mean.items() if key.startswith("tflops_per_gpu_")}
         parts += [f"by {key.removeprefix('tflops_per_gpu_')}: {value:.1f}" for key, value in others.items()]
-    if mean["mfu"] is not None:
-        parts.append(f"MFU: {100 * mean['mfu']:.1f}%")
     parts += [
+        *([f"MFU: {100 * mean['mfu']:.1f}%"] if mean["mfu"] is not None else []),
+        *megatron_parts(mean),
         f"learning rate: {mean['next_lr']:.6E}",
         f"global batch size: {mean['global_batch_size']:5d}",
         f"lm loss: {mean['lm_loss']:.6E}",

@@ -21,7 +21,9 @@ from nanomegatron.mesh import Mesh, Traffic
 from nanomegatron.optim import StepStats
 from nanomegatron.plan.gpus import device_peak
 from nanomegatron.pp import Stages
+from nanomegatron.report.banner import local_ranks
 from nanomegatron.report.counters import ExpertLoad, Fp8Stats
+from nanomegatron.report.energy import Energy, open_meter
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.timers import Clock, Timers
 from nanomegatron.report.trace import Tracer, trace_title
@@ -122,6 +124,7 @@ class Reporter:
         self.tracer = Tracer(mesh, folder, run.trace_iterations, self.timers, log.attempt, title)
         self.fp8_stats = Fp8Stats(model.scales, mesh.world, mesh.pp) if run.log_fp8_stats else None
         self.expert_load = ExpertLoad(model, config.model, mesh) if config.model.num_experts else None
+        self.energy = Energy(open_meter(machine_gpus(mesh) if mesh.rank == 0 else []), mesh.world.size)
 
     def numbers(self, step: StepReport) -> StepNumbers:
         """Wait for a step's numbers and return those that decide what follows."""
@@ -151,6 +154,7 @@ class Reporter:
         record = dict(iteration=batch.iteration, consumed_samples=batch.end, global_batch_size=batch.size)
         record |= numbers
         record |= rates(self.config, self.mesh, self.padded_vocab_size, batch.lengths, milliseconds / 1e3)
+        record |= self.energy.step(batch.tokens, batch.iteration % run.log_interval == 0)
         record |= dict(skipped=int(not good), skipped_samples=skipped_samples)
         record["peak_mem_gib"] = (peak_memory(self.mesh.device) + self.grads.shared_bytes) / 2**30
         log.step(record)
@@ -186,6 +190,14 @@ def rates(
     if config.run.log_throughput:
         result |= {f"tflops_per_gpu_{c}": x for c, x in zip(CONVENTIONS[1:], others, strict=True)}
     return result
+
+
+def machine_gpus(mesh: Mesh) -> list[str]:
+    """Return the UUIDs of the GPUs of this machine's ranks, as far as this rank sees them; [] on a CPU."""
+    if mesh.device.type != "cuda":
+        return []
+    seen = min(local_ranks(mesh), torch.cuda.device_count())  # it may see only its own
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(seen)]
 
 
 def peak_memory(device: torch.device) -> int:

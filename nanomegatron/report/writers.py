@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanomegatron.config.settings import Config
+from nanomegatron.report.energy import ENERGY_TAGS, energy_scalars
 
 
 class Lines:
@@ -153,6 +154,7 @@ def missing_extras(config: Config) -> list[str]:
 
 # Prefixes of tags that are logged by iteration only; all others also by samples.
 BY_ITERATION = ("iteration-time", "throughput", "mfu", "skipped-train-samples", "fp8/", "experts/")
+BY_ITERATION += ENERGY_TAGS
 # Numbers of a step with experts, each the mean over layers (report/counters.py) -> tag.
 EXPERT_TAGS = {
     "aux_loss": "load_balancing_loss",
@@ -173,6 +175,7 @@ def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
         "iteration-time": record["step_time_ms"] / 1e3,
         "throughput": record["tflops_per_gpu"],
         "mfu": record["mfu"],
+        **energy_scalars(record),
         "loss-scale": record.get("loss_scale"),
         "batch-size": record["global_batch_size"],
         "skipped-train-samples": record.get("skipped_samples") or None,

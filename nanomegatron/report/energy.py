@@ -1,0 +1,151 @@
+"""The energy that a run's GPUs take, from the counters in the GPUs themselves.
+
+    step         1    2    3 ... 10 | 11 ... 20 | evaluation | 21   22 ... 30
+    read              ^          ^         ^    ^                   ^       ^
+    counted           [ 2 to 10  ] [ 11 to 20 ]                     [ 22 to 30 ]
+
+NVML (libnvidia-ml.so.1, a part of the driver) counts a GPU's millijoules since the driver was loaded, of the
+whole board, with a new value about every 100 ms. Rank 0 reads them when it logs, without a wait of the GPU or
+of a rank, from the end of one step to that of another: evaluations and saves are left out, with the step
+after each. It reads the GPUs of all ranks of its machine, and takes those of other machines to be alike.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LIBRARY = "libnvidia-ml.so.1"
+LEAST = 2.0  # seconds of a figure: both its ends may be 0.1 s late
+ENERGY_KEYS = ("energy_j_per_token", "power_w_per_gpu")  # in metrics.jsonl
+ENERGY_TAGS = ("iter-energy/gpu", "power/gpu", "energy/token")  # Megatron-LM's, and ours
+
+
+class Meter:
+    """The energy counters of some GPUs."""
+
+    def __init__(self, uuids: Sequence[str], library: str = LIBRARY) -> None:
+        """uuids: as torch gives them, without GPU- before them. Raises OSError if there are no counters."""
+        self.nvml, self.gpus = ctypes.CDLL(library), []
+        self._call("nvmlInit_v2")
+        for uuid in uuids:
+            gpu = ctypes.c_void_p()
+            self._call("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), ctypes.byref(gpu))
+            self.gpus.append(gpu)
+        self.millijoules()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if error := getattr(self.nvml, name)(*arguments):
+            raise OSError(f"{name}: NVML error {error}")
+
+    def millijoules(self) -> list[int]:
+        """Read the counter of each GPU. Raises OSError if one cannot be read."""
+        values = [ctypes.c_ulonglong() for _ in self.gpus]
+        for gpu, value in zip(self.gpus, values, strict=True):
+            self._call("nvmlDeviceGetTotalEnergyConsumption", gpu, ctypes.byref(value))
+        return [value.value for value in values]
+
+
+def open_meter(uuids: Sequence[str], library: str = LIBRARY) -> Meter | None:
+    """Return the counters of these GPUs; None without GPUs or NVML, and if one of them has no counter."""
+    try:
+        return Meter(uuids, library) if uuids else None
+    except (OSError, AttributeError):  # AttributeError: a library older than the counters
+        return None
+
+
+@dataclass
+class Spent:
+    """What has been measured: joules of the GPUs that are read, seconds, tokens of the run, steps."""
+
+    joules: float = 0.0
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+
+    def add(self, other: "Spent") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class Energy:
+    """Counts the energy of a run's steps; does nothing without a meter, as on all ranks but the first."""
+
+    def __init__(self, meter: Meter | None, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """ranks: of the run, one a GPU; clock: seconds."""
+        self.meter, self.ranks, self.clock = meter, ranks, clock
+        self.begun: tuple[list[int], float] | None = None  # counters and time at the end of a step
+        self.steps = self.tokens = 0  # since then
+        self.unsaid, self.total = Spent(), Spent()  # since the last figure; of the run, in this process
+
+    def step(self, tokens: int, log: bool) -> dict[str, float]:
+        """Count a step that has just ended; if `log`, return the figures of ENERGY_KEYS since the last ones.
+
+        Those of less than LEAST seconds stay for the next; {} without any.
+        """
+        if self.meter is None:
+            return {}
+        if self.begun is None:
+            self.begun = self._read()
+            return {}
+        self.steps += 1
+        self.tokens += tokens
+        if log:
+            self._close()
+        if not log or self.unsaid.seconds < LEAST:
+            return {}
+        said, self.unsaid = self.unsaid, Spent()
+        return dict(zip(ENERGY_KEYS, self._figures(said), strict=True))
+
+    def pause(self) -> None:
+        """Leave out what follows, up to the end of the next step."""
+        if self.begun is not None and self.steps:
+            self._close()
+        self.begun, self.steps, self.tokens = None, 0, 0
+
+    def summary(self) -> str:
+        """The figures of all steps so far, in words; "" if they are of less than LEAST seconds."""
+        if self.total.seconds < LEAST:
+            return ""
+        per_token, power = self._figures(self.total)
+        amount = f"{per_token:.3g} J" if per_token >= 1 else f"{1e3 * per_token:.3g} mJ"
+        gpus = len(self.meter.gpus)
+        share = f", measured on {gpus} of {self.ranks} GPUs" if gpus < self.ranks else ""
+        return f"{amount}/token, {power:.0f} W a GPU over {self.total.steps} steps{share}"
+
+    def _read(self) -> tuple[list[int], float] | None:
+        try:
+            return self.meter.millijoules(), self.clock()
+        except OSError:
+            return None
+
+    def _close(self) -> None:
+        """Count the steps since `begun`, and begin again; a counter that fails or is set back drops them."""
+        (before, start), now = self.begun, self._read()
+        if now is not None:
+            spent = [new - old for new, old in zip(now[0], before, strict=True)]
+            if min(spent) >= 0:
+                part = Spent(sum(spent) / 1e3, now[1] - start, self.tokens, self.steps)
+                self.unsaid.add(part)
+                self.total.add(part)
+        self.begun, self.steps, self.tokens = now, 0, 0
+
+    def _figures(self, spent: Spent) -> tuple[float, float]:
+        """Joules per token over all GPUs of the run, and watts per GPU."""
+        per_gpu = spent.joules / len(self.meter.gpus)
+        return per_gpu * self.ranks / spent.tokens, per_gpu / spent.seconds
+
+
+def energy_scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return joules of a GPU and iteration, its watts, and joules per token, by ENERGY_TAGS; {} without."""
+    if ENERGY_KEYS[0] not in record:
+        return {}
+    per_token, power = (record[key] for key in ENERGY_KEYS)
+    return dict(zip(ENERGY_TAGS, (power * record["step_time_ms"] / 1e3, power, per_token), strict=True))
+
+
+def megatron_parts(mean: dict[str, Any]) -> list[str]:
+    """The parts of Megatron-LM's log line with --log-energy; [] where the interval has no figures."""
+    names = "energy per GPU (J/iter/GPU)", "power per GPU (W/GPU)"
+    return [f"{name}: {value:.1f}" for name, value in zip(names, energy_scalars(mean).values(), strict=False)]
