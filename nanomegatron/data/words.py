@@ -137,7 +137,8 @@ class WordEncoder:
         encode: Callable[[list[str]], list[list[int]]],
         without: Sequence[str] = (),
     ) -> None:
-        self._cuts, self._encode, self._without = cuts, encode, ("\0", *without)
+        self._cuts, self._encode = cuts, encode
+        self._without = [string.encode() for string in ("\0", *without)]
         self._context = len(encode([CONTEXT.decode() if cuts.pieces else " x"])[0])
         joiners = (CONTEXT,) if cuts.pieces else (b"0", b"x")
         self._joiners = [(joiner, ids[-1]) for joiner in joiners if (ids := encode([joiner.decode()])[0])]
@@ -145,27 +146,38 @@ class WordEncoder:
 
     def _forget(self) -> None:
         """Empty the tables, so that memory stays bounded."""
-        # Of each word: where its ids begin in the pool << 32, and how many they are.
-        self._values: dict[bytes, int] = {}
+        # A word's value: where its ids begin in the pool << 32, and how many they are.
+        self._long: dict[bytes, int] = {}  # of words that the table cannot hold
         self._bytes = 0
         self._pool, self._used = np.zeros(1 << 16, np.uint32), 0
         self._table = np.zeros((1 << BITS, 4), np.uint64)  # row hash(word): the word's key and value
+        self._last = np.zeros(1 << BITS, np.int32)  # row hash(word): the last new one of a call
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts -> ids of all texts uint32, and the number of ids of each."""
-        raw, rest = [], []
-        for i, text in enumerate(texts):
-            try:
-                if any(string in text for string in self._without):
-                    raise ValueError
-                raw.append(text.encode())
-            except ValueError:  # half of a surrogate pair too
-                raw.append(b"")
-                rest.append(i)
+        try:
+            raw, rest = [*map(str.encode, texts)], []
+            clean = not self._holds(END.join(raw))
+        except UnicodeEncodeError:  # half of a surrogate pair
+            clean = False
+        if not clean:
+            rest = [i for i, text in enumerate(texts) if self._is_left(text)]
+            left = {*rest}
+            raw = [b"" if i in left else text.encode() for i, text in enumerate(texts)]
         ids, counts = self._look_up_texts(raw)
         if not rest:
             return ids, counts
         return insert_lists(ids, counts, dict(zip(rest, self._encode([texts[i] for i in rest]))))
+
+    def _holds(self, text: bytes) -> bool:
+        return any(string in text for string in self._without)
+
+    def _is_left(self, text: str) -> bool:
+        """Whether a text is left to the library."""
+        try:
+            return self._holds(text.encode())
+        except UnicodeEncodeError:
+            return True
 
     def _look_up_texts(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         joined = END + END.join(texts) + END
@@ -179,39 +191,51 @@ class WordEncoder:
         if self._bytes + 4 * self._used > MOST_BYTES:
             self._forget()
         # A text begins behind a separator, or with it in PieceCuts.
-        begins = np.cumsum([0, *(len(each) + 1 for each in texts)]) + (not self._cuts.pieces)
+        begins = np.cumsum([0, *map(len, texts)]) + np.arange(len(texts) + 1) + (not self._cuts.pieces)
         before = np.concatenate(([0], ends))[np.searchsorted(starts, begins)]
         return ids, np.diff(before)
 
     def _look_up(self, joined: bytes, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The values of the words that start there, from the table; those not in it from the dictionary."""
+        """The values of the words that start there, from the table; words that are too long for it apart."""
         keys, slots = _keys(joined, starts, lengths)
         rows = self._table.take(slots, axis=0)
-        new = np.flatnonzero(_differ(rows, keys) | (lengths > LONGEST))
-        if not new.size:
-            return rows[:, 3]
-        words = [joined[a : a + n] for a, n in zip(starts[new].tolist(), lengths[new].tolist())]
-        if missing := [word for word in dict.fromkeys(words) if word not in self._values]:
-            self._learn(missing)
-        values = np.array([*map(self._values.get, words)], np.uint64)
-        rows[new, 3] = values
-        free = lengths[new] <= LONGEST
-        self._table[slots[new[free]]] = np.stack((*(key[new[free]] for key in keys), values[free]), axis=1)
+        long = lengths > LONGEST
+        new = np.flatnonzero(_differ(rows, keys) & ~long)
+        while new.size:
+            at, order = slots[new], np.arange(len(new))
+            self._last[at] = order
+            some = new[self._last[at] == order]  # one word for each row, the last
+            values = self._learn(_words(joined, starts[some], lengths[some]))
+            self._table[slots[some]] = np.stack((*(key[some] for key in keys), values), axis=1)
+            rows[new] = self._table.take(at, axis=0)
+            new = new[_differ(rows[new], [key[new] for key in keys])]
+        if (long := np.flatnonzero(long)).size:
+            words = _words(joined, starts[long], lengths[long])
+            if missing := [word for word in dict.fromkeys(words) if word not in self._long]:
+                self._long |= zip(missing, self._learn(missing).tolist())
+                self._bytes += sum(map(len, missing)) + 100 * len(missing)
+            rows[long, 3] = [*map(self._long.get, words)]
         return rows[:, 3]
 
-    def _learn(self, words: list[bytes]) -> None:
-        """Encode new words as in a text: most by one call of the library, with a joiner between them."""
+    def _learn(self, words: list[bytes]) -> np.ndarray:
+        """Encode new words as in a text -> their values; most by one call, with a joiner between them."""
+        values, left = np.zeros(len(words), np.uint64), np.arange(len(words))
         for joiner, number in self._joiners:
-            words = self._learn_joined(words, joiner, number) if words else []
-        lists = self._each(words)
+            if len(left):
+                left = self._learn_joined(words, left, values, joiner, number)
+        lists = self._each([words[i] for i in left.tolist()])
         counts = np.array([*map(len, lists)], np.int64)
         ids = np.fromiter(chain.from_iterable(lists), np.uint32)
-        self._keep(words, ids, np.cumsum(counts) - counts, counts)
+        values[left] = self._keep(ids, np.cumsum(counts) - counts, counts)
+        return values
 
-    def _learn_joined(self, words: list[bytes], joiner: bytes, number: int) -> list[bytes]:
-        """Encode those beside which the joiner, of id `number`, is a word by itself; returns the others."""
+    def _learn_joined(
+        self, all_words: list[bytes], left: np.ndarray, values: np.ndarray, joiner: bytes, number: int
+    ) -> np.ndarray:
+        """Encode those of `left` beside which the joiner, of id `number`, is a word; returns the others."""
+        words = all_words if len(left) == len(all_words) else [all_words[i] for i in left.tolist()]
         text = np.frombuffer(joined := joiner + joiner.join(words) + joiner, np.uint8)
-        ends = np.cumsum([len(word) + 1 for word in words])  # places of the joiner behind each
+        ends = np.cumsum(np.fromiter(map(len, words), np.int64, len(words)) + 1)  # the joiner behind each
         begins, cut = np.append(1, ends[:-1] + 1), self._cuts(joined)
         bad = (text == joiner[0]) | (text == END[0])
         bad[ends] = ~cut[ends] | ~cut[begins]
@@ -221,26 +245,24 @@ class WordEncoder:
         some = list(compress(words, ~bad))
         n = JOINED if self._cuts.pieces else len(words)
         texts = [joiner + joiner.join(some[i : i + n]) + joiner for i in range(0, len(some), n)]
-        texts = [text.decode() for text in texts]
-        if any(string in text for string in self._without for text in texts):
-            return words
-        ids = np.fromiter(chain.from_iterable(self._encode(texts)), np.uint32)
+        if any(map(self._holds, texts)):
+            return left
+        ids = np.fromiter(chain.from_iterable(self._encode([text.decode() for text in texts])), np.uint32)
         at = np.flatnonzero(ids == number)
         if len(at) != len(some) + len(texts):
-            return words
+            return left
         inside = np.arange(len(at)) % (n + 1) < n  # not from the end of a text to the next
         inside[-1:] = False
-        self._keep(some, ids, at[inside] + 1, np.diff(at, append=0)[inside] - 1)
-        return list(compress(words, bad))
+        values[left[~bad]] = self._keep(ids, at[inside] + 1, np.diff(at, append=0)[inside] - 1)
+        return left[bad]
 
-    def _keep(self, words: list[bytes], ids: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> None:
-        """Keep the ids of new words, which begin there in `ids`."""
+    def _keep(self, ids: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Keep the ids of new words, which begin there in `ids` -> their values."""
         if self._used + len(ids) > len(self._pool):
             self._pool = np.concatenate((self._pool, np.zeros(len(self._pool) + len(ids), np.uint32)))
         self._pool[self._used : self._used + len(ids)] = ids
-        self._values |= zip(words, (self._used + begins << 32 | counts).tolist())
         self._used += len(ids)
-        self._bytes += sum(map(len, words)) + 100 * len(words)
+        return (self._used - len(ids) + begins << 32 | counts).astype(np.uint64)
 
     def _each(self, words: list[bytes]) -> list[list[int]]:
         """The ids of each word as in a text: by the library, with a word beside it where it needs one."""
@@ -268,6 +290,10 @@ def _keys(joined: bytes, starts: np.ndarray, lengths: np.ndarray) -> tuple[list[
         keys[i][long] = eight[starts[long] + 8 * i] & MASKS[np.minimum(lengths[long] - 8 * i, 8)]
     mixed = keys[0] * FACTORS[0] ^ keys[1] * FACTORS[1] ^ keys[2] * FACTORS[2]
     return keys, (mixed >> np.uint64(64 - BITS)).astype(np.int64)
+
+
+def _words(joined: bytes, starts: np.ndarray, lengths: np.ndarray) -> list[bytes]:
+    return [joined[a : a + n] for a, n in zip(starts.tolist(), lengths.tolist())]
 
 
 def _differ(rows: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
