@@ -56,12 +56,13 @@ class Line(NamedTuple):
                 raise ValueError(
                     f"a JSON {type(document).__name__}, not an object such as {{{keys[0]!r}: ...}}"
                 )
-            for key in keys:
-                if not isinstance(document.get(key), str):
+            texts = [*map(document.get, keys)]
+            for key, text in zip(keys, texts):
+                if not isinstance(text, str):
                     raise ValueError(f"no string under {key!r}; the keys are {', '.join(document)}")
-                if not document[key].isascii():
-                    document[key].encode()  # half of a surrogate pair has no UTF-8
-            return [document[key] for key in keys]
+                if not text.isascii():
+                    text.encode()  # half of a surrogate pair has no UTF-8
+            return texts
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self}: {error}") from None
 
@@ -75,7 +76,7 @@ def _parsed(text: str) -> Any:
         value, end = _SCAN(text, 0)
     except StopIteration:
         end = -1
-    return json.loads(text) if end < 0 or text[end:].strip(" \t\r\n") else value
+    return value if end == len(text) or end > 0 and not text[end:].strip(" \t\r\n") else json.loads(text)
 
 
 class DocumentBlock(NamedTuple):

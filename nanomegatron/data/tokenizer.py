@@ -17,7 +17,8 @@ list of byte strings in order is the whole model.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -189,13 +190,13 @@ class TikTokenizer:
         cuts = CUTS.get(encoding._pat_str) or CUTS.get(spec.get("model"))
         self.encode_many = WordEncoder(cuts, self._encode_each) if cuts else None
         self.vocab_size = encoding.n_vocab
-        ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
-        known = {rank for rank, _ in ranks} | set(encoding._special_tokens.values())
-        self._known = known
+        ranks = sorted(encoding._mergeable_ranks.items(), key=itemgetter(1))
         special = sorted(encoding._special_tokens.items())
-        self.fingerprint = sha256_of(
-            "BPE", *(b"%d %b" % (r, t.hex().encode()) for r, t in ranks), special, eod, pattern
-        )
+        self.fingerprint = sha256_of("BPE", *[f"{r} {t.hex()}" for t, r in ranks], special, eod, pattern)
+
+    @cached_property
+    def _known(self) -> set[int]:
+        return {*self._encoding._mergeable_ranks.values(), *self._encoding._special_tokens.values()}
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises ValueError if it overflows tiktoken's stack."""
