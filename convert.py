@@ -22,6 +22,7 @@ loads. --dtype casts the weights; --verify reads the output again and compares i
 """
 
 import argparse
+import errno
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LAYOUT_FLAGS = [
@@ -116,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         return refused(error)
     source, target = Path(args.input_path), Path(args.output_path).absolute()
     temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
+    made = [folder for folder in target.parents if not folder.exists()]
     try:
         remove_leftovers(target)
         temporary.mkdir(parents=True)
@@ -123,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         for path in filter(Path.is_file, temporary.rglob("*")):
             with open(path, "rb+") as file:
                 sync(file)
-        os.replace(temporary, target)
+        rename(temporary, target)
     except (ValueError, OSError, CheckpointError) as error:
         return refused(error)
     except KeyboardInterrupt:
@@ -131,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # up to one that holds something
+            for folder in made:
+                folder.rmdir()
     if args.target == "megatron-core":
         notes.append(
             "torch_dist, which Megatron-LM loads; --target nanomegatron writes a checkpoint for here"
@@ -139,6 +144,17 @@ def main(argv: list[str] | None = None) -> int:
         notes.append("the flags of a layout are needless: any layout loads what is written")
     print("\n".join([f"{target} is written", *notes]))
     return 0
+
+
+def rename(temporary: Path, target: Path) -> None:
+    """Give a complete folder its name. Raises ValueError if that is taken by now."""
+    try:
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        taken = f"--output-path {target}: another conversion has written it meanwhile, whose files stay"
+        raise ValueError(f"{taken}; give a new folder") from None
 
 
 def remove_leftovers(target: Path) -> None:

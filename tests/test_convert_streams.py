@@ -182,23 +182,44 @@ def test_an_interrupted_conversion_leaves_nothing_to_load(tmp_path, sign):
     large(tmp_path / "theirs", 2**13)
     assert run(tmp_path / "theirs", tmp_path / "ours") == 0
     before = files(tmp_path)
-    paths = f"--input-path {tmp_path / 'ours'} --output-path {tmp_path / 'out'}"
+    out = tmp_path / "new" / "folder" / "out"
+    paths = f"--input-path {tmp_path / 'ours'} --output-path {out}"
     slow = "import time; from nanomegatron.checkpoint import streams as s; s.SLICE = 2**16; w = s.host_bytes;"
     slow += "s.host_bytes = lambda x: (time.sleep(0.05), w(x))[1];"
     slow += f"import runpy, sys; sys.argv = 'convert.py --source nanomegatron --target hf {paths}'.split();"
     slow += f"runpy.run_path({str(ROOT / 'convert.py')!r}, run_name='__main__')"
     child = subprocess.Popen([sys.executable, "-c", slow], env=os.environ | {"PYTHONPATH": str(ROOT)})
     end = time.monotonic() + 60
-    while not list(tmp_path.glob("out.tmp*/model*.safetensors")) and time.monotonic() < end:
+    while not list(out.parent.glob("out.tmp*/model*.safetensors")) and time.monotonic() < end:
         time.sleep(0.02)
     child.send_signal(sign)
     assert child.wait(20) in (143, -sign)
-    left = list(tmp_path.glob("out*"))
-    assert len(left) == (sign == signal.SIGKILL)
+    left = list(out.parent.glob("out*"))
+    assert len(left) == (tmp_path / "new").exists() == (sign == signal.SIGKILL)
     assert not any((folder / "config.json").exists() for folder in left)
-    assert run(tmp_path / "ours", tmp_path / "out", "hf") == 0
-    assert files(tmp_path / "out") == files(tmp_path / "theirs")
-    assert {k: v for k, v in files(tmp_path).items() if not k.startswith("out/")} == before
+    assert run(tmp_path / "ours", out, "hf") == 0
+    assert files(out) == files(tmp_path / "theirs")
+    assert {k: v for k, v in files(tmp_path).items() if not k.startswith("new/")} == before
+
+
+def test_the_second_of_two_conversions_into_a_folder_is_refused(tmp_path, monkeypatch, capsys):
+    """The first is done while it works: that one's files stay whole."""
+    save_theirs(hugging_face("llama"), tmp_path / "theirs")
+    write, out = convert.write_ours, tmp_path / "out"
+
+    def overtaken(*given, **more):
+        monkeypatch.setattr(convert, "write_ours", write)
+        other = ["--source", "hf", "--target", "nanomegatron", "--input-path", str(tmp_path / "theirs")]
+        subprocess.run([sys.executable, ROOT / "convert.py", *other, "--output-path", out], check=True)
+        winners.update(files(out))
+        return write(*given, **more)
+
+    winners = {}
+    monkeypatch.setattr(convert, "write_ours", overtaken)
+    assert run(tmp_path / "theirs", out) == 2
+    message = f"--output-path {out}: another conversion has written it meanwhile, whose files stay; give a"
+    assert message in capsys.readouterr().err
+    assert winners and files(out) == winners and sorted(tmp_path.iterdir()) == [out, tmp_path / "theirs"]
 
 
 def test_progress_says_rate_and_time_left(capsys):
