@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from nanomegatron.config.cli import build_config
 from nanomegatron.config.hf import effective
 from nanomegatron.config.megatron_args import args_of_settings, megatron_settings, settings_of_args
 from tests.megatron_models import MODELS, VOCAB
-from tests.test_megatron_checkpoint import settings
+from tests.test_megatron_checkpoint import run, saved_with_states, settings
 
 
 def test_args_that_are_not_ours(tmp_path):
@@ -64,3 +65,15 @@ def test_args_give_the_model_back(name):
     found = build_config(settings_of_args(args_of_settings(config, VOCAB)))
     assert effective(found.model) == effective(config.model)
     assert found.data.vocab_size == VOCAB
+
+
+def test_a_misfit_is_listed_once(tmp_path):
+    """Not again for each of the optimizer's states of the tensor."""
+    saved_with_states("llama", tmp_path / "ours")
+    assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "theirs") == 0
+    model = replace(build_config(settings("llama")).model, ffn_hidden_size=8)
+    with pytest.raises(CheckpointError) as error:
+        open_megatron(tmp_path / "theirs/iter_0000003", model, VOCAB)
+    _, *lines = str(error.value).splitlines()
+    names = [line.split(":")[0].rpartition("decoder.")[2] for line in lines]
+    assert len(names) == len({*names}) and {"linear_fc1" in n or "linear_fc2" in n for n in names} == {True}

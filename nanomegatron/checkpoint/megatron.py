@@ -163,10 +163,10 @@ def open_megatron(folder: Path, model: TransformerConfig, vocab_size: int) -> Ma
             if key not in tensors:
                 continue
             if wrong := _misshapen(key, spot, tensors[key], model):
-                errors += wrong
-            else:
-                boxes = dict(_boxes(f"{kind}/{name}", theirs[key], spot, tensors[key], moves))
-                found[f"{kind}/{name}"] = SavedTensor(tensors[key].dtype, shape, boxes)
+                errors += wrong  # once: its states have the same shape
+                break
+            boxes = dict(_boxes(f"{kind}/{name}", theirs[key], spot, tensors[key], moves))
+            found[f"{kind}/{name}"] = SavedTensor(tensors[key].dtype, shape, boxes)
     left = [key for key in tensors if key not in used and not key.startswith("optimizer.")]
     errors += [f"{key} {list(tensors[key].shape)}: this model has nothing like it" for key in left]
     if errors:
