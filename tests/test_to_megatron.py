@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+import preprocess
 from nanomegatron.commands.to_megatron import command, script
 from nanomegatron.commands.verbs import main
 from nanomegatron.config.check import resolve, validate
@@ -129,6 +130,26 @@ def test_a_run_is_printed_as_a_script(tmp_path, monkeypatch, capsys):
     assert (
         "no run, neither runs/mime nor mime has a config.toml; did you mean mine?" in capsys.readouterr().err
     )
+
+
+def test_the_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, capsys):
+    """A run that has it from its data, of two blended; what the command line says is not overridden."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/x --tokenizer-type HuggingFaceTokenizer"
+    assert preprocess.main([*words.split(), "--tokenizer-model", str(tmp_path)]) == 0
+    monkeypatch.chdir(tmp_path)
+    given = f"{SMALL} --data-path 1 {tmp_path}/x_text_document 2 other --vocab-size 8"
+    for more, kind in ("", "HuggingFaceTokenizer"), (" --tokenizer-type NullTokenizer", "NullTokenizer"):
+        (tmp_path / "config.toml").write_text(to_toml(resolve(parse((given + more).split()).config, 1)))
+        assert main(["to-megatron", str(tmp_path)]) == 0
+        text = capsys.readouterr().out
+        assert f"--tokenizer-type {kind}" in text and "is to be added" not in text
+        assert (f"--tokenizer-model {tmp_path}/tokenizer.json" in text) == (kind != "NullTokenizer")
+        assert "--vocab-size 8" in text
 
 
 def test_the_tables_name_settings():

@@ -10,6 +10,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ from nanomegatron.config.help import did_you_mean
 from nanomegatron.config.megatron import megatron_flags
 from nanomegatron.config.rules import Rules, declared, flag, holds, items, spelled, values_of
 from nanomegatron.config.settings import Config
+from nanomegatron.data.gpt_dataset import tokenizer_of_data
 
 GPUS = 8  # of a machine
 BYTE_IDS = 257  # token ids of ByteTokenizer
 ALWAYS = ("--calculate-per-token-loss", "--attention-softmax-in-fp32")  # as it is here
 # Settings of one run, or of how it follows another.
 NOT_ASKED = {*OF_ONE_RUN.replace("-", "_").split(), *"load ckpt_step finetune no_load_optim device".split()}
+SPEC_NAMES = {  # of a tokenizer's description -> setting
+    "type": "tokenizer_type",
+    "model": "tokenizer_model",
+    "eod": "null_tokenizer_eod_id",
+    "pattern": "tiktoken_pattern",
+    "special": "tiktoken_num_special_tokens",
+}
 FIRST_LINES = """\
 Weights are drawn otherwise in Megatron-LM, so that losses agree in their course, not in their digits.
 --save, --load: left out; convert.py --target megatron-core writes its checkpoints."""
@@ -40,11 +49,25 @@ def main(argv: list[str]) -> int:
         if not (found := [path for path in paths if path.is_file()]):
             hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
             raise ValueError(f"no run, neither runs/{word} nor {word} has a config.toml{hint}")
-        print(script(from_toml(found[0].read_text(encoding="utf-8"))))
+        print(script(with_tokenizer(from_toml(found[0].read_text(encoding="utf-8")))))
     except (OSError, ValueError) as error:
         print(f"to-megatron: {word}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def with_tokenizer(config: Config) -> Config:
+    """Add the tokenizer that made the data, if the run has it from there and the data are still there."""
+    data = config.data
+    if data.tokenizer_type is not None or data.mock_data:
+        return config
+    try:
+        spec, _ = tokenizer_of_data(data)
+    except (OSError, ValueError):
+        return config
+    values = {SPEC_NAMES.get(name, name): value for name, value in spec.items()}
+    values["vocab_size"] = data.vocab_size or values.get("vocab_size")
+    return replace(config, data=replace(data, **values))
 
 
 def script(config: Config) -> str:

@@ -303,11 +303,16 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
         files = data.tokenizer_model, data.vocab_file, data.merge_file
         tiktoken = data.tiktoken_pattern, data.tiktoken_num_special_tokens
         return build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id, *tiktoken)
+    return tokenizer_from_spec(*tokenizer_of_data(data))
+
+
+def tokenizer_of_data(data: DataConfig) -> tuple[dict[str, Any], Path]:
+    """Return the description of the tokenizer that made the data, and its folder. Raises ValueError."""
     prefix = next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
     sidecar = IndexedDataset(prefix).sidecar()
     if sidecar is None:
         raise ValueError(f"{prefix}.json does not say which tokenizer made the data: give --tokenizer-type")
-    return tokenizer_from_spec(sidecar["tokenizer"], beside=Path(prefix).parent)
+    return sidecar["tokenizer"], Path(prefix).parent
 
 
 def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDataset, Path]:
