@@ -19,6 +19,7 @@ from nanomegatron.config.cli import to_toml
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
+from nanomegatron.data.vocabulary import write_ranks
 from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream, truncated
 from nanomegatron.generate import sample as draw_tokens
 from nanomegatron.mesh import Mesh, World
@@ -316,15 +317,27 @@ def test_flags(trained, tmp_path, monkeypatch, capsys):
     root, models = trained
     file = tmp_path / "prompt.txt"
     file.write_text("class A:\n")
-    flags = (
-        "--max-new-tokens 9 --temperature 1.3 --top-k 0 --top-p 0.9 --seed 4 --num-samples 2 --ckpt-step 10"
-    )
-    code, out, _ = run_main(
-        monkeypatch, capsys, "--load", root, "--prompt", "a", "--prompt-file", file, *flags.split()
-    )
+    flags = "--max-new-tokens 9 --temperature 1.3 --top-k 0 --top-p 0.9 --seed 4 --num-samples 2"
+    flags += " --ckpt-step 10"
+    where = ("--load", root, "--prompt", "a", "--prompt-file", file)
+    code, out, _ = run_main(monkeypatch, capsys, *where, *flags.split())
     prompts = ["a", "a", "class A:\n", "class A:\n"]
     expected = continued(models[10], prompts, 9, temperature=1.3, top_k=0, top_p=0.9, seed=4)
     assert (code, out) == (0, "\n---\n".join(expected) + "\n")
+
+
+def test_a_tokenizer_by_flags_and_special_tokens(trained, tmp_path, monkeypatch, capsys):
+    """Instead of the checkpoint's; tokens such as <|endoftext|> are text, or themselves."""
+    root, models = trained
+    write_ranks(tmp_path / "bytes.tiktoken", [bytes([i]) for i in range(256)])
+    flags = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", tmp_path / "bytes.tiktoken"]
+    prompt, tokenizer = "<|endoftext|>ab", ByteTokenizer()
+    for more, ids in ((), [*prompt.encode()]), (("--parse-special-tokens",), [256, 97, 98]):
+        words = ["--load", root, "--max-new-tokens", 9, *flags, *more]
+        made = generate(models[20], [ids], 9, Sampling(0.8, 40, 0.95, eod=tokenizer.eod))
+        for given in dict(stdin=f"{prompt}\n"), {}:
+            found = run_main(monkeypatch, capsys, *words, *[] if given else ["--prompt", prompt], **given)
+            assert found[:2] == (0, tokenizer.decode(made[0]) + "\n")
 
 
 def test_interactive_continues_each_line(trained, monkeypatch, capsys):
@@ -355,6 +368,9 @@ def test_text_comes_in_whole_characters():
     [
         (["--prompt", "x" * 65], 2, "prompt 0 has 65 tokens; this model takes 1 to 64"),
         (["--temperature", -1], 2, "temperature -1.0"),
+        (["--tokenizer-type", "TikTokenizer"], 2, "--tokenizer-type TikTokenizer needs --tokenizer-model"),
+        (["--tokenizer-model", "x"], 2, "--tokenizer-model x: give --tokenizer-type"),
+        (["--parse-special-tokens"], 2, "--parse-special-tokens: ByteTokenizer has none in a text"),
         (["--num-samples", 0], 2, "--num-samples 0: give 1 or more"),
         (["--max-new-tokens", 0], 2, "--max-new-tokens 0: give 1 or more"),
         (["--prompt-file", "nowhere.txt"], 2, "nowhere.txt"),

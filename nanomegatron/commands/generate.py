@@ -26,7 +26,7 @@ from nanomegatron.config.cli import build_config, from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
-from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.generate import generate, stream
 from nanomegatron.launch import launch
@@ -60,8 +60,14 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
             torch.cuda.set_device(device)
         sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
         mesh = Mesh.build(ParallelConfig(**sizes), world, device)
-        model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say)
+        flags = args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size
+        given = build_tokenizer(args.tokenizer_type, *flags) if args.tokenizer_type else None
+        model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say, given)
         args.sampling = args.sampling._replace(eod=tokenizer.eod)
+        args.encode = getattr(tokenizer, "encode_special" if args.parse_special_tokens else "encode", None)
+        if args.encode is None:
+            kind = tokenizer.spec["type"]
+            raise ValueError(f"--parse-special-tokens: {kind} has none in a text; leave it out")
         if args.prompt:
             batch(model, tokenizer, args, mesh.rank == 0)
         else:
@@ -76,27 +82,31 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
 
 
 def load_model(
-    root: str | Path, mesh: Mesh, step: int | None = None, say: Callable[[str], None] = lambda note: None
+    root: str | Path,
+    mesh: Mesh,
+    step: int | None = None,
+    say: Callable[[str], None] = lambda note: None,
+    given: Tokenizer | None = None,
 ) -> tuple[Stages, Tokenizer, Config]:
     """Load the model of a checkpoint below `root`, the newest or that of iteration `step`, at any tp and pp.
 
-    Optimizer states are not read. `say` gets a message for each damaged checkpoint that was skipped. Raises
-    CheckpointError without a checkpoint that loads, ValueError if the tokenizer's file is missing or the
-    model's sizes are not divisible by tp.
+    Optimizer states are not read. `say` gets a message for each damaged checkpoint that was skipped; `given`
+    is a tokenizer instead of the checkpoint's. Raises CheckpointError without a checkpoint that loads,
+    ValueError if the tokenizer's file is missing or the model's sizes are not divisible by tp.
     """
     if is_hf_folder(root):
-        return load_hf_model(root, mesh, say)
+        return load_hf_model(root, mesh, say, given)
     if theirs := megatron_folder(root, step):
-        return load_megatron_model(theirs, mesh, say)
+        return load_megatron_model(theirs, mesh, say, given)
     found = load(root, [], mesh, step)  # which it is, without the weights: they need a model first
     if found is None:
         raise CheckpointError(f"no checkpoint in {root}")
     for note in found.notes:
         say(note)
     config = from_toml(found.config_toml)
-    if "tokenizer" not in found.state:
+    if "tokenizer" not in found.state and given is None:
         raise CheckpointError(f"iteration {found.iteration} in {root} does not name its tokenizer")
-    tokenizer = tokenizer_from_spec(found.state["tokenizer"], beside=root)
+    tokenizer = given or tokenizer_from_spec(found.state["tokenizer"], beside=root)
     if tokenizer.fingerprint != found.state.get("tokenizer_fingerprint", tokenizer.fingerprint):
         raise ValueError(f"the tokenizer {tokenizer.spec} gives other ids now than when {root} was trained")
     model = new_model(config, mesh, config.data.vocab_size or tokenizer.vocab_size)
@@ -106,7 +116,7 @@ def load_model(
 
 
 def load_hf_model(
-    root: str | Path, mesh: Mesh, say: Callable[[str], None]
+    root: str | Path, mesh: Mesh, say: Callable[[str], None], given: Tokenizer | None = None
 ) -> tuple[Stages, Tokenizer, Config]:
     """The same for a Hugging Face folder, without conversion. Raises ValueError."""
     config = build_config(read_folder(root)[1])
@@ -114,11 +124,11 @@ def load_hf_model(
     model = new_model(config, mesh, vocab_size)
     for note in load_weights(root, model.parameters(), config.model, vocab_size):
         say(note)
-    return model, folder_tokenizer(Path(root), vocab_size), config
+    return model, given or folder_tokenizer(Path(root), vocab_size), config
 
 
 def load_megatron_model(
-    folder: Path, mesh: Mesh, say: Callable[[str], None]
+    folder: Path, mesh: Mesh, say: Callable[[str], None], given: Tokenizer | None = None
 ) -> tuple[Stages, Tokenizer, Config]:
     """The same for a checkpoint of Megatron-LM that has args. Raises ValueError, CheckpointError."""
     settings = megatron_settings(folder)
@@ -133,7 +143,7 @@ def load_megatron_model(
     manifest = open_on_all_ranks(folder, config.model, vocab_size, mesh)
     for note in load_megatron(folder, manifest, pieces, mesh):
         say(note)
-    return model, folder_tokenizer(folder.parent, vocab_size), config
+    return model, given or folder_tokenizer(folder.parent, vocab_size), config
 
 
 def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
@@ -152,7 +162,7 @@ def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
 def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
     """Continue all prompts of the command line together and print them, with --- between two."""
     prompts = [prompt for prompt in args.prompt for _ in range(args.num_samples)]
-    ids = [tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts]
+    ids = [args.encode(prompt) or [tokenizer.eod] for prompt in prompts]
     texts = generate(model, ids, args.max_new_tokens, args.sampling)
     if show:
         # An empty prompt was replaced by the end-of-document token, which is not part of the text.
@@ -169,7 +179,7 @@ def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> N
         if not (line := sys.stdin.readline()):
             return
         prompt = line.rstrip("\n")
-        ids = tokenizer.encode(prompt) or [tokenizer.eod]
+        ids = args.encode(prompt) or [tokenizer.eod]
         for _ in range(args.num_samples):
             steps = stream(model, [ids], args.max_new_tokens, args.sampling._replace(seed=next(seeds)))
             try:

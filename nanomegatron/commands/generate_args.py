@@ -6,6 +6,9 @@ from pathlib import Path
 
 from nanomegatron.config.early import processes_of_torchrun
 from nanomegatron.config.sampling import Sampling
+from nanomegatron.config.settings import DataConfig
+
+TOKENIZERS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +35,11 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
     add("--tp", tp, type=int, help="processes that share each layer; --nproc / --pp")
     add("--pp", pp, type=int, default=1, help="pipeline stages")
+    add("--tokenizer-type", choices=TOKENIZERS, metavar="TYPE", help="instead of the checkpoint's tokenizer")
+    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
+        add(flag, metavar="FILE", help="of --tokenizer-type")
+    add("--vocab-size", type=int, help="of --tokenizer-type, where its file does not say it")
+    add("--parse-special-tokens", action="store_true", help="special tokens in a prompt are not text")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
     args = parser.parse_args(argv)
     args.nproc = world_size if world_size > 1 else args.nproc or (args.tp or 1) * args.pp
@@ -45,6 +53,9 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
             raise ValueError(
                 f"--tp {args.tp} --pp {args.pp} on {args.nproc} processes: their product must be that number"
             )
+        for flag in ("tokenizer_model", "vocab_file", "merge_file"):
+            if not args.tokenizer_type and (file := getattr(args, flag)):
+                raise ValueError(f"--{flag.replace('_', '-')} {file}: give --tokenizer-type as well")
         args.prompt += [Path(name).read_text(encoding="utf-8") for name in args.prompt_file]
     except (OSError, ValueError) as error:
         parser.error(str(error))
