@@ -49,6 +49,8 @@ wandb-exp-name wandb-save-dir
 OF_ANY_LAYOUT = (
     "seed train-iters train-samples eval-interval eval-iters"  # of the run, taken with a checkpoint
 )
+# All that a command line of Megatron-LM has to give.
+MEGATRON_DEMANDS = "num_layers hidden_size num_attention_heads max_position_embeddings micro_batch_size"
 MEGATRON_DEFAULTS = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
@@ -106,7 +108,7 @@ def parse(argv: list[str]) -> Parsed:
     values = drop_alternatives(from_file.values, reader.values) | reader.values
     if values.get("megatron_defaults"):
         values = MEGATRON_DEFAULTS | values
-    elif reader.megatron_notes and (differ := MEGATRON_DEFAULTS.keys() - values.keys()):
+    elif reader.of_megatron() and (differ := MEGATRON_DEFAULTS.keys() - values.keys()):
         theirs = ", ".join(
             spelled(name, MEGATRON_DEFAULTS[name]) for name in MEGATRON_DEFAULTS if name in differ
         )
@@ -236,6 +238,10 @@ class _Reader:
                 self.megatron_notes += 1
             else:
                 self.errors.append(error or f"{word}: unknown flag{suggest_flags(name, self.settings)}")
+
+    def of_megatron(self) -> bool:
+        """Whether it looks like Megatron-LM's: has a flag that only that has, or all that it demands."""
+        return bool(self.megatron_notes) or {*MEGATRON_DEMANDS.split()} <= self.values.keys()
 
     def _set(self, name: str, words: list[str], source: str) -> None:
         try:
