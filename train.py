@@ -58,11 +58,12 @@ from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
-from nanomegatron.report.log import RunLog, timestamp
+from nanomegatron.report.log import RunLog
 from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
 from nanomegatron.report.steps import Reporter, StepReport
 from nanomegatron.report.timers import Clock
+from nanomegatron.report.writers import timestamp
 from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run, due
 from nanomegatron.step import (

@@ -56,6 +56,21 @@ def test_console_has_fixed_columns(tmp_path):
     assert "\r" not in log.stream.getvalue() and "\x1b" not in log.stream.getvalue()
 
 
+def test_a_loss_scale_that_is_too_large_is_said_in_words(tmp_path):
+    """Megatron-LM's line leaves out what an overflow has spoilt; metrics.jsonl has the numbers."""
+    log, nan = started(tmp_path), float("nan")
+    log.step(record(1, grad_norm=nan, skipped=1, loss_scale=2.0**32))
+    row = log.stream.getvalue().splitlines()[-1]
+    assert row.endswith("  loss scale 4294967296 too large, step skipped") and "nan" not in row
+    assert row.split()[:4] == ["1", "-", "3.00e-04", "-"]
+    line = (tmp_path / "log.txt").read_text().splitlines()[-1]
+    assert "nan" not in line.replace("nan iterations", "").lower() and "loss scale: 4294967296.0 |" in line
+    assert math.isnan(float(read_jsonl(tmp_path / "metrics.jsonl")[0]["grad_norm"]))
+    other = started(tmp_path / "other")
+    other.step(record(1, grad_norm=nan, skipped=1, loss_scale=1.0))
+    assert "nan" in other.stream.getvalue() and "too large" not in other.stream.getvalue()
+
+
 def test_log_has_megatrons_lines(tmp_path):
     log = started(tmp_path, log_throughput=True)
     log.step(record(1, lm_loss=float("nan"), skipped=1, loss_scale=1024.0))

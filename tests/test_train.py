@@ -390,6 +390,8 @@ def test_fp16_skips_steps_until_the_loss_scale_fits(corpus, tmp_path):
     scales = [step["loss_scale"] for step in steps]
     assert skipped[0] == 1 and scales[0] == 2**32 and sum(skipped) < 30 and not any(skipped[-5:])
     assert scales[-1] < 2**32 and steps[sum(skipped)]["lm_loss"] > steps[-1]["lm_loss"]
+    log = (tmp_path / "runs/test/log.txt").read_text()
+    assert "step 1 (samples 0 to 7): loss scale 4294967296 too large, step skipped\n" in log
     first_good = skipped.index(0)
     assert len({step["lr"] for step in steps[: first_good + 1]}) == 1  # the schedule waits for finite steps
     rates = logged_rates(tmp_path)  # Megatron's line has the rate of the step that follows

@@ -30,6 +30,7 @@ from nanomegatron.mesh import Mesh
 from nanomegatron.optim import FLOAT_MAX, Optimizer
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.steps import StepNumbers
+from nanomegatron.report.writers import too_large
 
 LAG = 2
 FEWEST = 32  # steps before which nothing is a spike
@@ -118,7 +119,8 @@ class Health:
         culprit, in_states = self.first_not_finite(step)
         text = f"{which}: loss {step.loss}, gradient norm {step.grad_norm}; {culprit}"
         if self.mesh.rank == 0:
-            self.log.warn(f"{text}; the step changed nothing")
+            overflow = f"{which}: {too_large(step.loss_scale)}" if searching and not in_states else ""
+            self.log.warn(overflow or f"{text}; the step changed nothing")
         if not self.bad_in_a_row:
             self.first_bad = text
         self.bad_in_a_row += not searching

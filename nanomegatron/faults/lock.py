@@ -23,7 +23,7 @@ from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.config.settings import Config
 from nanomegatron.data.indexed_dataset import lock_file
 from nanomegatron.mesh import Mesh
-from nanomegatron.report.log import timestamp
+from nanomegatron.report.writers import timestamp
 
 LOCK = "run.lock"
 DYING = 5.0  # seconds for a killed predecessor to release its lock

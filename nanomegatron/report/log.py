@@ -37,6 +37,7 @@ from nanomegatron.report.writers import (
     Lines,
     duration,
     missing_extras,
+    overflow,
     plain,
     progress,
     progress_bar,
@@ -45,6 +46,7 @@ from nanomegatron.report.writers import (
     scalar_writers,
     spare_exit,
     step_scalars,
+    timestamp,
 )
 
 KEYS = """
@@ -317,11 +319,6 @@ def write_status(path: Path, facts: dict[str, Any]) -> None:
     replace_file(path, json.dumps(plain(facts | {"time": timestamp()}), indent=1) + "\n")
 
 
-def timestamp() -> str:
-    """The current time, to the second, with the offset from UTC."""
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
 # Lines
 
 
@@ -345,13 +342,15 @@ def table_row(mean: dict[str, Any], train_iters: int) -> str:
         *([f"{mean['moe_load_imbalance']:.2f}x"] if "moe_load_imbalance" in mean else []),
         duration((train_iters - mean["iteration"]) * mean["step_time_ms"] / 1e3),
     )
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _columns(mean).values(), strict=True))
+    row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _columns(mean).values(), strict=True))
+    return f"{row.replace('nan', '  -')}  {said}" if (said := mean.get("overflow")) else row
 
 
 def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str:
     """Return Megatron-LM's log line, for the tools that parse it, with MFU; --log-throughput adds TFLOP/s.
 
     Its learning rate is that of the next step, as in Megatron; console and metrics.jsonl have the step's own.
+    As there, what an overflow of fp16 has spoilt is left out.
     """
     now = datetime.datetime.now()
     parts = [
@@ -378,7 +377,8 @@ def megatron_line(mean: dict[str, Any], train_iters: int, config: Config) -> str
         f"number of skipped iterations: {mean['skipped']:3d}",
         f"number of nan iterations: {mean['nan']:3d}",
     ]
-    return " | ".join(parts) + " |"
+    spoilt = (": nan", ": NAN") if mean.get("overflow") else ()
+    return " | ".join([part for part in parts if not part.endswith(spoilt)]) + " |"
 
 
 def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -397,4 +397,5 @@ def _mean(records: list[dict[str, Any]]) -> dict[str, Any]:
     mean["step_time_ms"] = milliseconds / len(records)
     mean["skipped"] = sum(bool(record.get("skipped")) for record in records)
     mean["nan"] = sum(not math.isfinite(record["lm_loss"]) for record in records)
+    mean["overflow"] = overflow(records[-1])
     return mean

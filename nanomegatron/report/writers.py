@@ -4,6 +4,7 @@ JSON has no NaN: numbers that are not finite are written as the strings "nan", "
 accepts.
 """
 
+import datetime
 import importlib.util
 import json
 import math
@@ -164,6 +165,23 @@ EXPERT_TAGS = {
     "moe_load_imbalance": "load-imbalance",
     "moe_dropped_share": "dropped-share",
 }
+
+
+def timestamp() -> str:
+    """The current time, to the second, with the offset from UTC."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def overflow(record: dict[str, Any]) -> str:
+    """Say that a step of fp16 was skipped for its loss scale; "" if it was not."""
+    spoilt = math.isfinite(record["lm_loss"]) and not math.isfinite(record["grad_norm"])
+    scale = record.get("loss_scale", 1.0)
+    return too_large(scale) if spoilt and record.get("skipped") and scale != 1 else ""
+
+
+def too_large(scale: float) -> str:
+    """Say what an overflow under this loss scale means."""
+    return f"loss scale {scale:.0f} too large, step skipped"
 
 
 def step_scalars(record: dict[str, Any]) -> dict[str, Any]:
