@@ -100,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--resume", action="store_true", help="keep what is complete when interrupted, and go on from there"
     )
+    p.add_argument("--overwrite", action="store_true", help="replace a finished data set of these names")
     p.add_argument(
         "--partitions",
         type=int,
@@ -176,6 +177,11 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
         raise ValueError(
             f"{plain[0]}: plain text has only the key text, --json-keys asks for {' '.join(keys)}"
         )
+    for idx in (Path(f"{a.output_prefix}_{key}_document.idx") for key in keys):
+        unfinished = a.resume and Path(f"{a.output_prefix}.unfinished").exists()
+        if idx.exists() and not (a.overwrite or unfinished):
+            rule = "a finished data set; give another --output-prefix, or --overwrite to replace it"
+            raise ValueError(f"{idx}: {rule}")
     options = Options(a.log_interval, a.skip_bad_lines, a.resume, a.parse_special_tokens)
     return tokenize(files, a.output_prefix, tokenizer, keys, a.append_eod, a.workers, options)
 

@@ -189,7 +189,7 @@ def child(args: argparse.Namespace, case: str, workers: int, prefix: str) -> tup
         names = ["--vocab-file", "--merge-file"] if len(files) == 2 else ["--tokenizer-model"]
         words = ["preprocess.py", "--input", *corpora, "--output-prefix", prefix, "--tokenizer-type", kind]
         words += [word for pair in zip(names, files) for word in pair]
-        words += ["--append-eod", "--workers", str(workers)]
+        words += ["--append-eod", "--overwrite", "--workers", str(workers)]
         failed = subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL).returncode
     else:
         given = corpora, tuple(args.tokenizer), workers, prefix

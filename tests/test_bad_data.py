@@ -90,7 +90,7 @@ def test_killed_at_any_time(workers, tmp_path):
     command = [sys.executable, str(ROOT / "preprocess.py"), "--input", source, *BYTES, "--workers", workers]
 
     def start(name: str) -> subprocess.Popen:
-        where = ["--output-prefix", str(tmp_path / name)]
+        where = ["--output-prefix", str(tmp_path / name), "--overwrite"]
         return subprocess.Popen([*command, *where], start_new_session=True, stdout=subprocess.DEVNULL)
 
     begin = time.monotonic()

@@ -48,6 +48,19 @@ def decoded(prefix, key="text"):
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 
 
+def test_a_finished_data_set_is_kept(tmp_path, capsys):
+    """One of the keys is enough; --overwrite replaces them."""
+    words = ["--output-prefix", tmp_path / "x", *BYTES, "--input"]
+    assert run(*words, jsonl(tmp_path / "a.jsonl", ["old"])) == 0
+    before, other = (tmp_path / "x_text_document.bin").read_bytes(), jsonl(tmp_path / "b.jsonl", ["newer"])
+    for more in [], ["--resume"], ["--json-keys", "text", "title"]:
+        assert run(*words, other, *more) == 2
+        rule = "x_text_document.idx: a finished data set; give another --output-prefix, or --overwrite"
+        assert rule in capsys.readouterr().err
+    assert (tmp_path / "x_text_document.bin").read_bytes() == before
+    assert run(*words, other, "--overwrite") == 0 and decoded(tmp_path / "x") == ["newer"]
+
+
 def test_same_files_as_megatron(tmp_path):
     """Its builder, fed as its preprocess_data.py does: an empty document is a bound and nothing else."""
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")

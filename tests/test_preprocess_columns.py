@@ -124,7 +124,7 @@ def test_a_folder_of_the_hub(arrow, tmp_path, capsys):
     """data/*.parquet of one split; a part of a download and two splits are refused."""
     for i in range(2):
         write(tmp_path / "set" / "data" / f"train-{i:05}-of-00003.parquet", [f"file {i}"])
-    out = ["--output-prefix", tmp_path / "x", *BYTES]
+    out = ["--output-prefix", tmp_path / "x", "--overwrite", *BYTES]
     assert run("--input", tmp_path / "set", *out) == 2
     assert "has 2 of the 3 files of train" in capsys.readouterr().err
     write(tmp_path / "set" / "data" / "train-00002-of-00003.parquet", ["file 2"])
@@ -151,7 +151,16 @@ def test_without_pyarrow(tmp_path, monkeypatch, capsys):
 def test_standard_input(tmp_path, monkeypatch, capsys, workers):
     """JSON Lines, as from a pipe: no size, no name, read once."""
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in ["one", "two"])
-    out = ["--output-prefix", tmp_path / "x", *BYTES, "--workers", workers, "--log-interval", 1]
+    out = [
+        "--output-prefix",
+        tmp_path / "x",
+        "--overwrite",
+        *BYTES,
+        "--workers",
+        workers,
+        "--log-interval",
+        1,
+    ]
 
     def give(data):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))

@@ -108,8 +108,9 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
     peaks = []
     for size in (400, 4000):
         source = jsonl(tmp_path / f"{size}.jsonl", ["some text of a document " * 700] * size)  # 6.7 and 67 MB
-        command = [sys.executable, "-c", program, "--input", source, "--output-prefix", str(tmp_path / "x")]
+        prefix = str(tmp_path / f"x{size}")
+        command = [sys.executable, "-c", program, "--input", source, "--output-prefix", prefix]
         done = subprocess.run([*command, *BYTES], capture_output=True, text=True, cwd=ROOT, check=True)
         peaks.append(int(done.stdout.split()[-2]) >> 10)
-        assert len(IndexedDataset(tmp_path / "x_text_document")) == size
+        assert len(IndexedDataset(f"{prefix}_text_document")) == size
     assert peaks[1] < peaks[0] + 16, f"{peaks} MiB"
