@@ -7,8 +7,9 @@ that each part has the ids that it has in the text, half a megabyte is cut and l
     class    Z L L Q L B L B B L L L L P Z           letter, quote, blank, punctuation ...
     start    * *       *   * *         * *           by pairs of classes, and a blank before a word
     key      the up to 24 bytes of each word as three integers
-    ids      looked up in a table by the key; the library encodes the words that are missing, once, all in
-             a text where a word that they do not hold is between them: "0", or the byte 1
+    ids      looked up in a table by the key; the library encodes the words that are missing, each once,
+             all in a text where a word that they do not hold is between them: "0", or the byte 1. A word
+             takes the place of another with the same hash, which is then missing
 
 A cut between two bytes is safe if no word of the tokenizer can hold both. There are three kinds:
 
