@@ -54,8 +54,8 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 
 // 32 columns a block of 32 x 32 threads.
 template <typename T>
-__global__ void __launch_bounds__(1024) add_up_parts(T* first, T* second, const float* sums, int64_t parts,
-                                                     int64_t blocks, int64_t n, int add) {
+__global__ void __launch_bounds__(1024)
+    add_up_parts(T* first, T* second, const float* sums, int64_t parts, int64_t blocks, int64_t n, int add) {
     __shared__ float shared[32][33];
     wait_for_the_kernel_before();
     const int x = threadIdx.x % 32, y = threadIdx.x / 32;

@@ -15,7 +15,7 @@ void add_parts(Address first, Address second, const float* sums, int64_t parts, 
 namespace {
 
 constexpr int ROWS = 8, ROW_THREADS = 32 * ROWS;  // of a block, at once
-constexpr int BLOCKS = 4;                            // that fit a multiprocessor's registers
+constexpr int BLOCKS = 4;                         // that fit a multiprocessor's registers
 
 // Calls use(row, load(row)) for the rows of this warp; AT_ONCE rows are loaded before the first is used.
 template <int AT_ONCE, typename Load, typename Use>

@@ -225,8 +225,8 @@ void embedding_lookup(Address out, Address table, Address positions, Address ids
         using T = decltype(element);
         auto run = [&](auto pack, int64_t packs) {
             using P = decltype(pack);
-            const Lookup to{ids,          places,    packs,     rows,     first, place_rows,
-                            place_stride, number(s), number(b), static_cast<float>(scale)};
+            const Lookup to{ids,        places,       packs,     rows,      first,
+                            place_rows, place_stride, number(s), number(b), static_cast<float>(scale)};
             const unsigned threads = packs < THREADS ? (packs + 31) / 32 * 32 : THREADS;
             embedding_lookup_kernel<P><<<blocks, threads, 0, stream>>>(out, table, positions, to);
         };

@@ -8,16 +8,16 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6178,
+    "": 6270,
     "checkpoint": 4510,
-    "commands": 1270,
-    "config": 3470,
-    "data": 3380,
-    "fast": 2706,
-    "faults": 1110,
-    "ops": 3098,
+    "commands": 1315,
+    "config": 3475,
+    "data": 3405,
+    "fast": 2755,
+    "faults": 1112,
+    "ops": 3520,
     "plan": 646,
-    "report": 2210,
+    "report": 2400,
 }
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

@@ -8,7 +8,7 @@ from nanomegatron.config.early import processes_of_torchrun
 from nanomegatron.config.sampling import Sampling
 from nanomegatron.config.settings import DataConfig
 
-TOKENIZERS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
+TOKENIZER_FLAGS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +35,12 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
     add("--tp", tp, type=int, help="processes that share each layer; --nproc / --pp")
     add("--pp", pp, type=int, default=1, help="pipeline stages")
-    add("--tokenizer-type", choices=TOKENIZERS, metavar="TYPE", help="instead of the checkpoint's tokenizer")
+    add(
+        "--tokenizer-type",
+        choices=TOKENIZER_FLAGS,
+        metavar="TYPE",
+        help="instead of the checkpoint's tokenizer",
+    )
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
         add(flag, metavar="FILE", help="of --tokenizer-type")
     add("--vocab-size", type=int, help="of --tokenizer-type, where its file does not say it")

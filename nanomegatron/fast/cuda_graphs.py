@@ -35,10 +35,10 @@ from nanomegatron.batch import Batch
 from nanomegatron.dp import Bucket, Buckets
 from nanomegatron.fp8 import Scales
 
-SPARE = 2**30  # bytes that are left free
+LEFT_FREE = 2**30  # bytes that are left free
 
 
-class Step(Protocol):
+class GraphStep(Protocol):
     """What `pp.execute` runs, as `step.ForwardStep`: (chunk, i) -> loss `[]`, added to `total`."""
 
     batches: list[Batch]
@@ -51,12 +51,12 @@ class Step(Protocol):
         """Run the forward of microbatch i."""
 
 
-def inputs(step: Step, i: int) -> list[torch.Tensor]:
+def inputs(step: GraphStep, i: int) -> list[torch.Tensor]:
     """The tensors that microbatch i reads besides the parameters, `[...]` each."""
     return [*step.batches[i].tensors().values(), step.scale, step.tokens, step.total]
 
 
-def shape_of(step: Step, i: int) -> Hashable:
+def shape_of(step: GraphStep, i: int) -> Hashable:
     """What decides which kernels run for microbatch i; None: they depend on its contents."""
     batch = step.batches[i]
     if batch.cu_seqlens is not None or batch.shard is not None or step.aux_scale is not None:
@@ -64,7 +64,7 @@ def shape_of(step: Step, i: int) -> Hashable:
     return tuple((name, x.shape) for name, x in batch.tensors().items())
 
 
-def copied(step: Step, i: int) -> Step:
+def copied(step: GraphStep, i: int) -> GraphStep:
     """A step of microbatch i alone, on copies of its `inputs`."""
     numbers = {name: getattr(step, name).clone() for name in ("scale", "tokens", "total")}
     return replace(step, batches=[step.batches[i].each(torch.clone)], **numbers)
@@ -86,7 +86,7 @@ def missing_memory(device: torch.device) -> int:
     """
     activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2 * activations + SPARE - torch.cuda.mem_get_info(device)[0] - cached
+    return 2 * activations + LEFT_FREE - torch.cuda.mem_get_info(device)[0] - cached
 
 
 @dataclass
@@ -104,14 +104,14 @@ class GraphedSteps:
     capture: Callable[[Callable[[], None], Any], Callable[[], None]] = capture_graph
     missing: Callable[[torch.device], int] = missing_memory
     seen: Counter[Hashable] = field(default_factory=Counter)  # steps of each shape
-    graphs: dict[Hashable, tuple[Step, Callable[[], None]]] = field(default_factory=dict)
+    graphs: dict[Hashable, tuple[GraphStep, Callable[[], None]]] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     pool: Any = None
 
     def __call__(
         self,
         stages: nn.ModuleList,
-        step: Step,
+        step: GraphStep,
         microbatches: int,
         shape: tuple[int, int, int],
         forward_only: bool = False,
@@ -128,7 +128,7 @@ class GraphedSteps:
         for i in range(microbatches):
             self.run(stages[0], step, i, (shape_of(step, 0), i == 0))
 
-    def ready(self, stages: nn.ModuleList, step: Step, microbatches: int, tracer: Any) -> bool:
+    def ready(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> bool:
         """Whether graphs run this step; counts it as a warm-up if later ones of its shape could."""
         if why := self.eager_reason(stages, step, microbatches, tracer):
             if why not in self.said:
@@ -139,7 +139,7 @@ class GraphedSteps:
         self.seen[key] += 1
         return self.seen[key] > self.warm_up
 
-    def eager_reason(self, stages: nn.ModuleList, step: Step, microbatches: int, tracer: Any) -> str:
+    def eager_reason(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> str:
         """Why this step cannot be a graph; "" if it can."""
         shapes = {shape_of(step, i) for i in range(microbatches)}
         if None in shapes or len(shapes) > 1:
@@ -156,7 +156,7 @@ class GraphedSteps:
             return f"{missing / 2**30:.1f} GiB more memory would be needed"
         return ""
 
-    def run(self, chunk: nn.Module, step: Step, i: int, kind: Hashable) -> None:
+    def run(self, chunk: nn.Module, step: GraphStep, i: int, kind: Hashable) -> None:
         """Run microbatch i by its graph, which is captured if there is none yet."""
         if kind not in self.graphs:
             self.graphs[kind] = self.captured(chunk, step, i)
@@ -169,7 +169,7 @@ class GraphedSteps:
             for _ in range(param.spec.uses):
                 param.bucket.ready(param)
 
-    def captured(self, chunk: nn.Module, step: Step, i: int) -> tuple[Step, Callable[[], None]]:
+    def captured(self, chunk: nn.Module, step: GraphStep, i: int) -> tuple[GraphStep, Callable[[], None]]:
         """Capture microbatch i: the step on copies of its tensors, and the function that repeats it."""
         if self.pool is None and step.total.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
-PART = 64  # tokens that a warp adds: PART in embedding.cu
+TOKENS_A_PART = 64  # tokens that a warp adds: TOKENS_A_PART in embedding.cu
 
 
 def lookup(
@@ -105,7 +105,7 @@ def _add_sorted_(target: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor) ->
         grad = grad.to(target.dtype)
     n, r, h = grad.shape
     ids, order = ids.sort(stable=True)
-    sums = torch.empty(-(-n * r // PART), 2, h, dtype=torch.float32, device=grad.device)
+    sums = torch.empty(-(-n * r // TOKENS_A_PART), 2, h, dtype=torch.float32, device=grad.device)
     sizes = n, r, len(target), h, TYPES[target.dtype], TYPES[grad.dtype]
     launch_kernel("embedding_add", target, sums, grad.contiguous(), ids, order, *sizes)
 

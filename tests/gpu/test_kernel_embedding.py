@@ -9,7 +9,7 @@ from torch import nn
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.dp import Buckets
 from nanomegatron.mesh import Axis, Mesh
-from nanomegatron.ops.embedding import PART, add_position_grad_, add_word_grad_, lookup, lookup_ref
+from nanomegatron.ops.embedding import TOKENS_A_PART, add_position_grad_, add_word_grad_, lookup, lookup_ref
 from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel, without_kernels
 from nanomegatron.param import Init, ParamSpec, new_parameter, replica
 from nanomegatron.tp import VocabParallelEmbedding
@@ -35,7 +35,17 @@ def ids_for(kind: str, s: int, b: int, rows: int) -> torch.Tensor:
     elif kind == "none":
         ids = torch.where(ids < 0, ids, ids + rows)
     elif kind == "runs":
-        sizes = [PART - 1, 1, 1, PART, 2 * PART + 1, 3, PART - 2, 5 * PART, 1]
+        sizes = [
+            TOKENS_A_PART - 1,
+            1,
+            1,
+            TOKENS_A_PART,
+            2 * TOKENS_A_PART + 1,
+            3,
+            TOKENS_A_PART - 2,
+            5 * TOKENS_A_PART,
+            1,
+        ]
         runs = [torch.full((size,), i % rows) for i, size in enumerate(sizes)]
         ids = torch.cat([*runs, ids])[:n][torch.randperm(n)]
     return ids.view(b, s).to(GPU)
@@ -131,7 +141,14 @@ def test_position_gradients(shape, dtype):
 
 def test_a_hot_id_is_added_in_parts():
     """Sums of ones are exact below 2^24, however they are split; the others of the row stay."""
-    for n in (PART - 1, PART, PART + 1, 2 * PART, 40 * PART + 7, 300 * PART):
+    for n in (
+        TOKENS_A_PART - 1,
+        TOKENS_A_PART,
+        TOKENS_A_PART + 1,
+        2 * TOKENS_A_PART,
+        40 * TOKENS_A_PART + 7,
+        300 * TOKENS_A_PART,
+    ):
         target = torch.ones(3, 8, device=GPU)
         with torch.no_grad():
             add_word_grad_(
@@ -174,7 +191,7 @@ def test_strange_numbers_stay_in_their_rows():
 def test_nothing_beside_the_outputs_is_written(h):
     s, b, rows, n = 70, 3, 11, 210
     ids, grad, table = ids_for("runs", s, b, rows), normal(s, b, h), normal(rows, h)
-    guarded, parts = Guarded(), -(-n // PART)
+    guarded, parts = Guarded(), -(-n // TOKENS_A_PART)
     out, sums = guarded.new(s, b, h, dtype=FP32), guarded.new(parts, 2, h, dtype=FP32)
     target = guarded.new(rows, h, dtype=FP32)
     target.zero_()
