@@ -22,7 +22,7 @@ Every weight has a global name, `decoder.layers.3.mlp...`, which with the seed d
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,8 +44,27 @@ from nanomegatron.recompute import recomputed
 from nanomegatron.tp import vocab_spec
 
 
+class Branch(NamedTuple):
+    """What is still to be added to the residual stream: y `[s, b, h]`, after its bias `[h]` and dropout."""
+
+    y: torch.Tensor
+    bias: torch.Tensor | None
+    drop: Dropout | None
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        """x + the branch, both `[s, b, h]` -> `[s, b, h]`"""
+        return bias_dropout_add(self.y, self.bias, x, self.drop)
+
+    def add_and_norm(self, x: torch.Tensor, norm: Norm | NoNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """norm(x + the branch), in one pass if there is a kernel, and the sum -> two of `[s, b, h]`"""
+        return norm.after_sum(self.y, x, self.bias, self.drop)
+
+
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each with norm and residual. x `[s, b, h]` -> `[s, b, h]`; s/tp if s is sharded."""
+    """Attention and MLP, each with norm and residual. x `[s, b, h]`; s/tp if s is sharded.
+
+    The branch of the layer before comes in and its own last one goes out, each added beside the next norm.
+    """
 
     def __init__(
         self,
@@ -83,24 +102,29 @@ class TransformerLayer(nn.Module):
         self.last = self.self_attention.linear_proj, None if self.sparse else self.mlp.linear_fc2
 
     def forward(
-        self, x: torch.Tensor, batch: Batch, rotary: tuple | None, cache: Cache | None = None
-    ) -> torch.Tensor:
-        y = self.self_attention(self.input_layernorm(x), batch, rotary, cache)
-        y, bias, drop = self._branch(self.post_attention_layernorm(y), batch, 0)
-        normed, x = self.pre_mlp_layernorm.after_sum(y, x, bias, drop)
+        self,
+        x: torch.Tensor,
+        batch: Batch,
+        rotary: tuple | None,
+        cache: Cache | None = None,
+        branch: Branch | None = None,
+    ) -> tuple[torch.Tensor, Branch]:
+        """-> x `[s, b, h]` with `branch` and that of attention added, and the branch of the MLP"""
+        norm = self.input_layernorm
+        normed, x = branch.add_and_norm(x, norm) if branch is not None else (norm(x), x)
+        y = self.self_attention(normed, batch, rotary, cache)
+        branch = self._branch(self.post_attention_layernorm(y), batch, 0)
+        normed, x = branch.add_and_norm(x, self.pre_mlp_layernorm)
         y = self.mlp(normed, batch) if self.sparse else self.mlp(normed)
-        y, bias, drop = self._branch(self.post_mlp_layernorm(y), batch, 1)
-        return bias_dropout_add(y, bias, x, drop)
+        return x, self._branch(self.post_mlp_layernorm(y), batch, 1)
 
-    def _branch(
-        self, y: torch.Tensor, batch: Batch, which: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Dropout | None]:
-        """A branch y `[s, b, h]`, and what the residual add does with it: a bias `[h]` to add, dropout."""
+    def _branch(self, y: torch.Tensor, batch: Batch, which: int) -> Branch:
+        """The branch of attention (0) or MLP (1) with output y `[s, b, h]`."""
         y = y if self.multiplier == 1 else y * self.multiplier
         drop, linear = hidden_dropout(self.p, batch, 2 * self.layer + 1 + which), self.last[which]
         if not self.fused:
-            return bias_dropout_add_ref(y, None, None, drop), None, None
-        return y, linear.bias if linear is not None and linear.skip_bias_add else None, drop
+            return Branch(bias_dropout_add_ref(y, None, None, drop), None, None)
+        return Branch(y, linear.bias if linear is not None and linear.skip_bias_add else None, drop)
 
 
 @dataclass(frozen=True)
@@ -212,9 +236,10 @@ class GPTModel(nn.Module):
         for layers, again in config.segments(len(self.layers)):
 
             def run(x: torch.Tensor, layers: range = layers) -> torch.Tensor:
+                branch = None
                 for i in layers:
-                    x = self.layers[i](x, batch, rotary.get(kinds[i]), cache)
-                return x
+                    x, branch = self.layers[i](x, batch, rotary.get(kinds[i]), cache, branch)
+                return x if branch is None else branch.add(x)
 
             x = recomputed(run, x, spread=spread) if again else run(x)
         if self.output_layer is None:

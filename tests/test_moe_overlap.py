@@ -235,7 +235,8 @@ def test_norms_before_experts_are_recomputed(shared):
         config, calls = replace(CONFIG, **parts, **more), []
         layer = TransformerLayer(config, 1, Axis.single(), Init(seed=3, name="decoder.layers.1", std=0.3))
         x = torch.randn(6, 2, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        y = layer(x, batch_of(2, 6), None)
+        total, branch = layer(x, batch_of(2, 6), None)
+        y = branch.add(total)
         norm = layer.pre_mlp_layernorm
         norm.op = lambda *args, calls=calls, op=norm.op: calls.append(1) or op(*args)
         y.sum().backward()
