@@ -2,6 +2,7 @@
 
     one         a slice of Llama-3-8B on one GPU: our kernels, torch's own operations, torch.compile
     gpt2        GPT-2 124M on one GPU, in small to large microbatches, beside a nanoGPT-like model
+    1b          Llama of a billion parameters on one GPU
     fp8         the same slice in bf16, in every FP8 recipe, and by torchao
     tp dp pp    tensor, data and pipeline parallelism, beside DTensor, FSDP2 and torch.distributed.pipelining
     cp          long rows over all GPUs            long     the longest rows, by what is recomputed
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from tools.gpu_gate import COMMON, FP8, LLAMA, QWEN, ZERO1
 
 PEERS, STAGES, EXPERTS, GPT2 = (f"benchmarks/peers{name}.py" for name in ("", "_pipeline", "_moe", "_gpt2"))
+HEAD = "--fp8-output-proj"
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 FUSED = "--cross-entropy-loss-fusion"
 FLOPS = "--pipeline-split flops"
@@ -38,6 +40,7 @@ ONE: dict[str, Row] = {
 PRECISIONS: dict[str, Row] = {
     "bf16": "",
     **{f"fp8 {recipe}": f"--fp8-format hybrid --fp8-recipe {recipe}" for recipe in RECIPES},
+    "fp8 delayed, head too": f"{FP8} {HEAD}",
     "torchao tensorwise": ("", f"{PEERS} torchao-tensorwise"),
     "torchao rowwise": ("", f"{PEERS} torchao-rowwise"),
 }
@@ -47,6 +50,8 @@ SMALL_MODEL: dict[str, Row] = {
     "reduce-overhead": ("", f"{GPT2} reduce-overhead"),
     "fp8": FP8,
 }
+ONE_BILLION = f"{COMMON} --config llama3-8b --bf16 --num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 "
+ONE_BILLION += "--seq-length 4096 --micro-batch-size 4 --global-batch-size 4"  # the shape of Llama-3.2-1B
 TENSOR: dict[str, Row] = {
     "tp": "",
     "tp overlap": "--tp-comm-overlap",
@@ -124,6 +129,8 @@ LOSSES = {  # flags of all runs: --hidden-size 256 because blocks of FP8 are of 
     "fp8-losses": f"{WEIGHTS_ONLY} --config tiny-cpu --hidden-size 256 --device cpu --bf16",
     "fp8-losses-125m": f"{WEIGHTS_ONLY} --config gpt2-124m --bf16 --micro-batch-size 16 --train-iters 1000 "
     "--global-batch-size 16 --lr-warmup-fraction 0.1 --eval-iters 10",
+    "fp8-head-losses": f"{WEIGHTS_ONLY} --config gpt2-124m --bf16 --micro-batch-size 16 --train-iters 1200 "
+    "--global-batch-size 16 --lr-warmup-fraction 0.1 --eval-iters 10",
     "moe-losses": f"{WEIGHTS_ONLY} --device cpu",
 }
 
@@ -143,6 +150,7 @@ SMALL = {  # flags behind those of a part's cases, with --small
     "ep": f"{TINY} --seq-length 32 --moe-ffn-hidden-size 32 --num-experts 8 --kv-channels 16",
     "fp8-losses": TINY_LOSSES,
     "fp8-losses-125m": f"{TINY_LOSSES} --device cpu",
+    "fp8-head-losses": f"{TINY_LOSSES} --device cpu",
     "moe-losses": f"{TINY_LOSSES} --num-layers 2 --hidden-size 64 --ffn-hidden-size 512",
 }
 
@@ -269,7 +277,9 @@ def offload(n: int) -> list[Case]:
 
 def whole_runs(part: str) -> list[Case]:
     """Runs of some hundred steps; their curves are kept."""
-    table = ROUTERS if part == "moe-losses" else {k: v for k, v in PRECISIONS.items() if "torchao" not in k}
+    heads = ["bf16", "fp8 delayed", "fp8 delayed, head too"]
+    recipes = heads if part == "fp8-head-losses" else [k for k in PRECISIONS if k[:3] in ("bf1", "fp8")]
+    table = ROUTERS if part == "moe-losses" else {k: PRECISIONS[k] for k in recipes}
     return [case._replace(like="") for case in cases(table, LOSSES[part], warm=0, timed=0)]
 
 
@@ -277,7 +287,8 @@ ONE_GPU = Case("one gpu", f"{LLAMA} --micro-batch-size 1 --global-batch-size 2")
 PARTS: dict[str, Callable[[int], list[Case]]] = {
     "one": lambda n: slices(ONE, 3),
     "gpt2": lambda n: gpt2(),
-    "fp8": lambda n: slices(PRECISIONS, 7),
+    "1b": lambda n: cases({"bf16": "", "fp8": FP8, "fp8, head too": f"{FP8} {HEAD}"}, ONE_BILLION),
+    "fp8": lambda n: slices(PRECISIONS, 8),
     "tp": tensor,
     "dp": data,
     "pp": pipelines,
