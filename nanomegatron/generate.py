@@ -56,16 +56,23 @@ class KVCache:
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights to sample with and their token ids, likeliest first. logits `[b, V]` -> 2 x `[b, V]`
+    """Return weights to sample with and their token ids, likeliest first. logits `[b, V]` -> 2 x `[b, k]`
 
-    Tokens outside top-k and top-p weigh 0. Both are on the CPU; the weights are fp64 and do not sum to 1.
+    k: top-k, or all V. Tokens outside top-p weigh 0. Both are on the CPU; the weights are fp64 and need no
+    sum of 1.
     """
-    weights, ids = (logits.double() / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    ids = likeliest(logits, min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
+    weights = (logits.gather(-1, ids).double() / sampling.temperature).softmax(-1)
     weights, ids = weights.cpu(), ids.cpu()  # sums on a GPU take no fixed order
-    if sampling.top_k:
-        weights[:, sampling.top_k :] = 0
     cumulative = weights.cumsum(-1)
     return weights * (cumulative - weights < sampling.top_p * cumulative[:, -1:]), ids
+
+
+def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ids of the largest logits, of equal ones the lower id first. `[b, V]` -> `[b, count]`"""
+    bits = (logits.float() + 0.0).view(torch.int32)  # ordered as the numbers are, if both are positive
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
+    return (order - torch.arange(logits.shape[-1], device=logits.device)).topk(count).indices
 
 
 def sample(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> torch.Tensor:

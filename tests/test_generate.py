@@ -20,7 +20,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.data.vocabulary import write_ranks
-from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream, truncated
+from nanomegatron.generate import KVCache, Sampling, generate, likeliest, next_logits, stream, truncated
 from nanomegatron.generate import sample as draw_tokens
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
@@ -208,6 +208,17 @@ def test_truncated_equals_brute_force(temperature, top_k, top_p):
     probabilities = torch.zeros(4, 23).double().scatter(1, ids, weights / weights.sum(1, keepdim=True))
     expected = [brute_force(row, temperature, top_k, top_p) for row in logits.tolist()]
     torch.testing.assert_close(probabilities, torch.tensor(expected).double(), atol=1e-12, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 7, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_likeliest_equals_a_stable_sort(dtype, count):
+    """With equal logits, zeros of both signs, infinite and tiny ones."""
+    logits = (torch.randn(5, 200) * 3).round().to(dtype)
+    logits[:, 50:54] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+    logits[:, 60:64] = torch.tensor([1e-7, -1e-7, 3e4, -3e4]).to(dtype)
+    expected = logits.sort(descending=True, stable=True).indices[:, :count]
+    assert torch.equal(likeliest(logits, count), expected)
 
 
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (4, 1.0), (0, 0.7), (5, 0.8)])
