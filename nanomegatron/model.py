@@ -212,8 +212,8 @@ class GPTModel(nn.Module):
     ) -> torch.Tensor:
         """labels `[b, s]` -> loss `[b, s]` or `[s, b, V/tp]` or `[s, b, h]` or `[s/tp, b, h]`
 
-        Return the loss, fp32 and the same on all tp ranks; without labels the logits. A stage before the last
-        returns the residual stream, with sequence parallelism sharded over tp.
+        Return the loss, fp32 and the same on all tp ranks; without labels the logits, with a cache those of
+        the last token. A stage before the last returns the residual stream, with sequence_parallel sharded.
         Raises RuntimeError if a stage lacks its input tensor; and under sequence parallelism for a loss in
         eval mode with gradients, which would be whole on each rank, where `dp.py` sums partial gradients.
         """
@@ -244,4 +244,5 @@ class GPTModel(nn.Module):
             x = recomputed(run, x, spread=spread) if again else run(x)
         if self.output_layer is None:
             return x
+        x = x if cache is None else x[-1:]
         return self.output_layer(self.final_layernorm(x), labels, batch.loss_weights)
