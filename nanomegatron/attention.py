@@ -11,6 +11,7 @@ With fewer key/value heads than tp ranks (g < tp), neighbouring ranks hold the s
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,7 +28,14 @@ from nanomegatron.param import Init, scaled_std
 from nanomegatron.recompute import keeping, recomputed
 from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
 
-Cache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+class Cache(Protocol):
+    """Keys and values of the tokens before; attend: `core_attention`, or what does the same."""
+
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a layer's new k, v `[s, b, g, d]`; return those to attend to, `[t, b, g, d]` each."""
 
 
 class SelfAttention(nn.Module):
@@ -104,7 +112,8 @@ class SelfAttention(nn.Module):
                 how = batch.shard, self.layer, mask, self.backend, self.fused_softmax
                 return self.context(q, k, v, *how)
             dropout = self._dropout(q, batch)
-            return core_attention(q, k, v, self.backend, mask, *dropout, self.fused_softmax)[0]
+            run = core_attention if cache is None else cache.attend
+            return run(q, k, v, self.backend, mask, *dropout, self.fused_softmax)[0]
 
         context = recomputed(attend, q, k, v) if self.recompute else attend(q, k, v)
         y = self.linear_proj(context)

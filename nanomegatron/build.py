@@ -21,6 +21,7 @@ from nanomegatron.config.check_layout import graph_conflict
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm
 from nanomegatron.fast.cuda_graphs import GraphedSteps
+from nanomegatron.fast.decode import decoder
 from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
@@ -57,6 +58,7 @@ class Paths:
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
     gathered: Callable | None = None  # (param, shards axis) -> class of what Buckets gather
     graphs: bool = False  # microbatches are launched as CUDA graphs
+    decoder: Callable | None = None  # Stages.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
     def describe(self, config: Config, mesh: Mesh) -> str:
@@ -102,6 +104,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
         gathered=gathered_casts if casts else None,
         graphs=wants_graphs(config, mesh),
+        decoder=decoder if parallel.cuda_graph_impl != "none" else None,
         peers=peers,
     )
 
@@ -123,6 +126,7 @@ def build_executor(
 
 def install(stages: Stages, paths: Paths) -> Stages:
     """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
+    stages.decoder = paths.decoder
     for module in stages.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and paths.linear and not module.fp8:
             module.linear = paths.linear

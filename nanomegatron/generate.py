@@ -11,11 +11,13 @@ on one new token. Prompts of a batch step together, at the same position, and ne
 
 Each prompt has a random generator of its own, on the CPU, whose numbers depend on neither the rest of the
 batch nor the device. Under tensor parallelism all ranks gather the same logits and choose the same tokens;
-under pipeline parallelism the last stage broadcasts them. `nanomegatron generate` is the command.
+under pipeline parallelism the last stage broadcasts them. On one GPU fast/decode.py runs the steps.
+`nanomegatron generate` is the command.
 (Nucleus sampling: arXiv 1904.09751)
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from nanomegatron.config.sampling import Sampling
 from nanomegatron.data.tokenizer import Tokenizer
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
+from nanomegatron.ops.attention import core_attention
 from nanomegatron.pp import Stages, execute
 from nanomegatron.report.log import RunLog
 
@@ -33,8 +36,10 @@ from nanomegatron.report.log import RunLog
 class KVCache:
     """Keys and values of all positions so far, for this rank's heads: each `[max_length, b, g, d]` per layer.
 
-    A `model.Cache`: takes a layer's new k, v `[s, b, g, d]` -> views of all, `[t, b, g, d]`, `[t, b, g, d]`
+    An `attention.Cache`: takes a layer's new k, v `[s, b, g, d]` -> views of all, `[t, b, g, d]` each
     """
+
+    attend = staticmethod(core_attention)
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -120,9 +125,13 @@ def stream(
     generators = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
     start = min(map(len, prompts))
     columns = [prompt[:start] for prompt in prompts]  # the tokens of the next forward
-    cache = KVCache(max(ends))
+    fast = model.decoder and model.decoder(model, max(ends))
+    if fast and sampling.temperature == 0:
+        yield from fast.greedy(prompts, ends, sampling.eod)
+        return
+    forward = fast or partial(next_logits, model, cache=KVCache(max(ends)))
     for position in range(start, max(ends)):
-        logits = next_logits(model, columns, cache)
+        logits = forward(columns)
         rows = [i for i, prompt in enumerate(prompts) if len(prompt) <= position < ends[i]]
         chosen = sample(logits[rows], sampling, [generators[i] for i in rows]).tolist() if rows else []
         step = dict(zip(rows, chosen, strict=True))

@@ -49,7 +49,10 @@ class Stages(nn.ModuleList):
 
     With `chunks` only: the whole model on one rank. `reads_tokens`: this rank has the first or the last
     stage; `has_loss`: the last one; `is_loss_rank`: it is the rank of its tp x pp group whose loss counts.
+    decoder: (stages, longest text) -> what generates in place of `generate.next_logits`, or None.
     """
+
+    decoder: Callable[["Stages", int], Any] | None = None
 
     def __init__(
         self,

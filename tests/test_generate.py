@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -305,13 +306,17 @@ def continued(model: Stages, prompts: list[str], tokens: int = 20, **settings) -
     return [tokenizer.decode(t[not p :]) for t, p in zip(texts, prompts)]
 
 
+SPEED = r"generate: {} tokens in \d+\.\d s, \d+ tokens/s \(without CUDA graphs: on cpu\)\n"
+
+
 def test_program_on_two_processes(trained):
     root, models = trained
     flags = f"generate --tp 2 --device cpu --max-new-tokens 20 --load {root}".split()
     command = [sys.executable, "-m", "nanomegatron", *flags, "--prompt", "def ", "--prompt", ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "\n---\n".join(continued(models[20], ["def ", ""])) + "\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+    assert (done.returncode, done.stdout) == (0, expected)
+    assert re.fullmatch(SPEED.format(40), done.stderr)
 
 
 def run_main(monkeypatch, capsys, *flags, stdin: str = "") -> tuple[int, str, str]:

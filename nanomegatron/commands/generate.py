@@ -11,13 +11,14 @@ Exit codes: 0 done, 2 bad arguments, 3 no usable checkpoint, 130 Ctrl-C.
 import argparse
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from nanomegatron.build import build
+from nanomegatron.build import Paths, build, install
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
 from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights
 from nanomegatron.checkpoint.manifest import CheckpointError
@@ -27,6 +28,7 @@ from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
+from nanomegatron.fast.decode import decoder, plain_reason
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.generate import generate, stream
 from nanomegatron.launch import launch
@@ -156,18 +158,24 @@ def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
         precision=replace(config.precision, fp8_format=None),  # its scales would make prompts interact
     )
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
-    return build(here, mesh, vocab_size, padded, init)
+    return install(build(here, mesh, vocab_size, padded, init), Paths(decoder=decoder))
 
 
 def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:
-    """Continue all prompts of the command line together and print them, with --- between two."""
+    """Continue all prompts of the command line together and print them, with --- between; say how fast."""
     prompts = [prompt for prompt in args.prompt for _ in range(args.num_samples)]
     ids = [args.encode(prompt) or [tokenizer.eod] for prompt in prompts]
+    start = time.perf_counter()
     texts = generate(model, ids, args.max_new_tokens, args.sampling)
+    took = time.perf_counter() - start
     if show:
         # An empty prompt was replaced by the end-of-document token, which is not part of the text.
         shown = (tokenizer.decode(text[not prompt :]) for text, prompt in zip(texts, prompts, strict=True))
         print("\n---\n".join(shown))
+        new = sum(map(len, texts)) - sum(map(len, ids))
+        why = f" (without CUDA graphs: {why})" if (why := plain_reason(model)) else ""
+        note = f"generate: {new} tokens in {took:.1f} s, {new / took:.0f} tokens/s{why}"
+        print(note, file=sys.stderr)
 
 
 def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:

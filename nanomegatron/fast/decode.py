@@ -1,0 +1,219 @@
+"""Same result as `generate.next_logits`, within rounding: each new token by one launch of a CUDA graph.
+
+A step of one token reads every weight once and computes little with each: at best it takes as long as the
+memory needs for that. The plain form launches hundreds of kernels from Python and waits for each token before
+it begins the next step. Here keys and values lie in a cache of fixed size, and where the new ones belong is a
+number on the device, so that all steps run the same kernels on the same addresses:
+
+    position  [p]                        written by the host before each launch
+    cache     [2, T, b, g, d] a layer    row p is written, the first `span` are read, those after p hidden
+
+`span` is p + 1 rounded up to a multiple of 256 and each span has a graph of its own: a short text does not
+read the whole cache. The first forward, of the prompts, and the second, which loads the kernels, are launched
+as usual. With temperature 0 the device also chooses the tokens, and the host reads each one a step later:
+
+    GPU     step t | step t+1 | step t+2 |
+    host           | token t  | token t+1         an end of text is seen one step late; that step is dropped
+
+`benchmarks/decode.py` measures it; what a graph gains in training is in the results of cuda_graphs.py
+(benchmarks/results/2026-11-26-gpt2-h100.json). (Grouped queries: arXiv 2305.13245)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanomegatron.batch import Batch
+from nanomegatron.fast.cuda_graphs import capture_graph, has_hooks
+from nanomegatron.ops.attention import Mask, core_attention
+from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
+from nanomegatron.pp import Stages
+
+
+def plain_reason(model: Stages) -> str:
+    """Why graphs cannot run this model's steps; "" if they can."""
+    if model.device.type != "cuda":
+        return f"on {model.device.type}"
+    if model.tp.size * model.pp.size * len(model) > 1:
+        return "several ranks or stages"
+    if model.config.num_experts:
+        return "the shapes of experts' tokens vary"
+    if model.scales is not None:
+        return "FP8 layers"
+    hooked = next((name for name, module in model.named_modules() if has_hooks(module)), "")
+    return f"module {hooked} has a hook" if hooked else ""
+
+
+def decoder(model: Stages, length: int) -> "Decoder | None":
+    """A Decoder of texts of up to `length` tokens; None if graphs cannot run this model."""
+    return None if plain_reason(model) else Decoder(model, length)
+
+
+class StaticCache:
+    """Keys and values at fixed addresses, `[2, T, b, g, d]` a layer; an `attention.Cache`.
+
+    position: int64 `[1]`, that of the one token of a forward. span: how many rows such a forward reads; 0:
+    the forward is of the first tokens, which attend to themselves.
+    """
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.length, self.span = length, 0
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.hidden: dict[int | None, torch.Tensor] = {}  # by window
+
+    def begin(self, span: int) -> None:
+        """Begin a forward."""
+        self.span, self.hidden = span, {}
+
+    def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self.buffers:
+            self.buffers[layer] = k.new_zeros(2, self.length, *k.shape[1:])
+        keys, values = self.buffers[layer]
+        if not self.span:
+            keys[: len(k)], values[: len(k)] = k, v
+            return k, v
+        keys.index_copy_(0, self.position, k)
+        values.index_copy_(0, self.position, v)
+        return keys[: self.span], values[: self.span]
+
+    def attend(self, q, k, v, backend: str, mask: Mask, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`core_attention` of the forward's queries; how: dropout, drop, whether softmax is fused."""
+        if not self.span:
+            return core_attention(q, k, v, backend, mask, *how)
+        return attend_one(q, k, v, self.unseen(mask.window), mask.cap, fused=how[-1])
+
+    def unseen(self, window: int | None) -> torch.Tensor:
+        """True where the token does not see a key. -> bool `[1, 1, 1, span]`"""
+        if window not in self.hidden:
+            key = torch.arange(self.span, device=self.position.device)
+            hidden = key > self.position
+            if window is not None:
+                hidden = hidden | (key < self.position - window)
+            self.hidden[window] = hidden[None, None, None]
+        return self.hidden[window]
+
+
+def attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, cap: float | None, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query a row, as `core_attention`, without a copy of k or v for each query head.
+
+    q `[1, b, n, d]`, k, v `[t, b, g, d]`, hidden bool `[1, 1, 1, t]` -> `[1, b, n*d]`, fp32 `[b, n, 1]`
+    """
+    (_, b, n, d), (t, _, g, _) = q.shape, k.shape
+    q = q.reshape(b * g, n // g, d)
+    k, v = (x.flatten(1, 2).transpose(0, 1) for x in (k, v))  # [b*g, t, d]
+    scores, scale = torch.bmm(q, k.transpose(1, 2)).view(b, n, 1, t), d**-0.5
+    if cap:
+        scores, scale = torch.tanh(scores * (scale / cap)), cap
+    probs, lse = (scaled_softmax if fused else scaled_softmax_ref)(scores, scale, hidden, False, None)
+    return torch.bmm(probs.view(b * g, n // g, t), v).view(1, b, n * d), lse
+
+
+@dataclass
+class Decoder:
+    """Logits of the next token, for texts that step together. length: the tokens of the longest text."""
+
+    model: Stages
+    length: int
+    block: int = 256  # keys; a graph reads a multiple
+    capture: Callable[[Callable[[], None], Any], Callable[[], None]] = capture_graph
+    position: int = 0  # tokens so far
+    steps: int = 0  # forwards of one token
+    graphs: dict[int, Callable[[], None]] = field(default_factory=dict)  # by span
+
+    def __post_init__(self) -> None:
+        self.cache = StaticCache(self.spanning(self.length), self.model.device)
+        self.pool = torch.cuda.graph_pool_handle() if self.model.on_gpu else None
+
+    def spanning(self, count: int) -> int:
+        """`count` rounded up to whole blocks."""
+        return -(-count // self.block) * self.block
+
+    @torch.no_grad()
+    def __call__(self, columns: Sequence[Sequence[int]] | torch.Tensor) -> torch.Tensor:
+        """Return the next token's logits after `columns` `[b, s]`, which follow those before -> `[b, V]`
+
+        The next call overwrites them. Raises ValueError if there is no room for the tokens, and for several
+        tokens a row after the first call.
+        """
+        tokens = torch.as_tensor(columns, device=self.model.device)
+        b, s = tokens.shape
+        if self.position + s > self.length or (self.position and s > 1):
+            raise ValueError(f"{s} tokens after {self.position} of {self.length}: one a step, up to these")
+        if not self.position:
+            self.tokens = tokens.new_empty(b, 1)
+            sizes = b, self.model[0].padded_vocab_size
+            self.logits = torch.empty(sizes, dtype=self.model.dtype, device=self.model.device)
+            self.forward(tokens, torch.arange(s, device=self.model.device), 0)
+        else:
+            self.tokens.copy_(tokens)
+            self.cache.position.fill_(self.position)
+            self.step(self.spanning(self.position + 1))
+        self.position += s
+        return self.logits[:, : self.model.vocab_size]
+
+    def step(self, span: int) -> None:
+        """Launch a forward of one token, by the graph for `span`, which is captured if there is none yet."""
+        run = partial(self.forward, self.tokens, self.cache.position, span)
+        self.steps += 1
+        if self.steps == 1:
+            return run()
+        if span not in self.graphs:
+            self.graphs[span] = self.capture(run, self.pool)
+        self.graphs[span]()
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> None:
+        """Compute logits of tokens `[b, s]` at positions `[s]`; span as in `StaticCache`."""
+        chunk, training = self.model[0], self.model.training
+        self.cache.begin(span)
+        self.model.eval()
+        self.logits.copy_(chunk(Batch(tokens, positions), cache=self.cache)[-1])
+        self.model.train(training)
+
+    def greedy(self, prompts: list[list[int]], ends: list[int], eod: int | None) -> Iterator[dict[int, int]]:
+        """Yield {prompt's index: likeliest token} a step, as `generate.stream` does.
+
+        ends: the length at which each text ends; eod: the token that ends one before.
+        """
+        device, ends, counts = self.model.device, list(ends), [len(prompt) for prompt in prompts]
+        start, longest, last = min(counts), max(counts), max(ends)
+        given = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+        lengths, tokens, read = torch.tensor(counts, device=device), given[:, :start], None
+        for position in range(start, last + 1):
+            before, read = read, None
+            if position < last:
+                chosen = self(tokens).argmax(-1)
+                read = reader(chosen)
+                if position < longest:
+                    chosen = torch.where(lengths > position, given[:, position], chosen)
+                tokens = chosen[:, None]
+            if before is None:
+                continue
+            found = {i: token for i, token in enumerate(before()) if counts[i] < position <= ends[i]}
+            for i in [i for i, token in found.items() if token == eod]:
+                ends[i] = 0
+                del found[i]
+            yield found
+            if position >= max(ends):
+                return
+
+
+def reader(ids: torch.Tensor) -> Callable[[], list[int]]:
+    """Begin to copy ids `[b]` to the host; return the function that waits for the copy and returns them."""
+    if not ids.is_cuda:
+        return ids.tolist
+    host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+    host.copy_(ids, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read

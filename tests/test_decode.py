@@ -1,0 +1,126 @@
+"""Generation by graphs, fast/decode.py, beside the plain form, on CPUs by test_cuda_graphs.py's recorder.
+
+fp32, large weights: the same tokens and, within rounding, the same logits. tests/gpu has real graphs.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanomegatron.fast.decode import Decoder, decoder, plain_reason
+from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream
+from nanomegatron.pp import Stages
+from tests.test_cuda_graphs import Recorder
+from tests.test_generate import GPT, LLAMA, PROMPTS, VOCAB, build
+
+FAMILIES = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "windows": LLAMA | {"window_size": (6, 0), "window_attn_skip_freq": "2", "rotary_base_local": 100.0},
+    "gemma": LLAMA
+    | {
+        "window_size": (3, 0),
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "softmax_scale": 0.2,
+        "norm_placement": "both",
+        "embedding_multiplier": 3.0,
+        "apply_layernorm_1p": True,
+    },
+    "qwen": LLAMA | {"qk_layernorm": True, "rotary_percent": 0.5, "masked_softmax_fusion": False},
+    "olmo": LLAMA | {"qk_layernorm": True, "qk_layernorm_all_heads": True, "rotary_interleaved": True},
+}
+
+
+def recorded(run, pool):
+    """The capture of a graph: the recorder also runs the step, which only repeats itself when replayed."""
+    with Recorder() as recorder:
+        run()
+    return recorder.replay
+
+
+def graphed(model: Stages, block: int = 8) -> list[Decoder]:
+    """Let a model generate by graphs; returns the list of its decoders."""
+    made: list[Decoder] = []
+
+    def make(model: Stages, length: int) -> Decoder:
+        made.append(Decoder(model, length, block, recorded))
+        return made[-1]
+
+    model.decoder = make
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_plain_ones(family):
+    """A prefill of 5 and 20 single tokens, in 4 graphs, each used after keys of other spans were added."""
+    model = build(FAMILIES[family])
+    tokens = torch.randint(VOCAB, (3, 25))
+    fast, cache = Decoder(model, 25, 8, recorded), KVCache(25)
+    with torch.no_grad():
+        for start, stop in [(0, 5), *((i, i + 1) for i in range(5, 25))]:
+            expected = next_logits(model, tokens[:, start:stop].tolist(), cache)
+            torch.testing.assert_close(fast(tokens[:, start:stop]), expected, atol=1e-5, rtol=1e-5)
+    assert sorted(fast.graphs) == [8, 16, 24, 32]
+    with pytest.raises(ValueError, match="1 tokens after 25 of 25"):
+        fast([[1]] * 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(0.9, 20, 0.95, 3)], ids=["0", "0.9"])
+def test_same_tokens(family, sampling):
+    """Prompts of unequal length, step by step."""
+    model = build(FAMILIES[family])
+    plain = list(stream(model, PROMPTS, 20, sampling))
+    made = graphed(model)
+    assert list(stream(model, PROMPTS, 20, sampling)) == plain
+    assert len(made) == 1 and len(made[0].graphs) == 4 and made[0].position == 26
+
+
+def test_an_end_of_text_is_seen_one_step_late():
+    """Each text, and all of them; what was launched meanwhile changes nothing."""
+    model, plain = build(LLAMA), build(LLAMA)
+    plain.load_state_dict(model.state_dict())
+    made = graphed(model)
+    free = generate(plain, PROMPTS, 20, Sampling(temperature=0))
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        for eod in {free[0][len(PROMPTS[0]) + 4], *free[2][len(PROMPTS[2]) :]}:
+            how = Sampling(temperature=0, eod=eod)
+            assert list(stream(model, prompts, 20, how)) == list(stream(plain, prompts, 20, how)), eod
+    steps = list(stream(plain, PROMPTS[:1], 20, Sampling(temperature=0, eod=free[0][len(PROMPTS[0])])))
+    assert steps == [{}]
+    list(stream(model, PROMPTS[:1], 20, Sampling(temperature=0, eod=free[0][len(PROMPTS[0])])))
+    assert made[-1].position == len(PROMPTS[0]) + 1  # the step in flight, and no other
+
+
+def test_ends_and_one_token_prompts():
+    model = build(GPT)
+    graphed(model)
+    texts = generate(model, [[1] * 32, [2] * 30, [3]], 100, Sampling(temperature=0))
+    assert [len(text) for text in texts] == [32] * 3
+    assert generate(model, PROMPTS, 0, Sampling(temperature=0)) == PROMPTS
+    assert generate(model, [], 5, Sampling(temperature=0)) == []
+    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+        generate(model, [[]], 5, Sampling(temperature=0))
+    fast = Decoder(model, 9, 8, recorded)
+    fast([[1, 2]])
+    with pytest.raises(ValueError, match="2 tokens after 2 of 9"):
+        fast([[1, 2]])
+
+
+def test_what_runs_without_graphs():
+    model = build(LLAMA)
+    assert decoder(model, 9) is None and plain_reason(model) == "on cpu"
+    model.device = torch.device("cuda")  # says where it is; nothing is computed
+    assert plain_reason(model) == ""
+    hook = model[0].layers[1].register_forward_hook(lambda *_: None)
+    assert plain_reason(model) == "module 0.layers.1 has a hook"
+    hook.remove()
+    model.scales = object()
+    assert plain_reason(model) == "FP8 layers"
+    model.scales, model.tp = None, replace(model.tp, size=2)
+    assert plain_reason(model) == "several ranks or stages"
+    experts = build(GPT | {"num_experts": 4, "moe_router_topk": 2})
+    experts.device = torch.device("cuda")
+    assert plain_reason(experts) == "the shapes of experts' tokens vary"
