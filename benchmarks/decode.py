@@ -6,11 +6,12 @@
     python -m benchmarks.decode --small --out FILE.json                    a tiny model on a CPU, to test it
 
     graphs         nanomegatron generate on a GPU: fast/decode.py
+    cublas         the same without the kernel for linear layers of a single token
     plain          the form of the core, generate.py
     transformers   the same shape as a model of transformers, static cache as large as the text; steps under
                    torch.compile(mode="reduce-overhead"), prompts without; skipped where it is not installed
 
-All take the likeliest token, and the host reads it; in the first and the last form one step late. A text is
+All take the likeliest token, and the host reads it; in all but `plain` one step late. A text is
 generated --repetitions times and once before, which compiles. `prefill_ms` is the whole time for one new
 token. `decode_ms` is of a step, from the token number WARM to the last; `whole_tokens_per_s` counts all new
 tokens over the whole time, with prompts, caches and captures. Medians of the repetitions.
@@ -29,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,12 +72,14 @@ def settings(args: argparse.Namespace) -> Config:
     return resolve(parsed.config, 1)
 
 
-def ours(config: Config, mesh: Mesh, graphs: bool) -> tuple[nn.Module, Text]:
+def ours(config: Config, mesh: Mesh, graphs: bool, kernel: bool) -> tuple[nn.Module, Text]:
     """The project's own model. Raises SystemExit if it is to run as graphs and does not."""
     model = new_model(config, mesh, config.data.vocab_size)
     if graphs and mesh.device.type == "cuda" and (why := plain_reason(model)):
         raise SystemExit(f"no graphs: {why}")
     model.decoder = model.decoder if graphs else None
+    for module in model.modules() if not kernel else ():
+        vars(module).pop("linear", None)  # back to that of the class
 
     def text(prompts: list[list[int]], new: int) -> Iterator[object]:
         return stream(model, prompts, new, Sampling(temperature=0))
@@ -125,8 +129,9 @@ def theirs(config: Config, mesh: Mesh) -> tuple[nn.Module, Text]:
 
 
 FORMS = {
-    "graphs": lambda config, mesh: ours(config, mesh, True),
-    "plain": lambda config, mesh: ours(config, mesh, False),
+    "graphs": partial(ours, graphs=True, kernel=True),
+    "cublas": partial(ours, graphs=True, kernel=False),
+    "plain": partial(ours, graphs=False, kernel=False),
     "transformers": theirs,
 }
 

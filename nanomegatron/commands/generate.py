@@ -28,7 +28,7 @@ from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
-from nanomegatron.fast.decode import decoder, plain_reason
+from nanomegatron.fast.decode import decoder, linear, plain_reason
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.generate import generate, stream
 from nanomegatron.launch import launch
@@ -158,7 +158,7 @@ def new_model(config: Config, mesh: Mesh, vocab_size: int) -> Stages:
         precision=replace(config.precision, fp8_format=None),  # its scales would make prompts interact
     )
     init = Init(dtype=getattr(torch, config.dtype_name), device=mesh.device)
-    return install(build(here, mesh, vocab_size, padded, init), Paths(decoder=decoder))
+    return install(build(here, mesh, vocab_size, padded, init), Paths(linear=linear, decoder=decoder))
 
 
 def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: bool) -> None:

@@ -28,9 +28,12 @@ import torch
 
 from nanomegatron.batch import Batch
 from nanomegatron.fast.cuda_graphs import capture_graph, has_hooks
+from nanomegatron.mesh import Axis
 from nanomegatron.ops.attention import Mask, core_attention
+from nanomegatron.ops.matvec import matvec
 from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 from nanomegatron.pp import Stages
+from nanomegatron.tp import LinearFunction
 
 
 def plain_reason(model: Stages) -> str:
@@ -45,6 +48,13 @@ def plain_reason(model: Stages) -> str:
         return "FP8 layers"
     hooked = next((name for name, module in model.named_modules() if has_hooks(module)), "")
     return f"module {hooked} has a hook" if hooked else ""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+    """`tp.LinearFunction`, of one token by its own kernel. x `[..., n]`, weight `[m, n]` -> `[..., m]`"""
+    if axis.size > 1 or x.numel() != x.shape[-1] or torch.is_grad_enabled():
+        return LinearFunction.apply(x, weight, axis, comm)
+    return matvec(x, weight)
 
 
 def decoder(model: Stages, length: int) -> "Decoder | None":

@@ -22,6 +22,7 @@ from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
 from nanomegatron.ops.fp8_matmul import missing
 from nanomegatron.ops.gelu import SQUARED_RELU, TANH, bias_act, bias_act_ref
 from nanomegatron.ops.kernels import FLOATS, kernels_unavailable
+from nanomegatron.ops.matvec import matvec, matvec_ref
 from nanomegatron.ops.merge import PartialRows, merge_rows, merge_rows_ref
 from nanomegatron.ops.norm import add_norm, norm, norm_ref
 from nanomegatron.ops.permute import permute, route, unpermute
@@ -31,7 +32,7 @@ from nanomegatron.ops.swiglu import SILU, gated, gated_ref
 
 KERNELS = (
     "rms_norm layer_norm add_norm bias_dropout_add rope swiglu gelu squared_relu column_sums scaled_softmax"
-    " cross_entropy adamw_ fp8_cast permute merge_rows embedding"
+    " cross_entropy adamw_ fp8_cast permute merge_rows embedding matvec"
 ).split()
 TORCHS = ("attention_dropout",)
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
@@ -126,7 +127,12 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
         "permute": (moe, lambda x: x * probs.sum(1, keepdim=True), ((T, H),)),
         "merge_rows": (_merged(merge_rows), _merged(merge_rows_ref), ((T, 2, 3, 16), (9, 2, 3, 16))),
         "embedding": (_embedding, _embedding_ref, ((V, H), (7, H), (7, 3, H))),
+        "matvec": (lambda *a: matvec(*_detached(a)), lambda *a: matvec_ref(*_detached(a)), (w, (T, H))),
     }
+
+
+def _detached(tensors: tuple) -> tuple:
+    return tuple(x.detach() for x in tensors)
 
 
 def _embedding(*inputs):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nanomegatron.batch import Batch
+from nanomegatron.build import Paths, install
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.fast.decode import Decoder, decoder, plain_reason
+from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
 from nanomegatron.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init
@@ -20,13 +21,14 @@ BLOCK = 16  # keys: a text crosses several
 
 
 @functools.cache
-def build(family: str, dtype: torch.dtype = torch.bfloat16) -> Stages:
-    """Large weights, so that the likeliest token is likelier than rounding."""
+def build(family: str, dtype: torch.dtype = torch.bfloat16, kernel: bool = False) -> Stages:
+    """Large weights, so that the likeliest token is likelier than rounding. kernel: for a single token."""
     config = TransformerConfig(
         *(2, 256, 8), max_position_embeddings=LONGEST, init_method_std=0.3, **FAMILIES[family]
     )
     sizes = dict(vocab_size=VOCAB, max_sequence_length=LONGEST, padded_vocab_size=512)
-    return Stages([GPTModel(config, **sizes, init=Init(dtype=dtype, device=CUDA))])
+    model = Stages([GPTModel(config, **sizes, init=Init(dtype=dtype, device=CUDA))])
+    return install(model, Paths(linear=linear if kernel else None))
 
 
 def eager(run, pool):
@@ -35,10 +37,10 @@ def eager(run, pool):
 
 
 @torch.no_grad()
-def logits(make, family: str, dtype: torch.dtype, b: int = 3) -> torch.Tensor:
+def logits(make, family: str, dtype: torch.dtype, b: int, kernel: bool = True) -> torch.Tensor:
     """Of a prefill of 5 tokens and 60 single ones, `[61, b, V]`; make: model -> a decoder."""
     torch.manual_seed(0)
-    tokens, model = torch.randint(VOCAB, (b, 65), device=CUDA), build(family, dtype)
+    tokens, model = torch.randint(VOCAB, (b, 65), device=CUDA), build(family, dtype, kernel)
     forward = make(model)
     pieces = [tokens[:, :5], *tokens[:, 5:].split(1, dim=1)]
     return torch.stack([forward(piece).clone() for piece in pieces])
@@ -63,16 +65,18 @@ def test_graphs_equal_their_steps_to_the_bit(family, b, monkeypatch):
     assert torch.equal(found, logits(lambda m: Decoder(m, LONGEST, BLOCK, eager), family, torch.bfloat16, b))
 
 
+@pytest.mark.parametrize("b", [1, 3])
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-2), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_plain_form(family, dtype, bound):
+def test_logits_are_those_of_the_plain_form(family, dtype, bound, b):
     """And, in fp32, of one forward without a cache."""
-    plain = logits(lambda m: functools.partial(next_logits, m, cache=KVCache(LONGEST)), family, dtype)
-    found = logits(lambda m: Decoder(m, LONGEST, BLOCK), family, dtype)
+    how = family, dtype, b
+    plain = logits(lambda m: functools.partial(next_logits, m, cache=KVCache(LONGEST)), *how, kernel=False)
+    found = logits(lambda m: Decoder(m, LONGEST, BLOCK), *how)
     assert relative(found, plain) < bound
     if dtype == torch.float32:
         torch.manual_seed(0)
-        tokens = torch.randint(VOCAB, (3, 65), device=CUDA)
+        tokens = torch.randint(VOCAB, (b, 65), device=CUDA)
         with torch.no_grad():
             whole = build(family, dtype)[0](Batch(tokens, torch.arange(65, device=CUDA)))[4:, :, :VOCAB]
         assert relative(found, whole) < bound
