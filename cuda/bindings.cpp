@@ -53,7 +53,8 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("norm_backward", &norm_backward);
     module.def("bias_dropout_add", &bias_dropout_add);
     module.def("bias_dropout_backward", &bias_dropout_backward);
-    // merge.cu, matvec.cu
+    // attend_one.cu, merge.cu, matvec.cu
+    module.def("attend_one", &attend_one);
     module.def("merge_rows", &merge_rows);
     module.def("matvec", &matvec);
     // embedding.cu

@@ -11,6 +11,7 @@ import torch
 from nanomegatron.build import Paths, install
 from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
 from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream
+from nanomegatron.ops import attend_one as ops_attend_one
 from nanomegatron.ops import matvec as ops_matvec
 from nanomegatron.pp import Stages
 from tests import cuda_on_cpu
@@ -112,23 +113,28 @@ def test_ends_and_one_token_prompts():
         fast([[1, 2]])
 
 
+@pytest.mark.parametrize("b", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_text_by_the_kernel_of_a_single_token(family, monkeypatch):
-    """matvec.cu run by the emulator, in every linear layer and the output layer, not in a prefill."""
+def test_by_the_kernels(family, b, monkeypatch):
+    """Run by the emulator: attend_one.cu in each layer and, of one text, matvec.cu for each weight."""
     if cuda_on_cpu.cuda_home() is None:
         pytest.skip("no CUDA headers here")
-    model, tokens, launched = build(FAMILIES[family]), torch.randint(VOCAB, (1, 9)), []
-    pieces = [tokens[:, :6], *tokens[:, 6:].split(1, 1)]
+    model, tokens = build(FAMILIES[family] | {"kv_channels": 32}), torch.randint(VOCAB, (b, 9))
+    pieces, launched = [tokens[:, :6], *tokens[:, 6:].split(1, 1)], []
     with torch.no_grad():
         cache = KVCache(9)
         expected = [next_logits(model, piece.tolist(), cache) for piece in pieces]
     install(model, Paths(linear=linear))
-    cuda_on_cpu.run_here(monkeypatch, ("matvec",), ops_matvec)
+    modules = ops_matvec, ops_attend_one
+    cuda_on_cpu.run_here(monkeypatch, ("attend_one", "matvec"), *modules)
     launch = ops_matvec.launch_kernel
-    monkeypatch.setattr(ops_matvec, "launch_kernel", lambda *a: launched.append(a[4:6]) or launch(*a))
+    for module in modules:
+        monkeypatch.setattr(module, "launch_kernel", lambda *a: launched.append(a[0]) or launch(*a))
     fast = Decoder(model, 9, 8, lambda run, pool: run)
     torch.testing.assert_close([fast(piece).clone() for piece in pieces], expected, atol=1e-5, rtol=1e-5)
-    assert len(launched) == 1 + 3 * (2 * 4 + 1) and launched[0] == (64, 32)  # the head after a prefill, too
+    assert launched.count("attend_one") == (3 * 2 if model.config.masked_softmax_fusion else 0)
+    # Two layers of four weights and the head, which reads one token after a prefill, too.
+    assert launched.count("matvec") == (3 * (2 * 4 + 1) + 1 if b == 1 else 0)
 
 
 def test_what_runs_without_graphs():

@@ -29,9 +29,9 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.fast.cuda_graphs import capture_graph, has_hooks
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.attend_one import attend_one, attend_one_ref
 from nanomegatron.ops.attention import Mask, core_attention
 from nanomegatron.ops.matvec import matvec
-from nanomegatron.ops.softmax import scaled_softmax, scaled_softmax_ref
 from nanomegatron.pp import Stages
 from nanomegatron.tp import LinearFunction
 
@@ -73,11 +73,7 @@ class StaticCache:
         self.length, self.span = length, 0
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.buffers: dict[int, torch.Tensor] = {}
-        self.hidden: dict[int | None, torch.Tensor] = {}  # by window
-
-    def begin(self, span: int) -> None:
-        """Begin a forward."""
-        self.span, self.hidden = span, {}
+        self.new: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layer that asked last
 
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in self.buffers:
@@ -86,42 +82,17 @@ class StaticCache:
         if not self.span:
             keys[: len(k)], values[: len(k)] = k, v
             return k, v
-        keys.index_copy_(0, self.position, k)
-        values.index_copy_(0, self.position, v)
+        self.new = k, v  # which attend puts there
         return keys[: self.span], values[: self.span]
 
-    def attend(self, q, k, v, backend: str, mask: Mask, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, q, k, v, backend: str, mask: Mask, *how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`core_attention` of the forward's queries; how: dropout, drop, whether softmax is fused."""
         if not self.span:
             return core_attention(q, k, v, backend, mask, *how)
-        return attend_one(q, k, v, self.unseen(mask.window), mask.cap, fused=how[-1])
-
-    def unseen(self, window: int | None) -> torch.Tensor:
-        """True where the token does not see a key. -> bool `[1, 1, 1, span]`"""
-        if window not in self.hidden:
-            key = torch.arange(self.span, device=self.position.device)
-            hidden = key > self.position
-            if window is not None:
-                hidden = hidden | (key < self.position - window)
-            self.hidden[window] = hidden[None, None, None]
-        return self.hidden[window]
-
-
-def attend_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, cap: float | None, fused: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query a row, as `core_attention`, without a copy of k or v for each query head.
-
-    q `[1, b, n, d]`, k, v `[t, b, g, d]`, hidden bool `[1, 1, 1, t]` -> `[1, b, n*d]`, fp32 `[b, n, 1]`
-    """
-    (_, b, n, d), (t, _, g, _) = q.shape, k.shape
-    q = q.reshape(b * g, n // g, d)
-    k, v = (x.flatten(1, 2).transpose(0, 1) for x in (k, v))  # [b*g, t, d]
-    scores, scale = torch.bmm(q, k.transpose(1, 2)).view(b, n, 1, t), d**-0.5
-    if cap:
-        scores, scale = torch.tanh(scores * (scale / cap)), cap
-    probs, lse = (scaled_softmax if fused else scaled_softmax_ref)(scores, scale, hidden, False, None)
-    return torch.bmm(probs.view(b * g, n // g, t), v).view(1, b, n * d), lse
+        run = attend_one if how[-1] else attend_one_ref
+        return run(q, self.new, (k, v), self.position, mask.window, mask.cap), None
 
 
 @dataclass
@@ -180,7 +151,7 @@ class Decoder:
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> None:
         """Compute logits of tokens `[b, s]` at positions `[s]`; span as in `StaticCache`."""
         chunk, training = self.model[0], self.model.training
-        self.cache.begin(span)
+        self.cache.span = span
         self.model.eval()
         self.logits.copy_(chunk(Batch(tokens, positions), cache=self.cache)[-1])
         self.model.train(training)

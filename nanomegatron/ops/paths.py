@@ -14,6 +14,7 @@ import torch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.adamw import DECAY, FlatState, Segments, adamw_flat_, adamw_flat_ref_
+from nanomegatron.ops.attend_one import attend_one, attend_one_ref
 from nanomegatron.ops.bias import column_sums
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
@@ -32,7 +33,7 @@ from nanomegatron.ops.swiglu import SILU, gated, gated_ref
 
 KERNELS = (
     "rms_norm layer_norm add_norm bias_dropout_add rope swiglu gelu squared_relu column_sums scaled_softmax"
-    " cross_entropy adamw_ fp8_cast permute merge_rows embedding matvec"
+    " cross_entropy adamw_ fp8_cast permute merge_rows embedding attend_one matvec"
 ).split()
 TORCHS = ("attention_dropout",)
 FUSED = ("rms_norm", "layer_norm", "adamw_", "gelu")  # for which torch itself has one kernel
@@ -127,8 +128,18 @@ def cases(device: torch.device) -> dict[str, tuple[Callable, Callable, tuple]]:
         "permute": (moe, lambda x: x * probs.sum(1, keepdim=True), ((T, H),)),
         "merge_rows": (_merged(merge_rows), _merged(merge_rows_ref), ((T, 2, 3, 16), (9, 2, 3, 16))),
         "embedding": (_embedding, _embedding_ref, ((V, H), (7, H), (7, 3, H))),
+        "attend_one": (_attended(attend_one), _attended(attend_one_ref), ((1, 3, 8, 128), (64, 3, 2, 128))),
         "matvec": (lambda *a: matvec(*_detached(a)), lambda *a: matvec_ref(*_detached(a)), (w, (T, H))),
     }
+
+
+def _attended(attend: Callable) -> Callable:
+    def run(q, rows):
+        keys = rows.detach().clone()
+        new = keys[:1].flip(3), keys[1:2].clone()
+        return attend(q.detach(), new, (keys, keys + 1), torch.tensor([T], device=q.device), 9, 2.0), keys
+
+    return run
 
 
 def _detached(tensors: tuple) -> tuple:
