@@ -3,14 +3,17 @@
 fp32, large weights: the same tokens and, within rounding, the same logits. tests/gpu has real graphs.
 """
 
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanomegatron.build import Paths, install
+from nanomegatron.commands.generate import batch
 from nanomegatron.fast.decode import Decoder, decoder, linear, plain_reason
-from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream
+from nanomegatron.generate import KVCache, Sampling, generate, likeliest, next_logits, stream
 from nanomegatron.ops import attend_one as ops_attend_one
 from nanomegatron.ops import matvec as ops_matvec
 from nanomegatron.pp import Stages
@@ -152,3 +155,28 @@ def test_what_runs_without_graphs():
     experts = build(GPT | {"num_experts": 4, "moe_router_topk": 2})
     experts.device = torch.device("cuda")
     assert plain_reason(experts) == "the shapes of experts' tokens vary"
+
+
+@pytest.mark.parametrize("count", [1, 7, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_likeliest_equals_a_stable_sort(dtype, count):
+    """With equal logits, zeros of both signs, infinite and tiny ones."""
+    logits = (torch.randn(5, 200) * 3).round().to(dtype)
+    logits[:, 50:54] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+    logits[:, 60:64] = torch.tensor([1e-7, -1e-7, 3e4, -3e4]).to(dtype)
+    expected = logits.sort(descending=True, stable=True).indices[:, :count]
+    assert torch.equal(likeliest(logits, count), expected)
+
+
+def test_speed_is_said(capsys):
+    """And why there are no graphs, beside the text on stdout."""
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)), eod=None)
+    args = SimpleNamespace(prompt=["1 2", "3"], num_samples=2, max_new_tokens=4, sampling=Sampling(0))
+    args.encode = lambda prompt: [int(word) for word in prompt.split()]
+    for show in (False, True):
+        batch(build(GPT), tokenizer, args, show)
+    out, err = capsys.readouterr()
+    assert out.count("---") == 3 and out.startswith("1 2 ")
+    assert re.fullmatch(
+        r"generate: 16 tokens in \d+\.\d s, \d+ tokens/s \(without CUDA graphs: on cpu\)\n", err
+    )

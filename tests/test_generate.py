@@ -4,7 +4,6 @@ import io
 import itertools
 import math
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import Config, DataConfig, ParallelConfig
 from nanomegatron.data.tokenizer import ByteTokenizer
 from nanomegatron.data.vocabulary import write_ranks
-from nanomegatron.generate import KVCache, Sampling, generate, likeliest, next_logits, stream, truncated
+from nanomegatron.generate import KVCache, Sampling, generate, next_logits, stream, truncated
 from nanomegatron.generate import sample as draw_tokens
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.model import GPTModel
@@ -211,17 +210,6 @@ def test_truncated_equals_brute_force(temperature, top_k, top_p):
     torch.testing.assert_close(probabilities, torch.tensor(expected).double(), atol=1e-12, rtol=1e-6)
 
 
-@pytest.mark.parametrize("count", [1, 7, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_likeliest_equals_a_stable_sort(dtype, count):
-    """With equal logits, zeros of both signs, infinite and tiny ones."""
-    logits = (torch.randn(5, 200) * 3).round().to(dtype)
-    logits[:, 50:54] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
-    logits[:, 60:64] = torch.tensor([1e-7, -1e-7, 3e4, -3e4]).to(dtype)
-    expected = logits.sort(descending=True, stable=True).indices[:, :count]
-    assert torch.equal(likeliest(logits, count), expected)
-
-
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (4, 1.0), (0, 0.7), (5, 0.8)])
 def test_samples_have_the_distribution(top_k, top_p):
     n, logits = 20_000, torch.randn(11) * 1.5
@@ -306,17 +294,13 @@ def continued(model: Stages, prompts: list[str], tokens: int = 20, **settings) -
     return [tokenizer.decode(t[not p :]) for t, p in zip(texts, prompts)]
 
 
-SPEED = r"generate: {} tokens in \d+\.\d s, \d+ tokens/s \(without CUDA graphs: on cpu\)\n"
-
-
 def test_program_on_two_processes(trained):
     root, models = trained
     flags = f"generate --tp 2 --device cpu --max-new-tokens 20 --load {root}".split()
     command = [sys.executable, "-m", "nanomegatron", *flags, "--prompt", "def ", "--prompt", ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     expected = "\n---\n".join(continued(models[20], ["def ", ""])) + "\n"
-    assert (done.returncode, done.stdout) == (0, expected)
-    assert re.fullmatch(SPEED.format(40), done.stderr)
+    assert (done.returncode, done.stdout, done.stderr.split()[1:3]) == (0, expected, ["40", "tokens"])
 
 
 def run_main(monkeypatch, capsys, *flags, stdin: str = "") -> tuple[int, str, str]:

@@ -8,14 +8,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6270,
+    "": 6324,
     "checkpoint": 4510,
-    "commands": 1315,
+    "commands": 1325,
     "config": 3475,
     "data": 3405,
-    "fast": 2755,
+    "fast": 2958,
     "faults": 1112,
-    "ops": 3520,
+    "ops": 3630,
     "plan": 646,
     "report": 2400,
 }
@@ -33,7 +33,8 @@ tp dp cp router fp8 recompute
 layers moe fp8_linear optim data/
 attention
 model
-pp fast/
+pp
+fast/
 checkpoint/ report/
 faults/
 build

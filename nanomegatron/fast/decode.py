@@ -50,11 +50,14 @@ def plain_reason(model: Stages) -> str:
     return f"module {hooked} has a hook" if hooked else ""
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """`tp.LinearFunction`, of one token by its own kernel. x `[..., n]`, weight `[m, n]` -> `[..., m]`"""
     if axis.size > 1 or x.numel() != x.shape[-1] or torch.is_grad_enabled():
-        return LinearFunction.apply(x, weight, axis, comm)
-    return matvec(x, weight)
+        return LinearFunction.apply(x, weight, axis, comm, bias)
+    y = matvec(x, weight)
+    return y if bias is None else y.add_(bias)
 
 
 def decoder(model: Stages, length: int) -> "Decoder | None":
