@@ -36,6 +36,9 @@ ONE: dict[str, Row] = {
     "no kernels": ("", f"{PEERS} no-kernels"),
     "compile": ("", f"{PEERS} compile"),
     "kernels, fused loss": FUSED,
+    "tuned matmuls": "--gemm-autotune",
+    "fp8": FP8,
+    "fp8, tuned matmuls": f"{FP8} --gemm-autotune",
 }
 PRECISIONS: dict[str, Row] = {
     "bf16": "",

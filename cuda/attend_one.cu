@@ -162,8 +162,16 @@ void attend_one(Address out, Address parts, Address q, Address k, Address v, Add
                 Address stream) {
     if (b * n * d == 0) return;
     if (b * g > 65535) throw std::runtime_error("attend_one: more than 65535 rows of key heads");
-    const Problem a{position, chunks > 1 ? static_cast<float*>(parts) : nullptr, b, g,
-                    (span + chunks - 1) / chunks, window, q_b, k_b, v_b, static_cast<float>(scale),
+    const Problem a{position,
+                    chunks > 1 ? static_cast<float*>(parts) : nullptr,
+                    b,
+                    g,
+                    (span + chunks - 1) / chunks,
+                    window,
+                    q_b,
+                    k_b,
+                    v_b,
+                    static_cast<float>(scale),
                     static_cast<float>(cap)};
     const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(b * g));
     with_type(type, [&](auto element) {

@@ -35,7 +35,7 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("softmax_forward", &softmax_forward);
     module.def("softmax_backward", &softmax_backward);
     module.def("rope", &rope);
-    // fp8_cast.cu, fp8_rows.cu, fp8_scale.cu, matmul_fp8.cu, permute.cu
+    // fp8_cast.cu, fp8_rows.cu, fp8_scale.cu, matmul.cu, permute.cu
     module.def("fp8_amax", &fp8_amax);
     module.def("fp8_cast", &fp8_cast);
     module.def("fp8_cast_blocks", &fp8_cast_blocks);
@@ -43,8 +43,10 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("fp8_transpose", &fp8_transpose);
     module.def("fp8_scale", &fp8_scale);
     module.def("fp8_update", &fp8_update);
-    module.def("fp8_matmul_ready", &fp8_matmul_ready);
-    module.def("fp8_matmul_add", &fp8_matmul_add);
+    module.def("matmul_ready", &matmul_ready);
+    module.def("matmul_version", &matmul_version);
+    module.def("matmul_candidates", &matmul_candidates);
+    module.def("matmul", &matmul);
     module.def("moe_route", &moe_route);
     module.def("moe_permute", &moe_permute);
     module.def("moe_unpermute", &moe_unpermute);

@@ -53,8 +53,8 @@ void matvec(Address out, Address weight, Address x, int64_t m, int64_t k, int ty
         const bool whole = k % Pack<T>::size == 0 && aligned(weight.value) && aligned(x.value);
         const auto run = [&](auto pack) {
             using P = decltype(pack);
-            matvec_rows<T, P><<<static_cast<unsigned>(blocks), 32 * WARPS, 0, stream>>>(out, weight, x, m,
-                                                                                        k / P::size);
+            matvec_rows<T, P>
+                <<<static_cast<unsigned>(blocks), 32 * WARPS, 0, stream>>>(out, weight, x, m, k / P::size);
         };
         whole ? run(Pack<T>{}) : run(Pack<T, 1>{});
     });

@@ -12,6 +12,7 @@ Without either, fast paths run on GPUs, and on CPUs those that have a flag of th
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,14 +37,15 @@ from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.layers import MLP, OutputLayer
-from nanomegatron.mesh import Mesh
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage, TransformerLayer
 from nanomegatron.moe import GroupedExperts, MoELayer
+from nanomegatron.ops.tuner import Tuner, tuner_unavailable
 from nanomegatron.optim import Optimizer, ShardState, ShardUpdates
 from nanomegatron.param import Init
 from nanomegatron.pp import Stages, execute
 from nanomegatron.schedules import placement
-from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+from nanomegatron.tp import ColumnParallelLinear, LinearFunction, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Paths:
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
     gathered: Callable | None = None  # (param, shards axis) -> class of what Buckets gather
+    tuner: Tuner | None = None  # LinearFunction's matmuls, those of FP8 layers and of a fused loss
     graphs: bool = False  # microbatches are launched as CUDA graphs
     decoder: Callable | None = None  # Stages.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
@@ -73,6 +76,10 @@ class Paths:
             parts.append(f"cp rings by {self.peers.describe(mesh.cp, 'messages')}")
         if self.moe and mesh.etp_ep.size > 1:
             parts.append(f"ep {self.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")
+        if config.parallel.gemm_autotune:
+            parts.append(
+                self.tuner.describe() if self.tuner else f"torch's matmuls: {tuner_unavailable(mesh.device)}"
+            )
         if mesh.device.type == "cuda" and config.parallel.cuda_graph_impl != "none":
             why = graph_conflict(config)
             parts.append(f"no CUDA graphs: {why}" if why else "a CUDA graph of each microbatch")
@@ -95,6 +102,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     exchanges = model.num_experts and (everywhere or halves or model.moe_shared_expert_overlap)
     overlaps = parallel.overlap_grad_reduce or parallel.overlap_param_gather
     casts = everywhere or config.precision.fp8_param_gather
+    tuner = Tuner.build(parallel, mesh.device, writes=mesh.tp.rank == mesh.dp_cp.rank == 0)
     return Paths(
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
         context=Ring(peers) if everywhere else None,
@@ -103,10 +111,22 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         loss=fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None,
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
         gathered=gathered_casts if casts else None,
+        tuner=tuner,
         graphs=wants_graphs(config, mesh),
         decoder=decoder if parallel.cuda_graph_impl != "none" else None,
         peers=peers,
     )
+
+
+def tuned_linear(tuner: Tuner) -> Callable:
+    """Return `tp.LinearFunction` with a tuner: (x, weight, axis, comm, bias) -> y."""
+
+    def linear(
+        x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return LinearFunction.apply(x, weight, axis, comm, bias, tuner.when(torch.is_grad_enabled()))
+
+    return linear
 
 
 def wants_graphs(config: Config, mesh: Mesh) -> bool:
@@ -127,11 +147,17 @@ def build_executor(
 def install(stages: Stages, paths: Paths) -> Stages:
     """Set the fast paths on a model's modules; call it before its parameters are put into buckets."""
     stages.decoder = paths.decoder
+    linear, loss = paths.linear, paths.loss
+    if paths.tuner:
+        linear, loss = tuned_linear(paths.tuner), loss and partial(loss, tuner=paths.tuner)
     for module in stages.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and paths.linear and not module.fp8:
-            module.linear = paths.linear
-        elif isinstance(module, OutputLayer):
-            module.linear, module.loss = paths.linear or module.linear, paths.loss
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | OutputLayer):
+            if module.fp8:
+                module.fp8.tuner = paths.tuner
+            elif linear:
+                module.linear = linear
+        if isinstance(module, OutputLayer):
+            module.loss = loss
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = paths.context
         elif isinstance(module, MoELayer) and paths.moe:

@@ -37,7 +37,7 @@ Zeros, infinities, NaN, outliers, error bounds and how Transformer Engine differ
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -251,6 +251,7 @@ class Fp8Linear:
         self.slots = slice(first, first + len(ROLES))
         self.cached_weight: Quantized | None = None  # of this step
         self.optimizer_cast: Fp8Matrix | None = None  # the weight, rowwise
+        self.tuner: Any = None  # an ops.tuner.Tuner, or torch's matmuls
 
     def slot(self, role: str) -> int:
         """Return the index of x, w or g in the tensors of `Scales`."""

@@ -16,6 +16,7 @@ With scales of rows, dW is rounded to bf16 on a GPU before it is added.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +68,8 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
         rows = start_fp8_gather(x_fp8.rowwise, axis)() if comm == "gather" else x_fp8.rowwise
-        y = fp8_matmul(rows, fp8.weight(weight, axis).rowwise, x.dtype, fast=True)
+        tuner = fp8.tuner and fp8.tuner.when(trains)
+        y = fp8_matmul(rows, fp8.weight(weight, axis).rowwise, x.dtype, fast=True, tuner=tuner)
         y = y.view(-1, *x.shape[1:-1], len(weight))
         if comm == "scatter":
             return reduce_scatter(y, axis)
@@ -81,7 +83,7 @@ class Fp8LinearFunction(torch.autograd.Function):
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
         gathers_now = gathers_fp8_x and not is_deferred(weight)
         pending = start_fp8_gather(Fp8Matrix(*saved), axis) if gathers_now else None
-        dx = fp8_matmul(g_rowwise, fp8.weight(weight, axis).columnwise, ctx.dtype)
+        dx = fp8_matmul(g_rowwise, fp8.weight(weight, axis).columnwise, ctx.dtype, tuner=fp8.tuner)
         dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
         reduced = start_input_grad_sum(dx, axis, comm)
 
@@ -89,11 +91,11 @@ class Fp8LinearFunction(torch.autograd.Function):
             if not fp8.recipe.wgrad:
                 x = all_gather(saved[0], axis) if comm == "gather" else saved[0]
                 g = all_gather(grad, axis) if comm == "scatter" else grad
-                return accumulate_weight_grad(weight, x, g)
+                return accumulate_weight_grad(weight, x, g, fp8.tuner)
             x = Fp8Matrix(*saved)
             if gathers_fp8_x:
                 x = fp8.requantize_transposed((pending or start_fp8_gather(x, axis))(), "x")
-            return add_weight_grad(weight, g_columnwise, x)
+            return add_weight_grad(weight, g_columnwise, x, fp8.tuner)
 
         dw = run_or_defer(weight, weight_grad)
         return reduced.wait(), dw, None, None, None, None
@@ -121,13 +123,15 @@ def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quan
     return fp8.cast(g, "g", "both" if wgrad else "rowwise", None if comm == "sum" else axis)
 
 
-def add_weight_grad(weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix) -> torch.Tensor | None:
+def add_weight_grad(
+    weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix, tuner: Any = None
+) -> torch.Tensor | None:
     """Add dW = g x^T to `main_grad`, in the matmul if possible. g `[o, t]`, x `[i, t]` -> `[o, i]`, None"""
     target = main_grad(weight)
     if target is None or target.dtype != torch.float32 or g.inverse.dim():
         dtype = weight.dtype if target is None else target.dtype
         return accumulate_grad(weight, lambda: fp8_matmul(g, x, dtype))
-    add_fp8_product_(target, g, x)
+    add_fp8_product_(target, g, x, tuner=tuner)
     weight.bucket.ready(weight)
     return None
 

@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -275,28 +276,40 @@ def accumulate_sums(
     return None
 
 
-def accumulate_weight_grad(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+def accumulate_weight_grad(
+    weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, tuner: Any = None
+) -> torch.Tensor | None:
     """Add the weight gradient grad^T x to `main_grad`. x `[..., i]`, grad `[..., o]` -> `[o, i]` or None"""
     x, grad = x.flatten(0, -2), grad.flatten(0, -2)
     target, overwrite = grad_to_write(weight)
     if target is None:
         return grad.t() @ x
-    add_product(target, grad, x, overwrite)
+    add_product(target, grad, x, overwrite, tuner)
     weight.bucket.ready(weight)
     return None
 
 
-def add_product(target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, overwrite: bool = False) -> None:
+def product(a: torch.Tensor, b: torch.Tensor, tuner: Any = None) -> torch.Tensor:
+    """a b, by torch or with the algorithm of an `ops.tuner.Tuner`. a `[..., k]`, b `[k, n]` -> `[..., n]`"""
+    return a @ b if tuner is None else tuner.product(a, b)
+
+
+def add_product(
+    target: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, overwrite: bool = False, tuner: Any = None
+) -> None:
     """target += grad^T x, or with `overwrite` target = grad^T x; sums are rounded once, to the target's type.
 
     target `[o, i]`, grad `[t, o]`, x `[t, i]`. On a GPU the matmul itself accumulates into target, and reads
-    nothing of it to overwrite it; torch has no CPU matmul of 16-bit inputs that adds to fp32.
+    nothing of it to overwrite it; torch has no CPU matmul of 16-bit inputs that adds to fp32. tuner: an
+    `ops.tuner.Tuner`, or None.
     """
+    if tuner is not None and tuner.add_product(target, grad, x, overwrite):
+        return
     beta = 0 if overwrite else 1
     if not x.is_cuda:
         wide = torch.promote_types(x.dtype, target.dtype)
-        product = grad.to(wide).t() @ x.to(wide)
-        target.copy_(product) if overwrite else target.add_(product)
+        made = grad.to(wide).t() @ x.to(wide)
+        target.copy_(made) if overwrite else target.add_(made)
     elif target.dtype == x.dtype:
         torch.addmm(target, grad.t(), x, beta=beta, out=target)
     else:

@@ -66,6 +66,7 @@ from nanomegatron.param import (
     accumulate_weight_grad,
     is_deferred,
     new_parameter,
+    product,
     replica,
     run_or_defer,
     shard,
@@ -88,20 +89,27 @@ class LinearFunction(torch.autograd.Function):
     "scatter"   [s, b, i/tp]      [s/tp, b, o]      reduce-scatter y              gather dy
 
     The bias is added last, to sums over ranks once; where nothing is summed a GPU's matmul adds it. For the
-    backward it saves its input x: with "gather" only the local shard.
+    backward it saves its input x: with "gather" only the local shard. tuner: an `ops.tuner.Tuner`, for
+    matmuls that add no bias, or None, which means torch's.
     """
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        axis: Axis,
+        comm: str,
+        bias: torch.Tensor | None = None,
+        tuner: Any = None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias  # hooks on saved tensors may lose `bucket`
-        ctx.axis, ctx.comm = axis, comm
+        ctx.axis, ctx.comm, ctx.tuner = axis, comm, tuner
         x = all_gather(x, axis) if comm == "gather" else x
-        if x.is_cuda and comm in ("copy", "gather"):
+        if x.is_cuda and comm in ("copy", "gather") and (tuner is None or bias is not None):
             return F.linear(x, weight, bias)
-        y = x @ weight.t()
+        y = product(x, weight.t(), tuner)
         if comm == "scatter":
             y = reduce_scatter(y, axis)
         elif comm == "sum":
@@ -117,15 +125,16 @@ class LinearFunction(torch.autograd.Function):
         dbias = None if ctx.bias is None else bias_grad(ctx.bias, grad, accumulate_sums)
         if comm == "scatter":
             grad = all_gather(grad, axis)
-        dx = grad @ weight
+        dx = product(grad, weight, ctx.tuner)
         x = gathered.wait()
         reduced = start_input_grad_sum(dx, axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
-            return accumulate_weight_grad(weight, all_gather(x, axis) if gathers_later else x, grad)
+            rows = all_gather(x, axis) if gathers_later else x
+            return accumulate_weight_grad(weight, rows, grad, ctx.tuner)
 
         dw = run_or_defer(weight, weight_grad)
-        return reduced.wait(), dw, None, None, dbias
+        return reduced.wait(), dw, None, None, dbias, None
 
 
 def start_input_grad_sum(dx: torch.Tensor, axis: Axis, comm: str) -> Pending:

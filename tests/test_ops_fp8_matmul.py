@@ -1,6 +1,5 @@
 """FP8 matmuls that add: what they compute in plain torch, what is refused, and what cuBLASLt is asked for."""
 
-import ctypes
 import functools
 import subprocess
 import sys
@@ -13,14 +12,15 @@ import torch
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Matrix
-from nanomegatron.ops.fp8_matmul import WORKSPACE, add_fp8_product_, missing
-from tests import cuda_on_cpu
+from nanomegatron.ops.fp8_matmul import add_fp8_product_
+from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, BY_ESTIMATE, WORKSPACE, missing
+from tests import cuda_on_cpu, fake_cublaslt
+from tests.fake_cublaslt import FILES, made
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = FORMATS
 PAIRS = (E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)
 SHAPES = (16, 16, 16), (32, 16, 48), (16, 80, 144), (272, 48, 32)  # m, n, k
-FILES = ("matmul_fp8",)
 
 
 def case(shape, pair=PAIRS[0], device=CPU) -> list[torch.Tensor]:
@@ -112,7 +112,7 @@ def test_without_the_library_torch_multiplies(monkeypatch):
     def ready():
         raise RuntimeError("no such file")
 
-    monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(fp8_matmul_ready=ready))
+    monkeypatch.setattr(ops_kernels, "_kernels", SimpleNamespace(matmul_ready=ready))
     monkeypatch.setattr(ops_fp8_matmul, "usable", lambda *_: True)
     missing.cache_clear()
     with pytest.warns(UserWarning, match="added in a separate pass: no such file") as warned:
@@ -121,71 +121,48 @@ def test_without_the_library_torch_multiplies(monkeypatch):
     missing.cache_clear()
 
 
-# The calls of cuda/matmul_fp8.cu, compiled for the CPU, of a library that only checks and multiplies.
+# The calls of cuda/matmul.cu, compiled for the CPU, of a library that only checks and multiplies.
 
-emulated = pytest.mark.skipif(
-    cuda_on_cpu.cuda_home() is None or torch.version.cuda is not None,
-    reason="no CUDA headers here, or torch has loaded the library itself",
-)
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory) -> ctypes.CDLL:
-    """Loaded as torch loads the real one: under its name."""
-    name = "libcublasLt.so.13"
-    path = tmp_path_factory.mktemp("library") / name
-    source = cuda_on_cpu.ROOT / "tests/fake_cublaslt.cpp"
-    flags = f"-std=c++17 -O1 -Wall -Wextra -Wno-unused-parameter -Werror -shared -fPIC -Wl,-soname,{name}"
-    subprocess.run(["g++", *flags.split(), str(source), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
+emulated = fake_cublaslt.emulated
 
 
 @pytest.fixture
-def module(fake, monkeypatch):
+def module(monkeypatch):
     """The extension with this file alone, in place of the real one."""
-    module = cuda_on_cpu.build(*FILES)
-    cuda_on_cpu.run_here(monkeypatch, FILES, ops_fp8_matmul)
-    monkeypatch.setattr(ops_kernels, "_kernels", module)
-    monkeypatch.setattr(ops_fp8_matmul, "_workspace", lambda device: torch.empty(1024, device=device))
     monkeypatch.setattr(ops_fp8_matmul, "add_fp8_product_ref_", None)
-    missing.cache_clear()
-    yield module
-    missing.cache_clear()
-
-
-def made(fake: ctypes.CDLL, what: str) -> int:
-    return ctypes.c_int.in_dll(fake, what).value
+    with fake_cublaslt.installed(monkeypatch, ops_fp8_matmul) as module:
+        yield module
 
 
 @emulated
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_the_library_is_asked_for_the_same(module, fake, pair, fast):
-    before = made(fake, "matmuls")
+def test_the_library_is_asked_for_the_same(module, pair, fast):
+    before = made("matmuls")
     for shape in SHAPES:
         check(case(shape, pair), fast)
-    assert made(fake, "matmuls") == before + 2 * len(SHAPES) and made(fake, "handles") == 1
+    assert made("matmuls") == before + 2 * len(SHAPES) and made("handles") == 1
 
 
 @emulated
-def test_an_algorithm_is_looked_for_once(module, fake):
+def test_an_algorithm_is_looked_for_once(module):
     given = case((64, 48, 32))
-    before = made(fake, "searches")
+    before = made("searches")
     for inverse in (0.25, 8.0, 1.0):  # what is read, and where a scale is, changes from call to call
         given[1].copy_(given[1].roll(1, 0))
         given[2] = torch.tensor(inverse)
         check(given)
-    assert made(fake, "searches") == before + 1
+    assert made("searches") == before + 1
     check(given, fast=True)
     out, a, a_inverse, b, b_inverse = given
     for m, n, k in (32, 48, 32), (64, 32, 32), (64, 48, 16):  # in the same memory
         x, y, z = (t.flatten()[: r * c].view(r, c) for t, r, c in ((out, m, n), (a, m, k), (b, n, k)))
         check([x, y, a_inverse, z, b_inverse])
-    assert made(fake, "searches") == before + 5
+    assert made("searches") == before + 5
 
 
 @emulated
-def test_less_aligned_memory_is_told(module, fake):
+def test_less_aligned_memory_is_told(module):
     out, a, a_inverse, b, b_inverse = case((64, 16, 32))
     for elements in (4, 8, 16):
         a_there = shifted(a.view(torch.uint8), 4 * elements).view(a.dtype)
@@ -195,14 +172,14 @@ def test_less_aligned_memory_is_told(module, fake):
 @emulated
 def test_errors_of_the_library_have_its_words(module):
     out, a, a_inverse, b, b_inverse = case((32, 16, 48))
-    launch = cuda_on_cpu.launcher(module)
+    launch, flags = cuda_on_cpu.launcher(module), ADD | B_TRANSPOSED
     rest = torch.empty(1024), WORKSPACE, 32, 16, 48
     with pytest.raises(RuntimeError) as error:
-        launch("fp8_matmul_add", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0)
-    words = "fp8_matmul_add: cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED"
-    assert str(error.value) == f"{words}, [32, 48] E5M2 x [16, 48] E5M2"
+        launch("matmul", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0, flags, BY_ESTIMATE)
+    words = "matmul: cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED"
+    assert str(error.value) == f"{words}, [32, 48] E5M2 x [48, 16] E5M2"
     with pytest.raises(RuntimeError, match="cublasLtMatmul: CUBLAS_STATUS_INVALID_VALUE, "):
-        launch("fp8_matmul_add", out, a, torch.ones(8)[1], b, b_inverse, *rest, 3, 3, 0)
+        launch("matmul", out, a, torch.ones(8)[1], b, b_inverse, *rest, 3, 3, 0, flags, BY_ESTIMATE)
 
 
 @pytest.mark.skipif(cuda_on_cpu.cuda_home() is None, reason="no CUDA headers here")
@@ -213,7 +190,7 @@ import importlib.util as util
 spec = util.spec_from_file_location("it._kernels", {cuda_on_cpu.build(*FILES).__file__!r})
 module = util.module_from_spec(spec)
 spec.loader.exec_module(module)
-for call in module.fp8_matmul_ready, lambda: module.fp8_matmul_add(*[0] * 14):
+for call in module.matmul_ready, module.matmul_version, lambda: module.matmul(*[0] * 16):
     try:
         call()
     except RuntimeError as error:
@@ -223,6 +200,7 @@ for call in module.fp8_matmul_ready, lambda: module.fp8_matmul_add(*[0] * 14):
     assert done.returncode == 0, done.stderr
     if not done.stdout:
         pytest.skip("this machine has a cuBLASLt")
-    first, second = done.stdout.splitlines()
+    first, second, third = done.stdout.splitlines()
     assert first.startswith("torch has loaded no cuBLASLt of CUDA 12 or 13, and there is none to load: ")
-    assert "libcublasLt.so.13: cannot open" in first and "libcublasLt.so.12: " in first and first == second
+    assert "libcublasLt.so.13: cannot open" in first and "libcublasLt.so.12: " in first
+    assert first == second == third

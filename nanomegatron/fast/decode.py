@@ -172,7 +172,7 @@ class Decoder:
             before, read = read, None
             if position < last:
                 chosen = self(tokens).argmax(-1)
-                read = reader(chosen)
+                read = read_later(chosen)
                 if position < longest:
                     chosen = torch.where(lengths > position, given[:, position], chosen)
                 tokens = chosen[:, None]
@@ -187,7 +187,7 @@ class Decoder:
                 return
 
 
-def reader(ids: torch.Tensor) -> Callable[[], list[int]]:
+def read_later(ids: torch.Tensor) -> Callable[[], list[int]]:
     """Begin to copy ids `[b]` to the host; return the function that waits for the copy and returns them."""
     if not ids.is_cuda:
         return ids.tolist

@@ -23,6 +23,7 @@ Gain: memory, at the same speed. 16 layers of Llama-3-8B on 4 H200, tp 4: 23.6 G
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from nanomegatron.comm import Pending, start_all_gather, start_all_reduce_, star
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_stats
 from nanomegatron.ops.kernels import once
-from nanomegatron.param import add_product, grad_to_write, main_grad
+from nanomegatron.param import add_product, grad_to_write, main_grad, product
 from nanomegatron.tp import WHOLE_LOGITS, over_shards, own_columns
 
 
@@ -57,6 +58,7 @@ class FusedLossFunction(torch.autograd.Function):
         loss_weights: torch.Tensor | None,
         tp: Axis,
         real: int,
+        tuner: Any = None,
     ) -> torch.Tensor:
         ranks = labels.shape[0]
         step = max(1, FusedLossFunction.chunk // ranks)
@@ -72,8 +74,8 @@ class FusedLossFunction(torch.autograd.Function):
         losses, ctx.dx = [], []
         for rows, *numbers in zip(gathered, *columns, strict=True):
             numbers = [column.flatten() for column in numbers]
-            given = rows.wait(), weight, numbers, target, overwrite
-            loss, dx = chunk_loss(*given, reduce, tp, real)
+            given = rows.wait(), weight, numbers, (target, overwrite)
+            loss, dx = chunk_loss(*given, reduce, tp, real, tuner)
             overwrite = False
             losses.append(loss.view(ranks, -1))
             ctx.dx.append(dx)
@@ -98,33 +100,35 @@ class FusedLossFunction(torch.autograd.Function):
             main_grad(weight)  # allocates the gradients again if the bucket has freed them since
             weight.bucket.ready(weight)
         dx = torch.cat([piece.wait() for piece in dx]).view(ctx.shape)
-        return dx, dw if dw is None else dw.to(weight.dtype), None, None, None, None
+        return dx, dw if dw is None else dw.to(weight.dtype), *[None] * 5
 
 
 def chunk_loss(
     rows: torch.Tensor,
     weight: torch.Tensor,
     numbers: list[torch.Tensor],
-    target: torch.Tensor | None,
-    overwrite: bool,
+    target: tuple[torch.Tensor | None, bool],
     reduce: Callable[[torch.Tensor, Axis], Pending],
     tp: Axis,
     real: int,
+    tuner: Any = None,
 ) -> tuple[torch.Tensor, Pending | None]:
     """Losses of a chunk, and dx in flight through `reduce` (None without loss weights); adds dW to `target`.
 
-    rows `[t, h]`, weight, target `[V/tp, h]`, numbers `[t]` -> `[t]`, and dx `[t, h]` before it is reduced.
-    numbers: labels, counted from this rank's first row of weight, and loss weights if gradients are needed.
-    overwrite: write dW. A separate function, so that its logits are freed before the next chunk's are made.
+    rows `[t, h]`, weight `[V/tp, h]`, numbers `[t]` -> `[t]`, and dx `[t, h]` before it is reduced. numbers:
+    labels, counted from this rank's first row of weight, and loss weights if gradients are needed. target:
+    `[V/tp, h]`, and whether to overwrite it. tuner: as in `tp.LinearFunction`. A separate function, so that
+    its logits are freed before the next chunk's are made.
     """
     labels, *loss_weights = numbers
-    logits = rows @ weight.t()
+    logits = product(rows, weight.t(), tuner)
     lse, picked = over_shards(*cross_entropy_stats(logits[:, :real], labels), tp)
     if not loss_weights:
         return lse - picked, None
     grad = cross_entropy_grad_(logits, labels, lse, *loss_weights, real)
-    dx = reduce(grad @ weight, tp)
-    add_product(target, grad, rows, overwrite)
+    dx = reduce(product(grad, weight, tuner), tp)
+    dw, overwrite = target
+    add_product(dw, grad, rows, overwrite, tuner)
     return lse - picked, dx
 
 
@@ -136,6 +140,7 @@ def fused_linear_cross_entropy(
     tp: Axis,
     vocab_size: int,
     sequence_parallel: bool = False,
+    tuner: Any = None,
 ) -> torch.Tensor:
     """-log softmax(x W^T)[label] of each token, fp32, equal on all ranks of tp, a chunk of logits at a time.
 
@@ -149,7 +154,8 @@ def fused_linear_cross_entropy(
     reported once, in the backward: zero gradients before the forward, run a backward after each forward that
     autograd records, and do not recompute this. Without a bucket it is summed in fp32 for autograd.
     Communicates over tp, per chunk: an all-gather of 2 numbers per token, an all-reduce of dx; with
-    `sequence_parallel` an all-gather of x and a reduce-scatter of dx.
+    `sequence_parallel` an all-gather of x and a reduce-scatter of dx. tuner: as in
+    `tp.LinearFunction`, where gradients are needed.
 
     Raises ValueError if gradients are needed without `loss_weights`; in the backward RuntimeError (on a GPU
     a device-side assertion, for which the host does not wait) if the loss's gradient is not `loss_weights`.
@@ -161,4 +167,5 @@ def fused_linear_cross_entropy(
     ranks = tp.size if sequence_parallel else 1
     labels, loss_weights = labels.t(), loss_weights.t().float() if wanted else None
     given = [None if t is None else t.reshape(ranks, -1) for t in (labels - first, loss_weights)]
-    return FusedLossFunction.apply(x, weight, *given, tp, real).view(labels.shape).t()
+    tuner = tuner if wanted else None
+    return FusedLossFunction.apply(x, weight, *given, tp, real, tuner).view(labels.shape).t()

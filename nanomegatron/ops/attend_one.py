@@ -5,14 +5,17 @@ import torch
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 from nanomegatron.ops.softmax import scaled_softmax
 
-CHUNK, BLOCKS = 256, 264  # keys of a block, at least, where fewer blocks than this would run; twice Hopper's
-Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
+LEAST_KEYS, FULL_GPU = (
+    256,
+    264,
+)  # keys of a block, at least, where fewer blocks than this would run; twice Hopper's
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
 def attend_one(
     q: torch.Tensor,
-    new: Pair,
-    cached: Pair,
+    new: KeysValues,
+    cached: KeysValues,
     position: torch.Tensor,
     window: int | None = None,
     cap: float | None = None,
@@ -28,7 +31,7 @@ def attend_one(
     whole = all(x.is_contiguous() for x in cached) and all(_packed(x, pack) for x in (*rows, *cached))
     if not fits or not whole or not usable(q, "attend_one"):
         return attend_one_ref(q, new, cached, position, window, cap)
-    chunks = max(min(-(-BLOCKS // (b * g)), t // CHUNK), 1)
+    chunks = max(min(-(-FULL_GPU // (b * g)), t // LEAST_KEYS), 1)
     out = q.new_empty(1, b, n * d)
     parts = q.new_empty(b * n * chunks * (d + 2), dtype=torch.float32) if chunks > 1 else None
     sizes = (*(x.stride(1) for x in rows), b, n, g, d, t, chunks, -1 if window is None else window)
@@ -44,8 +47,8 @@ def _packed(x: torch.Tensor, pack: int) -> bool:
 
 def attend_one_ref(
     q: torch.Tensor,
-    new: Pair,
-    cached: Pair,
+    new: KeysValues,
+    cached: KeysValues,
     position: torch.Tensor,
     window: int | None = None,
     cap: float | None = None,

@@ -4,30 +4,35 @@
     add_fp8_product_   out [m, n] fp32  +=   the same                          one scale per tensor
 
 Torch's FP8 matmul cannot accumulate: the reference writes a temporary as large as `out` and adds it in a
-second pass. cuda/matmul_fp8.cu has cuBLASLt accumulate in the matmul, with 32 MiB of workspace per stream.
+second pass. cuda/matmul.cu has cuBLASLt accumulate in the matmul. With a tuner (ops/tuner.py) both are
+cuBLASLt's, by the algorithm that the tuner chooses.
 """
 
-import functools
-import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import BLOCK, FORMATS, Fp8Matrix, fp8_decode
-from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
+from nanomegatron.ops.kernels import usable
+from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, BY_ESTIMATE, FAST, Problem, matmul, missing
 
 ALIGN, BYTES = 16, 16  # cuBLASLt needs sizes divisible by the first, addresses by the second
-WORKSPACE = 32 << 20  # bytes, as torch has for Hopper
 
 
-def fp8_matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+def fp8_matmul(
+    a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False, tuner: Any = None
+) -> torch.Tensor:
     """a b^T, summed in fp32: a `[m, k]`, b `[n, k]` -> `[m, n]` in `dtype`.
 
     Both have scales of the same kind. fast: on a GPU accumulate less precisely, for speed (not with blocks).
     torch raises on GPUs without FP8, for blocks except on Hopper, and for n or k not divisible by 16.
     """
     m, gpu = len(a.data), a.data.is_cuda
+    if tuner is not None and not a.inverse.dim() and not b.inverse.dim():
+        out = a.data.new_empty(m, len(b.data), dtype=dtype)
+        if tuner.run(_problem(out, a, b, FAST * fast), out, a.data, b.data, a.inverse, b.inverse):
+            return out
     rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))
     blocks = a.inverse.dim() == 2 and not rows
     if blocks and not gpu:  # torch has no CPU kernel
@@ -55,7 +60,14 @@ def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:
     return inverse.t().contiguous().t() if len(inverse) == len(q) else inverse
 
 
-def add_fp8_product_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
+def _problem(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, flags: int) -> Problem:
+    sizes, types = (*out.shape, a.data.shape[1]), (a.data.dtype, b.data.dtype, out.dtype)
+    return Problem(*sizes, *types, B_TRANSPOSED | flags)
+
+
+def add_fp8_product_(
+    out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False, tuner: Any = None
+) -> None:
     """out += a b^T, in place; a and b have one scale each. out: fp32 `[m, n]`, a: `[m, k]`, b: `[n, k]`
 
     All sizes are multiples of 16. fast: accumulate with less precision, for speed. The first call for a shape
@@ -67,35 +79,14 @@ def add_fp8_product_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool =
     if not usable(a.data, "add_fp8_product_", FORMATS) or missing():
         add_fp8_product_ref_(out, a, b, fast)
         return
-    work, sizes = _workspace(out.device), (*out.shape, a.data.shape[1])
-    kind = TYPES[a.data.dtype], TYPES[b.data.dtype], int(fast)
-    launch_kernel("fp8_matmul_add", out, *a, *b, work, WORKSPACE, *sizes, *kind)
+    problem, given = _problem(out, a, b, ADD | FAST * fast), (out, a.data, b.data, a.inverse, b.inverse)
+    if tuner is None or not tuner.run(problem, *given):
+        matmul(problem, BY_ESTIMATE, *given)
 
 
 def add_fp8_product_ref_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
     """`add_fp8_product_` by torch's matmul, then an addition. out: fp32 `[m, n]`"""
     out.add_(fp8_matmul(a, b, torch.float32, fast))
-
-
-@functools.cache
-def missing() -> str:
-    """The reason why cuBLASLt cannot be called, after a warning; "" if it can."""
-    try:
-        ops_kernels._kernels.fp8_matmul_ready()
-    except RuntimeError as error:
-        warnings.warn(f"FP8 weight gradients are added in a separate pass: {error}", stacklevel=3)
-        return str(error)
-    return ""
-
-
-def _workspace(device: torch.device) -> torch.Tensor:
-    return _workspace_of(device, torch._C._cuda_getCurrentRawStream(device.index))
-
-
-@functools.cache
-def _workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """The workspace of one stream: matmuls of two streams may run at the same time."""
-    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
 def _check(out, a, a_inverse, b, b_inverse) -> None:

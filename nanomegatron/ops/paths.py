@@ -20,9 +20,9 @@ from nanomegatron.ops.cross_entropy import cross_entropy_grad_, cross_entropy_st
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
 from nanomegatron.ops.embedding import add_position_grad_, add_word_grad_, lookup
 from nanomegatron.ops.fp8_cast import fp8_cast, fp8_cast_ref
-from nanomegatron.ops.fp8_matmul import missing
 from nanomegatron.ops.gelu import SQUARED_RELU, TANH, bias_act, bias_act_ref
 from nanomegatron.ops.kernels import FLOATS, kernels_unavailable
+from nanomegatron.ops.matmul import missing
 from nanomegatron.ops.matvec import matvec, matvec_ref
 from nanomegatron.ops.merge import PartialRows, merge_rows, merge_rows_ref
 from nanomegatron.ops.norm import add_norm, norm, norm_ref

@@ -81,8 +81,7 @@ class RunLog:
         if missing := missing_extras(config):
             raise ValueError("\n".join(missing))
         self.folder, self.config = Path(folder), config
-        self.rank, self.label = rank, label
-        self.is_main = rank == 0
+        self.rank, self.label, self.is_main = rank, label, rank == 0
         self.stream = stream or sys.stdout
         self.train_iters = 0
         self._text = Lines(self.folder / ("log.txt" if self.is_main else f"log.{rank}.txt"))

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
+from nanomegatron.ops import matmul as ops_matmul
 from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
-from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_, missing
+from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_
 from nanomegatron.ops.kernels import kernels_unavailable, launch_kernel, without_kernels
+from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, FIRST, WORKSPACE, missing, workspace
 from tests.test_ops_fp8_matmul import PAIRS, SHAPES, add, case, check, shifted, wanted
 
 GPU = torch.device("cuda")
@@ -91,9 +93,10 @@ def test_two_formats_of_5_bits_are_refused():
     out, a, a_inverse, b, b_inverse = case((32, 16, 48), (E5M2, E5M2), GPU)
     with pytest.raises(ValueError, match="must be fp32"):
         add(out, a, a_inverse, b, b_inverse)
-    rest = ops_fp8_matmul._workspace(out.device), ops_fp8_matmul.WORKSPACE, 32, 16, 48
-    with pytest.raises(RuntimeError, match="AlgoGetHeuristic: CUBLAS_STATUS_.*E5M2 x .16, 48. E5M2"):
-        launch_kernel("fp8_matmul_add", out, a, a_inverse, b, b_inverse, *rest, 4, 4, 0)
+    rest = workspace(out.device), WORKSPACE, 32, 16, 48
+    with pytest.raises(RuntimeError, match="AlgoGetHeuristic: CUBLAS_STATUS_.*E5M2 x .48, 16. E5M2"):
+        what = *rest, 4, 4, 0, ADD | B_TRANSPOSED, FIRST
+        launch_kernel("matmul", out, a, a_inverse, b, b_inverse, *what)
 
 
 def test_the_stream_of_the_moment():
@@ -109,9 +112,9 @@ def test_the_stream_of_the_moment():
         given[1].copy_(a)
         for _ in range(2):
             add(*given)
-        work = ops_fp8_matmul._workspace(given[0].device)
+        work = workspace(given[0].device)
     assert not stream.query()  # nothing has waited
-    assert work is not ops_fp8_matmul._workspace(given[0].device)
+    assert work is not workspace(given[0].device)
     stream.synchronize()
     assert torch.equal(given[0].double(), expected)
 
@@ -166,6 +169,6 @@ def test_another_device():
 
 def test_kernels_switched_off(monkeypatch):
     monkeypatch.setattr(ops_fp8_matmul, "add_fp8_product_ref_", add_fp8_product_ref_)
-    monkeypatch.setattr(ops_fp8_matmul, "launch_kernel", None)
+    monkeypatch.setattr(ops_matmul, "launch_kernel", None)
     with without_kernels():
         check(case((64, 48, 32), PAIRS[2], GPU))
