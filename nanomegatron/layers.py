@@ -18,7 +18,7 @@ from nanomegatron.comm import copy_to, reduce_from
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add, bias_dropout_add_ref
-from nanomegatron.ops.norm import add_norm, norm, norm_ref
+from nanomegatron.ops.norm import add_norm, norm_beside, norm_ref
 from nanomegatron.ops.swiglu import activation, plain_act
 from nanomegatron.param import Init, ParamSpec, accumulate_sums, new_parameter, replica, scaled_std
 from nanomegatron.recompute import keeping, recomputed, with_source
@@ -56,7 +56,7 @@ def normalize(
     if residual is not None and layer.fused:
         return add_norm(x, residual, *how, bias, drop)
     x = bias_dropout_add(x, bias, residual, drop)
-    return (norm if layer.fused else norm_ref)(x, *how), x
+    return norm_beside(x, *how) if layer.fused else (norm_ref(x, *how), x)
 
 
 def normalize_heads(layer: "Norm", x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +96,11 @@ class Norm(nn.Module):
         self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._recomputable(*self.op(self, x))[0]
+        return self.beside(x)[0]
+
+    def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x, and x itself. x `[..., h]` -> `[..., h]`, `[..., h]`"""
+        return self._recomputable(*self.op(self, x))
 
     def after_sum(
         self,
@@ -119,6 +123,10 @@ class Norm(nn.Module):
 
 class NoNorm(nn.Identity):
     """In the place of a norm that the model does not have. x `[..., h]` -> `[..., h]`"""
+
+    def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x twice. x `[..., h]` -> `[..., h]`, `[..., h]`"""
+        return x, x
 
     def after_sum(
         self,

@@ -111,7 +111,7 @@ class TransformerLayer(nn.Module):
     ) -> tuple[torch.Tensor, Branch]:
         """-> x `[s, b, h]` with `branch` and that of attention added, and the branch of the MLP"""
         norm = self.input_layernorm
-        normed, x = branch.add_and_norm(x, norm) if branch is not None else (norm(x), x)
+        normed, x = norm.beside(x) if branch is None else branch.add_and_norm(x, norm)
         y = self.self_attention(normed, batch, rotary, cache)
         branch = self._branch(self.post_attention_layernorm(y), batch, 0)
         normed, x = branch.add_and_norm(x, self.pre_mlp_layernorm)

@@ -133,6 +133,12 @@ def test_a_sum_that_is_normalized_again_gives_the_same_bits(h, dtype):
         assert torch.equal(out, ops_norm.norm(total, weight, bias, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 128), (20, 1024), (33, 131)])
+def test_a_sum_apart_has_the_same_bits(shape, dtype):
+    norm.test_a_sum_apart_has_the_same_bits(shape, dtype)
+
+
 def test_a_norm_of_a_view_keeps_no_copy():
     packed = torch.randn(5, 2, 3, 64).requires_grad_()
     kept = []

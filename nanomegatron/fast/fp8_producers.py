@@ -83,8 +83,6 @@ class QuantizingNorm:
             return quantized_for(self.linear, y), total
         x = bias_dropout_add(x, bias, None, drop)  # the kernel has neither
         how = layer.weight, layer.bias, layer.eps, layer.from_one, fp8, copies_for(self.linear)
-        if residual is None:
-            return NormFp8Function.apply(x, None, *how), x
         return NormFp8Function.apply(x, residual, *how)
 
 
@@ -133,8 +131,8 @@ class CastFp8Function(torch.autograd.Function):
 class NormFp8Function(torch.autograd.Function):
     """`ops.norm.norm` or, with a residual, `add_norm`, for a linear layer.
 
-    x, residual `[..., h]`, weight, bias `[h]` -> a placeholder `[..., h]`, with a residual also the sum
-    `[..., h]`. fp8: the layer's state; how: the result of `copies_for`.
+    x, residual `[..., h]`, weight, bias `[h]` -> a placeholder `[..., h]`, and the sum, or x `[..., h]`.
+    fp8: the layer's state; how: the result of `copies_for`.
     """
 
     @staticmethod
@@ -149,7 +147,7 @@ class NormFp8Function(torch.autograd.Function):
         ctx.eps, ctx.from_one = eps, from_one
         ctx.set_materialize_grads(False)
         y = fp8_placeholder(x, x.shape, casts)
-        return y if residual is None else (y, x)
+        return y, x.view_as(x) if residual is None else x
 
     @staticmethod
     @once

@@ -36,6 +36,21 @@ def norm(
     return norm_ref(x, weight, bias, eps, from_one)
 
 
+def norm_beside(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, from_one: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm` of x, and x, whose two gradients the norm's backward adds up as `add_norm`'s does, to the bit.
+
+    x `[..., h]`, weight, bias `[h]` -> `[..., h]`, `[..., h]`
+
+    Raises ValueError if shapes, types or devices do not fit.
+    """
+    check_norm(x, None, weight, bias)
+    if usable(x, "norm") and not torch.compiler.is_compiling():
+        return NormFunction.apply(x, None, weight, bias, eps, from_one, None, None, True)
+    return norm(x, weight, bias, eps, from_one), x
+
+
 def add_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -90,11 +105,12 @@ class NormFunction(torch.autograd.Function):
     """`by_kernel` as an autograd function."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None):
+    def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None, beside=False):
         out, total, rstd, mean = _forward(x, residual, weight, bias, eps, from_one, x_bias, drop)
         ctx.save_for_backward(x if total is None else total, weight, rstd, mean)
         ctx.from_one, ctx.branch = from_one, (x_bias is not None, drop)
         ctx.set_materialize_grads(False)
+        total = x.view_as(x) if beside else total
         return out if total is None else (out, total)
 
     @staticmethod
@@ -103,12 +119,12 @@ class NormFunction(torch.autograd.Function):
         x, weight, rstd, mean = ctx.saved_tensors
         if grad is None:  # only the sum was used
             dx, dx_bias = branch_backward(grad_total, *ctx.branch)
-            return dx, grad_total, None, None, None, None, dx_bias, None
+            return dx, grad_total, None, None, None, None, dx_bias, None, None
         dtotal, dweight, dbias, dropped, dx_bias = _backward(
             grad, grad_total, x, weight, rstd, mean, ctx.from_one, ctx.branch
         )
         dx, dresidual = dtotal if dropped is None else dropped, dtotal if ctx.needs_input_grad[1] else None
-        return dx, dresidual, dweight, dbias, None, None, dx_bias, None
+        return dx, dresidual, dweight, dbias, None, None, dx_bias, None, None
 
 
 def _forward(

@@ -5,7 +5,7 @@ import torch
 
 from nanomegatron.ops.dropout import kernel_arguments
 from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel
-from nanomegatron.ops.norm import NormFunction, add_norm, norm, norm_ref
+from nanomegatron.ops.norm import NormFunction, add_norm, norm, norm_beside, norm_ref
 
 CUDA = torch.device("cuda", 0)
 EPS = 1e-5
@@ -174,6 +174,24 @@ def test_the_same_bits_twice(shape, dtype):
     case = tensors(*shape, dtype, True)
     first, second = (ours(*case, True) for _ in range(2))
     assert all(torch.equal(first[what], second[what]) for what in first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2000, 128), (60, 1024), (30, 4096), (33, 131)], ids=str)
+def test_a_sum_apart_has_the_same_bits(shape, dtype):
+    """As before a segment that is recomputed and before a stage: both gradients are added in the norm's."""
+    for biased in (False, True):
+        x, residual, weight, bias, dy, dtotal = tensors(*shape, dtype, biased)
+        found = []
+        for apart in (False, True):
+            leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias) if t is not None]
+            how = leaves[2], leaves[3] if biased else None, EPS
+            if apart:
+                y, total = norm_beside(leaves[0] + leaves[1], *how)
+            else:
+                y, total = add_norm(leaves[0], leaves[1], *how)
+            found.append([y, total, *torch.autograd.grad((y, total), leaves, (dy, dtotal))])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("biased", [False, True])
