@@ -8,14 +8,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6385,
+    "": 6390,
     "checkpoint": 4510,
     "commands": 1325,
     "config": 3495,
     "data": 3405,
     "fast": 2965,
     "faults": 1112,
-    "ops": 3960,
+    "ops": 3975,
     "plan": 646,
     "report": 2400,
 }

@@ -18,7 +18,7 @@ afterwards. The first steps run as usual, and so does each step that a graph can
 
 Both kinds share one memory pool, as large as the activations of a microbatch; it stays reserved.
 Gain, GPT-2 124M in FP8, 8 sequences, one H100: 19.2 ms a step, not 36.1; 64 sequences 126.3, not 128.9
-(benchmarks/results/2026-11-26-gpt2-h100.json).
+(benchmarks/results/2026-11-25-gpt2-h100-graphs.json).
 (Whole-network capture: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs)
 """
 

@@ -47,7 +47,7 @@ def norm_beside(
     """
     check_norm(x, None, weight, bias)
     if usable(x, "norm") and not torch.compiler.is_compiling():
-        return NormFunction.apply(x, None, weight, bias, eps, from_one, None, None, True)
+        return NormFunction.apply(x, None, weight, bias, eps, from_one)
     return norm(x, weight, bias, eps, from_one), x
 
 
@@ -95,23 +95,23 @@ def by_kernel(
 ) -> torch.Tensor | tuple:
     """`norm` or, with a residual, `add_norm` by the kernels, of checked tensors. -> `[..., h]`, `[..., h]`"""
     if not torch.compiler.is_compiling():
-        return NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
+        out, total = NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
+        return out if residual is None else (out, total)
     x = bias_dropout_add_ref(x, x_bias, None, drop)  # the compiler makes one pass of it
     out, total, _, _ = norm_op(x, residual, weight, bias, eps, from_one)
     return out if residual is None else (out, total)
 
 
 class NormFunction(torch.autograd.Function):
-    """`by_kernel` as an autograd function."""
+    """`by_kernel` as an autograd function -> the norm, and the sum or, without a residual, x."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None, beside=False):
+    def forward(ctx, x, residual, weight, bias, eps, from_one, x_bias=None, drop=None):
         out, total, rstd, mean = _forward(x, residual, weight, bias, eps, from_one, x_bias, drop)
         ctx.save_for_backward(x if total is None else total, weight, rstd, mean)
         ctx.from_one, ctx.branch = from_one, (x_bias is not None, drop)
         ctx.set_materialize_grads(False)
-        total = x.view_as(x) if beside else total
-        return out if total is None else (out, total)
+        return out, x.view_as(x) if total is None else total
 
     @staticmethod
     @once
@@ -119,12 +119,12 @@ class NormFunction(torch.autograd.Function):
         x, weight, rstd, mean = ctx.saved_tensors
         if grad is None:  # only the sum was used
             dx, dx_bias = branch_backward(grad_total, *ctx.branch)
-            return dx, grad_total, None, None, None, None, dx_bias, None, None
+            return dx, grad_total, None, None, None, None, dx_bias, None
         dtotal, dweight, dbias, dropped, dx_bias = _backward(
             grad, grad_total, x, weight, rstd, mean, ctx.from_one, ctx.branch
         )
         dx, dresidual = dtotal if dropped is None else dropped, dtotal if ctx.needs_input_grad[1] else None
-        return dx, dresidual, dweight, dbias, None, None, dx_bias, None, None
+        return dx, dresidual, dweight, dbias, None, None, dx_bias, None
 
 
 def _forward(
