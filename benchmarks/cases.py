@@ -141,10 +141,12 @@ TINY = "--device cpu --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-
 TINY += "--num-query-groups 4 --vocab-size 96 --seq-length 16 --make-vocab-size-divisible-by 8 "
 TINY_LOSSES = "--num-layers 1 --hidden-size 128 --num-attention-heads 2 --ffn-hidden-size 256 "
 TINY_LOSSES += "--seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 8 --eval-iters 2"
+ROWS_OF_16 = "--make-vocab-size-divisible-by 16"
 SMALL = {  # flags behind those of a part's cases, with --small
     "tp": f"{TINY} --seq-length 32",
     "gpt2": f"{TINY} --num-query-groups 8 --micro-batch-size 2 --global-batch-size 2",
-    "fp8": f"{TINY} --hidden-size 128 --ffn-hidden-size 128 --seq-length 64",
+    "1b": f"{TINY} --hidden-size 128 --ffn-hidden-size 128 --seq-length 64 {ROWS_OF_16}",
+    "fp8": f"{TINY} {ROWS_OF_16} --hidden-size 128 --ffn-hidden-size 128 --seq-length 64",
     "pp": f"{TINY} --num-layers 8",
     "cp": f"{TINY} --seq-length 64 --max-position-embeddings 64",
     "long": f"{TINY} --seq-length 64 --max-position-embeddings 64",

@@ -35,7 +35,7 @@ class Cache(Protocol):
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a layer's new k, v `[s, b, g, d]`; return those to attend to, `[t, b, g, d]` each."""
+        """Add new ones; return those to attend to. k, v `[s, b, g, d]` -> `[t, b, g, d]`, `[t, b, g, d]`"""
 
 
 class SelfAttention(nn.Module):

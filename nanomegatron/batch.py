@@ -42,7 +42,7 @@ class Batch:
         return self.positions if self.cu_seqlens is None else self.embedded_positions
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the batch by name, `[...]` each."""
+        """All tensors of the batch by name -> `[...]` each"""
         return {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":

@@ -74,7 +74,7 @@ def truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, t
 
 
 def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the largest logits, of equal ones the lower id first. `[b, V]` -> `[b, count]`"""
+    """The ids of the largest logits, of equal ones the lower id first. logits `[b, V]` -> `[b, count]`"""
     bits = (logits.float() + 0.0).view(torch.int32)  # ordered as the numbers are, if both are positive
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32
     return (order - torch.arange(logits.shape[-1], device=logits.device)).topk(count).indices

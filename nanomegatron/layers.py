@@ -95,12 +95,21 @@ class Norm(nn.Module):
         self.weight = parameter("weight", 0.0 if self.from_one else 1.0)
         self.bias = parameter("bias", 0.0) if config.normalization == "LayerNorm" else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.beside(x)[0]
+    def forward(
+        self, x: torch.Tensor, *branch: Any, both: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """both: return also what was normalized. x `[..., h]` -> `[..., h]`, or two of them
+
+        The other methods call this one through the module, whose hooks wait for gathered parameters.
+        """
+        y, total = self.op(self, x, *branch)
+        if self.recompute:
+            with_source(y, lambda x: self.op(self, x)[0], total)
+        return (y, total) if both else y
 
     def beside(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x, and x itself. x `[..., h]` -> `[..., h]`, `[..., h]`"""
-        return self._recomputable(*self.op(self, x))
+        return self(x, both=True)
 
     def after_sum(
         self,
@@ -113,12 +122,7 @@ class Norm(nn.Module):
 
         x, residual `[..., h]`, bias `[h]` -> `[..., h]`, `[..., h]`
         """
-        return self._recomputable(*self.op(self, x, residual, bias, drop))
-
-    def _recomputable(self, y: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.recompute:
-            with_source(y, lambda x: self.op(self, x)[0], total)
-        return y, total
+        return self(x, residual, bias, drop, both=True)
 
 
 class NoNorm(nn.Identity):

@@ -52,11 +52,14 @@ class Branch(NamedTuple):
     drop: Dropout | None
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """x + the branch, both `[s, b, h]` -> `[s, b, h]`"""
+        """x + the branch. x `[s, b, h]` -> `[s, b, h]`"""
         return bias_dropout_add(self.y, self.bias, x, self.drop)
 
     def add_and_norm(self, x: torch.Tensor, norm: Norm | NoNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """norm(x + the branch), in one pass if there is a kernel, and the sum -> two of `[s, b, h]`"""
+        """norm(x + the branch), in one pass if there is a kernel, and the sum.
+
+        x `[s, b, h]` -> `[s, b, h]`, `[s, b, h]`
+        """
         return norm.after_sum(self.y, x, self.bias, self.drop)
 
 

@@ -181,7 +181,7 @@ def main_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def grad_to_write(param: nn.Parameter) -> tuple[torch.Tensor | None, bool]:
-    """Return `main_grad`, and whether the caller must overwrite it, as the step's first contribution.
+    """`main_grad`, and whether the caller must overwrite it, as the first contribution of a step -> `[...]`
 
     If the bucket frees its gradients between microbatches, this allocates them again.
     """

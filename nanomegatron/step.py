@@ -69,7 +69,7 @@ def token_count(run: Run, batches: list[Batch]) -> torch.Tensor | None:
 
 @dataclass
 class ForwardStep:
-    """What `pp.execute` runs in training: chunk, microbatch i -> its loss `[]`, or its activations.
+    """What `pp.execute` runs in training: chunk, microbatch i -> its loss `[]`, or activations `[s, b, h]`
 
     The last stage adds the loss to total `[]`. scale `[]`: of the losses; tokens `[]`: the result of
     `token_count`; aux_scale `[]`: as in `Batch`.

@@ -209,7 +209,7 @@ class ColumnParallelLinear(nn.Module):
 
 @with_megatron_keywords
 class RowParallelLinear(nn.Module):
-    """Input features sharded over tp. x `[s, b, i/tp]` or `[s, b, i]` -> `[s, b, o]` or `[s/tp, b, o]`
+    """Input features sharded over tp. x `[s, b, i/tp]` or `[s, b, i]` -> `[s, b, o]` or `[s/tp, b, o]`, `[o]`
     With `sequence_parallel` y is `[s/tp, b, o]`; without `input_is_parallel` x is `[s, b, i]`, the same on
     all ranks. The bias is replicated and added after the reduction, or with `skip_bias_add` returned as
     (y, bias). linear, fp8: as in ColumnParallelLinear.

@@ -8,14 +8,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6390,
+    "": 6400,
     "checkpoint": 4510,
     "commands": 1325,
     "config": 3495,
     "data": 3405,
-    "fast": 2965,
+    "fast": 2970,
     "faults": 1112,
-    "ops": 3975,
+    "ops": 3985,
     "plan": 646,
     "report": 2400,
 }

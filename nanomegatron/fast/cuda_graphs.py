@@ -52,7 +52,7 @@ class GraphStep(Protocol):
 
 
 def inputs(step: GraphStep, i: int) -> list[torch.Tensor]:
-    """The tensors that microbatch i reads besides the parameters, `[...]` each."""
+    """The tensors that microbatch i reads besides the parameters -> `[...]` each"""
     return [*step.batches[i].tensors().values(), step.scale, step.tokens, step.total]
 
 

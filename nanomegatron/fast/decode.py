@@ -53,7 +53,10 @@ def plain_reason(model: Stages) -> str:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`tp.LinearFunction`, of one token by its own kernel. x `[..., n]`, weight `[m, n]` -> `[..., m]`"""
+    """`tp.LinearFunction`, of one token by its own kernel.
+
+    x `[..., n]`, weight `[m, n]`, bias `[m]` -> `[..., m]`
+    """
     if axis.size > 1 or x.numel() != x.shape[-1] or torch.is_grad_enabled():
         return LinearFunction.apply(x, weight, axis, comm, bias)
     y = matvec(x, weight)
@@ -79,6 +82,7 @@ class StaticCache:
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None  # of the layer that asked last
 
     def __call__(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As an `attention.Cache`. k, v `[s, b, g, d]` -> `[t, b, g, d]`, `[t, b, g, d]`"""
         if layer not in self.buffers:
             self.buffers[layer] = k.new_zeros(2, self.length, *k.shape[1:])
         keys, values = self.buffers[layer]
@@ -91,7 +95,10 @@ class StaticCache:
     def attend(
         self, q, k, v, backend: str, mask: Mask, *how: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`core_attention` of the forward's queries; how: dropout, drop, whether softmax is fused."""
+        """`core_attention` of the forward's queries; how: dropout, drop, whether softmax is fused.
+
+        q `[s, b, n, d]`, k, v `[t, b, g, d]` -> `[s, b, n*d]`
+        """
         if not self.span:
             return core_attention(q, k, v, backend, mask, *how)
         run = attend_one if how[-1] else attend_one_ref

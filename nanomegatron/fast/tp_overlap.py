@@ -41,6 +41,7 @@ class OverlappedLinear:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, axis: Axis, comm: str, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """As `tp.LinearFunction`. x `[..., n]`, weight `[m, n]`, bias `[m]` -> `[..., m]`"""
         if axis.size > 1 and comm in ("gather", "scatter"):
             y = OverlappedLinearFunction.apply(x, weight, axis, comm, self.peers)
             return add_bias(y, bias, accumulate_sums)

@@ -53,9 +53,9 @@ def attend_one_ref(
     window: int | None = None,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """`attend_one` by two batched matmuls, keys behind hidden: specification and oracle. `[...]` as there
+    """`attend_one` by two batched matmuls, keys behind hidden: specification and oracle.
 
-    The scores have the type of q.
+    q `[1, b, n, d]`, position `[1]` -> `[1, b, n*d]`; new, cached as there. Scores have the type of q.
     """
     for rows, row in zip(cached, new, strict=True):
         rows.index_copy_(0, position, row)

@@ -44,12 +44,12 @@ class BiasFunction(torch.autograd.Function):
 
 
 def bias_grad(bias: torch.Tensor, grad: torch.Tensor, accumulate: Accumulate) -> torch.Tensor | None:
-    """The gradient of a bias `[n]` from that of x + bias, `[..., n]` -> what `accumulate` returns."""
+    """The gradient of a bias `[n]` from that of x + bias, grad `[..., n]` -> `[n]`, by `accumulate`"""
     return accumulate(bias, lambda target: column_sums(grad, target)) if bias.requires_grad else None
 
 
 def column_sums(x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-    """Add the sums over all rows of x `[..., n]` to target `[n]` -> target; without one return them `[n]`"""
+    """Add the sums over all rows of x to target, or return them. x `[..., n]`, target `[n]` -> `[n]`"""
     differentiable = torch.is_grad_enabled() and x.requires_grad
     if differentiable or not usable(x, "column_sums"):
         sums = x.sum_to_size(x.shape[-1:])

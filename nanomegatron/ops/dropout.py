@@ -28,7 +28,7 @@ class Dropout:
         return dropout(x, self.p, self.seed, self.site, self.positions, self.sample_ids)
 
     def check(self, x: torch.Tensor) -> None:
-        """Raise ValueError unless x is `[s, b, h]`, beside int64 positions `[s]` and sample_ids `[b]`."""
+        """Raise ValueError unless x `[s, b, h]` fits int64 positions `[s]` and sample_ids `[b]`."""
         counters = self.positions, self.sample_ids
         shape = [*(n for t in counters for n in t.shape), x.shape[-1]]
         if [*x.shape] != shape or any((t.dtype, t.dim()) != (torch.int64, 1) for t in counters):
@@ -37,7 +37,7 @@ class Dropout:
 
 
 def kernel_arguments(drop: Dropout | None) -> tuple[torch.Tensor | float | None, ...]:
-    """What kernels need of a dropout: positions `[s]`, sample_ids `[b]`, b, key, least bits, scale."""
+    """What kernels need of a dropout -> positions `[s]`, sample_ids `[b]`; b, key, least bits, scale"""
     if drop is None:
         return None, None, 1, 0, 0, 1.0
     counters = drop.positions.contiguous(), drop.sample_ids.contiguous()
@@ -50,7 +50,7 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     """drop(x + bias) + residual, each of the three optional.
 
-    x, residual `[s, b, h]`, bias `[h]` -> `[s, b, h]`; any `[..., h]` without drop.
+    x, residual `[..., h]`, bias `[h]` -> `[..., h]`; with drop x is as `Dropout` says.
 
     Raises ValueError if shapes, types or devices do not fit.
     """
@@ -64,7 +64,10 @@ def bias_dropout_add(
 def bias_dropout_add_ref(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, drop: Dropout | None
 ) -> torch.Tensor:
-    """`bias_dropout_add` in plain torch, rounded after each step: specification and oracle."""
+    """`bias_dropout_add` in plain torch, rounded after each step: specification and oracle.
+
+    x, residual `[..., h]`, bias `[h]` -> `[..., h]`
+    """
     x = x if bias is None else x + bias
     x = x if drop is None else drop(x)
     return x if residual is None else x + residual

@@ -48,10 +48,10 @@ def matmul(
     a_inverse: torch.Tensor | None = None,
     b_inverse: torch.Tensor | None = None,
 ) -> None:
-    """Launch a matmul. out `[m, n]`, a, b: contiguous, `[m, k]` or `[k, m]`, `[k, n]` or `[n, k]`.
+    """Launch a matmul: out `[m, n]`, a `[m, k]` or `[k, m]`, b `[k, n]` or `[n, k]`, all contiguous.
 
-    choice: `BY_ESTIMATE` or a number below `candidates`. a_inverse, b_inverse: of FP8, one fp32 element
-    each. The first call of a problem cannot be part of a CUDA graph.
+    choice: `BY_ESTIMATE` or a number below `candidates`. a_inverse, b_inverse `[]`: of FP8, in fp32. The
+    first call of a problem cannot be part of a CUDA graph.
     """
     where, what = (out, a, a_inverse, b, b_inverse, workspace(out.device), WORKSPACE), _numbers(problem)
     launch_kernel("matmul", *where, *what, choice)
@@ -79,7 +79,7 @@ def missing() -> str:
 
 
 def workspace(device: torch.device) -> torch.Tensor:
-    """The workspace of the current stream: matmuls of two streams may run at the same time."""
+    """The workspace of the current stream: matmuls of two may run at the same time -> uint8 `[bytes]`"""
     return _workspace_of(device, torch._C._cuda_getCurrentRawStream(device.index))
 
 

@@ -6,7 +6,7 @@ from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
 
 def matvec(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T for a single row x `[..., k]` and W `[m, k]` of one type, added in fp32. -> `[..., m]`
+    """x W^T for a single row, added in fp32. x `[..., k]`, weight `[m, k]` of its type -> `[..., m]`
 
     Raises ValueError for another shape or type of x.
     """

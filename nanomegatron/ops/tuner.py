@@ -110,7 +110,10 @@ class Tuner:
         return self.run(problem, target, grad, x)
 
     def run(self, problem: Problem, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *inverses) -> bool:
-        """Launch `matmul` with the chosen algorithm; False, and nothing, if there is none. out `[m, n]`"""
+        """Launch `matmul` with the chosen algorithm; False, and nothing, if there is none.
+
+        out `[m, n]`, a `[m, k]` or `[k, m]`, b `[k, n]` or `[n, k]`
+        """
         tensors = out, a, b, *inverses
         if (out.data_ptr() | a.data_ptr() | b.data_ptr()) % ADDRESS_BYTES or not a.numel() or not b.numel():
             return False
