@@ -49,13 +49,13 @@ def steps(run) -> dict:
 @pytest.mark.parametrize(
     "flags, ranks",
     [
-        ("--tp 2 --sequence-parallel", 2),
+        pytest.param("--tp 2 --sequence-parallel", 2, marks=pytest.mark.full),
         (
             "--cross-entropy-loss-fusion --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1",
             1,
         ),
-        ("--fp8-format hybrid --fp8-recipe tensorwise", 1),
+        pytest.param("--fp8-format hybrid --fp8-recipe tensorwise", 1, marks=pytest.mark.full),
     ],
 )
 def test_a_run_trains_as_with_torch(flags, ranks, sources, tmp_path):  # noqa: F811
