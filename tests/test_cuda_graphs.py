@@ -114,7 +114,7 @@ def test_graphs_train_alike_to_the_bit(way, sources, tmp_path):  # noqa: F811
 
 def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F811
     """A hook, ops that are timed, too little memory; each is said once, and the losses stay."""
-    argv = arguments(sources, "llama", "--train-iters 12 --micro-batch-size 2")
+    argv = arguments(sources, "llama", "--train-iters 12 --micro-batch-size 2 --global-batch-size 4")
     runs = [set_up(World(), argv, tmp_path) for _ in range(2)]
     graphs, losses = graphed(runs[1]), [trained(runs[0], 10)]
     found, called, gib = trained(runs[1], 4), [], 2**30
