@@ -46,9 +46,9 @@ def norms(s: Sizes) -> Iterator[Case]:
 
 
 def branches(s: Sizes) -> Iterator[Case]:
-    """What ends a branch: bias, dropout and residual add, alone and before a LayerNorm, x `[tokens/4, 4, h]`.
+    """What ends a branch: bias, dropout and residual add, as one op and before a norm, x `[tokens/4, 4, h]`.
 
-    Alone 6 bytes a value, backward 4, without dropout 2; before a norm 8 and 8, with dropout 10.
+    As one op 6 bytes a value, backward 4, without dropout 2; before a norm 8 and 8, with dropout 10.
     """
     shape = s.tokens // 4, 4, s.hidden
     x, bias, values = s.normal(*shape), s.normal(s.hidden), s.tokens * s.hidden

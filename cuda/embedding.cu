@@ -19,7 +19,7 @@
 //     sums       |     b begins: 0 | b continues: 1  | b ends: 2       |    a, c and d go to their rows
 //     row of b   += sum 0 + (sum 1 + sum 2), the later ones by WARPS warps, each a fixed share of them
 //
-// So a long run is the work of many, and the order of additions depends on the ids alone.
+// So a long run is the work of many, and the order of additions depends only on the ids.
 
 #include "common.cuh"
 

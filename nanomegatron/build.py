@@ -81,7 +81,7 @@ class Paths:
                 self.tuner.describe() if self.tuner else f"torch's matmuls: {tuner_unavailable(mesh.device)}"
             )
         if mesh.device.type == "cuda" and config.parallel.cuda_graph_impl != "none":
-            why = graph_conflict(config)
+            why = graph_conflict(config, mesh.world.size)
             parts.append(f"no CUDA graphs: {why}" if why else "a CUDA graph of each microbatch")
         return " | ".join(parts)
 
@@ -132,7 +132,7 @@ def tuned_linear(tuner: Tuner) -> Callable:
 def wants_graphs(config: Config, mesh: Mesh) -> bool:
     """Whether microbatches are launched as CUDA graphs: on a GPU, unless asked not to, where they can be."""
     asked = config.parallel.cuda_graph_impl != "none"
-    return asked and mesh.device.type == "cuda" and not graph_conflict(config)
+    return asked and mesh.device.type == "cuda" and not graph_conflict(config, mesh.world.size)
 
 
 def build_executor(

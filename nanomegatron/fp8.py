@@ -260,7 +260,7 @@ class Fp8Linear:
     @property
     def has_scale(self) -> bool:
         """Whether a tensor's scale is known before the tensor: delayed scaling, after its first step."""
-        return self.recipe.name == "delayed" and not self.scales.without_history
+        return self.recipe.name == "delayed" and not self.scales.no_history_yet
 
     def cast(
         self, x: torch.Tensor, role: str, copies: str = "both", axis: Axis | None = None, record: bool = True

@@ -37,7 +37,7 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
         yield "--tp-comm-overlap: not with --fp8-format, whose bytes are gathered whole; leave one out"
     if parallel.distributed_backend == "nccl" and device != "cuda":
         yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
-    if parallel.cuda_graph_impl == "full_iteration" and (why := graph_conflict(config)):
+    if parallel.cuda_graph_impl == "full_iteration" and (why := graph_conflict(config, world)):
         yield f"--cuda-graph-impl full_iteration: not with {why}; leave it out, or use none"
     yield from _processes(parallel, world)
     yield from _sequences(config)
@@ -45,14 +45,17 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
     yield from _experts(config, world)
 
 
-def graph_conflict(config: Config) -> str:
-    """The setting for which a microbatch cannot be one CUDA graph (fast/cuda_graphs.py); "" if it can."""
+def graph_conflict(config: Config, world: int) -> str:
+    """The setting for which a microbatch cannot be one CUDA graph (fast/cuda_graphs.py); "" if it can.
+
+    world: the number of processes.
+    """
     model, data, parallel = config.model, config.data, config.parallel
     sizes = (("tensor_model", TP), ("pipeline_model", PP), ("context", CP), ("expert_model", EP))
     for name, name_of_flag in sizes:
         if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
             return f"{name_of_flag} {size}, whose ranks communicate inside it"
-    several = parallel.data_parallel_size != 1
+    several = world > 1  # replicas: all else has returned
     found = {
         "--num-experts, which get different numbers of tokens": model.num_experts is not None,
         "documents of their own lengths": data.reset_attention_mask or data.variable_seq_lengths,

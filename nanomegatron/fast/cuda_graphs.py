@@ -1,9 +1,9 @@
 """Same result as `pp.execute`, to the bit: forward and backward of a microbatch, launched as one CUDA graph.
 
-The plain form launches each of some thousand kernels from Python; for a small model that takes longer than
+The plain form launches each of some hundred kernels from Python; for a small model that takes longer than
 the kernels (--cuda-graph-impl full_iteration):
 
-    host   F   B                                     eager: ~10 us a kernel
+    host   F   B                                     eager: a launch a kernel
     GPU    |k|  |k|  |k|  |k|  |k|  ...
     host   copy, launch                              graph: one launch
     GPU    |k|k|k|k|k|...
@@ -18,7 +18,7 @@ afterwards. The first steps run as usual, and so does each step that a graph can
 
 Both kinds share one memory pool, as large as the activations of a microbatch; it stays reserved.
 Gain, GPT-2 124M in FP8, 8 sequences, one H100: 19.2 ms a step, not 36.1; 64 sequences 126.3, not 128.9
-(benchmarks/results/2026-11-25-gpt2-h100-graphs.json).
+(benchmarks/results/2026-11-25-gpt2-h100-graphs.json, without: 2026-11-25-gpt2-h100-before.json).
 (Whole-network capture: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs)
 """
 
@@ -65,7 +65,7 @@ def shape_of(step: GraphStep, i: int) -> Hashable:
 
 
 def copied(step: GraphStep, i: int) -> GraphStep:
-    """A step of microbatch i alone, on copies of its `inputs`."""
+    """A step of only microbatch i, on copies of its `inputs`."""
     numbers = {name: getattr(step, name).clone() for name in ("scale", "tokens", "total")}
     return replace(step, batches=[step.batches[i].each(torch.clone)], **numbers)
 
@@ -125,8 +125,9 @@ class GraphedSteps:
             bucket.wait_params()
         if self.scales is not None:
             self.scales.drop_cached_weights()  # an evaluation may have made some
+        key = shape_of(step, 0)
         for i in range(microbatches):
-            self.run(stages[0], step, i, (shape_of(step, 0), i == 0))
+            self.run(stages[0], step, i, (key, i == 0))
 
     def ready(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> bool:
         """Whether graphs run this step; counts it as a warm-up if later ones of its shape could."""
@@ -135,8 +136,7 @@ class GraphedSteps:
                 self.say(f"graphs  not in this step: {why}")
             self.said.add(why)
             return False
-        key = shape_of(step, 0)
-        self.seen[key] += 1
+        self.seen[key := shape_of(step, 0)] += 1
         return self.seen[key] > self.warm_up
 
     def eager_reason(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> str:

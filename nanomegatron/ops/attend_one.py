@@ -5,10 +5,8 @@ import torch
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 from nanomegatron.ops.softmax import scaled_softmax
 
-LEAST_KEYS, FULL_GPU = (
-    256,
-    264,
-)  # keys of a block, at least, where fewer blocks than this would run; twice Hopper's
+LEAST_KEYS = 256  # of a block, where less than FULL_GPU blocks would run
+FULL_GPU = 264  # twice Hopper's multiprocessors
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 

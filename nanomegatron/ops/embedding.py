@@ -4,7 +4,7 @@
     add_word_grad_      target[ids[j, i] - first] += grad[i, j]
     add_position_grad_  target[place of (j, i)] += grad[i, j]
 
-The kernel adds the gradients of a row in fp32 in an order that the ids alone determine, and rounds the sum
+The kernel adds the gradients of a row in fp32 in an order that only the ids determine, and rounds the sum
 with the row once. Ids are sorted for it; nothing waits for the GPU, so a CUDA graph can capture all of it.
 """
 

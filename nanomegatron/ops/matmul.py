@@ -14,7 +14,7 @@ import torch
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.kernels import TYPES, launch_kernel
 
-A_TRANSPOSED, B_TRANSPOSED, ADD, FAST = 1, 2, 4, 8  # flags of a problem; FAST: less precise sums, FP8 alone
+A_TRANSPOSED, B_TRANSPOSED, ADD, FAST = 1, 2, 4, 8  # flags of a problem; FAST: less precise sums, only FP8
 BY_ESTIMATE = -1  # for `choice`: the library's best by its own estimate
 WORKSPACE = 32 << 20  # bytes, as torch has for Hopper
 

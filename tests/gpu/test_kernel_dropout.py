@@ -1,4 +1,4 @@
-"""Bias, dropout and residual add, alone and before a norm: the reference's mask, the values of float64."""
+"""Bias, dropout and residual add, as one op and before a norm: the reference's mask, float64's values."""
 
 import itertools
 
