@@ -4,7 +4,8 @@
 //     dx = rstd (g - n mean(g n))                       RMSNorm, where mean = 0
 //     dx = rstd (g - mean(g) - n mean(g n))             LayerNorm
 //     dx += dtotal, where the residual add's output has a gradient of its own; the residual's is dx too
-//     dropped = m dx, where dropout came before the add; dx_bias = sum over rows of dropped, else of dx
+//     dropped = m dx, where dropout came before the add; dx_bias = sum over rows of dropped, else of dx,
+//     from dx rounded to its type, as a pass of its own would read it
 //
 // The naive loop, in fp32:  for r:  m = sum_c dy[r][c] w[c] n[r][c] / h
 //                           for r, c:  dx[r][c] = rstd[r] (dy[r][c] w[c] - n[r][c] m)
@@ -205,13 +206,16 @@ struct Columns {
             Pack<T> result;
             result.set(d);
             dx[lane + k * a.group] = result;
-            if constexpr (BRANCH) branch(d, row, dx_bias, a, hash, k, lane);
+            if constexpr (BRANCH) branch(result, row, dx_bias, a, hash, k, lane);
         }
     }
 
-    // Of pack k of dx: dropped, and what it adds to dx_bias.
-    __device__ __forceinline__ void branch(float (&d)[N], int64_t row, float4* dx_bias, const Backward& a,
+    // Of pack k of dx, as it was rounded: dropped, and what it adds to dx_bias.
+    __device__ __forceinline__ void branch(const Pack<T>& dx, int64_t row, float4* dx_bias, const Backward& a,
                                            uint64_t hash, int k, int lane) {
+        float d[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) d[i] = dx[i];
         asm("" : "+r"(lane));  // places are counted again, which costs less than keeping them
         if (a.dropped != nullptr) {
             drop(d, a.dropout, hash, (lane + k * a.group) * N);
@@ -324,6 +328,7 @@ __global__ void __launch_bounds__(PLAIN) norm_backward_plain(const Backward a) {
             float d[1] = {rstd * (to_float(dy[c]) * w - shift - (to_float(x[c]) - mean) * rstd * along)};
             if (a.grad_total != nullptr) d[0] += to_float(static_cast<const T*>(a.grad_total)[begin + c]);
             dx[c] = from_float<T>(d[0]);
+            d[0] = to_float(dx[c]);
             if (a.dropped != nullptr) {
                 drop(d, a.dropout, hash, c);
                 static_cast<T*>(a.dropped)[begin + c] = from_float<T>(d[0]);

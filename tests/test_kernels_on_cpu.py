@@ -201,6 +201,12 @@ def test_dropout_before_a_norm(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 1, 128), (7, 3, 1024), (11, 3, 131)])
+def test_dropout_apart_has_the_same_bits(shape, dtype):
+    dropout.test_dropout_apart_has_the_same_bits(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dropout_writes_nothing_beside(dtype):
     for shape in (5, 3, 16), (20, 2, 64), (3, 2, 1032), (5, 1, 2056), (7, 3, 5):
         dropout.test_nothing_is_written_outside(shape, dtype)

@@ -12,7 +12,7 @@ from nanomegatron.ops.dropout import (
     kernel_arguments,
 )
 from nanomegatron.ops.kernels import TYPES, kernels_unavailable, launch_kernel
-from nanomegatron.ops.norm import add_norm, norm
+from nanomegatron.ops.norm import add_norm, norm, norm_beside
 from tests.gpu.test_kernel_norm import DTYPES, EPS, Guarded, close, exact, tensors
 
 CUDA = torch.device("cuda", 0)
@@ -92,7 +92,8 @@ def check_before_a_norm(shape, dtype, biased, x_biased, dropped):
     flat = total.detach().view(s * b, h), dy.view(s * b, h)
     wanted = exact(flat[0], None, weight, bias, flat[1], None, True)
     whole = wanted["dx"].view(shape) + dtotal.double()
-    branch = whole if drop is None else drop(whole)
+    branch = dresidual.double()  # as it was rounded
+    branch = branch if drop is None else drop(branch)
     floor, sums = 1e-4 if h == 1 else 0.0, max(1.0, (s * b) ** 0.5 / 8)
     close(y.detach().view(s * b, h), wanted["y"], "y")
     close(dx, branch, "dx", floor=floor)
@@ -123,6 +124,23 @@ def test_before_a_norm(shape, dtype):
     for biased, x_biased, dropped in ANY:
         if x_biased or dropped:
             check_before_a_norm(shape, dtype, biased, x_biased, dropped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 2, 128), (20, 3, 1024), (17, 1, 4096), (11, 3, 131)], ids=str)
+def test_dropout_apart_has_the_same_bits(shape, dtype):
+    """As at the end of a segment that is recomputed, whose sum is made there."""
+    x, residual, dy, dtotal = (randn(*shape, dtype=dtype) for _ in range(4))
+    weight, drop, found = randn(shape[-1], dtype=dtype), dropout(*shape[:2]), []
+    for apart in (False, True):
+        case = leaf(x), leaf(residual), leaf(weight)
+        if apart:
+            total = BiasDropoutAddFunction.apply(case[0], None, case[1], drop)
+            y, total = norm_beside(total, case[2], None, EPS)
+        else:
+            y, total = add_norm(*case, None, EPS, False, None, drop)
+        found.append([y, total, *torch.autograd.grad((y, total), case, (dy, dtotal))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,8 +225,10 @@ def test_nothing_is_written_outside(shape, dtype):
         launch_kernel("norm_backward", *given, rows, h, parts, 0, kind, kind, *how)
         guarded.check()
         whole = exact(total, None, bias, bias, grad, None, False)["dx"].view(shape)
-        close(dropped.view(shape), drop(whole), "dropped")
-        close(dx_bias, drop(whole).sum((0, 1)), "dx_bias")
+        close(dx.view(shape), whole, "dx")
+        branch = drop(dx.double().view(shape))  # of dx as it was rounded
+        close(dropped.view(shape), branch, "dropped")
+        close(dx_bias, branch.sum((0, 1)), "dx_bias")
 
 
 def test_more_than_two_to_the_31_elements():
