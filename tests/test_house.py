@@ -10,13 +10,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6400,
     "checkpoint": 4510,
-    "commands": 1325,
+    "commands": 1500,
     "config": 3495,
     "data": 3405,
+    "debug": 600,
     "fast": 2970,
     "faults": 1112,
     "ops": 3985,
-    "plan": 646,
+    "plan": 1700,
     "report": 2400,
 }
 
@@ -40,7 +41,7 @@ faults/
 build
 run
 generate step checkpoint.resume
-evaluate faults.recovery
+evaluate faults.recovery debug/
 preprocess
 train convert setup commands/
 __main__
