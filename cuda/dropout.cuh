@@ -47,7 +47,8 @@ __device__ __forceinline__ uint64_t row_hash(const Dropout& d, int64_t row) {
     return mix(position + mix(sample + d.key));
 }
 
-// x times `scale` or 0, for N neighbours from `column` on. A product, so that NaN and infinity stay NaN.
+// x times `scale` or 0, for N neighbours from `column` on. A product, so that NaN and infinity stay NaN; and
+// rounded by itself, so that a sum after it has the same bits in every kernel.
 template <int N>
 __device__ __forceinline__ void drop(float (&x)[N], const Dropout& d, uint64_t hash, int64_t column) {
     const uint64_t first = (hash + static_cast<uint64_t>(column)) * MIX_1;
@@ -55,7 +56,7 @@ __device__ __forceinline__ void drop(float (&x)[N], const Dropout& d, uint64_t h
     for (int i = 0; i < N; ++i) {
         const uint64_t mixed = mix_inside(first + i * MIX_1);
         const auto bits = static_cast<unsigned>(mixed >> 20) ^ static_cast<unsigned>(mixed >> 51);
-        x[i] *= (bits & 0xffffff) >= d.least ? d.scale : 0.0f;
+        x[i] = __fmul_rn(x[i], (bits & 0xffffff) >= d.least ? d.scale : 0.0f);
     }
 }
 
