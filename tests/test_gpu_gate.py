@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu_gate import MAX_LOSS_CHANGE, Case, cases_of, judge
+from tools.gpu_gate import MAX_LOSS_CHANGE, Case, cases_of, chosen, judge
 from tools.gpu_gate_worker import DROPPED, Ended, Steps, find
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,6 +122,11 @@ def test_more_ops_fail_where_times_say_nothing():
     ]
     assert judge(CASE, {"old": new, "new": old}, 1.5)["passed"]
     assert judge(CASE._replace(limit=10), {"old": turns(10), "new": turns(10.9)}, 1.5)["passed"]
+
+
+def test_several_cases_are_chosen_by_words():
+    names = [case.name for case in chosen(cases_of(1, False), ["gpt2", "moe"])]
+    assert names == ["gpt2, micro batch 8", "gpt2, micro batch 64", "qwen3 moe, ep 1"]
 
 
 def test_slices_are_judged_by_their_fastest_step():

@@ -95,6 +95,11 @@ def cases_of(gpus: int, tiny: bool) -> list[Case]:
     ]
 
 
+def chosen(cases: list[Case], words: list[str]) -> list[Case]:
+    """Those with any of the words in their names."""
+    return [case for case in cases if any(word in case.name for word in words)]
+
+
 class Worker:
     """The ranks of one checkout."""
 
@@ -269,13 +274,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--limit", type=float, default=1.5, help="percent that a case may take longer")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument(
+        "--only", action="append", metavar="WORDS", help="cases with this in their name; may be repeated"
+    )
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    cases = [case for case in cases_of(args.gpus, args.tiny) if args.only in case.name]
+    cases = chosen(cases_of(args.gpus, args.tiny), args.only or [""])
     if not cases or args.old is None or not (args.old / "train.py").is_file():
         raise SystemExit(
-            f"--old {args.old}, --only {args.only}: must be a checkout, and part of a case's name"
+            f"--old {args.old}, --only {args.only}: must be a checkout, and parts of cases' names"
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the workers are stopped
     result = compare(args, cases, {"old": args.old.resolve(), "new": ROOT})
