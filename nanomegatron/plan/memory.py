@@ -37,6 +37,7 @@ from nanomegatron.schedules import Op, most_open, placement, schedule
 
 # The values of the code that allocates; tests/test_plan.py compares them.
 LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
+WORKSPACES = 2**27  # bytes of cuBLAS, of sums and of numbers for the log, on a GPU
 REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
 
 
@@ -81,6 +82,7 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[d
         messages = 5 if len(placed) > 1 else 0
         parts["messages"] = messages * sizes.h * sizes.value + ring_buffers(sizes)
         parts["room for pieces"] = piece_buffers(sizes)
+        parts["workspaces"] = WORKSPACES * machine.gpu
         ranks.append(parts)
     return ranks
 
