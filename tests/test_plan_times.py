@@ -8,6 +8,7 @@ from nanomegatron.plan.memory import memory_of_ranks
 from nanomegatron.plan.room import Planned
 from nanomegatron.plan.step_time import STEP_PARTS, step_time
 from tests.plan_rows import Row, rows
+from tools import planner_page
 
 TIME, MEMORY = 0.10, 0.03  # relative
 # What is predicted over what was measured where that is not near, and why.
@@ -59,3 +60,13 @@ def test_what_is_no_cluster(tmp_path):
     path.write_text("gpu = 'H100'\n")
     with pytest.raises(ValueError, match=r"mine.toml: 'nvlink' is missing or wrong"):
         load_cluster(str(path))
+
+
+def test_the_page_is_current():
+    assert planner_page.main([]) == 0, "python tools/planner_page.py --write"
+
+
+def test_published_rates_are_converted():
+    """A row with a time and a rate: both mean the same FLOP/s, by the count that the row names."""
+    page = planner_page.PAGE.read_text(encoding="utf-8")
+    assert "| bridge llama3 8b fp8 | 8 H100 | 744 |" in page and "| bridge qwen3 8b | 16 H100 | 528 |" in page
