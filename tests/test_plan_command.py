@@ -81,12 +81,12 @@ def test_a_note_or_a_refusal_shows_the_table():
     run = planned(LLAMA, 8)
     assert check_room(run, 1.001 * run.need) == ""
     note = check_room(run, 0.6 * run.need)
-    assert "about 170.73 GiB are needed, and this machine has 102.44" in note
+    assert "about 170.86 GiB are needed, and this machine has 102.51" in note
     with pytest.raises(ValueError) as refused:
         check_room(run, 0.49 * run.need)
     for text in note, str(refused.value):
         assert re.search(r"^  Adam moments +59.83$", text, re.MULTILINE)
-        assert re.search(r"^  together +170.73$", text, re.MULTILINE)
+        assert re.search(r"^  together +170.86$", text, re.MULTILINE)
         assert re.search(r" --use-distributed-optimizer", text)
 
 

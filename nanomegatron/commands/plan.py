@@ -1,60 +1,168 @@
-"""`nanomegatron plan`: what a training needs of every GPU's memory, before it starts and without a GPU.
+"""`nanomegatron plan`: what a training needs of every GPU's memory and how long a step takes, without a GPU.
 
-    nanomegatron plan --config llama3-8b --gpus 8 --tp 2 --gpu H100
-    nanomegatron plan --config gpt2-24gb --gpu-memory 24
+    nanomegatron plan --config llama3-70b --gpus 64 --gpu H100          the best layouts of 64 GPUs
+    nanomegatron plan --config llama3-70b --gpus 64 --gpu H100 --tp 8   those with tp 8
+    nanomegatron plan --config llama3-8b --simulate 8 --gpu H100 --tp 2 --use-distributed-optimizer   this one
+    nanomegatron plan --config gpt2-24gb --gpu-memory 24                whether it fits
 
-It takes the flags of `nanomegatron train`. Exit code 0: the run fits, or no GPU is known; 1: it does not fit;
-2: wrong flags.
+It takes the flags of `nanomegatron train`. With --gpus and a known --gpu it searches: flags that are given
+stay, all other dimensions are chosen. Exit code 0: a run fits, or no GPU is known; 1: none does; 2: wrong
+flags.
 """
 
 import argparse
 import importlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse
+from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import DataConfig
 from nanomegatron.flops import parameter_count
+from nanomegatron.plan.cluster import Cluster, load_cluster
+from nanomegatron.plan.draw import draw_bars, text_bars
 from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory_of_ranks, pipeline_ops
 from nanomegatron.plan.room import Planned, memory_table, remedies
+from nanomegatron.plan.search import FILLED, Candidate, Search, model_size, usual_batch, valid, disadvantage
+from nanomegatron.plan.step_time import step_time
 from nanomegatron.schedules import simulate
 
 EMBEDDED = 4096  # token ids of the text that a run without data takes: preprocess.prepare_embedded
 TEXT = "data_path data_args_path train_data_path tokenizer_type".split()  # settings that name a tokenizer
-FILLED = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and what torch cannot use
+LAYOUTS_SHOWN = 5  # layouts that fit, and half as many that do not
 GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB of GPUs that there are
 
 
 def main(argv: list[str]) -> int:
     """Print the plan of a command line; returns the exit code."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("nanomegatron plan", None, __doc__, formatter_class=form)
-    parser.allow_abbrev = False
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of all machines; default --nproc, or one copy"
-    )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help='"H100", "A100 40GB" ..; default the one of this machine'
-    )
-    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of each GPU, instead of --gpu")
-    args, flags = parser.parse_known_args(argv)
+    args, flags = arguments(argv)
     try:
         card, gib = known_gpu(args.gpu) if args.gpu_memory is None else ("a GPU", args.gpu_memory)
-        if (gib is not None and gib <= 0) or (args.gpus is not None and args.gpus < 1):
-            raise ValueError(f"--gpus {args.gpus} --gpu-memory {args.gpu_memory}: must be greater than 0")
+        numbers = {name: getattr(args, name) for name in ("gpus", "simulate", "nodes_of", "gpu_memory")}
+        if wrong := [spelled(name, n) for name, n in numbers.items() if n is not None and n <= 0]:
+            raise ValueError(f"{' '.join(wrong)}: must be greater than 0")
         parsed = parse(flags)
-        run = planned_run(parsed, args.gpus)
+        cluster = chosen_cluster(args) if args.gpus or args.simulate else None
+        if cluster is not None and args.gpus:
+            return choose_layout(args, flags, parsed, cluster)
+        run = planned_run(parsed, args.simulate or args.gpus)
     except ValueError as error:
         print("nanomegatron plan:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
         return 2
     print(*(f"note    {note}" for note in parsed.notes), *facts(run, parsed.preset), sep="\n")
     print(*memory_table(memory_of_ranks(*run[:3])), sep="\n")
+    if cluster is not None:
+        print(*simulated(run, cluster), sep="\n")
     return verdict(run, card, gib)
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of this command, and the flags of training."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("nanomegatron plan", None, __doc__, formatter_class=form)
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="GPUs of all machines; with --gpu: search their layouts")
+    add("--simulate", type=int, metavar="N", help="what N GPUs do in the layout of the flags")
+    add("--gpu", metavar="NAME", help='"H100", "A100 40GB" ..; default the one of this machine')
+    add("--gpu-memory", type=float, metavar="GB", help="memory of each GPU, instead of --gpu")
+    add("--cluster", metavar="FILE", help="rates of GPUs and links, instead of --gpu (TOML)")
+    add("--nodes-of", type=int, metavar="N", help="GPUs of a machine; default 8")
+    add("--plot", type=Path, metavar="FILE", help="draw memory and time of the best layouts (PNG, SVG, PDF)")
+    return parser.parse_known_args(argv)
+
+
+def chosen_cluster(args: argparse.Namespace) -> Cluster | None:
+    """Return the cluster that the options name; None without one, or for a GPU whose rates are not known."""
+    try:
+        cluster = load_cluster(args.cluster or args.gpu or "")
+    except ValueError:
+        if args.cluster:
+            raise
+        return None
+    return replace(cluster, gpus_per_node=args.nodes_of or cluster.gpus_per_node)
+
+
+def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cluster: Cluster) -> int:
+    """Search, and print the best layouts, why others lost, bars and the command line; returns the exit code.
+
+    Raises ConfigError for wrong flags.
+    """
+    if parsed.errors:
+        raise ConfigError(list(parsed.errors))
+    vocab, batch = vocabulary(parsed.config.data) or EMBEDDED, parsed.config.data.global_batch_size
+    if batch is None:
+        batch = usual_batch(parsed, vocab, args.gpus)
+        parsed.notes.append(f"--global-batch-size {batch}: none was given")
+        data = replace(parsed.config.data, global_batch_size=batch)
+        parsed = replace(parsed, config=replace(parsed.config, data=data))
+        flags = [*flags, "--global-batch-size", str(batch)]
+    fits, others = Search(parsed, vocab, args.gpus, cluster).run()
+    best, data = valid(fits, LAYOUTS_SHOWN), parsed.config.data
+    size = model_size(parsed.config, vocab) / 1e9
+    print(*(f"note    {note}" for note in parsed.notes), sep="\n")
+    print(f"model   {parsed.preset or 'of the flags'}: {size:,.1f} B params")
+    print(f"batch   {batch} x {data.seq_length} tokens")
+    print(f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node: {len(fits)} layouts fit")
+    if not best:
+        need = f"weights and gradients alone take {6 * size / args.gpus:,.0f} GB of each GPU"
+        print(
+            *(
+                f"not     {c.word}, micro {c.micro}: {disadvantage(c, c, cluster)}"
+                for c in others[:LAYOUTS_SHOWN]
+            ),
+            sep="\n",
+        )
+        print(f"no fit  {need}; take more GPUs, or larger ones")
+        return 1
+    heads = f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GB':>6}"
+    print(f"        {'layout':<28}{'micro':>6}  {'recomputed':<11}{heads}", *map(layout_row, best), sep="\n")
+    lost = [*best[1:], *others[: LAYOUTS_SHOWN // 2]]
+    print(
+        *(f"not     {c.word}, micro {c.micro}: {disadvantage(c, best[0], cluster)}" for c in lost), sep="\n"
+    )
+    print(*text_bars(best[0], cluster.memory_gb), sep="\n")
+    print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
+    if args.plot:
+        draw_bars(best, cluster.memory_gb, args.plot)
+        print(f"plot    {args.plot}")
+    return 0
+
+
+def layout_row(candidate: Candidate) -> str:
+    """A line about a layout that fits."""
+    config, step = candidate.run.config, candidate.step
+    again = config.model.recompute_granularity or "-"
+    numbers = (
+        f"{step.total * 1e3:>10,.1f}{step.tokens_per_s:>11,.0f}{step.mfu:>7.1%}{candidate.need / 2**30:>6.1f}"
+    )
+    return f"        {candidate.word:<28}{candidate.micro:>6}  {again:<11}{numbers}"
+
+
+def command_line(gpus: int, cluster: Cluster, flags: list[str], best: Candidate) -> str:
+    """Return the command that starts the run, on each of its machines."""
+    each = min(gpus, cluster.gpus_per_node)
+    machines = "--standalone"
+    if gpus > each:
+        machines = f"--nnodes {-(-gpus // each)} --node-rank $RANK --master-addr $FIRST_MACHINE"
+    start = "python" if gpus == 1 else f"torchrun {machines} --nproc-per-node {each}"
+    return f"{start} train.py {shlex.join(flags)} {best.flags()}"
+
+
+def simulated(run: Planned, cluster: Cluster) -> list[str]:
+    """Return lines on the time of a step, part by part."""
+    step = step_time(run, cluster)
+    parts = ", ".join(f"{name} {s * 1e3:,.1f}" for name, s in step.parts.items() if s >= step.total / 1000)
+    rate = f"{step.tokens_per_s:,.0f} tokens/s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU, {step.mfu:.1%} MFU"
+    return [f"step    {step.total * 1e3:,.1f} ms: {rate}", f"        ms: {parts}"]
 
 
 def planned_run(parsed: Parsed, gpus: int | None) -> Planned:

@@ -31,6 +31,7 @@ the capacity, and in FP8 16 rows of padding for each of its experts. Shared expe
 """
 
 from collections import Counter
+from functools import cached_property
 from typing import NamedTuple
 
 from nanomegatron.config.settings import Config
@@ -110,7 +111,7 @@ class Sizes:
         """Whether hidden dropout keeps its masks; the kernel computes them again."""
         return self.model.hidden_dropout > 0 and not (self.machine.kernels and self.model.bias_dropout_fusion)
 
-    @property
+    @cached_property
     def cp_modes(self) -> list[CPMode]:
         """The mode of each layer's attention; a window needs all keys at once."""
         model, parallel = self.model, self.parallel

@@ -61,15 +61,28 @@ class LayerTimes:
         self.fp8 = precision.fp8_recipe if precision.fp8_format else None
         self.cp = parallel.context_parallel_size
         self.stride = {"cp": sizes.tp}
-        self.known: dict[tuple, tuple[OpTime, OpTime, OpTime]] = {}  # of layers that are alike
+        self.first: dict[tuple, int] = {}  # of layers that are alike
+        self.known: dict[int, tuple[OpTime, OpTime, OpTime]] = {}
 
     def matmuls(self, m: float, n: float, k: float, kind: str) -> tuple[float, float, float]:
         """F, B and W of x `[m, k]` times a weight `[n, k]`."""
         run = self.cluster.matmul
         return run(m, n, k, kind), run(m, k, n, kind), run(n, k, m, kind)
 
+    def like(self, number: int) -> int:
+        """Return the first layer that is computed like this one."""
+        model, sizes = self.sizes.model, self.sizes
+        fp8 = number in sizes.config.precision.fp8_layers(model.num_layers)
+        kind = model.moe_layers[number], sizes.cp_modes[number], model.windows[number], fp8
+        return self.first.setdefault(kind, number)
+
     def layer(self, number: int) -> tuple[OpTime, OpTime, OpTime]:
         """F, B and W of a layer; what is recomputed counts in B."""
+        if number not in self.known:
+            self.known[number] = self._layer(number)
+        return self.known[number]
+
+    def _layer(self, number: int) -> tuple[OpTime, OpTime, OpTime]:
         sizes, model = self.sizes, self.sizes.model
         moe, mode = model.moe_layers[number], sizes.cp_modes[number]
         ops = self._attention(number, mode), self._mlp(number, moe)

@@ -26,6 +26,7 @@ A prediction within 3 % of what is allocated is enough: finer details are left o
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from nanomegatron.config.batch import stages as batch_stages
@@ -38,6 +39,7 @@ from nanomegatron.schedules import Op, most_open, placement, schedule
 # The values of the code that allocates; tests/test_plan.py compares them.
 LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
 WORKSPACES = 2**27  # bytes of cuBLAS, of sums and of numbers for the log, on a GPU
+SETTLED = 4  # microbatches for each pipeline rank after which a schedule needs no more memory
 REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
 
 
@@ -71,16 +73,19 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[d
     """Return the same for each pipeline rank."""
     sizes, ranks = Sizes(config, machine), []
     vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, sizes.tp)
-    layers, (lists, placed) = stage_layers(config, vocab), pipeline_ops(config)
+    layers, (lists, placed) = stage_layers(config, vocab), pipeline_ops(config, SETTLED)
+    kinds = [StageChunk(len(each), i == 0, i == len(layers) - 1) for i, each in enumerate(layers)]
+    known = {chunk: chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in set(kinds)}
+    slots = ring_buffers(sizes)
     for ops, stages in zip(lists, placed, strict=True):
-        chunks = [StageChunk(len(layers[stage]), stage == 0, stage == len(layers) - 1) for stage in stages]
-        microbatches = [chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in chunks]
-        peak = max((during for during, _ in memory_of_ops(ops, microbatches)), key=_total)
+        chunks = [kinds[stage] for stage in stages]
+        microbatches = [known[chunk] for chunk in chunks]
+        peak = peak_of_ops(ops, microbatches)
         parts = states(sizes, vocab, [layer for stage in stages for layer in layers[stage]], chunks)
         for name in ("activations", "logits and loss", "backward of a layer", "deferred weight gradients"):
             parts[name] = peak[name]
         messages = 5 if len(placed) > 1 else 0
-        parts["messages"] = messages * sizes.h * sizes.value + ring_buffers(sizes)
+        parts["messages"] = messages * sizes.h * sizes.value + slots
         parts["room for pieces"] = piece_buffers(sizes)
         parts["workspaces"] = WORKSPACES * machine.gpu
         ranks.append(parts)
@@ -151,9 +156,14 @@ def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, floa
     }
 
 
-def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Counter, Counter]]:
-    """Yield the bytes by part that microbatches take at each op of a rank: at most in it, and afterwards."""
-    held: Counter = Counter()
+def memory_of_ops(
+    ops: list[Op], chunks: list[ChunkMemory], start: Counter | None = None
+) -> Iterator[tuple[Counter, Counter]]:
+    """Yield the bytes by part that microbatches take at each op of a rank: at most in it, and afterwards.
+
+    start: those before the first op.
+    """
+    held = start or Counter()
     for op in ops:
         chunk, before = chunks[op.chunk], held
         if op.kind == "F":
@@ -166,6 +176,27 @@ def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Co
             held = before - chunk.kept + (chunk.deferred if op.kind == "B" else Counter())
             ends = held + chunk.ending if op.kind == "B" else held
             yield max(before + chunk.backward, ends, key=_total), held
+
+
+def peak_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Counter:
+    """Return the largest of `memory_of_ops`; sums alone find its op, in a fraction of the time."""
+    totals = [[_total(part) for part in chunk] for chunk in chunks]
+    held, most, at = 0.0, -1.0, 0
+    for place, (kind, number, _) in enumerate(ops):
+        kept, deferred, forward, backward, ending = totals[number]
+        during = held + (kept + forward if kind == "F" else 0 if kind == "W" else backward)
+        held += kept if kind == "F" else -deferred if kind == "W" else -kept
+        if kind == "B":
+            held += deferred
+            during = max(during, held + ending)
+        if during > most:
+            most, at = during, place
+    done, before = Counter((op.kind, op.chunk) for op in ops[:at]), Counter()
+    for i, chunk in enumerate(chunks):
+        behind = done["B", i] + done["BW", i]
+        for part, times in (chunk.kept, done["F", i] - behind), (chunk.deferred, done["B", i] - done["W", i]):
+            before += Counter({name: size * times for name, size in part.items()})
+    return next(memory_of_ops([ops[at]], chunks, before))[0]
 
 
 def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
@@ -242,15 +273,26 @@ def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> floa
     return chunk.layers * layer / sizes.item + h * chunk.first + loss
 
 
-def pipeline_ops(config: Config) -> tuple[list[list[Op]], list[list[int]]]:
-    """Return the ops of every pipeline rank for the run's largest batch, and their stages."""
+def pipeline_ops(config: Config, settled: int | None = None) -> tuple[list[list[Op]], list[list[int]]]:
+    """Return the ops of every pipeline rank for the run's largest batch, and their stages.
+
+    settled: of a schedule that repeats itself, those of this number of microbatches for each rank.
+    """
     parallel, data = config.parallel, config.data
     replicas = parallel.data_parallel_size or 1
     batch = max(size for _, size in batch_stages(data, replicas))
     name, pp, chunks = parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     microbatches = max(1, batch // (data.micro_batch_size * replicas))
-    return schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
+    if settled and name != "gpipe":  # which keeps all of them
+        microbatches = min(microbatches, settled * max(pp, group or 1) + microbatches % pp)
+    return known_schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
+
+
+@lru_cache(maxsize=256)
+def known_schedule(name: str, pp: int, microbatches: int, chunks: int, group: int | None) -> list[list[Op]]:
+    """The same as `schedule`, made once."""
+    return schedule(name, pp, microbatches, chunks, group)
 
 
 def _total(parts: dict[str, float]) -> float:

@@ -4,8 +4,8 @@
                                     bubble                    `layer_time.py`
     at its end      | reduce gradients | AdamW | gather parameters |
 
-    bubble              the step of the simulated pipeline less the ops of that rank, without messages
-    pp messages         what they add when they take their time
+    bubble              the step of the simulated pipeline less the ops of that rank and less the messages
+    pp messages         of a microbatch, forward through all stages and back: nothing is computed beside them
     dp communication    gradients reduced and parameters gathered over dp x cp (experts: over edp). With the
                         overlap flags all but a bucket of each runs beside the last backward and the first
                         forward, whose kernels then take CONTENTION of that time longer
@@ -17,6 +17,7 @@
 A pipeline of many microbatches is simulated with fewer; each further one takes the busiest rank's time.
 """
 
+import math
 from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
@@ -28,9 +29,9 @@ from nanomegatron.plan.cluster import Cluster
 from nanomegatron.plan.fast import optimizer_casts
 from nanomegatron.plan.layer import ITEMSIZE, Sizes
 from nanomegatron.plan.layer_time import EXPERT_KERNELS, LAYER_KERNELS, NOTHING, LayerTimes, OpTime
-from nanomegatron.plan.memory import expert_weights
+from nanomegatron.plan.memory import expert_weights, known_schedule
 from nanomegatron.plan.room import Planned
-from nanomegatron.schedules import placement, schedule, simulate
+from nanomegatron.schedules import placement, simulate
 
 STEP_PARTS = ("matmuls", "attention", "other kernels", "launches", "tp communication", "cp communication")
 STEP_PARTS += ("ep communication", "dp communication", "pp messages", "bubble", "optimizer")
@@ -79,8 +80,8 @@ def padded_vocab(run: Planned) -> int:
     return padded_vocab_size(run.vocab_size, multiple, parallel.tensor_model_parallel_size)
 
 
-def step_time(run: Planned, cluster: Cluster) -> StepTime:
-    """Predict the step of a run on GPUs of a cluster."""
+def step_time(run: Planned, cluster: Cluster, limit: float = math.inf) -> StepTime:
+    """Predict the step of a run on a cluster's GPUs; its bubble only if it is below `limit` without one."""
     config, parallel = run.config, run.config.parallel
     sizes, vocab = Sizes(config, run.machine), padded_vocab(run)
     layers, times = stage_layers(config, vocab), LayerTimes(sizes, cluster)
@@ -91,7 +92,7 @@ def step_time(run: Planned, cluster: Cluster) -> StepTime:
     slowest = max(range(len(placed)), key=lambda rank: per_rank[rank].total)
     busy = per_rank[slowest] * microbatches
     parts, hidden = Counter(busy.parts), Counter(busy.hidden)
-    if len(placed) > 1:
+    if len(placed) > 1 and busy.total < limit:
         parts += pipeline_waits(config, cluster, sizes, [[op.total for op in ops] for ops in stages])
     parts["launches"] = launches(run, cluster, layers, placed[slowest], microbatches, busy.total)
     own = [layer for stage in placed[slowest] for layer in layers[stage]]
@@ -113,22 +114,12 @@ def stage_ops(times: LayerTimes, stage: int, columns: int, layers: list[range]) 
     """Return F, B and W of a stage for one microbatch."""
     model, ops = times.sizes.model, [NOTHING] * 3
     for run, again in model.segments(len(layers[stage])):
-        for i in run:
-            forward, backward, weight = layer_ops(times, layers[stage][i])
+        for number, count in Counter(times.like(layers[stage][i]) for i in run).items():
+            forward, backward, weight = (op * count for op in times.layer(number))
             backward = backward + forward if again else backward
             ops = [a + b for a, b in zip(ops, (forward, backward, weight), strict=True)]
     ends = times.ends(columns, stage == 0, stage == len(layers) - 1)
     return [a + b for a, b in zip(ops, ends, strict=True)]
-
-
-def layer_ops(times: LayerTimes, number: int) -> tuple[OpTime, OpTime, OpTime]:
-    """Return F, B and W of a layer; layers that are alike are computed once."""
-    model, sizes = times.sizes.model, times.sizes
-    in_fp8 = number in sizes.config.precision.fp8_layers(model.num_layers)
-    key = model.moe_layers[number], sizes.cp_modes[number], model.windows[number], in_fp8
-    if key not in times.known:
-        times.known[key] = times.layer(number)
-    return times.known[key]
 
 
 def pipeline_waits(config: Config, cluster: Cluster, sizes: Sizes, seconds: list[list[float]]) -> Counter:
@@ -144,15 +135,15 @@ def pipeline_waits(config: Config, cluster: Cluster, sizes: Sizes, seconds: list
     message = message / link.bandwidth + link.latency
     scale = max(map(max, seconds))
     costs = tuple(tuple(round(x / scale, 2) for x in ops) for ops in seconds)
-    alone = idle(name, pp, fewer, chunks, group, costs, 0.0) * scale
     waits = idle(name, pp, fewer, chunks, group, costs, round(message / scale, 3)) * scale
-    return Counter({"bubble": max(0.0, alone), "pp messages": max(0.0, waits - alone)})
+    messages = min(waits, 2 * (len(seconds) - 1) * message)
+    return Counter({"bubble": max(0.0, waits - messages), "pp messages": max(0.0, messages)})
 
 
 @lru_cache(maxsize=4096)
 def idle(name: str, pp: int, microbatches: int, chunks: int, group: int | None, costs: tuple, message: float):
     """Return the time of a simulated pipeline less that of its busiest rank, in the unit of the costs."""
-    lists, placed = schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
+    lists, placed = known_schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
     by_op = {(kind, stage): cost for stage, ops in enumerate(costs) for kind, cost in zip("FBW", ops)}
     by_op |= {("BW", stage): b + w for stage, (_, b, w) in enumerate(costs)}
     busiest = max(sum(sum(costs[stage]) for stage in stages) for stages in placed) * microbatches

@@ -1,0 +1,217 @@
+"""Choose a layout: try all that divide a model over some GPUs, keep those that fit, take the fastest.
+
+    settings that no flag has set      values tried
+    tp                                 1, 2, 4, 8 inside a node, with sequence parallelism and overlap
+    pp, schedule, virtual stages       whatever the layers allow: 1f1b, interleaved, zb-v; split by FLOPs
+    cp                                 while a rank keeps ROW tokens
+    ep, etp                            whatever divides the experts; etp 1
+    sharding of dp                     optimizer states, with both overlaps, where there are replicas
+    micro batch                        1, 2, 4, .. up to TOKENS tokens
+    what is recomputed                 the first of ROOM that fits: nothing, norms and activations, whole
+                                       layers, then optimizer states on the host
+
+A layout with more dimensions has to be faster: COMPLEXITY for each. The best are checked as any command line
+is (`config.check.validate`); so is what is printed.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import Parsed, build_config
+from nanomegatron.config.rules import spelled, values_of
+from nanomegatron.config.settings import Config
+from nanomegatron.flops import parameter_count
+from nanomegatron.plan.cluster import Cluster
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.memory import memory_of_ranks
+from nanomegatron.plan.room import Planned
+from nanomegatron.plan.step_time import StepTime, step_time
+
+NEAR = 1.1  # of the best step's time, below which the bubble is simulated
+ROW = 8192  # tokens of a row that a cp rank keeps at least
+TOKENS = 65536  # of a microbatch at most
+POWERS = [2**i for i in range(15)]
+COMPLEXITY = 0.005  # of a step's time that a further dimension has to gain
+FILLED = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and what torch cannot use
+SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+TENSOR_PARALLEL = dict(sequence_parallel=True, tp_comm_overlap=True)
+SHARDED_STATES = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+ROOM: tuple[dict[str, Any], ...] = ({}, SELECTIVE, FULL, FULL | dict(optimizer_cpu_offload=True))
+AXIS_SIZES = dict(
+    tp="tensor_model_parallel_size",
+    pp="pipeline_model_parallel_size",
+    vpp="num_virtual_stages_per_pipeline_rank",
+    cp="context_parallel_size",
+    ep="expert_model_parallel_size",
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout: what it sets, the bytes of the rank that needs most by part, and its step if it fits."""
+
+    changes: dict[str, Any]
+    run: Planned
+    memory: dict[str, float]
+    step: StepTime | None = None
+
+    @property
+    def need(self) -> float:
+        """Bytes of the rank that needs most."""
+        return sum(self.memory.values())
+
+    @property
+    def rank(self) -> float:
+        """What candidates are compared by: seconds of a step, more for each further dimension."""
+        several = sum(
+            getattr(self.run.config.parallel, name) not in (None, 1) for name in AXIS_SIZES.values()
+        )
+        return self.step.total * (1 + COMPLEXITY * (several + len(self.changes.keys() & {*FULL})))
+
+    @property
+    def word(self) -> str:
+        """The layout as a word: tp4 pp2 dp8."""
+        parallel = self.run.config.parallel
+        sizes = {short: getattr(parallel, name) or 1 for short, name in AXIS_SIZES.items()}
+        sizes["dp"] = parallel.data_parallel_size
+        words = [f"{short}{size}" for short, size in sizes.items() if size > 1] or ["one GPU"]
+        schedule = parallel.pipeline_schedule
+        return " ".join(words + [schedule] * (schedule not in (None, "1f1b", "interleaved")))
+
+    @property
+    def micro(self) -> int:
+        """Rows of a microbatch."""
+        return self.run.config.data.micro_batch_size
+
+    def flags(self) -> str:
+        """The flags that set it, but for sizes of 1."""
+        return " ".join(
+            spelled(*change) for change in self.changes.items() if change[1] is True or change[1] != 1
+        )
+
+
+class Search:
+    """A search over the layouts of one model on `world` GPUs of a cluster.
+
+    parsed: settings, of which those in `given` stay as they are; vocab: without padding.
+    """
+
+    def __init__(self, parsed: Parsed, vocab: int, world: int, cluster: Cluster) -> None:
+        self.config, self.given, self.values = parsed.config, parsed.given, values_of(parsed.config)
+        self.vocab, self.world, self.cluster = vocab, world, cluster
+        self.room = FILLED * cluster.memory_gb * 2**30  # bytes of a GPU
+        self.best = math.inf  # seconds of the best step so far
+
+    def run(self) -> tuple[list[Candidate], list[Candidate]]:
+        """Return the layouts that fit, the best first, and those that do not, the smallest first.
+
+        Larger microbatches are not tried where one needs whole layers recomputed.
+        """
+        fits: list[Candidate] = []
+        others: list[Candidate] = []
+        sizes = [n for n in POWERS if n == 1 or n * self.config.data.seq_length <= TOKENS]
+        sizes = [self.values["micro_batch_size"]] if "micro_batch_size" in self.given else sizes
+        for changes, replicas in self._layouts():
+            for micro in sizes:
+                if (self.values["global_batch_size"] or 0) % (replicas * micro):
+                    break
+                found = self._fitting(changes | {"micro_batch_size": micro})
+                if found is not None:
+                    (fits if found.step else others).append(found)
+                if found is None or found.step is None or "recompute_method" in found.changes:
+                    break
+        fits.sort(key=lambda candidate: candidate.rank)
+        return fits, sorted(others, key=lambda candidate: candidate.need)
+
+    def _choices(self, short: str, allowed: Callable[[int], bool]) -> list[int]:
+        name = AXIS_SIZES[short]
+        return [self.values[name] or 1] if name in self.given else [n for n in POWERS if allowed(n)]
+
+    def _layouts(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield the settings of every layout whose sizes divide what they have to divide, and its dp.
+
+        Not those whose weights and gradients alone need twice a GPU.
+        """
+        model, data = self.config.model, self.config.data
+        width = math.gcd(model.num_attention_heads, model.ffn_size)
+        tps = self._choices("tp", lambda n: width % n == 0 and n <= self.cluster.gpus_per_node)
+        cps = self._choices("cp", lambda n: n == 1 or data.seq_length // n >= ROW)
+        eps = self._choices("ep", lambda n: (model.num_experts or 1) % n == 0 and n <= 64)
+        weights = 6 * model_size(self.config, self.vocab)
+        for tp, cp, ep in itertools.product(tps, cps, eps):
+            for pp, pipeline in self._pipelines(self.world // (tp * cp)):
+                dp, left = divmod(self.world, tp * cp * pp)
+                if left or (dp * tp * cp) % ep or weights > 2 * self.room * tp * pp * ep:
+                    continue
+                changes = {AXIS_SIZES["tp"]: tp, AXIS_SIZES["cp"]: cp, AXIS_SIZES["ep"]: ep} | pipeline
+                changes |= TENSOR_PARALLEL if tp > 1 else {}
+                changes |= dict(expert_tensor_parallel_size=1) if tp > 1 and model.num_experts else {}
+                yield changes | (SHARDED_STATES if dp * cp > 1 else {}), dp
+
+    def _pipelines(self, most: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield pp up to `most` with a schedule and virtual stages; every stage has a layer at least."""
+        layers = self.config.model.num_layers
+        for pp in (pp for pp in self._choices("pp", lambda n: n <= 32) if pp <= min(most, layers)):
+            ways: list[dict[str, Any]] = [{}]
+            if pp > 1 and not self.given & {"pipeline_schedule", AXIS_SIZES["vpp"]}:
+                ways += [{AXIS_SIZES["vpp"]: n} for n in (2, 4, 8) if pp * n <= layers]
+                ways += [dict(pipeline_schedule="zb-v")] * (2 * pp <= layers)
+            for way in ways:
+                yield pp, {AXIS_SIZES["pp"]: pp} | way | (dict(pipeline_split="flops") if pp > 1 else {})
+
+    def _fitting(self, changes: dict[str, Any]) -> Candidate | None:
+        """Return the layout with the least of ROOM that makes it fit; without a step where none does."""
+        found = None
+        for more in ROOM:
+            kept = {name: value for name, value in (changes | more).items() if name not in self.given}
+            if found is not None and kept == found.changes:
+                continue
+            try:
+                values = self.values | dict(data_parallel_size=None) | kept
+                run = Planned(resolve(build_config(values), self.world), self.vocab, Machine(), self.world)
+                memory = max(memory_of_ranks(*run[:3]), key=lambda parts: sum(parts.values()))
+            except ValueError:  # sizes that no layout of this model has
+                return None
+            found = Candidate(kept, run, memory)
+            if found.need <= self.room:
+                step = step_time(run, self.cluster, NEAR * self.best)
+                self.best = min(self.best, step.total)
+                return Candidate(kept, run, memory, step)
+        return found
+
+
+def valid(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """Return the first `count` that no check refuses."""
+    allowed = (c for c in candidates if not validate(c.run.config, c.run.world, "cuda"))
+    return [*itertools.islice(allowed, count)]
+
+
+def disadvantage(other: Candidate, best: Candidate, cluster: Cluster) -> str:
+    """Return in a line why a layout lost: memory, or the parts of a step that take longer."""
+    if other.step is None:
+        part = max(other.memory, key=lambda name: other.memory[name])
+        size = other.memory[part] / 2**30
+        need, room = other.need / 2**30, FILLED * cluster.memory_gb
+        return f"does not fit: {need:.0f} of {room:.0f} GB, {part} {size:.0f} GB"
+    longer = {name: seconds - best.step.parts[name] for name, seconds in other.step.parts.items()}
+    most = sorted(longer, key=lambda name: -longer[name])[:2]
+    parts = [f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most if longer[name] > 0]
+    return f"slower by {other.step.total / best.step.total - 1:.1%}: {', '.join(parts)}"
+
+
+def model_size(config: Config, vocab: int) -> int:
+    """Count the parameters of a config that need not be resolved."""
+    positions = config.model.max_position_embeddings or config.data.seq_length
+    return parameter_count(replace(config.model, max_position_embeddings=positions), vocab)
+
+
+def usual_batch(parsed: Parsed, vocab: int, world: int) -> int:
+    """Return the rows of a step where none are set: 1 M tokens, 4 M from 15 billion parameters on."""
+    large = model_size(parsed.config, vocab) >= 15e9
+    from_tokens = 2 ** (22 if large else 20) // parsed.config.data.seq_length
+    return math.ceil(max(from_tokens, world) / world) * world

@@ -1,0 +1,189 @@
+"""The search for a layout: the best of all, flags that stay, reasons that add up, a command that works."""
+
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from nanomegatron.commands import plan
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import build_config, parse
+from nanomegatron.config.rules import values_of
+from nanomegatron.plan import memory
+from nanomegatron.plan.cluster import load_cluster
+from nanomegatron.plan.draw import BAR_WIDTH, bar, memory_parts, signs
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.memory import ChunkMemory, memory_of_ops, memory_of_ranks, peak_of_ops, pipeline_ops
+from nanomegatron.plan.room import Planned
+from nanomegatron.plan.search import (
+    FILLED,
+    SHARDED_STATES,
+    AXIS_SIZES,
+    TENSOR_PARALLEL,
+    Search,
+    usual_batch,
+    valid,
+    disadvantage,
+)
+from nanomegatron.plan.step_time import step_time
+from nanomegatron.schedules import schedule
+
+H100 = load_cluster("h100")
+EIGHT_B = "--config llama3-8b --global-batch-size 64 --vocab-size 128256"
+SEVENTY_B = "--config llama3-70b --global-batch-size 512 --vocab-size 128256"
+
+
+def searched(flags: str, world: int, cluster=H100):
+    return Search(parse(flags.split()), 128256, world, cluster).run()
+
+
+def test_nothing_that_fits_is_faster():
+    """Every tp, pp and micro batch of eight GPUs, nothing recomputed, tried one by one."""
+    parsed, best = parse(EIGHT_B.split()), valid(searched(EIGHT_B, 8)[0], 1)[0]
+    for tp, pp, micro in [
+        (tp, pp, micro) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for micro in (1, 2, 4, 8)
+    ]:
+        if tp * pp > 8 or 64 % (8 // (tp * pp) * micro):
+            continue
+        changes = {
+            AXIS_SIZES["tp"]: tp,
+            AXIS_SIZES["pp"]: pp,
+            "micro_batch_size": micro,
+            "pipeline_split": "flops",
+        }
+        changes |= (TENSOR_PARALLEL if tp > 1 else {}) | (SHARDED_STATES if tp * pp < 8 else {})
+        config = build_config(values_of(parsed.config) | changes)
+        if not validate(config, 8, "cuda"):
+            run = Planned(resolve(config, 8), 128256, Machine(), 8)
+            if run.need <= FILLED * 80 * 2**30:
+                assert best.rank <= step_time(run, H100).total * (1 + 0.005 * ((tp > 1) + (pp > 1))) + 1e-9
+
+
+def test_flags_that_are_given_stay():
+    flags = (
+        f"{SEVENTY_B} --tp 8 --micro-batch-size 2 --recompute-granularity full --recompute-method uniform "
+    )
+    flags += "--recompute-num-layers 1"
+    fits, others = searched(flags, 64)
+    for found in fits + others:
+        config = found.run.config
+        assert config.parallel.tensor_model_parallel_size == 8 and config.data.micro_batch_size == 2
+        assert config.model.recompute_granularity == "full"
+        assert AXIS_SIZES["tp"] not in found.changes and "micro_batch_size" not in found.changes
+    assert len({found.run.config.parallel.pipeline_model_parallel_size for found in fits}) > 2
+
+
+def test_what_fits_and_why_others_lost():
+    fits, others = searched(SEVENTY_B, 64)
+    room = FILLED * 80
+    assert all(found.need <= room * 2**30 for found in fits) and all(c.need > room * 2**30 for c in others)
+    lost, best = others[0], fits[0]
+    part, size = max(lost.memory.items(), key=lambda item: item[1])
+    said = f"does not fit: {lost.need / 2**30:.0f} of {room:.0f} GB, {part} {size / 2**30:.0f} GB"
+    assert disadvantage(lost, best, H100) == said
+    slower = fits[3]
+    parts = {name: s - best.step.parts[name] for name, s in slower.step.parts.items()}
+    worst = max(parts, key=parts.get)
+    text = disadvantage(slower, best, H100)
+    assert text.startswith(f"slower by {slower.step.total / best.step.total - 1:.1%}: {worst} ")
+
+
+def test_tensor_parallelism_stays_inside_a_node():
+    fits, others = searched(SEVENTY_B, 64, replace(H100, gpus_per_node=4))
+    assert {c.run.config.parallel.tensor_model_parallel_size for c in fits + others} <= {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    "flags, world", [(EIGHT_B, 8), (SEVENTY_B, 64), ("--config mixtral-8x7b --vocab-size 32000", 32)]
+)
+def test_the_command_that_is_printed_is_the_plan(flags, world, capsys):
+    assert plan.main([*flags.split(), "--gpus", str(world), "--gpu", "h100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = lines[next(i for i, line in enumerate(lines) if "ms a step" in line) + 1]
+    words = shlex.split(next(line for line in lines if line.startswith("run ")))
+    parsed = parse(words[words.index("train.py") + 1 :])
+    assert parsed.errors == () and not validate(parsed.config, world, "cuda")
+    run = Planned(resolve(parsed.config, world), parsed.config.data.vocab_size, Machine(), world)
+    assert f"{step_time(run, H100).total * 1e3:,.1f}" in row and f"{run.need / 2**30:.1f}" in row
+
+
+def test_a_thousand_gpus_take_seconds():
+    start = time.process_time()
+    fits, _ = searched("--config llama3-70b --global-batch-size 1024 --vocab-size 128256", 1024)
+    assert len(fits) > 50 and time.process_time() - start < 6  # 1.6 on a quiet machine
+
+
+def test_no_layout_fits(capsys):
+    flags = "--config llama3-70b --vocab-size 128256 --gpus 2 --gpu h100".split()
+    assert plan.main(flags) == 1
+    out = capsys.readouterr().out
+    assert "0 layouts fit" in out and "alone take 212 GB of each GPU" in out and "train.py" not in out
+    assert (
+        plan.main(
+            [*SEVENTY_B.split(), "--gpus", "8", "--gpu", "h100", "--recompute-granularity", "selective"]
+        )
+        == 1
+    )
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_batch_where_none_is_given():
+    for config, tokens in (("gpt2-124m", 2**20), ("llama3-70b", 2**22)):
+        parsed = parse(["--config", config])
+        length = parsed.config.data.seq_length
+        assert usual_batch(parsed, 50257, 8) == tokens // length
+        assert usual_batch(parsed, 50257, 4096) % 4096 == 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "gpipe", "interleaved"])
+def test_the_memory_of_long_schedules_is_that_of_all_their_ops(name, monkeypatch):
+    more = " --vpp 2" * (name == "interleaved")
+    flags = f"--config llama3-8b --pp 4 --pipeline-schedule {name}{more} --global-batch-size 52"
+    config = resolve(parse(flags.split()).config, 4)
+    assert (len(pipeline_ops(config, 4)[0][0]) < len(pipeline_ops(config)[0][0])) == (name != "gpipe")
+    short = memory_of_ranks(config, 128256, Machine())
+    monkeypatch.setattr(memory, "SETTLED", None)
+    assert short == memory_of_ranks(config, 128256, Machine())
+
+
+def test_the_peak_is_the_largest_of_all_ops():
+    chunks = [ChunkMemory(*(Counter({name: i + n}) for n, name in enumerate("abcde", 1))) for i in (0, 3)]
+    for name, v in (("zb-v", 2), ("interleaved", 2)):
+        for ops in schedule(name, 4, 8, v, None):
+            every = max((during for during, _ in memory_of_ops(ops, chunks)), key=lambda c: sum(c.values()))
+            assert sum(peak_of_ops(ops, chunks).values()) == sum(every.values())
+
+
+def test_bars_are_divided_like_their_parts():
+    best = searched(EIGHT_B, 8)[0][0]
+    parts = memory_parts(best, 80)
+    line, by_name = bar(parts), signs(parts)
+    assert len(line) == BAR_WIDTH and sum(parts.values()) == pytest.approx(80)
+    assert len({*by_name.values()}) == len(by_name)
+    for name, size in parts.items():
+        assert abs(line.count(by_name[name]) - BAR_WIDTH * size / 80) <= 1
+
+
+def test_a_picture_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert plan.main([*EIGHT_B.split(), "--gpus", "8", "--gpu", "h100", "--plot", str(path)]) == 0
+    assert path.stat().st_size > 10_000 and f"plot    {path}" in capsys.readouterr().out
+
+
+def test_simulated_gpus_say_their_time(capsys):
+    flags = f"{EIGHT_B} --tp 2 --use-distributed-optimizer --simulate 8 --gpu h100"
+    assert plan.main(flags.split()) == 0
+    out = capsys.readouterr().out
+    assert "tp2 pp1 dp4" in out and " MFU" in out and "matmuls" in out and "fits" in out
+
+
+def test_no_torch_is_needed_to_search():
+    flags = [*EIGHT_B.split(), "--gpus", "8", "--gpu", "h100"]
+    code = f"import sys; from nanomegatron.commands.plan import main; main({flags})"
+    code += "; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
