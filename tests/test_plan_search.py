@@ -20,14 +20,14 @@ from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import ChunkMemory, memory_of_ops, memory_of_ranks, peak_of_ops, pipeline_ops
 from nanomegatron.plan.room import Planned
 from nanomegatron.plan.search import (
+    AXIS_SIZES,
     FILLED,
     SHARDED_STATES,
-    AXIS_SIZES,
     TENSOR_PARALLEL,
     Search,
+    disadvantage,
     usual_batch,
     valid,
-    disadvantage,
 )
 from nanomegatron.plan.step_time import step_time
 from nanomegatron.schedules import schedule

@@ -31,7 +31,7 @@ from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import memory_of_ranks, pipeline_ops
 from nanomegatron.plan.room import Planned, memory_table, remedies
-from nanomegatron.plan.search import FILLED, Candidate, Search, model_size, usual_batch, valid, disadvantage
+from nanomegatron.plan.search import FILLED, Candidate, Search, disadvantage, model_size, usual_batch, valid
 from nanomegatron.plan.step_time import step_time
 from nanomegatron.schedules import simulate
 
