@@ -58,6 +58,7 @@ from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
 from nanomegatron.report.banner import banner, buckets_text, check_memory, data_lines
+from nanomegatron.report.layout import chosen_layout, out_of_memory_advice
 from nanomegatron.report.log import RunLog
 from nanomegatron.report.plots import plot_experts, plot_loss
 from nanomegatron.report.profiler import Profile
@@ -125,6 +126,10 @@ def settings(argv: list[str], world: World) -> tuple[Parsed, Config]:
     device = pick_device(config.run.device, world)
     fp8_on_gpu = config.precision.fp8_format and device.type == "cuda"
     gpu = torch.cuda.get_device_capability(device) if fp8_on_gpu else ()
+    if config.parallel.auto_layout and not parsed.errors:
+        with_data = replace(parsed, config=replace(config, data=with_text(parsed)))
+        parsed = chosen_layout(with_data, size, device)
+        config = parsed.config
     if errors := [*parsed.errors, *validate(config, size, device.type, gpu)]:
         raise ConfigError(errors)
     config = with_run_name(resolve(replace(config, data=with_text(parsed)), size), parsed)
@@ -184,6 +189,8 @@ def run_rank(world: World, argv: list[str]) -> int:
     except Preempted as signalled:
         code = preempted(log, str(signalled))
     except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(out_of_memory_advice(config, mesh))
         code = report_failure(log, error, begun=run is not None)
     log.close()
     if code == 1 or (code not in (DONE, PREEMPTED) and world.size > 1):

@@ -67,7 +67,7 @@ def test_attention_before_ampere_is_unfused(capability):
 
 def test_the_plan_knows_that_attention_is_unfused(capability):
     mesh = replace(Mesh(), device=CUDA)
-    machine, config = machine_of(mesh), parse(["--fp16", "--micro-batch-size", "1"]).config
+    machine, config = machine_of(mesh.device), parse(["--fp16", "--micro-batch-size", "1"]).config
     new = Machine(gpu=True, kernels=machine.kernels, fused=True)
     more = sum(memory(config, 4096, machine).values()) - sum(memory(config, 4096, new).values())
     scores = config.model.num_attention_heads * config.data.seq_length**2 * 2  # bytes of a layer's, in fp16

@@ -84,11 +84,11 @@ def test_what_fits_and_why_others_lost():
     lost, best = others[0], fits[0]
     part, size = max(lost.memory.items(), key=lambda item: item[1])
     said = f"does not fit: {lost.need / 2**30:.0f} of {room:.0f} GB, {part} {size / 2**30:.0f} GB"
-    assert disadvantage(lost, best, H100) == said
+    assert disadvantage(lost, best, room * 2**30) == said
     slower = fits[3]
     parts = {name: s - best.step.parts[name] for name, s in slower.step.parts.items()}
     worst = max(parts, key=parts.get)
-    text = disadvantage(slower, best, H100)
+    text = disadvantage(slower, best, room * 2**30)
     assert text.startswith(f"slower by {slower.step.total / best.step.total - 1:.1%}: {worst} ")
 
 

@@ -105,7 +105,8 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
         data = replace(parsed.config.data, global_batch_size=batch)
         parsed = replace(parsed, config=replace(parsed.config, data=data))
         flags = [*flags, "--global-batch-size", str(batch)]
-    fits, others = Search(parsed, vocab, args.gpus, cluster).run()
+    found = Search(parsed, vocab, args.gpus, cluster)
+    fits, others = found.run()
     best, data = valid(fits, LAYOUTS_SHOWN), parsed.config.data
     size = model_size(parsed.config, vocab) / 1e9
     print(*(f"note    {note}" for note in parsed.notes), sep="\n")
@@ -116,7 +117,7 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
         need = f"weights and gradients alone take {6 * size / args.gpus:,.0f} GB of each GPU"
         print(
             *(
-                f"not     {c.word}, micro {c.micro}: {disadvantage(c, c, cluster)}"
+                f"not     {c.word}, micro {c.micro}: {disadvantage(c, c, found.room)}"
                 for c in others[:LAYOUTS_SHOWN]
             ),
             sep="\n",
@@ -127,7 +128,8 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     print(f"        {'layout':<28}{'micro':>6}  {'recomputed':<11}{heads}", *map(layout_row, best), sep="\n")
     lost = [*best[1:], *others[: LAYOUTS_SHOWN // 2]]
     print(
-        *(f"not     {c.word}, micro {c.micro}: {disadvantage(c, best[0], cluster)}" for c in lost), sep="\n"
+        *(f"not     {c.word}, micro {c.micro}: {disadvantage(c, best[0], found.room)}" for c in lost),
+        sep="\n",
     )
     print(*text_bars(best[0], cluster.memory_gb), sep="\n")
     print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")

@@ -94,6 +94,9 @@ class ParallelConfig:
         excludes=PAD,
         fast_path=True,
     )
+    auto_layout: bool = setting(
+        False, "choose sizes of all dimensions, micro batch and recomputation that no flag gives (planner)"
+    )
     data_parallel_size: int | None = common(None, "number of replicas; checked, not needed", "dp")
     fast_paths: bool | None = setting(None, "use fast paths; default only on GPUs", names_run=False)
     tp_comm_overlap: bool = setting(False, "overlap tp communication with matmuls", fast_path=True)

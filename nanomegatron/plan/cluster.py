@@ -50,16 +50,8 @@ class Cluster:
     gap: float  # between two kernels that the GPU has at hand
     host_link: float  # to the host's memory
     host_bandwidth: float  # of the optimizer on the host, all its bytes together
-
-    @property
-    def peak(self) -> float:
-        """Dense bf16 FLOP/s of a GPU by its data sheet."""
-        return next(bf16 for name, bf16, *_ in PEAKS if name == self.gpu) * 1e12
-
-    @property
-    def memory_gb(self) -> float:
-        """GB of a GPU."""
-        return next(size for name, *_, size in PEAKS if name == self.gpu)
+    peak: float  # dense FLOP/s in bf16, by the data sheet
+    memory_gb: float
 
     def matmul(self, m: float, n: float, k: float, kind: str = "bf16") -> float:
         """Seconds of `[m, k] x [k, n]`, of a kind of `matmuls`."""
@@ -120,8 +112,7 @@ def read_cluster(name: str, values: dict) -> Cluster:
         key: LinkRate(values[key]["bandwidth"] * 1e9, values[key]["latency"] * 1e-6)
         for key in ("nvlink", "network")
     }
-    if not any(gpu == values["gpu"] for gpu, *_ in PEAKS):
-        raise ValueError(f"gpu {values['gpu']!r}")
+    peak, size = next(((bf16, size) for gpu, bf16, _, size in PEAKS if gpu == values["gpu"]), (None, None))
     return Cluster(
         name=name,
         gpu=values["gpu"],
@@ -133,5 +124,7 @@ def read_cluster(name: str, values: dict) -> Cluster:
         gap=values["gap"] * 1e-6,
         host_link=values["host_link"] * 1e9,
         host_bandwidth=values["host_bandwidth"] * 1e9,
+        peak=(peak or values["peak"]) * 1e12,
+        memory_gb=size or values["memory"],
         **links,
     )

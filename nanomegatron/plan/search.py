@@ -39,7 +39,7 @@ COMPLEXITY = 0.005  # of a step's time that a further dimension has to gain
 FILLED = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and what torch cannot use
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-TENSOR_PARALLEL = dict(sequence_parallel=True, tp_comm_overlap=True)
+TENSOR_PARALLEL: dict[str, Any] = dict(sequence_parallel=True, tp_comm_overlap=True)
 SHARDED_STATES = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 ROOM: tuple[dict[str, Any], ...] = ({}, SELECTIVE, FULL, FULL | dict(optimizer_cpu_offload=True))
 AXIS_SIZES = dict(
@@ -101,10 +101,19 @@ class Search:
     parsed: settings, of which those in `given` stay as they are; vocab: without padding.
     """
 
-    def __init__(self, parsed: Parsed, vocab: int, world: int, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        parsed: Parsed,
+        vocab: int,
+        world: int,
+        cluster: Cluster,
+        machine: Machine = Machine(),  # noqa: B008 (frozen)
+        room: float | None = None,
+    ) -> None:
+        """room: bytes that a rank may take; default FILLED of a GPU."""
         self.config, self.given, self.values = parsed.config, parsed.given, values_of(parsed.config)
         self.vocab, self.world, self.cluster = vocab, world, cluster
-        self.room = FILLED * cluster.memory_gb * 2**30  # bytes of a GPU
+        self.machine, self.room = machine, room or FILLED * cluster.memory_gb * 2**30
         self.best = math.inf  # seconds of the best step so far
 
     def run(self) -> tuple[list[Candidate], list[Candidate]]:
@@ -149,7 +158,7 @@ class Search:
                 if left or (dp * tp * cp) % ep or weights > 2 * self.room * tp * pp * ep:
                     continue
                 changes = {AXIS_SIZES["tp"]: tp, AXIS_SIZES["cp"]: cp, AXIS_SIZES["ep"]: ep} | pipeline
-                changes |= TENSOR_PARALLEL if tp > 1 else {}
+                changes |= TENSOR_PARALLEL | dict(tp_comm_overlap=self.machine.gpu) if tp > 1 else {}
                 changes |= dict(expert_tensor_parallel_size=1) if tp > 1 and model.num_experts else {}
                 yield changes | (SHARDED_STATES if dp * cp > 1 else {}), dp
 
@@ -173,7 +182,7 @@ class Search:
                 continue
             try:
                 values = self.values | dict(data_parallel_size=None) | kept
-                run = Planned(resolve(build_config(values), self.world), self.vocab, Machine(), self.world)
+                run = Planned(resolve(build_config(values), self.world), self.vocab, self.machine, self.world)
                 memory = max(memory_of_ranks(*run[:3]), key=lambda parts: sum(parts.values()))
             except ValueError:  # sizes that no layout of this model has
                 return None
@@ -185,19 +194,23 @@ class Search:
         return found
 
 
+def device(run: Planned) -> str:
+    """Return torch's name of what a run computes on."""
+    return "cuda" if run.machine.gpu else "cpu"
+
+
 def valid(candidates: list[Candidate], count: int) -> list[Candidate]:
     """Return the first `count` that no check refuses."""
-    allowed = (c for c in candidates if not validate(c.run.config, c.run.world, "cuda"))
+    allowed = (c for c in candidates if not validate(c.run.config, c.run.world, device(c.run)))
     return [*itertools.islice(allowed, count)]
 
 
-def disadvantage(other: Candidate, best: Candidate, cluster: Cluster) -> str:
-    """Return in a line why a layout lost: memory, or the parts of a step that take longer."""
+def disadvantage(other: Candidate, best: Candidate, room: float) -> str:
+    """Return in a line why a layout lost: more than `room` bytes, or the parts of a step that take longer."""
     if other.step is None:
         part = max(other.memory, key=lambda name: other.memory[name])
         size = other.memory[part] / 2**30
-        need, room = other.need / 2**30, FILLED * cluster.memory_gb
-        return f"does not fit: {need:.0f} of {room:.0f} GB, {part} {size:.0f} GB"
+        return f"does not fit: {other.need / 2**30:.0f} of {room / 2**30:.0f} GB, {part} {size:.0f} GB"
     longer = {name: seconds - best.step.parts[name] for name, seconds in other.step.parts.items()}
     most = sorted(longer, key=lambda name: -longer[name])[:2]
     parts = [f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most if longer[name] > 0]

@@ -38,7 +38,7 @@ def banner(
     yield f"{version} | commit {commit()} | {machine_text(config, mesh)}"
     yield from (f"note    {note}" for note in notes)
     yield f"model   {model_text(config, vocab_size, padded)}"
-    yield f"memory  {describe_memory(*memory_of_ranks(config, vocab_size, machine_of(mesh)))}"
+    yield f"memory  {describe_memory(*memory_of_ranks(config, vocab_size, machine_of(mesh.device)))}"
     if mesh.pp.size > 1:
         layers, parallel = stage_layers(config, padded), config.parallel
         placed = placement(parallel.schedule, mesh.pp.size, parallel.chunks)
@@ -57,14 +57,14 @@ def check_memory(config: Config, mesh: Mesh, vocab_size: int) -> list[str]:
     if mesh.device.type == "cuda":
         room, local = torch.cuda.get_device_properties(mesh.device).total_memory, 1
     else:
-        room, local = host_memory(), local_ranks(mesh)
-    note = check_room(Planned(config, vocab_size, machine_of(mesh), mesh.world.size, local), room)
+        room, local = host_memory(), local_ranks(mesh.world.size)
+    note = check_room(Planned(config, vocab_size, machine_of(mesh.device), mesh.world.size, local), room)
     return [note] if note else []
 
 
-def local_ranks(mesh: Mesh) -> int:
-    """The number of ranks on this machine: torchrun's, or all of them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))
+def local_ranks(ranks: int) -> int:
+    """The number of ranks on this machine, of `ranks` in all: torchrun's, or all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def host_memory() -> float:
@@ -77,10 +77,10 @@ def host_memory() -> float:
     return min(limits)
 
 
-def machine_of(mesh: Mesh) -> Machine:
+def machine_of(device: torch.device) -> Machine:
     """The planner's description of a rank's machine."""
-    fused = choose_backend("auto", mesh.device, torch.bfloat16) == "fused"
-    return Machine(mesh.device.type == "cuda", not kernels_unavailable(mesh.device), fused)
+    fused = choose_backend("auto", device, torch.bfloat16) == "fused"
+    return Machine(device.type == "cuda", not kernels_unavailable(device), fused)
 
 
 def buckets_text(buckets: Buckets) -> str:

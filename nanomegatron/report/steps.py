@@ -196,7 +196,7 @@ def machine_gpus(mesh: Mesh) -> list[str]:
     """Return the UUIDs of the GPUs of this machine's ranks, as far as this rank sees them; [] on a CPU."""
     if mesh.device.type != "cuda":
         return []
-    seen = min(local_ranks(mesh), torch.cuda.device_count())  # it may see only its own
+    seen = min(local_ranks(mesh.world.size), torch.cuda.device_count())  # it may see only its own
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(seen)]
 
 

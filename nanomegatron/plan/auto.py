@@ -1,0 +1,67 @@
+"""The layout that --auto-layout chooses, and the nearest one that fits where memory ran out."""
+
+from dataclasses import replace
+from typing import Any
+
+from nanomegatron.config.cli import ConfigError, Parsed, build_config
+from nanomegatron.config.rules import spelled, values_of
+from nanomegatron.plan.cluster import Cluster, load_cluster
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.room import Planned
+from nanomegatron.plan.search import Search, disadvantage, usual_batch, valid
+
+
+def with_best_layout(
+    parsed: Parsed, vocab: int, world: int, gpu: str, machine: Machine, room: float
+) -> Parsed:
+    """Return the settings with the fastest layout that fits, and a note on it; flags that are given stay.
+
+    gpu: the device's name, or "cpu". room: bytes of a rank. Raises ConfigError if none fits.
+    """
+    cluster = cluster_of(gpu)
+    if not parsed.config.data.global_batch_size:
+        data = replace(parsed.config.data, global_batch_size=usual_batch(parsed, vocab, world))
+        parsed = replace(parsed, config=replace(parsed.config, data=data))
+    fits, others = Search(parsed, vocab, world, cluster, machine, room).run()
+    if not (best := valid(fits, 2)):
+        least = f": {others[0].word} {disadvantage(others[0], others[0], room)}" if others else ""
+        raise ConfigError([f"--auto-layout: no layout of {world} ranks fits{least}; start more of them"])
+    chosen = best[0]
+    config = build_config(values_of(parsed.config) | chosen.changes)
+    flags = f"--global-batch-size {config.data.global_batch_size} {chosen.flags()}".strip()
+    step = f"{chosen.step.total * 1e3:,.0f} ms a step and {chosen.need / 2**30:.1f} GB are planned"
+    second = f"; next {best[1].word}: {disadvantage(best[1], chosen, room)}" if len(best) > 1 else ""
+    note = f"--auto-layout chose {chosen.word}: {flags} ({step} at the rates of {cluster.name}{second})"
+    return replace(parsed, config=config, notes=[*parsed.notes, note])
+
+
+def cluster_of(gpu: str) -> Cluster:
+    """Return the cluster of a device's name; one whose rates are not known counts as an H100."""
+    try:
+        return load_cluster(gpu)
+    except ValueError:
+        return load_cluster("h100")
+
+
+def nearest_that_fits(run: Planned, gpu: str, room: float) -> str:
+    """Return in a line the flags of the layout that fits `room` bytes and differs least from this run's.
+
+    gpu: the device's name.
+    """
+    values = values_of(run.config)
+    settings = Parsed(build_config(values | dict(data_parallel_size=None)), [])
+    fits, _ = Search(settings, run.vocab_size, run.world, cluster_of(gpu), run.machine, room).run()
+
+    def changed(changes: dict[str, Any]) -> list[str]:
+        return [
+            spelled(name, value)
+            for name, value in changes.items()
+            if value != values[name] and not (value == 1 and values[name] is None)
+        ]
+
+    found = sorted(valid(fits, len(fits)), key=lambda c: (len(changed(c.changes)), c.rank))
+    if not found:
+        return "no layout of this model fits these GPUs; take more of them"
+    need = f"{found[0].need / 2**30:.1f} of {room / 2**30:.1f} GB"
+    flags = " ".join(changed(found[0].changes)) or "this one; something else takes memory"
+    return f"the nearest layout that fits by the plan ({need}): {flags}"

@@ -1,0 +1,42 @@
+"""What the planner says of a run's machine: the layout of --auto-layout, and one that fits its memory."""
+
+import torch
+
+from nanomegatron.config.cli import Parsed
+from nanomegatron.config.settings import Config, DataConfig
+from nanomegatron.data.gpt_dataset import choose_tokenizer
+from nanomegatron.mesh import Mesh
+from nanomegatron.plan.auto import nearest_that_fits, with_best_layout
+from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.room import Planned
+from nanomegatron.plan.search import FILLED
+from nanomegatron.report.banner import host_memory, local_ranks, machine_of
+
+
+def chosen_layout(parsed: Parsed, world: int, device: torch.device) -> Parsed:
+    """Return the settings with the layout that --auto-layout chooses for `world` ranks.
+
+    Raises ConfigError if none fits.
+    """
+    where = described(device, local_ranks(world))
+    return with_best_layout(parsed, vocabulary_size(parsed.config.data), world, *where)
+
+
+def out_of_memory_advice(config: Config, mesh: Mesh) -> str:
+    """The layout to take instead of one for which a GPU's memory was too small."""
+    name, kind, room = described(mesh.device, local_ranks(mesh.world.size))
+    return nearest_that_fits(Planned(config, vocabulary_size(config.data), kind, mesh.world.size), name, room)
+
+
+def vocabulary_size(data: DataConfig) -> int:
+    """Return the number of token ids: as set, or the tokenizer's."""
+    return data.vocab_size or choose_tokenizer(data).vocab_size
+
+
+def described(device: torch.device, local: int) -> tuple[str, Machine, float]:
+    """Return a device's name, what the planner knows of it, and the bytes for one of `local` ranks."""
+    kind = machine_of(device)
+    if not kind.gpu:
+        return "cpu", kind, FILLED * host_memory() / local
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.get_device_name(device), kind, FILLED * memory
