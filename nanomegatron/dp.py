@@ -217,8 +217,8 @@ class Bucket:
 
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
-        if self.buckets.fingerprints is not None:
-            self.buckets.fingerprints.append(bit_sum(self.grads))
+        if self.buckets.before_reduce is not None:
+            self.buckets.before_reduce(self)
         if self.shards.size < self.axis.size:
             return start_all_reduce_(self.grads, self.axis, op)
         return self.comm.start_reduce_scatter(self.grads, op)
@@ -307,7 +307,7 @@ class Buckets:
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
         self.in_flight: deque[tuple[Bucket, Pending]] = deque()
-        self.fingerprints: list[torch.Tensor] | None = None  # of this rank's gradients before they are summed
+        self.before_reduce: Callable[[Bucket], None] | None = None  # sees this rank's gradients, not summed
         self.all: list[Bucket] = []
         self.comms: list[ShardComm] = []
         groups: dict[tuple, list[nn.Parameter]] = {}

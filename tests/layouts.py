@@ -1,28 +1,13 @@
 """The layouts that tests train, as words, and the models that they train.
 
-A layout is a word, `tp2dp2z1sp`: sizes of axes, then what is switched on.
-
-    tp2 dp2      processes that share a layer, and replicas      sp   sequence parallel
-    z1 z2        optimizer states, and gradients too, cut        ov   all overlaps there are
-    ce           loss fused with the output projection           rc   layers recomputed; rs: parts of them
-    bk           small buckets, so that there are many           av   averaged by the collective
-    co           optimizer states on the host (bf16 alone)
-    fp           all fast paths that can run; else the plain forms, and fast ones that other words ask for
-    pp2 pp4      pipeline stages; behind them v2, v4 for interleaved chunks, zb and zbv for
-                 deferred weight gradients (zb-h1, zb-v), gp for gpipe, uneven for a split by cost,
-                 ly for one in letters, with stages that have no layer
-    cp2 cp4      processes that share each row, in a ring; a2a, ag (all-gather), hi (a2a between two, a ring
-                 of these), mx (another way in each layer)
-    ep2 ep4      processes of these that share the experts, et with each expert whole on one, not cut over tp
-    eo so        the exchange of tokens overlapped: by halves, and with the shared experts
-    rm ra rh     recomputed: layers of experts, their activations, shared experts
+nanomegatron/debug/layouts.py says what the words of a layout mean.
 """
 
 import random
-import re
 
 from nanomegatron.config.check import validate
 from nanomegatron.config.cli import parse
+from nanomegatron.debug.layouts import flags_of
 
 FIVE_STEPS, TWO_STEPS = "--global-batch-size 8 --train-iters 5", "--global-batch-size 4 --train-iters 2"
 COMMON = (
@@ -65,39 +50,6 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "softcap": f"{ROPE} --attn-logit-softcapping 2 --final-logit-softcapping 4",
 }
 DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
-FLAGS = {
-    "tp": "--tp {}",
-    "dp": "--dp {}",
-    "z1": "--use-distributed-optimizer",
-    "z2": "--data-parallel-sharding-strategy optim_grads",
-    "sp": "--sequence-parallel",
-    "ce": "--cross-entropy-loss-fusion",
-    "rc": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-    "rs": "--recompute-activations --recompute-modules core_attn mlp_act layernorm",
-    "bk": "--ddp-bucket-size 4000",
-    "av": "--ddp-average-in-collective",
-    "fp": "--fast-paths",
-    "co": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
-    "pp": "--pp {}",
-    "v": "--vpp {}",
-    "zb": "--pipeline-schedule zb-h1",
-    "zbv": "--pipeline-schedule zb-v",
-    "gp": "--pipeline-schedule gpipe",
-    "uneven": "--pipeline-split flops",
-    "ly": "--pipeline-model-parallel-layout Ett||(t,)*2|L",
-    "cp": "--context-parallel-size {}",
-    "a2a": "--cp-comm-type a2a",
-    "ag": "--cp-comm-type allgather",
-    "hi": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
-    "mx": "--cp-comm-type p2p a2a allgather p2p",
-    "ep": "--expert-model-parallel-size {}",
-    "et": "--expert-tensor-parallel-size 1",
-    "eo": "--overlap-moe-expert-parallel-comm",
-    "so": "--moe-shared-expert-overlap",
-    "rm": "--recompute-activations --recompute-modules core_attn moe",
-    "ra": "--recompute-activations --recompute-modules core_attn moe_act layernorm",
-    "rh": "--recompute-activations --recompute-modules moe_act shared_experts",
-}
 
 
 def fp8(recipe: str) -> str:
@@ -108,29 +60,6 @@ def fp8(recipe: str) -> str:
     if recipe == "blockwise":
         flags += " --hidden-size 128 --ffn-hidden-size 256 --num-query-groups 4 --seq-length 128"
     return flags
-
-
-def flags_of(layout: str) -> tuple[int, str]:
-    """Processes, and the flags of train.py."""
-    words = re.findall(r"[tdpce]p\d+|v\d|z\d|zbv|uneven|a2a|[a-z]{2}", layout)
-    assert "".join(words) == layout, layout
-    size, flags = 1, []
-    for word in words:
-        if word[:2] == "ep":
-            flags.append(FLAGS["ep"].format(word[2:]))
-            continue
-        if word[:2] in ("tp", "dp", "pp", "cp"):
-            size *= int(word[2:])
-            flags.append(FLAGS[word[:2]].format(word[2:]))
-        elif word[0] == "v":
-            flags.append(FLAGS["v"].format(word[1:]))
-        elif word == "ov":
-            flags += ["--overlap-grad-reduce"]
-            sharded = "z1" in words or "z2" in words
-            flags += ["--overlap-param-gather"] * sharded + ["--tp-comm-overlap"] * ("sp" in words)
-        else:
-            flags.append(FLAGS[word])
-    return size, " ".join(flags)
 
 
 FLAT = [(1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp

@@ -25,6 +25,7 @@ COMMANDS = {
     "schedules": ("nanomegatron.commands.schedules", "print or draw a pipeline schedule"),
     "runs": ("nanomegatron.commands.runs", "list the runs here: state, step, loss, age"),
     "compare": ("nanomegatron.commands.compare", "compare runs: settings, losses, speed, a picture, a page"),
+    "debug": ("nanomegatron.commands.debug", "run two layouts; name the first module that differs"),
     "to-megatron": ("nanomegatron.commands.to_megatron", "print the Megatron-LM command of a run"),
     "doctor": ("nanomegatron.commands.doctor", "check this machine, and name what mends it"),
     "ops": ("nanomegatron.ops.__main__", "the path of every op here, and why; on a GPU a self-test"),

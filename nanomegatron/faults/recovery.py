@@ -19,6 +19,7 @@ import torch
 from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
 from nanomegatron.checkpoint.resume import load_checkpoint
 from nanomegatron.comm import all_gather_text
+from nanomegatron.dp import bit_sum
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.report.steps import StepReport
 from nanomegatron.run import Run
@@ -52,18 +53,20 @@ def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepRep
 
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
-    rewind, run.grads.fingerprints = small_state(run), []
+    rewind, sums = small_state(run), []
+    run.grads.before_reduce = lambda bucket: sums.append(bit_sum(bucket.grads))
     first = train_step(run)
     health, numbers = run.health, run.reporter.numbers(first)
     if not health.suspicious(numbers):
         return first
-    before, iteration = run.grads.fingerprints, run.iteration + 1
+    before, iteration = sums.copy(), run.iteration + 1
+    sums.clear()
     rewind()
-    health.lifted, run.grads.fingerprints = run.config.faults.on_spike == "warn", []
+    health.lifted = run.config.faults.on_spike == "warn"
     second = train_step(run)
     run.reporter.numbers(second)  # waits
     health.lifted = False
-    same = [torch.equal(a, b) for a, b in zip(before, run.grads.fingerprints, strict=True)]
+    same = [torch.equal(a, b) for a, b in zip(before, sums, strict=True)]
     text = "" if all(same) else f"{run.mesh.label} ({socket.gethostname()})"
     if faulty := [text for text in all_gather_text(text, run.mesh.world, run.mesh.device) if text]:
         what = f"step {iteration}: loss {numbers.loss}, gradient norm {numbers.grad_norm}"

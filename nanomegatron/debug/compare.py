@@ -1,0 +1,260 @@
+"""The first tensor that differs between two runs, where in it, and how.
+
+Runs are compared in the order in which a step computes: initial weights, batch, forward, backward, reduced
+gradients, updated weights; then the next step. What is computed first and differs names the module:
+
+    output of M           M: its inputs agree, and so do the modules inside it
+    input of M            what M's parent does before M; between two layers, the pipeline: "decoder"
+    input gradient of M   M's backward; output gradient: what its parent does after M
+    weight gradient       the module that has the weight; if most differ "dp": the sum over replicas
+    updated weight        the same; if most differ "optimizer"
+
+Each tensor has its own noise: the largest change of a row in runs of the reference whose weights were moved
+by rounding. A row differs if it is further off than FACTOR times that.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from nanomegatron.debug.gather import Copy, Key, Order, Whole
+
+FACTOR = 20.0  # times the noise of a tensor
+ALIKE = 0.02  # relative: how well a guess must explain what was found
+INITIAL, UNREDUCED, REDUCED, UPDATED = (
+    "initial weight",
+    "weight gradient",
+    "reduced gradient",
+    "updated weight",
+)
+PHASES = {INITIAL: 0, UNREDUCED: 2, REDUCED: 3, UPDATED: 4}  # 1: forward, 2: backward
+Wholes = dict[Key, dict[Copy, Whole]]
+
+
+class Difference(NamedTuple):
+    """A tensor that differs. rows: bool `[rows]`, or `[samples, tokens]` of activations."""
+
+    key: Key
+    copy: Copy
+    module: str
+    rows: torch.Tensor
+    ranks: list[int]
+    error: float  # largest of a row, relative to the largest norm of a row
+    noise: float  # of the same kind
+    pattern: str
+
+    def facts(self) -> dict[str, Any]:
+        """What --json writes."""
+        step, kind, name = self.key
+        facts = {"module": self.module, "step": step + 1, "kind": kind, "tensor": name, "ranks": self.ranks}
+        return facts | {"pattern": self.pattern, "error": self.error, "noise": self.noise}
+
+    def describe(self) -> list[str]:
+        """Lines for the reader: what differs first, where, how."""
+        step, kind, name = self.key
+        where = f"ranks {spans(self.ranks)}"
+        if self.rows.dim() == 2:
+            where += (
+                f"; samples {spans(nonzero(self.rows.any(1)))}; tokens {spans(nonzero(self.rows.any(0)))}"
+            )
+        elif len(self.rows) > 1:
+            where += f"; rows {spans(nonzero(self.rows))}"
+        return [
+            f"first difference: {self.module}",
+            f"  what     step {step + 1}, {kind} of {name}",
+            f"  where    {where}",
+            f"  how      {self.pattern}",
+            f"  size     {self.error:.1e} of the largest row; rounding explains {self.noise:.1e}",
+        ]
+
+
+def nonzero(x: torch.Tensor) -> list[int]:
+    """The indices at which x `[n]` is true."""
+    return x.nonzero()[:, 0].tolist()
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending numbers as text, `0-3 8`."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return " ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in found)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as rows: activations `[samples, tokens, f]`, matrices `[n, f]`, a vector of a parameter `[1, n]`."""
+    return x[None] if x.dim() == 1 else x
+
+
+def first_copy(copies: dict[Copy, Whole]) -> torch.Tensor:
+    """The copy that others are compared with: that of the first ranks -> `[..., f]` in rows"""
+    return as_rows(copies[min(copies)].data)
+
+
+def noise_levels(reference: Wholes, perturbed: list[Wholes]) -> dict[Key, float]:
+    """The largest norm of a row's change in the perturbed runs, of each tensor."""
+    levels = {}
+    for key, copies in reference.items():
+        data = first_copy(copies)
+        others = (first_copy(run[key]) for run in perturbed if key in run)
+        same = (x for x in others if x.shape == data.shape)
+        levels[key] = max((float((x - data).norm(dim=-1).max()) for x in same), default=0.0)
+    return levels
+
+
+class Comparison:
+    """Compares a run with a reference.
+
+    order: of the forward; eps: of the run's dtype; ended_early: it has failed, and rows may be missing.
+    """
+
+    def __init__(
+        self,
+        reference: Wholes,
+        found: Wholes,
+        levels: dict[Key, float],
+        order: Order,
+        eps: float,
+        ended_early: bool = False,
+    ) -> None:
+        self.reference, self.found, self.levels = reference, found, levels
+        self.eps, self.ended_early = eps, ended_early
+        self.events = [key for key, _ in sorted(order.items(), key=lambda item: item[1])]  # (kind, name)
+        self.at = {event: i for i, event in enumerate(self.events)}
+        self.modules = {name for _, name in self.events}
+        self.keys = sorted(reference.keys() & found.keys(), key=self._time)
+        self.compared = {(step, kind, self.owner(name)) for step, kind, name in self.keys}
+
+    def first(self) -> Difference | None:
+        """The first difference in the order of computation; None: there is none."""
+        for key in self.keys:
+            copies = {copy: rows for copy in sorted(self.found[key]) if (rows := self._rows(key, copy)).any()}
+            if copies:
+                return self._difference(key, copies)
+        return None
+
+    def owner(self, name: str) -> str:
+        """The module that has a parameter, or of whose tensor this is a part: the longest prefix recorded."""
+        while name not in self.modules and "." in name:
+            name = name.rpartition(".")[0]
+        return name
+
+    def _time(self, key: Key) -> tuple:
+        """When a tensor is computed: step, phase, place in the forward or backward."""
+        step, kind, name = key
+        base = kind.removesuffix(" gradient")
+        at = self.at.get((base, self.owner(name)), self.at.get(("input", self.owner(name)), 0))
+        phase = PHASES.get(kind, 1 if base == kind else 2)
+        return step, phase, -at if phase == 2 else at, kind == UNREDUCED, name
+
+    def _limit(self, key: Key) -> float:
+        largest = float(first_copy(self.reference[key]).norm(dim=-1).max())
+        return max(FACTOR * self.levels.get(key, 0.0), self.eps * largest)
+
+    def _rows(self, key: Key, copy: Copy) -> torch.Tensor:
+        """The rows in which a copy differs -> bool `[samples, tokens]` or `[rows]`"""
+        want, got = first_copy(self.reference[key]), self.found[key][copy]
+        if want.shape != as_rows(got.data).shape:
+            return torch.ones(1, dtype=torch.bool)
+        rows = ~((as_rows(got.data) - want).norm(dim=-1) <= self._limit(key))  # so that NaN differs
+        return rows & (as_rows(got.ranks) >= 0).all(-1) if self.ended_early else rows
+
+    def _difference(self, key: Key, copies: dict[Copy, torch.Tensor]) -> Difference:
+        want, (copy, rows), module = (
+            first_copy(self.reference[key]),
+            next(iter(copies.items())),
+            self._module(key),
+        )
+        got = as_rows(self.found[key][copy].data)
+        if got.shape != want.shape:
+            how = f"its size is {list(got.shape)}, that of the reference {list(want.shape)}"
+            return Difference(key, copy, module, rows, [], 1.0, 0.0, how)
+        ranks = {
+            r for c, bad in copies.items() for r in as_rows(self.found[key][c].ranks)[bad].flatten().tolist()
+        }
+        largest = float(want.norm(dim=-1).max()) or 1.0
+        sizes = float((got - want).norm(dim=-1).max()) / largest, self.levels.get(key, 0.0) / largest
+        return Difference(
+            key, copy, module, rows, sorted(ranks - {-1}), *sizes, self.pattern(key, copy, rows)
+        )
+
+    def _module(self, key: Key) -> str:
+        """The module to blame for the first difference: as the table above."""
+        step, kind, name = key
+        owner, base = self.owner(name), kind.removesuffix(" gradient")
+        if kind in (UNREDUCED, REDUCED, UPDATED) and self._most_differ(step, kind):
+            return "optimizer" if kind == UPDATED else "dp"
+        forward = base == kind
+        if kind in PHASES or owner == "batch" or base.startswith("output" if forward else "input"):
+            return owner
+        # It arrives from elsewhere: from a module that is not compared, or from the parent's own code.
+        at = self.at.get((base, owner), 0)
+        for end, other in self.events[:at][::-1] if forward else self.events[at + 1 :]:
+            if (step, end if forward else f"{end} gradient", other) in self.compared:
+                break
+            if end.startswith("output" if forward else "input"):
+                return other
+        parent = owner.rpartition(".")[0].removesuffix(".layers")
+        return parent or ("model" if forward else "loss")
+
+    def _most_differ(self, step: int, kind: str) -> bool:
+        """Whether most parameters differ in this way, though no gradient of an activation does."""
+
+        def differ(kinds: tuple[str, ...]) -> list[bool]:
+            keys = [key for key in self.keys if key[0] == step and key[1].endswith(kinds)]
+            return [any(self._rows(key, copy).any() for copy in self.found[key]) for key in keys]
+
+        here = differ((kind,))
+        return 2 * sum(here) > len(here) and not any(differ(("input gradient", "output gradient")))
+
+    # How it differs.
+
+    def pattern(self, key: Key, copy: Copy, rows: torch.Tensor) -> str:
+        """Which of the usual mistakes the rows that differ look like; rows: bool, as of a Difference."""
+        want, got = first_copy(self.reference[key]), as_rows(self.found[key][copy].data)
+        a, b = want[rows], got[rows]
+        if not bool(b.isfinite().all()):
+            return "not finite"
+        if float(b.norm()) <= ALIKE * float(a.norm()):
+            return "zero"
+        ratio = float((a * b).sum() / (a * a).sum().clamp(min=1e-300))
+        if alike(b, ratio * a) and abs(ratio - 1) > ALIKE:
+            return "the sign is wrong" if abs(ratio + 1) < ALIKE else f"the right values times {ratio:.4g}"
+        for axis, _ in copy:
+            rest = {each for each in copy if each[0] != axis}
+            same = [as_rows(x.data) for c, x in self.found[key].items() if rest <= set(c)]
+            if alike(sum(same)[rows], a):
+                return f"a partial sum: the {len(same)} copies of {axis} add up to the right values"
+        earlier = self.reference.get((key[0] - 1, *key[1:]))
+        if earlier and alike(b, first_copy(earlier)[rows]):
+            return "the values of the step before"
+        for dim, what in enumerate(("samples", "tokens", "features")[3 - want.dim() :]):
+            for by in (1, -1):
+                if want.shape[dim] > 2 and alike(b, want.roll(by, dim)[rows], share=0.8):
+                    return f"shifted by {by:+d} along {what}"
+        if len(a) > 2 and alike(b - a, (b - a).mean(0).expand_as(a)):
+            return "one vector too much in every row"
+        return other_order("rows", want.flatten(0, -2), b) or (
+            other_order("features", want.flatten(0, -2).t(), got.flatten(0, -2).t()) or "no pattern known"
+        )
+
+
+def alike(a: torch.Tensor, b: torch.Tensor, share: float = 1.0) -> bool:
+    """Whether a `[n, f]` is b `[n, f]` but for ALIKE, as a whole or in this share of the rows."""
+    if share == 1.0:
+        return float((a - b).norm()) <= ALIKE * float(b.norm())
+    return float(((a - b).norm(dim=-1) <= ALIKE * b.norm(dim=-1)).float().mean()) >= share
+
+
+def other_order(what: str, want: torch.Tensor, got: torch.Tensor) -> str:
+    """Say so if the rows of got `[m, f]` are rows of want `[n, f]` in another order, else return ""."""
+    if not 1 < len(got) <= len(want) <= 4096 or want.shape[1] < 2:
+        return ""
+    nearest = torch.cdist(got, want).argmin(1)
+    moved = nearest != torch.arange(len(got)) if len(got) == len(want) else torch.ones(1, dtype=torch.bool)
+    enough = len(set(nearest.tolist())) > len(got) // 2 and bool(moved.any())
+    return f"{what} in another order" if enough and alike(got, want[nearest], share=0.8) else ""

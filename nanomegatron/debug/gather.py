@@ -1,0 +1,99 @@
+"""Tensors of the whole model, put together from the pieces that ranks have recorded.
+
+    rank 0, tp 0     input of linear_fc2, samples 0 1, tokens 0-31, features 0-15     copy ()
+    rank 1, tp 1                                               features 16-31         copy ()
+    -> input of linear_fc2 [samples, tokens, features]
+
+A tensor that several ranks hold whole has several copies, each named by axis and rank: copy (("tp", 1),).
+Pieces of one copy are added, so partial sums (a gradient before its reduction) make the whole one, too.
+"""
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+Copy = tuple[tuple[str, int], ...]  # (axis, rank on it) of each axis over which the tensor is replicated
+Key = tuple[int, str, str]  # step, kind, name
+Order = dict[tuple[str, str], tuple[int, int]]  # (kind, name) -> place in the forward: stage, number
+
+
+class Recorded(NamedTuple):
+    """A rank's part of a tensor of the whole model."""
+
+    step: int
+    kind: str  # "input", "output", "output gradient", "weight gradient", ...
+    name: str  # of the module or parameter, as in checkpoints
+    rank: int
+    copy: Copy
+    place: list[torch.Tensor]  # int64, indices in each dim of the whole tensor
+    shape: list[
+        int
+    ]  # of the whole parameter, whose place is one index in the flattened tensor; []: no parameter
+    data: torch.Tensor
+
+
+class Whole(NamedTuple):
+    """A copy of a whole tensor: `[samples, tokens, features]`, or a parameter's `[rows, ...]`."""
+
+    data: torch.Tensor
+    ranks: torch.Tensor  # int64 like data: the rank that each element is from, -1: no rank had it
+
+
+def save_pieces(pieces: list[Recorded], order: Order, path: Path) -> None:
+    """Write what a rank has recorded: two flat tensors, as thousands of small ones take seconds to read."""
+    facts = [(*p[:5], [len(i) for i in p.place], p.shape) for p in pieces]
+    data = torch.cat([p.data.flatten().double() for p in pieces])
+    places = torch.cat([i for p in pieces for i in p.place])
+    text = json.dumps({"facts": facts, "order": [(*key, *at) for key, at in order.items()]})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"data": data, "places": places, "text": text}, path)
+
+
+def load_pieces(folder: Path) -> tuple[list[Recorded], Order]:
+    """Read all ranks' files of a folder: their pieces and the order of the forward."""
+    pieces, order = [], {}
+    for path in sorted(folder.glob("rank*")):
+        saved = torch.load(path, weights_only=True)
+        text = json.loads(saved["text"])
+        order |= {(kind, name): (stage, at) for kind, name, stage, at in text["order"]}
+        sizes = [n for fact in text["facts"] for n in fact[5]]
+        places = iter(saved["places"].split(sizes))
+        counts = [math.prod(lens) for *_, lens, _ in text["facts"]]
+        for (*key, rank, copy, lens, shape), data in zip(
+            text["facts"], saved["data"].split(counts), strict=True
+        ):
+            place = list(itertools.islice(places, len(lens)))
+            pieces.append(Recorded(*key, rank, tuple(map(tuple, copy)), place, shape, data.view(lens)))
+    return pieces, order
+
+
+def assemble(pieces: Iterable[Recorded]) -> dict[Key, dict[Copy, Whole]]:
+    """Put all pieces together: the copies of each tensor."""
+    groups: dict[Key, dict[Copy, list[Recorded]]] = defaultdict(lambda: defaultdict(list))
+    for piece in pieces:
+        groups[piece[:3]][piece.copy].append(piece)
+    whole = {}
+    for key, copies in groups.items():
+        every = [piece for each in copies.values() for piece in each]
+        dims = zip(*(piece.place for piece in every), strict=True)
+        sizes = [1 + max(int(i.max()) if len(i) else 0 for i in dim) for dim in dims]
+        shape = every[0].shape
+        sizes = [max(sizes[0], torch.Size(shape).numel())] if shape else sizes
+        whole[key] = {copy: _sum(each, sizes, shape or sizes) for copy, each in copies.items()}
+    return whole
+
+
+def _sum(pieces: list[Recorded], sizes: list[int], shape: list[int]) -> Whole:
+    data = torch.zeros(sizes, dtype=torch.float64)
+    ranks = torch.full(sizes, -1, dtype=torch.int64)
+    for piece in pieces:
+        at = torch.meshgrid(*piece.place, indexing="ij")
+        data.index_put_(at, piece.data.double(), accumulate=True)
+        ranks[at] = piece.rank
+    return Whole(data.view(shape), ranks.view(shape))

@@ -1,0 +1,244 @@
+"""Records a rank's tensors: inputs and outputs of every module, their gradients, and all of its parameters.
+
+    module hooks      input, output                 a view of each input is passed on, so that its gradient is
+                                                    that of this module, not of all that read the tensor
+    tensor hooks      input gradient, output gradient
+    Buckets           weight gradient, before ranks sum it; reduced gradient, after
+    Optimizer         updated weight
+
+A row is identified by its sample's number in the run and its position there, whichever microbatch, dp, cp or
+sequence-parallel rank has it; features by the slices of the layer's weight. Names are those of checkpoints;
+outputs of a fused layer are recorded part by part (linear_qkv.q). Gradients are divided by the loss scale.
+Experts' rows are in the order of routing, so of these only the whole layer and the router are recorded.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanomegatron.attention import SelfAttention
+from nanomegatron.batch import Batch
+from nanomegatron.debug.gather import Copy, Order, Recorded
+from nanomegatron.dp import Bucket
+from nanomegatron.layers import Norm
+from nanomegatron.model import Branch, GPTModel, TransformerLayer
+from nanomegatron.moe import GroupedExperts
+from nanomegatron.param import Part
+from nanomegatron.pp import NoTracer
+from nanomegatron.router import Router
+from nanomegatron.run import Run
+from nanomegatron.schedules import Op
+from nanomegatron.tp import ColumnParallelLinear, RowParallelLinear
+
+
+def module_names(chunk: GPTModel) -> dict[nn.Module, str]:
+    """The global name of each module of a chunk: `layers.0` of the second stage is `decoder.layers.2`."""
+    names = {}
+    for path, module in chunk.named_modules():
+        path = re.sub(r"^layers\.(\d+)", lambda m: f"decoder.layers.{chunk.layers[int(m[1])].layer}", path)
+        path = re.sub(r"^final_", "decoder.final_", path)
+        if path and not isinstance(module, nn.ModuleList | nn.Identity):
+            names[module] = re.sub(r"\.([qk])_norm$", r".\1_layernorm", path)
+    return names
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The activations in a module's arguments or result: floating point, not parameters."""
+    if isinstance(value, tuple):
+        return [x for each in value for x in tensors_of(each)]
+    wanted = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    return [value] if wanted and value.is_floating_point() and value.dim() > 1 else []
+
+
+def watched(x: torch.Tensor, look: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """A view of x `[...]`; look(gradient) sees only the gradient of this view -> `[...]`"""
+    if not x.requires_grad:
+        return x
+    view = x.view_as(x)
+    view.__dict__.update(x.__dict__)  # its source (recompute.py)
+    view.register_hook(look)
+    return view
+
+
+class Recorder(NoTracer):
+    """What this rank computes, as `pieces`; `order`: the place of each input and output in the forward."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.mesh, self.step = run, run.mesh, 0
+        self.pieces: list[Recorded] = []
+        self.order: Order = {}
+        self.seen: set[tuple] = set()
+        self.op_now = Op("F", 0, 0)
+        self.batches: list[Batch] = []
+        self.heads: dict[nn.Module, Part] = {}
+        self.unreduced: dict[nn.Parameter, torch.Tensor] = {}
+        for chunk in run.model:
+            for module, name in module_names(chunk).items():
+                if isinstance(module, SelfAttention) and module.q_norm is not None:
+                    q, k, _ = module.linear_qkv.weight.spec.parts
+                    self.heads |= {module.q_norm: q, module.k_norm: k}
+                if not isinstance(module, GroupedExperts):
+                    module.register_forward_pre_hook(partial(self._before, name))
+                    module.register_forward_hook(partial(self._after, name))
+        run.grads.before_reduce = self._before_reduce
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        """As of NoTracer: what is computed inside belongs to this microbatch."""
+        self.op_now, batch, chunk = op, self.batches[op.microbatch], self.run.model[op.chunk]
+        if op.kind == "F":
+            kinds = ("tokens", "positions", "position_ids") if chunk.pre_process else ()
+            for kind in (*kinds, *(("labels", "loss_mask") if chunk.post_process else ())):
+                if (x := getattr(batch, kind)) is not None:
+                    self.order.setdefault((kind, "batch"), (-1, len(self.order)))
+                    self._add(
+                        "batch", kind, x.expand(len(batch.sample_ids), -1).t()[..., None], self._whole(False)
+                    )
+        yield
+
+    def _before(self, name: str, module: nn.Module, args: tuple) -> tuple:
+        args, found = list(args), 0
+        if isinstance(module, Norm):  # whose input is the sum with the residual stream, or only that
+            at = 1 if len(args) > 1 and isinstance(args[1], torch.Tensor) else 0
+            args[at] = self._passed_on(name, "input", module, args[at])
+            return tuple(args)
+        for i, x in enumerate(args):
+            weights = isinstance(x, torch.Tensor) and x.dim() == 2 and not isinstance(module, Router)
+            if isinstance(x, torch.Tensor) and tensors_of(x) and not weights:  # of the losses
+                branch = args[4] if isinstance(module, TransformerLayer) else None
+                self._keep(name, f"input{found or ''}", module, _with_branch(x, branch))
+                args[i] = self._passed_on(name, f"input{found or ''}", module, x)
+                found += 1
+        return tuple(args)
+
+    def _passed_on(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """A view of x `[...]` whose gradient is recorded: not what other readers return -> `[...]`"""
+        self._take_place(kind, name)
+        scale = self.run.optimizer.scaler.scale * self.run.grads.grad_scale
+        return watched(x, lambda grad: self._add_parts(name, f"{kind} gradient", module, grad / scale))
+
+    def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> Any:
+        found = list(output) if isinstance(output, tuple) else [output]
+        many = 1 if isinstance(module, TransformerLayer) else len(tensors_of(output))
+        for i in range(many):
+            x = found[i]
+            if isinstance(module, TransformerLayer):
+                x = _with_branch(*output)
+            elif getattr(module, "skip_bias_add", False) and output[1] is not None:
+                x = x.detach() + output[1].detach()
+            self._keep(name, f"output{i or ''}", module, x)
+            found[i] = self._passed_on(name, f"output{i or ''}", module, found[i])
+        return tuple(found) if isinstance(output, tuple) else found[0]
+
+    @torch.no_grad()
+    def _keep(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Record x `[s, b, ...]`, once a microbatch: the second time it is recomputed."""
+        place = self.op_now.chunk, self.op_now.microbatch
+        if (place, kind, name) not in self.seen:
+            self.seen.add((place, kind, name))
+            self._take_place(kind, name)
+            self._add_parts(name, kind, module, x)
+
+    def _take_place(self, kind: str, name: str) -> None:
+        stage = self.run.model.placed[self.mesh.pp.rank][self.op_now.chunk]
+        self.order.setdefault((kind, name), (stage, len(self.order)))
+
+    def _add_parts(self, name: str, kind: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Record x `[s, b, ...]`: part by part if features are sharded over tp, else whole."""
+        x = x.detach()
+        if isinstance(module, Router):
+            x = x.unflatten(0, (-1, len(self.batches[self.op_now.microbatch].sample_ids)))
+        elif x.dim() == 2:  # losses [b, s]
+            x = x.t()[..., None]
+        x, head = x.flatten(2), self.heads.get(module)
+        sharded = {RowParallelLinear: "input", ColumnParallelLinear: "output"}.get(type(module))
+        parts = () if head is None else (head,)
+        if sharded and kind.startswith(sharded):
+            parts = module.weight.spec.parts
+        if not parts:
+            self._add(name, kind, x, self._whole(len(x) * self.mesh.tp.size == self._tokens()))
+        begin = 0
+        for part in parts:
+            count = part.stop - part.start
+            own = name if len(parts) == 1 else part.name.removesuffix(".weight")
+            summed = part.replicas == 1 or (part.partial is not None and "gradient" in kind)
+            copy = () if summed else (("tp", part.axis.rank % part.replicas),)
+            self._add(own, kind, x[..., begin : begin + count], copy, part.start)
+            begin += count
+
+    def _whole(self, cut: bool) -> Copy:
+        """The copy of a tensor that every tp rank holds, unless the sequence is cut over tp."""
+        return () if cut or self.mesh.tp.size == 1 else (("tp", self.mesh.tp.rank),)
+
+    def _tokens(self) -> int:
+        return len(self.batches[self.op_now.microbatch].positions)
+
+    def _add(self, name: str, kind: str, x: torch.Tensor, copy: Copy, first: int = 0) -> None:
+        """Record x `[s, b, f]`, or `[s/tp, b, f]`; first: the number of its first feature."""
+        batch, tp = self.batches[self.op_now.microbatch], self.mesh.tp
+        places = batch.positions.cpu() if batch.shard is None else torch.from_numpy(batch.shard.places)
+        if len(x) != len(places):
+            if len(x) * tp.size != len(places):
+                return  # half a microbatch: its layer is recorded whole
+            places = places.chunk(tp.size)[tp.rank]
+        samples = batch.sample_ids.cpu() - self.run.next_batch().first
+        place = [samples, places, torch.arange(first, first + x.shape[2])]
+        data = x.detach().transpose(0, 1).cpu().clone()
+        self.pieces.append(Recorded(self.step, kind, name, self.mesh.rank, copy, place, [], data))
+
+    # Parameters.
+
+    def _before_reduce(self, bucket: Bucket) -> None:
+        for param, grad in zip(bucket.params, bucket.views(bucket.grads), strict=True):
+            kept = self.unreduced.get(param) if self.run.grads.pooled else None
+            self.unreduced[param] = grad.clone() if kept is None else kept + grad
+
+    def add_gradients(self) -> None:
+        """Record the gradients of a step, after `Buckets.grad_sync`: before and after the sum over ranks."""
+        scale = self.run.optimizer.scaler.scale
+        for param, grad in self.unreduced.items():
+            for part in param.spec.parts:
+                copy = _copies(part) if part.partial is None else ()
+                grads = part.view(grad) / (scale * self.run.grads.grad_scale)
+                self._add_param("weight gradient", part, 0, grads, copy)
+        self.unreduced.clear()
+        for bucket, piece in self.run.grads.slices():
+            own = _copies(piece.part)
+            if bucket.shards.size < bucket.axis.size:
+                own = (*own, (bucket.axis.name, bucket.axis.rank))
+            flat = piece.of(bucket.grad_shard) / scale
+            self._add_param("reduced gradient", piece.part, piece.at, flat, own)
+
+    def add_weights(self, kind: str) -> None:
+        """Record all parameters; waits until they are gathered."""
+        self.run.grads.wait_params()
+        for param in self.run.grads.params:
+            axis = param.bucket.axis
+            own = ((axis.name, axis.rank),) if axis.size > 1 else ()
+            for part in param.spec.parts:
+                self._add_param(kind, part, 0, part.view(param), (*_copies(part), *own))
+
+    def _add_param(self, kind: str, part: Part, at: int, x: torch.Tensor, copy: Copy) -> None:
+        """Record x `[...]`, elements of the flattened slice of a part from `at` on."""
+        numbers = part.of(torch.arange(torch.Size(part.shape).numel()).view(part.shape)).flatten()
+        data = x.detach().flatten().cpu().clone()
+        place, shape = [numbers[at : at + len(data)]], list(part.shape)
+        self.pieces.append(Recorded(self.step, kind, part.name, self.mesh.rank, copy, place, shape, data))
+
+
+@torch.no_grad()
+def _with_branch(x: torch.Tensor, branch: Branch | None) -> torch.Tensor:
+    """The residual stream x `[s, b, h]` with what a layer leaves to the next one to add -> `[s, b, h]`"""
+    return x if branch is None else branch.add(x)
+
+
+def _copies(part: Part) -> Copy:
+    """The copy of a part that this rank holds."""
+    if part.replicas > 1:
+        return ((part.axis.name, part.axis.rank % part.replicas),)
+    return () if part.partial is None else ((part.partial.name, part.partial.rank),)

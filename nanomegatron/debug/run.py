@@ -1,0 +1,182 @@
+"""Runs a layout for a few steps with everything recorded, and compares two of them.
+
+layout A    3 runs: as it is, and twice with weights moved by rounding, for the noise of each tensor
+layout B    1 run
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nanomegatron import comm
+from nanomegatron.build import build, build_optimizer, install, paths_for
+from nanomegatron.checkpoint.hf import load_weights
+from nanomegatron.config.batch import samples_before
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.cli import ConfigError, parse
+from nanomegatron.config.settings import Config, padded_vocab_size
+from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
+from nanomegatron.debug.compare import INITIAL, UPDATED, Comparison, Difference, noise_levels
+from nanomegatron.debug.gather import assemble, load_pieces, save_pieces
+from nanomegatron.debug.hf import hf_pieces
+from nanomegatron.debug.record import Recorder
+from nanomegatron.launch import launch
+from nanomegatron.lr_schedule import step_values
+from nanomegatron.mesh import Mesh, World, pick_device
+from nanomegatron.param import Init, draw_normal
+from nanomegatron.pp import Stages, execute
+from nanomegatron.router import Router
+from nanomegatron.run import Run
+from nanomegatron.step import build_loaders, forward_step, step_batches, token_count
+
+SEEDS = (0, 1, 2)  # of the perturbation; 0: none
+MOST_SECONDS = 1800.0  # after which a run is ended
+
+
+class Layout(NamedTuple):
+    """A command line of train.py, and its number of processes."""
+
+    argv: list[str]
+    size: int
+
+
+def checked(argv: list[str], size: int, device: str) -> Config:
+    """The resolved configuration of a command line. Raises ConfigError with all errors."""
+    parsed = parse(argv)
+    errors = [*parsed.errors, *validate(parsed.config, size, device)]
+    if parsed.config.data.variable_seq_lengths:
+        errors.append("--variable-seq-lengths: packs differ by layout; leave it out to debug")
+    if errors:
+        raise ConfigError(errors)
+    return resolve(parsed.config, size)
+
+
+def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
+    """Build what a training step needs. seed: of the noise that is added to the weights, 0 for none."""
+    torch.set_deterministic_debug_mode("error" if mesh.device.type == "cpu" else "default")
+    data, before = config.data, samples_before(config, mesh.dp.size)
+    tokenizer = choose_tokenizer(data)
+    vocab_size = data.vocab_size or tokenizer.vocab_size
+    datasets = build_datasets(data, (before[-1], 0, 0), config.run.seed, tokenizer)
+    padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
+    paths = paths_for(config, mesh)
+    init = Init(config.run.seed, getattr(torch, config.dtype_name), mesh.device)
+    model = install(build(config, mesh, vocab_size, padded, init), paths)
+    if config.checkpoint.load:
+        load_weights(config.checkpoint.load, model.parameters(), config.model, vocab_size)
+    perturb(model, seed)
+    loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
+    grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
+    return Run(
+        config,
+        mesh,
+        log=None,
+        tokenizer=tokenizer,
+        datasets=datasets,
+        loaders=loaders,
+        model=model,
+        grads=grads,
+        optimizer=optimizer,
+        samples_before=before,
+        data_samples=[],
+        profile=None,
+        reporter=None,
+        health=None,
+    )
+
+
+@torch.no_grad()
+def perturb(model: Stages, seed: int) -> None:
+    """Multiply every weight by 1 + eps times a normal number, alike under any layout; seed 0: do nothing."""
+    for param in model.parameters() if seed else ():
+        for part in param.spec.parts:
+            init = Init(seed, device=param.device, std=torch.finfo(param.dtype).eps)
+            own = part.view(param)
+            own.copy_(own.float() * (1 + part.of(draw_normal(part.name, part.shape, init))))
+
+
+def record_step(run: Run, recorder: Recorder) -> None:
+    """Do one step of the training as `train.train_step` does, and record it."""
+    batch = run.next_batch()
+    torch.manual_seed(run.config.run.seed + 1_000_003 * run.iteration + run.mesh.rank)
+    batches = list(step_batches(run, run.loaders[0], batch.first, batch.size))
+    recorder.batches, recorder.step = batches, run.iteration
+    recorder.seen.clear()
+    for module in run.model.modules():
+        if isinstance(module, Router):
+            module.begin_step()
+    run.grads.zero(len(batches))
+    loss = torch.zeros((), device=run.mesh.device)
+    step, data = forward_step(run, batches, token_count(run, batches), loss), run.config.data
+    shape = run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size)
+    execute(run.model, step, len(batches), shape, tracer=recorder)
+    run.grads.grad_sync()
+    recorder.add_gradients()
+    local = loss if run.model.is_loss_rank else torch.zeros_like(loss)
+    if run.model.scales is not None:
+        run.model.scales.end_step()
+    run.optimizer.step(comm.all_reduce(local, run.mesh.world))
+    recorder.add_weights(UPDATED)
+    run.iteration += 1
+
+
+def record_rank(
+    world: World, argv: list[str], folder: Path, seeds: tuple[int, ...] = (0,), hf: str | None = None
+) -> int:
+    """One rank: run all steps for each seed, and write what was recorded to folder/SEED/rankN.
+
+    hf: a folder whose model transformers runs, too; what it computes goes to folder/hf.
+    """
+    device = pick_device(parse(argv).config.run.device, world)
+    config = checked(argv, world.size, device.type)
+    mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
+    for seed in seeds:
+        recorder = Recorder(run := build_run(config, mesh, seed))
+        try:
+            recorder.add_weights(INITIAL)
+            while run.iteration < config.run.train_iters:
+                record_step(run, recorder)
+        finally:  # what a step has computed before it failed may say why
+            run.loaders[0].close()
+            save_pieces(recorder.pieces, recorder.order, folder / str(seed) / f"rank{world.rank:05d}")
+    if hf:
+        save_pieces(hf_pieces(build_run(config, mesh, 0), hf), {}, folder / "hf/rank")
+    Mesh.close()
+    return 0
+
+
+def record_layout(layout: Layout, folder: Path, *more: Any) -> str:
+    """Record a layout on processes of this machine; more: as of `record_rank`. Returns how it failed."""
+    codes = launch(record_rank, layout.size, (layout.argv, folder, *more), timeout=MOST_SECONDS)
+    return f"the run failed, exit codes {codes}: see the ranks' messages above" if any(codes) else ""
+
+
+def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference | None:
+    """Run two layouts; return the first difference. hf: compare b with transformers' model of this folder.
+
+    Raises RuntimeError if a run fails and nothing that it has computed differs.
+    """
+    with tempfile.TemporaryDirectory(prefix="debug-") as name:
+        folder = Path(name)
+        failed = record_layout(a, folder / "a", SEEDS, hf)
+        if not failed:
+            failed = record_layout(b, folder / "b")
+            found = first_difference(folder, parse(a.argv).config, bool(failed))
+            if found and failed:
+                return found._replace(pattern=f"{found.pattern}; {failed}")
+    if failed:
+        raise RuntimeError(failed)
+    return found
+
+
+def first_difference(folder: Path, config: Config, ended_early: bool = False) -> Difference | None:
+    """Compare what was recorded in folder/a/SEED, or folder/a/hf, with folder/b/0."""
+    (pieces, order), *others = (load_pieces(folder / "a" / str(seed)) for seed in SEEDS)
+    usual, (found, _) = assemble(pieces), load_pieces(folder / "b/0")
+    levels = noise_levels(usual, [assemble(more) for more, _ in others])
+    theirs, _ = load_pieces(folder / "a/hf")
+    reference = assemble(theirs) if theirs else usual
+    eps = torch.finfo(getattr(torch, config.dtype_name)).eps
+    return Comparison(reference, assemble(found), levels, order, eps, ended_early).first()

@@ -1,0 +1,145 @@
+"""`nanomegatron debug` and --debug-nan: planted bugs are named, clean layouts have no difference."""
+
+import os
+
+import pytest
+import torch
+
+from nanomegatron import dp, layers, tp
+from nanomegatron.config.cli import parse
+from nanomegatron.debug import run as debug_run
+from nanomegatron.debug.compare import Difference
+from nanomegatron.debug.layouts import flags_of
+from nanomegatron.debug.run import SEEDS, first_difference, record_rank
+from nanomegatron.launch import launch
+from nanomegatron.mesh import World
+from tests.layouts import TWO_STEPS
+from tests.spmd import start_fork_server
+from tests.training import arguments
+
+SMALL = "--num-layers 2 --seq-length 16"  # the smallest with two stages and two documents
+
+
+def no_sum(world: World, *args) -> int:
+    """A rank whose row-parallel layers leave out the sum over tp."""
+    tp.all_reduce_ = lambda x, axis: x
+    return record_rank(world, *args)
+
+
+def no_gradient_sum(world: World, *args) -> int:
+    """A rank whose gradients are not summed over replicas."""
+    dp.start_all_reduce_ = lambda x, *_: dp.Pending(x)
+    return record_rank(world, *args)
+
+
+def wrong_norm_backward(world: World, *args) -> int:
+    """A rank of the second stage whose norms' input gradients have the wrong sign."""
+
+    class Flip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return -grad
+
+    usual = layers.Norm.op
+    if world.rank == 1:
+        layers.Norm.op = staticmethod(lambda layer, x, *more: usual(layer, Flip.apply(x), *more))
+    return record_rank(world, *args)
+
+
+def wrong_rank(world: World, *args) -> int:
+    """A rank of dp that reads the samples of its neighbour."""
+    if world.rank == 1:
+        usual = debug_run.step_batches
+        debug_run.step_batches = lambda run, loader, first, size: usual(run, loader, first + 1, size)
+    return record_rank(world, *args)
+
+
+@pytest.fixture(scope="module")
+def found(sources, tmp_path_factory):
+    """(layout, model, worker, flags) -> the difference from one process, whose record is kept."""
+    kept = {}
+    start_fork_server()
+
+    def compare(layout: str, model: str, worker=record_rank, *more: str) -> Difference | None:
+        whole = arguments(sources, model, TWO_STEPS, SMALL, *more)
+        size, flags = flags_of(layout)
+        argv = arguments(sources, model, TWO_STEPS, SMALL, flags, *more)
+        if (model, *more) not in kept:
+            kept[model, *more] = folder = tmp_path_factory.mktemp("reference")
+            assert launch(record_rank, 1, (whole, folder, SEEDS), threads=1, timeout=120) == [0]
+        folder = tmp_path_factory.mktemp("run")
+        os.symlink(kept[model, *more], folder / "a")
+        launch(worker, size, (argv, folder / "b"), threads=1, timeout=120)
+        return first_difference(folder, parse(whole).config)
+
+    return compare
+
+
+@pytest.mark.parametrize(
+    "layout, model, worker, module, kind, how",
+    [
+        (
+            "tp2",
+            "llama",
+            no_sum,
+            "decoder.layers.0.self_attention.linear_proj",
+            "output",
+            "partial sum: the 2 copies of tp",
+        ),
+        ("dp2", "llama", no_gradient_sum, "dp", "reduced gradient", "partial sum: the 2 copies of dp"),
+        ("pp2", "gpt", wrong_norm_backward, "decoder.final_layernorm", "input gradient", "the sign is wrong"),
+        ("dp2", "gpt", wrong_rank, "batch", "", ""),
+    ],
+)
+def test_a_planted_bug_is_named(found, layout, model, worker, module, kind, how):
+    difference = found(layout, model, worker)
+    assert difference is not None and difference.module == module
+    assert kind in difference.key[1] and how in difference.pattern, difference.describe()
+    assert difference.error > 1e3 * difference.noise
+
+
+CLEAN = [("tp2pp2sp", "gpt", ""), ("dp2ep2", "moe", "--bf16 --moe-layer-freq 1"), ("cp2", "documents", "")]
+
+
+MORE_CLEAN = [
+    ("tp4", "llama"),
+    ("tp2spovfp", "llama"),
+    ("tp2sprs", "olmo"),
+    ("tp4spcefp", "gpt"),
+    ("tp2dp2z2spovcercfp", "qwen"),
+    ("dp2z1ovbkfp", "gpt"),
+    ("dp4z2ovbkfp", "llama"),
+    ("pp2zbvfp", "llama"),
+    ("pp4zb", "gpt"),
+    ("pp2v2cp2cers", "llama"),
+    ("pp2uneven", "llama"),
+    ("cp4fp", "qwen"),
+    ("cp4hi", "documents"),
+    ("cp2agfp", "window"),
+    ("tp2cp2a2asprs", "softcap"),
+    ("tp2cp2pp2zbvspfp", "llama"),
+    ("dp2ep2eofp", "deep"),
+    ("tp2spep2etfp", "deep"),
+    ("dp4ep4rmfp", "moe"),
+    ("pp2v2dp2ep2ovbkav", "moe"),
+    ("cp2ep2", "moe-documents"),
+    ("cp2", "sinkhorn"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize("layout, model", MORE_CLEAN)
+def test_nothing_is_named_in_clean_code_of_any_layout(found, layout, model, precision):
+    difference = found(layout, model, record_rank, precision, "--num-layers 4 --seq-length 32")
+    assert difference is None, difference.describe()
+
+
+@pytest.mark.parametrize("layout, model, more", CLEAN)
+def test_nothing_is_named_in_clean_code(found, layout, model, more):
+    difference = found(layout, model, record_rank, more)
+    assert difference is None, difference.describe()
