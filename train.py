@@ -44,6 +44,7 @@ from nanomegatron.config.run_folder import resumed, with_run_name
 from nanomegatron.config.settings import Config, DataConfig, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.data.identity import data_identity
+from nanomegatron.debug.nan import stop_at_nan
 from nanomegatron.evaluate import evaluate, evaluate_only
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, report_failure
 from nanomegatron.faults.health import Health
@@ -265,6 +266,8 @@ def train(run: Run) -> int:
     elif run.model.on_gpu and run.mesh.pp.size > 1:
         warm_up_step(run)
     run.optimizer.cast_weights()
+    if config.debug_nan:
+        stop_at_nan(run.model, run.mesh)
     step = train_step
     if run.config.faults.rerun_mode == "validate_results":
         step = functools.partial(validated_step, train_step=train_step)

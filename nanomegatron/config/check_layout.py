@@ -59,6 +59,7 @@ def graph_conflict(config: Config, world: int) -> str:
     found = {
         "--num-experts, which get different numbers of tokens": model.num_experts is not None,
         "documents of their own lengths": data.reset_attention_mask or data.variable_seq_lengths,
+        "--debug-nan, which reads every result": config.run.debug_nan,
         "--overlap-grad-reduce": parallel.overlap_grad_reduce and several,
         "--overlap-param-gather": parallel.overlap_param_gather and several,
         "optim_grads, which frees gradients": parallel.sharding == "optim_grads",

@@ -331,6 +331,7 @@ class RunConfig:
         0, "timers: 0 none, 1 phases of a step, 2 also forward and backward", choices=(0, 1, 2)
     )
     timing_log_option: str = setting("minmax", "which times over ranks to print", choices="max minmax all")
+    debug_nan: bool = setting(False, "stop at the first module whose result is not finite; slow")
     log_params_norm: bool = setting(False, "log the norm of all parameters")
     log_num_zeros_in_grad: bool = setting(False, "log the number of gradient elements that are zero")
     log_comm: bool = setting(False, "print calls and bytes of every kind of communication per step")
