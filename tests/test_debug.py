@@ -1,22 +1,32 @@
 """`nanomegatron debug` and --debug-nan: planted bugs are named, clean layouts have no difference."""
 
+import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from nanomegatron import dp, layers, tp
+from nanomegatron.commands.debug import main
 from nanomegatron.config.cli import parse
 from nanomegatron.debug import run as debug_run
 from nanomegatron.debug.compare import Difference
 from nanomegatron.debug.layouts import flags_of
+from nanomegatron.debug.record import module_names
 from nanomegatron.debug.run import SEEDS, first_difference, record_rank
+from nanomegatron.faults.health import BadSteps
 from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from tests.layouts import TWO_STEPS
-from tests.spmd import start_fork_server
-from tests.training import arguments
+from tests.spmd import run_spmd, start_fork_server
+from tests.test_style import ROOT
+from tests.training import arguments, set_up
+from tools.debug_bugs import entries
 
+BUGS = ROOT / "tests/debug_bugs.toml"
 SMALL = "--num-layers 2 --seq-length 16"  # the smallest with two stages and two documents
 
 
@@ -143,3 +153,93 @@ def test_nothing_is_named_in_clean_code_of_any_layout(found, layout, model, prec
 def test_nothing_is_named_in_clean_code(found, layout, model, more):
     difference = found(layout, model, record_rank, more)
     assert difference is None, difference.describe()
+
+
+def test_the_command_writes_what_it_finds(sources, tmp_path, capsys, monkeypatch):
+    """Run in this process, with ranks that lack a sum; and the same as text."""
+    monkeypatch.setattr(debug_run, "record_rank", no_sum)
+    flags = arguments(sources, "llama", TWO_STEPS, SMALL)
+    assert main(["--b", "tp2", "--steps", "1", "--json", str(tmp_path / "found"), *flags]) == 1
+    assert "first difference: decoder.layers.0.self_attention.linear_proj" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "found").read_text())
+    assert facts["ranks"] == [0, 1] and facts["kind"] == "output" and facts["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("--b tp2xy", "'xy' is no word"),
+        ("--b tp2s", "not made of words"),
+        ("--b tp3 --config tiny-cpu", "--num-attention-heads 4"),
+        ("--steps 0", "at least 1"),
+        ("--reference jax x", "hf FOLDER"),
+    ],
+)
+def test_wrong_flags_are_errors(argv, said, capsys):
+    assert main(argv.split()) == 2 and said in capsys.readouterr().err
+
+
+def test_the_planted_bugs_fit_the_code():
+    found = entries([BUGS])
+    assert len(found) == 20 and {"module", "layout", "model"} <= set(found[0][0])
+
+
+# --debug-nan.
+
+
+def train_with_nan(world: World, argv: list[str], folder: str, where: str) -> int:
+    """A training in which rank 1 makes a number that is not finite: in a forward, or in a gradient."""
+    run = set_up(world, [*argv, "--debug-nan"], folder)
+    norm = module_at(run, "decoder.layers.1.pre_mlp_layernorm")
+    if where == "forward" and world.rank == 1:
+        norm.weight.data[3] = float("inf")
+    if where == "backward" and world.rank == 1:
+        usual = norm.op
+        norm.op = lambda layer, x, *more: usual(layer, NanGrad.apply(x), *more)
+    try:
+        train.train(run)
+    except BadSteps as error:
+        Path(folder, f"said{world.rank}").write_text(str(error))
+        os._exit(16)
+    return 0
+
+
+def module_at(run, name: str) -> torch.nn.Module:
+    return next(m for chunk in run.model for m, n in module_names(chunk).items() if n == name)
+
+
+class NanGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("nan")
+
+
+@pytest.mark.parametrize(
+    "where, said",
+    [
+        ("forward", r"the output of decoder.layers.1.pre_mlp_layernorm is not finite on rank 1 "),
+        ("backward", r"the gradient that decoder.layers.1.pre_mlp_layernorm returns .* on rank 1 "),
+    ],
+)
+def test_the_first_module_that_is_not_finite_is_named(sources, tmp_path, where, said):
+    argv = arguments(sources, "llama", TWO_STEPS, SMALL, "--dp", "2")
+    start_fork_server()
+    assert launch(train_with_nan, 2, (argv, str(tmp_path), where), threads=1, timeout=60)[1] == 16
+    text = (tmp_path / "said1").read_text()
+    assert re.search(said, text) and not (tmp_path / "said0").exists()
+    assert re.search(r"input 0: min -\d.*max \d.*absmax", text), text
+    assert ("1 infinite of 32" in text) == (where == "forward"), text
+
+
+def test_no_hooks_without_the_flag(sources, tmp_path):
+    run = run_spmd(count_hooks, 1, arguments(sources, "llama", TWO_STEPS, SMALL), str(tmp_path))
+    assert run == [0]
+
+
+def count_hooks(world: World, argv: list[str], folder: str) -> int:
+    run = set_up(world, argv, folder)
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in run.model.modules())

@@ -7,7 +7,7 @@ gradients, updated weights; then the next step. What is computed first and diffe
     input of M            what M's parent does before M; between two layers, the pipeline: "decoder"
     input gradient of M   M's backward; output gradient: what its parent does after M
     weight gradient       the module that has the weight; if most differ "dp": the sum over replicas
-    updated weight        the same; if most differ "optimizer"
+    gradient norm         "optimizer"; an updated weight likewise, if most differ
 
 Each tensor has its own noise: the largest change of a row in runs of the reference whose weights were moved
 by rounding. A row differs if it is further off than FACTOR times that.
@@ -22,13 +22,9 @@ from nanomegatron.debug.gather import Copy, Key, Order, Whole
 
 FACTOR = 20.0  # times the noise of a tensor
 ALIKE = 0.02  # relative: how well a guess must explain what was found
-INITIAL, UNREDUCED, REDUCED, UPDATED = (
-    "initial weight",
-    "weight gradient",
-    "reduced gradient",
-    "updated weight",
-)
-PHASES = {INITIAL: 0, UNREDUCED: 2, REDUCED: 3, UPDATED: 4}  # 1: forward, 2: backward
+INITIAL, UPDATED = "initial weight", "updated weight"
+UNREDUCED, REDUCED, NORM = "weight gradient", "reduced gradient", "gradient norm"
+PHASES = {INITIAL: 0, UNREDUCED: 2, REDUCED: 3, NORM: 4, UPDATED: 5}  # 1: forward, 2: backward
 Wholes = dict[Key, dict[Copy, Whole]]
 
 
@@ -106,6 +102,20 @@ def noise_levels(reference: Wholes, perturbed: list[Wholes]) -> dict[Key, float]
     return levels
 
 
+def padded_like(found: Wholes, reference: Wholes) -> Wholes:
+    """Tensors in the sizes of the reference: rows that are not there are from no rank."""
+
+    def pad(x: torch.Tensor, shape: torch.Size, value: int) -> torch.Tensor:
+        sides = [side for n, m in zip(shape[::-1], x.shape[::-1], strict=True) for side in (0, max(n - m, 0))]
+        return torch.nn.functional.pad(x, sides, value=value)
+
+    shapes = {key: copies[min(copies)].data.shape for key, copies in reference.items() if key in found}
+    return {
+        key: {copy: Whole(pad(x.data, shape, 0), pad(x.ranks, shape, -1)) for copy, x in found[key].items()}
+        for key, shape in shapes.items()
+    }
+
+
 class Comparison:
     """Compares a run with a reference.
 
@@ -121,7 +131,8 @@ class Comparison:
         eps: float,
         ended_early: bool = False,
     ) -> None:
-        self.reference, self.found, self.levels = reference, found, levels
+        self.reference, self.levels = reference, levels
+        self.found = found if not ended_early else padded_like(found, reference)
         self.eps, self.ended_early = eps, ended_early
         self.events = [key for key, _ in sorted(order.items(), key=lambda item: item[1])]  # (kind, name)
         self.at = {event: i for i, event in enumerate(self.events)}

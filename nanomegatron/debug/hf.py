@@ -62,7 +62,9 @@ class HfRecorder:
             return x.split(rows, -1)[index] if rows else x
 
         def before(_: Any, args: tuple) -> tuple | None:
-            if "norm" in owner:  # the input of our norm is the residual stream's
+            if (
+                "norm" in owner or not args[0].is_floating_point()
+            ):  # the input of our norm is the residual stream's
                 return None
             if first:
                 self._add(owner, "input", args[0])

@@ -23,6 +23,7 @@ from torch import nn
 
 from nanomegatron.attention import SelfAttention
 from nanomegatron.batch import Batch
+from nanomegatron.debug.compare import INITIAL, NORM, REDUCED, UNREDUCED
 from nanomegatron.debug.gather import Copy, Order, Recorded
 from nanomegatron.dp import Bucket
 from nanomegatron.layers import Norm
@@ -73,6 +74,7 @@ class Recorder(NoTracer):
         self.pieces: list[Recorded] = []
         self.order: Order = {}
         self.seen: set[tuple] = set()
+        self.inside = ["batch"]  # the phase of the step, and the modules whose forward has begun
         self.op_now = Op("F", 0, 0)
         self.batches: list[Batch] = []
         self.heads: dict[nn.Module, Part] = {}
@@ -103,6 +105,7 @@ class Recorder(NoTracer):
 
     def _before(self, name: str, module: nn.Module, args: tuple) -> tuple:
         args, found = list(args), 0
+        self.inside.append(name)
         if isinstance(module, Norm):  # whose input is the sum with the residual stream, or only that
             at = 1 if len(args) > 1 and isinstance(args[1], torch.Tensor) else 0
             args[at] = self._passed_on(name, "input", module, args[at])
@@ -123,16 +126,17 @@ class Recorder(NoTracer):
         return watched(x, lambda grad: self._add_parts(name, f"{kind} gradient", module, grad / scale))
 
     def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> Any:
+        self.inside.remove(name)
         found = list(output) if isinstance(output, tuple) else [output]
-        many = 1 if isinstance(module, TransformerLayer) else len(tensors_of(output))
-        for i in range(many):
-            x = found[i]
-            if isinstance(module, TransformerLayer):
-                x = _with_branch(*output)
-            elif getattr(module, "skip_bias_add", False) and output[1] is not None:
-                x = x.detach() + output[1].detach()
-            self._keep(name, f"output{i or ''}", module, x)
-            found[i] = self._passed_on(name, f"output{i or ''}", module, found[i])
+        value = found[0]
+        if isinstance(module, TransformerLayer):
+            value = _with_branch(*output)
+        elif isinstance(module, Norm) and len(found) > 1:  # and the sum that it normalizes
+            self._keep(name, "input", module, found[1])
+        elif getattr(module, "skip_bias_add", False) and output[1] is not None:
+            value = value.detach() + output[1].detach()
+        self._keep(name, "output", module, value)
+        found[0] = self._passed_on(name, "output", module, found[0])
         return tuple(found) if isinstance(output, tuple) else found[0]
 
     @torch.no_grad()
@@ -166,7 +170,7 @@ class Recorder(NoTracer):
         for part in parts:
             count = part.stop - part.start
             own = name if len(parts) == 1 else part.name.removesuffix(".weight")
-            summed = part.replicas == 1 or (part.partial is not None and "gradient" in kind)
+            summed = part.replicas == 1 or "gradient" in kind  # heads that ranks share: partial gradients
             copy = () if summed else (("tp", part.axis.rank % part.replicas),)
             self._add(own, kind, x[..., begin : begin + count], copy, part.start)
             begin += count
@@ -205,23 +209,36 @@ class Recorder(NoTracer):
             for part in param.spec.parts:
                 copy = _copies(part) if part.partial is None else ()
                 grads = part.view(grad) / (scale * self.run.grads.grad_scale)
-                self._add_param("weight gradient", part, 0, grads, copy)
+                self._add_param(UNREDUCED, part, 0, grads, copy)
         self.unreduced.clear()
+        self._add_shards(REDUCED, lambda bucket: bucket.grad_shard / scale)
+
+    def _add_shards(self, kind: str, shard: Callable[[Bucket], torch.Tensor]) -> None:
+        """Record what this rank's shards of all buckets hold: shard(bucket) `[size/ranks]`."""
         for bucket, piece in self.run.grads.slices():
-            own = _copies(piece.part)
-            if bucket.shards.size < bucket.axis.size:
-                own = (*own, (bucket.axis.name, bucket.axis.rank))
-            flat = piece.of(bucket.grad_shard) / scale
-            self._add_param("reduced gradient", piece.part, piece.at, flat, own)
+            axis, own = bucket.axis, _copies(piece.part)
+            if bucket.shards.size < axis.size:
+                own = (*own, (axis.name, axis.rank))
+            self._add_param(kind, piece.part, piece.at, piece.of(shard(bucket)), own)
 
     def add_weights(self, kind: str) -> None:
-        """Record all parameters; waits until they are gathered."""
+        """Record all parameters; those in flight to other ranks by the shard that this rank has updated."""
+        if kind != INITIAL and self.run.grads.overlap_gather:
+            self._add_shards(kind, lambda bucket: bucket.gathered.shard)
+            return
         self.run.grads.wait_params()
         for param in self.run.grads.params:
             axis = param.bucket.axis
             own = ((axis.name, axis.rank),) if axis.size > 1 else ()
             for part in param.spec.parts:
                 self._add_param(kind, part, 0, part.view(param), (*_copies(part), *own))
+
+    def add_norm(self, norm: torch.Tensor) -> None:
+        """Record the gradient norm `[]` that the optimizer has computed."""
+        own, data = (("world", self.mesh.rank),), norm.detach().cpu().view(1)
+        self.pieces.append(
+            Recorded(self.step, NORM, "optimizer", self.mesh.rank, own, [torch.arange(1)], [1], data)
+        )
 
     def _add_param(self, kind: str, part: Part, at: int, x: torch.Tensor, copy: Copy) -> None:
         """Record x `[...]`, elements of the flattened slice of a part from `at` on."""

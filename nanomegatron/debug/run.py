@@ -4,6 +4,7 @@ layout A    3 runs: as it is, and twice with weights moved by rounding, for the 
 layout B    1 run
 """
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,14 +112,18 @@ def record_step(run: Run, recorder: Recorder) -> None:
     loss = torch.zeros((), device=run.mesh.device)
     step, data = forward_step(run, batches, token_count(run, batches), loss), run.config.data
     shape = run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size)
+    recorder.inside = ["decoder"]
     execute(run.model, step, len(batches), shape, tracer=recorder)
+    recorder.inside = ["dp"]
     run.grads.grad_sync()
     recorder.add_gradients()
+    recorder.inside = ["optimizer"]
     local = loss if run.model.is_loss_rank else torch.zeros_like(loss)
     if run.model.scales is not None:
         run.model.scales.end_step()
-    run.optimizer.step(comm.all_reduce(local, run.mesh.world))
+    recorder.add_norm(run.optimizer.step(comm.all_reduce(local, run.mesh.world)).grad_norm)
     recorder.add_weights(UPDATED)
+    recorder.inside = ["batch"]
     run.iteration += 1
 
 
@@ -138,6 +143,11 @@ def record_rank(
             recorder.add_weights(INITIAL)
             while run.iteration < config.run.train_iters:
                 record_step(run, recorder)
+        except Exception as error:
+            place = folder / f"failed{world.rank:05d}"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(json.dumps([recorder.step, recorder.inside[-1], repr(error)]), encoding="utf-8")
+            raise
         finally:  # what a step has computed before it failed may say why
             run.loaders[0].close()
             save_pieces(recorder.pieces, recorder.order, folder / str(seed) / f"rank{world.rank:05d}")
@@ -156,7 +166,7 @@ def record_layout(layout: Layout, folder: Path, *more: Any) -> str:
 def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference | None:
     """Run two layouts; return the first difference. hf: compare b with transformers' model of this folder.
 
-    Raises RuntimeError if a run fails and nothing that it has computed differs.
+    If the run of b fails and nothing differs, that is where it failed. Raises RuntimeError if that of a does.
     """
     with tempfile.TemporaryDirectory(prefix="debug-") as name:
         folder = Path(name)
@@ -164,11 +174,21 @@ def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference |
         if not failed:
             failed = record_layout(b, folder / "b")
             found = first_difference(folder, parse(a.argv).config, bool(failed))
-            if found and failed:
-                return found._replace(pattern=f"{found.pattern}; {failed}")
+            if failed:
+                return found._replace(pattern=f"{found.pattern}; {failed}") if found else end_of(folder / "b")
     if failed:
         raise RuntimeError(failed)
     return found
+
+
+def end_of(folder: Path) -> Difference:
+    """Where a run ended that has computed nothing wrong. Raises RuntimeError if its ranks were killed."""
+    ends = {int(path.name[-5:]): json.loads(path.read_text()) for path in sorted(folder.glob("failed*"))}
+    if not ends:
+        raise RuntimeError("the ranks were killed: see their messages above")
+    step, module, error = next(iter(ends.values()))
+    key, rows = (step, "end of the run", module), torch.ones(1, dtype=torch.bool)
+    return Difference(key, (), module, rows, list(ends), 1.0, 0.0, f"nothing differed before {error}")
 
 
 def first_difference(folder: Path, config: Config, ended_early: bool = False) -> Difference | None:
