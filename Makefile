@@ -6,6 +6,7 @@
 #   make test       the fast tests, which need no GPU            make gpu-test   those that need one
 #   make test-full  all tests: every layout, every grid          make lint       ruff and clang-format
 #   make mutations  plant bugs, each caught by a fast test       make goldens    renew the kept results (docs/testing.md)
+#   make sanitize   the kernels' self-test under compute-sanitizer, on a GPU (docs/debugging.md); TOOL=racecheck
 #   make faults     kill, damage, interrupt: the fault matrix (docs/reliability.md; an hour); ARGS="K1 T1 --count 5"
 #   make gpu-gate OLD=../other    is this checkout as fast as that one, on one GPU? gpu-gate-many: on two and four
 #   make kernels    compile cuda/ (done by itself with a GPU)    make clean      remove all of that but runs/ and data/
@@ -31,7 +32,7 @@ gpus = $(if $(wildcard /dev/nvidia[0-9]*),$(shell $(py) -c 'import torch; print(
 train_gpus = $(shell found=$(gpus); for n in 8 4 2 1; do [ $$found -lt $$n ] || { echo $$n; break; }; done)
 TEST_FLAGS ?= -n 2 --dist worksteal
 
-.PHONY: help train test test-full gpu-test mutations faults goldens gpu-gate gpu-gate-many kernels lint clean
+.PHONY: help train test test-full gpu-test sanitize mutations faults goldens gpu-gate gpu-gate-many kernels lint clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -66,6 +67,10 @@ test-full: $(VENV)/.test
 
 gpu-test: $(VENV)/.test $(VENV)/.kernels
 	$(py) -m pytest tests/gpu $(ARGS)
+
+TOOL ?= memcheck
+sanitize: $(VENV)/.test $(VENV)/.kernels
+	compute-sanitizer --tool $(TOOL) --error-exitcode 1 --kernel-name-exclude kns=at:: $(py) $(or $(ARGS),-m nanomegatron ops)
 
 mutations: $(VENV)/.test
 	$(py) tools/mutations.py $(ARGS)

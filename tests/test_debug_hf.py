@@ -30,7 +30,7 @@ def swapped(world: World, argv: list[str], folder, *more) -> int:
     "worker, module", [(record_rank, None), (swapped, "decoder.layers.0.self_attention")]
 )
 def test_transformers_is_a_reference(name, worker, module, tmp_path_factory):
-    """Equal shapes of queries and keys, so that nothing but values tells them apart."""
+    """Equal shapes of queries and keys, so that nothing but values separates them."""
     _, folder = Folders(tmp_path_factory)(name)
     flags = f"--load {folder} --seq-length 16 --global-batch-size 2 --mock-data --device cpu --train-iters 1"
     argv, out = flags.split(), tmp_path_factory.mktemp("hf")

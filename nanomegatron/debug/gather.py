@@ -48,7 +48,7 @@ class Whole(NamedTuple):
 def save_pieces(pieces: list[Recorded], order: Order, path: Path) -> None:
     """Write what a rank has recorded: two flat tensors, as thousands of small ones take seconds to read."""
     facts = [(*p[:5], [len(i) for i in p.place], p.shape) for p in pieces]
-    data = torch.cat([p.data.flatten().double() for p in pieces])
+    data = torch.cat([p.data.flatten().float() for p in pieces])
     places = torch.cat([i for p in pieces for i in p.place])
     text = json.dumps({"facts": facts, "order": [(*key, *at) for key, at in order.items()]})
     path.parent.mkdir(parents=True, exist_ok=True)

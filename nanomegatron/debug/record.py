@@ -23,6 +23,7 @@ from torch import nn
 
 from nanomegatron.attention import SelfAttention
 from nanomegatron.batch import Batch
+from nanomegatron.checkpoint.checkpoint import module_states
 from nanomegatron.debug.compare import INITIAL, NORM, REDUCED, UNREDUCED
 from nanomegatron.debug.gather import Copy, Order, Recorded
 from nanomegatron.dp import Bucket
@@ -222,7 +223,12 @@ class Recorder(NoTracer):
             self._add_param(kind, piece.part, piece.at, piece.of(shard(bucket)), own)
 
     def add_weights(self, kind: str) -> None:
-        """Record all parameters; those in flight to other ranks by the shard that this rank has updated."""
+        """Record all parameters; those in flight to other ranks by the shard that this rank has updated.
+
+        The routers' biases, too, which are moved without a gradient.
+        """
+        for name, bias in module_states(self.run.model).items():
+            self._add_whole(kind, name.removeprefix("model/"), bias)
         if kind != INITIAL and self.run.grads.overlap_gather:
             self._add_shards(kind, lambda bucket: bucket.gathered.shard)
             return
@@ -235,10 +241,13 @@ class Recorder(NoTracer):
 
     def add_norm(self, norm: torch.Tensor) -> None:
         """Record the gradient norm `[]` that the optimizer has computed."""
-        own, data = (("world", self.mesh.rank),), norm.detach().cpu().view(1)
-        self.pieces.append(
-            Recorded(self.step, NORM, "optimizer", self.mesh.rank, own, [torch.arange(1)], [1], data)
-        )
+        self._add_whole(NORM, "optimizer", norm)
+
+    def _add_whole(self, kind: str, name: str, x: torch.Tensor) -> None:
+        """Record x `[n]` or `[]`, which every rank has."""
+        rank, data = self.mesh.rank, x.detach().flatten().cpu().clone()
+        place, shape = [torch.arange(len(data))], [len(data)]
+        self.pieces.append(Recorded(self.step, kind, name, rank, (("world", rank),), place, shape, data))
 
     def _add_param(self, kind: str, part: Part, at: int, x: torch.Tensor, copy: Copy) -> None:
         """Record x `[...]`, elements of the flattened slice of a part from `at` on."""

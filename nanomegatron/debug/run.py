@@ -28,7 +28,8 @@ from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init, draw_normal
 from nanomegatron.pp import Stages, execute
-from nanomegatron.router import Router
+from nanomegatron.report.counters import ExpertLoad
+from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run
 from nanomegatron.step import build_loaders, forward_step, step_batches, token_count
 
@@ -105,9 +106,9 @@ def record_step(run: Run, recorder: Recorder) -> None:
     batches = list(step_batches(run, run.loaders[0], batch.first, batch.size))
     recorder.batches, recorder.step = batches, run.iteration
     recorder.seen.clear()
-    for module in run.model.modules():
-        if isinstance(module, Router):
-            module.begin_step()
+    load = ExpertLoad(run.model, run.config.model, run.mesh) if run.config.model.num_experts else None
+    if load:
+        load.begin()
     run.grads.zero(len(batches))
     loss = torch.zeros((), device=run.mesh.device)
     step, data = forward_step(run, batches, token_count(run, batches), loss), run.config.data
@@ -117,6 +118,8 @@ def record_step(run: Run, recorder: Recorder) -> None:
     recorder.inside = ["dp"]
     run.grads.grad_sync()
     recorder.add_gradients()
+    if load and run.config.model.moe_router_enable_expert_bias:
+        move_expert_biases(load.routers, load.own_tokens(load.end(batch.tokens)))
     recorder.inside = ["optimizer"]
     local = loss if run.model.is_loss_rank else torch.zeros_like(loss)
     if run.model.scales is not None:
