@@ -24,7 +24,7 @@ from tests.layouts import TWO_STEPS
 from tests.spmd import run_spmd, start_fork_server
 from tests.test_style import ROOT
 from tests.training import arguments, set_up
-from tools.debug_bugs import entries
+from tools.debug_bugs import RESULTS, entries, table
 
 BUGS = ROOT / "tests/debug_bugs.toml"
 SMALL = "--num-layers 2 --seq-length 16"  # the smallest with two stages and two documents
@@ -177,6 +177,14 @@ def test_the_command_writes_what_it_finds(sources, tmp_path, capsys, monkeypatch
 )
 def test_wrong_flags_are_errors(argv, said, capsys):
     assert main(argv.split()) == 2 and said in capsys.readouterr().err
+
+
+def test_the_document_has_the_kept_results():
+    """At least 28 of 30 in the right module, and each of the chosen ones among them."""
+    kept = json.loads(RESULTS.read_text())
+    assert table(kept["bugs"]) in (ROOT / "docs/debugging.md").read_text(), "tools/debug_bugs.py --table"
+    assert kept["located"] == sum(bug["located"] for bug in kept["bugs"]) >= 28 / 30 * len(kept["bugs"])
+    assert {entry["name"] for entry, _ in entries([BUGS])} <= {bug["name"] for bug in kept["bugs"]}
 
 
 def test_the_planted_bugs_fit_the_code():

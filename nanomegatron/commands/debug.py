@@ -5,7 +5,7 @@
 
 Layouts are words such as tp2pp2sp (docs/debugging.md); other flags are those of `nanomegatron train`. Ranks
 are processes of this machine, on GPUs if it has enough. Exit code 0: no difference; 1: there is one; 2: wrong
-flags.
+flags, or the reference fails.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         flags += ["--load", folder] if folder else []
         a, b = (layout_run(word, flags, args.steps) for word in (args.a, args.b))
         found = compare_layouts(a, b, folder)
-    except (ValueError, ImportError) as error:
+    except (ValueError, RuntimeError) as error:
         print("nanomegatron debug:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
         return 2
     what = f"{args.b} and " + (f"transformers' model of {folder}" if folder else args.a)

@@ -91,14 +91,13 @@ def first_copy(copies: dict[Copy, Whole]) -> torch.Tensor:
     return as_rows(copies[min(copies)].data)
 
 
-def noise_levels(reference: Wholes, perturbed: list[Wholes]) -> dict[Key, float]:
+def noise_levels(reference: Wholes, perturbed: Iterable[Wholes]) -> dict[Key, float]:
     """The largest norm of a row's change in the perturbed runs, of each tensor."""
-    levels = {}
-    for key, copies in reference.items():
-        data = first_copy(copies)
-        others = (first_copy(run[key]) for run in perturbed if key in run)
-        same = (x for x in others if x.shape == data.shape)
-        levels[key] = max((float((x - data).norm(dim=-1).max()) for x in same), default=0.0)
+    levels = dict.fromkeys(reference, 0.0)
+    for run in perturbed:
+        for key in reference.keys() & run.keys():
+            change = first_copy(run[key]) - first_copy(reference[key])
+            levels[key] = max(levels[key], float(change.norm(dim=-1).max()))
     return levels
 
 

@@ -42,7 +42,7 @@ class Whole(NamedTuple):
     """A copy of a whole tensor: `[samples, tokens, features]`, or a parameter's `[rows, ...]`."""
 
     data: torch.Tensor
-    ranks: torch.Tensor  # int64 like data: the rank that each element is from, -1: no rank had it
+    ranks: torch.Tensor  # int16 like data: the rank that each element is from, -1: no rank had it
 
 
 def save_pieces(pieces: list[Recorded], order: Order, path: Path) -> None:
@@ -90,10 +90,9 @@ def assemble(pieces: Iterable[Recorded]) -> dict[Key, dict[Copy, Whole]]:
 
 
 def _sum(pieces: list[Recorded], sizes: list[int], shape: list[int]) -> Whole:
-    data = torch.zeros(sizes, dtype=torch.float64)
-    ranks = torch.full(sizes, -1, dtype=torch.int64)
+    data, ranks = torch.zeros(sizes), torch.full(sizes, -1, dtype=torch.int16)
     for piece in pieces:
         at = torch.meshgrid(*piece.place, indexing="ij")
-        data.index_put_(at, piece.data.double(), accumulate=True)
+        data.index_put_(at, piece.data.float(), accumulate=True)
         ranks[at] = piece.rank
     return Whole(data.view(shape), ranks.view(shape))

@@ -7,7 +7,6 @@ positions or theirs scales elsewhere. One step, since its update is not ours.
 """
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from nanomegatron.checkpoint.hf import places
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.config.hf import read_folder
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.debug.compare import INITIAL
+from nanomegatron.debug.compare import INITIAL, UNREDUCED
 from nanomegatron.debug.gather import Recorded
 from nanomegatron.debug.record import watched
 from nanomegatron.run import Run
@@ -50,21 +49,18 @@ class HfRecorder:
             ours, kind = name.rsplit(".", 1)
             if kind == "weight" and compared(ours, config.model, shapes):
                 module = modules[place.name.removesuffix(".weight")]
-                owner = ours if place.name.endswith("layernorm.weight") else owner_of(ours)
-                self._hook(module, owner, ours, place.rows if len(place.rows) > 1 else (), place.index)
+                self._hook(module, ours, place.rows if len(place.rows) > 1 else (), place.index)
 
-    def _hook(
-        self, module: torch.nn.Module, owner: str, ours: str, rows: tuple[int, ...], index: int
-    ) -> None:
+    def _hook(self, module: torch.nn.Module, ours: str, rows: tuple[int, ...], index: int) -> None:
+        """Record a module of theirs; rows, index: of which part of its output ours is the counterpart."""
+        owner = owner_of(ours)
         first = ours == owner or ours.endswith((".q", ".gate"))  # of the layers that read one input
 
         def own(x: torch.Tensor) -> torch.Tensor:
             return x.split(rows, -1)[index] if rows else x
 
         def before(_: Any, args: tuple) -> tuple | None:
-            if (
-                "norm" in owner or not args[0].is_floating_point()
-            ):  # the input of our norm is the residual stream's
+            if "norm" in owner or owner.startswith("embedding"):  # our norms' is the residual stream
                 return None
             if first:
                 self._add(owner, "input", args[0])
@@ -103,7 +99,7 @@ class HfRecorder:
             ((loss * each.loss_mask).sum() / tokens).backward()
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for part in self.parts:
-            self._add_param("weight gradient", part.name, grads)
+            self._add_param(UNREDUCED, part.name, grads)
         return self.pieces
 
     def _add_param(self, kind: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -125,8 +121,3 @@ def compared(name: str, config: TransformerConfig, shapes: dict) -> bool:
         positions = "embedding.position_embeddings.weight" in shapes
         return not positions and config.embedding_multiplier == 1
     return not any(word in name for word in OTHERS) and not name.endswith("shared_experts")
-
-
-def hf_pieces(run: Run, folder: str | Path) -> list[Recorded]:
-    """What transformers' model of the folder computes in the first step of a run on one process."""
-    return HfRecorder(run, str(folder)).record()

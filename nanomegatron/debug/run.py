@@ -21,7 +21,7 @@ from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.data.gpt_dataset import build_datasets, choose_tokenizer
 from nanomegatron.debug.compare import INITIAL, UPDATED, Comparison, Difference, noise_levels
 from nanomegatron.debug.gather import assemble, load_pieces, save_pieces
-from nanomegatron.debug.hf import hf_pieces
+from nanomegatron.debug.hf import HfRecorder
 from nanomegatron.debug.record import Recorder
 from nanomegatron.launch import launch
 from nanomegatron.lr_schedule import step_values
@@ -71,22 +71,8 @@ def build_run(config: Config, mesh: Mesh, seed: int) -> Run:
     perturb(model, seed)
     loaders = build_loaders(config, mesh, model, datasets, tokenizer.eod)
     grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
-    return Run(
-        config,
-        mesh,
-        log=None,
-        tokenizer=tokenizer,
-        datasets=datasets,
-        loaders=loaders,
-        model=model,
-        grads=grads,
-        optimizer=optimizer,
-        samples_before=before,
-        data_samples=[],
-        profile=None,
-        reporter=None,
-        health=None,
-    )
+    parts = (config, mesh, None, tokenizer, datasets, loaders, model, grads, optimizer)
+    return Run(*parts, before, [], profile=None, reporter=None, health=None)
 
 
 @torch.no_grad()
@@ -155,7 +141,7 @@ def record_rank(
             run.loaders[0].close()
             save_pieces(recorder.pieces, recorder.order, folder / str(seed) / f"rank{world.rank:05d}")
     if hf:
-        save_pieces(hf_pieces(build_run(config, mesh, 0), hf), {}, folder / "hf/rank")
+        save_pieces(HfRecorder(build_run(config, mesh, 0), hf).record(), {}, folder / "hf/rank")
     Mesh.close()
     return 0
 
@@ -196,10 +182,9 @@ def end_of(folder: Path) -> Difference:
 
 def first_difference(folder: Path, config: Config, ended_early: bool = False) -> Difference | None:
     """Compare what was recorded in folder/a/SEED, or folder/a/hf, with folder/b/0."""
-    (pieces, order), *others = (load_pieces(folder / "a" / str(seed)) for seed in SEEDS)
-    usual, (found, _) = assemble(pieces), load_pieces(folder / "b/0")
-    levels = noise_levels(usual, [assemble(more) for more, _ in others])
-    theirs, _ = load_pieces(folder / "a/hf")
-    reference = assemble(theirs) if theirs else usual
+    pieces, order = load_pieces(folder / "a/0")
+    usual = assemble(pieces)
+    levels = noise_levels(usual, (assemble(load_pieces(folder / f"a/{seed}")[0]) for seed in SEEDS[1:]))
+    theirs, found = (assemble(load_pieces(folder / name)[0]) for name in ("a/hf", "b/0"))
     eps = torch.finfo(getattr(torch, config.dtype_name)).eps
-    return Comparison(reference, assemble(found), levels, order, eps, ended_early).first()
+    return Comparison(theirs or usual, found, levels, order, eps, ended_early).first()
