@@ -172,6 +172,8 @@ def test_the_command_writes_what_it_finds(sources, tmp_path, capsys, monkeypatch
         ("--b tp2s", "not made of words"),
         ("--b tp3 --config tiny-cpu", "--num-attention-heads 4"),
         ("--steps 0", "at least 1"),
+        ("--config tiny-cpu --bf16 --fp8-format hybrid", "give --no-fast-paths"),
+        ("--config tiny-cpu --variable-seq-lengths", "packs differ by layout"),
         ("--reference jax x", "hf FOLDER"),
     ],
 )

@@ -31,7 +31,7 @@ from nanomegatron.pp import Stages, execute
 from nanomegatron.report.counters import ExpertLoad
 from nanomegatron.router import move_expert_biases
 from nanomegatron.run import Run
-from nanomegatron.step import build_loaders, forward_step, step_batches, token_count
+from nanomegatron.step import build_loaders, forward_step, step_batches, token_count, warm_up_step
 
 SEEDS = (0, 1, 2)  # of the perturbation; 0: none
 MOST_SECONDS = 1800.0  # after which a run is ended
@@ -50,6 +50,8 @@ def checked(argv: list[str], size: int, device: str) -> Config:
     errors = [*parsed.errors, *validate(parsed.config, size, device)]
     if parsed.config.data.variable_seq_lengths:
         errors.append("--variable-seq-lengths: packs differ by layout; leave it out to debug")
+    if parsed.config.precision.fp8_format and parsed.config.parallel.fast_paths is not False:
+        errors.append("--fp8-format: fast paths hand on casts that cannot be compared; give --no-fast-paths")
     if errors:
         raise ConfigError(errors)
     return resolve(parsed.config, size)
@@ -125,9 +127,14 @@ def record_rank(
     """
     device = pick_device(parse(argv).config.run.device, world)
     config = checked(argv, world.size, device.type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
     for seed in seeds:
-        recorder = Recorder(run := build_run(config, mesh, seed))
+        run = build_run(config, mesh, seed)
+        if run.model.on_gpu and mesh.pp.size > 1:
+            warm_up_step(run)
+        recorder = Recorder(run)
         try:
             recorder.add_weights(INITIAL)
             while run.iteration < config.run.train_iters:
