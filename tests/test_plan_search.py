@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nanomegatron.commands import plan
 from nanomegatron.config.check import resolve, validate
@@ -31,6 +32,7 @@ from nanomegatron.plan.search import (
 )
 from nanomegatron.plan.step_time import step_time
 from nanomegatron.schedules import schedule
+from tools import layouts_page
 
 H100 = load_cluster("h100")
 EIGHT_B = "--config llama3-8b --global-batch-size 64 --vocab-size 128256"
@@ -187,3 +189,21 @@ def test_no_torch_is_needed_to_search():
     code = f"import sys; from nanomegatron.commands.plan import main; main({flags})"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_machine_is_measured_for_the_planner(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    assert plan.main(["--calibrate", str(path)]) == 0
+    mine, rough = load_cluster(str(path)), load_cluster("cpu")
+    assert mine.matmuls["fp32"] != rough.matmuls["fp32"] > 0 and mine.bandwidth != rough.bandwidth > 0
+    assert all(rate > 0 for rates in mine.attention.values() for rate in rates)
+    assert f"# Measured on cpu with torch {torch.__version__}" in capsys.readouterr().out
+    flags = f"--config gpt2-124m --global-batch-size 8 --vocab-size 50257 --gpus 2 --cluster {path}"
+    assert plan.main(flags.split()) == 0
+    assert plan.main(["--calibrate", str(path)]) == 2  # it is there
+    assert "must be a new file" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_guide_is_current():
+    assert layouts_page.main([]) == 0, "python tools/layouts_page.py --write"

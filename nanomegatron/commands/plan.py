@@ -45,6 +45,9 @@ def main(argv: list[str]) -> int:
     """Print the plan of a command line; returns the exit code."""
     args, flags = arguments(argv)
     try:
+        if args.calibrate:
+            importlib.import_module("nanomegatron.commands.calibrate").calibrate(args.calibrate)  # has torch
+            return 0
         card, gib = known_gpu(args.gpu) if args.gpu_memory is None else ("a GPU", args.gpu_memory)
         numbers = {name: getattr(args, name) for name in ("gpus", "simulate", "nodes_of", "gpu_memory")}
         if wrong := [spelled(name, n) for name, n in numbers.items() if n is not None and n <= 0]:
@@ -76,6 +79,12 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpu-memory", type=float, metavar="GB", help="memory of each GPU, instead of --gpu")
     add("--cluster", metavar="FILE", help="rates of GPUs and links, instead of --gpu (TOML)")
     add("--nodes-of", type=int, metavar="N", help="GPUs of a machine; default 8")
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine for two minutes: a --cluster FILE",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw memory and time of the best layouts (PNG, SVG, PDF)")
     return parser.parse_known_args(argv)
 
