@@ -205,30 +205,30 @@ struct Columns {
             }
             Pack<T> result;
             result.set(d);
-            dx[lane + k * a.group] = result;
             if constexpr (BRANCH) branch(result, row, dx_bias, a, hash, k, lane);
+            dx[lane + k * a.group] = result;
         }
     }
 
-    // Of pack k of dx, as it was rounded: dropped, and what it adds to dx_bias.
+    // Of pack k of dx, as it was rounded: dropped, and what it adds to dx_bias. Four values at a time.
     __device__ __forceinline__ void branch(const Pack<T>& dx, int64_t row, float4* dx_bias, const Backward& a,
                                            uint64_t hash, int k, int lane) {
-        float d[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) d[i] = dx[i];
         asm("" : "+r"(lane));  // places are counted again, which costs less than keeping them
-        if (a.dropped != nullptr) {
-            drop(d, a.dropout, hash, (lane + k * a.group) * N);
-            Pack<T> result;
-            result.set(d);
-            static_cast<Pack<T>*>(a.dropped)[row * a.width + lane + k * a.group] = result;
-        }
-        if (!a.biased) return;
+        Pack<T> result;
 #pragma unroll
         for (int i = 0; i < N; i += 4) {
-            float4& sum = dx_bias[(k * N + i) / 4 * blockDim.x];
-            sum = make_float4(sum.x + d[i], sum.y + d[i + 1], sum.z + d[i + 2], sum.w + d[i + 3]);
+            float d[4] = {dx[i], dx[i + 1], dx[i + 2], dx[i + 3]};
+            if (a.dropped != nullptr) {
+                drop(d, a.dropout, hash, (lane + k * a.group) * N + i);
+                reinterpret_cast<Pack<T, 4>*>(&result)[i / 4].set(d);
+            }
+            if (a.biased) {
+                float4& sum = dx_bias[(k * N + i) / 4 * blockDim.x];
+                sum = make_float4(sum.x + d[0], sum.y + d[1], sum.z + d[2], sum.w + d[3]);
+            }
         }
+        if (a.dropped == nullptr) return;
+        static_cast<Pack<T>*>(a.dropped)[row * a.width + lane + k * a.group] = result;
     }
 };
 

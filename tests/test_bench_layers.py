@@ -61,7 +61,8 @@ def rows_sent(bounds, ranks: int) -> int:
     return sum(2 * seen(other, 0) + seen(0, other) for other in range(1, ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallel(ranks, tmp_path):
     """Everybody's output and gradients are those of one process, and what is sent is what context.md says."""
     cases = measured(ranks, tmp_path / "cp.json", *"cp --lengths 16 --samples 3".split())

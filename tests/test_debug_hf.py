@@ -25,7 +25,7 @@ def swapped(world: World, argv: list[str], folder, *more) -> int:
     return record_rank(world, argv, folder, *more)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.full), "llama"])
 @pytest.mark.parametrize(
     "worker, module", [(record_rank, None), (swapped, "decoder.layers.0.self_attention")]
 )

@@ -235,12 +235,10 @@ def save_at_a_signal(world: World, folder):
     write_pid_and_sleep(world, folder)
 
 
-ALSO = pytest.param(os.killpg, signal.SIGTERM, marks=pytest.mark.full)
+ALSO = [pytest.param(os.killpg, n, marks=pytest.mark.full) for n in (signal.SIGINT, signal.SIGTERM)]
 
 
-@pytest.mark.parametrize(
-    "send, number", [(os.killpg, signal.SIGUSR1), (os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), ALSO]
-)
+@pytest.mark.parametrize("send, number", [(os.killpg, signal.SIGUSR1), (os.kill, signal.SIGINT), *ALSO])
 def test_a_signal_to_the_launcher_or_its_process_group_lets_ranks_save(send, number, tmp_path):
     """By timeout, systemd, Slurm, a terminal it reaches launcher, ranks and fork server at the same time."""
     with started_launcher("save_at_a_signal", tmp_path) as (launcher, _):

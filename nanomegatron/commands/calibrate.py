@@ -1,9 +1,9 @@
 """`nanomegatron plan --calibrate FILE`: measure this machine, and write a cluster for the planner.
 
-Measured on one GPU, in less than two minutes: matmuls in bf16 and in FP8, attention, copies, launches, and
-copies to the next GPU if there is one. Each runs for a while before it is timed, so that the clock is that of
-the power limit. The network, and what a machine lacks, keep the values of the nearest cluster there is.
-Without a GPU the same is measured with small sizes, which says little about training on GPUs.
+Measured on one GPU, in less than two minutes: matmuls in bf16 and in FP8, attention, copies, and copies to
+the next GPU if there is one. Each runs for a while before it is timed, so that the clock is that of the power
+limit. The network, and what a machine lacks, keep the values of the nearest cluster there is. Without a GPU
+the same is measured with small sizes, which says little about training on GPUs.
 """
 
 import time
@@ -79,8 +79,6 @@ def measurements(device: torch.device, seconds: float) -> dict:
         reached = row / (row + ROW_RAMP)
         rates = flops / one_way / reached, 2 * flops / max(both - one_way, one_way / 2) / reached
         found["attention"][str(d)] = [round(r / 1e12, 4) for r in rates]
-    small = torch.zeros(8, device=device)
-    found["gap"] = round(timed(lambda: small.add_(1)) * 1e6, 2)
     if gpu and torch.cuda.device_count() > 1:
         there = torch.empty_like(x, device=torch.device("cuda", 1))
         found["nvlink"] = {"bandwidth": round(0.8 * x.nbytes / timed(lambda: there.copy_(x)) / 1e9, 1)}

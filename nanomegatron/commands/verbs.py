@@ -21,7 +21,7 @@ COMMANDS = {
     "preprocess": ("preprocess.py", "tokenize text into Megatron's .bin/.idx files"),
     "convert": ("convert.py", "convert checkpoints from and to Hugging Face's and Megatron's"),
     "generate": ("nanomegatron.commands.generate_args", "continue a text with a trained model"),
-    "plan": ("nanomegatron.commands.plan", "predict the memory of every rank, without a GPU"),
+    "plan": ("nanomegatron.commands.plan", "choose a layout: memory and time of a step, without a GPU"),
     "schedules": ("nanomegatron.commands.schedules", "print or draw a pipeline schedule"),
     "runs": ("nanomegatron.commands.runs", "list the runs here: state, step, loss, age"),
     "compare": ("nanomegatron.commands.compare", "compare runs: settings, losses, speed, a picture, a page"),

@@ -10,6 +10,8 @@ from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.room import Planned
 from nanomegatron.plan.search import Search, disadvantage, usual_batch, valid
 
+CPU_ROWS = 4  # of a step for each rank without a GPU, where no batch is given
+
 
 def with_best_layout(
     parsed: Parsed, vocab: int, world: int, gpu: str, machine: Machine, room: float
@@ -20,7 +22,8 @@ def with_best_layout(
     """
     cluster = cluster_of(gpu)
     if not parsed.config.data.global_batch_size:
-        data = replace(parsed.config.data, global_batch_size=usual_batch(parsed, vocab, world))
+        rows = usual_batch(parsed, vocab, world) if machine.gpu else CPU_ROWS * world
+        data = replace(parsed.config.data, global_batch_size=rows)
         parsed = replace(parsed, config=replace(parsed.config, data=data))
     fits, others = Search(parsed, vocab, world, cluster, machine, room).run()
     if not (best := valid(fits, 2)):
