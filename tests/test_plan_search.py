@@ -204,6 +204,43 @@ def test_a_machine_is_measured_for_the_planner(tmp_path, capsys):
     assert "must be a new file" in capsys.readouterr().err
 
 
+def test_given_replicas_stay():
+    fits, others = searched(f"{EIGHT_B} --dp 2", 8)
+    assert fits and {c.run.config.parallel.data_parallel_size for c in fits + others} == {2}
+
+
+def test_the_memory_is_that_of_the_options(capsys):
+    for options, size in (("--gpu 'A100 40GB'", 40), ("--gpu h100 --gpu-memory 60", 60), ("--gpu h100", 80)):
+        assert plan.main(shlex.split(f"{EIGHT_B} --gpus 8 {options}")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        memory = next(line for line in lines if line.startswith("memory"))
+        assert f"of {size} GB" in memory and float(memory.split()[1]) <= FILLED * size
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--gpus 12", "--gpus 12: must be whole machines of 8 GPUs"),
+        ("--gpus 8 --tp 3", "--num-attention-heads 32"),
+        ("--gpus 8 --simulate 8", "give one of them"),
+        ("--gpus 8 --plot /no/such/folder/plan.png", "/no/such/folder/plan.png"),
+    ],
+)
+def test_what_cannot_be_is_an_error(options, said, capsys):
+    if "--plot" in options:
+        pytest.importorskip("matplotlib")
+    assert plan.main(shlex.split(f"{EIGHT_B} --gpu h100 {options}")) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_simpler_layout_wins_though_another_is_a_little_faster():
+    fits, _ = searched("--config llama3-8b --global-batch-size 7 --vocab-size 128256", 8)
+    best, other = fits[0], min(fits, key=lambda c: c.step.total)
+    gain = f"{1 - other.step.total / best.step.total:.1%}"
+    assert other.step.total < best.step.total and best.rank < other.rank
+    assert disadvantage(other, best, 1) == f"faster by {gain}, less than its further dimensions have to gain"
+
+
 @pytest.mark.full
 def test_the_guide_is_current():
     assert layouts_page.main([]) == 0, "python tools/layouts_page.py --write"

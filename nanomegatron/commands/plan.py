@@ -52,12 +52,14 @@ def main(argv: list[str]) -> int:
         numbers = {name: getattr(args, name) for name in ("gpus", "simulate", "nodes_of", "gpu_memory")}
         if wrong := [spelled(name, n) for name, n in numbers.items() if n is not None and n <= 0]:
             raise ValueError(f"{' '.join(wrong)}: must be greater than 0")
+        if args.gpus and args.simulate:
+            raise ValueError("--gpus searches layouts, --simulate plans one: give one of them")
         parsed = parse(flags)
-        cluster = chosen_cluster(args) if args.gpus or args.simulate else None
+        cluster = chosen_cluster(args, gib) if args.gpus or args.simulate else None
         if cluster is not None and args.gpus:
             return choose_layout(args, flags, parsed, cluster)
         run = planned_run(parsed, args.simulate or args.gpus)
-    except ValueError as error:
+    except (ValueError, OSError, ImportError) as error:
         print("nanomegatron plan:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
         return 2
     print(*(f"note    {note}" for note in parsed.notes), *facts(run, parsed.preset), sep="\n")
@@ -89,15 +91,21 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def chosen_cluster(args: argparse.Namespace) -> Cluster | None:
-    """Return the cluster that the options name; None without one, or for a GPU whose rates are not known."""
+def chosen_cluster(args: argparse.Namespace, gib: float | None) -> Cluster | None:
+    """Return the cluster that the options name; None without one, or for a GPU whose rates are not known.
+
+    gib: memory of each GPU, where --gpu-memory or --gpu says it.
+    """
     try:
         cluster = load_cluster(args.cluster or args.gpu or "")
     except ValueError:
         if args.cluster:
             raise
         return None
-    return replace(cluster, gpus_per_node=args.nodes_of or cluster.gpus_per_node)
+    node, said = args.nodes_of or cluster.gpus_per_node, args.gpu_memory or (args.gpu and not args.cluster)
+    if args.gpus and args.gpus > node and args.gpus % node:
+        raise ValueError(f"--gpus {args.gpus}: must be whole machines of {node} GPUs; --nodes-of for others")
+    return replace(cluster, gpus_per_node=node, memory_gb=gib if said and gib else cluster.memory_gb)
 
 
 def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cluster: Cluster) -> int:
@@ -122,6 +130,8 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     print(f"model   {parsed.preset or 'of the flags'}: {size:,.1f} B params")
     print(f"batch   {batch} x {data.seq_length} tokens")
     print(f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node: {len(fits)} layouts fit")
+    if not (fits or others) and (errors := validate(parsed.config, args.gpus, "cuda")):
+        raise ConfigError(errors)  # sizes that no check allows are no lack of memory
     if not best:
         need = f"weights and gradients alone take {6 * size / args.gpus:,.0f} GB of each GPU"
         print(

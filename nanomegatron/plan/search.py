@@ -151,11 +151,13 @@ class Search:
         tps = self._choices("tp", lambda n: width % n == 0 and n <= self.cluster.gpus_per_node)
         cps = self._choices("cp", lambda n: n == 1 or data.seq_length // n >= ROW)
         eps = self._choices("ep", lambda n: (model.num_experts or 1) % n == 0 and n <= 64)
-        weights = 6 * model_size(self.config, self.vocab)
+        weights, given_dp = 6 * model_size(self.config, self.vocab), self.values["data_parallel_size"]
         for tp, cp, ep in itertools.product(tps, cps, eps):
             for pp, pipeline in self._pipelines(self.world // (tp * cp)):
                 dp, left = divmod(self.world, tp * cp * pp)
-                if left or (dp * tp * cp) % ep or weights > 2 * self.room * tp * pp * ep:
+                if left or (given_dp or dp) != dp or (dp * tp * cp) % ep:
+                    continue
+                if weights > 2 * self.room * tp * pp * ep:
                     continue
                 changes = {AXIS_SIZES["tp"]: tp, AXIS_SIZES["cp"]: cp, AXIS_SIZES["ep"]: ep} | pipeline
                 changes |= TENSOR_PARALLEL | dict(tp_comm_overlap=self.machine.gpu) if tp > 1 else {}
@@ -211,6 +213,9 @@ def disadvantage(other: Candidate, best: Candidate, room: float) -> str:
         part = max(other.memory, key=lambda name: other.memory[name])
         size = other.memory[part] / 2**30
         return f"does not fit: {other.need / 2**30:.0f} of {room / 2**30:.0f} GB, {part} {size:.0f} GB"
+    if other.step.total <= best.step.total:
+        gain = 1 - other.step.total / best.step.total
+        return f"faster by {gain:.1%}, less than its further dimensions have to gain"
     longer = {name: seconds - best.step.parts[name] for name, seconds in other.step.parts.items()}
     most = sorted(longer, key=lambda name: -longer[name])[:2]
     parts = [f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most if longer[name] > 0]
