@@ -47,10 +47,10 @@ def gpus(monkeypatch) -> Callable:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
         monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(archs="sm_80 sm_90a"))
-        kernels._unfit_once.cache_clear()
+        kernels._unfit.cache_clear()
 
     yield imitate
-    kernels._unfit_once.cache_clear()
+    kernels._unfit.cache_clear()
 
 
 def test_this_machine_fits_one_screen():
@@ -122,7 +122,7 @@ def test_kernels_of_another_gpu_are_noted(gpus, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor.os, "environ", {})
     monkeypatch.setattr(doctor.Path, "is_file", lambda path: False)
-    kernels._unfit_once.cache_clear()
+    kernels._unfit.cache_clear()
     found = lines(capsys)["kernels"]
     assert found.startswith("note | the extension is not built")
     assert found.endswith("slower | install nvcc (CUDA toolkit), g++; then pip install . in the checkout")

@@ -16,7 +16,7 @@ BUDGETS = {
     "debug": 1090,
     "fast": 2970,
     "faults": 1116,
-    "ops": 3985,
+    "ops": 3750,
     "plan": 1700,
     "report": 2450,
 }

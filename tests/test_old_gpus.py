@@ -28,9 +28,9 @@ def capability(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
     monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(archs="sm_80 sm_90a"))
-    kernels._unfit_once.cache_clear()
+    kernels._unfit.cache_clear()
     yield request.param
-    kernels._unfit_once.cache_clear()
+    kernels._unfit.cache_clear()
 
 
 def test_kernels_begin_with_ampere(capability, monkeypatch):
@@ -41,7 +41,7 @@ def test_kernels_begin_with_ampere(capability, monkeypatch):
     assert line.startswith("none, they need Ampere" if old else "sm_80 sm_90a: rms_norm")
     assert ("--fp16" in line) == old, "bf16 is slow there"
     monkeypatch.setattr(kernels, "_kernels", None)
-    kernels._unfit_once.cache_clear()
+    kernels._unfit.cache_clear()
     why = kernels_unavailable(CUDA)
     assert ("pip install" in why) == (not old), "installing them would not help an old GPU"
 
@@ -49,7 +49,7 @@ def test_kernels_begin_with_ampere(capability, monkeypatch):
 def test_kernels_fit_the_generation(monkeypatch, capability):
     for archs, fits in {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_86": None}.items():
         monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(archs=archs))
-        kernels._unfit_once.cache_clear()
+        kernels._unfit.cache_clear()
         assert (kernels_unavailable(CUDA) == "") == (capability == fits)
 
 

@@ -31,7 +31,7 @@ def fake(name: str, *args) -> None:
         a["dbias"].copy_(dx.sum_to_size(bias.shape))
 
 
-COMPILED = {  # for test_ops_compile.py
+CASES = {  # for test_ops_kernels.py
     "gelu with a bias": (
         lambda x, b: bias_act(x.transpose(0, 1), b, act=EXACT),
         lambda x, b: F.gelu(x.transpose(0, 1) + b),
@@ -39,17 +39,6 @@ COMPILED = {  # for test_ops_compile.py
     ),
     "squared_relu": (lambda x: bias_act(x, act=SQUARED_RELU), PLAIN[SQUARED_RELU], ((3, 2, 8),)),
 }
-
-
-def r(*shape: int, grad: bool = True) -> torch.Tensor:
-    return torch.randn(*shape, requires_grad=grad)
-
-
-OPCHECKS = [
-    ("bias_act", lambda: (r(3, 2, 8), r(8), TANH)),
-    ("bias_act", lambda: (r(2, 8, 3).transpose(1, 2).detach().requires_grad_(), None, SQUARED_RELU)),
-    ("bias_act_grad", lambda: (*r(2, 3, 8, grad=False), r(8, grad=False), EXACT)),
-]
 
 
 @pytest.mark.parametrize("act", PLAIN)
@@ -68,7 +57,7 @@ def test_the_bits_are_those_of_a_sum_and_an_activation(act):
 
 def test_an_owner_gets_the_sums():
     """Added to what is there; autograd then gets what the owner returns."""
-    x, bias, target = r(4, 8), r(8), torch.ones(8)
+    x, bias, target = torch.randn(4, 8).requires_grad_(), torch.randn(8).requires_grad_(), torch.ones(8)
     for function in (lambda *a: bias_act(*a, act=TANH), add_bias):
         target.fill_(1)
         y = function(x, bias, lambda given, sums: sums(target) if given is bias else 1 / 0)

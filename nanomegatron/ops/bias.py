@@ -27,7 +27,7 @@ def add_bias(
     """x + bias, or x without one. x `[..., n]`, bias `[n]` -> `[..., n]`"""
     if bias is None:
         return x
-    return x + bias if torch.compiler.is_compiling() else BiasFunction.apply(x, bias, accumulate)
+    return BiasFunction.apply(x, bias, accumulate)
 
 
 class BiasFunction(torch.autograd.Function):

@@ -7,7 +7,7 @@ Letters in shapes: t tokens, V columns on this rank: first `real` columns of the
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, functional, launch_kernel, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
 
 CHUNK_TOKENS = 2048  # tokens whose logits the reference converts to fp32 at once
 
@@ -57,7 +57,11 @@ def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[tor
             for chunk in zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         ]
         return tuple(torch.cat(column) for column in zip(*chunks))
-    return (stats_op if torch.compiler.is_compiling() else _stats)(logits, labels).unbind()
+    if not _in_rows(logits):
+        logits = logits.contiguous()
+    stats, sizes = torch.empty(3, logits.shape[0], device=logits.device), (*logits.shape, logits.stride(0))
+    launch_kernel("cross_entropy_stats", stats, logits, labels.contiguous(), *sizes, TYPES[logits.dtype])
+    return stats.unbind()
 
 
 def cross_entropy_grad_(
@@ -72,8 +76,7 @@ def cross_entropy_grad_(
 
     logits: `[t, V]`, of which the first `real` columns count (all, if None) and the others become 0; labels:
     int64 `[t]`; lse, grad: `[t]` -> `[t, V]`. With `z_loss` the gradient of lse - target + z_loss * lse^2.
-    Autograd reports an error if these logits were saved for a backward. Under torch.compile the result is a
-    new tensor and the logits are unchanged.
+    Autograd reports an error if these logits were saved for a backward.
     Raises ValueError for other shapes, types or devices.
     """
     _check(logits, labels, lse, grad)
@@ -89,42 +92,11 @@ def cross_entropy_grad_(
         raise ValueError(
             f"logits with strides {logits.stride()}: columns must be neighbours, rows must not overlap"
         )
-    if torch.compiler.is_compiling():
-        return grad_op(logits, labels, lse, grad, real, z_loss)
-    _grad(logits, labels, lse, grad, real, z_loss, logits)
+    numbers = labels.contiguous(), *(x.float().contiguous() for x in (lse, grad))
+    sizes = len(logits), real, logits.shape[1], logits.stride(0), logits.stride(0), TYPES[logits.dtype]
+    launch_kernel("cross_entropy_grad", logits, logits, *numbers, z_loss, *sizes)
     torch.autograd.graph.increment_version(logits)
     return logits
-
-
-def _stats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    if not _in_rows(logits):
-        logits = logits.contiguous()
-    stats, sizes = torch.empty(3, logits.shape[0], device=logits.device), (*logits.shape, logits.stride(0))
-    launch_kernel("cross_entropy_stats", stats, logits, labels.contiguous(), *sizes, TYPES[logits.dtype])
-    return stats
-
-
-def _grad(logits, labels, lse, grad, real: int, z_loss: float, out=None) -> torch.Tensor:
-    if out is None:
-        logits = logits if _in_rows(logits) else logits.contiguous()
-        out = logits.new_empty(logits.shape)
-    numbers = labels.contiguous(), *(x.float().contiguous() for x in (lse, grad))
-    sizes = len(logits), real, logits.shape[1], out.stride(0), logits.stride(0), TYPES[logits.dtype]
-    launch_kernel("cross_entropy_grad", out, logits, *numbers, z_loss, *sizes)
-    return out
-
-
-stats_op = functional(
-    "cross_entropy_stats(Tensor logits, Tensor labels) -> Tensor",
-    _stats,
-    lambda logits, labels: logits.new_empty(3, logits.shape[0], dtype=torch.float32),
-)
-grad_op = functional(
-    "cross_entropy_grad(Tensor logits, Tensor labels, Tensor lse, Tensor grad, int real, float z_loss)"
-    " -> Tensor",
-    _grad,
-    lambda logits, *_: logits.new_empty(logits.shape),
-)
 
 
 def _in_rows(logits: torch.Tensor) -> bool:

@@ -56,7 +56,7 @@ def bias_dropout_add(
     """
     check_branch(x, bias, residual, drop)
     one_pass = bias is not None or drop is not None  # else torch has it
-    if one_pass and usable(x, "bias_dropout_add") and not torch.compiler.is_compiling():
+    if one_pass and usable(x, "bias_dropout_add"):
         return BiasDropoutAddFunction.apply(x, bias, residual, drop)
     return bias_dropout_add_ref(x, bias, residual, drop)
 

@@ -30,7 +30,7 @@ def lookup(
     Raises ValueError if shapes or types do not fit.
     """
     _check(ids, table, positions, places)
-    if torch.compiler.is_compiling() or not usable(table, "embedding"):
+    if not usable(table, "embedding"):
         return lookup_ref(ids, table, first, scale, positions, places)
     (b, s), (rows, h) = ids.shape, table.shape
     ids, table = ids.long().contiguous(), table.contiguous()
@@ -95,7 +95,7 @@ def add_position_grad_(target: torch.Tensor, places: torch.Tensor, grad: torch.T
 
 
 def _usable(target: torch.Tensor, grad: torch.Tensor) -> bool:
-    plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or not target.is_contiguous()
+    plain = torch.is_grad_enabled() or not target.is_contiguous()
     return not plain and usable(grad, "embedding") and usable(target, "embedding")
 
 

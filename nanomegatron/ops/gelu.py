@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanomegatron.ops.bias import Accumulate, add_bias, blocks_down, for_autograd
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 TANH, EXACT, SQUARED_RELU = 0, 1, 2  # as gelu.cu has them
 
@@ -39,8 +39,6 @@ def bias_act(
         raise ValueError(f"an activation of {list(x.shape)} with a bias of {has}, needs {needs}")
     if not usable(x, "bias_act"):
         return bias_act_ref(x, bias, accumulate, act=act)
-    if torch.compiler.is_compiling():
-        return bias_act_op(x, bias, act)
     return BiasActFunction.apply(x, bias, act, accumulate)
 
 
@@ -66,7 +64,9 @@ class BiasActFunction(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.bias, ctx.act, ctx.accumulate = bias, act, accumulate
-        return _forward(x, bias, act)
+        out, f = torch.empty_like(x), x.shape[-1]
+        launch_kernel("gelu_forward", out, x, bias, x.numel() // max(f, 1), f, act, TYPES[x.dtype])
+        return out
 
     @staticmethod
     @once
@@ -85,13 +85,6 @@ class BiasActFunction(torch.autograd.Function):
         return dx, ctx.accumulate(bias, sums), None, None
 
 
-def _forward(x: torch.Tensor, bias: torch.Tensor | None, act: int) -> torch.Tensor:
-    x, f = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(x)
-    launch_kernel("gelu_forward", out, x, bias, x.numel() // max(f, 1), f, act, TYPES[x.dtype])
-    return out
-
-
 def _backward(
     dx: torch.Tensor,
     grad: torch.Tensor,
@@ -107,32 +100,3 @@ def _backward(
     sizes = x.numel() // max(f, 1), f, parts, int(add), act, TYPES[x.dtype]
     tensors = dx, dbias, sums, grad.contiguous(), x, bias
     launch_kernel("gelu_backward", *tensors, *sizes, TYPES[(x if dbias is None else dbias).dtype])
-
-
-def _gradients(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, act: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    x = x.contiguous()
-    dx, dbias = torch.empty_like(x), None if bias is None else torch.empty_like(bias)
-    _backward(dx, grad, x, bias, act, dbias)
-    return dx, dbias
-
-
-bias_act_op = functional(
-    "bias_act(Tensor x, Tensor? bias, int act) -> Tensor",
-    _forward,
-    lambda x, bias, act: x.new_empty(x.shape),
-)
-bias_act_grad_op = functional(
-    "bias_act_grad(Tensor grad, Tensor x, Tensor? bias, int act) -> (Tensor, Tensor)",
-    _gradients,
-    lambda grad, x, bias, act: (x.new_empty(x.shape), None if bias is None else bias.new_empty(bias.shape)),
-)
-
-
-def _op_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, act: int) -> tuple:
-    dx, dbias = bias_act_grad_op(grad, x, bias, act)
-    return dx, None if bias is None else dbias, None
-
-
-differentiable(bias_act_op, lambda x, bias, act, out: (x, bias, act), _op_backward)

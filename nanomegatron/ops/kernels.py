@@ -7,11 +7,9 @@ A kernel gets addresses, sizes and the current stream, and checks nothing: the c
 sure that all tensors are contiguous, on one device, and of the types and shapes that the .cu file states. A
 launch is asynchronous and takes the host some microseconds.
 
-    eager       an autograd.Function, which calls the kernel's binding directly: the least time on the host
-    compiled    a custom op of the same code, its backward another; functional, nothing is written in place
-
-An op that overwrites its input in eager mode (and reports that to autograd) is out of place under
-torch.compile and torch.export, where the compiler plans memory.
+An autograd.Function calls a kernel's binding directly, which takes the host least; an op that overwrites its
+input reports that to autograd. torch.compile and torch.export see nothing of a kernel: they need
+`without_kernels()`.
 """
 
 import contextlib
@@ -66,12 +64,8 @@ def kernels_unavailable(device: torch.device) -> str:
     return "they are switched off" if without_kernels.off else _unfit(device)
 
 
-def _unfit(device: torch.device) -> str:
-    return _unfit_once(device)
-
-
 @functools.cache
-def _unfit_once(device: torch.device) -> str:
+def _unfit(device: torch.device) -> str:
     if device.type != "cuda":
         return f"there are none for {device.type}"
     major, minor = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
@@ -96,19 +90,10 @@ def usable(x: torch.Tensor, op: str, types: tuple[torch.dtype, ...] = FLOATS) ->
     return False
 
 
-def _tell(op: str, dtype: torch.dtype, device: torch.device) -> str:
-    return _tell_once(op, dtype, device)
-
-
 @functools.cache
-def _tell_once(op: str, dtype: torch.dtype, device: torch.device) -> str:
+def _tell(op: str, dtype: torch.dtype, device: torch.device) -> None:
     why = _unfit(device) or "they are for fp32, bf16 and fp16"
-    warnings.warn(f"{op} of {dtype} on {device} runs in plain torch, without kernels: {why}", stacklevel=4)
-    return why
-
-
-# torch.compile runs these and does not trace them. (assume_constant_result, which does that, imports dynamo.)
-_unfit._dynamo_marked_constant = _tell._dynamo_marked_constant = True
+    warnings.warn(f"{op} of {dtype} on {device} runs in plain torch, without kernels: {why}", stacklevel=3)
 
 
 def once(backward: Callable, instead: str = PLAIN) -> Callable:
@@ -122,7 +107,7 @@ def once(backward: Callable, instead: str = PLAIN) -> Callable:
 
     @functools.wraps(backward)
     def run(ctx, *grads: torch.Tensor | None) -> tuple | torch.Tensor | None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
@@ -141,40 +126,3 @@ def launch_kernel(name: str, *args: torch.Tensor | float | None) -> int | None:
         return getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
     with torch.cuda.device(device):
         return getattr(_kernels, name)(*numbers, torch._C._cuda_getCurrentRawStream(device.index))
-
-
-def functional(schema: str, run: Callable, fake: Callable) -> Callable:
-    """Register the custom op `nanomegatron::...` of a schema; results that are None become empty tensors.
-
-    run: the implementation; fake: returns tensors of the shapes and types that `run` would return.
-    """
-
-    def full(function: Callable) -> Callable:
-        def call(*args):
-            found = function(*args)
-            if not isinstance(found, tuple):
-                return found
-            return tuple(args[0].new_empty(0) if t is None else t for t in found)
-
-        return call
-
-    name, bracket, rest = schema.partition("(")
-    op = torch.library.custom_op(f"nanomegatron::{name}", full(run), mutates_args=(), schema=bracket + rest)
-    op.register_fake(full(fake))
-    return op
-
-
-def differentiable(op: Callable, keep: Callable, backward: Callable) -> Callable:
-    """Give a custom op its backward: `backward(*grads, *keep(*inputs, output))` -> one per input."""
-
-    def setup(ctx, inputs: tuple, output: tuple | torch.Tensor) -> None:
-        kept = keep(*inputs, output)
-        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in kept))
-        ctx.others = [None if isinstance(x, torch.Tensor) else x for x in kept]
-
-    def run(ctx, *grads: torch.Tensor) -> tuple:
-        kept = (x if x is not None else other for x, other in zip(ctx.saved_tensors, ctx.others))
-        return backward(*grads, *kept)
-
-    op.register_autograd(run, setup_context=setup)
-    return op

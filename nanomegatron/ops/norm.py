@@ -4,8 +4,6 @@ With a bias it is LayerNorm, without one RMSNorm. Saved for the backward: the no
 is a residual) and one or two fp32 numbers per row.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +15,7 @@ from nanomegatron.ops.dropout import (
     check_branch,
     kernel_arguments,
 )
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 
 def norm(
@@ -46,7 +44,7 @@ def norm_beside(
     Raises ValueError if shapes, types or devices do not fit.
     """
     check_norm(x, None, weight, bias)
-    if usable(x, "norm") and not torch.compiler.is_compiling():
+    if usable(x, "norm"):
         return NormFunction.apply(x, None, weight, bias, eps, from_one)
     return norm(x, weight, bias, eps, from_one), x
 
@@ -94,11 +92,7 @@ def by_kernel(
     x, residual, weight, bias, eps: float, from_one: bool = False, x_bias=None, drop=None
 ) -> torch.Tensor | tuple:
     """`norm` or, with a residual, `add_norm` by the kernels, of checked tensors. -> `[..., h]`, `[..., h]`"""
-    if not torch.compiler.is_compiling():
-        out, total = NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
-        return out if residual is None else (out, total)
-    x = bias_dropout_add_ref(x, x_bias, None, drop)  # the compiler makes one pass of it
-    out, total, _, _ = norm_op(x, residual, weight, bias, eps, from_one)
+    out, total = NormFunction.apply(x, residual, weight, bias, eps, from_one, x_bias, drop)
     return out if residual is None else (out, total)
 
 
@@ -187,45 +181,6 @@ def norm_backward(
         y = norm_ref(*leaves, *[None] * (bias is None), eps, from_one)
     dx, *others = torch.autograd.grad(y, leaves, grad)
     return dx if grad_total is None else dx + grad_total, *others, *[None] * (bias is None)
-
-
-def _fake(x, residual, weight, bias, eps, from_one) -> tuple[torch.Tensor | None, ...]:
-    rstd, total = x.new_empty(math.prod(x.shape[:-1]), dtype=torch.float32), x.new_empty(x.shape)
-    mean = None if bias is None else torch.empty_like(rstd)
-    return x.new_empty(x.shape), None if residual is None else total, rstd, mean
-
-
-def _op_backward(*given) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of `norm_op`'s inputs; given: those of its four results (two unused), the saved values."""
-    grad, grad_total, (x, weight, rstd, mean, from_one, added) = *given[:2], given[4:]
-    grads = (grad, grad_total if added else None)
-    dx, dweight, dbias = norm_grad_op(*grads, x, weight, rstd, mean, from_one)
-    return dx, dx if added else None, dweight, None if mean is None else dbias, None, None
-
-
-norm_op = functional(
-    "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool from_one)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _fake,
-)
-norm_grad_op = functional(
-    "norm_grad(Tensor grad, Tensor? grad_total, Tensor x, Tensor weight, Tensor rstd, Tensor? mean,"
-    " bool from_one) -> (Tensor, Tensor, Tensor)",
-    lambda *given: _backward(*given)[:3],
-    lambda grad, grad_total, x, weight, rstd, mean, from_one: (
-        *(x.new_empty(x.shape), weight.new_empty(weight.shape)),
-        None if mean is None else weight.new_empty(weight.shape),
-    ),
-)
-differentiable(
-    norm_op,
-    lambda x, residual, weight, bias, eps, from_one, out: (
-        *(x if residual is None else out[1], weight, out[2], None if bias is None else out[3]),
-        *(from_one, residual is not None),
-    ),
-    _op_backward,
-)
 
 
 def check_norm(

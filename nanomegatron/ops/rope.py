@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 LLAMA3_CONTEXT, LLAMA3_SLOW, LLAMA3_FAST = 8192, 1.0, 4.0  # Llama 3.1's positions, and bounds in turns
 
@@ -93,10 +93,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: boo
     """
     if not usable(x, "rope"):
         return rope_ref(x, cos, sin, interleaved)
-    tables = _tables(x, x.shape[-1], cos, sin)
-    if torch.compiler.is_compiling():
-        return rope_op(x, *tables, interleaved, False)
-    return RopeFunction.apply(x, *tables, interleaved)
+    return RopeFunction.apply(x, *_tables(x, x.shape[-1], cos, sin), interleaved)
 
 
 def rope_packed(
@@ -111,11 +108,11 @@ def rope_packed(
 
     packed `[s, b, (n+2*g)*d]`; cos, sin `[s, 1, 1, r/2]` or `[s, b, 1, r/2]` -> `[s, b, n, d]`,
     `[s, b, g, d]`, `[s, b, g, d]`. widths: of the three parts, multiples of the head size d. On a GPU the
-    results are views of `packed`, rotated in place: no other op may need its old values. (Out of place under
-    torch.compile, or if elements share memory.) Raises ValueError if `packed` is a leaf that requires grad.
+    results are views of `packed`, rotated in place: no other op may need its old values. (Out of place if
+    elements share memory.) Raises ValueError if `packed` is a leaf that requires grad.
     """
     own = packed.stride(-1) == 1 and all(step > 0 for step, n in zip(packed.stride(), packed.shape) if n > 1)
-    if torch.compiler.is_compiling() or not usable(packed, "rope") or not own:
+    if not usable(packed, "rope") or not own:
         q, k, v = (part.unflatten(-1, (-1, d)) for part in packed.split(widths, dim=-1))
         return rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved), v
     if packed.is_leaf and packed.requires_grad and torch.is_grad_enabled():
@@ -171,20 +168,8 @@ def _turn(out: torch.Tensor, parts: tuple, tables: tuple, interleaved: bool, bac
 
 def _turned(x: torch.Tensor, cos, sin, interleaved: bool, back: bool) -> torch.Tensor:
     out = x.new_empty(x.shape)
-    _turn(out, (x, None, None), (cos.contiguous(), sin.contiguous()), interleaved, back)
+    _turn(out, (x, None, None), (cos, sin), interleaved, back)
     return out
-
-
-rope_op = functional(
-    "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
-    _turned,
-    lambda x, *_: x.new_empty(x.shape),
-)
-differentiable(
-    rope_op,
-    lambda x, cos, sin, interleaved, back, out: (cos, sin, interleaved, not back),
-    lambda grad, *turn: (rope_op(grad, *turn), None, None, None, None),
-)
 
 
 class RopeFunction(torch.autograd.Function):

@@ -6,7 +6,7 @@ additional mask. The probabilities and `hidden` are saved for the backward.
 
 import torch
 
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 
 def scaled_softmax(
@@ -46,9 +46,6 @@ def scaled_softmax(
         hidden = hidden.expand(scores.shape)
     if not usable(scores, "scaled_softmax"):
         return scaled_softmax_ref(scores, scale, hidden, causal, window)
-    if torch.compiler.is_compiling():
-        out, lse = softmax_op(scores, scale, hidden, causal, window)
-        return out, lse.detach()
     own = not (scores._is_view() or (scores.is_leaf and scores.requires_grad))  # else autograd forbids it
     return SoftmaxFunction.apply(scores, scale, hidden, causal, window, inplace and own)
 
@@ -77,7 +74,13 @@ class SoftmaxFunction(torch.autograd.Function):
         ctx, scores: torch.Tensor, scale: float, hidden, causal: bool, window, inplace: bool
     ) -> tuple:
         ctx.args = scale, causal, window
-        out, lse = _forward(scores, scale, hidden, causal, window, inplace)
+        x = scores.contiguous()
+        out = x if inplace else torch.empty_like(x)
+        lse = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        sees = _sees(x, scale, hidden, causal, window)
+        launch_kernel("softmax_forward", out, lse, x, *sees, TYPES[x.dtype])
+        if not x.shape[-1]:
+            lse.fill_(-torch.inf)  # an empty row has nothing to launch for
         if out is scores:
             ctx.mark_dirty(scores)
         ctx.mark_non_differentiable(lse)
@@ -87,26 +90,11 @@ class SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx, grad: torch.Tensor, _) -> tuple:
-        return _backward(grad, *ctx.saved_tensors, *ctx.args), None, None, None, None, None
-
-
-def _forward(scores, scale: float, hidden, causal: bool, window, inplace: bool = False) -> tuple:
-    x = scores.contiguous()
-    out = x if inplace else torch.empty_like(x)
-    lse = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    sees = _sees(x, scale, hidden, causal, window)
-    launch_kernel("softmax_forward", out, lse, x, *sees, TYPES[x.dtype])
-    if not x.shape[-1]:
-        lse.fill_(-torch.inf)  # an empty row has nothing to launch for
-    return out, lse
-
-
-def _backward(grad, out, hidden, scale: float, causal: bool, window) -> torch.Tensor:
-    out = out.contiguous()
-    dx = torch.empty_like(out)  # grad may be used elsewhere too, so it is not overwritten
-    sees = _sees(out, scale, hidden, causal, window)
-    launch_kernel("softmax_backward", dx, grad.contiguous(), out, *sees, TYPES[out.dtype])
-    return dx
+        out, hidden = ctx.saved_tensors
+        dx = torch.empty_like(out)  # grad may be used elsewhere too, so it is not overwritten
+        sees = _sees(out, ctx.args[0], hidden, *ctx.args[1:])
+        launch_kernel("softmax_backward", dx, grad.contiguous(), out, *sees, TYPES[out.dtype])
+        return dx, None, None, None, None, None
 
 
 def _sees(x: torch.Tensor, scale: float, hidden: torch.Tensor | None, causal: bool, window) -> tuple:
@@ -115,22 +103,3 @@ def _sees(x: torch.Tensor, scale: float, hidden: torch.Tensor | None, causal: bo
         hidden = hidden.contiguous()
     mask = (None, 0, 0, 0) if hidden is None else (hidden, *hidden.stride()[:3])
     return (scale, *x.shape, int(causal), -1 if window is None else window, *mask)
-
-
-softmax_op = functional(
-    "scaled_softmax(Tensor scores, float scale, Tensor? hidden, bool causal, int? window)"
-    " -> (Tensor, Tensor)",
-    _forward,
-    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)),
-)
-softmax_grad_op = functional(
-    "scaled_softmax_grad(Tensor grad, Tensor out, Tensor? hidden, float scale, bool causal, int? window)"
-    " -> Tensor",
-    _backward,
-    lambda grad, out, *_: out.new_empty(out.shape),
-)
-differentiable(
-    softmax_op,
-    lambda scores, scale, hidden, causal, window, out: (out[0], hidden, scale, causal, window),
-    lambda grad, _, *kept: (softmax_grad_op(grad, *kept), None, None, None, None),
-)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act
-from nanomegatron.ops.kernels import TYPES, differentiable, functional, launch_kernel, once, usable
+from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
 SILU, GELU = 0, 1  # as swiglu.cu has them
 
@@ -43,7 +43,7 @@ def gated(x: torch.Tensor, act: int) -> torch.Tensor:
         raise ValueError(f"a gated unit of {list(x.shape)}: the last dim is two halves")
     if not usable(x, "gated"):
         return gated_ref(x, act)
-    return gated_op(x, act) if torch.compiler.is_compiling() else GatedFunction.apply(x, act)
+    return GatedFunction.apply(x, act)
 
 
 def gated_ref(x: torch.Tensor, act: int) -> torch.Tensor:
@@ -67,38 +67,16 @@ class GatedFunction(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.act = act
-        return _forward(x, act)
+        f = x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], f)
+        launch_kernel("swiglu_forward", out, x, x.numel() // max(2 * f, 1), f, act, TYPES[x.dtype])
+        return out
 
     @staticmethod
     @once
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _backward(grad, *ctx.saved_tensors, ctx.act), None
-
-
-def _forward(x: torch.Tensor, act: int) -> torch.Tensor:
-    x, f = x.contiguous(), x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], f)
-    launch_kernel("swiglu_forward", out, x, x.numel() // max(2 * f, 1), f, act, TYPES[x.dtype])
-    return out
-
-
-def _backward(grad: torch.Tensor, x: torch.Tensor, act: int) -> torch.Tensor:
-    x, f = x.contiguous(), x.shape[-1] // 2
-    dx, rows = torch.empty_like(x), x.numel() // max(2 * f, 1)
-    launch_kernel("swiglu_backward", dx, grad.contiguous(), x, rows, f, act, TYPES[x.dtype])
-    return dx
-
-
-gated_op = functional(
-    "gated(Tensor x, int act) -> Tensor",
-    _forward,
-    lambda x, act: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-)
-gated_grad_op = functional(
-    "gated_grad(Tensor grad, Tensor x, int act) -> Tensor",
-    _backward,
-    lambda grad, x, act: x.new_empty(x.shape),
-)
-differentiable(
-    gated_op, lambda x, act, out: (x, act), lambda grad, x, act: (gated_grad_op(grad, x, act), None)
-)
+        (x,) = ctx.saved_tensors
+        dx, f = torch.empty_like(x), x.shape[-1] // 2
+        sizes = x.numel() // max(2 * f, 1), f, ctx.act, TYPES[x.dtype]
+        launch_kernel("swiglu_backward", dx, grad.contiguous(), x, *sizes)
+        return dx, None
