@@ -4,6 +4,8 @@ make test         the fast tier: every idea, every planted bug (tools/mutations.
 make test-full    everything: the tests marked `full`, which are more of the same, and longer runs
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,7 +20,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
-    """Tests in tests/gpu are skipped where there is no GPU; the fast tier leaves out those marked full."""
+    """Tests in tests/gpu are skipped where there is no GPU; the fast tier leaves out those marked full.
+
+    So does it with those of full_tier.txt. Raises UsageError if one of these is not there.
+    """
+    listed = set((Path(__file__).parent / "full_tier.txt").read_text().splitlines()[1:])
+    if config.args == config.getini("testpaths") and (gone := listed - {item.nodeid for item in items}):
+        raise pytest.UsageError(f"tests/full_tier.txt: no such tests: {', '.join(sorted(gone))}")
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.full)
     gpu = [item for item in items if "gpu" in item.path.parent.parts]
     if gpu and not torch.cuda.is_available():
         for item in gpu:

@@ -144,10 +144,8 @@ def sweep(count: int, seed: int) -> list[tuple[str, str]]:
 
 NAMED = [
     ("dp2fp", "gpt"),
-    ("dp4", "llama"),
     ("tp2", "gpt"),
     ("tp2fp", "qwen"),
-    ("tp4", "llama"),
     ("tp2spfp", "gpt"),
     ("tp4spfp", "qwen"),
     ("tp2spovfp", "llama"),
@@ -155,8 +153,6 @@ NAMED = [
     ("dp2z1ovbkfp", "gpt"),
     ("dp2z2bkfp", "gpt"),
     ("dp4z2ovbkfp", "llama"),
-    ("tp2dp2", "qwen"),
-    ("tp2dp2z1sp", "gpt"),
     ("tp2dp2z1spovbkfp", "llama"),
     ("tp2dp2z2spovcercfp", "qwen"),
     ("tp4spcefp", "gpt"),
@@ -174,54 +170,36 @@ NAMED = [
     ("pp2dp2z1", "gpt"),
     ("pp2zbdp2z2bkfp", "gpt"),
     ("pp2v2dp2z1ovbk", "llama"),
-    ("tp2pp2sp", "llama"),
-    ("tp2pp2zbspovcefp", "llama"),
-    ("tp2pp2zbvsprc", "qwen"),
     ("tp2pp2v2ce", "gpt"),
-    ("tp2pp2dp2z1sp", "gpt"),
     ("tp2pp2zbvdp2z1sprsfp", "llama"),
     ("cp2fp", "llama"),
     ("cp2", "documents"),
     ("cp2fp", "documents"),
-    ("cp2", "window"),
     ("cp2fp", "window"),
     ("cp2", "reset-documents"),
-    ("cp4", "qwen"),
     ("cp4fp", "qwen"),
-    ("cp4fp", "documents"),
     ("cp2a2a", "qwen"),
     ("cp4a2a", "documents"),
     ("cp2agfp", "window"),
     ("cp4ag", "documents"),
     ("cp4hi", "llama"),
-    ("cp4hi", "documents"),
     ("cp4hifp", "documents"),
-    ("cp4hifp", "window"),
     ("cp2mxfp", "documents"),
     ("tp2cp2sp", "qwen"),
     ("tp2cp2a2aspovfp", "llama"),
-    ("tp2cp2ag", "documents"),
-    ("cp2pp2fp", "documents"),
     ("cp2pp2v2cers", "llama"),
     ("pp2zbcp2mx", "qwen"),
-    ("cp2dp2z1", "documents"),
     ("cp2dp2z2ovbkrcfp", "qwen"),
-    ("tp2cp2dp2z1spce", "documents"),
     ("tp2cp2pp2zbvspfp", "llama"),
-    ("dp2", "moe"),
     ("dp2ep2", "moe"),
     ("dp2ep2fp", "moe"),
-    ("dp2ep2", "deep"),
     ("dp2ep2fp", "deep"),
     ("dp4ep2z1", "moe"),
-    ("dp4ep4z2bk", "deep"),
     ("dp4ep4z2bkfp", "deep"),
     ("tp2sp", "moe"),
     ("tp2spetfp", "deep"),
-    ("tp2spep2et", "deep"),
     ("tp2spep2etfp", "deep"),
     ("tp2spdp2ep2fp", "moe"),
-    ("cp2ep2", "deep"),
     ("cp2pp2ep2fp", "moe"),
     ("pp2zbdp2ep2z1", "deep"),
     ("pp2v2dp2ep2ovbkfp", "moe"),
@@ -229,24 +207,18 @@ NAMED = [
     ("tp2spdp2ep4etz1ovav", "moe"),
     ("dp4ep4rmfp", "moe"),
     ("dp2ep2eofp", "deep"),
-    ("dp2ep2", "full"),
     ("dp2ep2fp", "full"),
-    ("cp2ep2", "moe-documents"),
     ("cp2ep2fp", "moe-documents"),
     ("dp2ep2rafp", "moe-documents"),
     ("cp2", "sinkhorn"),
-    ("tp2spdp2ep2rm", "sinkhorn"),
     ("tp4sprsfp", "olmo"),
-    ("tp2pp2v2sprc", "gemma"),
     ("cp2fp", "gemma"),
     ("tp2cp2a2asprs", "softcap"),
 ]
 
 
-# Of each dimension one, for five steps: what only shows after the first updates.
+# For five steps: what only shows after the first updates. Of tp and dp test_train.py has more.
 FIVE = [
-    ("tp2sp", "gpt"),
-    ("dp2z1ovbk", "gpt"),
     ("pp2zbv", "gpt"),
     ("cp2", "documents"),
     ("dp2ep2", "moe"),
@@ -258,11 +230,40 @@ def other_form(layout: str) -> str:
     return layout.removesuffix("fp") if layout.endswith("fp") else f"{layout}fp"
 
 
-DRAWN = draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT) + mixtures(8, 7)
-DRAWN += [case for case in sweep(40, 8) if case not in NAMED + DRAWN]
-DRAWN += [
-    (other_form(layout), model) for layout, model in NAMED + DRAWN if (other_form(layout), model) not in NAMED
+# Combinations of what NAMED has, and other forms of it: in the full tier alone.
+SECOND = [
+    ("dp4", "llama"),
+    ("tp4", "llama"),
+    ("tp2dp2", "qwen"),
+    ("tp2dp2z1sp", "gpt"),
+    ("tp2pp2sp", "llama"),
+    ("tp2pp2zbspovcefp", "llama"),
+    ("tp2pp2zbvsprc", "qwen"),
+    ("tp2pp2dp2z1sp", "gpt"),
+    ("cp2", "window"),
+    ("cp4", "qwen"),
+    ("cp4fp", "documents"),
+    ("cp4hi", "documents"),
+    ("cp4hifp", "window"),
+    ("tp2cp2ag", "documents"),
+    ("cp2pp2fp", "documents"),
+    ("cp2dp2z1", "documents"),
+    ("tp2cp2dp2z1spce", "documents"),
+    ("dp2", "moe"),
+    ("dp2ep2", "deep"),
+    ("dp4ep4z2bk", "deep"),
+    ("tp2spep2et", "deep"),
+    ("cp2ep2", "deep"),
+    ("cp2ep2", "moe-documents"),
+    ("tp2spdp2ep2rm", "sinkhorn"),
+    ("dp2ep2", "full"),
+    ("tp2pp2v2sprc", "gemma"),
 ]
+
+DRAWN = SECOND + draws(10, 4, FLAT) + draws(12, 5, PIPELINES) + draws(12, 6, CONTEXT) + mixtures(8, 7)
+DRAWN += [case for case in sweep(40, 8) if case not in NAMED + DRAWN]
+OTHERS = [(other_form(layout), model) for layout, model in NAMED + DRAWN]
+DRAWN += [case for case in OTHERS if case not in NAMED + SECOND]
 
 # What enters each file of fast/ in the fast tier: a layout, its model, and an FP8 recipe or "bf16".
 OVERLAP = [("tp2spovfp", "llama", ""), ("tp2dp2z1spovbkfp", "llama", ""), ("tp2cp2a2aspovfp", "llama", "")]
