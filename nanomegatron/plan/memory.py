@@ -210,7 +210,8 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
     freed = value * deferred_wgrad_values(sizes, StageChunk(group, False, False), columns)
     fp32 = 0 if sizes.machine.kernels else 8 if sizes.item < 4 else 4  # bytes of copies per logit, in a chunk
     forward = Counter()
-    logits, loss, freed_loss = 0.0, 0.0, 0.0
+    logits, loss = 0.0, 0.0
+    freed_loss = last_norm(sizes) * chunk.last  # before the last layers' backward
     if chunk.last and model.cross_entropy_loss_fusion:  # the forward leaves the gradient of the stream
         logits = value * sizes.h
         at_loss = fused_loss(sizes, columns, fp32) - logits
@@ -221,7 +222,7 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
         loss = columns * max(fp32 * min(sizes.tokens, LOSS_CHUNK), casts)
         if sizes.config.sequence_cut > 1:  # the last norm's output, gathered; its gradient before the scatter
             loss += 2 * value * model.hidden_size
-        freed_loss = logits + loss  # freed before the last layers' backward
+        freed_loss += logits + loss
     last_layers = max(0, recomputed * layer + inside - freed_loss)
     return ChunkMemory(
         kept=Counter({"activations": activations(sizes, chunk), "logits and loss": logits}),
@@ -237,9 +238,12 @@ def _layer_backward(sizes: Sizes) -> tuple[float, float]:
 
     The latter are those of an MLP, or those of attention less the activations that the MLP has freed.
     """
-    saved, routed = saved_by_layer(sizes), sizes.copies * sizes.expert_ffn
-    widest = max(sizes.ffn(moe) + moe * routed for moe in sizes.model.moe_layers)
-    mlp = sizes.item * widest * (3 if sizes.model.gated else 2)
+    saved, model, mlp = saved_by_layer(sizes), sizes.model, 0.0
+    for moe in {*model.moe_layers}:
+        ffn, routed = sizes.ffn(moe), moe * sizes.copies * sizes.expert_ffn
+        freed = sizes.input * ffn * (not model.recomputes("mlp_act"))  # the input of fc2, which is done
+        freed += sizes.expert_input * routed * (not model.recomputes("moe_act"))
+        mlp = max(mlp, sizes.item * (ffn + routed) * (3 if model.gated else 2) - freed)
     attention = attention_in_flight(sizes) - saved["MLP"] - saved["experts"]
     return sizes.tokens * _total(saved), sizes.tokens * max(mlp, attention)
 
@@ -253,9 +257,15 @@ def activations(sizes: Sizes, chunk: StageChunk) -> float:
     for run, recomputed in model.segments(chunk.layers):
         token += sizes.item * spread if recomputed else layer * len(run)
     if chunk.last:
-        head = sizes.input if sizes.fp8_head else sizes.item
-        token += sum(sizes.norm_input) * sizes.h + head * sizes.h * (not model.cross_entropy_loss_fusion)
+        return sizes.tokens * token + last_norm(sizes)
     return sizes.tokens * token
+
+
+def last_norm(sizes: Sizes) -> float:
+    """Return the bytes that the norm before the output layer keeps, and this layer without a fused loss."""
+    head = sizes.input if sizes.fp8_head else sizes.item
+    kept = sum(sizes.norm_input) + head * (not sizes.model.cross_entropy_loss_fusion)
+    return sizes.tokens * sizes.h * kept
 
 
 def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> float:
