@@ -131,8 +131,11 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
     graphs.graphs.clear()
     graphs.missing = lambda device: 3 * gib
     steps(1)
+    graphs.missing = lambda device: 1 / 0  # not asked in every step
+    steps(1)
     graphs.missing = lambda device: 0
-    steps(2)
+    graphs.too_large.clear()
+    steps(1)
     assert equal(losses[0], found) and len(called) == 2 * 2 and len(graphs.graphs) == 2
     reasons = ("module 0.layers.1 has a hook", "each of its ops is timed", "3.0 GiB more memory")
     assert all(any(reason in why for why in graphs.said) for reason in reasons) and len(graphs.said) == 3

@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 3500,
     "data": 3405,
     "debug": 1090,
-    "fast": 2970,
+    "fast": 2975,
     "faults": 1116,
     "ops": 3750,
     "plan": 1700,

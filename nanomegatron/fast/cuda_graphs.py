@@ -105,6 +105,7 @@ class GraphedSteps:
     missing: Callable[[torch.device], int] = missing_memory
     seen: Counter[Hashable] = field(default_factory=Counter)  # steps of each shape
     graphs: dict[Hashable, tuple[GraphStep, Callable[[], None]]] = field(default_factory=dict)
+    too_large: dict[Hashable, str] = field(default_factory=dict)  # shapes without memory, asked once
     said: set[str] = field(default_factory=set)
     pool: Any = None
 
@@ -152,9 +153,9 @@ class GraphedSteps:
             return f"module {hooked} has a hook"
         key = shape_of(step, 0)
         fresh = (key, True) not in self.graphs and self.seen[key] >= self.warm_up
-        if fresh and (missing := self.missing(next(stages.parameters()).device)) > 0:
-            return f"{missing / 2**30:.1f} GiB more memory would be needed"
-        return ""
+        if fresh and key not in self.too_large and (missing := self.missing(self.grads.params[0].device)) > 0:
+            self.too_large[key] = f"{missing / 2**30:.1f} GiB more memory would be needed"
+        return self.too_large.get(key, "")
 
     def run(self, chunk: nn.Module, step: GraphStep, i: int, kind: Hashable) -> None:
         """Run microbatch i by its graph, which is captured if there is none yet."""
