@@ -71,6 +71,16 @@ def test_ranks_of_a_program_start_outside_the_checkout(tmp_path):
     assert (tmp_path / "runs/two/metrics.jsonl").read_text().count("\n") == 2
 
 
+def test_a_reader_that_has_read_enough_is_no_error():
+    """As `| head` does, which leaves no one to write to."""
+    words = "-m nanomegatron schedules --stages 2 --microbatches 4"
+    command = subprocess.Popen(
+        [sys.executable, *words.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    command.stdout.close()
+    assert command.stderr.read() == b"" and command.wait() == 0
+
+
 def test_the_version_is_one(capsys):
     assert main(["--version"]) == 0
     version = capsys.readouterr().out.split()[1]

@@ -10,7 +10,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6400,
     "checkpoint": 4510,
-    "commands": 1640,
+    "commands": 1680,
     "config": 3500,
     "data": 3405,
     "debug": 1090,

@@ -69,6 +69,8 @@ def main(argv: list[str]) -> int:
             print(f"page    {args.html}")
         if args.picture or len(runs) > 1:
             draw_curves(curves, args.picture or Path("compare.png"))
+    except BrokenPipeError:
+        raise  # for verbs.py
     except (ImportError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         if args.picture or not isinstance(error, ImportError):

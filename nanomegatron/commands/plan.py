@@ -58,7 +58,12 @@ def main(argv: list[str]) -> int:
         cluster = chosen_cluster(args, gib) if args.gpus or args.simulate else None
         if cluster is not None and args.gpus:
             return choose_layout(args, flags, parsed, cluster)
+        if cluster is None and (number := args.gpus or args.simulate):
+            what = f"{card or 'the GPU'}: its rates are not known; give a --cluster FILE, or another --gpu"
+            parsed.notes.append(f"memory of the flags' layout on {number} GPUs alone, no times: {what}")
         run = planned_run(parsed, args.simulate or args.gpus)
+    except BrokenPipeError:
+        raise  # for verbs.py
     except (ValueError, OSError, ImportError) as error:
         print("nanomegatron plan:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
         return 2

@@ -30,6 +30,8 @@ def main(argv: list[str]) -> int:
         if args.picture:
             title = f"{args.schedule}: {args.stages} ranks, {args.microbatches} microbatches"
             draw_timeline(timeline, args.picture, title)
+    except BrokenPipeError:
+        raise  # for verbs.py
     except (ValueError, ImportError, OSError) as error:
         print(f"schedules: {error}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ The programs lie beside the package in a checkout, and in its folder programs/ w
 
 import difflib
 import importlib
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -41,9 +42,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if name in COMMANDS:
         where = COMMANDS[name][0]
-        return (
-            run_program(where, rest) if where.endswith(".py") else importlib.import_module(where).main(rest)
-        )
+        if where.endswith(".py"):
+            return run_program(where, rest)
+        try:
+            code = importlib.import_module(where).main(rest)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # the reader has read enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
     if name in ("-h", "--help") and rest:  # a topic of the flags
         return main(["train", "--help", *rest])
     if name in ("-h", "--help"):
