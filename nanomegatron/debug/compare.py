@@ -51,9 +51,8 @@ class Difference(NamedTuple):
         step, kind, name = self.key
         where = f"ranks {spans(self.ranks)}"
         if self.rows.dim() == 2:
-            where += (
-                f"; samples {spans(nonzero(self.rows.any(1)))}; tokens {spans(nonzero(self.rows.any(0)))}"
-            )
+            samples, tokens = (spans(nonzero(self.rows.any(dim))) for dim in (1, 0))
+            where += f"; samples {samples}; tokens {tokens}"
         elif len(self.rows) > 1:
             where += f"; rows {spans(nonzero(self.rows))}"
         return [
@@ -174,11 +173,8 @@ class Comparison:
         return rows & (as_rows(got.ranks) >= 0).all(-1) if self.ended_early else rows
 
     def _difference(self, key: Key, copies: dict[Copy, torch.Tensor]) -> Difference:
-        want, (copy, rows), module = (
-            first_copy(self.reference[key]),
-            next(iter(copies.items())),
-            self._module(key),
-        )
+        want, module = first_copy(self.reference[key]), self._module(key)
+        copy, rows = next(iter(copies.items()))
         got = as_rows(self.found[key][copy].data)
         if got.shape != want.shape:
             how = f"its size is {list(got.shape)}, that of the reference {list(want.shape)}"

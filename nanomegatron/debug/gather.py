@@ -24,17 +24,18 @@ Order = dict[tuple[str, str], tuple[int, int]]  # (kind, name) -> place in the f
 
 
 class Recorded(NamedTuple):
-    """A rank's part of a tensor of the whole model."""
+    """A rank's part of a tensor of the whole model.
+
+    place: int64, indices in each dim of the whole tensor; of a parameter one index in the flattened tensor.
+    """
 
     step: int
     kind: str  # "input", "output", "output gradient", "weight gradient", ...
     name: str  # of the module or parameter, as in checkpoints
     rank: int
     copy: Copy
-    place: list[torch.Tensor]  # int64, indices in each dim of the whole tensor
-    shape: list[
-        int
-    ]  # of the whole parameter, whose place is one index in the flattened tensor; []: no parameter
+    place: list[torch.Tensor]
+    shape: list[int]  # of the whole parameter; []: no parameter
     data: torch.Tensor
 
 
