@@ -21,6 +21,7 @@ The same run thus differs by up to 18.6 % between papers: never compare two MFUs
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 
 from nanomegatron.config import split
 from nanomegatron.config.settings import Config, TransformerConfig
@@ -76,18 +77,19 @@ def parameter_count(
     def mlp(width: int) -> int:
         return width // tp * (h * (parts + 1) + parts * biases) + h * biases
 
-    moe, shared = 0, model.moe_shared_expert_intermediate_size
+    moe, dense, shared = 0, mlp(model.ffn_size), model.moe_shared_expert_intermediate_size
     if model.num_experts:
         moe = expert_parameters(model, model.num_experts if experts is None else experts)
         moe += h * model.num_experts + (mlp(shared) + h * model.moe_shared_expert_gate if shared else 0)
     sparse, which = model.moe_layers, range(model.num_layers) if layers is None else layers
-    total = sum(layer + (moe if sparse[i] else mlp(model.ffn_size)) for i in which)
+    total = sum(layer + (moe if sparse[i] else dense) for i in which)
     tables = first + last if model.untie_embeddings_and_output_weights else first or last
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     ends = norm * last + h * (tables * vocab_size // tp + positions * first)
     return total + ends
 
 
+@lru_cache(maxsize=64)
 def flops_per_iteration(
     model: TransformerConfig,
     padded_vocab_size: int,

@@ -15,10 +15,10 @@ Sources are arXiv numbers. Nothing here needs torch or a second process. To prin
 In the pictures a row is a rank and a cell a unit of time; F0b is the forward of microbatch 0 through chunk b.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import NamedTuple
 
 
@@ -195,12 +195,9 @@ def _check(name: str, stages: int, chunks: int) -> None:
 
 def _numbered(order: list[str], microbatches: int) -> list[Op]:
     """Give the ops their microbatches; drop ops past the last one, which only gave the order its shape."""
-    seen: Counter = Counter()
-    ops = []
-    for word in order:
-        kind = word.rstrip("0123456789")
-        ops.append(Op(kind, int(word[len(kind) :]), seen[word]))
-        seen[word] += 1
+    split = {word: (word.rstrip("0123456789"), int(word.lstrip("FBW"))) for word in set(order)}
+    following = {word: count() for word in split}
+    ops = [Op(*split[word], next(following[word])) for word in order]
     return [op for op in ops if op.microbatch < microbatches]
 
 

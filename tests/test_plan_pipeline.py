@@ -2,6 +2,9 @@
 
 import bisect
 import itertools
+import operator
+import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,8 +27,9 @@ from nanomegatron.plan.memory import (
     chunks_kept,
     describe_memory,
     memory,
-    memory_of_ops,
     memory_of_ranks,
+    peak_moments,
+    pipeline_order,
 )
 from nanomegatron.pp import NoTracer, Stages, execute
 from nanomegatron.schedules import Op, placement, schedule
@@ -92,6 +96,52 @@ def pipeline(family: str, name: str, pp: int, **changes) -> Config:
     run = config(model, 64, 8)
     parallel = replace(run.parallel, pipeline_model_parallel_size=pp, **SCHEDULES[name])
     return replace(run, parallel=parallel, data=replace(run.data, global_batch_size=8 * 2 * pp))
+
+
+def memory_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Iterator[tuple[Counter, Counter]]:
+    """Yield the bytes by part that microbatches take at each op of a rank: at most in it, and afterwards."""
+    held: Counter = Counter()
+    for op in ops:
+        chunk, before = chunks[op.chunk], held
+        if op.kind == "F":
+            held = before + chunk.kept
+            yield held + chunk.forward, held
+        elif op.kind == "W":
+            held = before - chunk.deferred
+            yield before, held
+        else:
+            held = before - chunk.kept + (chunk.deferred if op.kind == "B" else Counter())
+            ends = held + chunk.ending if op.kind == "B" else held
+            yield max(before + chunk.backward, ends, key=lambda parts: sum(parts.values())), held
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("number", [1, 4, 11])
+def test_moments_of_ops_have_the_peak_whatever_the_bytes(name, number):
+    """Of each rank by itself, and of those that have as many layers of each kind together."""
+    run = pipeline("llama", name, 4)
+    order = pipeline_order(run)._replace(microbatches=number)
+    placed, rng = placement(name, 4, order.chunks), random.Random(0)
+    last = 4 * order.chunks - 1
+    kinds = tuple(StageChunk(3 + (i % 3 == 0), i == 0, i == last) for i in range(last + 1))
+    alike = tuple(layer % 2 for layer in range(sum(kind.layers for kind in kinds)))
+    for _ in range(5):
+        chunks = {
+            kind: ChunkMemory(*(Counter({part: rng.choice((0, 1, 5, 30))}) for part in "abcde"))
+            for kind in set(kinds)
+        }
+        sizes = [sum(part.values()) for kind in sorted(chunks) for part in chunks[kind]]
+        peaks = []
+        for ops, stages in zip(schedule(name, 4, number, order.chunks, None), placed, strict=True):
+            walk = memory_of_ops(ops, [chunks[kinds[stage]] for stage in stages])
+            peaks.append(max(sum(during.values()) for during, _ in walk))
+        for merged in ((), alike):
+            ranks = peak_moments(order, kinds, merged)
+            found = [max(sum(map(operator.mul, m, sizes)) for m in moments) for *_, moments in ranks]
+            assert max(found) == max(peaks) and (merged or found == peaks)
+        assert [len(own) for own, *_ in peak_moments(order, kinds)] == [
+            sum(kinds[stage].layers for stage in stages) for stages in placed
+        ]
 
 
 def chunks_of(run: Config, stages: list[int]) -> list[ChunkMemory]:

@@ -1,13 +1,18 @@
 """The planner's step times and memory against every training run that was measured (plan_rows.toml)."""
 
+import itertools
+
 import pytest
 
+from nanomegatron.config.check import resolve
+from nanomegatron.config.cli import parse
+from nanomegatron.flops import parameter_count
 from nanomegatron.plan.cluster import load_cluster
 from nanomegatron.plan.fast import ring_buffers
 from nanomegatron.plan.layer import Machine, Sizes
 from nanomegatron.plan.memory import memory_of_ranks
 from nanomegatron.plan.room import Planned
-from nanomegatron.plan.step_time import STEP_PARTS, step_time
+from nanomegatron.plan.step_time import CONTENTION, STEP_PARTS, step_time
 from tests.plan_rows import Row, rows
 from tools import planner_page
 
@@ -45,6 +50,30 @@ def test_parts_add_up_and_rates_are_megatrons():
     assert step.total == pytest.approx(sum(step.parts.values()))
     assert step.tokens_per_s == pytest.approx(row.tokens / step.total)
     assert step.mfu == pytest.approx(step.tflops_per_gpu / 989.5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_optim_grads_reduces_in_every_microbatch(overlap):
+    """What is exposed grows with the microbatches, or what runs beside their kernels does."""
+    h100, found = load_cluster("h100"), {}
+    flags = "--config llama3-8b --vocab-size 128256 --micro-batch-size 1 --data-parallel-sharding-strategy"
+    for strategy, m in itertools.product(("optim", "optim_grads"), (1, 2, 8)):
+        words = f"{flags} {strategy} --global-batch-size {8 * m}" + " --overlap-grad-reduce" * overlap
+        run = Planned(resolve(parse(words.split()).config, 8), 128256, Machine(), 8)
+        step = step_time(run, h100)
+        found[strategy, m] = step.parts["dp communication"], step.hidden.get("dp communication", 0.0)
+        in_kernels = sum(step.parts[name] for name in ("matmuls", "attention", "other kernels"))
+        assert found[strategy, m][1] <= in_kernels
+    n = parameter_count(run.config.model, 128256)
+    writes = h100.move(4 * n) + h100.move(12 * n / 8)  # zeros; and what is reduced, added to the shard
+    reduction = h100.collective(4 * n, 8) + h100.move(4 * n)
+    assert found["optim", 1] == found["optim", 8]
+    assert found["optim_grads", 1][0] - found["optim", 1][0] == pytest.approx(writes)
+    exposed, hidden = (more - one for one, more in zip(found["optim_grads", 1], found["optim_grads", 8]))
+    assert exposed / 7 == pytest.approx(found["optim_grads", 2][0] - found["optim_grads", 1][0])
+    beside = reduction if overlap else 0.0  # all of it: a backward of 8 B parameters takes longer
+    assert hidden == pytest.approx(7 * beside)
+    assert exposed == pytest.approx(7 * (writes + reduction - beside * (1 - CONTENTION)))
 
 
 @pytest.mark.parametrize("name, gpu", [("H100", "H100"), ("h200", "H200"), ("NVIDIA H100 80GB HBM3", "H100")])

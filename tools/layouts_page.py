@@ -8,6 +8,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT))  # run as a file, it finds the package of its own 
 from nanomegatron.config.cli import parse  # noqa: E402
 from nanomegatron.plan.cluster import load_cluster  # noqa: E402
 from nanomegatron.plan.search import Candidate, Search, disadvantage, model_size, valid  # noqa: E402
+from nanomegatron.plan.step_time import step_time  # noqa: E402
 from nanomegatron.report.schedule_draw import canvas  # noqa: E402
 from tests.plan_rows import rows  # noqa: E402
 
@@ -143,6 +145,8 @@ def reason(best: list[Candidate], all_of_them: list[Candidate], room: float) -> 
     if simpler:
         most = max(map(ranks, simpler))
         near = min((c for c in simpler if ranks(c) == most), key=lambda c: (c.step is None, c.need))
+        if near.step:  # its bubble may be the least one
+            near = replace(near, step=step_time(near.run, near.step.cluster))
         words.append(f"{near.word} {disadvantage(near, best[0], room)}")
     if len(best) > 1:
         words.append(

@@ -29,7 +29,7 @@ from nanomegatron.plan.cluster import Cluster, load_cluster
 from nanomegatron.plan.draw import draw_bars, text_bars
 from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
-from nanomegatron.plan.memory import memory_of_ranks, pipeline_ops
+from nanomegatron.plan.memory import known_schedule, memory_of_ranks, pipeline_order
 from nanomegatron.plan.room import Planned, memory_table, remedies
 from nanomegatron.plan.search import FILLED, Candidate, Search, disadvantage, model_size, usual_batch, valid
 from nanomegatron.plan.step_time import step_time
@@ -243,8 +243,9 @@ def facts(run: Planned, preset: str | None) -> list[str]:
         f"batch {data.global_batch_size} x {data.seq_length} tokens, {data.micro_batch_size} in a microbatch",
     ]
     if pp > 1:
-        bubble = simulate(*pipeline_ops(config)).bubble  # with backwards twice as long as forwards
-        lines.append(f"pp      {parallel.schedule}, {pp} ranks: bubble {bubble:.1%} (idle/busy time)")
+        order = pipeline_order(config)
+        times = simulate(known_schedule(order), order.stages)  # backwards twice as long as forwards
+        lines.append(f"pp      {parallel.schedule}, {pp} ranks: bubble {times.bubble:.1%} (idle/busy time)")
     return lines
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from nanomegatron.config.batch import samples_before, stages
 from nanomegatron.config.check_layout import layout_errors, multiple, with_virtual_stages
 from nanomegatron.config.check_model import data_errors, fp8_errors, model_errors
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.rules import beyond_limits, broken_rules, flag, spelled
 from nanomegatron.config.settings import MOST_ITERS, Config
 
@@ -143,7 +144,6 @@ def resolve(config: Config, world_size: int) -> Config:
     model, data, run = config.model, config.data, config.run
     dp = world_size // config.parallel.ranks_per_replica
     _, batch = stages(data, dp)[-1]
-    bucket = _bucket_size(config, dp)
     iters = run.train_iters or len(samples_before(config, dp)) - 1
     return replace(
         config,
@@ -155,7 +155,7 @@ def resolve(config: Config, world_size: int) -> Config:
             moe_ffn_hidden_size=model.moe_ffn_size if model.num_experts else None,
             max_position_embeddings=model.max_position_embeddings or data.seq_length,
         ),
-        parallel=replace(with_virtual_stages(config), data_parallel_size=dp, ddp_bucket_size=bucket),
+        parallel=resolve_parallel(config, dp),
         data=replace(data, global_batch_size=batch),
         run=replace(run, train_iters=iters),
     )
@@ -193,9 +193,10 @@ def run_notes(config: Config) -> list[str]:
     return notes
 
 
-def _bucket_size(config: Config, dp: int) -> int | None:
-    """--ddp-bucket-size, or a default if the update needs temporary memory per bucket; None: not set."""
-    opt = config.optimizer
+def resolve_parallel(config: Config, dp: int) -> ParallelConfig:
+    """The same of the layout alone: buckets have a size if the update needs temporary memory for each."""
+    parallel, opt = with_virtual_stages(config), config.optimizer
     in_16_bits = "bf16" in (opt.main_grads_dtype, opt.exp_avg_dtype, opt.exp_avg_sq_dtype)
-    wanted = opt.optimizer_cpu_offload or in_16_bits or config.parallel.grad_reduce_in_bf16
-    return config.parallel.bucket_size(dp) if wanted else config.parallel.ddp_bucket_size
+    wanted = opt.optimizer_cpu_offload or in_16_bits or parallel.grad_reduce_in_bf16
+    bucket = parallel.bucket_size(dp) if wanted else parallel.ddp_bucket_size
+    return replace(parallel, data_parallel_size=dp, ddp_bucket_size=bucket)

@@ -163,10 +163,9 @@ def drop_alternatives(earlier: dict[str, Any], later: dict[str, Any]) -> dict[st
 
 def build_config(values: dict[str, Any]) -> Config:
     """Return a Config with these fields set and the others at their defaults."""
-    parts = {}
-    for part in dataclasses.fields(Config):
-        names = {setting.name for setting in dataclasses.fields(part.type)}
-        parts[part.name] = part.type(**{name: values[name] for name in names & values.keys()})
+    parts = {part.name: part.type for part in dataclasses.fields(Config)}
+    for part, kind in parts.items():
+        parts[part] = kind(**{name: values[name] for name in kind.__dataclass_fields__ & values.keys()})
     return Config(**parts)
 
 

@@ -299,6 +299,7 @@ class TransformerConfig:
         return [kind if yes else None for kind, yes in zip(kinds, rotated, strict=True)]
 
 
+@functools.lru_cache(maxsize=64)
 def layer_pattern(text: str | None, num_layers: int, first: bool = False) -> list[int]:
     """Return 1 or 0 for each layer. A number N: 0 for every N-th; `first`: 1 for the first of every N.
 

@@ -11,6 +11,8 @@ that is an error.
 """
 
 import re
+from functools import lru_cache
+from itertools import accumulate, chain
 
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.schedules import embedding_ranks, owners, placement
@@ -78,10 +80,9 @@ def split_layers(
         sizes[0] -= embedding
         sizes[-1] -= loss
     else:
-        sizes = _by_cost(num_layers, placed, head)
-    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
-    assert ends[-1] == num_layers
-    return [range(end - size, end) for end, size in zip(ends, sizes)]
+        sizes = _by_cost(num_layers, tuple(map(tuple, placed)), head)
+    assert sum(sizes) == num_layers
+    return [range(end - size, end) for end, size in zip(accumulate(sizes), sizes)]
 
 
 def layout_sizes(layout: str) -> list[int]:
@@ -130,7 +131,8 @@ def _even(
     return [fixed.get(rank, left // max(1, rest)) for rank in range(ranks)]
 
 
-def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]:
+@lru_cache(maxsize=256)
+def _by_cost(num_layers: int, placed: tuple[tuple[int, ...], ...], head: float) -> list[int]:
     """Return the layers of each stage: divided among the ranks, then among the stages of each rank."""
     last = max(map(max, placed))
     starts = [[head if stage == last else 0.0 for stage in stages] for stages in placed]
@@ -141,10 +143,7 @@ def _by_cost(num_layers: int, placed: list[list[int]], head: float) -> list[int]
             nothing = f"leave nothing for pipeline rank {rank} of {len(placed)}"
             raise ValueError(f"--num-layers {num_layers}: {nothing}; {fix}")
     shares = [_share_out(count, start) for count, start in zip(counts, starts)]
-    count_of = {}
-    for stages, layers in zip(placed, shares):
-        count_of |= zip(stages, layers)
-    return [count_of[stage] for stage in sorted(count_of)]
+    return [count for _, count in sorted(zip(chain(*placed), chain(*shares)))]
 
 
 def _share_out(layers: int, loads: list[float]) -> list[int]:

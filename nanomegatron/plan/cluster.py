@@ -34,7 +34,7 @@ class LinkRate:
     latency: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cluster:
     """GPUs of one kind, some to a node. FLOP/s, bytes per second, seconds."""
 

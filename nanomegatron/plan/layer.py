@@ -31,12 +31,15 @@ the capacity, and in FP8 16 rows of padding for each of its experts. Shared expe
 """
 
 from collections import Counter
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from nanomegatron.config.settings import Config
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per value, by torch's name of the type
+ONE_STAGE = dict(pipeline_model_parallel_size=1, num_virtual_stages_per_pipeline_rank=None)
+ONE_STAGE |= dict(pipeline_schedule=None, pipeline_split="even", data_parallel_size=None)
 
 
 class Machine(NamedTuple):
@@ -56,7 +59,7 @@ class CPMode(NamedTuple):
 
 
 class Sizes:
-    """The quantities of the table above, by its letters: bytes, tokens and features of one rank."""
+    """The quantities of the table above, by its letters, of one rank in any pipeline and with any dp."""
 
     def __init__(self, config: Config, machine: Machine) -> None:
         model, parallel, precision = config.model, config.parallel, config.precision
@@ -84,6 +87,11 @@ class Sizes:
         padding = precision.fp8_multiple * self.local_experts * self.fp8_experts / self.tokens
         self.copies = model.moe_router_topk * capacity * self.etp / config.sequence_cut + padding
         self.value = self.item * self.tokens  # bytes of one value of each token of a microbatch
+
+    def shards(self, config: Config) -> tuple[int, int]:
+        """Return the sizes of dp x cp and of edp in a run with these sizes, which share states."""
+        ranks = (config.parallel.data_parallel_size or 1) * config.parallel.context_parallel_size
+        return ranks, max(1, ranks * self.tp // (config.parallel.expert_model_parallel_size * self.etp))
 
     def ffn(self, moe: bool) -> int:
         """Return the inner features of a layer's MLP; moe: of its shared experts."""
@@ -123,6 +131,16 @@ class Sizes:
         return modes
 
 
+@lru_cache(maxsize=64)
+def sizes_of(config: Config, machine: Machine) -> Sizes:
+    """Return the same Sizes for all configs that differ in their pipeline and in dp alone."""
+    return _known_sizes(replace(config, parallel=replace(config.parallel, **ONE_STAGE)), machine)
+
+
+_known_sizes = lru_cache(maxsize=1024)(Sizes)
+
+
+@lru_cache(maxsize=1024)
 def saved_by_layer(sizes: Sizes) -> dict[str, float]:
     """Return the bytes per token that a layer keeps for its backward, by part, averaged over the layers."""
     model, total = sizes.model, Counter()
@@ -205,7 +223,7 @@ def attention_in_flight(sizes: Sizes) -> float:
     with `unfused` the scores of a block. (A ring or an all-to-all otherwise needs less than an MLP.)
     """
     largest = 0.0
-    for mode in sizes.cp_modes:
+    for mode in {*sizes.cp_modes}:
         size = 12 * sizes.heads * sizes.row / mode.keys * (sizes.backend == "unfused")
         if mode.gathered:
             size = size * mode.keys + 4 * sizes.item * sizes.n + mode.keys * (2 * sizes.item + 16) * sizes.g

@@ -17,6 +17,7 @@ the gradient of its input (B) and one for that of its weight (W).
 """
 
 from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
 from nanomegatron.plan.cluster import Cluster
@@ -51,38 +52,33 @@ class OpTime(NamedTuple):
 NOTHING = OpTime(Counter(), Counter())
 
 
+class StageTime(NamedTuple):
+    """The seconds of F, B and W of some layers for one microbatch, and the three together."""
+
+    seconds: tuple[float, float, float]
+    ops: OpTime
+
+
 class LayerTimes:
     """The seconds of F, B and W in a layer of a run."""
 
     def __init__(self, sizes: Sizes, cluster: Cluster) -> None:
         self.sizes, self.cluster = sizes, cluster
-        precision, parallel = sizes.config.precision, sizes.parallel
+        model, precision = sizes.model, sizes.config.precision
         self.kind = {4: "fp32"}.get(sizes.item, "bf16")
         self.fp8 = precision.fp8_recipe if precision.fp8_format else None
-        self.cp = parallel.context_parallel_size
-        self.stride = {"cp": sizes.tp}
-        self.first: dict[tuple, int] = {}  # of layers that are alike
-        self.known: dict[int, tuple[OpTime, OpTime, OpTime]] = {}
+        self.fp8_layers = precision.fp8_layers(model.num_layers)
+        kinds = zip(model.moe_layers, sizes.cp_modes, model.windows, strict=True)
+        kinds = [(*kind, number in self.fp8_layers) for number, kind in enumerate(kinds)]
+        self.like = tuple(kinds.index(kind) for kind in kinds)  # the first layer that is computed like each
 
     def matmuls(self, m: float, n: float, k: float, kind: str) -> tuple[float, float, float]:
         """F, B and W of x `[m, k]` times a weight `[n, k]`."""
         run = self.cluster.matmul
         return run(m, n, k, kind), run(m, k, n, kind), run(n, k, m, kind)
 
-    def like(self, number: int) -> int:
-        """Return the first layer that is computed like this one."""
-        model, sizes = self.sizes.model, self.sizes
-        fp8 = number in sizes.config.precision.fp8_layers(model.num_layers)
-        kind = model.moe_layers[number], sizes.cp_modes[number], model.windows[number], fp8
-        return self.first.setdefault(kind, number)
-
     def layer(self, number: int) -> tuple[OpTime, OpTime, OpTime]:
-        """F, B and W of a layer; what is recomputed counts in B."""
-        if number not in self.known:
-            self.known[number] = self._layer(number)
-        return self.known[number]
-
-    def _layer(self, number: int) -> tuple[OpTime, OpTime, OpTime]:
+        """F, B and W of a layer; what is recomputed of its parts counts in B."""
         sizes, model = self.sizes, self.sizes.model
         moe, mode = model.moe_layers[number], sizes.cp_modes[number]
         ops = self._attention(number, mode), self._mlp(number, moe)
@@ -112,8 +108,7 @@ class LayerTimes:
         return self.cluster.move(values * self.sizes.tokens * (item or self.sizes.item))
 
     def _kind(self, number: int) -> str:
-        in_fp8 = self.fp8 and number in self.sizes.config.precision.fp8_layers(self.sizes.model.num_layers)
-        return self.fp8 if in_fp8 else self.kind
+        return self.fp8 if number in self.fp8_layers else self.kind
 
     def _dense(self, shapes: list[tuple[float, float]], kind: str) -> list[Counter]:
         """F, B and W of matmuls of all tokens, (outputs, inputs) each, and of the FP8 casts for them."""
@@ -205,9 +200,9 @@ class LayerTimes:
     def _with_cp(self, ops: list[OpTime], mode: CPMode, attention: tuple[float, float]) -> list[OpTime]:
         """The same with the communication of attention over cp."""
         sizes, cluster = self.sizes, self.cluster
-        if self.cp == 1:
+        if sizes.parallel.context_parallel_size == 1:
             return ops
-        kv, stride = 2 * sizes.g * sizes.value, self.stride["cp"]
+        kv, stride = 2 * sizes.g * sizes.value, sizes.tp
         if mode.heads > 1:
             whole = (2 * sizes.n + 2 * sizes.g) * sizes.value
             for op in ops[:2]:
@@ -235,3 +230,27 @@ class LayerTimes:
             parts[2]["other kernels"] += self._move(6 * sizes.h)
         ops = [OpTime(part, Counter()) for part in parts]
         return tuple(self._with_tp(ops)) if last else tuple(ops)
+
+
+layer_times = lru_cache(maxsize=1024)(LayerTimes)  # the same for all pipelines and replicas: `sizes_of`
+
+
+@lru_cache(maxsize=1024)
+def layer_time(times: LayerTimes, number: int, again: bool) -> StageTime:
+    """Return the time of a layer; again: B computes all of F again."""
+    forward, backward, weight = times.layer(number)
+    ops = forward, backward + forward if again else backward, weight
+    return StageTime(tuple(op.total for op in ops), sum(ops, NOTHING))
+
+
+@lru_cache(maxsize=8192)
+def stage_time(times: LayerTimes, like: tuple[int, ...], columns: int, first: bool, last: bool) -> StageTime:
+    """Return the time of a stage. like: of `times`, of its layers; columns: of the logits on a rank."""
+    ends = times.ends(columns, first, last)
+    seconds, ops = [op.total for op in ends], sum(ends, NOTHING)
+    for run, again in times.sizes.model.segments(len(like)):
+        for number, count in Counter(like[i] for i in run).items():
+            layer = layer_time(times, number, again)
+            seconds = [x + y * count for x, y in zip(seconds, layer.seconds, strict=True)]
+            ops = ops + layer.ops * count
+    return StageTime(tuple(seconds), ops)

@@ -24,23 +24,43 @@ Not counted is torch's own memory: about 0.3 GiB per process on a CPU, more on a
 A prediction within 3 % of what is allocated is enough: finer details are left out.
 """
 
+import operator
 from collections import Counter
-from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
 from nanomegatron.plan.fast import fused_loss, optimizer_casts, piece_buffers, ring_buffers
-from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer
+from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer, sizes_of
 from nanomegatron.schedules import Op, most_open, placement, schedule
 
 # The values of the code that allocates; tests/test_plan.py compares them.
 LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
 WORKSPACES = 2**27  # bytes of cuBLAS, of sums and of numbers for the log, on a GPU
 SETTLED = 4  # microbatches for each pipeline rank after which a schedule needs no more memory
+KEPT, DEFERRED, FORWARD, BACKWARD, ENDING = range(5)  # the parts of ChunkMemory
+# What an op does in turn: one microbatch more or fewer holds a part; 0: the op itself needs it for a while.
+HOLDS = {"F": ((KEPT, 1), (FORWARD, 0)), "BW": ((BACKWARD, 0), (KEPT, -1)), "W": ((DEFERRED, -1),)}
+HOLDS["B"] = (*HOLDS["BW"], (DEFERRED, 1), (ENDING, 0))
 REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
+
+
+class OpOrder(NamedTuple):
+    """What decides the order of a pipeline's ops: the arguments of `schedule`."""
+
+    name: str
+    pp: int
+    microbatches: int
+    chunks: int
+    group: int | None
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The stages of every pipeline rank."""
+        return placement(self.name, self.pp, self.chunks)
 
 
 class StageChunk(NamedTuple):
@@ -66,35 +86,36 @@ def memory(config: Config, vocab_size: int, machine: Machine) -> dict[str, float
 
     config: resolved; vocab_size: without padding.
     """
-    return max(memory_of_ranks(config, vocab_size, machine), key=_total)
+    return memory_of_ranks(config, vocab_size, machine, largest=True)[0]
 
 
-def memory_of_ranks(config: Config, vocab_size: int, machine: Machine) -> list[dict[str, float]]:
-    """Return the same for each pipeline rank."""
-    sizes, ranks = Sizes(config, machine), []
+def memory_of_ranks(config: Config, vocab_size: int, machine: Machine, largest: bool = False) -> list[dict]:
+    """Return the same for each pipeline rank, or for the one that needs most."""
+    sizes, model = sizes_of(config, machine), config.model
     vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, sizes.tp)
-    layers, (lists, placed) = stage_layers(config, vocab), pipeline_ops(config, SETTLED)
-    kinds = [StageChunk(len(each), i == 0, i == len(layers) - 1) for i, each in enumerate(layers)]
-    known = {chunk: chunk_memory(sizes, chunk, vocab // sizes.tp) for chunk in set(kinds)}
-    slots = ring_buffers(sizes)
-    for ops, stages in zip(lists, placed, strict=True):
-        chunks = [kinds[stage] for stage in stages]
-        microbatches = [known[chunk] for chunk in chunks]
-        peak = peak_of_ops(ops, microbatches)
-        parts = states(sizes, vocab, [layer for stage in stages for layer in layers[stage]], chunks)
+    layers, order = stage_layers(config, vocab), pipeline_order(config, SETTLED)
+    kinds = tuple(StageChunk(len(each), i == 0, i == len(layers) - 1) for i, each in enumerate(layers))
+    chunks = [part for kind in sorted(set(kinds)) for part in chunk_memory(sizes, kind, vocab // sizes.tp)]
+    fp8, totals = config.precision.fp8_layers(model.num_layers), [*map(_total, chunks)]
+    alike = tuple((moe, layer in fp8) for layer, moe in enumerate(model.moe_layers)) if largest else ()
+    ranks = []
+    for own, ends, moments in peak_moments(order, kinds, alike):
+        parts = states(config, sizes, vocab, own, ends)
+        size, moment = max((sum(map(operator.mul, moment, totals)), moment) for moment in moments)
+        ranks.append((_total(parts) + size, parts, moment))
+    ranks = [max(ranks, key=operator.itemgetter(0))] if largest else ranks
+    for _, parts, moment in ranks:
         for name in ("activations", "logits and loss", "backward of a layer", "deferred weight gradients"):
-            parts[name] = peak[name]
-        messages = 5 if len(placed) > 1 else 0
-        parts["messages"] = messages * sizes.h * sizes.value + slots
+            parts[name] = sum(number * part[name] for number, part in zip(moment, chunks) if number)
+        parts["messages"] = 5 * sizes.h * sizes.value * (order.pp > 1) + ring_buffers(sizes)
         parts["room for pieces"] = piece_buffers(sizes)
         parts["workspaces"] = WORKSPACES * machine.gpu
-        ranks.append(parts)
-    return ranks
+    return [parts for _, parts, _ in ranks]
 
 
 def chunks_kept(config: Config) -> list[int]:
     """Return for each pipeline rank the most forwards of chunks that wait for their backward at a time."""
-    return [most_open(ops) for ops in pipeline_ops(config)[0]]
+    return [most_open(ops) for ops in known_schedule(pipeline_order(config))]
 
 
 def describe_memory(*ranks: dict[str, float]) -> str:
@@ -106,22 +127,19 @@ def describe_memory(*ranks: dict[str, float]) -> str:
     return f"predicted peak {which} {total / 2**30:.2f} GiB ({', '.join(shares)})"
 
 
-def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]) -> dict[str, float]:
-    """Return the bytes of weights, gradients and optimizer of a rank, by part. layers: their numbers."""
-    config, model, parallel = sizes.config, sizes.model, sizes.parallel
-    tp = sizes.tp
-    ends = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
+def states(config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tuple) -> dict[str, float]:
+    """Return the bytes by part of a rank's states. ends: whether it has the first stage, the last."""
+    model, tp = config.model, sizes.tp
     fp8 = [layer for layer in layers if layer in config.precision.fp8_layers(model.num_layers)]
     widths = [tp * sizes.ffn(model.moe_layers[layer]) for layer in fp8]
     matrices = sum(layer_matmul_parameters(model, tp, width) for width in widths)
-    replicas = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
+    replicas, edp = sizes.shards(config)
     params = parameter_count(model, vocab, tp, layers, *ends, experts=0)
     head = vocab // tp * model.hidden_size * ends[1] * config.precision.fp8_output_proj
     if model.untie_embeddings_and_output_weights:
         matrices, head = matrices + head, 0
     dense = _states(config, params, matrices, replicas)
     dense["FP8 weights"] += 2 * head  # beside the 16-bit ones, which the embedding reads
-    edp = max(1, replicas * tp // (parallel.expert_model_parallel_size * sizes.etp))
     fp8_experts = expert_weights(sizes, fp8) if sizes.fp8_experts else 0
     experts = _states(config, expert_weights(sizes, layers), fp8_experts, edp)
     return {name: size + experts[name] for name, size in dense.items()}
@@ -129,9 +147,8 @@ def states(sizes: Sizes, vocab: int, layers: list[int], chunks: list[StageChunk]
 
 def expert_weights(sizes: Sizes, layers: list[int]) -> int:
     """Count the parameters of experts on a rank that has the layers of these numbers."""
-    model = sizes.model
-    sparse = sum(model.moe_layers[layer] for layer in layers)
-    return sparse * expert_parameters(model, sizes.local_experts, sizes.etp)
+    model, sparse = sizes.model, sizes.model.moe_layers
+    return sum(sparse[layer] for layer in layers) * expert_parameters(model, sizes.local_experts, sizes.etp)
 
 
 def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, float]:
@@ -156,49 +173,36 @@ def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, floa
     }
 
 
-def memory_of_ops(
-    ops: list[Op], chunks: list[ChunkMemory], start: Counter | None = None
-) -> Iterator[tuple[Counter, Counter]]:
-    """Yield the bytes by part that microbatches take at each op of a rank: at most in it, and afterwards.
+@lru_cache(maxsize=1024)
+def peak_moments(order: OpOrder, kinds: tuple[StageChunk, ...], alike: tuple = ()) -> list[tuple]:
+    """Return each rank's layers, its ends (first stage, last stage), and its moments that may need most.
 
-    start: those before the first op.
+    A moment: for each kind of stage, in order, the microbatches that hold each part of ChunkMemory. kinds: of
+    each stage; alike: of each layer what makes it differ, where ranks with the same layers and ends are one.
     """
-    held = start or Counter()
-    for op in ops:
-        chunk, before = chunks[op.chunk], held
-        if op.kind == "F":
-            held = before + chunk.kept
-            yield held + chunk.forward, held
-        elif op.kind == "W":
-            held = before - chunk.deferred
-            yield before, held
-        else:
-            held = before - chunk.kept + (chunk.deferred if op.kind == "B" else Counter())
-            ends = held + chunk.ending if op.kind == "B" else held
-            yield max(before + chunk.backward, ends, key=_total), held
+    first = {kind: 5 * i for i, kind in enumerate(sorted(set(kinds)))}
+    stops, found, ranks = [*accumulate(kind.layers for kind in kinds)], {}, []
+    for rank, (ops, stages) in enumerate(zip(known_schedule(order), order.stages, strict=True)):
+        own = [layer for i in stages for layer in range(stops[i] - kinds[i].layers, stops[i])]
+        ends = 0 in stages, len(kinds) - 1 in stages
+        like = (ends, *sorted(alike[layer] for layer in own)) if alike else rank
+        moments = found.setdefault(like, (own, ends, set()))[2]
+        held, starts = [0] * 5 * len(first), [first[kinds[stage]] for stage in stages]
+        for kind, number, _ in ops:
+            for part, change in HOLDS[kind]:
+                at = starts[number] + part
+                held[at] += change
+                if not change:
+                    moments.add((*held[:at], 1, *held[at + 1 :]))
+    for own, ends, moments in found.values():
+        peaks: list[tuple[int, ...]] = []  # no other has as much of everything
+        for moment in sorted(moments, key=sum, reverse=True):
+            peaks += [moment] * (not any(all(map(operator.ge, peak, moment)) for peak in peaks))
+        ranks.append((own, ends, peaks))
+    return ranks
 
 
-def peak_of_ops(ops: list[Op], chunks: list[ChunkMemory]) -> Counter:
-    """Return the largest of `memory_of_ops`; sums alone find its op, in a fraction of the time."""
-    totals = [[_total(part) for part in chunk] for chunk in chunks]
-    held, most, at = 0.0, -1.0, 0
-    for place, (kind, number, _) in enumerate(ops):
-        kept, deferred, forward, backward, ending = totals[number]
-        during = held + (kept + forward if kind == "F" else 0 if kind == "W" else backward)
-        held += kept if kind == "F" else -deferred if kind == "W" else -kept
-        if kind == "B":
-            held += deferred
-            during = max(during, held + ending)
-        if during > most:
-            most, at = during, place
-    done, before = Counter((op.kind, op.chunk) for op in ops[:at]), Counter()
-    for i, chunk in enumerate(chunks):
-        behind = done["B", i] + done["BW", i]
-        for part, times in (chunk.kept, done["F", i] - behind), (chunk.deferred, done["B", i] - done["W", i]):
-            before += Counter({name: size * times for name, size in part.items()})
-    return next(memory_of_ops([ops[at]], chunks, before))[0]
-
-
+@lru_cache(maxsize=4096)
 def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
     """Return the bytes that a microbatch takes in a chunk. columns: of the logits on a rank."""
     model, value = sizes.model, sizes.value
@@ -275,7 +279,7 @@ def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> floa
     """
     model, h = sizes.model, sizes.model.hidden_size
     f = 3 if model.gated else 2  # of fc2's input, and of the gradient of fc1's output
-    ffn = f * sum(sizes.ffn(moe) for moe in model.moe_layers) / model.num_layers
+    ffn = f * sum(n * sizes.ffn(moe) for moe, n in Counter(model.moe_layers).items()) / model.num_layers
     layer = sizes.input * (2 * (sizes.h + sizes.n + sizes.g + h) + ffn)
     experts = sizes.expert_input * sizes.copies * (2 * h + f * sizes.expert_ffn)
     layer += experts * sum(model.moe_layers) / model.num_layers
@@ -283,11 +287,8 @@ def deferred_wgrad_values(sizes: Sizes, chunk: StageChunk, columns: int) -> floa
     return chunk.layers * layer / sizes.item + h * chunk.first + loss
 
 
-def pipeline_ops(config: Config, settled: int | None = None) -> tuple[list[list[Op]], list[list[int]]]:
-    """Return the ops of every pipeline rank for the run's largest batch, and their stages.
-
-    settled: of a schedule that repeats itself, those of this number of microbatches for each rank.
-    """
+def pipeline_order(config: Config, settled: int | None = None) -> OpOrder:
+    """Return that of the run's largest batch; of `settled` microbatches a rank, if the ops repeat then."""
     parallel, data = config.parallel, config.data
     replicas = parallel.data_parallel_size or 1
     batch = max(size for _, size in batch_stages(data, replicas))
@@ -296,13 +297,13 @@ def pipeline_ops(config: Config, settled: int | None = None) -> tuple[list[list[
     microbatches = max(1, batch // (data.micro_batch_size * replicas))
     if settled and name != "gpipe":  # which keeps all of them
         microbatches = min(microbatches, settled * max(pp, group or 1) + microbatches % pp)
-    return known_schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
+    return OpOrder(name, pp, microbatches, chunks, group)
 
 
 @lru_cache(maxsize=256)
-def known_schedule(name: str, pp: int, microbatches: int, chunks: int, group: int | None) -> list[list[Op]]:
-    """The same as `schedule`, made once."""
-    return schedule(name, pp, microbatches, chunks, group)
+def known_schedule(order: OpOrder) -> list[list[Op]]:
+    """Return the ops of every pipeline rank."""
+    return schedule(*order)
 
 
 def _total(parts: dict[str, float]) -> float:

@@ -14,24 +14,26 @@ A layout with more dimensions has to be faster: COMPLEXITY for each. The best ar
 is (`config.check.validate`); so is what is printed.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.check import resolve, resolve_parallel, validate
 from nanomegatron.config.cli import Parsed, build_config
+from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.rules import spelled, values_of
 from nanomegatron.config.settings import Config
 from nanomegatron.flops import parameter_count
 from nanomegatron.plan.cluster import Cluster
 from nanomegatron.plan.layer import Machine
-from nanomegatron.plan.memory import memory_of_ranks
+from nanomegatron.plan.memory import memory
 from nanomegatron.plan.room import Planned
 from nanomegatron.plan.step_time import StepTime, step_time
 
-NEAR = 1.1  # of the best step's time, below which the bubble is simulated
+SIMULATED = 10  # layouts, the best, whose bubbles are simulated, as are those of all that may be as good
 ROW = 8192  # tokens of a row that a cp rank keeps at least
 TOKENS = 65536  # of a microbatch at most
 POWERS = [2**i for i in range(15)]
@@ -68,9 +70,8 @@ class Candidate:
     @property
     def rank(self) -> float:
         """What candidates are compared by: seconds of a step, more for each further dimension."""
-        several = sum(
-            getattr(self.run.config.parallel, name) not in (None, 1) for name in AXIS_SIZES.values()
-        )
+        parallel = self.run.config.parallel
+        several = sum(getattr(parallel, name) not in (None, 1) for name in AXIS_SIZES.values())
         return self.step.total * (1 + COMPLEXITY * (several + len(self.changes.keys() & {*FULL})))
 
     @property
@@ -90,16 +91,11 @@ class Candidate:
 
     def flags(self) -> str:
         """The flags that set it, but for sizes of 1."""
-        return " ".join(
-            spelled(*change) for change in self.changes.items() if change[1] is True or change[1] != 1
-        )
+        return " ".join(spelled(*c) for c in self.changes.items() if c[1] is True or c[1] != 1)
 
 
 class Search:
-    """A search over the layouts of one model on `world` GPUs of a cluster.
-
-    parsed: settings, of which those in `given` stay as they are; vocab: without padding.
-    """
+    """A search of layouts on `world` GPUs. parsed: its `given` settings stay; vocab: without padding."""
 
     def __init__(
         self,
@@ -111,10 +107,11 @@ class Search:
         room: float | None = None,
     ) -> None:
         """room: bytes that a rank may take; default FILLED of a GPU."""
-        self.config, self.given, self.values = parsed.config, parsed.given, values_of(parsed.config)
+        self.config, self.given = parsed.config, parsed.given
+        self.values = values_of(parsed.config) | dict(data_parallel_size=None)
+        self.parts: dict[tuple, Config] = {}  # resolved, by dp and the changes but for those of the layout
         self.vocab, self.world, self.cluster = vocab, world, cluster
         self.machine, self.room = machine, room or FILLED * cluster.memory_gb * 2**30
-        self.best = math.inf  # seconds of the best step so far
 
     def run(self) -> tuple[list[Candidate], list[Candidate]]:
         """Return the layouts that fit, the best first, and those that do not, the smallest first.
@@ -134,30 +131,25 @@ class Search:
                     (fits if found.step else others).append(found)
                 if found is None or found.step is None or "recompute_method" in found.changes:
                     break
-        fits.sort(key=lambda candidate: candidate.rank)
-        return fits, sorted(others, key=lambda candidate: candidate.need)
+        return by_rank(fits), sorted(others, key=lambda candidate: candidate.need)
 
     def _choices(self, short: str, allowed: Callable[[int], bool]) -> list[int]:
         name = AXIS_SIZES[short]
         return [self.values[name] or 1] if name in self.given else [n for n in POWERS if allowed(n)]
 
     def _layouts(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield the settings of every layout whose sizes divide what they have to divide, and its dp.
-
-        Not those whose weights and gradients alone need twice a GPU.
-        """
+        """Yield settings and dp of layouts whose sizes divide, if weights and gradients fit two GPUs."""
         model, data = self.config.model, self.config.data
         width = math.gcd(model.num_attention_heads, model.ffn_size)
         tps = self._choices("tp", lambda n: width % n == 0 and n <= self.cluster.gpus_per_node)
         cps = self._choices("cp", lambda n: n == 1 or data.seq_length // n >= ROW)
         eps = self._choices("ep", lambda n: (model.num_experts or 1) % n == 0 and n <= 64)
-        weights, given_dp = 6 * model_size(self.config, self.vocab), self.values["data_parallel_size"]
+        weights, given_dp = 6 * model_size(self.config, self.vocab), self.config.parallel.data_parallel_size
         for tp, cp, ep in itertools.product(tps, cps, eps):
             for pp, pipeline in self._pipelines(self.world // (tp * cp)):
                 dp, left = divmod(self.world, tp * cp * pp)
-                if left or (given_dp or dp) != dp or (dp * tp * cp) % ep:
-                    continue
-                if weights > 2 * self.room * tp * pp * ep:
+                small = weights <= 2 * self.room * tp * pp * ep
+                if left or (given_dp or dp) != dp or (dp * tp * cp) % ep or not small:
                     continue
                 changes = {AXIS_SIZES["tp"]: tp, AXIS_SIZES["cp"]: cp, AXIS_SIZES["ep"]: ep} | pipeline
                 changes |= TENSOR_PARALLEL | dict(tp_comm_overlap=self.machine.gpu) if tp > 1 else {}
@@ -183,27 +175,42 @@ class Search:
             if found is not None and kept == found.changes:
                 continue
             try:
-                values = self.values | dict(data_parallel_size=None) | kept
-                run = Planned(resolve(build_config(values), self.world), self.vocab, self.machine, self.world)
-                memory = max(memory_of_ranks(*run[:3]), key=lambda parts: sum(parts.values()))
+                run = Planned(self._resolved(kept), self.vocab, self.machine, self.world)
+                parts = memory(*run[:3])
             except ValueError:  # sizes that no layout of this model has
                 return None
-            found = Candidate(kept, run, memory)
+            found = Candidate(kept, run, parts)
             if found.need <= self.room:
-                step = step_time(run, self.cluster, NEAR * self.best)
-                self.best = min(self.best, step.total)
-                return Candidate(kept, run, memory, step)
+                return replace(found, step=step_time(run, self.cluster, simulated=False))
         return found
 
+    def _resolved(self, changes: dict[str, Any]) -> Config:
+        """Return `resolve` of the settings with changes; only the layout is made for each of them."""
+        own = {name: value for name, value in changes.items() if name in ParallelConfig.__dataclass_fields__}
+        parallel = replace(self.config.parallel, data_parallel_size=None, **own)
+        dp = self.world // parallel.ranks_per_replica
+        parts = dp, *(change for change in changes.items() if change[0] not in own)
+        if parts not in self.parts:
+            self.parts[parts] = resolve(build_config(self.values | changes), self.world)
+        config = replace(self.parts[parts], parallel=parallel)
+        return replace(config, parallel=resolve_parallel(config, dp))
 
-def device(run: Planned) -> str:
-    """Return torch's name of what a run computes on."""
-    return "cuda" if run.machine.gpu else "cpu"
+
+def by_rank(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the candidates, the best first; with bubbles that are least ones where SIMULATED are better."""
+    found, exact = sorted(candidates, key=lambda candidate: candidate.rank), []
+    for i, candidate in enumerate(found):
+        if len(exact) >= SIMULATED and candidate.rank > exact[SIMULATED - 1]:
+            break
+        found[i] = replace(candidate, step=step_time(candidate.run, candidate.step.cluster))
+        bisect.insort(exact, found[i].rank)
+    return sorted(found, key=lambda candidate: candidate.rank)
 
 
 def valid(candidates: list[Candidate], count: int) -> list[Candidate]:
     """Return the first `count` that no check refuses."""
-    allowed = (c for c in candidates if not validate(c.run.config, c.run.world, device(c.run)))
+    device = {True: "cuda", False: "cpu"}
+    allowed = (c for c in candidates if not validate(c.run.config, c.run.world, device[c.run.machine.gpu]))
     return [*itertools.islice(allowed, count)]
 
 
@@ -218,7 +225,9 @@ def disadvantage(other: Candidate, best: Candidate, room: float) -> str:
         return f"faster by {gain:.1%}, less than its further dimensions have to gain"
     longer = {name: seconds - best.step.parts[name] for name, seconds in other.step.parts.items()}
     most = sorted(longer, key=lambda name: -longer[name])[:2]
-    parts = [f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most if longer[name] > 0]
+    parts = [
+        f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most if longer[name] > 1e-9
+    ]
     return f"slower by {other.step.total / best.step.total - 1:.1%}: {', '.join(parts)}"
 
 

@@ -8,7 +8,8 @@
     pp messages         of a microbatch, forward through all stages and back: nothing is computed beside them
     dp communication    gradients reduced and parameters gathered over dp x cp (experts: over edp). With the
                         overlap flags all but a bucket of each runs beside the last backward and the first
-                        forward, whose kernels then take CONTENTION of that time longer
+                        forward, whose kernels then take CONTENTION of that time longer. optim_grads reduces
+                        in each microbatch: beside its backward, REDUCTIONS buckets beside the next forward
     optimizer           34 bytes a parameter: gradient (twice), main weight, moments, weight; over the host's
                         link and memory with --optimizer-cpu-offload
     launches            what the host needs beyond the GPU's time, where no CUDA graph runs; and the gaps
@@ -17,9 +18,8 @@
 A pipeline of many microbatches is simulated with fewer; each further one takes the busiest rank's time.
 """
 
-import math
 from collections import Counter
-from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from nanomegatron.config.check_layout import graph_conflict
@@ -27,11 +27,11 @@ from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import flops_per_iteration, parameter_count, stage_layers
 from nanomegatron.plan.cluster import Cluster
 from nanomegatron.plan.fast import optimizer_casts
-from nanomegatron.plan.layer import ITEMSIZE, Sizes
-from nanomegatron.plan.layer_time import EXPERT_KERNELS, LAYER_KERNELS, NOTHING, LayerTimes, OpTime
-from nanomegatron.plan.memory import expert_weights, known_schedule
+from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of
+from nanomegatron.plan.layer_time import EXPERT_KERNELS, LAYER_KERNELS, NOTHING, layer_times, stage_time
+from nanomegatron.plan.memory import REDUCTIONS, OpOrder, expert_weights, known_schedule, pipeline_order
 from nanomegatron.plan.room import Planned
-from nanomegatron.schedules import placement, simulate
+from nanomegatron.schedules import simulate
 
 STEP_PARTS = ("matmuls", "attention", "other kernels", "launches", "tp communication", "cp communication")
 STEP_PARTS += ("ep communication", "dp communication", "pp messages", "bubble", "optimizer")
@@ -80,122 +80,119 @@ def padded_vocab(run: Planned) -> int:
     return padded_vocab_size(run.vocab_size, multiple, parallel.tensor_model_parallel_size)
 
 
-def step_time(run: Planned, cluster: Cluster, limit: float = math.inf) -> StepTime:
-    """Predict the step of a run on a cluster's GPUs; its bubble only if it is below `limit` without one."""
-    config, parallel = run.config, run.config.parallel
-    sizes, vocab = Sizes(config, run.machine), padded_vocab(run)
-    layers, times = stage_layers(config, vocab), LayerTimes(sizes, cluster)
-    stages = [stage_ops(times, stage, vocab // sizes.tp, layers) for stage in range(len(layers))]
-    microbatches = max(1, config.data.global_batch_size // config.data.micro_batch_size // replicas(config))
-    placed = placement(parallel.schedule, parallel.pipeline_model_parallel_size, parallel.chunks)
-    per_rank = [sum((op for stage in rank for op in stages[stage]), NOTHING) for rank in placed]
-    slowest = max(range(len(placed)), key=lambda rank: per_rank[rank].total)
-    busy = per_rank[slowest] * microbatches
+def step_time(run: Planned, cluster: Cluster, simulated: bool = True) -> StepTime:
+    """Predict the step of a run on a cluster's GPUs; the bubble at least, where it is not simulated."""
+    config, sizes, vocab = run.config, sizes_of(run.config, run.machine), padded_vocab(run)
+    layers, times = stage_layers(config, vocab), layer_times(sizes, cluster)
+    likes, last = [times.like[own.start : own.stop] for own in layers], len(layers) - 1
+    stages = [stage_time(times, like, vocab // sizes.tp, i == 0, i == last) for i, like in enumerate(likes)]
+    seconds = [stage.seconds for stage in stages]
+    rows = config.data.micro_batch_size * (config.parallel.data_parallel_size or 1)
+    microbatches = max(1, config.data.global_batch_size // rows)
+    order = pipeline_order(config)._replace(microbatches=microbatches)
+    slowest = max(order.stages, key=lambda rank: sum(sum(seconds[stage]) for stage in rank))
+    micro = sum((stages[stage].ops for stage in slowest), NOTHING)
+    busy = micro * microbatches
     parts, hidden = Counter(busy.parts), Counter(busy.hidden)
-    if len(placed) > 1 and busy.total < limit:
-        parts += pipeline_waits(config, cluster, sizes, [[op.total for op in ops] for ops in stages])
-    parts["launches"] = launches(run, cluster, layers, placed[slowest], microbatches, busy.total)
-    own = [layer for stage in placed[slowest] for layer in layers[stage]]
-    ends = 0 in placed[slowest], len(layers) - 1 in placed[slowest]
+    if order.pp > 1:
+        parts += pipeline_waits(config, cluster, sizes, order, seconds, simulated)
+    own = [layer for stage in slowest for layer in layers[stage]]
+    parts["launches"] = launches(run, cluster, own, microbatches, busy.total)
+    ends = 0 in slowest, last in slowest
     params = parameter_count(config.model, vocab, sizes.tp, own, *ends, experts=0), expert_weights(sizes, own)
-    reduced, beside = data_parallel(sizes, cluster, params, per_rank[slowest], stages, placed[slowest])
+    forward = sum(seconds[stage][0] for stage in slowest)
+    f_and_b = forward, micro.total - forward
+    reduced, beside = data_parallel(config, sizes, cluster, params, f_and_b, microbatches)
     parts["dp communication"] += reduced
     hidden["dp communication"] += beside
     parts["optimizer"] = optimizer(config, cluster, sizes, params)
     return StepTime({part: parts[part] for part in STEP_PARTS}, dict(hidden), run, cluster)
 
 
-def replicas(config: Config) -> int:
-    """Return the size of dp."""
-    return config.parallel.data_parallel_size or 1
-
-
-def stage_ops(times: LayerTimes, stage: int, columns: int, layers: list[range]) -> list[OpTime]:
-    """Return F, B and W of a stage for one microbatch."""
-    model, ops = times.sizes.model, [NOTHING] * 3
-    for run, again in model.segments(len(layers[stage])):
-        for number, count in Counter(times.like(layers[stage][i]) for i in run).items():
-            forward, backward, weight = (op * count for op in times.layer(number))
-            backward = backward + forward if again else backward
-            ops = [a + b for a, b in zip(ops, (forward, backward, weight), strict=True)]
-    ends = times.ends(columns, stage == 0, stage == len(layers) - 1)
-    return [a + b for a, b in zip(ops, ends, strict=True)]
-
-
-def pipeline_waits(config: Config, cluster: Cluster, sizes: Sizes, seconds: list[list[float]]) -> Counter:
+def pipeline_waits(
+    config: Config, cluster: Cluster, sizes: Sizes, order: OpOrder, seconds: list[tuple], simulated: bool
+) -> Counter:
     """Return what a pipeline adds. seconds: of F, B and W of each stage."""
-    parallel = config.parallel
-    pp, name, chunks = parallel.pipeline_model_parallel_size, parallel.schedule, parallel.chunks
-    microbatches = max(1, config.data.global_batch_size // config.data.micro_batch_size // replicas(config))
-    fewer = min(microbatches, 2 * pp + microbatches % pp)
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    stride = sizes.tp * parallel.context_parallel_size * replicas(config)
-    message = sizes.value * sizes.model.hidden_size / config.sequence_cut
-    link = cluster.link(2, stride)
-    message = message / link.bandwidth + link.latency
+    fewer = min(order.microbatches, 2 * order.pp + order.microbatches % order.pp)
+    link = cluster.link(2, sizes.tp * sizes.shards(config)[0])
+    message = sizes.value * sizes.model.hidden_size / config.sequence_cut / link.bandwidth + link.latency
     scale = max(map(max, seconds))
     costs = tuple(tuple(round(x / scale, 2) for x in ops) for ops in seconds)
-    waits = idle(name, pp, fewer, chunks, group, costs, round(message / scale, 3)) * scale
+    time = pipeline_time if simulated else least_time
+    busiest = fewer * max(sum(sum(costs[stage]) for stage in stages) for stages in order.stages)
+    waits = scale * (time(order._replace(microbatches=fewer), costs, round(message / scale, 3)) - busiest)
     messages = min(waits, 2 * (len(seconds) - 1) * message)
     return Counter({"bubble": max(0.0, waits - messages), "pp messages": max(0.0, messages)})
 
 
-@lru_cache(maxsize=4096)
-def idle(name: str, pp: int, microbatches: int, chunks: int, group: int | None, costs: tuple, message: float):
-    """Return the time of a simulated pipeline less that of its busiest rank, in the unit of the costs."""
-    lists, placed = known_schedule(name, pp, microbatches, chunks, group), placement(name, pp, chunks)
+def pipeline_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], message: float) -> float:
+    """Return the time of a simulated pipeline. costs: of F, B and W of each stage."""
     by_op = {(kind, stage): cost for stage, ops in enumerate(costs) for kind, cost in zip("FBW", ops)}
     by_op |= {("BW", stage): b + w for stage, (_, b, w) in enumerate(costs)}
-    busiest = max(sum(sum(costs[stage]) for stage in stages) for stages in placed) * microbatches
-    return simulate(lists, placed, by_op, message).total - busiest
+    return simulate(known_schedule(order), order.stages, by_op, message).total
 
 
-def launches(
-    run: Planned, cluster: Cluster, layers: list[range], stages: list[int], microbatches: int, busy: float
-) -> float:
-    """Return the seconds that the GPU waits for the host."""
+def least_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], message: float) -> float:
+    """Return what that is at least.
+
+    A microbatch runs through all stages and back. The ops of a rank run behind an F of each stage before its
+    first, and ahead of a B of each unless W is deferred.
+    """
+    plain = not order.name.startswith("zb")  # else W is deferred, and two stages in a row may share a rank
+    ahead = [0.0, *accumulate(f + message * plain for f, _, _ in costs)]
+    behind = [0.0, *accumulate(b + (w + message) * plain for _, b, w in costs)]
+    least = ahead[-1] + behind[-1] - 2 * message * plain
+    for stages in order.stages:
+        alone = order.microbatches * sum(sum(costs[stage]) for stage in stages)
+        least = max(least, ahead[stages[0]] + alone + behind[stages[0]] * plain)
+    return least
+
+
+def launches(run: Planned, cluster: Cluster, own: list[int], microbatches: int, busy: float) -> float:
+    """Return the seconds that the GPU waits for the host. own: the layers of its rank."""
     config, parallel = run.config, run.config.parallel
     if parallel.cuda_graph_impl != "none" and not graph_conflict(config, run.world):
         return 0.0
-    own = [config.model.moe_layers[layer] for stage in stages for layer in layers[stage]]
-    kernels = len(own) * sum(LAYER_KERNELS) + sum(own) * sum(EXPERT_KERNELS) + 30
+    sparse = sum(map(config.model.moe_layers.__getitem__, own))
+    kernels = len(own) * sum(LAYER_KERNELS) + sparse * sum(EXPERT_KERNELS) + 30
     ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
-    waits = sum(own) * IDLE_KERNELS[config.model.moe_token_dispatcher_type] * (ranks > 1)
+    waits = sparse * IDLE_KERNELS[config.model.moe_token_dispatcher_type] * (ranks > 1)
     return cluster.launch * microbatches * waits + max(0.0, kernels * cluster.launch * microbatches - busy)
 
 
 def data_parallel(
-    sizes: Sizes, cluster: Cluster, params: tuple[int, int], micro: OpTime, stages: list, own: list[int]
+    config: Config, sizes: Sizes, cluster: Cluster, params: tuple, micro: tuple, microbatches: int
 ) -> tuple[float, float]:
     """Return the exposed and the hidden seconds of reducing gradients and gathering parameters.
 
-    params: of the rank, dense ones and experts'; micro: its ops of one microbatch.
+    params: of the rank, dense ones and experts'; micro: its seconds of F, and of B and W, in one microbatch.
     """
-    config, parallel = sizes.config, sizes.parallel
-    dp_cp = replicas(config) * parallel.context_parallel_size
-    edp = max(1, dp_cp * sizes.tp // (parallel.expert_model_parallel_size * sizes.etp))
+    parallel, (forward, backward) = config.parallel, micro
+    shards = sizes.shards(config)
     grad, item = ITEMSIZE[config.grad_dtype_name], sizes.item
     item = 1 if parallel.sharding != "no_shard" and optimizer_casts(config, True) else item
     strides = sizes.tp, sizes.etp * parallel.expert_model_parallel_size
-    reduce = gather = 0.0
-    for count, ranks, stride in zip(params, (dp_cp, edp), strides, strict=True):
+    reduce = gather = writes = 0.0
+    for count, ranks, stride in zip(params, shards, strides, strict=True):
         back = grad if parallel.sharding == "no_shard" else item
         reduce += cluster.collective(count * grad, ranks, stride) + cluster.move(count * grad) * (ranks > 1)
         gather += cluster.collective(count * back, ranks, stride) + cluster.move(count * back) * (ranks > 1)
-    forward = sum(stages[stage][0].total for stage in own)
-    behind = (micro.total - forward) * parallel.overlap_grad_reduce, forward * parallel.overlap_param_gather
-    buckets = max(1, sum(params) // parallel.bucket_size(dp_cp)) if any(behind) else 1
+        writes += cluster.move(count * grad + count / ranks * (grad + 8))  # zeros, and the sum of the shard
+    behind = backward * parallel.overlap_grad_reduce, forward * parallel.overlap_param_gather
+    buckets = max(1, sum(params) // parallel.bucket_size(shards[0])) if any(behind) else 1
     hidden = sum(min(x * (1 - 1 / (1 + buckets)), y) for x, y in zip((reduce, gather), behind, strict=True))
+    if parallel.sharding == "optim_grads":
+        in_forward = min(forward, reduce * min(1, REDUCTIONS / buckets))
+        hidden += (microbatches - 1) * min(reduce, backward + in_forward) * parallel.overlap_grad_reduce
+        reduce = (reduce + writes) * microbatches
     return reduce + gather - hidden + CONTENTION * hidden, hidden
 
 
 def optimizer(config: Config, cluster: Cluster, sizes: Sizes, params: tuple[int, int]) -> float:
     """Return the seconds of the norm of the gradients and AdamW. params: dense ones and experts'."""
     parallel, offload = config.parallel, config.optimizer
-    dp_cp = replicas(config) * parallel.context_parallel_size
-    edp = max(1, dp_cp * sizes.tp // (parallel.expert_model_parallel_size * sizes.etp))
-    sharded = parallel.sharding != "no_shard"
-    own = params[0] / (dp_cp if sharded else 1) + params[1] / (edp if sharded else 1)
+    shards = (1, 1) if parallel.sharding == "no_shard" else sizes.shards(config)
+    own = params[0] / shards[0] + params[1] / shards[1]
     there = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
     on_host = own * there * (6 / cluster.host_link + STEP_BYTES / cluster.host_bandwidth)
     return cluster.move(STEP_BYTES * own * (1 - there)) + on_host
