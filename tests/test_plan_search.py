@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -223,6 +224,12 @@ def test_simulated_gpus_say_their_time(capsys):
     assert plan.main(flags.split()) == 0
     out = capsys.readouterr().out
     assert "tp2 pp1 dp4" in out and " MFU" in out and "matmuls" in out and "fits" in out
+    assert plan.main(f"{flags} --pp 2 --global-batch-size 32".split()) == 0
+    out = capsys.readouterr().out
+    busy = re.search(r"ranks   busy for (\S+) (\S+) ms; 4 of 16 microbatches:", out).groups()
+    step = re.search(r"step    (\S+) ms", out)[1]
+    assert all(0 < float(ms.replace(",", "")) < float(step.replace(",", "")) for ms in busy)
+    assert "\nrank 0  F0 " in out and "\nrank 1  .   F0 " in out and out.count("BW3") == 2
 
 
 def test_no_torch_is_needed_to_search():

@@ -28,7 +28,7 @@ PAGE = ROOT / "docs/planner.md"
 PUBLISHED = ROOT / "benchmarks/results/published-layouts.json"
 DIFFERS = {  # by the beginning of a row's name
     "llama3 405b": "failures and slow links, which no plan has; weights gathered by FSDP",
-    "bridge llama3 8b": "eight GPUs at their limit of power, which slows FP8 most",
+    "bridge llama3 8b": "optim_grads in the plan; eight GPUs at their limit of power",
     "bridge llama3 70b": "its tp sends FP8 beside matmuls; in the plan a part of it is exposed",
     "bridge llama3 405b": "the same",
     "bridge qwen3 30b": "experts are in bf16 in the plan; launches limit theirs",

@@ -32,7 +32,8 @@ from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import known_schedule, memory_of_ranks, pipeline_order
 from nanomegatron.plan.room import Planned, memory_table, remedies
 from nanomegatron.plan.search import FILLED, Candidate, Search, disadvantage, model_size, usual_batch, valid
-from nanomegatron.plan.step_time import step_time
+from nanomegatron.plan.step_time import stage_times, step_time, timeline
+from nanomegatron.report.schedule_draw import text
 from nanomegatron.schedules import simulate
 
 EMBEDDED = 4096  # token ids of the text that a run without data takes: preprocess.prepare_embedded
@@ -188,7 +189,16 @@ def simulated(run: Planned, cluster: Cluster) -> list[str]:
     step = step_time(run, cluster)
     parts = ", ".join(f"{name} {s * 1e3:,.1f}" for name, s in step.parts.items() if s >= step.total / 1000)
     rate = f"{step.tokens_per_s:,.0f} tokens/s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU, {step.mfu:.1%} MFU"
-    return [f"step    {step.total * 1e3:,.1f} ms: {rate}", f"        ms: {parts}"]
+    lines = [f"step    {step.total * 1e3:,.1f} ms: {rate}", f"        ms: {parts}"]
+    order, stages = stage_times(run, cluster)
+    if order.pp == 1:
+        return lines
+    one = [sum(sum(stages[stage].seconds) for stage in own) for own in order.stages]
+    busy = " ".join(f"{seconds * order.microbatches * 1e3:,.0f}" for seconds in one)
+    drawn = timeline(run, cluster)
+    first = 1 + max(event.op.microbatch for event in drawn.events)
+    lines.append(f"ranks   busy for {busy} ms; {first} of {order.microbatches} microbatches:")
+    return [*lines, *text(drawn, colour=sys.stdout.isatty()).splitlines()[:-1]]
 
 
 def planned_run(parsed: Parsed, gpus: int | None) -> Planned:

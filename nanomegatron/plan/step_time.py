@@ -19,6 +19,7 @@ A pipeline of many microbatches is simulated with fewer; each further one takes 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,10 +29,17 @@ from nanomegatron.flops import flops_per_iteration, parameter_count, stage_layer
 from nanomegatron.plan.cluster import Cluster
 from nanomegatron.plan.fast import optimizer_casts
 from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of
-from nanomegatron.plan.layer_time import EXPERT_KERNELS, LAYER_KERNELS, NOTHING, layer_times, stage_time
+from nanomegatron.plan.layer_time import (
+    EXPERT_KERNELS,
+    LAYER_KERNELS,
+    NOTHING,
+    StageTime,
+    layer_times,
+    stage_time,
+)
 from nanomegatron.plan.memory import REDUCTIONS, OpOrder, expert_weights, known_schedule, pipeline_order
 from nanomegatron.plan.room import Planned
-from nanomegatron.schedules import simulate
+from nanomegatron.schedules import Timeline, simulate
 
 STEP_PARTS = ("matmuls", "attention", "other kernels", "launches", "tp communication", "cp communication")
 STEP_PARTS += ("ep communication", "dp communication", "pp messages", "bubble", "optimizer")
@@ -80,16 +88,22 @@ def padded_vocab(run: Planned) -> int:
     return padded_vocab_size(run.vocab_size, multiple, parallel.tensor_model_parallel_size)
 
 
-def step_time(run: Planned, cluster: Cluster, simulated: bool = True) -> StepTime:
-    """Predict the step of a run on a cluster's GPUs; the bubble at least, where it is not simulated."""
+def stage_times(run: Planned, cluster: Cluster) -> tuple[OpOrder, list[StageTime]]:
+    """Return the order of a step's ops, and what each stage computes of a microbatch."""
     config, sizes, vocab = run.config, sizes_of(run.config, run.machine), padded_vocab(run)
     layers, times = stage_layers(config, vocab), layer_times(sizes, cluster)
     likes, last = [times.like[own.start : own.stop] for own in layers], len(layers) - 1
     stages = [stage_time(times, like, vocab // sizes.tp, i == 0, i == last) for i, like in enumerate(likes)]
-    seconds = [stage.seconds for stage in stages]
     rows = config.data.micro_batch_size * (config.parallel.data_parallel_size or 1)
     microbatches = max(1, config.data.global_batch_size // rows)
-    order = pipeline_order(config)._replace(microbatches=microbatches)
+    return pipeline_order(config)._replace(microbatches=microbatches), stages
+
+
+def step_time(run: Planned, cluster: Cluster, simulated: bool = True) -> StepTime:
+    """Predict the step of a run on a cluster's GPUs; the bubble at least, where it is not simulated."""
+    config, sizes, vocab = run.config, sizes_of(run.config, run.machine), padded_vocab(run)
+    (order, stages), layers = stage_times(run, cluster), stage_layers(config, vocab)
+    seconds, microbatches, last = [s.seconds for s in stages], order.microbatches, len(stages) - 1
     slowest = max(order.stages, key=lambda rank: sum(sum(seconds[stage]) for stage in rank))
     micro = sum((stages[stage].ops for stage in slowest), NOTHING)
     busy = micro * microbatches
@@ -114,9 +128,7 @@ def pipeline_waits(
 ) -> Counter:
     """Return what a pipeline adds. seconds: of F, B and W of each stage."""
     fewer = min(order.microbatches, 2 * order.pp + order.microbatches % order.pp)
-    link = cluster.link(2, sizes.tp * sizes.shards(config)[0])
-    message = sizes.value * sizes.model.hidden_size / config.sequence_cut / link.bandwidth + link.latency
-    scale = max(map(max, seconds))
+    message, scale = message_time(config, cluster, sizes), max(map(max, seconds))
     costs = tuple(tuple(round(x / scale, 2) for x in ops) for ops in seconds)
     time = pipeline_time if simulated else least_time
     busiest = fewer * max(sum(sum(costs[stage]) for stage in stages) for stages in order.stages)
@@ -125,11 +137,30 @@ def pipeline_waits(
     return Counter({"bubble": max(0.0, waits - messages), "pp messages": max(0.0, messages)})
 
 
-def pipeline_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], message: float) -> float:
-    """Return the time of a simulated pipeline. costs: of F, B and W of each stage."""
+def message_time(config: Config, cluster: Cluster, sizes: Sizes) -> float:
+    """Return the seconds of a message between pipeline ranks."""
+    link = cluster.link(2, sizes.tp * sizes.shards(config)[0])
+    return sizes.value * sizes.model.hidden_size / config.sequence_cut / link.bandwidth + link.latency
+
+
+def timeline(run: Planned, cluster: Cluster) -> Timeline:
+    """Simulate the ops of all pipeline ranks, in seconds; at most two microbatches for each rank."""
+    order, stages = stage_times(run, cluster)
+    few = order._replace(microbatches=min(order.microbatches, 2 * order.pp))
+    message = message_time(run.config, cluster, sizes_of(run.config, run.machine))
+    return simulated_ops(few, [stage.seconds for stage in stages], message)
+
+
+def simulated_ops(order: OpOrder, costs: Sequence[tuple[float, float, float]], message: float) -> Timeline:
+    """Simulate a pipeline. costs: of F, B and W of each stage."""
     by_op = {(kind, stage): cost for stage, ops in enumerate(costs) for kind, cost in zip("FBW", ops)}
     by_op |= {("BW", stage): b + w for stage, (_, b, w) in enumerate(costs)}
-    return simulate(known_schedule(order), order.stages, by_op, message).total
+    return simulate(known_schedule(order), order.stages, by_op, message)
+
+
+def pipeline_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], message: float) -> float:
+    """Return the time of a simulated pipeline. costs: of F, B and W of each stage."""
+    return simulated_ops(order, costs, message).total
 
 
 def least_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], message: float) -> float:
