@@ -26,6 +26,9 @@ from nanomegatron.plan.room import Planned
 from nanomegatron.plan.search import (
     AXIS_SIZES,
     FILLED,
+    FULL,
+    SELECTIVE,
+    SHARDED_GRADS,
     SHARDED_STATES,
     SIMULATED,
     TENSOR_PARALLEL,
@@ -98,6 +101,41 @@ def test_what_fits_and_why_others_lost():
     assert text.startswith(f"slower by {slower.step.total / best.step.total - 1:.1%}: {worst} ")
 
 
+def test_room_is_made_in_the_fastest_way():
+    """Of sharded gradients and recomputed layers; of host memory with either; what is given stays."""
+    flags = "--config llama3-70b --bf16 --vocab-size 128256 --global-batch-size 512"
+    fits, _ = searched(flags, 32)
+    grads, host = "data_parallel_sharding_strategy", "optimizer_cpu_offload"
+    assert any(grads in c.changes for c in fits) and any(host in c.changes for c in fits)
+    search = Search(parse(flags.split()), 128256, 32, H100)
+    for found in [c for c in fits if grads in c.changes and "recompute_method" not in c.changes][:3]:
+        own = {name: value for name, value in found.changes.items() if name not in SHARDED_GRADS | SELECTIVE}
+        other = search.timed(search.candidate(own | FULL))
+        assert other.need > search.room or other.step.total >= found.step.total
+        assert search.candidate(own | SELECTIVE).need > search.room
+    fits, _ = searched(f"{flags} --use-distributed-optimizer", 32)
+    assert fits and not any(grads in c.changes for c in fits)
+
+
+def test_experts_are_cut_over_tp_if_they_are_wide():
+    for model, sizes in (("mixtral-8x7b", {1, 2, 4}), ("qwen3-30b-a3b", {1})):
+        fits, others = searched(f"--config {model} --vocab-size 32000 --global-batch-size 256", 32)
+        found = {c.run.config.parallel.expert_tensor_parallel_size or 1 for c in fits + others}
+        assert found == sizes, model
+
+
+def test_fp8_is_shown_and_never_chosen(capsys):
+    def lines(more: str) -> list[str]:
+        assert plan.main(f"--config llama3-8b --bf16 --vocab-size 128256 --gpus 8 {more}".split()) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("fp8 ")]
+
+    (line,) = lines("--gpu h100 --global-batch-size 128")
+    times, flags = re.search(r"(\S+) times as fast: (.*)", line).groups()
+    run = parse(f"--config llama3-8b --bf16 --mock-data --global-batch-size 128 {flags}".split()).config
+    assert 1.1 < float(times) < 1.6 and run.precision.fp8_format and not validate(run, 8, "cuda")
+    assert lines("--gpu a100") == lines("--gpu h100 --fp8-format hybrid") == []
+
+
 def test_tensor_parallelism_stays_inside_a_node():
     fits, others = searched(SEVENTY_B, 64, replace(H100, gpus_per_node=4))
     assert {c.run.config.parallel.tensor_model_parallel_size for c in fits + others} <= {1, 2, 4}
@@ -138,7 +176,7 @@ def test_no_layout_fits(capsys):
     assert "0 layouts fit" in out and "alone take 212 GB of each GPU" in out and "train.py" not in out
     assert (
         plan.main(
-            [*SEVENTY_B.split(), "--gpus", "8", "--gpu", "h100", "--recompute-granularity", "selective"]
+            [*SEVENTY_B.split(), "--gpus", "4", "--gpu", "h100", "--recompute-granularity", "selective"]
         )
         == 1
     )

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,12 +157,26 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
         *(f"not     {c.word}, micro {c.micro}: {disadvantage(c, best[0], found.room)}" for c in lost),
         sep="\n",
     )
-    print(*text_bars(best[0], cluster.memory_gb), sep="\n")
+    print(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]), sep="\n")
     print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
     if args.plot:
         draw_bars(best, cluster.memory_gb, args.plot)
         print(f"plot    {args.plot}")
     return 0
+
+
+def in_fp8(search: Search, best: Candidate) -> Iterator[str]:
+    """Yield a line on the layout in FP8, which changes results and so is never chosen."""
+    config, fp8 = search.config, dict(fp8_format="hybrid", fp8_recipe="delayed")
+    possible = config.dtype_name == "bfloat16" and fp8["fp8_recipe"] in search.cluster.matmuls
+    if config.precision.fp8_format or not possible:
+        return
+    kept = {name: value for name, value in best.changes.items() if name != "tp_comm_overlap"}  # not with FP8
+    other = search.fitting(kept | fp8)
+    if other and other.step and not validate(other.run.config, search.world, "cuda"):
+        step = step_time(other.run, search.cluster)
+        times = f"{step.total * 1e3:,.1f} ms, {best.step.total / step.total:.2f} times as fast"
+        yield f"fp8     {times}: {other.flags()}"
 
 
 def layout_row(candidate: Candidate) -> str:

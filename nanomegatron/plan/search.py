@@ -4,11 +4,11 @@
     tp                                 1, 2, 4, 8 inside a node, with sequence parallelism and overlap
     pp, schedule, virtual stages       whatever the layers allow: 1f1b, interleaved, zb-v; split by FLOPs
     cp                                 while a rank keeps ROW tokens
-    ep, etp                            whatever divides the experts; etp 1
+    ep, etp                            whatever divides the experts; etp 1 or tp
     sharding of dp                     optimizer states, with both overlaps, where there are replicas
     micro batch                        1, 2, 4, .. up to TOKENS tokens
-    what is recomputed                 the first of ROOM that fits: nothing, norms and activations, whole
-                                       layers, then optimizer states on the host
+    recomputation, sharded gradients,  the first line of ROOM of which a way fits, and its fastest way: from
+    optimizer states on the host       nothing to whole layers again and states on the host
 
 A layout with more dimensions has to be faster: COMPLEXITY for each. The best are checked as any command line
 is (`config.check.validate`); so is what is printed.
@@ -34,6 +34,7 @@ from nanomegatron.plan.room import Planned
 from nanomegatron.plan.step_time import StepTime, step_time
 
 SIMULATED = 10  # layouts, the best, whose bubbles are simulated, as are those of all that may be as good
+EXPERT_WIDTH = 2048  # features of an expert that an etp rank keeps at least
 ROW = 8192  # tokens of a row that a cp rank keeps at least
 TOKENS = 65536  # of a microbatch at most
 POWERS = [2**i for i in range(15)]
@@ -43,7 +44,15 @@ SELECTIVE = dict(recompute_granularity="selective", recompute_modules=("layernor
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 TENSOR_PARALLEL: dict[str, Any] = dict(sequence_parallel=True, tp_comm_overlap=True)
 SHARDED_STATES = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
-ROOM: tuple[dict[str, Any], ...] = ({}, SELECTIVE, FULL, FULL | dict(optimizer_cpu_offload=True))
+SHARDED_GRADS = dict(data_parallel_sharding_strategy="optim_grads")
+HOST_STATES = dict(optimizer_cpu_offload=True)
+ROOM: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({},),
+    (SELECTIVE,),
+    (SELECTIVE | SHARDED_GRADS, FULL),
+    (FULL | SHARDED_GRADS,),
+    (SELECTIVE | HOST_STATES, FULL | HOST_STATES),
+)
 AXIS_SIZES = dict(
     tp="tensor_model_parallel_size",
     pp="pipeline_model_parallel_size",
@@ -126,7 +135,7 @@ class Search:
             for micro in sizes:
                 if (self.values["global_batch_size"] or 0) % (replicas * micro):
                     break
-                found = self._fitting(changes | {"micro_batch_size": micro})
+                found = self.fitting(changes | {"micro_batch_size": micro})
                 if found is not None:
                     (fits if found.step else others).append(found)
                 if found is None or found.step is None or "recompute_method" in found.changes:
@@ -146,15 +155,18 @@ class Search:
         eps = self._choices("ep", lambda n: (model.num_experts or 1) % n == 0 and n <= 64)
         weights, given_dp = 6 * model_size(self.config, self.vocab), self.config.parallel.data_parallel_size
         for tp, cp, ep in itertools.product(tps, cps, eps):
+            etps = {1, tp if model.moe_ffn_size >= EXPERT_WIDTH * tp else 1} if model.num_experts else {None}
             for pp, pipeline in self._pipelines(self.world // (tp * cp)):
                 dp, left = divmod(self.world, tp * cp * pp)
                 small = weights <= 2 * self.room * tp * pp * ep
-                if left or (given_dp or dp) != dp or (dp * tp * cp) % ep or not small:
+                if left or (given_dp or dp) != dp or not small:
                     continue
+                fitting = {etp for etp in etps if (dp * tp * cp) % (ep * (etp or 1)) == 0}
                 changes = {AXIS_SIZES["tp"]: tp, AXIS_SIZES["cp"]: cp, AXIS_SIZES["ep"]: ep} | pipeline
                 changes |= TENSOR_PARALLEL | dict(tp_comm_overlap=self.machine.gpu) if tp > 1 else {}
-                changes |= dict(expert_tensor_parallel_size=1) if tp > 1 and model.num_experts else {}
-                yield changes | (SHARDED_STATES if dp * cp > 1 else {}), dp
+                changes |= SHARDED_STATES if dp * cp > 1 else {}
+                for etp in fitting:
+                    yield changes | (dict(expert_tensor_parallel_size=etp) if tp > 1 and etp else {}), dp
 
     def _pipelines(self, most: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield pp up to `most` with a schedule and virtual stages; every stage has a layer at least."""
@@ -167,22 +179,39 @@ class Search:
             for way in ways:
                 yield pp, {AXIS_SIZES["pp"]: pp} | way | (dict(pipeline_split="flops") if pp > 1 else {})
 
-    def _fitting(self, changes: dict[str, Any]) -> Candidate | None:
-        """Return the layout with the least of ROOM that makes it fit; without a step where none does."""
-        found = None
-        for more in ROOM:
-            kept = {name: value for name, value in (changes | more).items() if name not in self.given}
-            if found is not None and kept == found.changes:
-                continue
+    def fitting(self, changes: dict[str, Any]) -> Candidate | None:
+        """Return the layout with the least of ROOM that makes it fit; without a step where none does.
+
+        None: sizes that no layout of this model has.
+        """
+        tried: list[Candidate] = []
+        for ways in ROOM:
+            before = [c.changes for c in tried]
+            kept = [settings for way in ways if (settings := self._kept(changes | way)) not in before]
             try:
-                run = Planned(self._resolved(kept), self.vocab, self.machine, self.world)
-                parts = memory(*run[:3])
-            except ValueError:  # sizes that no layout of this model has
+                new = [self.candidate(settings) for settings in kept]
+            except ValueError:
                 return None
-            found = Candidate(kept, run, parts)
-            if found.need <= self.room:
-                return replace(found, step=step_time(run, self.cluster, simulated=False))
-        return found
+            fits = [c for c in new if c.need <= self.room]
+            if fits:
+                return min(map(self.timed, fits), key=lambda c: c.step.total)
+            tried += new
+        return min(tried, key=lambda c: c.need)
+
+    def timed(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with its step, whose bubble is the least one."""
+        return replace(candidate, step=step_time(candidate.run, self.cluster, simulated=False))
+
+    def candidate(self, changes: dict[str, Any]) -> Candidate:
+        """Return the layout with these changes, and its memory. Raises ValueError if there is none."""
+        run = Planned(self._resolved(changes), self.vocab, self.machine, self.world)
+        return Candidate(changes, run, memory(*run[:3]))
+
+    def _kept(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Return the changes to what is not given. Gradients are sharded only where it shards the states."""
+        sharded = changes.keys() >= SHARDED_STATES.keys() and not self.given & SHARDED_STATES.keys()
+        left = self.given if sharded else self.given | SHARDED_GRADS.keys()
+        return {name: value for name, value in changes.items() if name not in left}
 
     def _resolved(self, changes: dict[str, Any]) -> Config:
         """Return `resolve` of the settings with changes; only the layout is made for each of them."""
@@ -224,10 +253,8 @@ def disadvantage(other: Candidate, best: Candidate, room: float) -> str:
         gain = 1 - other.step.total / best.step.total
         return f"faster by {gain:.1%}, less than its further dimensions have to gain"
     longer = {name: seconds - best.step.parts[name] for name, seconds in other.step.parts.items()}
-    most = sorted(longer, key=lambda name: -longer[name])[:2]
-    parts = [
-        f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most if longer[name] > 1e-9
-    ]
+    most = [name for name in sorted(longer, key=lambda name: -longer[name])[:2] if longer[name] > 1e-9]
+    parts = [f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most]
     return f"slower by {other.step.total / best.step.total - 1:.1%}: {', '.join(parts)}"
 
 
