@@ -257,7 +257,7 @@ class TransformerConfig:
     def moe_ffn_size(self) -> int:
         return self.moe_ffn_hidden_size or self.ffn_size
 
-    @property
+    @functools.cached_property
     def moe_layers(self) -> list[bool]:
         """Whether each layer has experts."""
         if self.num_experts is None:

@@ -6,7 +6,7 @@
     cp                                 while a rank keeps ROW tokens
     ep, etp                            whatever divides the experts; etp 1 or tp
     sharding of dp                     optimizer states, with both overlaps, where there are replicas
-    micro batch                        1, 2, 4, .. up to TOKENS tokens
+    micro batch                        1, 2, 4, .. up to TOKENS tokens, until one is LONGER
     recomputation, sharded gradients,  the first line of ROOM of which a way fits, and its fastest way: from
     optimizer states on the host       nothing to whole layers again and states on the host
 
@@ -36,6 +36,7 @@ from nanomegatron.plan.step_time import StepTime, step_time
 SIMULATED = 10  # layouts, the best, whose bubbles are simulated, as are those of all that may be as good
 EXPERT_WIDTH = 2048  # features of an expert that an etp rank keeps at least
 ROW = 8192  # tokens of a row that a cp rank keeps at least
+LONGER = 1.05  # times the step with microbatches half as large
 TOKENS = 65536  # of a microbatch at most
 POWERS = [2**i for i in range(15)]
 COMPLEXITY = 0.005  # of a step's time that a further dimension has to gain
@@ -125,13 +126,14 @@ class Search:
     def run(self) -> tuple[list[Candidate], list[Candidate]]:
         """Return the layouts that fit, the best first, and those that do not, the smallest first.
 
-        Larger microbatches are not tried where one needs whole layers recomputed.
+        Larger microbatches are not tried where one needs whole layers recomputed, or is LONGER.
         """
         fits: list[Candidate] = []
         others: list[Candidate] = []
         sizes = [n for n in POWERS if n == 1 or n * self.config.data.seq_length <= TOKENS]
         sizes = [self.values["micro_batch_size"]] if "micro_batch_size" in self.given else sizes
         for changes, replicas in self._layouts():
+            shorter = math.inf
             for micro in sizes:
                 if (self.values["global_batch_size"] or 0) % (replicas * micro):
                     break
@@ -140,6 +142,9 @@ class Search:
                     (fits if found.step else others).append(found)
                 if found is None or found.step is None or "recompute_method" in found.changes:
                     break
+                if found.step.total > LONGER * shorter:
+                    break
+                shorter = found.step.total
         return by_rank(fits), sorted(others, key=lambda candidate: candidate.need)
 
     def _choices(self, short: str, allowed: Callable[[int], bool]) -> list[int]:
