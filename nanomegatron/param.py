@@ -253,26 +253,22 @@ def accumulate_grad(param: nn.Parameter, grad: Callable[[], torch.Tensor]) -> to
 def accumulate_into(param: nn.Parameter, add: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
     """Let add(target) add to `main_grad` and report it, or defer that -> None, or without a bucket `[...]`"""
 
-    def work() -> torch.Tensor | None:
-        target = main_grad(param)
+    def sums(target: torch.Tensor | None) -> torch.Tensor:
         add(made := torch.zeros_like(param) if target is None else target)
-        if target is None:
-            return made
-        param.bucket.ready(param)
-        return None
+        return made
 
-    return run_or_defer(param, work)
+    return run_or_defer(param, lambda: accumulate_sums(param, sums))
 
 
 def accumulate_sums(
-    bias: nn.Parameter, sums: Callable[[torch.Tensor | None], torch.Tensor]
+    param: nn.Parameter, sums: Callable[[torch.Tensor | None], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Let sums(target) add to `main_grad` and report it -> None, or without a bucket sums(None) `[n]`"""
-    target = main_grad(bias)
+    """Let sums(target) add to `main_grad` and report it -> None, or without a bucket sums(None) `[...]`"""
+    target = main_grad(param)
     grad = sums(target)
     if target is None:
         return grad
-    bias.bucket.ready(bias)
+    param.bucket.ready(param)
     return None
 
 
