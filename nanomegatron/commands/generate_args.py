@@ -62,8 +62,6 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
             if not args.tokenizer_type and (file := getattr(args, flag)):
                 raise ValueError(f"--{flag.replace('_', '-')} {file}: give --tokenizer-type as well")
         args.prompt += [Path(name).read_text(encoding="utf-8") for name in args.prompt_file]
-    except BrokenPipeError:
-        raise  # for verbs.py
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not args.prompt and args.nproc > 1:

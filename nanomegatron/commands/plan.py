@@ -34,7 +34,7 @@ from nanomegatron.plan.memory import known_schedule, memory_of_ranks, pipeline_o
 from nanomegatron.plan.room import Planned, memory_table, remedies
 from nanomegatron.plan.search import FILLED, Candidate, Search, disadvantage, model_size, usual_batch, valid
 from nanomegatron.plan.step_time import stage_times, step_time, timeline
-from nanomegatron.report.schedule_draw import text
+from nanomegatron.report.schedule_draw import text_rows
 from nanomegatron.schedules import simulate
 
 EMBEDDED = 4096  # token ids of the text that a run without data takes: preprocess.prepare_embedded
@@ -213,7 +213,7 @@ def simulated(run: Planned, cluster: Cluster) -> list[str]:
     drawn = timeline(run, cluster)
     first = 1 + max(event.op.microbatch for event in drawn.events)
     lines.append(f"ranks   busy for {busy} ms; {first} of {order.microbatches} microbatches:")
-    return [*lines, *text(drawn, colour=sys.stdout.isatty()).splitlines()[:-1]]
+    return [*lines, *text_rows(drawn, colour=sys.stdout.isatty())]
 
 
 def planned_run(parsed: Parsed, gpus: int | None) -> Planned:

@@ -8,7 +8,6 @@ The programs lie beside the package in a checkout, and in its folder programs/ w
 
 import difflib
 import importlib
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -49,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             return code
         except BrokenPipeError:  # the reader has read enough, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            importlib.import_module("nanomegatron.report.writers").spare_exit(sys.stdout)
             return 0
     if name in ("-h", "--help") and rest:  # a topic of the flags
         return main(["train", "--help", *rest])

@@ -130,9 +130,9 @@ def pipeline_waits(
     fewer = min(order.microbatches, 2 * order.pp + order.microbatches % order.pp)
     message, scale = message_time(config, cluster, sizes), max(map(max, seconds))
     costs = tuple(tuple(round(x / scale, 2) for x in ops) for ops in seconds)
-    time = pipeline_time if simulated else least_time
     busiest = fewer * max(sum(sum(costs[stage]) for stage in stages) for stages in order.stages)
-    waits = scale * (time(order._replace(microbatches=fewer), costs, round(message / scale, 3)) - busiest)
+    given = order._replace(microbatches=fewer), costs, round(message / scale, 3)
+    waits = scale * ((simulated_ops(*given).total if simulated else least_time(*given)) - busiest)
     messages = min(waits, 2 * (len(seconds) - 1) * message)
     return Counter({"bubble": max(0.0, waits - messages), "pp messages": max(0.0, messages)})
 
@@ -158,13 +158,8 @@ def simulated_ops(order: OpOrder, costs: Sequence[tuple[float, float, float]], m
     return simulate(known_schedule(order), order.stages, by_op, message)
 
 
-def pipeline_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], message: float) -> float:
-    """Return the time of a simulated pipeline. costs: of F, B and W of each stage."""
-    return simulated_ops(order, costs, message).total
-
-
 def least_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], message: float) -> float:
-    """Return what that is at least.
+    """Return what `simulated_ops` takes at least.
 
     A microbatch runs through all stages and back. The ops of a rank run behind an F of each stage before its
     first, and ahead of a B of each unless W is deferred.

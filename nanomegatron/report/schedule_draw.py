@@ -23,7 +23,12 @@ def shade(kind: str, chunk: int, chunks: int) -> tuple[int, ...]:
 
 
 def text(timeline: Timeline, colour: bool = False) -> str:
-    """Draw a timeline as text: a row per rank, a cell per unit of time (the shortest op), then a summary.
+    """Draw a timeline as text: its `text_rows`, then a summary."""
+    return "\n".join([*text_rows(timeline, colour), timeline_summary(timeline)])
+
+
+def text_rows(timeline: Timeline, colour: bool = False) -> list[str]:
+    """Draw a timeline as a row of text per rank, a cell per unit of time (the shortest op).
 
     Without colour a cell has the op's kind, microbatch and, if there are several, chunk (a, b ...).
     """
@@ -44,7 +49,7 @@ def text(timeline: Timeline, colour: bool = False) -> str:
     if colour:
         kinds = [kind for kind in COLOURS if any(event.op.kind == kind for event in events)]
         lines.append("        " + " ".join(_painted(f" {MEANING[k]} ", shade(k, 0, 1)) for k in kinds))
-    return "\n".join([*lines, timeline_summary(timeline)])
+    return lines
 
 
 def timeline_summary(timeline: Timeline) -> str:
