@@ -16,9 +16,9 @@ view. Each of d ranks owns a shard of every bucket and updates that shard only (
     optim          1/d     reduce-scattered after the last microbatch     2 + 4 + 12/d
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
-`optim_grads` allocates a bucket's gradients when the first of them is written. A full bucket starts its
-reduce-scatter and frees its gradients; the reduced shard is then added to an fp32 sum. With both sharded
-strategies `Optimizer.step` starts the all-gather of the parameters. Experts have their own buckets.
+`optim_grads` allocates a bucket's gradients when the first of them is written, after the reductions of
+earlier microbatches. A full bucket starts its reduce-scatter and frees its gradients; the reduced shard is
+added to an fp32 sum. With both, `Optimizer.step` starts the all-gather of parameters. Experts have their own.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; with averaging the loss is multiplied by d (`grad_scale`), which the average divides out. A bucket is
@@ -169,6 +169,7 @@ class Bucket:
         """Allocate zeroed gradients if none are allocated."""
         if self.grads is None:
             if self.buckets.pooled:
+                self.buckets.finish_reductions(microbatches=self.done)
                 self.grads = torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device)
             else:
                 self.grads = self.comm.zeros(self.size, self.buckets.grad_dtype)
@@ -209,7 +210,12 @@ class Bucket:
             )
         self.seen += 1
         if self.seen % self.uses == 0:
-            self.buckets.on_full(self, self.seen == self.microbatches * self.uses)
+            self.buckets.on_full(self, self.done == self.microbatches)
+
+    @property
+    def done(self) -> int:
+        """Microbatches of this step of which it has all contributions."""
+        return self.seen // self.uses
 
     def missing(self) -> list[str]:
         """Return the names of the parameters whose gradients lack contributions."""
@@ -232,11 +238,6 @@ class Bucket:
         if self.gather is not None:
             self.gather.wait()
             self.gather = None
-
-
-def bit_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum of the bit patterns of x `[n]`, which differs if one value does -> int64 `[]`"""
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()]).sum(dtype=torch.int64)
 
 
 def _move_grad(param: nn.Parameter) -> None:
@@ -342,7 +343,7 @@ class Buckets:
 
     def zero(self, microbatches: int = 1) -> None:
         """Let first contributions overwrite; call it before the first of an iteration's `microbatches`."""
-        self._finish_reductions()
+        self.finish_reductions()
         for comm in self.comms:
             comm.wait_for_readers()
         for bucket in self.all:
@@ -359,11 +360,11 @@ class Buckets:
             self.in_flight.append((bucket, bucket.start_reduce(self.op)))
         if self.pooled:
             bucket.free_grads()
-            self._finish_reductions(IN_FLIGHT if self.overlap_reduce else 0)
+            self.finish_reductions(IN_FLIGHT if self.overlap_reduce else 0)
 
-    def _finish_reductions(self, left: int = 0) -> None:
-        """Wait for reductions, the oldest first, until `left` are in flight."""
-        while len(self.in_flight) > left:
+    def finish_reductions(self, left: int = 0, microbatches: float = math.inf) -> None:
+        """Wait for reductions of the first `microbatches`, the oldest first, until `left` are in flight."""
+        while len(self.in_flight) > left and self.in_flight[0][0].done <= microbatches:
             bucket, pending = self.in_flight.popleft()
             summed = pending.wait()
             share = bucket.axis.size / self.grad_scale if self.op == "avg" else 1.0  # for experts not 1
@@ -387,7 +388,7 @@ class Buckets:
             raise RuntimeError(f"{', '.join(early)}: read without the forward of the module that owns them")
         if not (self.overlap_reduce or self.pooled):
             self.in_flight.extend([(bucket, bucket.start_reduce(self.op)) for bucket in self.all])
-        self._finish_reductions()
+        self.finish_reductions()
         for axis, pieces in self.partial.items():
             summed = all_reduce_(torch.cat(pieces), axis)
             torch._foreach_copy_(pieces, list(summed.split([len(piece) for piece in pieces])))

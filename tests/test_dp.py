@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from nanomegatron.config.settings import OptimizerConfig, ParallelConfig
-from nanomegatron.dp import Buckets, lay_out, split_into_buckets
+from nanomegatron.dp import Bucket, Buckets, lay_out, split_into_buckets
 from nanomegatron.param import Init, ParamSpec, main_grad, new_parameter, replica
 from nanomegatron.report.banner import buckets_text
 from tests.checkpoints import ALONE
@@ -203,7 +204,13 @@ def memory(mesh, flags, config, grad_dtype):
         most = max(most, sum(b.grads is not None for b in buckets.all) + len(buckets.in_flight))
         inner(bucket, last)
 
+    def alloc_grads(bucket, inner=Bucket.alloc_grads):
+        inner(bucket)
+        assert all(other.done > bucket.done for other, _ in buckets.in_flight), "of an earlier microbatch"
+
     buckets.on_full = on_full
+    for bucket in buckets.all:
+        bucket.alloc_grads = partial(alloc_grads, bucket)
     train_step(model, buckets, optimizer, mesh)
     assert not buckets.in_flight
     if buckets.pooled:

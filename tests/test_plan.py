@@ -215,10 +215,10 @@ def test_states_are_shared_as_the_strategies_say():
     assert per_parameter() == 18
     assert per_parameter(use_distributed_optimizer=True) == 9
     both = dict(data_parallel_sharding_strategy="optim_grads")
-    for ranks, overlap, buckets in (4, False, 2), (100, True, 2 + dp.IN_FLIGHT):
-        pool = buckets * dp.bucket_size(ParallelConfig(**both), ranks) * 4 / 8030261248
+    buckets = (2 + dp.IN_FLIGHT) * dp.bucket_size(ParallelConfig(**both), 300)
+    for ranks, overlap, pool in (4, False, 128256 * 4096), (300, True, buckets):
         found = per_parameter(replicas=ranks, overlap_grad_reduce=overlap, **both)
-        assert found == pytest.approx(2 + 16 / ranks + pool)
+        assert found == pytest.approx(2 + 16 / ranks + pool * 4 / 8030261248)
     half = OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_grads_dtype="bf16")
     assert per_parameter(half) == 12
     assert per_parameter(OptimizerConfig(optimizer_cpu_offload=True)) == 6

@@ -19,7 +19,6 @@ import torch
 from nanomegatron.checkpoint.checkpoint import latest_for_all, module_states
 from nanomegatron.checkpoint.resume import load_checkpoint
 from nanomegatron.comm import all_gather_text
-from nanomegatron.dp import bit_sum
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.report.steps import StepReport
 from nanomegatron.run import Run
@@ -54,7 +53,9 @@ def validated_step(run: Run, train_step: Callable[[Run], StepReport]) -> StepRep
     Raises MachineFault on all ranks if a rank's own gradients differ. Gathers texts over world to know.
     """
     rewind, sums = small_state(run), []
-    run.grads.before_reduce = lambda bucket: sums.append(bit_sum(bucket.grads))
+    run.grads.before_reduce = lambda bucket: sums.append(  # of the bits, which differs if one value does
+        bucket.grads.view(torch.int16).sum(dtype=torch.int64)
+    )
     first = train_step(run)
     health, numbers = run.health, run.reporter.numbers(first)
     if not health.suspicious(numbers):

@@ -2,7 +2,7 @@
 
 Bytes per parameter of this rank's part of the model (ZeRO, arXiv:1910.02054, section 3.1). With `optim` and
 `optim_grads` the optimizer states are sharded over d ranks, with `optim_grads` the gradients too, which then
-needs some whole buckets in use. d is the size of dp x cp, for parameters of experts that of edp.
+has some whole buckets in use, or that of the output layer. d is the size of dp x cp, for experts that of edp.
 
     type         weights   main weights   main_grad   Adam moments
     fp32            4           -             4           8/d
@@ -142,7 +142,20 @@ def states(config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tu
     dense["FP8 weights"] += 2 * head  # beside the 16-bit ones, which the embedding reads
     fp8_experts = expert_weights(sizes, fp8) if sizes.fp8_experts else 0
     experts = _states(config, expert_weights(sizes, layers), fp8_experts, edp)
+    if config.parallel.sharding == "optim_grads":
+        in_use = max(whole_gradients(config, sizes, layers), vocab // tp * model.hidden_size * ends[1])
+        dense["gradients"] += min(in_use, params) * ITEMSIZE[config.grad_dtype_name]
     return {name: size + experts[name] for name, size in dense.items()}
+
+
+def whole_gradients(config: Config, sizes: Sizes, layers: list[int]) -> int:
+    """Return the elements of the buckets in use in a layer's backward, with `optim_grads`."""
+    model, parallel = config.model, config.parallel
+    buckets = parallel.bucket_size(sizes.shards(config)[0]) * (2 + REDUCTIONS * parallel.overlap_grad_reduce)
+    widths = [sizes.tp * sizes.ffn(model.moe_layers[layer]) for layer in layers]
+    largest = max((layer_matmul_parameters(model, sizes.tp, width) for width in widths), default=0)
+    experts = expert_parameters(model, sizes.local_experts, sizes.etp) if model.num_experts else 0
+    return max(buckets, largest + experts)
 
 
 def expert_weights(sizes: Sizes, layers: list[int]) -> int:
@@ -159,8 +172,7 @@ def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, floa
     on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
     grads = params * ITEMSIZE[config.grad_dtype_name]
     if parallel.sharding == "optim_grads":
-        in_use = min(params, parallel.bucket_size(ranks) * (2 + REDUCTIONS * parallel.overlap_grad_reduce))
-        grads = params * 4 / ranks + in_use * ITEMSIZE[config.grad_dtype_name]
+        grads = params * 4 / ranks
     if config.run.eval_only:
         return {"weights": params * item, "FP8 weights": 2 * fp8}
     moments = sum(4 if t == "fp32" else 2 for t in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
