@@ -355,3 +355,23 @@ def test_memory_for_a_snapshot_is_allocated_beforehand():
     assert data[60:64].tolist() == [1] * 4 and data[:60].eq(0).all() and views[0].shape == (3, 5)
     assert 0 < async_save.free_share() <= 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_memory_is_page_locked_in_parts_that_no_copy_crosses(monkeypatch):
+    locked, unlocked, slept = {}, [], []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda begin, size, _: locked.update({begin: size}) or 0,
+        cudaHostUnregister=unlocked.append,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(async_save, "LOCKED", 4096)
+    monkeypatch.setattr(async_save.time, "sleep", slept.append)
+    buffer = HostBuffer(10000, torch.device("cuda", 0))
+    begin = buffer.ready.result(10).data_ptr()
+    assert locked == {begin: 4096, begin + 4096: 4096, begin + 8192: 1808} and min(slept) > 0
+    tensors = torch.zeros(3, 300), torch.tensor(1.0), torch.zeros(1200), torch.ones(0)
+    views = buffer.views([SimpleNamespace(data=data) for data in tensors])
+    assert [buffer.parts(view) for view in views] == [[900], [1], [123, 1024, 53], [0]]
+    buffer.close()
+    assert unlocked == [*locked][::-1]

@@ -8,8 +8,8 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6400,
-    "checkpoint": 4510,
+    "": 6395,
+    "checkpoint": 4540,
     "commands": 1680,
     "config": 3500,
     "data": 3405,

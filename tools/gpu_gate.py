@@ -46,9 +46,8 @@ MAX_LOSS_CHANGE = 1e-2  # relative
 TIMEOUT = 240  # seconds for an answer
 
 COMMON = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-5 --lr-decay-style constant "
-COMMON += (
-    "--min-lr 0 --lr-warmup-iters 0 --distributed-timeout-minutes 3 "  # a rate at which the loss stays calm
-)
+COMMON += "--min-lr 0 --lr-warmup-iters 0 "  # a rate at which the loss stays calm
+COMMON += "--distributed-timeout-minutes 3 --no-async-save "  # which would page-lock memory meanwhile
 LLAMA = f"{COMMON} --config llama3-8b --num-layers 8 --bf16 "
 QWEN = f"{COMMON} --config qwen3-30b-a3b --seq-length 4096 --bf16 --cross-entropy-loss-fusion "
 FP8 = "--fp8-format hybrid --fp8-recipe delayed "
