@@ -73,6 +73,7 @@ DATA: dict[str, Row] = {
     "dp fp8 gather": f"{ZERO1} {FP8} --fp8-param-gather",
     "fsdp kept": ("", f"{PEERS} fsdp-kept"),
     "fsdp torchao": ("", f"{PEERS} fsdp-torchao"),
+    "dp optim_grads": f"{ZERO1} --data-parallel-sharding-strategy optim_grads",
 }
 PIPELINES: dict[str, Row] = {
     "interleaved 4": f"--vpp 4 {FLOPS}",

@@ -110,15 +110,16 @@ def columns_of(table: dict) -> list[dict]:
 
 
 def rows_of(table: dict) -> Iterator[dict]:
-    """The rows with the fields of their table; `each` makes one of every item of a list."""
+    """The rows with the fields of their table; `each` makes one of every item of a list or of a table."""
     common = {key: value for key, value in table.items() if isinstance(value, str)}
     for row in table["rows"]:
         fields = common | row
         if "each" not in fields:
             yield fields
             continue
-        for i, item in enumerate(follow(load(fields["file"]), fields["each"].split("/"))):
-            yield fields | {"i": i, "label": fields["label"].format(**item)}
+        items = follow(load(fields["file"]), fields["each"].split("/"))
+        for i, item in items.items() if isinstance(items, dict) else enumerate(items):
+            yield fields | {"i": i, "label": fields["label"].format(**{"name": i} | item)}
 
 
 def cells_of(table: dict, row: dict) -> list[Cell | str]:

@@ -158,7 +158,7 @@ def test_the_command_that_is_printed_is_the_plan(flags, world, capsys):
 @pytest.mark.parametrize(
     "model, layouts, seconds",
     [
-        ("llama3-70b", 100, 1.0),  # 0.5 on a quiet machine
+        ("llama3-70b", 100, 1.5),  # 0.5 on a quiet machine, 1.1 on a slow one
         ("mixtral-8x7b", 900, 2.5),  # 0.8
         ("qwen3-30b-a3b", 1500, 4),  # 1.6
     ],
