@@ -16,9 +16,9 @@ view. Each of d ranks owns a shard of every bucket and updates that shard only (
     optim          1/d     reduce-scattered after the last microbatch     2 + 4 + 12/d
     optim_grads    1/d     reduce-scattered after every microbatch        2 + 16/d, and a few buckets in use
 
-`optim_grads` allocates a bucket's gradients when the first of them is written, after the reductions of
-earlier microbatches. A full bucket starts its reduce-scatter and frees its gradients; the reduced shard is
-added to an fp32 sum. With both, `Optimizer.step` starts the all-gather of parameters. Experts have their own.
+`optim_grads` allocates a bucket's gradients when the first of them is written, once earlier microbatches are
+reduced. A full bucket starts its reduce-scatter and frees them; the reduced shard is added to an fp32 sum.
+`Optimizer.step` updates the shards and starts the all-gather of parameters. Experts have their own buckets.
 
 The loss is already divided by the token count of the whole global batch, so the sum over ranks is the exact
 mean; with averaging the loss is multiplied by d (`grad_scale`), which the average divides out. A bucket is
