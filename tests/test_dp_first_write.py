@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from nanomegatron.batch import Batch
 from nanomegatron.config.model import TransformerConfig
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.dp import Buckets
+from nanomegatron.dp import Bucket, Buckets
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
@@ -23,16 +24,33 @@ CONFIGS = {
     "untied": replace(GPT2, untie_embeddings_and_output_weights=True),
     "recompute": replace(GPT2, recompute_granularity="full", recompute_method="uniform"),
     "experts": replace(GPT2, num_experts=3, moe_router_topk=2),
+    "no padding": replace(GPT2, hidden_size=128),
 }
 SIZE = dict(vocab_size=61, max_sequence_length=12)
 
 
+class Empty(set):
+    """Stays so."""
+
+    def update(self, *_) -> None:
+        """Add nothing."""
+
+
 def spoil(buckets: Buckets) -> None:
-    """NaN in all gradients, but not in the padding between them."""
+    """NaN in all gradients, also in those that are allocated later, but not in the padding between them."""
+
+    def alloc_grads(bucket: Bucket) -> None:
+        fresh = bucket.grads is None
+        Bucket.alloc_grads(bucket)
+        for param in bucket.params if fresh else ():
+            param.main_grad.fill_(math.nan)
+
     for bucket in buckets.all:
+        if bucket.grads is None:
+            bucket.alloc_grads = partial(alloc_grads, bucket)
+            continue
         for param in bucket.params:
-            if param.main_grad is not None:
-                param.main_grad.fill_(math.nan)
+            param.main_grad.fill_(math.nan)
 
 
 def zeroed(buckets: Buckets, microbatches: int) -> None:
@@ -41,7 +59,8 @@ def zeroed(buckets: Buckets, microbatches: int) -> None:
     for bucket in buckets.all:
         if bucket.grads is not None:
             bucket.grads.zero_()
-        bucket.stale.clear()
+        bucket.stale, bucket.padding = Empty(), [slice(None)]
+        bucket.alloc_grads = partial(Bucket.alloc_grads, bucket)
 
 
 def gradients(
@@ -88,7 +107,7 @@ def test_the_bits_of_adding_to_zeros(name, way):
                 beside[begin : begin + param.numel()] = False
             assert not ours[beside].any(), "padding stays zero"
             padding += beside.sum()
-        assert padding > 100
+        assert padding > 100 or name == "no padding"
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
