@@ -303,6 +303,7 @@ class GroupBuilder:
         options = dict(timeout=self.timeout)  # not inherited from the default group
         if dist.get_backend() == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = self.timeout  # else torch warns that the argument overrides it
             nccl.is_high_priority_stream = True  # scheduled before the matmuls that overlap with it
             if max_ctas:
                 nccl.config.max_ctas = max_ctas
