@@ -130,8 +130,6 @@ class Bucket:
         self.params, self.axis, self.shards = params, axis, comm.axis
         self.comm, self.buckets = comm, buckets
         self.begins, self.size = lay_out(params, SHARD_ALIGN * axis.size)
-        ends = [begin + param.numel() for begin, param in zip(self.begins, params, strict=True)]
-        self.padding = [slice(*pad) for pad in zip(ends, [*self.begins[1:], self.size]) if pad[0] < pad[1]]
         self.device, self.dtype = params[0].device, params[0].dtype
         length = self.size // self.shards.size
         self.shard = slice(self.shards.rank * length, (self.shards.rank + 1) * length)
@@ -143,7 +141,7 @@ class Bucket:
                 param.register_post_accumulate_grad_hook(_move_grad)
         self.slices = list(self._slices())
         self.uses = sum(param.spec.uses for param in params)
-        self.stale: set[nn.Parameter] = set()  # whose gradients the first contribution has to overwrite
+        self.stale: set[nn.Parameter] = set()  # with gradients of the last step, until the first contribution
         self.gather: Pending | None = None
         self.free_grads()
         if buckets.pooled:
@@ -168,14 +166,11 @@ class Bucket:
                     yield Slice(param, part, *place, part.owner and saver)
 
     def alloc_grads(self) -> None:
-        """Allocate gradients if none are allocated: zeros, or what first contributions overwrite."""
+        """Allocate zeroed gradients if none are allocated."""
         if self.grads is None:
             if self.buckets.pooled:
                 self.buckets.finish_reductions(microbatches=self.done)
-                self.grads = torch.empty(self.size, dtype=self.buckets.grad_dtype, device=self.device)
-                for pad in self.padding:
-                    self.grads[pad] = 0
-                self.stale.update(self.params)
+                self.grads = torch.zeros(self.size, dtype=self.buckets.grad_dtype, device=self.device)
             else:
                 self.grads = self.comm.zeros(self.size, self.buckets.grad_dtype)
             for param, view in zip(self.params, self.views(self.grads), strict=True):
@@ -199,10 +194,11 @@ class Bucket:
         self.ready(param)
 
     def first_write(self, param: nn.Parameter) -> bool:
-        """Return whether nothing has been written to `param`'s gradient; the caller then overwrites it."""
-        stale = param in self.stale
-        self.stale.discard(param)
-        return stale
+        """Return whether `param` still has the last step's gradient; the caller then overwrites it."""
+        if param not in self.stale:
+            return False
+        self.stale.remove(param)
+        return True
 
     def ready(self, param: nn.Parameter) -> None:
         """Count a contribution added to the gradient of `param`. Raises RuntimeError for one too many."""
@@ -227,7 +223,8 @@ class Bucket:
 
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
-        self.buckets.before_reduce(self)
+        if self.buckets.before_reduce is not None:
+            self.buckets.before_reduce(self)
         if self.shards.size < self.axis.size:
             return start_all_reduce_(self.grads, self.axis, op)
         return self.comm.start_reduce_scatter(self.grads, op)
@@ -306,11 +303,12 @@ class Buckets:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.strategy, self.grad_dtype = parallel.sharding, grad_dtype
         self.overlap_reduce, self.overlap_gather = parallel.overlap_grad_reduce, parallel.overlap_param_gather
-        self.world, self.pooled = mesh.world, self.strategy == "optim_grads"
+        self.pooled = self.strategy == "optim_grads"
+        self.world = mesh.world
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
         self.in_flight: deque[tuple[Bucket, Pending]] = deque()
-        self.before_reduce: Callable[[Bucket], None] = lambda bucket: None  # gets them before they are summed
+        self.before_reduce: Callable[[Bucket], None] | None = None  # sees this rank's gradients, not summed
         self.all: list[Bucket] = []
         self.comms: list[ShardComm] = []
         groups: dict[tuple, list[nn.Parameter]] = {}
@@ -352,7 +350,8 @@ class Buckets:
             bucket.gathered.free_params()
             if self.pooled:
                 bucket.grad_shard.zero_()
-            bucket.stale.update(bucket.params)
+            else:
+                bucket.stale.update(bucket.params)
             bucket.start_step(microbatches)
 
     def on_full(self, bucket: Bucket, last: bool) -> None:
@@ -380,7 +379,8 @@ class Buckets:
         Communicates the gradients once (with optim_grads per microbatch) over dp x cp or edp, and the shard's
         partial gradients in one all-reduce per axis: tp (norms under sequence parallelism), ranks that share
         a key/value head, `embed` (tied embeddings). Raises RuntimeError for missing gradients (a layer was
-        not used, or did not report them), and for parameters read without the forward of their own module.
+        not used, or did not report them), and for parameters whose gather was not waited for: they were read
+        without the forward of the module that owns them.
         """
         if missing := [name for bucket in self.all for name in bucket.missing()]:
             raise RuntimeError(f"no gradient for {', '.join(missing)}, or not one in each microbatch")

@@ -298,7 +298,7 @@ class Devices(TorchFunctionMode):
                 y = ((a.float() * scales[0]) @ (b.float() * scales[1])).to(out_dtype)
             else:
                 *more, a, b = args
-                y = sum(more if kwargs.get("beta", 1) else (), a.to(out_dtype) @ b.to(out_dtype))
+                y = sum(more, a.to(out_dtype) @ b.to(out_dtype))
             y = recorder.put(y if out is None else out.copy_(y))
         what = f"{func.__name__} {y.nbytes} {recorder.place(y)}".rstrip()
         recorder.note("matmuls", what, size=y.nbytes)

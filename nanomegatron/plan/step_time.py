@@ -203,7 +203,7 @@ def data_parallel(
         back = grad if parallel.sharding == "no_shard" else item
         reduce += cluster.collective(count * grad, ranks, stride) + cluster.move(count * grad) * (ranks > 1)
         gather += cluster.collective(count * back, ranks, stride) + cluster.move(count * back) * (ranks > 1)
-        writes += cluster.move(count / ranks * (grad + 8))  # of what is reduced, added to the shard
+        writes += cluster.move(count * grad + count / ranks * (grad + 8))  # zeros, and the sum of the shard
     behind = backward * parallel.overlap_grad_reduce, forward * parallel.overlap_param_gather
     buckets = max(1, sum(params) // parallel.bucket_size(shards[0])) if any(behind) else 1
     hidden = sum(min(x * (1 - 1 / (1 + buckets)), y) for x, y in zip((reduce, gather), behind, strict=True))
