@@ -13,7 +13,7 @@ from nanomegatron.plan.auto import nearest_that_fits, with_best_layout
 from nanomegatron.plan.cluster import load_cluster
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.room import Planned
-from nanomegatron.plan.search import Search, valid
+from nanomegatron.plan.search import Search
 
 ROOM = 72 * 2**30
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 96 --mock-data "
@@ -23,7 +23,8 @@ TINY += "--tokenizer-type NullTokenizer --train-iters 2 --eval-iters 0 --device 
 def test_it_is_the_best_of_the_search():
     parsed = parse("--config llama3-70b --global-batch-size 256 --auto-layout".split())
     chosen = with_best_layout(parsed, 128256, 64, "NVIDIA H100 80GB HBM3", Machine(), ROOM)
-    best = valid(Search(parsed, 128256, 64, load_cluster("h100")).run()[0], 1)[0]
+    search = Search(parsed, 128256, 64, load_cluster("h100"))
+    best = search.valid(search.run()[0], 1)[0]
     assert resolve(chosen.config, 64).parallel == best.run.config.parallel
     assert f"--auto-layout chose {best.word}: " in chosen.notes[-1] and "next " in chosen.notes[-1]
 

@@ -62,6 +62,10 @@ def test_more_gpus_are_named_where_a_remedy_takes_them():
     found = rows(planned(LLAMA), 40 * GIB)
     assert "--use-distributed-optimizer" not in found  # nothing to divide by
     assert "--tp 2 --sp on 2 GPUs" in found and "--tp 4 --sp on 4 GPUs, fits" in found
+    huge = rows(planned("--config llama3-70b --global-batch-size 64", 8), 43 * GIB)
+    assert {"--tp 8 --sp", "--pp 2 on 16 GPUs", "--pp 4 on 32 GPUs, fits"} <= huge.keys(), (
+        "those above have tp 8"
+    )
     assert found["--tp 2 --sp on 2 GPUs"][0] == pytest.approx(
         planned(f"{LLAMA} --tp 2 --sp", 2).need / GIB, abs=0.006
     )
@@ -111,7 +115,7 @@ def test_a_run_that_fits_and_one_that_does_not(capsys):
     assert main([*flags, "--gpu-memory", f"{need / 0.9 + 0.1}"]) == 0
     fits = capsys.readouterr().out
     assert "fits    90% of" in fits and "with" not in fits.split("together")[1]
-    assert "8,030.3 M params" in fits and "tp1 pp4 dp1 cp1 ep1" in fits
+    assert "8.03 B params" in fits and "tp1 pp4 dp1 cp1 ep1" in fits
     bubble = 3 / 32  # of 1f1b: (stages - 1) / microbatches
     assert f"bubble {bubble:.1%}" in fits
     assert main([*flags, "--gpu-memory", f"{need / 0.9 - 0.1}"]) == 1

@@ -18,7 +18,7 @@ from nanomegatron.config.cli import build_config, parse
 from nanomegatron.config.rules import values_of
 from nanomegatron.plan import memory
 from nanomegatron.plan.cluster import load_cluster
-from nanomegatron.plan.draw import BAR_WIDTH, bar, memory_parts, signs
+from nanomegatron.plan.draw import BAR_WIDTH, bar, draw_bars, memory_parts, signs
 from nanomegatron.plan.layer import Machine, Sizes, sizes_of
 from nanomegatron.plan.layer_time import LayerTimes, layer_times
 from nanomegatron.plan.memory import OpOrder, StageChunk, chunk_memory, memory_of_ranks, pipeline_order
@@ -35,7 +35,6 @@ from nanomegatron.plan.search import (
     Search,
     disadvantage,
     usual_batch,
-    valid,
 )
 from nanomegatron.plan.step_time import least_time, simulated_ops, step_time
 from tools import layouts_page
@@ -52,7 +51,7 @@ def searched(flags: str, world: int, cluster=H100):
 
 def test_nothing_that_fits_is_faster():
     """Every tp, pp and micro batch of eight GPUs, nothing recomputed, tried one by one."""
-    parsed, best = parse(EIGHT_B.split()), valid(searched(EIGHT_B, 8)[0], 1)[0]
+    parsed, best = parse(EIGHT_B.split()), searched(EIGHT_B, 8)[0][0]
     for tp, pp, micro in [
         (tp, pp, micro) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for micro in (1, 2, 4, 8)
     ]:
@@ -92,13 +91,14 @@ def test_what_fits_and_why_others_lost():
     assert all(found.need <= room * 2**30 for found in fits) and all(c.need > room * 2**30 for c in others)
     lost, best = others[0], fits[0]
     part, size = max(lost.memory.items(), key=lambda item: item[1])
-    said = f"does not fit: {lost.need / 2**30:.0f} of {room:.0f} GB, {part} {size / 2**30:.0f} GB"
+    said = f"does not fit: {lost.need / 2**30:.1f} of {room:.1f} GB, {part} {size / 2**30:.1f} GB"
     assert disadvantage(lost, best, room * 2**30) == said
     slower = fits[3]
     parts = {name: s - best.step.parts[name] for name, s in slower.step.parts.items()}
     worst = max(parts, key=parts.get)
     text = disadvantage(slower, best, room * 2**30)
-    assert text.startswith(f"slower by {slower.step.total / best.step.total - 1:.1%}: {worst} ")
+    by, most = (x / best.step.total for x in (slower.step.total - best.step.total, parts[worst]))
+    assert text.startswith(f"slower by {by:.1%}: {worst} +{most:.1%}")
 
 
 def test_room_is_made_in_the_fastest_way():
@@ -255,7 +255,16 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
     assert plan.main([*EIGHT_B.split(), "--gpus", "8", "--gpu", "h100", "--plot", str(path)]) == 0
-    assert path.stat().st_size > 10_000 and f"plot    {path}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert path.stat().st_size > 10_000 and f"plot    {path}" in out
+    lost = [line for line in out.splitlines() if line.startswith("not") and "does not fit" not in line]
+    assert len({line.split(",")[0] for line in lost}) < len(lost) + 1 == plan.LAYOUTS_SHOWN, "words repeat"
+    figure = draw_bars(searched(EIGHT_B, 8)[0][:5], 80, path)
+    for axes in figure.axes:
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert len({*labels}) == len(labels) == 5 and all(", micro " in label for label in labels)
+        looks = {(bar.get_facecolor(), bar.get_hatch()) for bars in axes.containers for bar in bars}
+        assert len(looks) == len(axes.containers), "each part looks different"
 
 
 def test_simulated_gpus_say_their_time(capsys):
@@ -310,14 +319,32 @@ def test_the_memory_is_that_of_the_options(capsys):
         ("--gpus 12", "--gpus 12: must be whole machines of 8 GPUs"),
         ("--gpus 8 --tp 3", "--num-attention-heads 32"),
         ("--gpus 8 --simulate 8", "give one of them"),
-        ("--gpus 8 --plot /no/such/folder/plan.png", "/no/such/folder/plan.png"),
+        ("--gpus 8 --plot /no/such/folder/plan.png", "--plot /no/such/folder/plan.png: draws the layouts of"),
+        (
+            "--gpus 8 --plot plan.xyz",
+            "--plot plan.xyz: draws the layouts of --gpus into a file .png, .svg, .pdf",
+        ),
+        ("--simulate 8 --plot plan.png", "--plot plan.png: draws the layouts of --gpus"),
+        (
+            "--gpus 8 --num-attention-heads 33 --num-query-groups 3",
+            "--hidden-size 4096: must divide by --num-att",
+        ),
+        ("--gpus 8 --data-path /no/text", "no file /no/text.bin"),
     ],
 )
 def test_what_cannot_be_is_an_error(options, said, capsys):
-    if "--plot" in options:
-        pytest.importorskip("matplotlib")
     assert plan.main(shlex.split(f"{EIGHT_B} --gpu h100 {options}")) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_missing_setting_is_named(capsys):
+    assert plan.main("--num-layers 4 --hidden-size 512 --gpus 8 --gpu h100".split()) == 2
+    assert "--num-attention-heads: missing" in capsys.readouterr().err
+
+
+def test_a_batch_of_whole_microbatches(capsys):
+    assert plan.main("--config llama3-8b --gpus 8 --gpu h100 --micro-batch-size 5".split()) == 0
+    assert "batch   160 x 8192 tokens" in capsys.readouterr().out
 
 
 def test_a_simpler_layout_wins_though_another_is_a_little_faster():

@@ -7,7 +7,7 @@ import pytest
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import parse
 from nanomegatron.flops import parameter_count
-from nanomegatron.plan.cluster import load_cluster
+from nanomegatron.plan.cluster import CLUSTERS, load_cluster
 from nanomegatron.plan.fast import ring_buffers
 from nanomegatron.plan.layer import Machine, Sizes
 from nanomegatron.plan.memory import memory_of_ranks
@@ -86,8 +86,44 @@ def test_what_is_no_cluster(tmp_path):
         load_cluster("abacus")
     path = tmp_path / "mine.toml"
     path.write_text("gpu = 'H100'\n")
-    with pytest.raises(ValueError, match=r"mine.toml: 'nvlink' is missing or wrong"):
+    with pytest.raises(ValueError, match=r"mine.toml: gpus_per_node is missing; .*; nvlink is missing"):
         load_cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("bandwidth = 3000", "bandwidth = -3", "bandwidth = -3: must be a number above 0"),
+        ("gpus_per_node = 8", "gpus_per_node = 0", "gpus_per_node = 0: must be a number above 0"),
+        ("launch = 25", "launch = 'fast'", "launch = 'fast': must be a number above 0"),
+        ("64 = [600, 335]", "64 = [600, 0]", r"attention.64 = \[600, 0\]: must be a number above 0"),
+        ("grouped = 625", "", "matmul.grouped is missing"),
+        ("[network]", "[net]", "network is missing"),
+        ('gpu = "H100"', 'gpu = "H900"', "'peak' is missing"),
+    ],
+)
+def test_a_cluster_file_has_every_rate(old, new, said, tmp_path):
+    text, path = (CLUSTERS / "h100.toml").read_text(), tmp_path / "mine.toml"
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=f"mine.toml: .*{said}.*; see "):
+        load_cluster(str(path))
+
+
+@pytest.mark.parametrize("card", ["H100 PCIe", "NVIDIA H100 NVL", "H200 NVL", "GH200 480GB", "GB200"])
+def test_other_cards_have_no_rates_of_their_namesakes(card):
+    with pytest.raises(ValueError, match=f"cluster {card}: must be a TOML file or one of"):
+        load_cluster(card)
+
+
+def test_mfu_is_the_share_of_the_peak_of_the_type():
+    """As in training: the peak of TF32 in fp32."""
+    steps = [
+        step_time(Planned(resolve(parse(words.split()).config, 1), 50257, Machine(), 1), load_cluster("h100"))
+        for words in ("--config gpt2-124m --bf16", "--config gpt2-124m --no-bf16")
+    ]
+    peaks = [step.tflops_per_gpu / step.mfu for step in steps]
+    assert peaks == pytest.approx([989.5, 494.5])
 
 
 def test_the_page_is_current():

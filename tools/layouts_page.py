@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))  # run as a file, it finds the package of its own 
 
 from nanomegatron.config.cli import parse  # noqa: E402
 from nanomegatron.plan.cluster import load_cluster  # noqa: E402
-from nanomegatron.plan.search import Candidate, Search, disadvantage, model_size, valid  # noqa: E402
+from nanomegatron.plan.search import Candidate, Search, disadvantage, model_size  # noqa: E402
 from nanomegatron.plan.step_time import step_time  # noqa: E402
 from nanomegatron.report.schedule_draw import canvas  # noqa: E402
 from tests.plan_rows import rows  # noqa: E402
@@ -115,8 +115,8 @@ GUIDES = """
 """
 TAIL = """
 Reasons are the planner's own: of the layouts with fewer ranks to a replica, the one with most, and what it
-lacks; and the next best. Latent attention (DeepSeek-V3) is not in nanomegatron: its row has whole key/value
-heads.
+lacks; and the next best. Behind a "+": what takes longer there, as a share of the chosen layout's step.
+Latent attention (DeepSeek-V3) is not in nanomegatron: its row has whole key/value heads.
 
 ![tokens a second from 8 to 16,384 GPUs](scaling.svg)
 
@@ -131,7 +131,7 @@ def searched(model: Model, more: str = "") -> tuple[list[Candidate], list[Candid
     parsed = parse(shlex.split(f"{model.flags} {more}"))
     search = Search(parsed, parsed.config.data.vocab_size, model.gpus, load_cluster("h100"))
     fits, others = search.run()
-    return valid(fits, 2), fits + others, search
+    return search.valid(fits, 2), fits + others, search
 
 
 def reason(best: list[Candidate], all_of_them: list[Candidate], room: float) -> str:

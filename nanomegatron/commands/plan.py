@@ -6,8 +6,8 @@
     nanomegatron plan --config gpt2-24gb --gpu-memory 24                whether it fits
 
 It takes the flags of `nanomegatron train`. With --gpus and a known --gpu it searches: flags that are given
-stay, all other dimensions are chosen. Exit code 0: a run fits, or no GPU is known; 1: none does; 2: wrong
-flags.
+stay, all other dimensions are chosen. Exit code 0: a run fits (without a GPU's name, the
+largest there is); 1: none does; 2: wrong flags.
 """
 
 import argparse
@@ -32,7 +32,15 @@ from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import known_schedule, memory_of_ranks, pipeline_order
 from nanomegatron.plan.room import Planned, memory_table, remedies
-from nanomegatron.plan.search import FILLED, Candidate, Search, disadvantage, model_size, usual_batch, valid
+from nanomegatron.plan.search import (
+    COMPLEXITY,
+    FILLED,
+    Candidate,
+    Search,
+    disadvantage,
+    model_size,
+    usual_batch,
+)
 from nanomegatron.plan.step_time import stage_times, step_time, timeline
 from nanomegatron.report.schedule_draw import text_rows
 from nanomegatron.schedules import simulate
@@ -40,6 +48,7 @@ from nanomegatron.schedules import simulate
 EMBEDDED = 4096  # token ids of the text that a run without data takes: preprocess.prepare_embedded
 TEXT = "data_path data_args_path train_data_path tokenizer_type".split()  # settings that name a tokenizer
 LAYOUTS_SHOWN = 5  # layouts that fit, and half as many that do not
+PICTURES = (".png", ".svg", ".pdf")
 GPU_SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)  # GB of GPUs that there are
 
 
@@ -56,6 +65,9 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{' '.join(wrong)}: must be greater than 0")
         if args.gpus and args.simulate:
             raise ValueError("--gpus searches layouts, --simulate plans one: give one of them")
+        if args.plot and not (args.gpus and args.plot.suffix in PICTURES and args.plot.parent.is_dir()):
+            kinds = f"a file {', '.join(PICTURES)} in a folder that exists"
+            raise ValueError(f"--plot {args.plot}: draws the layouts of --gpus into {kinds}")
         parsed = parse(flags)
         cluster = chosen_cluster(args, gib) if args.gpus or args.simulate else None
         if cluster is not None and args.gpus:
@@ -69,10 +81,8 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         print("nanomegatron plan:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
         return 2
-    print(*(f"note    {note}" for note in parsed.notes), *facts(run, parsed.preset), sep="\n")
-    print(*memory_table(memory_of_ranks(*run[:3])), sep="\n")
-    if cluster is not None:
-        print(*simulated(run, cluster), sep="\n")
+    show(*(f"note    {note}" for note in parsed.notes), *facts(run, parsed.preset))
+    show(*memory_table(memory_of_ranks(*run[:3])), *(simulated(run, cluster) if cluster else ()))
     return verdict(run, card, gib)
 
 
@@ -123,6 +133,10 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     if parsed.errors:
         raise ConfigError(list(parsed.errors))
     vocab, batch = vocabulary(parsed.config.data) or EMBEDDED, parsed.config.data.global_batch_size
+    try:
+        size = model_size(parsed.config, vocab)
+    except (TypeError, ZeroDivisionError):  # of settings that are missing or wrong
+        raise ConfigError(validate(parsed.config, args.gpus, "cuda")) from None
     if batch is None:
         batch = usual_batch(parsed, vocab, args.gpus)
         parsed.notes.append(f"--global-batch-size {batch}: none was given")
@@ -131,33 +145,27 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
         flags = [*flags, "--global-batch-size", str(batch)]
     found = Search(parsed, vocab, args.gpus, cluster)
     fits, others = found.run()
-    best, data = valid(fits, LAYOUTS_SHOWN), parsed.config.data
-    size = model_size(parsed.config, vocab) / 1e9
-    print(*(f"note    {note}" for note in parsed.notes), sep="\n")
-    print(f"model   {parsed.preset or 'of the flags'}: {size:,.1f} B params")
-    print(f"batch   {batch} x {data.seq_length} tokens")
-    print(f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node: {len(fits)} layouts fit")
     if not (fits or others) and (errors := validate(parsed.config, args.gpus, "cuda")):
         raise ConfigError(errors)  # sizes that no check allows are no lack of memory
+    best, data = found.valid(fits, LAYOUTS_SHOWN), parsed.config.data
+    show(*(f"note    {note}" for note in parsed.notes))
+    print(f"model   {parsed.preset or 'of the flags'}: {count_text(size)} params, {parsed.config.dtype_name}")
+    print(f"batch   {batch} x {data.seq_length} tokens")
+    room, number = f"{FILLED * cluster.memory_gb:.0f} of {cluster.memory_gb:.0f} GB used", len(fits)
+    found_text = f"{number} layout{'s' * (number != 1)} fit{'s' * (number == 1)}"
+    print(
+        f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node, {room} at most: {found_text}"
+    )
     if not best:
-        need = f"weights and gradients alone take {6 * size / args.gpus:,.0f} GB of each GPU"
-        print(
-            *(
-                f"not     {c.word}, micro {c.micro}: {disadvantage(c, c, found.room)}"
-                for c in others[:LAYOUTS_SHOWN]
-            ),
-            sep="\n",
-        )
+        need = f"weights and gradients alone take {6e-9 * size / args.gpus:,.0f} GB of each GPU"
+        show(*(lost_row(c, c, found.room) for c in others[:LAYOUTS_SHOWN]))
         print(f"no fit  {need}; take more GPUs, or larger ones")
         return 1
     heads = f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GB':>6}"
-    print(f"        {'layout':<28}{'micro':>6}  {'recomputed':<11}{heads}", *map(layout_row, best), sep="\n")
-    lost = [*best[1:], *others[: LAYOUTS_SHOWN // 2]]
-    print(
-        *(f"not     {c.word}, micro {c.micro}: {disadvantage(c, best[0], found.room)}" for c in lost),
-        sep="\n",
-    )
-    print(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]), sep="\n")
+    show(f"        {'layout':<28}{'micro':>6}  {'to make room':<16}{heads}", *map(layout_row, best))
+    show(f"        the best first; a further dimension has to gain {COMPLEXITY:.1%} of a step")
+    show(*(lost_row(c, best[0], found.room) for c in [*best[1:], *others[: LAYOUTS_SHOWN // 2]]))
+    show(*text_bars(best[0], cluster.memory_gb), *in_fp8(found, best[0]))
     print(f"run     {command_line(args.gpus, cluster, flags, best[0])}")
     if args.plot:
         draw_bars(best, cluster.memory_gb, args.plot)
@@ -176,17 +184,37 @@ def in_fp8(search: Search, best: Candidate) -> Iterator[str]:
     if other and other.step and not validate(other.run.config, search.world, "cuda"):
         step = step_time(other.run, search.cluster)
         times = f"{step.total * 1e3:,.1f} ms, {best.step.total / step.total:.2f} times as fast"
-        yield f"fp8     {times}: {other.flags()}"
+        yield from [f"fp8     {times}: {other.flags()}"] * (step.total < best.step.total)
+
+
+def show(*lines: str) -> None:
+    """Print lines, if there are any."""
+    print(*(f"{line}\n" for line in lines), sep="", end="")
+
+
+def count_text(parameters: float) -> str:
+    """A number of parameters in words: "8.03 B"."""
+    return f"{parameters / 1e9:,.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:,.3g} M"
+
+
+def lost_row(other: Candidate, best: Candidate, room: float) -> str:
+    """A line about a layout that is not the best, or does not fit."""
+    return f"not     {other.word}, micro {other.micro}: {disadvantage(other, best, room)}"
 
 
 def layout_row(candidate: Candidate) -> str:
     """A line about a layout that fits."""
     config, step = candidate.run.config, candidate.step
-    again = config.model.recompute_granularity or "-"
+    ways = {config.model.recompute_granularity: config.model.recompute_granularity}
+    ways |= {
+        "grads": config.parallel.sharding == "optim_grads",
+        "host": config.optimizer.optimizer_cpu_offload,
+    }
+    again = " ".join(way for way, there in ways.items() if there) or "-"
     numbers = (
         f"{step.total * 1e3:>10,.1f}{step.tokens_per_s:>11,.0f}{step.mfu:>7.1%}{candidate.need / 2**30:>6.1f}"
     )
-    return f"        {candidate.word:<28}{candidate.micro:>6}  {again:<11}{numbers}"
+    return f"        {candidate.word:<28}{candidate.micro:>6}  {again:<16}{numbers}"
 
 
 def command_line(gpus: int, cluster: Cluster, flags: list[str], best: Candidate) -> str:
@@ -196,7 +224,7 @@ def command_line(gpus: int, cluster: Cluster, flags: list[str], best: Candidate)
     if gpus > each:
         machines = f"--nnodes {-(-gpus // each)} --node-rank $RANK --master-addr $FIRST_MACHINE"
     start = "python" if gpus == 1 else f"torchrun {machines} --nproc-per-node {each}"
-    return f"{start} train.py {shlex.join(flags)} {best.flags()}"
+    return " ".join(filter(None, (start, "train.py", shlex.join(flags), best.flags())))
 
 
 def simulated(run: Planned, cluster: Cluster) -> list[str]:
@@ -225,7 +253,12 @@ def planned_run(parsed: Parsed, gpus: int | None) -> Planned:
         raise ConfigError(errors)
     if not (vocab := vocabulary(config.data)):
         parsed.notes.append(f"vocabulary {EMBEDDED}: that of the embedded text; --vocab-size for other data")
-    return Planned(resolve(config, world), vocab or EMBEDDED, Machine(), world)
+    resolved = resolve(config, world)
+    if not (config.data.global_batch_size or config.data.rampup_batch_size):
+        parsed.notes.append(
+            f"--global-batch-size {resolved.data.global_batch_size}: none was given, as in training"
+        )
+    return Planned(resolved, vocab or EMBEDDED, Machine(), world)
 
 
 def vocabulary(data: DataConfig) -> int | None:
@@ -262,7 +295,7 @@ def facts(run: Planned, preset: str | None) -> list[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     layout = f"tp{tp} pp{pp} dp{parallel.data_parallel_size} cp{parallel.context_parallel_size}"
     lines = [
-        f"model   {preset or 'of the flags'}: {parameter_count(model, run.vocab_size) / 1e6:,.1f} M params, "
+        f"model   {preset or 'of the flags'}: {count_text(parameter_count(model, run.vocab_size))} params, "
         f"{model.num_layers} layers, hidden {model.hidden_size}, vocab {run.vocab_size}, {config.dtype_name}",
         f"layout  {layout} ep{parallel.expert_model_parallel_size}, GPUs: {run.world} | "
         f"batch {data.global_batch_size} x {data.seq_length} tokens, {data.micro_batch_size} in a microbatch",
@@ -282,6 +315,7 @@ def verdict(run: Planned, card: str, gib: float | None) -> int:
         where = f"{need / most:.0%} of {most:.4g} GB, {card}" if gib else f"GPUs of {least} GB or more"
         print(f"fits    {where}")
         return 0
-    print(f"no fit  {need:.2f} GiB are {need / most:.0%} of {most:.4g} GB; use up to {FILLED:.0%}")
+    largest = "" if gib else ", the largest GPU there is"
+    print(f"no fit  {need:.2f} GiB are {need / most:.0%} of {most:.4g} GB{largest}; use up to {FILLED:.0%}")
     print(*remedies(run, FILLED * most * 2**30), sep="\n")
     return 1

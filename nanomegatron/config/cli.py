@@ -115,7 +115,7 @@ def parse(argv: list[str]) -> Parsed:
         reader.notes.append(f"Megatron-LM's defaults differ: {theirs}; --megatron-defaults takes them")
     config = reader.with_companions(values)
     errors = (*from_file.errors, *reader.errors, *missing_companions(megatron_flags(), argv, config))
-    path = find_preset(preset).resolve() if preset else Path(load if saved else "").resolve()
+    path = find_preset(preset).resolve() if preset else Path(load).resolve() if saved else Path()
     name = (path.parent if path.name in ("hf", "ckpt", "config.toml") else path).name.removesuffix(".toml")
     unread = frozenset(map(flag, (from_file.unread - values.keys()) | reader.unread))
     own = bool(name) and PRESETS not in path.parents

@@ -8,7 +8,7 @@ from nanomegatron.config.rules import spelled, values_of
 from nanomegatron.plan.cluster import Cluster, load_cluster
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.room import Planned
-from nanomegatron.plan.search import Search, disadvantage, usual_batch, valid
+from nanomegatron.plan.search import Search, disadvantage, usual_batch
 
 CPU_ROWS = 4  # of a step for each rank without a GPU, where no batch is given
 
@@ -25,8 +25,9 @@ def with_best_layout(
         rows = usual_batch(parsed, vocab, world) if machine.gpu else CPU_ROWS * world
         data = replace(parsed.config.data, global_batch_size=rows)
         parsed = replace(parsed, config=replace(parsed.config, data=data))
-    fits, others = Search(parsed, vocab, world, cluster, machine, room).run()
-    if not (best := valid(fits, 2)):
+    search = Search(parsed, vocab, world, cluster, machine, room)
+    fits, others = search.run()
+    if not (best := search.valid(fits, 2)):
         least = f": {others[0].word} {disadvantage(others[0], others[0], room)}" if others else ""
         raise ConfigError([f"--auto-layout: no layout of {world} ranks fits{least}; start more of them"])
     chosen = best[0]
@@ -53,7 +54,8 @@ def nearest_that_fits(run: Planned, gpu: str, room: float) -> str:
     """
     values = values_of(run.config)
     settings = Parsed(build_config(values | dict(data_parallel_size=None)), [])
-    fits, _ = Search(settings, run.vocab_size, run.world, cluster_of(gpu), run.machine, room).run()
+    search = Search(settings, run.vocab_size, run.world, cluster_of(gpu), run.machine, room)
+    fits, _ = search.run()
 
     def changed(changes: dict[str, Any]) -> list[str]:
         return [
@@ -62,7 +64,7 @@ def nearest_that_fits(run: Planned, gpu: str, room: float) -> str:
             if value != values[name] and not (value == 1 and values[name] is None)
         ]
 
-    found = sorted(valid(fits, len(fits)), key=lambda c: (len(changed(c.changes)), c.rank))
+    found = sorted(search.valid(fits, len(fits)), key=lambda c: (len(changed(c.changes)), c.rank))
     if not found:
         return "no layout of this model fits these GPUs; take more of them"
     need = f"{found[0].need / 2**30:.1f} of {room / 2**30:.1f} GB"

@@ -13,6 +13,7 @@ presets/clusters/*.toml, or one that `nanomegatron plan --calibrate` has written
 
 import math
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,15 +96,32 @@ def load_cluster(name_or_path: str) -> Cluster:
     """Read a cluster by the name of its GPU or from a file. Raises ValueError for what is neither."""
     known = sorted(path.stem for path in CLUSTERS.glob("*.toml"))
     path = Path(name_or_path)
-    named = next((name for name in reversed(known) if name in name_or_path.casefold()), None)
-    if path.suffix != ".toml" and named:
-        path = CLUSTERS / f"{named}.toml"
+    card = next((gpu for gpu, *_ in PEAKS if gpu.casefold() in name_or_path.casefold()), name_or_path)
+    if path.suffix != ".toml" and card.casefold() in known:  # a PCIe card or a GB200 has other rates
+        path = CLUSTERS / f"{card.casefold()}.toml"
     if not path.is_file():
         raise ValueError(f"cluster {name_or_path}: must be a TOML file or one of {', '.join(known)}")
     try:
-        return read_cluster(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        if wrong := [*wrong_values(values, tomllib.loads((CLUSTERS / "a100.toml").read_text("utf-8")))]:
+            raise ValueError("; ".join(wrong))
+        return read_cluster(path.stem, values)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"cluster {path}: {error} is missing or wrong; see {CLUSTERS}/h100.toml") from None
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"cluster {path}: {what}; see {CLUSTERS}/h100.toml") from None
+
+
+def wrong_values(values: dict, least: dict, table: str = "") -> Iterator[str]:
+    """Yield an error for what `least` has and `values` lacks, and for what is no number above 0."""
+    if table != "attention.":  # any widths of heads
+        yield from (f"{table}{name} is missing" for name in least if name not in values)
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(least.get(name), dict):
+            yield from wrong_values(value, least[name], f"{name}.")
+            continue
+        numbers = value if table == "attention." and isinstance(value, list) else [value]
+        if table + name != "gpu" and not all(type(n) in (int, float) and n > 0 for n in numbers):
+            yield f"{table}{name} = {value!r}: must be a number above 0"
 
 
 def read_cluster(name: str, values: dict) -> Cluster:

@@ -9,6 +9,7 @@ A sign is the first free letter of a part's name; a part below a sign's width is
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nanomegatron.plan.search import Candidate
 
@@ -48,33 +49,36 @@ def text_bars(candidate: Candidate, room: float) -> Iterator[str]:
     yield f"memory  {candidate.need / 2**30:5.1f} of {room:.0f} GB  {bar(memory)}"
     yield from key(memory, "{:.1f} GB")
     step = candidate.step
-    yield f"time    {step.total * 1e3:11,.1f} ms  {bar(step.parts)}"
-    yield from key({name: 100 * part / step.total for name, part in step.parts.items()}, "{:.1f} %")
+    time = {name: 100 * part / step.total for name, part in step.parts.items()}
+    yield f"time    {step.total * 1e3:11,.1f} ms  {bar(time)}"
+    yield from key(time, "{:.1f} %")
 
 
 def key(parts: dict[str, float], form: str) -> Iterator[str]:
     """Yield lines that say what the signs of a bar mean, of the parts that are seen in it."""
-    by_name, least = signs(parts), sum(parts.values()) / 2 / BAR_WIDTH
-    words = [f"{by_name[name]} {name} {form.format(size)}" for name, size in parts.items() if size >= least]
+    by_name, seen = signs(parts), {*bar(parts)}
+    words = [f"{by_name[name]} {name} {form.format(parts[name])}" for name in parts if by_name[name] in seen]
     for i in range(0, len(words), 4):
         yield " " * 8 + ", ".join(words[i : i + 4])
 
 
-def draw_bars(candidates: list[Candidate], room: float, path: Path) -> None:
-    """Draw both bars of some layouts into a picture. Raises ImportError without matplotlib."""
+def draw_bars(candidates: list[Candidate], room: float, path: Path) -> Any:
+    """Draw both bars of some layouts -> the matplotlib Figure. Raises ImportError without matplotlib."""
     try:
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 1.5 + len(candidates)))
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 3 + len(candidates)))
     except ImportError as error:
         raise ImportError(f"--plot {path} needs matplotlib: pip install matplotlib") from error
-    for axes, (title, unit) in zip(figure.subplots(1, 2), (("memory", "GB"), ("a step", "s")), strict=True):
+    for axes, (title, unit) in zip(figure.subplots(2, 1), (("memory", "GB"), ("a step", "s")), strict=True):
         rows = [c.step.parts if unit == "s" else memory_parts(c, room) for c in candidates]
         left = [0.0] * len(rows)
-        for name in dict.fromkeys(name for row in rows for name in row if name != FREE):
+        for i, name in enumerate(dict.fromkeys(name for row in rows for name in row if name != FREE)):
             sizes = [row.get(name, 0.0) for row in rows]
-            axes.barh([c.word for c in candidates], sizes, left=left, label=name)
+            axes.barh(range(len(rows)), sizes, left=left, label=name, color=f"C{i}", hatch="//" * (i > 9))
             left = [a + b for a, b in zip(left, sizes, strict=True)]
         axes.set(title=title, xlabel=unit)
+        axes.set_yticks(range(len(rows)), [f"{c.word}, micro {c.micro}" for c in candidates])
         axes.invert_yaxis()
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
+    return figure

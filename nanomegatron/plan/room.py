@@ -83,7 +83,7 @@ def remedies(run: Planned, room: float) -> Iterator[str]:
         if min(one.need / run.need, joined.need / together.need) > 0.99:
             continue
         together = joined if joined.need <= together.need else together
-        more = f" on {one.world} GPUs" * (one.world > run.world) + ", fits" * (together.need <= room)
+        more = f" on {joined.world} GPUs" * (joined.world > run.world) + ", fits" * (together.need <= room)
         yield from heading
         heading = []
         yield f"{one.need / 2**30:>12.2f}{together.need / 2**30:>20.2f}   {flags}{more}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanomegatron.config.check import resolve, resolve_parallel, validate
-from nanomegatron.config.cli import Parsed, build_config
+from nanomegatron.config.cli import ConfigError, Parsed, build_config
 from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.rules import spelled, values_of
 from nanomegatron.config.settings import Config
@@ -212,6 +212,18 @@ class Search:
         run = Planned(self._resolved(changes), self.vocab, self.machine, self.world)
         return Candidate(changes, run, memory(*run[:3]))
 
+    def errors(self, candidate: Candidate) -> list[str]:
+        """Return what the checks of a command line say of its settings."""
+        config = build_config(self.values | candidate.changes)
+        return validate(config, self.world, "cuda" if self.machine.gpu else "cpu")
+
+    def valid(self, candidates: list[Candidate], count: int) -> list[Candidate]:
+        """Return the first `count` that no check refuses. Raises ConfigError if all are refused."""
+        allowed = itertools.islice((c for c in candidates if not self.errors(c)), count)
+        if not (found := [*allowed]) and candidates:
+            raise ConfigError(self.errors(candidates[0]))
+        return found
+
     def _kept(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Return the changes to what is not given. Gradients are sharded only where it shards the states."""
         sharded = changes.keys() >= SHARDED_STATES.keys() and not self.given & SHARDED_STATES.keys()
@@ -241,26 +253,23 @@ def by_rank(candidates: list[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.rank)
 
 
-def valid(candidates: list[Candidate], count: int) -> list[Candidate]:
-    """Return the first `count` that no check refuses."""
-    device = {True: "cuda", False: "cpu"}
-    allowed = (c for c in candidates if not validate(c.run.config, c.run.world, device[c.run.machine.gpu]))
-    return [*itertools.islice(allowed, count)]
-
-
 def disadvantage(other: Candidate, best: Candidate, room: float) -> str:
     """Return in a line why a layout lost: more than `room` bytes, or the parts of a step that take longer."""
     if other.step is None:
         part = max(other.memory, key=lambda name: other.memory[name])
         size = other.memory[part] / 2**30
-        return f"does not fit: {other.need / 2**30:.0f} of {room / 2**30:.0f} GB, {part} {size:.0f} GB"
+        return f"does not fit: {other.need / 2**30:.1f} of {room / 2**30:.1f} GB, {part} {size:.1f} GB"
     if other.step.total <= best.step.total:
         gain = 1 - other.step.total / best.step.total
         return f"faster by {gain:.1%}, less than its further dimensions have to gain"
-    longer = {name: seconds - best.step.parts[name] for name, seconds in other.step.parts.items()}
-    most = [name for name in sorted(longer, key=lambda name: -longer[name])[:2] if longer[name] > 1e-9]
-    parts = [f"{name} {other.step.parts[name] / other.step.total:.0%}" for name in most]
-    return f"slower by {other.step.total / best.step.total - 1:.1%}: {', '.join(parts)}"
+    longer = {name: s / best.step.total for name, s in other.step.parts.items()}
+    longer = {name: share - best.step.parts[name] / best.step.total for name, share in longer.items()}
+    most = [name for name in sorted(longer, key=lambda name: -longer[name])[:2] if longer[name] > 5e-4]
+    again = "whole layers again, " * (
+        FULL.items() <= other.changes.items() and not FULL.items() <= best.changes.items()
+    )
+    parts = ", ".join(f"{name} +{longer[name]:.1%}" for name in most)
+    return f"slower by {other.step.total / best.step.total - 1:.1%}: {again}{parts}"
 
 
 def model_size(config: Config, vocab: int) -> int:
@@ -272,5 +281,6 @@ def model_size(config: Config, vocab: int) -> int:
 def usual_batch(parsed: Parsed, vocab: int, world: int) -> int:
     """Return the rows of a step where none are set: 1 M tokens, 4 M from 15 billion parameters on."""
     large = model_size(parsed.config, vocab) >= 15e9
-    from_tokens = 2 ** (22 if large else 20) // parsed.config.data.seq_length
-    return math.ceil(max(from_tokens, world) / world) * world
+    data = parsed.config.data
+    unit = world * (data.micro_batch_size if "micro_batch_size" in parsed.given else 1)
+    return math.ceil(2 ** (22 if large else 20) / data.seq_length / unit) * unit

@@ -28,6 +28,7 @@ from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import flops_per_iteration, parameter_count, stage_layers
 from nanomegatron.plan.cluster import Cluster
 from nanomegatron.plan.fast import optimizer_casts
+from nanomegatron.plan.gpus import device_peak
 from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of
 from nanomegatron.plan.layer_time import (
     EXPERT_KERNELS,
@@ -77,8 +78,9 @@ class StepTime(NamedTuple):
 
     @property
     def mfu(self) -> float:
-        """Share of the dense bf16 peak."""
-        return self.tflops_per_gpu * 1e12 / self.cluster.peak
+        """Share of the dense peak, in the type of the weights."""
+        peak = device_peak(self.cluster.gpu, self.run.config.dtype_name) or self.cluster.peak
+        return self.tflops_per_gpu * 1e12 / peak
 
 
 def padded_vocab(run: Planned) -> int:
