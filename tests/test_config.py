@@ -198,6 +198,12 @@ def test_no_position_embedding_keeps_rope(order):
     assert parsed.errors == () and parsed.config.model.position_embedding_type == "rope"
 
 
+def test_shape_flags_alone_have_no_name():
+    """Not that of the current folder."""
+    parsed = parse("--num-layers 2 --hidden-size 8 --num-attention-heads 2".split())
+    assert parsed.preset is None and not parsed.own_file
+
+
 def test_a_zero_puts_a_preset_away_too():
     """It is a wish, unlike a switch that is off."""
     assert parse(["--config", "llama3-8b"]).config.optimizer.lr_warmup_fraction

@@ -64,7 +64,8 @@ def nearest_that_fits(run: Planned, gpu: str, room: float) -> str:
             if value != values[name] and not (value == 1 and values[name] is None)
         ]
 
-    found = sorted(search.valid(fits, len(fits)), key=lambda c: (len(changed(c.changes)), c.rank))
+    allowed = (c for c in fits if not search.errors(c))
+    found = sorted(allowed, key=lambda c: (len(changed(c.changes)), c.rank))
     if not found:
         return "no layout of this model fits these GPUs; take more of them"
     need = f"{found[0].need / 2**30:.1f} of {room / 2**30:.1f} GB"
