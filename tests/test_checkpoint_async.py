@@ -5,6 +5,7 @@ import re
 import resource
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -375,3 +376,29 @@ def test_memory_is_page_locked_in_parts_that_no_copy_crosses(monkeypatch):
     assert [buffer.parts(view) for view in views] == [[900], [1], [123, 1024, 53], [0]]
     buffer.close()
     assert unlocked == [*locked][::-1]
+
+
+def test_copies_are_cut_where_parts_begin(monkeypatch):
+    """On a side stream, here without one: each piece is in its place, and no copy crosses a part."""
+    monkeypatch.setattr(async_save, "LOCKED", 4096)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    buffer, sizes = HostBuffer(20000, torch.device("cpu")), []
+    stream, copied = SimpleNamespace(wait_stream=lambda _: None), SimpleNamespace(record=lambda: None)
+    saver = SimpleNamespace(mesh=ALONE, stream=stream, copied=copied, buffer=buffer)
+    tensors = torch.randn(30, 40), torch.tensor(7.0), torch.randn(50, 30).t(), torch.ones(0), torch.randn(9)
+    pieces = [SimpleNamespace(data=data) for data in tensors]
+    views, begin = buffer.views(pieces), buffer.ready.result().data_ptr()
+    plain = torch.Tensor.copy_
+
+    def copy_(target: torch.Tensor, data: torch.Tensor, non_blocking: bool) -> None:
+        first = target.data_ptr() - begin
+        assert first // 4096 == (first + max(0, target.nbytes - 1)) // 4096 and non_blocking
+        sizes.append(len(target))
+        plain(target, data)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    AsyncSaver._copy(saver, zip(views, pieces, strict=True))
+    monkeypatch.undo()
+    assert all(torch.equal(view, data) for view, data in zip(views, tensors, strict=True))
+    assert sum(sizes) == sum(data.numel() for data in tensors) and len(sizes) > len(tensors)
