@@ -267,7 +267,7 @@ def train(run: Run) -> int:
         warm_up_step(run)
     run.optimizer.cast_weights()
     if config.debug_nan:
-        stop_at_nan(run.model, run.mesh)
+        stop_at_nan(run.model, run.grads, run.mesh)
     step = train_step
     if run.config.faults.rerun_mode == "validate_results":
         step = functools.partial(validated_step, train_step=train_step)

@@ -198,14 +198,23 @@ def test_the_planted_bugs_fit_the_code():
 
 
 def train_with_nan(world: World, argv: list[str], folder: str, where: str) -> int:
-    """A training in which rank 1 makes a number that is not finite: in a forward, or in a gradient."""
+    """A training in which rank 1 makes a number that is not finite: in or between modules, or a gradient."""
     run = set_up(world, [*argv, "--debug-nan"], folder)
     norm = module_at(run, "decoder.layers.1.pre_mlp_layernorm")
+    after, accumulate = module_at(run, "decoder.layers.1.mlp.linear_fc2"), tp.accumulate_weight_grad
     if where == "forward" and world.rank == 1:
         norm.weight.data[3] = float("inf")
     if where == "backward" and world.rank == 1:
         usual = norm.op
         norm.op = lambda layer, x, *more: usual(layer, NanGrad.apply(x), *more)
+    if where == "before linear_fc2" and world.rank == 1:
+        after.register_forward_pre_hook(lambda _, args: (args[0] * float("nan"),))
+    if where == "behind linear_fc1" and world.rank == 1:
+        after.register_forward_pre_hook(lambda _, args: (NanGrad.apply(args[0]),))
+    if where == "weight" and world.rank == 1:
+        tp.accumulate_weight_grad = lambda weight, x, grad, *more: accumulate(
+            weight, x, grad * float("nan") if weight is after.weight else grad, *more
+        )
     try:
         train.train(run)
     except BadSteps as error:
@@ -229,19 +238,24 @@ class NanGrad(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    "where, said",
+    "where, axis, said",
     [
-        ("forward", r"the output of decoder.layers.1.pre_mlp_layernorm is not finite on rank 1 "),
-        ("backward", r"the gradient that decoder.layers.1.pre_mlp_layernorm returns .* on rank 1 "),
+        ("forward", "dp", "the output of decoder.layers.1.pre_mlp_layernorm is"),
+        ("backward", "dp", "the gradient that decoder.layers.1.pre_mlp_layernorm returns for input is"),
+        ("before linear_fc2", "tp", "the input of decoder.layers.1.mlp.linear_fc2 is"),
+        ("behind linear_fc1", "tp", "the gradient of the output of decoder.layers.1.mlp.linear_fc1 is"),
+        ("weight", "dp", "the gradient of decoder.layers.1.mlp.linear_fc2.weight is"),
+        ("weight", "tp", "the gradient of decoder.layers.1.mlp.linear_fc2.weight is"),
     ],
 )
-def test_the_first_module_that_is_not_finite_is_named(sources, tmp_path, where, said):
-    argv = arguments(sources, "llama", TWO_STEPS, SMALL, "--dp", "2")
+def test_the_first_module_that_is_not_finite_is_named(sources, tmp_path, where, axis, said):
+    """On the rank that has it, before a sum over ranks brings it to others."""
+    argv = arguments(sources, "llama", TWO_STEPS, SMALL, f"--{axis} 2")
     start_fork_server()
     assert launch(train_with_nan, 2, (argv, str(tmp_path), where), threads=1, timeout=60)[1] == 16
     text = (tmp_path / "said1").read_text()
-    assert re.search(said, text) and not (tmp_path / "said0").exists()
-    assert re.search(r"input 0: min -\d.*max \d.*absmax", text), text
+    assert f"--debug-nan: {said} not finite on rank 1 " in text and not (tmp_path / "said0").exists()
+    assert where == "weight" or re.search(r"input 0: (no finite|min -\d.*max \d.*absmax)", text), text
     assert ("1 infinite of 32" in text) == (where == "forward"), text
 
 

@@ -13,7 +13,7 @@ BUDGETS = {
     "commands": 1712,
     "config": 3500,
     "data": 3405,
-    "debug": 1090,
+    "debug": 1120,
     "fast": 2975,
     "faults": 1116,
     "ops": 3750,

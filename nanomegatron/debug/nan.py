@@ -1,8 +1,8 @@
-"""--debug-nan: stop at the first module, on each rank, that turns finite numbers into others.
+"""--debug-nan: stop at the first module, on each rank, that gets or makes numbers that are not finite.
 
-Every module's output, and the gradient that it returns for each input, is checked as soon as it is computed.
-The message has the ranges of the module's inputs and weights. The host waits for each, so a step is slow;
-without the flag there are no hooks.
+Every module's inputs and outputs and the gradients of both are checked before the next computation, so before
+ranks sum them; weight gradients once complete. The message has the ranges of the module's inputs and weights.
+The host waits for each, so a step is slow; without the flag there are no hooks.
 """
 
 from collections.abc import Iterable
@@ -13,21 +13,24 @@ import torch
 from torch import nn
 
 from nanomegatron.debug.record import module_names, tensors_of, watched
+from nanomegatron.dp import Bucket, Buckets
 from nanomegatron.faults.health import BadSteps
 from nanomegatron.mesh import Mesh
 from nanomegatron.pp import Stages
 
 
-def stop_at_nan(model: Stages, mesh: Mesh) -> None:
-    """Add the hooks to all modules. What they find is raised as BadSteps, on the rank that has it."""
+def stop_at_nan(model: Stages, grads: Buckets, mesh: Mesh) -> None:
+    """Add the hooks to modules and buckets. What they find is raised as BadSteps, on the rank that has it."""
     for chunk in model:
         for module, name in module_names(chunk).items():
             module.register_forward_pre_hook(partial(_before, name, mesh))
             module.register_forward_hook(partial(_after, name, mesh))
+    grads.before_reduce = partial(_before_sum, mesh)
 
 
 def _before(name: str, mesh: Mesh, module: nn.Module, args: tuple) -> tuple:
     inputs, what = [x.detach() for x in tensors_of(args)], f"the gradient that {name} returns for input"
+    _check(inputs, f"the input of {name}", module, inputs, mesh)
 
     def look(grad: torch.Tensor) -> None:
         _check([grad], what, module, inputs, mesh)
@@ -36,14 +39,27 @@ def _before(name: str, mesh: Mesh, module: nn.Module, args: tuple) -> tuple:
 
 
 def _after(name: str, mesh: Mesh, module: nn.Module, args: tuple, output: Any) -> None:
-    _check(tensors_of(output), f"the output of {name}", module, tensors_of(args), mesh)
+    inputs, outputs = [x.detach() for x in tensors_of(args)], tensors_of(output)
+    _check(outputs, f"the output of {name}", module, inputs, mesh)
+
+    def look(grad: torch.Tensor) -> None:  # before the backward, which may sum over ranks
+        _check([grad], f"the gradient of the output of {name}", module, inputs, mesh)
+
+    for x in outputs:
+        if x.requires_grad:
+            x.register_hook(look)
 
 
-def _check(found: Iterable, what: str, module: nn.Module, inputs: list, mesh: Mesh) -> None:
+def _before_sum(mesh: Mesh, bucket: Bucket) -> None:
+    for param, grad in zip(bucket.params, bucket.views(bucket.grads), strict=True):
+        _check([grad], f"the gradient of {param.spec.name}", None, [], mesh)
+
+
+def _check(found: Iterable, what: str, module: nn.Module | None, inputs: list, mesh: Mesh) -> None:
     bad = [x for x in found if not bool(x.isfinite().all())]
     if bad:
         ranges = [f"input {i}: {value_range(x)}" for i, x in enumerate(inputs)]
-        weights = module.named_parameters(recurse=False)
+        weights = module.named_parameters(recurse=False) if module else ()
         ranges += [f"{kind}: {value_range(x)}" for kind, x in weights]
         first = f"--debug-nan: {what} is not finite on {mesh.label}: {value_range(bad[0])}"
         raise BadSteps("\n  ".join([first, *ranges]))
