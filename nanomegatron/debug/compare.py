@@ -244,8 +244,9 @@ class Comparison:
                     return f"shifted by {by:+d} along {what}"
         if len(a) > 2 and alike(b - a, (b - a).mean(0).expand_as(a)):
             return "one vector too much in every row"
-        return other_order("rows", want.flatten(0, -2), b) or (
-            other_order("features", want.flatten(0, -2).t(), got.flatten(0, -2).t()) or "no pattern known"
+        rows_of, features_of = want.flatten(0, -2), want.flatten(0, -2).t()
+        return other_order("rows", rows_of, a, b) or (
+            other_order("features", features_of, features_of, got.flatten(0, -2).t()) or "no pattern known"
         )
 
 
@@ -256,11 +257,12 @@ def alike(a: torch.Tensor, b: torch.Tensor, share: float = 1.0) -> bool:
     return float(((a - b).norm(dim=-1) <= ALIKE * b.norm(dim=-1)).float().mean()) >= share
 
 
-def other_order(what: str, want: torch.Tensor, got: torch.Tensor) -> str:
-    """Say so if the rows of got `[m, f]` are rows of want `[n, f]` in another order, else return ""."""
-    if not 1 < len(got) <= len(want) <= 4096 or want.shape[1] < 2:
+def other_order(what: str, every: torch.Tensor, want: torch.Tensor, got: torch.Tensor) -> str:
+    """Say so if the rows of got `[m, f]` that are not those of want `[m, f]` are others of every `[n, f]`."""
+    moved = (got - want).norm(dim=-1) > ALIKE * want.norm(dim=-1)
+    got = got[moved]
+    if not 1 < len(got) <= len(every) <= 4096 or every.shape[1] < 2:
         return ""
-    nearest = torch.cdist(got, want).argmin(1)
-    moved = nearest != torch.arange(len(got)) if len(got) == len(want) else torch.ones(1, dtype=torch.bool)
-    enough = len(set(nearest.tolist())) > len(got) // 2 and bool(moved.any())
-    return f"{what} in another order" if enough and alike(got, want[nearest], share=0.8) else ""
+    nearest = torch.cdist(got, every).argmin(1)
+    enough = len(set(nearest.tolist())) > len(got) // 2
+    return f"{what} in another order" if enough and alike(got, every[nearest], share=0.8) else ""
