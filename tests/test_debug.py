@@ -174,10 +174,23 @@ def test_the_command_writes_what_it_finds(sources, tmp_path, capsys, monkeypatch
         ("--steps 0", "at least 1"),
         ("--config tiny-cpu --bf16 --fp8-format hybrid", "give --no-fast-paths"),
         ("--config tiny-cpu --variable-seq-lengths", "packs differ by layout"),
-        ("--reference jax x", "hf FOLDER"),
+        ("--reference jax x", "--reference jax: takes `hf FOLDER`"),
+        ("--reference hf /nonexist --config tiny-cpu", "--reference hf /nonexist: has no config.json"),
+        ("--b tp2 --config tiny-cpu --json /nonexist/found.json", "--json /nonexist/found.json: cannot be"),
+        (
+            "--b tp2 --config tiny-cpu --tp 4",
+            "--tensor-model-parallel-size: give it in the words of --a",
+        ),
+        ("--b dp2 --config tiny-cpu --nproc 4", "--nproc: give it in the words"),
+        ("--config tiny-cpu --b=", "layout '' is not made of words"),
+        ("--config tiny-cpu --b sp", "sp cuts sequences over tp"),
+        ("--config tiny-cpu --b dp1", "--b dp1 is the same as --a tp1"),
+        ("", "--b tp1 is the same as --a tp1: give another layout, such as --b tp2"),
     ],
 )
-def test_wrong_flags_are_errors(argv, said, capsys):
+def test_wrong_flags_are_errors(argv, said, capsys, monkeypatch):
+    """Before anything is run."""
+    monkeypatch.setattr(debug_run, "launch", None)
     assert main(argv.split()) == 2 and said in capsys.readouterr().err
 
 

@@ -49,10 +49,10 @@ def flags_of(layout: str) -> tuple[int, str]:
         word for word, name in zip(words, names, strict=True) if name not in (*LAYOUT_FLAGS, "ov")
     ]:
         raise ValueError(f"layout {layout!r}: {unknown[0]!r} is no word of one; docs/debugging.md lists them")
-    if "".join(words) != layout:
-        raise ValueError(
-            f"layout {layout!r} is not made of words such as tp2, pp2, sp; see docs/debugging.md"
-        )
+    if not words or "".join(words) != layout:
+        raise ValueError(f"layout {layout!r} is not made of words such as tp2, pp2, sp; docs/debugging.md")
+    if "sp" in words and not re.search(r"tp([2-9]|1\d)", layout):
+        raise ValueError(f"layout {layout!r}: sp cuts sequences over tp; give tp2sp, or leave it out")
     size, flags = 1, []
     for word, name in zip(words, names, strict=True):
         count = word.removeprefix(name)

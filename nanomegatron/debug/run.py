@@ -38,10 +38,12 @@ MOST_SECONDS = 1800.0  # after which a run is ended
 
 
 class Layout(NamedTuple):
-    """A command line of train.py, and its number of processes."""
+    """A layout in words, its command line of train.py, number of processes and resolved configuration."""
 
+    word: str
     argv: list[str]
     size: int
+    config: Config
 
 
 def checked(argv: list[str], size: int, device: str) -> Config:
@@ -162,14 +164,17 @@ def record_layout(layout: Layout, folder: Path, *more: Any) -> str:
 def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference | None:
     """Run two layouts; return the first difference. hf: compare b with transformers' model of this folder.
 
-    If the run of b fails and nothing differs, that is where it failed. Raises RuntimeError if that of a does.
+    If the run of b fails and nothing differs, that is where it failed. Raises RuntimeError if that of a does,
+    and ValueError if both are the same layout.
     """
+    if not hf and a.config == b.config:
+        raise ValueError(f"--b {b.word} is the same as --a {a.word}: give another layout, such as --b tp2")
     with tempfile.TemporaryDirectory(prefix="debug-") as name:
         folder = Path(name)
         failed = record_layout(a, folder / "a", SEEDS, hf)
         if not failed:
             failed = record_layout(b, folder / "b")
-            found = first_difference(folder, parse(a.argv).config, bool(failed))
+            found = first_difference(folder, a.config, bool(failed))
             if failed:
                 return found._replace(pattern=f"{found.pattern}; {failed}") if found else end_of(folder / "b")
     if failed:
