@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -155,14 +156,23 @@ def test_nothing_is_named_in_clean_code(found, layout, model, more):
     assert difference is None, difference.describe()
 
 
+def no_sum_but_lines(world: World, argv: list[str], folder: Path, *more) -> int:
+    """The same; what it prints is in the file of --save."""
+    with open(argv[argv.index("--save") + 1], "a") as f, redirect_stderr(f):
+        return no_sum(world, argv, folder, *more)
+
+
 def test_the_command_writes_what_it_finds(sources, tmp_path, capsys, monkeypatch):
-    """Run in this process, with ranks that lack a sum; and the same as text."""
-    monkeypatch.setattr(debug_run, "record_rank", no_sum)
-    flags = arguments(sources, "llama", TWO_STEPS, SMALL)
+    """Run in this process, with ranks that lack a sum; and the same as text, and a line for each run."""
+    monkeypatch.setattr(debug_run, "record_rank", no_sum_but_lines)
+    flags = arguments(sources, "llama", TWO_STEPS, SMALL, "--save", str(tmp_path / "lines"))
     assert main(["--b", "tp2", "--steps", "1", "--json", str(tmp_path / "found"), *flags]) == 1
     assert "first difference: decoder.layers.0.self_attention.linear_proj" in capsys.readouterr().out
     facts = json.loads((tmp_path / "found").read_text())
     assert facts["ranks"] == [0, 1] and facts["kind"] == "output" and facts["step"] == 1
+    moved = "tp1, weights moved by rounding"
+    lines = [f"run {i} of 4: {run}\n" for i, run in enumerate(("tp1", moved, moved, "tp2"), 1)]
+    assert (tmp_path / "lines").read_text() == "".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ layout B    1 run
 """
 
 import json
+import sys
 import tempfile
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,18 +124,26 @@ def record_step(run: Run, recorder: Recorder) -> None:
 
 
 def record_rank(
-    world: World, argv: list[str], folder: Path, seeds: tuple[int, ...] = (0,), hf: str | None = None
+    world: World,
+    argv: list[str],
+    folder: Path,
+    seeds: tuple[int, ...] = (0,),
+    hf: str | None = None,
+    lines: Sequence[str] = (),
 ) -> int:
     """One rank: run all steps for each seed, and write what was recorded to folder/SEED/rankN.
 
-    hf: a folder whose model transformers runs, too; what it computes goes to folder/hf.
+    hf: a folder whose model transformers runs, too; what it computes goes to folder/hf. lines: what rank 0
+    prints as each of these runs begins.
     """
     device = pick_device(parse(argv).config.run.device, world)
     config = checked(argv, world.size, device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
+    shown = iter(lines if world.rank == 0 else ())
     for seed in seeds:
+        print(*islice(shown, 1), sep="", end="", file=sys.stderr, flush=True)
         run = build_run(config, mesh, seed)
         if run.model.on_gpu and mesh.pp.size > 1:
             warm_up_step(run)
@@ -150,6 +161,7 @@ def record_rank(
             run.loaders[0].close()
             save_pieces(recorder.pieces, recorder.order, folder / str(seed) / f"rank{world.rank:05d}")
     if hf:
+        print(*islice(shown, 1), sep="", end="", file=sys.stderr, flush=True)
         save_pieces(HfRecorder(build_run(config, mesh, 0), hf).record(), {}, folder / "hf/rank")
     Mesh.close()
     return 0
@@ -169,11 +181,14 @@ def compare_layouts(a: Layout, b: Layout, hf: str | None = None) -> Difference |
     """
     if not hf and a.config == b.config:
         raise ValueError(f"--b {b.word} is the same as --a {a.word}: give another layout, such as --b tp2")
+    moved = f"{a.word}, weights moved by rounding"
+    runs = [a.word, moved, moved, *(["transformers"] if hf else []), b.word]
+    lines = [f"run {i} of {len(runs)}: {run}\n" for i, run in enumerate(runs, 1)]
     with tempfile.TemporaryDirectory(prefix="debug-") as name:
         folder = Path(name)
-        failed = record_layout(a, folder / "a", SEEDS, hf)
+        failed = record_layout(a, folder / "a", SEEDS, hf, lines[:-1])
         if not failed:
-            failed = record_layout(b, folder / "b")
+            failed = record_layout(b, folder / "b", (0,), None, lines[-1:])
             found = first_difference(folder, a.config, bool(failed))
             if failed:
                 return found._replace(pattern=f"{found.pattern}; {failed}") if found else end_of(folder / "b")
