@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from nanomegatron import dp, layers, tp
+from nanomegatron import dp, layers, optim, tp
 from nanomegatron.commands.debug import main
 from nanomegatron.config.cli import parse
 from nanomegatron.debug import run as debug_run
@@ -69,6 +69,18 @@ def wrong_rank(world: World, *args) -> int:
     return record_rank(world, *args)
 
 
+def decay_by_shard(world: World, *args) -> int:
+    """Ranks, of which the second decays its weights a hundred times as much."""
+    usual = optim.adamw_
+
+    def update(main, grad, moments, step, lr, numbers, *more):
+        numbers = (*numbers[:-1], numbers[-1] * (1 + 99 * world.rank))
+        return usual(main, grad, moments, step, lr, numbers, *more)
+
+    optim.adamw_ = update
+    return record_rank(world, *args)
+
+
 @pytest.fixture(scope="module")
 def found(sources, tmp_path_factory):
     """(layout, model, worker, flags) -> the difference from one process, whose record is kept."""
@@ -104,6 +116,7 @@ def found(sources, tmp_path_factory):
         ("dp2", "llama", no_gradient_sum, "dp", "reduced gradient", "partial sum: the 2 copies of dp"),
         ("pp2", "gpt", wrong_norm_backward, "decoder.final_layernorm", "input gradient", "the sign is wrong"),
         ("dp2", "gpt", wrong_rank, "batch", "", ""),
+        ("dp2z1", "llama", decay_by_shard, "optimizer", "updated weight", ""),
     ],
 )
 def test_a_planted_bug_is_named(found, layout, model, worker, module, kind, how):

@@ -7,7 +7,7 @@ gradients, updated weights; then the next step. What is computed first and diffe
     input of M            what M's parent does before M; between two layers, the pipeline: "decoder"
     input gradient of M   M's backward; output gradient: what its parent does after M
     weight gradient       the module that has the weight; if most differ "dp": the sum over replicas
-    gradient norm         "optimizer"; an updated weight likewise, if most differ
+    gradient norm         "optimizer"; an updated weight likewise: its gradient agrees
 
 Each tensor has its own noise: the largest change of a row in runs of the reference whose weights were moved
 by rounding. A row differs if it is further off than FACTOR times that.
@@ -192,8 +192,10 @@ class Comparison:
         """The module to blame for the first difference: as the table above."""
         step, kind, name = key
         owner, base = self.owner(name), kind.removesuffix(" gradient")
-        if kind in (UNREDUCED, REDUCED, UPDATED) and self._most_differ(step, kind):
-            return "optimizer" if kind == UPDATED else "dp"
+        if kind == UPDATED and (step, REDUCED, name) in self.reference:  # not a router's bias
+            return "optimizer"
+        if kind in (UNREDUCED, REDUCED) and self._most_differ(step, kind):
+            return "dp"
         forward = base == kind
         if kind in PHASES or owner == "batch" or base.startswith("output" if forward else "input"):
             return owner
