@@ -219,6 +219,9 @@ def test_states_are_shared_as_the_strategies_say():
     for ranks, overlap, pool in (4, False, 128256 * 4096), (300, True, buckets):
         found = per_parameter(replicas=ranks, overlap_grad_reduce=overlap, **both)
         assert found == pytest.approx(2 + 16 / ranks + pool * 4 / 8030261248)
+    only = replace(config(LLAMA3_8B, 8192, 1), parallel=ParallelConfig(data_parallel_size=4, **both))
+    only = memory(replace(only, run=replace(only.run, eval_only=True)), 128256, CUDA)
+    assert only["weights"] == 2 * 8030261248 and "gradients" not in only
     half = OptimizerConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_grads_dtype="bf16")
     assert per_parameter(half) == 12
     assert per_parameter(OptimizerConfig(optimizer_cpu_offload=True)) == 6

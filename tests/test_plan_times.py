@@ -18,7 +18,7 @@ from tools import planner_page
 
 TIME, MEMORY = 0.10, 0.03  # relative
 # What is predicted over what was measured where that is not near, and why.
-SLOW = {  # the host's: its GPUs waited 48 ms of such a step, 14 are planned; two H200 needed 172 ms
+SLOW = {  # the host's: GPUs waited 48 ms of a step like it, 14 are planned; two H200 needed 172 ms
     "2026-11-25-gpu-gate-two-h100.json cases/name=ep alltoall/new": 0.85,
 }
 

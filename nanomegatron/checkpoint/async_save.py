@@ -87,7 +87,7 @@ class HostBuffer:
             time.sleep(0 if self.wanted else time.monotonic() - begin)
 
     def _unlock(self) -> None:
-        """Else CUDA would read and write these pages for whatever is mapped there afterwards."""
+        """Unlock the pages; else CUDA would read and write them for whatever is mapped there afterwards."""
         while self.locked:
             torch.cuda.cudart().cudaHostUnregister(self.locked.pop().data_ptr())
 

@@ -183,8 +183,9 @@ def in_fp8(search: Search, best: Candidate) -> Iterator[str]:
     other = search.fitting(kept | fp8)
     if other and other.step and not validate(other.run.config, search.world, "cuda"):
         step = step_time(other.run, search.cluster)
-        times = f"{step.total * 1e3:,.1f} ms, {best.step.total / step.total:.2f} times as fast"
-        yield from [f"fp8     {times}: {other.flags()}"] * (step.total < best.step.total)
+        if step.total < best.step.total:
+            times = f"{step.total * 1e3:,.1f} ms, {best.step.total / step.total:.2f} times as fast"
+            yield f"fp8     {times}: {other.flags()}"
 
 
 def show(*lines: str) -> None:

@@ -142,7 +142,7 @@ def states(config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tu
     dense["FP8 weights"] += 2 * head  # beside the 16-bit ones, which the embedding reads
     fp8_experts = expert_weights(sizes, fp8) if sizes.fp8_experts else 0
     experts = _states(config, expert_weights(sizes, layers), fp8_experts, edp)
-    if config.parallel.sharding == "optim_grads":
+    if config.parallel.sharding == "optim_grads" and not config.run.eval_only:
         in_use = max(whole_gradients(config, sizes, layers), vocab // tp * model.hidden_size * ends[1])
         dense["gradients"] += min(in_use, params) * ITEMSIZE[config.grad_dtype_name]
     return {name: size + experts[name] for name, size in dense.items()}
@@ -152,7 +152,7 @@ def whole_gradients(config: Config, sizes: Sizes, layers: list[int]) -> int:
     """Return the elements of the buckets in use in a layer's backward, with `optim_grads`."""
     model, parallel = config.model, config.parallel
     buckets = parallel.bucket_size(sizes.shards(config)[0]) * (2 + REDUCTIONS * parallel.overlap_grad_reduce)
-    widths = [sizes.tp * sizes.ffn(model.moe_layers[layer]) for layer in layers]
+    widths = {sizes.tp * sizes.ffn(model.moe_layers[layer]) for layer in layers}
     largest = max((layer_matmul_parameters(model, sizes.tp, width) for width in widths), default=0)
     experts = expert_parameters(model, sizes.local_experts, sizes.etp) if model.num_experts else 0
     return max(buckets, largest + experts)
