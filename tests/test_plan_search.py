@@ -93,7 +93,7 @@ def test_what_fits_and_why_others_lost():
     assert all(found.need <= room * 2**30 for found in fits) and all(c.need > room * 2**30 for c in others)
     lost, best = others[0], fits[0]
     part, size = max(lost.memory.items(), key=lambda item: item[1])
-    said = f"does not fit: {lost.need / 2**30:.1f} of {room:.1f} GB, {part} {size / 2**30:.1f} GB"
+    said = f"does not fit: {lost.need / 2**30:.1f} of {room:.1f} GiB, {part} {size / 2**30:.1f}"
     assert disadvantage(lost, best, room * 2**30) == said
     slower = fits[3]
     parts = {name: s - best.step.parts[name] for name, s in slower.step.parts.items()}
@@ -183,7 +183,7 @@ def test_no_layout_fits(capsys):
     flags = "--config llama3-70b --vocab-size 128256 --gpus 2 --gpu h100".split()
     assert plan.main(flags) == 1
     out = capsys.readouterr().out
-    assert "0 layouts fit" in out and "alone take 212 GB of each GPU" in out and "train.py" not in out
+    assert "0 layouts fit" in out and "alone take 197 GiB of each GPU" in out and "train.py" not in out
     assert (
         plan.main(
             [*SEVENTY_B.split(), "--gpus", "4", "--gpu", "h100", "--recompute-granularity", "selective"]
@@ -320,7 +320,7 @@ def test_the_memory_is_that_of_the_options(capsys):
         assert plan.main(shlex.split(f"{EIGHT_B} --gpus 8 {options}")) == 0
         lines = capsys.readouterr().out.splitlines()
         memory = next(line for line in lines if line.startswith("memory"))
-        assert f"of {size} GB" in memory and float(memory.split()[1]) <= FILLED * size
+        assert f"of {size} GiB" in memory and float(memory.split()[1]) <= FILLED * size
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ layout of common guides, planned in the same way. `python tools/layouts_page.py 
 `nanomegatron plan --config NAME --gpus N --gpu H100` does the same for your model, and `--auto-layout` in
 training.
 
-| model | GPUs | layout | micro batch | recomputed | MFU, planned | GB a GPU | why |
+| model | GPUs | layout | micro batch | recomputed | MFU, planned | GiB a GPU | why |
 |---|--:|---|--:|---|--:|--:|---|
 """
 GUIDES = """

@@ -151,17 +151,17 @@ def choose_layout(args: argparse.Namespace, flags: list[str], parsed: Parsed, cl
     show(*(f"note    {note}" for note in parsed.notes))
     print(f"model   {parsed.preset or 'of the flags'}: {count_text(size)} params, {parsed.config.dtype_name}")
     print(f"batch   {batch} x {data.seq_length} tokens")
-    room, number = f"{FILLED * cluster.memory_gb:.0f} of {cluster.memory_gb:.0f} GB used", len(fits)
+    room, number = f"{FILLED * cluster.memory_gb:.0f} of {cluster.memory_gb:.0f} GiB used", len(fits)
     found_text = f"{number} layout{'s' * (number != 1)} fit{'s' * (number == 1)}"
     print(
         f"search  {args.gpus} x {cluster.gpu}, {cluster.gpus_per_node} a node, {room} at most: {found_text}"
     )
     if not best:
-        need = f"weights and gradients alone take {6e-9 * size / args.gpus:,.0f} GB of each GPU"
+        need = f"weights and gradients alone take {6 * size / args.gpus / 2**30:,.0f} GiB of each GPU"
         show(*(lost_row(c, c, found.room) for c in others[:LAYOUTS_SHOWN]))
         print(f"no fit  {need}; take more GPUs, or larger ones")
         return 1
-    heads = f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GB':>6}"
+    heads = f"{'ms a step':>10}{'tokens/s':>12}{'MFU':>7}{'GiB':>6}"
     show(f"        {'layout':<28}{'micro':>6}  {'to make room':<16}{heads}", *map(layout_row, best))
     show(f"        the best first; a further dimension has to gain {COMPLEXITY:.1%} of a step")
     show(*(lost_row(c, best[0], found.room) for c in [*best[1:], *others[: LAYOUTS_SHOWN // 2]]))
@@ -313,10 +313,10 @@ def verdict(run: Planned, card: str, gib: float | None) -> int:
     need, most = run.need / 2**30, gib or GPU_SIZES[-1]
     if need <= FILLED * most:
         least = next(size for size in GPU_SIZES if need <= FILLED * size or size == GPU_SIZES[-1])
-        where = f"{need / most:.0%} of {most:.4g} GB, {card}" if gib else f"GPUs of {least} GB or more"
+        where = f"{need / most:.0%} of {most:.4g} GiB, {card}" if gib else f"GPUs of {least} GB or more"
         print(f"fits    {where}")
         return 0
     largest = "" if gib else ", the largest GPU there is"
-    print(f"no fit  {need:.2f} GiB are {need / most:.0%} of {most:.4g} GB{largest}; use up to {FILLED:.0%}")
+    print(f"no fit  {need:.2f} GiB are {need / most:.0%} of {most:.4g} GiB{largest}; use up to {FILLED:.0%}")
     print(*remedies(run, FILLED * most * 2**30), sep="\n")
     return 1

@@ -33,7 +33,7 @@ def with_best_layout(
     chosen = best[0]
     config = build_config(values_of(parsed.config) | chosen.changes)
     flags = f"--global-batch-size {config.data.global_batch_size} {chosen.flags()}".strip()
-    step = f"{chosen.step.total * 1e3:,.0f} ms a step and {chosen.need / 2**30:.1f} GB are planned"
+    step = f"{chosen.step.total * 1e3:,.0f} ms a step and {chosen.need / 2**30:.1f} GiB are planned"
     second = f"; next {best[1].word}: {disadvantage(best[1], chosen, room)}" if len(best) > 1 else ""
     note = f"--auto-layout chose {chosen.word}: {flags} ({step} at the rates of {cluster.name}{second})"
     return replace(parsed, config=config, notes=[*parsed.notes, note])
@@ -68,6 +68,6 @@ def nearest_that_fits(run: Planned, gpu: str, room: float) -> str:
     found = sorted(allowed, key=lambda c: (len(changed(c.changes)), c.rank))
     if not found:
         return "no layout of this model fits these GPUs; take more of them"
-    need = f"{found[0].need / 2**30:.1f} of {room / 2**30:.1f} GB"
+    need = f"{found[0].need / 2**30:.1f} of {room / 2**30:.1f} GiB"
     flags = " ".join(changed(found[0].changes)) or "this one; something else takes memory"
     return f"the nearest layout that fits by the plan ({need}): {flags}"

@@ -1,6 +1,6 @@
 """Bars of a plan: the parts of a GPU's memory and of a step's time, as text or as a picture.
 
-    memory  72 of 80 GB  WWWWWWWGGGGGGGGGGAAAAAAAAAAAA....    weights 15, gradients 22, activations 31, free 8
+    memory  72 of 80 GiB WWWWWWWGGGGGGGGGGAAAAAAAAAAAA....    weights 15, gradients 22, activations 31, free 8
     time        11.52 s  MMMMMMMMMMMMMMMMMMMMMMMAAAAAAAoBB    matmuls 62 %, attention 21 %, bubble 4 %
 
 A sign is the first free letter of a part's name; a part below a sign's width is not drawn.
@@ -18,7 +18,7 @@ FREE = "free"
 
 
 def memory_parts(candidate: Candidate, room: float) -> dict[str, float]:
-    """GB by part, the largest first, and what is free of `room` GB."""
+    """GiB by part, the largest first, and what is free of `room` GiB."""
     parts = {name: size / 2**30 for name, size in candidate.memory.items()}
     parts = dict(sorted(parts.items(), key=lambda item: -item[1]))
     return parts | {FREE: max(0.0, room - sum(parts.values()))}
@@ -44,10 +44,10 @@ def bar(parts: dict[str, float]) -> str:
 
 
 def text_bars(candidate: Candidate, room: float) -> Iterator[str]:
-    """Yield the lines of both bars, each with a key. room: GB of a GPU."""
+    """Yield the lines of both bars, each with a key. room: GiB of a GPU."""
     memory = memory_parts(candidate, room)
-    yield f"memory  {candidate.need / 2**30:5.1f} of {room:.0f} GB  {bar(memory)}"
-    yield from key(memory, "{:.1f} GB")
+    yield f"memory  {candidate.need / 2**30:5.1f} of {room:.0f} GiB  {bar(memory)}"
+    yield from key(memory, "{:.1f}")
     step = candidate.step
     time = {name: 100 * part / step.total for name, part in step.parts.items()}
     yield f"time    {step.total * 1e3:11,.1f} ms  {bar(time)}"
@@ -68,7 +68,7 @@ def draw_bars(candidates: list[Candidate], room: float, path: Path) -> Any:
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 3 + len(candidates)))
     except ImportError as error:
         raise ImportError(f"--plot {path} needs matplotlib: pip install matplotlib") from error
-    for axes, (title, unit) in zip(figure.subplots(2, 1), (("memory", "GB"), ("a step", "s")), strict=True):
+    for axes, (title, unit) in zip(figure.subplots(2, 1), (("memory", "GiB"), ("a step", "s")), strict=True):
         rows = [c.step.parts if unit == "s" else memory_parts(c, room) for c in candidates]
         left = [0.0] * len(rows)
         for i, name in enumerate(dict.fromkeys(name for row in rows for name in row if name != FREE)):

@@ -258,7 +258,7 @@ def disadvantage(other: Candidate, best: Candidate, room: float) -> str:
     if other.step is None:
         part = max(other.memory, key=lambda name: other.memory[name])
         size = other.memory[part] / 2**30
-        return f"does not fit: {other.need / 2**30:.1f} of {room / 2**30:.1f} GB, {part} {size:.1f} GB"
+        return f"does not fit: {other.need / 2**30:.1f} of {room / 2**30:.1f} GiB, {part} {size:.1f}"
     if other.step.total <= best.step.total:
         gain = 1 - other.step.total / best.step.total
         return f"faster by {gain:.1%}, less than its further dimensions have to gain"
