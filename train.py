@@ -47,6 +47,7 @@ from nanomegatron.data.identity import data_identity
 from nanomegatron.debug.nan import stop_at_nan
 from nanomegatron.evaluate import evaluate, evaluate_only
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, report_failure
+from nanomegatron.faults.garbage import manual_gc
 from nanomegatron.faults.health import Health
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
@@ -271,27 +272,29 @@ def train(run: Run) -> int:
     step = train_step
     if run.config.faults.rerun_mode == "validate_results":
         step = functools.partial(validated_step, train_step=train_step)
-    while run.iteration < config.train_iters and not run.stop:
-        run.profile.step(run.iteration + 1)
-        skip = run.iteration + 1 in {*config.iterations_to_skip, *run.skipped_iterations}
-        previous, run.pending = run.pending, None if skip else step(run)
-        consumed = run.consumed_samples
-        run.iteration += 1
-        run.report(previous)
-        run.check_replicas()
-        if skip:
-            unread = run.consumed_samples - consumed
-            run.skipped_samples += unread
-            run.log.line(f"skipped step {run.iteration}, {unread} samples unread")
-        if due(config.exit_interval, run.iteration):
-            run.stop = f"--exit-interval {config.exit_interval}"
-        if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
-            evaluate(run)
-        save_if_due(run)
-        if run.iteration == config.train_iters:
-            run.flush_report()
-        if run.health.spike is not None:
-            roll_back(run)
+    with manual_gc(config) as collect:
+        while run.iteration < config.train_iters and not run.stop:
+            run.profile.step(run.iteration + 1)
+            skip = run.iteration + 1 in {*config.iterations_to_skip, *run.skipped_iterations}
+            previous, run.pending = run.pending, None if skip else step(run)
+            consumed = run.consumed_samples
+            run.iteration += 1
+            run.report(previous)
+            run.check_replicas()
+            if skip:
+                unread = run.consumed_samples - consumed
+                run.skipped_samples += unread
+                run.log.line(f"skipped step {run.iteration}, {unread} samples unread")
+            if due(config.exit_interval, run.iteration):
+                run.stop = f"--exit-interval {config.exit_interval}"
+            if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
+                evaluate(run)
+            save_if_due(run)
+            if run.iteration == config.train_iters:
+                run.flush_report()
+            if run.health.spike is not None:
+                roll_back(run)
+            collect(run.iteration)
     run.flush_report()
     run.profile.close()
     save_last(run)

@@ -15,7 +15,7 @@ BUDGETS = {
     "data": 3405,
     "debug": 1120,
     "fast": 2975,
-    "faults": 1116,
+    "faults": 1150,
     "ops": 3750,
     "plan": 1805,
     "report": 2450,

@@ -5,6 +5,7 @@ in a language, few often and most seldom. The fast tier takes two steps of four 
 eight, as do single tests that ask for it.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -89,17 +90,34 @@ def train_on_a_rank(world: World, argv: list[str], folder: str) -> dict:
 
     run.optimizer.step = keep
     entered: set[str] = set()
-    for _ in range(run.config.run.train_iters):
-        with fast_files(entered):
-            numbers = train.train_step(run).read()[1]
-        steps.append({name: numbers[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
-        if len(gradients) == 1:
-            run.grads.wait_params()
-            weights = weights_of(run)
-        run.iteration += 1
+    with no_garbage():
+        for _ in range(run.config.run.train_iters):
+            with fast_files(entered):
+                numbers = train.train_step(run).read()[1]
+            steps.append({name: numbers[name] for name in ("lm_loss", "grad_norm", "num_zeros")})
+            if len(gradients) == 1:
+                run.grads.wait_params()
+                weights = weights_of(run)
+            run.iteration += 1
     run.grads.wait_params()
     result = {"steps": steps, "gradients": gradients[0], "weights": weights, "last weights": weights_of(run)}
     return result | {"alike": alike(run), "entered": entered}
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Tensors made inside and left are not in circles, which --manual-gc would keep for long."""
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    gc.enable()
+    gc.unfreeze()
+    left = [tuple(x.shape) for x in gc.garbage if isinstance(x, torch.Tensor)]
+    gc.garbage.clear()
+    assert not left, f"only Python's garbage collector frees these tensors: {left}"
 
 
 @contextmanager

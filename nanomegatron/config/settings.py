@@ -327,9 +327,7 @@ class RunConfig:
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
     eval_only: bool = setting(False, "evaluate --load and stop", needs="--eval-iters greater than 0")
     iterations_to_skip: tuple[int, ...] = setting((), "iterations whose samples are skipped", names_run=True)
-    timing_log_level: int = setting(
-        0, "timers: 0 none, 1 phases of a step, 2 also forward and backward", choices=(0, 1, 2)
-    )
+    timing_log_level: int = setting(0, "timers: 0 none, 1 phases of steps, 2 also F and B", choices=(0, 1, 2))
     timing_log_option: str = setting("minmax", "which times over ranks to print", choices="max minmax all")
     debug_nan: bool = setting(False, "stop at the first module whose result is not finite; slow")
     log_params_norm: bool = setting(False, "log the norm of all parameters")
@@ -343,6 +341,8 @@ class RunConfig:
     profile_step_start: int = setting(10, "first step to profile", at_least=0)
     profile_step_end: int = setting(12, "step before which the profile ends")
     profile_ranks: tuple[int, ...] = setting((0,), "ranks to profile", at_least=0)
+    manual_gc: bool = setting(True, "collect Python's garbage on all ranks after the same steps")
+    manual_gc_interval: int = setting(50, "steps from one collection to the next; 0 never", at_least=0)
     empty_unused_memory_level: int = setting(
         0, "empty torch's GPU cache: 1 after the backward, 2 also after the optimizer", choices=(0, 1, 2)
     )
