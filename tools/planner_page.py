@@ -53,7 +53,7 @@ single matmuls, attention, other kernels and collectives (`plan/layer_time.py`),
 reach, A100 and B200 shares of data sheets.
 
 `python tools/planner_page.py --write` makes this page. `tests/test_plan_times.py` fails where a prediction
-is off by more than 10 % in time or 3 % in memory, but for the rows that it names with a reason.
+is off by more than 10 % in time or 3 % in memory.
 
 ## Against our own runs
 
