@@ -223,8 +223,8 @@ class Bucket:
 
     def start_reduce(self, op: str) -> Pending:
         """Begin to sum the gradients over the axis; the result holds this rank's shard."""
-        if self.buckets.before_reduce is not None:
-            self.buckets.before_reduce(self)
+        for look in self.buckets.before_reduce.values():
+            look(self)
         if self.shards.size < self.axis.size:
             return start_all_reduce_(self.grads, self.axis, op)
         return self.comm.start_reduce_scatter(self.grads, op)
@@ -308,7 +308,7 @@ class Buckets:
         self.op = "avg" if parallel.ddp_average_in_collective else "sum"
         self.grad_scale = mesh.dp_cp.size if parallel.ddp_average_in_collective else 1
         self.in_flight: deque[tuple[Bucket, Pending]] = deque()
-        self.before_reduce: Callable[[Bucket], None] | None = None  # sees this rank's gradients, not summed
+        self.before_reduce: dict[str, Callable[[Bucket], None]] = {}  # to see gradients before the sum
         self.all: list[Bucket] = []
         self.comms: list[ShardComm] = []
         groups: dict[tuple, list[nn.Parameter]] = {}

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     try:
         folder = folder_of(args)
         flags += ["--load", folder] if folder else []
-        a, b = (layout_run(word, flags, args.steps) for word in (args.a, args.b))
+        a, b = (layout_run(word, flags, 1 if folder else args.steps) for word in (args.a, args.b))
         found = compare_layouts(a, b, folder)
     except (ValueError, RuntimeError) as error:
         print("nanomegatron debug:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)

@@ -25,7 +25,7 @@ def stop_at_nan(model: Stages, grads: Buckets, mesh: Mesh) -> None:
         for module, name in module_names(chunk).items():
             module.register_forward_pre_hook(partial(_before, name, mesh))
             module.register_forward_hook(partial(_after, name, mesh))
-    grads.before_reduce = partial(_before_sum, mesh)
+    grads.before_reduce["nan"] = partial(_before_sum, mesh)
 
 
 def _before(name: str, mesh: Mesh, module: nn.Module, args: tuple) -> tuple:

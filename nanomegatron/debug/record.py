@@ -88,7 +88,7 @@ class Recorder(NoTracer):
                 if not isinstance(module, GroupedExperts):
                     module.register_forward_pre_hook(partial(self._before, name))
                     module.register_forward_hook(partial(self._after, name))
-        run.grads.before_reduce = self._before_reduce
+        run.grads.before_reduce["record"] = self._before_reduce
 
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
