@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
     const int64_t pack = pack_of_thread();
     float sums[P::size] = {};
     if (pack < packs) {
-        walk_rows<4>(
+        walk_rows<8>(
             rows, [&](int64_t row) { return load_pack(x + row * packs + pack); },
             [&](int64_t, const P& values) {
 #pragma unroll
@@ -54,8 +54,8 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 
 // 32 columns a block of 32 x 32 threads.
 template <typename T>
-__global__ void __launch_bounds__(1024)
-    add_up_parts(T* first, T* second, const float* sums, int64_t parts, int64_t blocks, int64_t n, int add) {
+__global__ void __launch_bounds__(1024) add_up_parts(T* first, T* second, T* third, const float* sums,
+                                                     int64_t parts, int64_t blocks, int64_t n, int add) {
     __shared__ float shared[32][33];
     wait_for_the_kernel_before();
     const int x = threadIdx.x % 32, y = threadIdx.x / 32;
@@ -70,20 +70,20 @@ __global__ void __launch_bounds__(1024)
     __syncthreads();
     sum = over_warp<Sum>(shared[x][y]);
     if (x == 0 && begin + y < n) {
-        T* to = (blockIdx.y == 0 ? first : second) + begin + y;
+        T* to = (blockIdx.y == 0 ? first : blockIdx.y == 1 ? second : third) + begin + y;
         *to = from_float<T>(add ? to_float(*to) + sum : sum);
     }
 }
 
 }  // namespace
 
-void add_parts(Address first, Address second, const float* sums, int64_t parts, int64_t blocks, int64_t n,
-               bool add, int type, Address stream) {
-    const dim3 grid(static_cast<unsigned>((n + 31) / 32), second.value ? 2 : 1);
+void add_parts(Targets to, const float* sums, int64_t parts, int64_t blocks, int64_t n, bool add, int type,
+               Address stream) {
+    const dim3 grid(static_cast<unsigned>((n + 31) / 32), to.third.value ? 3 : to.second.value ? 2 : 1);
     with_type(type, [&](auto element) {
         using T = decltype(element);
-        launch_early<T*, T*, const float*, int64_t, int64_t, int64_t, int>(
-            add_up_parts<T>, grid, 1024, stream, first, second, sums, parts, blocks, n, add);
+        launch_early<T*, T*, T*, const float*, int64_t, int64_t, int64_t, int>(
+            add_up_parts<T>, grid, 1024, stream, to.first, to.second, to.third, sums, parts, blocks, n, add);
     });
     check_launch("add_parts");
 }
@@ -98,5 +98,5 @@ void column_sums(Address out, Address workspace, Address x, int64_t rows, int64_
         });
         check_launch("column_sums");
     }
-    add_parts(out, Address{}, workspace, parts, rows > 0 ? parts : 0, n, add, out_type, stream);
+    add_parts({out}, workspace, parts, rows > 0 ? parts : 0, n, add, out_type, stream);
 }

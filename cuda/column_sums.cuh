@@ -7,32 +7,34 @@
 #pragma once
 #include "common.cuh"
 
-// first[c] = sum of sums[part][c] over the first `blocks` of `parts` rows; with `add` first[c] += that sum.
-// second: likewise from another [parts, n] behind the first; null: there is none. `type` is of both.
-void add_parts(Address first, Address second, const float* sums, int64_t parts, int64_t blocks, int64_t n,
-               bool add, int type, Address stream);
+struct Targets {  // null where there is none
+    Address first, second = {}, third = {};
+};
+
+// to.first[c] = sum of sums[part][c] over the first `blocks` of `parts` rows; with `add` it is added. The
+// others likewise, each from another [parts, n] behind the one before. `type` is of all.
+void add_parts(Targets to, const float* sums, int64_t parts, int64_t blocks, int64_t n, bool add, int type,
+               Address stream);
 
 namespace {
 
 constexpr int ROWS = 8, ROW_THREADS = 32 * ROWS;  // of a block, at once
-constexpr int BLOCKS = 4;                         // that fit a multiprocessor's registers
+constexpr int BLOCKS = 2;                         // a multiprocessor: fewer have fewer parts to add up
 
-// Calls use(row, load(row)) for the rows of this warp; AT_ONCE rows are loaded before the first is used.
+// Calls use(row, load(row)) for the rows of this warp; AT_ONCE rows are loaded before the first is used, but
+// for the last few.
 template <int AT_ONCE, typename Load, typename Use>
 __device__ __forceinline__ void walk_rows(int64_t rows, Load load, Use use) {
     const int64_t step = static_cast<int64_t>(gridDim.y) * ROWS;
-    const int64_t first = static_cast<int64_t>(blockIdx.y) * ROWS + threadIdx.x / 32;
-    for (int64_t row = first; row < rows; row += AT_ONCE * step) {
+    int64_t row = static_cast<int64_t>(blockIdx.y) * ROWS + threadIdx.x / 32;
+    for (; row + (AT_ONCE - 1) * step < rows; row += AT_ONCE * step) {
         decltype(load(row)) loaded[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (row + i * step < rows) loaded[i] = load(row + i * step);
-        }
+        for (int i = 0; i < AT_ONCE; ++i) loaded[i] = load(row + i * step);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (row + i * step < rows) use(row + i * step, loaded[i]);
-        }
+        for (int i = 0; i < AT_ONCE; ++i) use(row + i * step, loaded[i]);
     }
+    for (; row < rows; row += step) use(row, load(row));
 }
 
 // The column of packs of this thread.
@@ -59,6 +61,13 @@ __device__ __forceinline__ void write_part(const float (&sums)[N], float* worksp
 // Blocks of ROW_THREADS for `packs` columns of packs, and `down` of them down the rows.
 inline dim3 over_rows(int64_t packs, int64_t down) {
     return dim3(static_cast<unsigned>((packs + 31) / 32), static_cast<unsigned>(down));
+}
+
+// How many blocks to put down the rows, `resident` of all a multiprocessor and at most `most`.
+inline int64_t blocks_down(int64_t rows, int64_t packs, int resident, int64_t most) {
+    const int64_t fit = static_cast<int64_t>(multiprocessors()) * resident / ((packs + 31) / 32);
+    const int64_t needed = (rows + ROWS - 1) / ROWS, down = fit < needed ? fit : needed;
+    return down < 1 ? 1 : down < most ? down : most;
 }
 
 // Runs body(P{}, packs of a row): packs of 16 bytes where rows and addresses allow them, else of one element.

@@ -25,7 +25,7 @@
 
 namespace {
 
-constexpr int THREADS = 128, TOKENS = 4;        // lookup: of a block
+constexpr int THREADS = 128, MANY = 8192;       // lookup: of a block; tokens from which a warp has one
 constexpr int PART = 64, AHEAD = 4, WARPS = 4;  // add: PART as in ops/embedding.py; rows loaded ahead
 
 struct Lookup {
@@ -36,48 +36,37 @@ struct Lookup {
     float scale;
 };
 
+// A row of threads has a token.
 template <typename P>
 __global__ void __launch_bounds__(THREADS)
     embedding_lookup_kernel(P* __restrict__ out, const P* __restrict__ table, const P* __restrict__ positions,
                             const Lookup to) {
-    const uint32_t begin = blockIdx.x * TOKENS, tokens = to.s * to.b;
-    int64_t row[TOKENS], place[TOKENS];
-#pragma unroll
-    for (int k = 0; k < TOKENS; ++k) {
-        row[k] = place[k] = -1;
-        if (begin + k >= tokens) continue;
-        const uint32_t i = (begin + k) / to.b, j = (begin + k) % to.b;
-        const int64_t id = to.ids[j * static_cast<int64_t>(to.s) + i] - to.first;
-        if (id >= 0 && id < to.rows) row[k] = id * to.packs;
-        if (!positions) continue;
-        place[k] = to.places[j * to.place_stride + i];
-        if (place[k] < 0 || place[k] >= to.place_rows) __trap();  // as torch does for an index out of bounds
-        place[k] *= to.packs;
+    const uint32_t token = blockIdx.x * blockDim.y + threadIdx.y;
+    if (token >= to.s * to.b) return;
+    const uint32_t i = token / to.b, j = token % to.b;
+    const int64_t row = to.ids[j * static_cast<int64_t>(to.s) + i] - to.first;
+    const bool here = row >= 0 && row < to.rows;
+    int64_t place = 0;
+    if (positions) {
+        place = to.places[j * to.place_stride + i];
+        if (place < 0 || place >= to.place_rows) __trap();  // as torch does for an index out of bounds
     }
     for (int64_t column = threadIdx.x; column < to.packs; column += blockDim.x) {
-        P word[TOKENS], other[TOKENS];
+        float x[P::size] = {};
+        P result, other;
+        if (here) {
+            const P word = load_pack(table + row * to.packs + column);
+            if (positions) other = load_pack(positions + place * to.packs + column);
 #pragma unroll
-        for (int k = 0; k < TOKENS; ++k) {
-            if (row[k] < 0) continue;
-            word[k] = load_pack(table + row[k] + column);
-            if (positions) other[k] = load_pack(positions + place[k] + column);
+            for (int c = 0; c < P::size; ++c) x[c] = __fmul_rn(word[c], to.scale);
         }
+        result.set(x);  // rounded as torch does: after each operation
+        if (here && positions) {
 #pragma unroll
-        for (int k = 0; k < TOKENS; ++k) {
-            if (begin + k >= tokens) break;
-            float x[P::size] = {};
-            if (row[k] >= 0) {
-                P scaled;  // rounded as torch does: after each operation
-#pragma unroll
-                for (int c = 0; c < P::size; ++c) x[c] = __fmul_rn(word[k][c], to.scale);
-                scaled.set(x);
-#pragma unroll
-                for (int c = 0; c < P::size; ++c) x[c] = positions ? scaled[c] + other[k][c] : scaled[c];
-            }
-            P pack;
-            pack.set(x);
-            out[(begin + k) * to.packs + column] = pack;
+            for (int c = 0; c < P::size; ++c) x[c] = result[c] + other[c];
+            result.set(x);
         }
+        out[token * to.packs + column] = result;
     }
 }
 
@@ -220,14 +209,14 @@ void embedding_lookup(Address out, Address table, Address positions, Address ids
                       int64_t b, int64_t h, int64_t rows, int64_t first, int64_t place_rows,
                       int64_t place_stride, double scale, int type, Address stream) {
     if (s * b * h == 0) return;
-    const unsigned blocks = (number(s * b) + TOKENS - 1) / TOKENS;
     with_type(type, [&](auto element) {
         using T = decltype(element);
         auto run = [&](auto pack, int64_t packs) {
             using P = decltype(pack);
             const Lookup to{ids,        places,       packs,     rows,      first,
                             place_rows, place_stride, number(s), number(b), static_cast<float>(scale)};
-            const unsigned threads = packs < THREADS ? (packs + 31) / 32 * 32 : THREADS;
+            const dim3 threads = s * b < MANY ? dim3(THREADS) : dim3(32, THREADS / 32);
+            const unsigned blocks = (number(s * b) + threads.y - 1) / threads.y;
             embedding_lookup_kernel<P><<<blocks, threads, 0, stream>>>(out, table, positions, to);
         };
         const bool whole = h % Pack<T>::size == 0 && aligned(out.value | table.value | positions.value);

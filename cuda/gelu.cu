@@ -22,15 +22,17 @@ __device__ __forceinline__ void load_bias(float (&b)[P::size], const P* bias, in
     for (int i = 0; i < P::size; ++i) b[i] = values[i];
 }
 
+constexpr int AT_ONCE = 2;  // rows of a thread in the forward, which has blocks for all of them
+
 template <typename Act, typename P>
-__global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
+__global__ void __launch_bounds__(ROW_THREADS, 4)
     gelu_forward_rows(P* __restrict__ out, const P* __restrict__ x, const P* __restrict__ bias, int64_t rows,
                       int64_t packs) {
     const int64_t pack = pack_of_thread();
     if (pack >= packs) return;
     float b[P::size] = {};
     load_bias(b, bias, pack);
-    walk_rows<4>(
+    walk_rows<AT_ONCE>(
         rows, [&](int64_t row) { return load_pack(x + row * packs + pack); },
         [&](int64_t row, const P& values) {
             float y[P::size];
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
     float b[P::size] = {}, sums[P::size] = {};
     if (pack < packs) {
         load_bias(b, bias, pack);
-        walk_rows<2>(
+        walk_rows<4>(
             rows,
             [&](int64_t row) {
                 const int64_t at = row * packs + pack;
@@ -83,12 +85,11 @@ void gelu_forward(Address out, Address x, Address bias, int64_t rows, int64_t f,
     if (rows * f == 0) return;
     const bool whole = aligned(out.value | x.value | bias.value);
     with_packs(f, type, whole, [&](auto pack, int64_t packs) {
-        const int64_t across = (packs + 31) / 32, needed = (rows + ROWS - 1) / ROWS;
-        const int64_t fit = multiprocessors() * int64_t{BLOCKS} / across, down = fit < needed ? fit : needed;
+        const int64_t needed = (rows + ROWS * AT_ONCE - 1) / (ROWS * AT_ONCE),
+                      down = needed < 65535 ? needed : 65535;
         with_act(act, [&](auto function) {
             gelu_forward_rows<decltype(function), decltype(pack)>
-                <<<over_rows(packs, down < 1 ? 1 : down), ROW_THREADS, 0, stream>>>(out, x, bias, rows,
-                                                                                    packs);
+                <<<over_rows(packs, down), ROW_THREADS, 0, stream>>>(out, x, bias, rows, packs);
         });
     });
     check_launch("gelu_forward");
@@ -110,5 +111,5 @@ void gelu_backward(Address dx, Address dbias, Address workspace, Address grad, A
         check_launch("gelu_backward");
     }
     if (dbias.value == 0) return;
-    add_parts(dbias, Address{}, workspace, parts, rows > 0 ? parts : 0, f, add, dbias_type, stream);
+    add_parts({dbias}, workspace, parts, rows > 0 ? parts : 0, f, add, dbias_type, stream);
 }

@@ -154,5 +154,5 @@ void gelu_fp8_backward(Address grad, Address x, Address bias, Address row, Addre
     }
     if (dbias.value == 0) return;
     const int64_t parts = (rows + TILE - 1) / TILE;
-    add_parts(dbias, Address{}, workspace, parts, parts, f, add, dbias_type, stream);
+    add_parts({dbias}, workspace, parts, parts, f, add, dbias_type, stream);
 }

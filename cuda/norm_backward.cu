@@ -421,9 +421,11 @@ void norm_backward(Address dx, Address dropped, Address dweight, Address dbias, 
                    : with_kind(std::integral_constant<int, 4>{});
     });
     check_launch("norm_backward");
-    add_parts(dweight, dbias, sums, parts, blocks, h, false, weight_type, stream);
-    if (dx_bias.value == 0) return;
+    Targets to{dweight, dbias};
+    const bool alike = type == weight_type;
+    if (alike) (dbias.value ? to.third : to.second) = dx_bias;
+    add_parts(to, sums, parts, blocks, h, false, weight_type, stream);
+    if (alike || dx_bias.value == 0) return;
     const int64_t before = (dbias.value ? 2 : 1) * parts * h;  // no rows: the mean is null, dbias is not
-    add_parts(dx_bias, Address{}, static_cast<const float*>(sums) + before, parts, blocks, h, false, type,
-              stream);
+    add_parts({dx_bias}, static_cast<const float*>(sums) + before, parts, blocks, h, false, type, stream);
 }

@@ -18,10 +18,14 @@
 // takes the statistics of a row and leaves it in shared memory; then a thread has 8 columns of all rows,
 // which it turns in registers. On Hopper 16 rows fit there up to h 7168 in 16 bits. Longer ones are read a
 // second time, from the L2 cache as long as all that run at once fit there (two blocks a multiprocessor).
+// Where one block fills the shared memory its reads wait for its writes: of rows longer than WIDE a second
+// kernel turns `row` to `flip`.
 
 #include "fp8.cuh"
 
 namespace {
+
+constexpr int64_t WIDE = 7168;  // bytes of a row: of longer ones two blocks do not fit a multiprocessor
 
 struct Norm {
     uint8_t *row, *flip;  // null where not wanted, as out, total, mean, residual, bias, amax
@@ -300,6 +304,11 @@ void norm_fp8(Address x, Address residual, Address weight, Address bias, Address
               int64_t rows, int64_t h, double eps, int from_one, int type, int weight_type, int format,
               Address stream) {
     if (rows * h == 0) return;
+    if (row.value && flip.value && h * (type == FP32 ? 4 : 2) > WIDE) {
+        norm_fp8(x, residual, weight, bias, row, {}, out, total, rstd, mean, scale, amax, rows, h, eps,
+                 from_one, type, weight_type, format, stream);
+        return fp8_transpose(row, flip, rows, h, stream);
+    }
     bool whole = h % 8 == 0 && (flip.value == 0 || rows % 16 == 0);
     for (const Address& a : {row, flip, out, total, x, residual, weight, bias})
         whole = whole && aligned(a.value);

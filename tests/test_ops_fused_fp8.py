@@ -240,7 +240,7 @@ def test_what_is_refused(call, message):
 
 
 # The kernels, by the emulator.
-FILES = "norm_fp8", "swiglu_fp8", "gelu_fp8", "column_sums", "adamw"
+FILES = "norm_fp8", "fp8_cast", "swiglu_fp8", "gelu_fp8", "column_sums", "adamw"
 
 
 @pytest.fixture
