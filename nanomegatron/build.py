@@ -82,7 +82,9 @@ class Paths:
             )
         if mesh.device.type == "cuda" and config.parallel.cuda_graph_impl != "none":
             why = graph_conflict(config, mesh.world.size)
-            parts.append(f"no CUDA graphs: {why}" if why else "a CUDA graph of each microbatch")
+            beside = config.parallel.overlap_grad_reduce or config.parallel.overlap_param_gather
+            but = " but the first and the last" if beside and mesh.world.size > 1 else ""
+            parts.append(f"no CUDA graphs: {why}" if why else f"a CUDA graph of each microbatch{but}")
         return " | ".join(parts)
 
 

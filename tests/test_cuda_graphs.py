@@ -16,6 +16,7 @@ from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.mesh import World
 from nanomegatron.pp import execute
+from tests.spmd import run_spmd
 from tests.training import arguments, set_up, sources  # noqa: F401
 
 GELU = "--normalization LayerNorm --hidden-dropout 0.1 --cross-entropy-loss-fusion"
@@ -91,6 +92,7 @@ def trained(run, steps: int, evaluate_after: int = 0) -> list:
         run.iteration += 1
         if number + 1 == evaluate_after:
             evaluate(run)
+    run.grads.wait_params()
     return found + [param.detach().clone() for param in run.grads.params]
 
 
@@ -110,6 +112,32 @@ def test_graphs_train_alike_to_the_bit(way, sources, tmp_path):  # noqa: F811
     plain, fast = (trained(run, 8, evaluate_after=3) for run in runs)
     assert equal(plain, fast)
     assert len(graphs.graphs) == 2 and not graphs.said  # a first and a later microbatch
+
+
+def train_on_two(world, argv: list[str], folder: str) -> list[str]:
+    """Two replicas, with graphs and without: equal to the bit; where a microbatch was captured."""
+    runs = [set_up(world, argv, folder) for _ in range(2)]
+    graphs, captured = graphed(runs[1]), []
+    usual = graphs.captured
+    graphs.captured = lambda chunk, step, i: (captured.append(str(i)), usual(chunk, step, i))[1]
+    plain, fast = (trained(run, 5, evaluate_after=3) for run in runs)
+    assert equal(plain, fast) and not graphs.said
+    return captured
+
+
+@pytest.mark.parametrize(
+    "flags, captured",
+    [
+        ("--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer", ["1"]),
+        ("--overlap-grad-reduce", ["1"]),
+        ("--use-distributed-optimizer", ["0", "1"]),
+    ],
+    ids=["both", "reduce", "neither"],
+)
+def test_replicas_communicate_beside_the_first_and_last(flags, captured, sources, tmp_path):  # noqa: F811
+    argv = arguments(sources, "gpt", GELU, flags, "--ddp-bucket-size 4000 --train-iters 9 --eval-iters 1")
+    argv += ["--global-batch-size", "8"]
+    assert run_spmd(train_on_two, 2, argv, str(tmp_path)) == [captured] * 2
 
 
 def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F811
@@ -152,6 +180,8 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
         "--use-distributed-optimizer": "",
         "--overlap-grad-reduce": "",
         "--overlap-grad-reduce --dp 2": "--overlap-grad-reduce",
+        "--overlap-param-gather --use-distributed-optimizer --dp 2 --global-batch-size 12": "",
+        "--overlap-grad-reduce --dp 2 --global-batch-size 12 --bf16 --fp8-format hybrid": "--overlap-grad",
     }.items(),
 )
 def test_a_run_that_cannot_have_graphs_says_so_before_it_starts(flags, why):

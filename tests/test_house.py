@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 3500,
     "data": 3405,
     "debug": 1120,
-    "fast": 2975,
+    "fast": 2982,
     "faults": 1150,
     "ops": 3750,
     "plan": 1805,

@@ -46,22 +46,21 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
 
 
 def graph_conflict(config: Config, world: int) -> str:
-    """The setting for which a microbatch cannot be one CUDA graph (fast/cuda_graphs.py); "" if it can.
-
-    world: the number of processes.
-    """
+    """The setting for which no microbatch of `world` processes can be one CUDA graph; "" if some can."""
     model, data, parallel = config.model, config.data, config.parallel
     sizes = (("tensor_model", TP), ("pipeline_model", PP), ("context", CP), ("expert_model", EP))
     for name, name_of_flag in sizes:
         if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
             return f"{name_of_flag} {size}, whose ranks communicate inside it"
-    several = world > 1  # replicas: all else has returned
+    microbatches = (data.global_batch_size or 0) // (data.micro_batch_size * world)  # all ranks are replicas
+    beside = world > 1 and (microbatches < 3 or config.precision.fp8_format is not None)
+    when = "in FP8 or with no microbatch between the first and the last"
     found = {
         "--num-experts, which get different numbers of tokens": model.num_experts is not None,
         "documents of their own lengths": data.reset_attention_mask or data.variable_seq_lengths,
         "--debug-nan, which reads every result": config.run.debug_nan,
-        "--overlap-grad-reduce": parallel.overlap_grad_reduce and several,
-        "--overlap-param-gather": parallel.overlap_param_gather and several,
+        f"--overlap-grad-reduce {when}": parallel.overlap_grad_reduce and beside,
+        f"--overlap-param-gather {when}": parallel.overlap_param_gather and beside,
         "optim_grads, which frees gradients": parallel.sharding == "optim_grads",
         "recomputed attention dropout": bool(model.attention_dropout and model.recompute_granularity),
     }

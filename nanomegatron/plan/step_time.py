@@ -12,8 +12,7 @@
                         in each microbatch: beside its backward, REDUCTIONS buckets beside the next forward
     optimizer           34 bytes a parameter: gradient (twice), main weight, moments, weight; over the host's
                         link and memory with --optimizer-cpu-offload
-    launches            what the host needs beyond the GPU's time, where no CUDA graph runs; and the gaps
-                        behind each dispatch of tokens, whose sizes the host has to read
+    launches            what the host needs beyond the GPU's time, without CUDA graphs; gaps behind dispatches
 
 A pipeline of many microbatches is simulated with fewer; each further one takes the busiest rank's time.
 """
@@ -179,13 +178,14 @@ def least_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], me
 def launches(run: Planned, cluster: Cluster, own: list[int], microbatches: int, busy: float) -> float:
     """Return the seconds that the GPU waits for the host. own: the layers of its rank."""
     config, parallel = run.config, run.config.parallel
-    if parallel.cuda_graph_impl != "none" and not graph_conflict(config, run.world):
-        return 0.0
+    graphs = parallel.cuda_graph_impl != "none" and not graph_conflict(config, run.world)
+    beside = run.world > 1 and (parallel.overlap_grad_reduce or parallel.overlap_param_gather)
+    eager = 2 * beside if graphs else microbatches  # the first and the last, or all
     sparse = sum(map(config.model.moe_layers.__getitem__, own))
     kernels = len(own) * sum(LAYER_KERNELS) + sparse * sum(EXPERT_KERNELS) + 30
     ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
     waits = sparse * IDLE_KERNELS[config.model.moe_token_dispatcher_type] * (ranks > 1)
-    return cluster.launch * microbatches * waits + max(0.0, kernels * cluster.launch * microbatches - busy)
+    return eager * (cluster.launch * waits + max(0.0, kernels * cluster.launch - busy / microbatches))
 
 
 def data_parallel(

@@ -8,6 +8,9 @@ from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
+from tests.gpu.ranks import needs_two
+from tests.gpu.test_layouts import ALL
+from tests.gpu.test_layouts import train as train_by_layout
 from tests.gpu.test_on_gpu import CUDA, FLAGS, corpus  # noqa: F401
 
 GPT = "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute "
@@ -23,6 +26,8 @@ WAYS = {
     "fp8 blockwise, recomputed": f"{FP8} blockwise {FULL}",
     "overlap, sharded": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
+
+IMPLS = "none", "full_iteration"
 
 
 def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
@@ -57,6 +62,19 @@ def test_graphs_train_alike_to_the_bit(way, corpus, tmp_path, monkeypatch):  # n
     assert not differ, (differ[:5], plain[differ[0]], found[differ[0]])
     assert all(torch.equal(a, b) for a, b in zip(weights, others))
     assert sum(good for *_, good in found) > 30
+
+
+@needs_two
+def test_replicas_communicate_beside_the_first_and_the_last_microbatch(tmp_path):
+    """Two GPUs, four microbatches: the two between are graphs; losses and norms are equal to the bit."""
+    flags = (
+        f"--bf16 --use-distributed-optimizer {ALL} --micro-batch-size 1 --train-iters 30 --deterministic-mode"
+    )
+    runs = [train_by_layout(tmp_path, impl, 2, f"{flags} --cuda-graph-impl {impl}") for impl in IMPLS]
+    plain, graphs = ([(step["lm_loss"], step["grad_norm"]) for step in run] for run in runs)
+    assert plain == graphs and len(plain) == 30
+    said = [(tmp_path / "runs" / impl / "log.txt").read_text() for impl in IMPLS]
+    assert ["launched as a CUDA graph from here on" in text for text in said] == [False, True]
 
 
 def test_a_hook_runs_without_a_graph(corpus, tmp_path, monkeypatch):  # noqa: F811
