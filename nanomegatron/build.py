@@ -68,22 +68,22 @@ class Paths:
         """Describe for the banner how fast paths communicate over tp, cp and ep, and why."""
         if config.parallel.fast_paths is False:
             return "plain (--no-fast-paths)"
-        model, parts = config.model, []
+        model, parallel, parts = config.model, config.parallel, []
         if self.linear and mesh.tp.size > 1:
             parts.append(f"tp matmuls in pieces, sent by {self.peers.describe(mesh.tp)}")
-        kinds = zip(config.parallel.cp_types(model.num_layers), model.windows, strict=True)
+        kinds = zip(parallel.cp_types(model.num_layers), model.windows, strict=True)
         if self.context and mesh.cp.size > 1 and any("p2p" in kind and not window for kind, window in kinds):
             parts.append(f"cp rings by {self.peers.describe(mesh.cp, 'messages')}")
         if self.moe and mesh.etp_ep.size > 1:
             parts.append(f"ep {self.moe.describe(mesh.etp_ep, model.moe_token_dispatcher_type)}")
-        if config.parallel.gemm_autotune:
+        if parallel.gemm_autotune:
             parts.append(
                 self.tuner.describe() if self.tuner else f"torch's matmuls: {tuner_unavailable(mesh.device)}"
             )
-        if mesh.device.type == "cuda" and config.parallel.cuda_graph_impl != "none":
+        if mesh.device.type == "cuda" and parallel.cuda_graph_impl != "none":
             why = graph_conflict(config, mesh.world.size)
-            beside = config.parallel.overlap_grad_reduce or config.parallel.overlap_param_gather
-            but = " but the first and the last" if beside and mesh.world.size > 1 else ""
+            eager = ["first"] * parallel.overlap_param_gather + ["last"] * parallel.overlap_grad_reduce
+            but = f" but the {' and the '.join(eager)}" if eager and mesh.world.size > 1 else ""
             parts.append(f"no CUDA graphs: {why}" if why else f"a CUDA graph of each microbatch{but}")
         return " | ".join(parts)
 

@@ -129,10 +129,11 @@ def train_on_two(world, argv: list[str], folder: str) -> list[str]:
     "flags, captured",
     [
         ("--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer", ["1"]),
-        ("--overlap-grad-reduce", ["1"]),
+        ("--overlap-grad-reduce", ["0", "1"]),
+        ("--overlap-param-gather --use-distributed-optimizer", ["1"]),
         ("--use-distributed-optimizer", ["0", "1"]),
     ],
-    ids=["both", "reduce", "neither"],
+    ids=["both", "reduce", "gather", "neither"],
 )
 def test_replicas_communicate_beside_the_first_and_last(flags, captured, sources, tmp_path):  # noqa: F811
     argv = arguments(sources, "gpt", GELU, flags, "--ddp-bucket-size 4000 --train-iters 9 --eval-iters 1")
@@ -179,7 +180,8 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
         "--attention-dropout 0.1 --recompute-granularity selective": "recomputed attention dropout",
         "--use-distributed-optimizer": "",
         "--overlap-grad-reduce": "",
-        "--overlap-grad-reduce --dp 2": "--overlap-grad-reduce",
+        "--overlap-grad-reduce --dp 2 --global-batch-size 4": "--overlap-grad-reduce in FP8, or where 1 ",
+        "--overlap-grad-reduce --dp 2 --global-batch-size 8": "",
         "--overlap-param-gather --use-distributed-optimizer --dp 2 --global-batch-size 12": "",
         "--overlap-grad-reduce --dp 2 --global-batch-size 12 --bf16 --fp8-format hybrid": "--overlap-grad",
     }.items(),

@@ -52,15 +52,16 @@ def graph_conflict(config: Config, world: int) -> str:
     for name, name_of_flag in sizes:
         if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
             return f"{name_of_flag} {size}, whose ranks communicate inside it"
-    microbatches = (data.global_batch_size or 0) // (data.micro_batch_size * world)  # all ranks are replicas
-    beside = world > 1 and (microbatches < 3 or config.precision.fp8_format is not None)
-    when = "in FP8 or with no microbatch between the first and the last"
+    names = ("overlap_param_gather", "overlap_grad_reduce") if world > 1 else ()  # in the first, in the last
+    beside = [spelled(name, True) for name in names if getattr(parallel, name)]
+    microbatches = max(1, (data.global_batch_size or 0) // (data.micro_batch_size * world))  # dp is the world
+    eager = config.precision.fp8_format or microbatches <= len(beside)
+    how = f"in FP8, or where {len(beside)} of {microbatches} microbatches communicate"
     found = {
         "--num-experts, which get different numbers of tokens": model.num_experts is not None,
         "documents of their own lengths": data.reset_attention_mask or data.variable_seq_lengths,
         "--debug-nan, which reads every result": config.run.debug_nan,
-        f"--overlap-grad-reduce {when}": parallel.overlap_grad_reduce and beside,
-        f"--overlap-param-gather {when}": parallel.overlap_param_gather and beside,
+        f"{' '.join(beside)} {how}": bool(beside and eager),
         "optim_grads, which frees gradients": parallel.sharding == "optim_grads",
         "recomputed attention dropout": bool(model.attention_dropout and model.recompute_granularity),
     }

@@ -16,8 +16,8 @@ afterwards. The first steps run as usual, and so does each step that a graph can
     first    the first microbatch of a step     FP8 weights are transposed, gradients may be overwritten
     later    any other                          it adds to gradients, and reads what the first has made
 
-Both kinds share one memory pool, as large as the activations of a microbatch; it stays reserved. Where dp
-ranks communicate beside the first forward and the last backward, these two microbatches run as usual.
+Both kinds share one memory pool, as large as the activations of a microbatch; it stays reserved. The first
+microbatch runs as usual if dp ranks gather parameters beside its forward, the last if they reduce gradients.
 Gain, GPT-2 124M in FP8, 8 sequences, one H100: 19.2 ms a step, not 36.1; 64 sequences 126.3, not 128.9
 (benchmarks/results/2026-11-25-gpt2-h100-graphs.json, without: 2026-11-25-gpt2-h100-before.json); two with
 overlaps, eight microbatches in bf16: 132.9 ms, not 328.7 (2026-11-26-gpt2-dp2-graphs-h100.json).
@@ -111,6 +111,10 @@ class GraphedSteps:
     said: set[str] = field(default_factory=set)
     pool: Any = None
 
+    def __post_init__(self) -> None:
+        grads, several = self.grads, self.grads.world.size > 1
+        self.gathers, self.reduces = several and grads.overlap_gather, several and grads.overlap_reduce
+
     def __call__(
         self,
         stages: nn.ModuleList,
@@ -124,8 +128,8 @@ class GraphedSteps:
         first_scales = self.scales is not None and self.scales.without_history
         if forward_only or first_scales or not self.ready(stages, step, microbatches, tracer):
             return self.plain(stages, step, microbatches, shape, forward_only, tracer)
-        key, communicating = shape_of(step, 0), (0, microbatches - 1) if self.overlaps else ()
-        for bucket in () if self.overlaps else self.grads.all:
+        key, communicating = shape_of(step, 0), [0] * self.gathers + [microbatches - 1] * self.reduces
+        for bucket in () if self.gathers else self.grads.all:
             bucket.wait_params()
         if self.scales is not None:
             self.scales.drop_cached_weights()  # an evaluation may have made some
@@ -134,12 +138,6 @@ class GraphedSteps:
                 step(stages[0], i).backward()
             else:
                 self.run(stages[0], step, i, (key, i == 0))
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether dp ranks communicate beside the first forward and the last backward."""
-        grads = self.grads
-        return grads.world.size > 1 and (grads.overlap_reduce or grads.overlap_gather)
 
     def ready(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> bool:
         """Whether graphs run this step; counts it as a warm-up if later ones of its shape could."""
@@ -163,7 +161,7 @@ class GraphedSteps:
         if hooked := next((name for name, m in stages.named_modules() if has_hooks(m)), None):
             return f"module {hooked} has a hook"
         key = shape_of(step, 0)
-        fresh = (key, not self.overlaps) not in self.graphs and self.seen[key] >= self.warm_up
+        fresh = (key, not self.gathers) not in self.graphs and self.seen[key] >= self.warm_up
         if fresh and key not in self.too_large and (missing := self.missing(self.grads.params[0].device)) > 0:
             self.too_large[key] = f"{missing / 2**30:.1f} GiB more memory would be needed"
         return self.too_large.get(key, "")

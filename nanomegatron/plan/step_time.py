@@ -179,8 +179,8 @@ def launches(run: Planned, cluster: Cluster, own: list[int], microbatches: int, 
     """Return the seconds that the GPU waits for the host. own: the layers of its rank."""
     config, parallel = run.config, run.config.parallel
     graphs = parallel.cuda_graph_impl != "none" and not graph_conflict(config, run.world)
-    beside = run.world > 1 and (parallel.overlap_grad_reduce or parallel.overlap_param_gather)
-    eager = 2 * beside if graphs else microbatches  # the first and the last, or all
+    beside = (parallel.overlap_param_gather + parallel.overlap_grad_reduce) * (run.world > 1)
+    eager = beside if graphs else microbatches  # the first, the last, or all
     sparse = sum(map(config.model.moe_layers.__getitem__, own))
     kernels = len(own) * sum(LAYER_KERNELS) + sparse * sum(EXPERT_KERNELS) + 30
     ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
