@@ -37,7 +37,7 @@ def test_preprocess(tmp_path):
     flags = "--tokenizer ByteTokenizer --repeats 1 --corpus".split()
     data.main(["preprocess", *flags, str(corpus), "--out", str(out)])
     result = json.loads(out.read_text())
-    cases = ["alone, 1", "ours, 1", "per document, 1", "ours, 2", "per document, 2"]
+    cases = ["alone, 1", "start, 1", "ours, 1", "per document, 1", "ours, 2", "per document, 2"]
     assert list(result["seconds"]) == cases and min(result["median"].values()) > 0
     assert result["text_mb"] == pytest.approx(sum(map(len, texts)) / 1e6)
 

@@ -107,7 +107,7 @@ FAST = UNSHARDED[1:5:3] + [
     "recipe, layout, more", [c if c in FAST else pytest.param(*c, marks=pytest.mark.full) for c in EVERY]
 )
 def test_it_is_the_run_that_casts_at_first_use(recipe, layout, more, sources, tmp_path):
-    size, flags = flags_of(layout)
+    size, flags = flags_of(layout or "tp1")
     first, more = "--first" in more, more.replace("--first", "")
     argv = arguments(sources, "llama", flags, fp8(recipe), more, SHORT, "--train-iters 6"), str(tmp_path)
     same(*(run_spmd(trained, size, *argv, ours, first and ours, timeout=120) for ours in (True, False)))
