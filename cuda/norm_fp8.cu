@@ -11,8 +11,8 @@
 //                           y = (v[r][c] - mean[r]) rstd[r] w[c] + b[c]
 //                           row[r][c] = flip[c][r] = fp8(y * scale);  amax = max(amax, |y|)
 //
-// Bytes in 16 bits a value: 3 for one of the two, 4 for both (two read), 4 more with the add (two read, two
-// written).
+// Bytes in 16 bits a value: 3 for one of the two, 4 for both (two read; one more in rows above WIDE), 4 more
+// with the add (two read, two written).
 //
 // A block has 16 rows, so that a column of it has 16 bytes to store, or 8 where nothing is transposed. A warp
 // takes the statistics of a row and leaves it in shared memory; then a thread has 8 columns of all rows,

@@ -61,9 +61,10 @@ class Row:
         return None if self.half is None or self.no_memory else max(self.measured(self.peak)) * 2**30
 
     def measured(self, what: str) -> list[float]:
-        """The numbers of a path below the row's own."""
+        """The numbers of a path below the row's own, of all turns where there are several."""
         found = follow(load(self.file), [step for step in (*self.at.split("/"), what) if step])
-        return found if isinstance(found, list) else [found]
+        found = found if isinstance(found, list) else [found]
+        return [x for turn in found for x in (turn if isinstance(turn, list) else [turn])]
 
 
 def every_row() -> list[Row]:

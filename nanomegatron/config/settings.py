@@ -327,7 +327,7 @@ class RunConfig:
     log_throughput: bool = setting(False, "add model FLOP/s in every convention to the log line")
     eval_only: bool = setting(False, "evaluate --load and stop", needs="--eval-iters greater than 0")
     iterations_to_skip: tuple[int, ...] = setting((), "iterations whose samples are skipped", names_run=True)
-    timing_log_level: int = setting(0, "timers: 0 none, 1 phases of steps, 2 also F and B", choices=(0, 1, 2))
+    timing_log_level: int = setting(0, "timers: 0 no, 1 phases, 2 also forward, backward", choices=(0, 1, 2))
     timing_log_option: str = setting("minmax", "which times over ranks to print", choices="max minmax all")
     debug_nan: bool = setting(False, "stop at the first module whose result is not finite; slow")
     log_params_norm: bool = setting(False, "log the norm of all parameters")

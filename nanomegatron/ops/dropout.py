@@ -10,7 +10,7 @@ import torch
 
 from nanomegatron.ops.kernels import TYPES, launch_kernel, once, usable
 
-PARTS = 8  # partial sums over rows per multiprocessor, in backwards: as many blocks fit on one
+PARTS = 8  # partial sums over rows per multiprocessor, in backwards, at most: as many blocks fit
 
 
 @dataclass(frozen=True)
