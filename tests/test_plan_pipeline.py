@@ -60,7 +60,7 @@ def allocated(mesh, config: Config) -> dict:
     torch.manual_seed(0)
     kind = getattr(torch, config.dtype_name)
     stages = install(build(config, mesh, VOCAB, VOCAB, Init(dtype=kind)), paths_for(config, mesh))
-    buckets = Buckets(stages, config.parallel, mesh)
+    buckets = Buckets(stages, config.parallel, mesh, grad_dtype=kind)  # a CPU casts both factors of fp32 ones
     s, b = config.data.seq_length, config.data.micro_batch_size
     labels = torch.randint(VOCAB, (b, s))
     weights = torch.full((b, s), 1 / (b * s))
