@@ -63,6 +63,7 @@ TENSOR: dict[str, Row] = {
     "dtensor async": ("", f"{PEERS} dtensor-async"),
     "tp overlap, fused loss": f"--tp-comm-overlap {FUSED}",
     "tp fp8": FP8,
+    "tp fp8 overlap": f"--tp-comm-overlap {FP8}",
 }
 DATA: dict[str, Row] = {
     "dp overlap": ZERO1,

@@ -86,7 +86,9 @@ def tp_forms(session: Session, peers: PeerAccess, kind: str, sizes: tuple) -> tu
         return ops.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
 
     def ours(x: torch.Tensor, w: torch.Tensor, *given: PeerAccess) -> torch.Tensor:
-        return gather_matmul(x, w, tp, *given)[0] if gathers else matmul_scatter(x, w, tp, *given)
+        if gathers:
+            return gather_matmul(x, w, tp, *given)[0]
+        return matmul_scatter(x, w, tp, *given).wait()
 
     return {
         "ours": bind(forward, lambda x, w: ours(x, w, peers)),

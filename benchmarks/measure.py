@@ -56,7 +56,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 1800  # seconds for a case that is ended by this program
 OUTSIDE = 5.0  # GiB of a GPU that torch's allocator does not have: CUDA's, NCCL's, gaps
 PROFILED = 3  # steps
-SPEEDS = ("tokens_per_s", "tflops_per_gpu", "mfu")
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -147,12 +146,12 @@ def last_words(folder: Path) -> str:
 
 
 def speed(steps: list[dict]) -> dict[str, float | None]:
-    """Each of SPEEDS over some steps: of their median time if they have equally many tokens."""
+    """Each of `report.SPEEDS` over some steps: of their median time if they have equally many tokens."""
     times = [step["step_time_ms"] for step in steps]
     tokens = [step["tokens_per_s"] * step["step_time_ms"] for step in steps]
     alike = max(tokens) - min(tokens) < 1e-6 * max(tokens)
     total = statistics.median(times) * len(times) if alike else sum(times)
-    work = {key: [step[key] and step[key] * step["step_time_ms"] for step in steps] for key in SPEEDS}
+    work = {key: [step[key] and step[key] * step["step_time_ms"] for step in steps] for key in report.SPEEDS}
     return {key: None if None in values else sum(values) / total for key, values in work.items()}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.cases import Case
 
+SPEEDS = ("tokens_per_s", "tflops_per_gpu", "mfu")
 LAST, POINTS = 50, 200  # steps that a final loss is the mean of; points of a curve
 FINALS = {"valid_loss": "validation loss", "train_loss": f"training loss, last {LAST} steps"}
 
@@ -36,7 +37,11 @@ def summary(cases: list[Case], turns: dict[str, list[dict]]) -> list[dict[str, A
             continue
         row |= {key: [turn[key] for turn in good] for key in ("step_ms", "loss", "used_gib")}
         row["median_ms"] = statistics.median(ms for turn in good for ms in turn["step_ms"])
-        for key in ("tokens_per_s", "tflops_per_gpu", "mfu", "peak_gib", "predicted_gib", "imbalance"):
+        medians = [statistics.median(turn["step_ms"]) for turn in good]
+        for key in SPEEDS:  # the work of a step over median_ms
+            work = [turn[key] * ms for turn, ms in zip(good, medians, strict=True) if turn[key] is not None]
+            row[key] = statistics.median(work) / row["median_ms"] if work else None
+        for key in ("peak_gib", "predicted_gib", "imbalance"):
             values = [turn[key] for turn in good if turn.get(key) is not None]
             row[key] = statistics.median(values) if values else None
         row["tokens_per_s_per_gpu"] = row["tokens_per_s"] / case.gpus

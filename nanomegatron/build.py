@@ -26,6 +26,7 @@ from nanomegatron.fast.decode import decoder
 from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
+from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
@@ -35,7 +36,7 @@ from nanomegatron.fast.ring import Ring
 from nanomegatron.fast.tp_overlap import OverlappedLinear
 from nanomegatron.flops import stage_layers
 from nanomegatron.fp8 import Recipe, Scales
-from nanomegatron.fp8_linear import use_fp8
+from nanomegatron.fp8_linear import Fp8Matmuls, use_fp8
 from nanomegatron.layers import MLP, OutputLayer
 from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.model import GPTModel, Stage, TransformerLayer
@@ -53,6 +54,7 @@ class Paths:
     """The fast paths of a run, each by the attribute that it replaces; None: the core's form."""
 
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
+    fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8Linear.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
     producers: bool = False  # Norm.op and MLP.act also quantize for the FP8 layer that reads their result
     moe: OverlappedMoe | None = None  # MoELayer.run
@@ -107,6 +109,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
     tuner = Tuner.build(parallel, mesh.device, writes=mesh.tp.rank == mesh.dp_cp.rank == 0)
     return Paths(
         linear=OverlappedLinear(peers) if parallel.tp_comm_overlap else None,
+        fp8=OverlappedFp8Matmuls(peers) if parallel.tp_comm_overlap else Fp8Matmuls(),
         context=Ring(peers) if everywhere else None,
         moe=OverlappedMoe(peers, halves) if exchanges else None,
         producers=everywhere,
@@ -156,6 +159,7 @@ def install(stages: Stages, paths: Paths) -> Stages:
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | OutputLayer):
             if module.fp8:
                 module.fp8.tuner = paths.tuner
+                module.fp8.matmuls = paths.fp8
             elif linear:
                 module.linear = linear
         if isinstance(module, OutputLayer):

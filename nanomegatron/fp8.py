@@ -252,6 +252,7 @@ class Fp8Linear:
         self.cached_weight: Quantized | None = None  # of this step
         self.optimizer_cast: Fp8Matrix | None = None  # the weight, rowwise
         self.tuner: Any = None  # an ops.tuner.Tuner, or torch's matmuls
+        self.matmuls: Any = None  # fp8_linear.Fp8Matmuls
 
     def slot(self, role: str) -> int:
         """Return the index of x, w or g in the tensors of `Scales`."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanomegatron.comm import Pending, all_gather, all_reduce_, reduce_scatter, start_all_gather
+from nanomegatron.comm import Pending, all_gather, all_reduce_, start_all_gather, start_reduce_scatter
 from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.mesh import Axis
 from nanomegatron.ops.bias import add_bias
@@ -39,6 +39,34 @@ from nanomegatron.recompute import source_of
 from nanomegatron.tp import start_input_grad_sum
 
 
+class Fp8Matmuls:
+    """The matmuls a b^T of FP8 layers under sequence parallelism, with the gather or reduce-scatter of each.
+
+    a `[t/tp, k]` or `[t, k]`, b `[n, k]` -> `[t, n]` or `[t/tp, n]`; how: the further arguments of
+    `fp8_matmul`.
+    """
+
+    def start_gather(self, matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
+        """Start to all-gather FP8 rows, and their scales if they have any; the result waits, returns both."""
+        data = start_all_gather(matrix.data.view(torch.uint8), axis)
+        inverse = start_scale_gather(matrix, axis)
+        return lambda: Fp8Matrix(data.wait().view(matrix.data.dtype), inverse.wait())
+
+    def gather_matmul(self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, *how: Any) -> tuple[Any, Fp8Matrix]:
+        """Gather the rows of a, then multiply -> `[t, n]`, and the gathered a."""
+        whole = self.start_gather(a, axis)()
+        return fp8_matmul(whole, b, *how), whole
+
+    def matmul_scatter(self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, *how: Any) -> Pending:
+        """Multiply, then start to reduce-scatter the rows; the result `[t/tp, n]`"""
+        return start_reduce_scatter(fp8_matmul(a, b, *how), axis)
+
+
+def start_scale_gather(matrix: Fp8Matrix, axis: Axis) -> Pending:
+    """Start to all-gather the scales of rows or blocks; a tensor's one scale is the same on all ranks."""
+    return start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
+
+
 def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
     """Make a linear layer of tp.py multiply in FP8."""
 
@@ -48,7 +76,7 @@ def use_fp8(layer: nn.Module, fp8: Fp8Linear) -> None:
         y = Fp8LinearFunction.apply(x, weight, axis, comm, fp8, torch.is_grad_enabled())
         return add_bias(y, bias, accumulate_sums)
 
-    layer.linear, layer.fp8 = linear, fp8
+    layer.linear, layer.fp8, fp8.matmuls = linear, fp8, Fp8Matmuls()
     if not layer.weight.spec.tied:  # the embedding reads it in 16 bits
         layer.weight.fp8 = fp8
 
@@ -67,25 +95,32 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.comm, ctx.fp8 = comm, fp8
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(*(x_fp8.saved_form() if fp8.recipe.wgrad else (x,)))
-        rows = start_fp8_gather(x_fp8.rowwise, axis)() if comm == "gather" else x_fp8.rowwise
-        tuner = fp8.tuner and fp8.tuner.when(trains)
-        y = fp8_matmul(rows, fp8.weight(weight, axis).rowwise, x.dtype, fast=True, tuner=tuner)
-        y = y.view(-1, *x.shape[1:-1], len(weight))
-        if comm == "scatter":
-            return reduce_scatter(y, axis)
-        return all_reduce_(y, axis) if comm == "sum" else y
+        w, how = fp8.weight(weight, axis).rowwise, (x.dtype, True, fp8.tuner and fp8.tuner.when(trains))
+        if comm == "gather":
+            y, _ = fp8.matmuls.gather_matmul(x_fp8.rowwise, w, axis, *how)
+        elif comm == "scatter":
+            y = fp8.matmuls.matmul_scatter(x_fp8.rowwise, w, axis, *how).wait()
+        else:
+            y = fp8_matmul(x_fp8.rowwise, w, *how)
+            y = all_reduce_(y, axis) if comm == "sum" else y
+        return y.view(-1, *x.shape[1:-1], len(weight))
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, axis, comm = ctx.weight, ctx.axis, ctx.comm
         fp8, saved = ctx.fp8, ctx.saved_tensors
-        g_rowwise, g_columnwise = cast_grad(fp8, grad, axis, comm)
+        g, g_columnwise = cast_grad(fp8, grad, axis, comm)
+        w, how = fp8.weight(weight, axis).columnwise, (ctx.dtype, False, fp8.tuner)
         gathers_fp8_x = comm == "gather" and fp8.recipe.wgrad
         gathers_now = gathers_fp8_x and not is_deferred(weight)
-        pending = start_fp8_gather(Fp8Matrix(*saved), axis) if gathers_now else None
-        dx = fp8_matmul(g_rowwise, fp8.weight(weight, axis).columnwise, ctx.dtype, tuner=fp8.tuner)
-        dx = dx.view(-1, *ctx.shape[1:-1], weight.shape[1])
-        reduced = start_input_grad_sum(dx, axis, comm)
+        gathered = fp8.matmuls.start_gather(Fp8Matrix(*saved), axis) if gathers_now else None
+        if comm == "gather":
+            reduced = fp8.matmuls.matmul_scatter(g, w, axis, *how)
+        elif comm == "scatter":
+            dx, g = fp8.matmuls.gather_matmul(g, w, axis, *how)
+            reduced, g_columnwise = Pending(dx), fp8.recipe.wgrad and fp8.requantize_transposed(g, "g")
+        else:
+            reduced = start_input_grad_sum(fp8_matmul(g, w, *how), axis, comm)
 
         def weight_grad() -> torch.Tensor | None:
             if not fp8.recipe.wgrad:
@@ -94,11 +129,11 @@ class Fp8LinearFunction(torch.autograd.Function):
                 return accumulate_weight_grad(weight, x, g, fp8.tuner)
             x = Fp8Matrix(*saved)
             if gathers_fp8_x:
-                x = fp8.requantize_transposed((pending or start_fp8_gather(x, axis))(), "x")
+                x = fp8.requantize_transposed((gathered or fp8.matmuls.start_gather(x, axis))(), "x")
             return add_weight_grad(weight, g_columnwise, x, fp8.tuner)
 
         dw = run_or_defer(weight, weight_grad)
-        return reduced.wait(), dw, None, None, None, None
+        return reduced.wait().view(-1, *ctx.shape[1:-1], weight.shape[1]), dw, *[None] * 4
 
 
 def cast_input(fp8: Fp8Linear, x: torch.Tensor, axis: Axis | None, comm: str, trains: bool) -> Quantized:
@@ -113,14 +148,11 @@ def input_copies(fp8: Fp8Linear, comm: str, trains: bool) -> str:
 
 
 def cast_grad(fp8: Fp8Linear, grad: torch.Tensor, axis: Axis, comm: str) -> Quantized:
-    """Cast grad `[..., o]` to the copies that the backward needs; "scatter" all-gathers its rows."""
+    """Cast grad `[..., o]` to the copies that the backward needs; with "scatter" to those to be gathered."""
     if (casts := source_of(grad).casts) is not None:
         return casts
-    g, wgrad = grad.flatten(0, -2), fp8.recipe.wgrad
-    if comm == "scatter":
-        rowwise = start_fp8_gather(fp8.cast(g, "g", "rowwise", axis).rowwise, axis)()
-        return Quantized(rowwise, fp8.requantize_transposed(rowwise, "g") if wgrad else None)
-    return fp8.cast(g, "g", "both" if wgrad else "rowwise", None if comm == "sum" else axis)
+    copies = "both" if fp8.recipe.wgrad and comm != "scatter" else "rowwise"
+    return fp8.cast(grad.flatten(0, -2), "g", copies, None if comm == "sum" else axis)
 
 
 def add_weight_grad(
@@ -134,10 +166,3 @@ def add_weight_grad(
     add_fp8_product_(target, g, x, tuner=tuner)
     weight.bucket.ready(weight)
     return None
-
-
-def start_fp8_gather(matrix: Fp8Matrix, axis: Axis) -> Callable[[], Fp8Matrix]:
-    """Start to all-gather FP8 rows, and their scales if they have any; the result waits and returns them."""
-    data = start_all_gather(matrix.data.view(torch.uint8), axis)
-    inverse = start_all_gather(matrix.inverse, axis) if matrix.inverse.dim() else Pending(matrix.inverse)
-    return lambda: Fp8Matrix(data.wait().view(matrix.data.dtype), inverse.wait())

@@ -266,6 +266,7 @@ OTHERS = [(other_form(layout), model) for layout, model in NAMED + DRAWN]
 DRAWN += [case for case in OTHERS if case not in NAMED + SECOND]
 
 # What enters each file of fast/ in the fast tier: a layout, its model, and an FP8 recipe or "bf16".
+FP8_OVERLAP = [("tp2spovfp", "llama", recipe) for recipe in ("delayed", "tensorwise", "rowwise")]
 OVERLAP = [("tp2spovfp", "llama", ""), ("tp2dp2z1spovbkfp", "llama", ""), ("tp2cp2a2aspovfp", "llama", "")]
 DISPATCH = [("dp2ep2fp", "moe", ""), ("tp2spep2etfp", "deep", ""), ("cp2ep2fp", "moe-documents", "")]
 ENTERED = {
@@ -286,6 +287,7 @@ ENTERED = {
         ("tp2spfp", "llama", "delayed"),
         ("pp2zbvrsfp", "gpt", "delayed"),
     ],
+    "fp8_overlap": FP8_OVERLAP,
     "offload": [
         ("tp2dp2z1ovbkcofp", "llama", "bf16"),
         ("dp2z1cofp", "gpt", "bf16"),

@@ -84,7 +84,6 @@ WRONG_FP8 = """
 --fp8-param-gather | 2 | --fp8-param-gather: needs --use-distributed-optimizer
 --use-distributed-optimizer --fp8-param-gather --fp8-recipe rowwise | 1 | not with --fp8-recipe | rows
 --use-distributed-optimizer --fp8-param-gather --fp8-recipe blockwise {LARGE} | 1 | blocks shards | delayed or
---tp 2 --sp --tp-comm-overlap | 2 | --tp-comm-overlap: not with --fp8-format, | leave one
 --first-last-layers-bf16 | 1 | --first-last-layers-bf16: needs --fp8-recipe tensorwise or rowwise or
 --num-layers-at-start-in-bf16 2 | 1 | --num-layers-at-start-in-bf16 2: needs --first-last-layers-bf16
 --num-layers-at-end-in-bf16 0 | 1 | --num-layers-at-end-in-bf16 0: needs --first-last-layers-bf16

@@ -8,7 +8,7 @@ import pytest
 
 from nanomegatron.fp8 import RECIPES
 from tests import golden
-from tests.layouts import FIVE_STEPS, flags_of, fp8, other_form
+from tests.layouts import FIVE_STEPS, FP8_OVERLAP, flags_of, fp8, other_form
 from tests.spmd import run_spmd
 from tests.test_layouts_resume import SHORT, resumed
 from tests.training import arguments, check_entered, compare, train_on_a_rank
@@ -62,6 +62,7 @@ FAST_NEAR = [
     ("tensorwise", "tp2cp2mxfp"),
     ("rowwise", "tp2"),
     ("rowwise", "tp2dp2z2spcefp"),
+    *((recipe, layout) for layout, _, recipe in FP8_OVERLAP),
 ]
 LAYOUTS = ("tp2", "tp2sp", "dp2z1", "tp2dp2z2spce", "cp2", "tp2cp2mx")
 NEAR = product(RECIPES[:3], (*LAYOUTS, *map(other_form, LAYOUTS)))

@@ -65,6 +65,7 @@ DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 OFFLOAD = "--bf16 --use-distributed-optimizer --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 CASES = {  # name: ranks, microbatches of a rank, sequence length, flags
     "tp-overlap-2": (2, 1, 32, f"{TP} --tp 2"),
+    "tp-overlap-fp8-2": (2, 1, 32, f"{TP} --tp 2 --bf16 --fp8-format hybrid --fp8-recipe delayed"),
     "tp-overlap-4": (4, 1, 64, f"{TP} --tp 4 --bf16"),
     "zero1-2": (2, 2, 16, f"{DP} --use-distributed-optimizer"),
     "zero1-4": (4, 1, 16, f"{DP} --use-distributed-optimizer --bf16"),

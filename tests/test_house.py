@@ -8,15 +8,15 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6395,
+    "": 6426,
     "checkpoint": 4540,
     "commands": 1712,
     "config": 3500,
     "data": 3405,
     "debug": 1120,
-    "fast": 2982,
+    "fast": 3061,
     "faults": 1150,
-    "ops": 3750,
+    "ops": 3754,
     "plan": 1805,
     "report": 2450,
 }

@@ -120,7 +120,7 @@ def test_list_prints_all_cases(capsys):
     assert measure.main(["tp", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(cases_of("tp", 4, False)) and "--tp 4" in lines[1]
-    assert lines[-1].startswith("tp fp8 (only if named): train.py")
+    assert lines[-1].startswith("tp fp8 overlap (only if named): train.py")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ def written(path, rows: list[dict], **facts):
 
 def test_medians_of_all_repetitions(tmp_path):
     cases = [Case("one gpu", "--a"), Case("tp", "--b", 2), Case("late", "--c", like="tp")]
-    turns = {"one gpu": [turn(1.0, mfu=0.8)], "tp": [turn(1.0, 2.0), turn(30.0, 40.0)], "late": []}
+    slow, fast = (turn(*ms, tokens_per_s=16e3 / of, mfu=8 / of) for of, *ms in ((35, 30, 40), (1.5, 1, 2)))
+    turns = {"one gpu": [turn(1.0, mfu=0.8)], "tp": [fast, slow], "late": []}
     one, tp, late = report.summary(cases, turns)
     assert tp["median_ms"] == 16.0 and tp["step_ms"] == [[1.0, 2.0], [30.0, 40.0]]
     assert tp["tokens_per_s_per_gpu"] == 500 and "median_ms" not in late

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
@@ -10,12 +11,13 @@ from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.tp import ColumnParallelLinear, LinearFunction, RowParallelLinear
 from tests.spmd import run_spmd
+from tests.test_tp_overlap import share_files
 
 H, F, S, B = 64, 128, 16, 2
 ONE = Axis.single("tp")
 
 
-def layers(tp, sequence_parallel, recipe, dtype=torch.float32):
+def layers(tp, sequence_parallel, recipe, dtype=torch.float32, matmuls=None):
     """A column-row pair, the weights of which are slices of the same ones for every tp."""
     scales = Scales(recipe, torch.device("cpu"), [tp])
     init = Init(dtype=dtype, std=0.1)
@@ -23,6 +25,7 @@ def layers(tp, sequence_parallel, recipe, dtype=torch.float32):
     fc2 = RowParallelLinear(F, H, tp, init.at("fc2"), bias=False, sequence_parallel=sequence_parallel)
     for name, layer in (("fc1", fc1), ("fc2", fc2)):
         use_fp8(layer, scales.add_layer(name))
+        layer.fp8.matmuls = matmuls or layer.fp8.matmuls
     return scales, fc1, fc2
 
 
@@ -66,10 +69,10 @@ def test_a_layer_is_near_its_exact_self(name):
         assert (a - b).norm() <= 0.1 * b.norm()
 
 
-def run_layers(mesh, name, sequence_parallel, deferred=False):
+def run_layers(mesh, name, sequence_parallel, deferred=False, matmuls=None, wgrad=True):
     """Two steps of the pair on this rank's share; y, dx and dW of each, whole."""
-    tp = mesh.tp
-    scales, fc1, fc2 = layers(tp, sequence_parallel, Recipe(name, history=2, algo="max"))
+    tp, recipe = mesh.tp, Recipe(name, history=2, algo="max", wgrad=wgrad)
+    scales, fc1, fc2 = layers(tp, sequence_parallel, recipe, matmuls=matmuls)
     own = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size) if sequence_parallel else slice(None)
     later = WeightGradStore()
     found = []
@@ -123,6 +126,30 @@ def test_weight_gradients_may_be_put_off(name):
     now, later = (run_spmd(run_layers, 1, name, False, wait)[0] for wait in (False, True))
     for a, b in zip(now, later, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def overlapped_and_plain(mesh, name, wgrad, folder):
+    """The pair in pieces, by memory that ranks share or by collectives, and at once; what both have sent."""
+    tp, found = mesh.tp, []
+    peers = share_files(tp, folder) if folder else None
+    for matmuls in (OverlappedFp8Matmuls(peers), None):
+        for deferred in (False, True):
+            tp.traffic.clear()
+            steps = run_layers(mesh, name, True, deferred, matmuls, wgrad)
+            found.append((steps, {key: n for key, n in tp.traffic.items() if key[2] == "bytes"}))
+    return found
+
+
+@pytest.mark.parametrize("size, files", [(2, False), (4, True)], ids=["collectives", "memory"])
+@pytest.mark.parametrize("name, wgrad", [*((name, True) for name in RECIPES), ("rowwise", False)])
+def test_pieces_make_the_same(name, wgrad, size, files, tmp_path):
+    """Every piece of rows with its own scales; but for rounding in sums over ranks, as many bytes sent."""
+    for ranks in run_spmd(overlapped_and_plain, size, name, wgrad, str(tmp_path) * files, tp=size):
+        (expected, sent), *others = reversed(ranks)
+        for steps, bytes_sent in others:
+            assert bytes_sent == sent
+            for a, b in zip(sum(steps, []), sum(expected, []), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
 
 
 def sent(mesh, fp8):

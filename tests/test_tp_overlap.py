@@ -45,7 +45,7 @@ def agrees(axis, peers, seed, n, i=24, o=16, dtype=torch.float32):
     y, gathered = gather_matmul(x, weight, axis, peers)
     assert torch.equal(gathered, whole)
     torch.testing.assert_close(y, expected[0], **exact)
-    torch.testing.assert_close(matmul_scatter(rows, weight, axis, peers), expected[1], **exact)
+    torch.testing.assert_close(matmul_scatter(rows, weight, axis, peers).wait(), expected[1], **exact)
     assert {key: size for key, size in axis.traffic.items() if key[2] == "bytes"} == sent
     assert torch.equal(start_gather_rows(x.view(n, 2, -1), axis, peers).wait(), whole.view(-1, 2, i // 2))
     assert torch.equal(gathered, whole), "the caller's to keep"
@@ -77,13 +77,15 @@ def test_one_barrier_a_call_is_enough(mesh, tmp_path):
         xs = [draw(turn + rank, n, i) for rank in range(axis.size)]
         parts = [draw(5000 + turn + rank, n * axis.size, i) for rank in range(axis.size)]
         pending = start_gather_rows(xs[axis.rank], axis, peers)
-        total = matmul_scatter(parts[axis.rank], weight, axis, peers)
+        reduced = matmul_scatter(parts[axis.rank], weight, axis, peers)
         later = [gather_matmul(k * xs[axis.rank], weight, axis, peers)[1] for k in (2, 3) if turn % 20]
         time.sleep(dawdle.choice((0, 0, 0.003)))
         assert torch.equal(pending.wait(), torch.cat(xs))
         assert all(torch.equal(found, k * torch.cat(xs)) for k, found in zip((2, 3), later))
         own = slice(axis.rank * n, (axis.rank + 1) * n)
-        torch.testing.assert_close(total, sum(part @ weight for part in parts)[own], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            reduced.wait(), sum(part @ weight for part in parts)[own], rtol=1e-5, atol=1e-5
+        )
 
 
 @spmd(world=2, tp=2)
@@ -96,4 +98,4 @@ def test_alone_nothing_is_sent():
     axis, x, weight = Axis.single(), draw(1, 3, 4), draw(2, 4, 5)
     y, gathered = gather_matmul(x, weight, axis)
     assert torch.equal(y, x @ weight) and gathered is x and start_gather_rows(x, axis).wait() is x
-    assert torch.equal(matmul_scatter(x, weight, axis), x @ weight) and not axis.traffic
+    assert torch.equal(matmul_scatter(x, weight, axis).wait(), x @ weight) and not axis.traffic

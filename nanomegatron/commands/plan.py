@@ -179,8 +179,7 @@ def in_fp8(search: Search, best: Candidate) -> Iterator[str]:
     possible = config.dtype_name == "bfloat16" and fp8["fp8_recipe"] in search.cluster.matmuls
     if config.precision.fp8_format or not possible:
         return
-    kept = {name: value for name, value in best.changes.items() if name != "tp_comm_overlap"}  # not with FP8
-    other = search.fitting(kept | fp8)
+    other = search.fitting(best.changes | fp8)
     if other and other.step and not validate(other.run.config, search.world, "cuda"):
         step = step_time(other.run, search.cluster)
         if step.total < best.step.total:

@@ -33,8 +33,6 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
     parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
     if parallel.tp_comm_overlap and tp > 1 and not config.model.sequence_parallel:
         yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
-    if parallel.tp_comm_overlap and tp > 1 and config.precision.fp8_format:
-        yield "--tp-comm-overlap: not with --fp8-format, whose bytes are gathered whole; leave one out"
     if parallel.distributed_backend == "nccl" and device != "cuda":
         yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
     if parallel.cuda_graph_impl == "full_iteration" and (why := graph_conflict(config, world)):

@@ -15,6 +15,9 @@ copies at once is worse. A call takes the host 0.14 ms, so with few rows this do
 (Decomposed collectives: Wang et al., ASPLOS 2023; Megatron-LM's --tp-comm-overlap.)
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from nanomegatron.comm import Pending, all_gather, start_reduce_scatter
@@ -63,7 +66,7 @@ class OverlappedLinearFunction(torch.autograd.Function):
         ctx.axis, ctx.peers = axis, peers
         rows, w = x.flatten(0, -2), weight.t()
         gathers = comm == "gather"
-        y = gather_matmul(rows, w, axis, peers)[0] if gathers else matmul_scatter(rows, w, axis, peers)
+        y = gather_matmul(rows, w, axis, peers)[0] if gathers else matmul_scatter(rows, w, axis, peers).wait()
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
@@ -74,15 +77,17 @@ class OverlappedLinearFunction(torch.autograd.Function):
         later = is_deferred(weight) and ctx.comm == "gather"
         if ctx.comm == "gather":
             gathered = Pending(x) if later else start_gather_rows(x, axis, peers)
-            dx = matmul_scatter(rows, weight, axis, peers)
+            reduced = matmul_scatter(rows, weight, axis, peers)
             x = gathered.wait()
         else:
             dx, rows = gather_matmul(rows, weight, axis, peers)
+            reduced = Pending(dx)
 
         def weight_grad() -> torch.Tensor | None:
             return accumulate_weight_grad(weight, all_gather(x, axis) if later else x, rows)
 
-        return dx.view(shape), run_or_defer(weight, weight_grad), None, None, None
+        dw = run_or_defer(weight, weight_grad)
+        return reduced.wait().view(shape), dw, None, None, None
 
 
 def gather_matmul(
@@ -94,15 +99,25 @@ def gather_matmul(
     """
     if axis.size == 1:
         return x @ weight, x
-    n, own = x.shape[0], axis.rank * x.shape[0]
-    y = x.new_empty(n * axis.size, weight.shape[1])
+    y = x.new_empty(x.shape[0] * axis.size, weight.shape[1])
+    return y, multiply_gathered(lambda part, _, out: torch.mm(part, weight, out=out), x, y, axis, peers)
+
+
+def multiply_gathered(
+    multiply: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, axis: Axis, peers: PeerAccess | None
+) -> torch.Tensor:
+    """Gather x, and as its rows arrive call multiply(they, which of all they are, where in y they belong).
+
+    x `[n, i]`, y `[n*size, o]` -> the gathered x `[n*size, i]`
+    """
+    own = slice(axis.rank * len(x), (axis.rank + 1) * len(x))
     gathered, arrivals = gather_pieces(x, axis, peers)
-    torch.mm(x, weight, out=y[own : own + n])
+    multiply(x, own, y[own])
     for rows, arrival in arrivals:
         arrival.wait()
-        if rows.start != own:
-            torch.mm(gathered[rows], weight, out=y[rows])
-    return y, gathered
+        if rows.start != own.start:
+            multiply(gathered[rows], rows, y[rows])
+    return gathered
 
 
 def start_gather_rows(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = None) -> Pending:
@@ -115,35 +130,37 @@ def start_gather_rows(x: torch.Tensor, axis: Axis, peers: PeerAccess | None = No
 
 def matmul_scatter(
     x: torch.Tensor, weight: torch.Tensor, axis: Axis, peers: PeerAccess | None = None
-) -> torch.Tensor:
-    """This rank's rows of the sum over the ranks of x @ weight. Not for autograd.
+) -> Pending:
+    """Start to make this rank's rows of the sum over the ranks of x @ weight. Not for autograd.
 
-    x `[n*size, i]`, weight `[i, o]` of any strides -> `[n, o]`
+    x `[n*size, i]`, weight `[i, o]` of any strides; the result `[n, o]`
 
     Raises ValueError if the rows are not divisible by the number of ranks.
     """
     if axis.size == 1:
-        return x @ weight
-    if x.shape[0] % axis.size:
-        raise ValueError(f"{x.shape[0]} rows do not divide by the {axis.size} ranks of {axis.name}; pad them")
-    memory = peers.memory(axis, x.device, "reduce_scatter") if peers else None
-    if memory is None:
-        return _scatter_halves(x, weight, axis)
-    blocks = x.chunk(axis.size)
+        return Pending(x @ weight)
     whole = x.new_empty(x.shape[0], weight.shape[1])
-    return push_pieces(lambda rank, out: torch.mm(blocks[rank], weight, out=out), whole, memory).wait()
+    return scatter_products(lambda rows, out: torch.mm(x[rows], weight, out=out), whole, axis, peers)
 
 
-def _scatter_halves(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`matmul_scatter` by collectives: each block's first half is reduced beside the second's matmul."""
-    blocks = x.unflatten(0, (axis.size, -1))
-    y = x.new_empty(blocks.shape[1], weight.shape[1])
-    weights = weight.expand(axis.size, *weight.shape)
-    half = (len(y) + 1) // 2
-    sent = [
-        start_reduce_scatter(torch.bmm(rows, weights).flatten(0, 1), axis, out)
-        for rows, out in zip(blocks.split(half, dim=1), y.split(half))
-    ]
-    for pending in sent:
-        pending.wait()
-    return y
+def scatter_products(
+    multiply: Callable[[slice, torch.Tensor], Any], whole: torch.Tensor, axis: Axis, peers: PeerAccess | None
+) -> Pending:
+    """Start to reduce-scatter what multiply(rows, out) makes, block by block. See `matmul_scatter`.
+
+    whole `[n*size, o]`: room for it -> `[n, o]`. By collectives each block's first half is reduced beside the
+    second's matmuls.
+    """
+    n, left = divmod(len(whole), axis.size)
+    if left:
+        raise ValueError(f"{len(whole)} rows do not divide by the {axis.size} ranks of {axis.name}; pad them")
+    if memory := peers.memory(axis, whole.device, "reduce_scatter") if peers else None:
+        return push_pieces(lambda rank, out: multiply(slice(rank * n, rank * n + n), out), whole, memory)
+    y, half, sent = whole.new_empty(n, whole.shape[1]), (n + 1) // 2, []
+    for begin in range(0, n, half):
+        end = min(n, begin + half)
+        made = whole[begin * axis.size : end * axis.size]
+        for rank, out in enumerate(made.chunk(axis.size)):
+            multiply(slice(rank * n + begin, rank * n + end), out)
+        sent.append(start_reduce_scatter(made, axis, y[begin:end]))
+    return Pending(y, sent, [whole])

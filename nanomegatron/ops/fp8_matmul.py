@@ -21,12 +21,13 @@ ALIGN, BYTES = 16, 16  # cuBLASLt needs sizes divisible by the first, addresses 
 
 
 def fp8_matmul(
-    a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False, tuner: Any = None
+    a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, fast: bool = False, tuner: Any = None, out: Any = None
 ) -> torch.Tensor:
     """a b^T, summed in fp32: a `[m, k]`, b `[n, k]` -> `[m, n]` in `dtype`.
 
     Both have scales of the same kind. fast: on a GPU accumulate less precisely, for speed (not with blocks).
-    torch raises on GPUs without FP8, for blocks except on Hopper, and for n or k not divisible by 16.
+    out `[m, n]`: where to write, without a tuner. torch raises on GPUs without FP8, for blocks except on
+    Hopper, and for n or k not divisible by 16.
     """
     m, gpu = len(a.data), a.data.is_cuda
     if tuner is not None and not a.inverse.dim() and not b.inverse.dim():
@@ -36,16 +37,19 @@ def fp8_matmul(
     rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))
     blocks = a.inverse.dim() == 2 and not rows
     if blocks and not gpu:  # torch has no CPU kernel
-        return (fp8_decode(a) @ fp8_decode(b).t()).to(dtype)
+        y = (fp8_decode(a) @ fp8_decode(b).t()).to(dtype)
+        return y if out is None else out.copy_(y)
     if blocks and m % ALIGN:  # as when text is generated at a run's end: cuBLAS has no kernel for such m
         padding = 0, 0, 0, -m % ALIGN
         data = F.pad(a.data.view(torch.uint8), padding).view(a.data.dtype)
         a = Fp8Matrix(data, F.pad(a.inverse, padding))
     scale_a, scale_b = _torch_scale(a, blocks), _torch_scale(b, blocks).t()
-    out = torch.bfloat16 if rows and gpu else dtype  # the GPU's kernel for rows has no other
-    fast = fast and not blocks
-    y = torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=out, use_fast_accum=fast)
-    return y[:m].to(dtype)
+    kind = torch.bfloat16 if rows and gpu else dtype  # the GPU's kernel for rows has no other
+    how = dict(out_dtype=kind, use_fast_accum=fast and not blocks)
+    if out is not None and kind == dtype and len(a.data) == m:
+        return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, **how, out=out)
+    y = torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, **how)[:m].to(dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _torch_scale(a: Fp8Matrix, blocks: bool) -> torch.Tensor:

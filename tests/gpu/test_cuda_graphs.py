@@ -27,7 +27,7 @@ WAYS = {
     "overlap, sharded": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
 
-IMPLS = "none", "full_iteration"
+IMPLS, OVERLAPS = ("none", "full_iteration"), ("grad-reduce", "param-gather")
 
 
 def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
@@ -65,11 +65,11 @@ def test_graphs_train_alike_to_the_bit(way, corpus, tmp_path, monkeypatch):  # n
 
 
 @needs_two
-def test_replicas_communicate_beside_the_first_and_the_last_microbatch(tmp_path):
-    """Two GPUs, four microbatches: the two between are graphs; losses and norms are equal to the bit."""
-    flags = (
-        f"--bf16 --use-distributed-optimizer {ALL} --micro-batch-size 1 --train-iters 30 --deterministic-mode"
-    )
+@pytest.mark.parametrize("overlaps", [ALL, *(ALL.replace(f"--overlap-{one}", "") for one in OVERLAPS)])
+def test_replicas_communicate_beside_the_first_and_the_last_microbatch(overlaps, tmp_path):
+    """Two GPUs, four microbatches: those that do not communicate are graphs; equal to the bit."""
+    flags = f"--bf16 --use-distributed-optimizer {overlaps} --micro-batch-size 1 --train-iters 30"
+    flags += " --deterministic-mode"
     runs = [train_by_layout(tmp_path, impl, 2, f"{flags} --cuda-graph-impl {impl}") for impl in IMPLS]
     plain, graphs = ([(step["lm_loss"], step["grad_norm"]) for step in run] for run in runs)
     assert plain == graphs and len(plain) == 30

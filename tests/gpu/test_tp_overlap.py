@@ -2,14 +2,20 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.peer_access import PeerAccess
 from nanomegatron.fast.tp_overlap import gather_matmul, matmul_scatter, start_gather_rows
+from nanomegatron.fp8 import RECIPES, Recipe, Scales
+from nanomegatron.fp8_linear import Fp8Matmuls
 from tests.gpu.ranks import all_right, dawdler, needs_two, run_on_gpus
+from tests.gpu.test_layouts import train
 
+HOW = "", " --tp-comm-overlap"
 SHAPES = [(64, 128, 96), (256, 512, 384), (40, 1024, 64), (2048, 512, 256)]  # rows of a rank, i, o
 
 
@@ -34,7 +40,7 @@ def turn(axis, peers, generator, shape, dtype, dawdle):
     dawdle()
     pending = start_gather_rows(xs[axis.rank], axis, peers)
     dawdle()
-    y = matmul_scatter(parts[axis.rank], weights[axis.rank], axis, peers)
+    reduced = matmul_scatter(parts[axis.rank], weights[axis.rank], axis, peers)
     if dawdle():
         z, gathered = gather_matmul(xs[axis.rank], weight, axis, peers)
         late = pending.wait()
@@ -45,7 +51,7 @@ def turn(axis, peers, generator, shape, dtype, dawdle):
         (late == whole).all(),
         (gathered == whole).all(),
         close(z, product),
-        close(y, total),
+        close(reduced.wait(), total),
     ]
 
 
@@ -65,7 +71,7 @@ def storm(mesh, device):
     torch.cuda.set_sync_debug_mode("error")
     x = torch.ones(64, 128, device=device)
     gather_matmul(x, x.t(), axis, peers)
-    matmul_scatter(x, x.t(), axis, peers)
+    matmul_scatter(x, x.t(), axis, peers).wait()
     start_gather_rows(x, axis, peers).wait()
     torch.cuda.set_sync_debug_mode("default")
 
@@ -74,3 +80,42 @@ def storm(mesh, device):
 @pytest.mark.parametrize("world, tp", [(2, 2), (4, 4), (4, 2)])
 def test_late_ranks_overwrite_nothing(world, tp):
     run_on_gpus(world, storm, tensor_model_parallel_size=tp)
+
+
+def fp8_pieces(mesh, device):
+    """The matmuls of FP8 layers in pieces and at once: the same bytes, the same sums but for rounding."""
+    axis, peers = mesh.tp, PeerAccess.build(mesh, ParallelConfig())
+    plain, pieces = Fp8Matmuls(), OverlappedFp8Matmuls(peers)
+    torch.manual_seed(axis.rank)
+    for name in RECIPES:
+        fp8 = Scales(Recipe(name), device, [axis]).add_layer("layer")
+        for n, i, o in ((64, 128, 256), (1024, 1024, 512)):
+            x, weight = torch.randn(n, i, device=device), torch.randn(o, i, device=device)
+            a = fp8.cast(x.bfloat16(), "x", "rowwise", axis).rowwise
+            b = fp8.cast(weight.bfloat16(), "w", "rowwise", axis).rowwise
+            for turn in range(3):
+                how = a, b, axis, torch.bfloat16, turn == 1
+                waits = [matmuls.start_gather(a, axis) for matmuls in (pieces, plain)]
+                sums = [matmuls.matmul_scatter(*how) for matmuls in (pieces, plain)]
+                found = [wait().data.view(torch.uint8) for wait in waits]
+                assert close(*(pending.wait() for pending in sums))
+                (y, rows), (whole, _) = (matmuls.gather_matmul(*how) for matmuls in (pieces, plain))
+                found.append(rows.data.view(torch.uint8))
+                assert close(y, whole) and all(torch.equal(x, found[0]) for x in found)
+
+
+@needs_two
+@pytest.mark.parametrize("world", [2, 4])
+def test_fp8_pieces_make_the_same(world):
+    run_on_gpus(world, fp8_pieces, tensor_model_parallel_size=world)
+
+
+@needs_two
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_layers_in_fp8_train_alike_in_pieces(recipe, tmp_path):
+    flags = f"--tp 2 --sp --bf16 --fp8-format hybrid --fp8-recipe {recipe}"
+    runs = [train(tmp_path, f"run{len(how)}", 2, flags + how) for how in HOW]
+    for key, near in (("lm_loss", 2e-3), ("grad_norm", 5e-2)):
+        np.testing.assert_allclose(*([step[key] for step in run] for run in runs), rtol=near, err_msg=key)
+    said = [(tmp_path / "runs" / f"run{len(how)}" / "log.txt").read_text() for how in HOW]
+    assert ["tp matmuls in pieces, sent by GPU copy engines" in text for text in said] == [False, True]
