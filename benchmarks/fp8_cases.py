@@ -1,4 +1,4 @@
-"""Cases of casts to FP8, and of kernels that write FP8 themselves: norms, SwiGLU and its backward.
+"""Cases of casts to FP8, and of kernels that write FP8: norms, SwiGLU and its backward, that of the loss.
 
 Casts are expected to the bit, so their error must be 0. Where torch makes bf16 first and casts that, its
 results are off by up to one step of FP8, a quarter of the largest value in E5M2; ours round once. An input
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from benchmarks.forms import Sizes, case, forms, forward
 from benchmarks.kernel_cases import EPS
 from benchmarks.session import Case
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_ref
 from nanomegatron.ops.fp8_cast import BLOCK, Fp8Output, fp8_amax, fp8_cast, fp8_cast_blocks, fp8_cast_ref
-from nanomegatron.ops.fp8_fused import gated_backward_fp8, gated_fp8, norm_fp8
+from nanomegatron.ops.fp8_fused import cross_entropy_grad_fp8, gated_backward_fp8, gated_fp8, norm_fp8
 from nanomegatron.ops.swiglu import SILU, gated_ref
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -100,6 +101,9 @@ def fused_casts(s: Sizes) -> Iterator[Case]:
     ):
         exact = lambda n, *x, plain=plain: plain(n, *(each.float() for each in x))  # noqa: E731
         yield case(name, moved, inputs, forms(forward(ours), plain), exact)
+    labels, lse = lambda: torch.randint(s.vocab, (t,), device=s.device), lambda: 12 + s.normal(t)().float()
+    inputs, ways = (into(1000.0), s.normal(t, s.vocab), labels, lse), forms(forward(ours_loss), loss_grad)
+    yield case("cross entropy bwd to fp8", 4 * t * s.vocab, inputs, ways, loss_grad)
 
 
 def normed(n, x, residual, weight):
@@ -117,6 +121,16 @@ def gated_grad(n, grad, x):
     s = torch.sigmoid(gate.float())
     dgate, dup = grad * up * (s + gate * s * (1 - s)), grad * gate * s
     return cast_both(torch.cat((dgate, dup), dim=-1).to(x.dtype), n[0], dtype=E5M2)
+
+
+def loss_grad(n, logits, labels, lse):
+    return cast_both(cross_entropy_grad_ref(logits, labels, lse, torch.ones_like(lse)), n[0], dtype=E5M2)
+
+
+def ours_loss(n, logits, labels, lse):
+    """The log-sum-exp is that of a pass before."""
+    given = logits, labels, lse, torch.ones_like(lse), logits.shape[1]
+    return *cross_entropy_grad_fp8(*given, Fp8Output(E5M2, *n, "both")), n[1]
 
 
 def ours_norm(n, x, residual, weight):

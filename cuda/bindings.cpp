@@ -62,12 +62,13 @@ PYBIND11_MODULE(_kernels, module) {
     // embedding.cu
     module.def("embedding_lookup", &embedding_lookup);
     module.def("embedding_add", &embedding_add);
-    // norm_fp8.cu, gelu_fp8.cu, swiglu_fp8.cu
+    // norm_fp8.cu, gelu_fp8.cu, swiglu_fp8.cu, cross_entropy_fp8.cu
     module.def("norm_fp8", &norm_fp8);
     module.def("gelu_fp8_forward", &gelu_fp8_forward);
     module.def("gelu_fp8_backward", &gelu_fp8_backward);
     module.def("swiglu_fp8_forward", &swiglu_fp8_forward);
     module.def("swiglu_fp8_backward", &swiglu_fp8_backward);
+    module.def("cross_entropy_fp8", &cross_entropy_fp8);
     // cross_entropy.cu, adamw.cu
     module.def("cross_entropy_stats", &cross_entropy_stats);
     module.def("cross_entropy_grad", &cross_entropy_grad);

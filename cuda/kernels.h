@@ -136,7 +136,7 @@ void embedding_lookup(Address out, Address table, Address positions, Address ids
 void embedding_add(Address target, Address sums, Address grad, Address ids, Address order, int64_t entries,
                    int64_t repeats, int64_t rows, int64_t h, int target_type, int type, Address stream);
 
-// norm_fp8.cu, gelu_fp8.cu, swiglu_fp8.cu
+// norm_fp8.cu, gelu_fp8.cu, swiglu_fp8.cu, cross_entropy_fp8.cu
 void norm_fp8(Address x, Address residual, Address weight, Address bias, Address row, Address flip,
               Address out, Address total, Address rstd, Address mean, Address scale, Address amax,
               int64_t rows, int64_t h, double eps, int from_one, int type, int weight_type, int format,
@@ -150,3 +150,6 @@ void swiglu_fp8_forward(Address x, Address row, Address flip, Address scale, Add
                         int64_t f, int gated, int type, int format, Address stream);
 void swiglu_fp8_backward(Address grad, Address x, Address row, Address flip, Address scale, Address amax,
                          int64_t rows, int64_t f, int gated, int type, int format, Address stream);
+void cross_entropy_fp8(Address logits, Address labels, Address lse, Address grad, Address row, Address flip,
+                       Address scale, Address amax, int64_t rows, int64_t columns, int64_t width, int type,
+                       int format, Address stream);

@@ -27,7 +27,7 @@ from nanomegatron.fast.dp_peer import PeerShardComm
 from nanomegatron.fast.fp8_experts import quantize_experts
 from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
-from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate
+from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate, quantizing_loss
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.offload import host_state
@@ -163,7 +163,8 @@ def install(stages: Stages, paths: Paths) -> Stages:
             elif linear:
                 module.linear = linear
         if isinstance(module, OutputLayer):
-            module.loss = loss
+            quantizes = paths.producers and accepts_fp8(module) and not module.cap
+            module.loss = partial(quantizing_loss, module) if quantizes else loss
         elif isinstance(module, SelfAttention) and paths.context:
             module.context = paths.context
         elif isinstance(module, MoELayer) and paths.moe:

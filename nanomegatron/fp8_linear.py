@@ -31,8 +31,8 @@ from nanomegatron.param import (
     accumulate_grad,
     accumulate_sums,
     accumulate_weight_grad,
+    grad_to_write,
     is_deferred,
-    main_grad,
     run_or_defer,
 )
 from nanomegatron.recompute import source_of
@@ -159,10 +159,11 @@ def add_weight_grad(
     weight: nn.Parameter, g: Fp8Matrix, x: Fp8Matrix, tuner: Any = None
 ) -> torch.Tensor | None:
     """Add dW = g x^T to `main_grad`, in the matmul if possible. g `[o, t]`, x `[i, t]` -> `[o, i]`, None"""
-    target = main_grad(weight)
-    if target is None or target.dtype != torch.float32 or g.inverse.dim():
-        dtype = weight.dtype if target is None else target.dtype
+    bucket = getattr(weight, "bucket", None)
+    dtype = weight.dtype if bucket is None else bucket.buckets.grad_dtype
+    if bucket is None or dtype != torch.float32 or g.inverse.dim():
         return accumulate_grad(weight, lambda: fp8_matmul(g, x, dtype))
-    add_fp8_product_(target, g, x, tuner=tuner)
-    weight.bucket.ready(weight)
+    target, overwrite = grad_to_write(weight)
+    add_fp8_product_(target, g, x, tuner=tuner, overwrite=overwrite)
+    bucket.ready(weight)
     return None

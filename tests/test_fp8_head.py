@@ -1,6 +1,7 @@
 """The output layer in FP8 (--fp8-output-proj): matmuls, tied and untied, under layouts, and memory."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import parse
+from nanomegatron.fast.fp8_producers import quantizing_loss
 from nanomegatron.fp8 import Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.layers import OutputLayer
@@ -104,3 +106,29 @@ def test_planned_memory(tied):
     assert after["FP8 weights"] - before["FP8 weights"] == 2 * weights
     assert before["weights"] - after["weights"] == (0 if tied else 2 * weights)
     assert after["logits and loss"] - before["logits and loss"] == 2 * 128 * 32 * 4
+
+
+@pytest.mark.parametrize("real", [96, 90])
+def test_a_gradient_of_logits_that_the_loss_casts_is_the_plain_ones_but_for_rounding(real):
+    """In the step after the first of delayed scaling: losses to the bit, as fp32 rounds nothing twice."""
+    model, found = replace(TINY["llama"], hidden_size=32), []
+    for fast in (False, True):
+        torch.manual_seed(1)
+        weight = new_parameter(vocab_spec("out.weight", (real, 96), 32, Axis.single()), Init(std=0.3))
+        layer, scales = (
+            OutputLayer(model, real, weight, Axis.single()),
+            Scales(Recipe("delayed"), weight.device),
+        )
+        use_fp8(layer, scales.add_layer("out.weight"))
+        layer.loss = partial(quantizing_loss, layer) if fast else None
+        for _ in range(2):
+            x, weight.grad = torch.randn(16, 2, 32, requires_grad=True), None
+            labels, weights = torch.randint(real, (2, 16)), torch.rand(2, 16)
+            loss = layer(x, labels, None)
+            (loss * weights).sum().backward()
+            scales.end_step()
+        found.append((loss.detach(), x.grad, weight.grad, scales.scale.clone()))
+    (loss, *plain), (other, *fast) = found
+    assert torch.equal(loss, other)
+    for a, b in zip(plain, fast, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3 * a.abs().max().item())

@@ -8,15 +8,15 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6426,
+    "": 6427,
     "checkpoint": 4540,
     "commands": 1712,
     "config": 3500,
     "data": 3405,
     "debug": 1120,
-    "fast": 3061,
+    "fast": 3114,
     "faults": 1150,
-    "ops": 3754,
+    "ops": 3801,
     "plan": 1805,
     "report": 2450,
 }

@@ -32,9 +32,9 @@ def case(shape, pair=PAIRS[0], device=CPU) -> list[torch.Tensor]:
     return [draw(-9, 10, (m, n)).float(), a, inverses[0], b, inverses[1]]
 
 
-def add(out, a, a_inverse, b, b_inverse, fast: bool = False, function: Callable = add_fp8_product_) -> None:
+def add(out, a, a_inverse, b, b_inverse, function: Callable = add_fp8_product_, **how) -> None:
     """`add_fp8_product_` of the tensors of a case."""
-    return function(out, Fp8Matrix(a, a_inverse), Fp8Matrix(b, b_inverse), fast)
+    return function(out, Fp8Matrix(a, a_inverse), Fp8Matrix(b, b_inverse), **how)
 
 
 def wanted(out, a, a_inverse, b, b_inverse, times: int = 1) -> torch.Tensor:
@@ -44,11 +44,14 @@ def wanted(out, a, a_inverse, b, b_inverse, times: int = 1) -> torch.Tensor:
 
 
 def check(given: list[torch.Tensor], fast: bool = False) -> None:
-    """Added twice, to the bit."""
+    """Added twice, to the bit; then put in place of what no sum would leave."""
     expected = wanted(*given, times=2)
     for _ in range(2):
-        assert add(*given, fast) is None
+        assert add(*given, fast=fast) is None
     assert torch.equal(given[0].double(), expected)
+    alone = wanted(torch.zeros_like(given[0]), *given[1:])
+    add(given[0].fill_(torch.nan), *given[1:], fast=fast, overwrite=True)
+    assert torch.equal(given[0].double(), alone)
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -72,6 +75,8 @@ def test_nothing_to_add(shape):
     before = given[0].clone()
     add(*given)
     assert torch.equal(given[0], before)
+    add(*given, overwrite=True)
+    assert not given[0].any()
 
 
 def shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
@@ -141,7 +146,7 @@ def test_the_library_is_asked_for_the_same(module, pair, fast):
     before = made("matmuls")
     for shape in SHAPES:
         check(case(shape, pair), fast)
-    assert made("matmuls") == before + 2 * len(SHAPES) and made("handles") == 1
+    assert made("matmuls") == before + 3 * len(SHAPES) and made("handles") == 1
 
 
 @emulated
@@ -152,13 +157,13 @@ def test_an_algorithm_is_looked_for_once(module):
         given[1].copy_(given[1].roll(1, 0))
         given[2] = torch.tensor(inverse)
         check(given)
-    assert made("searches") == before + 1
+    assert made("searches") == before + 2  # to add, to overwrite
     check(given, fast=True)
     out, a, a_inverse, b, b_inverse = given
     for m, n, k in (32, 48, 32), (64, 32, 32), (64, 48, 16):  # in the same memory
         x, y, z = (t.flatten()[: r * c].view(r, c) for t, r, c in ((out, m, n), (a, m, k), (b, n, k)))
         check([x, y, a_inverse, z, b_inverse])
-    assert made("searches") == before + 5
+    assert made("searches") == before + 10
 
 
 @emulated

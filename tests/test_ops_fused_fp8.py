@@ -12,6 +12,7 @@ from nanomegatron.ops.fp8_cast import FORMATS, Fp8Output, fp8_cast_ref
 from nanomegatron.ops.fp8_fused import (
     bias_act_backward_fp8,
     bias_act_fp8,
+    cross_entropy_grad_fp8,
     gated_backward_fp8,
     gated_fp8,
     norm_fp8,
@@ -112,6 +113,23 @@ def check_biased(x, bias, grad, act: int, dtype=E4M3, outputs="both", scale=37.5
     assert ((target - 1 - dx.sum(0)).abs() <= slack + 1e-6 * (1 + dx.sum(0).abs())).all()
 
 
+def check_loss(logits, labels, lse, grad, real: int, dtype=E5M2, outputs="both", scale=37.5) -> None:
+    """The gradient of the logits; the logits stay as they are."""
+    before, spec = logits.clone(), wanted(dtype, outputs, scale, device=logits.device)
+    exact = (logits.double() - lse.double()[:, None]).exp()
+    exact -= (labels[:, None] == torch.arange(logits.shape[1], device=logits.device)).double()
+    exact *= grad.double()[:, None]
+    exact[:, real:] = 0
+    both(cross_entropy_grad_fp8(logits, labels, lse, grad, real, spec), exact, spec)
+    assert torch.equal(logits, before)
+
+
+def loss_case(t, width, dtype):
+    """With labels of other ranks, and log-sum-exps of more columns than there are."""
+    logits, labels = (torch.randn(t, width) * 3).to(dtype), torch.randint(-3, width + 3, (t,))
+    return logits, labels, logits.float().logsumexp(-1) + torch.rand(t), torch.randn(t)
+
+
 def biased_case(shape, dtype):
     x, bias, grad = torch.randn(shape) * 2, torch.randn(shape[-1]), torch.randn(shape)
     return tuple(t.to(dtype) for t in (x, bias, grad))
@@ -193,6 +211,7 @@ def test_references(dtype, outputs):
         check_norm(norm_case(6, 24, dtype, biased, add, wide=add), add, wanted(outputs=outputs), biased)
     for act in (SILU, GELU):
         check_gated(*gated_case((3, 2, 20), dtype), act, E5M2, outputs)
+    check_loss(*loss_case(6, 20, dtype), 17, E5M2, outputs)
     for act in (TANH, EXACT, SQUARED_RELU):
         x, bias, grad = biased_case((3, 2, 20), torch.float32)
         check_biased(x, bias if act else None, grad, act, E5M2, outputs)
@@ -231,6 +250,10 @@ def test_adamw_with_a_copy_in_e4m3():
         (lambda: gated_backward_fp8(torch.zeros(2, 4), torch.zeros(2, 4), SILU, wanted()), "halved"),
         (lambda: gated_backward_fp8(torch.zeros(2, 2).half(), torch.zeros(2, 4), SILU, wanted()), "halved"),
         (lambda: bias_act_backward_fp8(torch.zeros(2), torch.zeros(2, 4), None, TANH, wanted()), "gradient"),
+        (
+            lambda: cross_entropy_grad_fp8(*loss_case(4, 8, torch.half)[:3], torch.zeros(3), 8, wanted()),
+            "rows",
+        ),
         (lambda: norm_fp8(torch.zeros(2, 4), None, torch.ones(3), None, EPS, False, wanted()), "last dim"),
     ],
 )
@@ -240,7 +263,7 @@ def test_what_is_refused(call, message):
 
 
 # The kernels, by the emulator.
-FILES = "norm_fp8", "fp8_cast", "swiglu_fp8", "gelu_fp8", "column_sums", "adamw"
+FILES = "norm_fp8", "fp8_cast", "swiglu_fp8", "gelu_fp8", "column_sums", "adamw", "cross_entropy_fp8"
 
 
 @pytest.fixture
@@ -337,6 +360,25 @@ def test_bias_and_activation_kernel_of_what_is_no_number(emulated, odd, act):
     assert torch.equal(row.float().isnan(), y.isnan()) and torch.equal(flip.float().isnan(), y.isnan().t())
     (row, _), dbias = bias_act_backward_fp8(grad, x, bias, act, wanted())
     assert torch.equal(row.float().isnan(), dx.isnan()) and torch.equal(dbias.isnan(), dx.sum(0).isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(144, 136, 130), (5, 13, 13), (130, 264, 257), (1, 1, 1), (16, 128, 0)])
+def test_loss_kernel(emulated, shape, dtype):
+    case = loss_case(*shape[:2], dtype)
+    for i, outputs in enumerate(("rowwise", "columnwise", "both")):
+        check_loss(*case, shape[2], FORMATS[i % 2], outputs)
+    if shape[0] == 144:
+        check_loss(unaligned(case[0]), *case[1:], shape[2])
+
+
+def test_loss_kernel_of_what_is_no_number(emulated):
+    """In the columns that count; behind them it is 0."""
+    logits, labels, lse, grad = loss_case(32, 64, torch.bfloat16)
+    logits[3, 5], lse[7], logits[9, 60] = NAN, INF, NAN
+    row, flip = cross_entropy_grad_fp8(logits, labels, lse, grad, 60, spec := wanted(E5M2))
+    assert row.float().isnan().nonzero().tolist() == [[3, 5]] and spec.amax.isnan()
+    assert torch.equal(flip.view(torch.uint8), row.view(torch.uint8).t()) and not row[:, 60:].float().any()
 
 
 @pytest.mark.parametrize("offset", [0, 3])

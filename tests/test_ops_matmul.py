@@ -1,6 +1,7 @@
 """Matmuls by cuBLASLt with a chosen algorithm, and the tuner that chooses, by a library for the CPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,7 @@ class Bucket:
 
     def __init__(self, overwrites: bool = False) -> None:
         self.first_write = lambda weight: overwrites
+        self.buckets = SimpleNamespace(grad_dtype=torch.float32)
         self.alloc_grads = lambda: None
         self.ready = lambda weight: None
 
@@ -242,17 +244,19 @@ def test_the_matmuls_of_a_fused_loss(tmp_path):
     assert len(chosen.problems) == 3
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_the_three_matmuls_of_an_fp8_layer(tmp_path, recipe):
+@pytest.mark.parametrize(
+    "recipe, overwrites", [("tensorwise", False), ("tensorwise", True), ("rowwise", False)]
+)
+def test_the_three_matmuls_of_an_fp8_layer(tmp_path, recipe, overwrites):
     """Of one scale a tensor. Those of rows stay with torch."""
     linear = ColumnParallelLinear(32, 16, TP, Init(dtype=BF16, name="layer"), bias=False)
     use_fp8(linear, Scales(Recipe(recipe), torch.device("cpu")).add_layer("layer"))
     x, grad = torch.randn(16, 1, 32).to(BF16).requires_grad_(), torch.randn(16, 1, 16).to(BF16)
     linear.weight.main_grad = torch.zeros(16, 32)
-    linear.weight.bucket = Bucket()
+    linear.weight.bucket = Bucket(overwrites)
     results = []
     for linear.fp8.tuner in (None, tuner(tmp_path, 5.0, 4.0, 5.0, 5.0)):
-        linear.weight.main_grad.zero_()
+        linear.weight.main_grad.fill_(torch.nan if overwrites else 0)
         y = linear(x)[0] if isinstance(linear(x), tuple) else linear(x)
         results.append((y, *torch.autograd.grad(y, x, grad), linear.weight.main_grad.clone()))
     for plain, ours in zip(*results):
@@ -260,6 +264,6 @@ def test_the_three_matmuls_of_an_fp8_layer(tmp_path, recipe):
     expected = [
         "[16, 32] [32, 16]' float8_e4m3fn x float8_e4m3fn = bfloat16 fast",
         "[16, 16] [16, 32]' float8_e5m2 x float8_e4m3fn = bfloat16",
-        "[16, 16] [16, 32]' float8_e5m2 x float8_e4m3fn += float32",
+        f"[16, 16] [16, 32]' float8_e5m2 x float8_e4m3fn {'=' if overwrites else '+='} float32",
     ]
     assert problems(linear.fp8.tuner) == (expected if recipe == "tensorwise" else [])

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from nanomegatron.config.parallel import ParallelConfig
+from nanomegatron.dp import Buckets
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
-from nanomegatron.mesh import Axis
+from nanomegatron.mesh import Axis, Mesh
 from nanomegatron.ops.fp8_cast import fp8_decode
 from nanomegatron.param import Init, WeightGradStore
 from nanomegatron.tp import ColumnParallelLinear, LinearFunction, RowParallelLinear
@@ -126,6 +128,23 @@ def test_weight_gradients_may_be_put_off(name):
     now, later = (run_spmd(run_layers, 1, name, False, wait)[0] for wait in (False, True))
     for a, b in zip(now, later, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_begins_with_gradients_of_its_own(name, kind):
+    """Of a step's two microbatches the sum, whatever the step before has left in the buffer."""
+    _, fc1, _ = layers(ONE, False, Recipe(name))
+    buckets, found = Buckets(fc1, ParallelConfig(), Mesh(), kind), []
+    for numbers in ((0,), (1,), (0, 1)):
+        buckets.zero(len(numbers))
+        for number in numbers:
+            fc1(whole(number)[0].requires_grad_()).square().sum().backward()
+        found.append(fc1.weight.main_grad.clone())
+    near = dict(rtol=1e-5, atol=1e-5) if kind == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    assert found[0].norm() > 1
+    torch.testing.assert_close(found[2], found[0] + found[1], **near)
+    assert not torch.allclose(found[1], found[0], **near)
 
 
 def overlapped_and_plain(mesh, name, wgrad, folder):

@@ -5,14 +5,16 @@ Here a tensor that only such a layer reads is quantized where it is computed, if
     x ----- norm ---------- normed ----- linear_qkv, linear_fc1
     h ----- act(gate) up -- y ---------- linear_fc2                 h [s, b, 2f]: the output of linear_fc1
       <---- dh -----------------------                             its gradient, read by linear_fc1's backward
+    z ----- cross entropy -- loss                                   z [s, b, V]: logits of an FP8 output layer
+      <---- dz                                                      theirs, read by this layer's backward
 
-normed, y and dh need to exist in FP8 only. Autograd gets a placeholder: a tensor of the expected shape and
+normed, y, dh and dz need to exist in FP8 only. Autograd gets a placeholder: a tensor of the right shape and
 type without memory, whose `source` has the FP8 copies; its elements are one expanded NaN, so that reading it
 does not go unnoticed. For the backward a linear layer saves the transposed FP8 copy, half the bytes of bf16.
 
-With delayed scaling the scales are known before: casts are fused into the norm, the activation and its
-backward. Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With the other
-recipes the results are equal to the bit.
+With delayed scaling the scales are known before: casts are fused into the norm, the activation, its backward
+and that of the loss. Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With
+the other recipes the results are equal to the bit.
 
 Gain: of the tensors that linear layers read, half the memory for the backward, and no pass for the cast: on
 an H200 sum, norm and cast take 124 us in one kernel, SwiGLU and cast 173 us at 96 % of a copy's bandwidth
@@ -26,14 +28,17 @@ from torch import nn
 
 from nanomegatron.fp8 import Fp8Linear, Quantized
 from nanomegatron.fp8_linear import cast_input, input_copies
-from nanomegatron.layers import MLP, Norm, activate, normalize
+from nanomegatron.layers import MLP, Norm, OutputLayer, activate, normalize
 from nanomegatron.mesh import Axis
+from nanomegatron.ops.cross_entropy import cross_entropy_stats
 from nanomegatron.ops.dropout import Dropout, bias_dropout_add
 from nanomegatron.ops.fp8_fused import (
     bias_act_backward_fp8,
     bias_act_fp8,
+    cross_entropy_grad_fp8,
     gated_backward_fp8,
     gated_fp8,
+    logits_grad_ref,
     norm_fp8,
 )
 from nanomegatron.ops.gelu import bias_act_ref
@@ -42,6 +47,7 @@ from nanomegatron.ops.norm import norm_backward, norm_ref
 from nanomegatron.ops.swiglu import SILU, gated_backward_ref, gated_ref
 from nanomegatron.param import accumulate_sums
 from nanomegatron.recompute import Source
+from nanomegatron.tp import over_shards, own_columns, vocab_parallel_cross_entropy
 
 
 def accepts_fp8(linear: nn.Module) -> bool:
@@ -99,6 +105,26 @@ def quantizing_activate(mlp: MLP, x: torch.Tensor, bias: torch.Tensor | None = N
         if mlp.plain_act is not None:
             return BiasActFp8Function.apply(x, bias, mlp.plain_act, *how)
     return quantized_for(second, activate(mlp, x, bias))
+
+
+def quantizing_loss(
+    head: OutputLayer,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    loss_weights: torch.Tensor | None,
+    tp: Axis,
+    vocab_size: int,
+    cut: bool,
+) -> torch.Tensor:
+    """An `OutputLayer.loss` that quantizes the gradient of the logits. head: the layer.
+
+    x `[s, b, h]` or with `cut` `[s/tp, b, h]`, weight `[V/tp, h]`, labels, loss_weights `[b, s]` -> `[b, s]`
+    """
+    logits = head.linear(x, weight, tp, "gather" if cut else "copy")
+    if not head.fp8.has_scale:
+        return vocab_parallel_cross_entropy(logits, labels, tp, vocab_size)
+    return CrossEntropyFp8Function.apply(logits, labels, tp, vocab_size, head.fp8)
 
 
 def fp8_placeholder(like: torch.Tensor, shape: tuple[int, ...], casts: Quantized) -> torch.Tensor:
@@ -212,3 +238,29 @@ class BiasActFp8Function(torch.autograd.Function):
         trained = bias is not None and bias.requires_grad
         dbias = accumulate_sums(bias, sums) if trained else sums(None)
         return fp8_placeholder(x, x.shape, made[0]), dbias if trained else None, *[None] * 5
+
+
+class CrossEntropyFp8Function(torch.autograd.Function):
+    """`tp.vocab_parallel_cross_entropy` of logits `[s, b, V/tp]`, labels `[b, s]` -> `[b, s]`
+
+    The backward returns a placeholder for the gradient. head: the state of the layer that makes the logits.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, labels, tp: Axis, vocab_size: int, head: Fp8Linear):
+        first, real = own_columns(logits.shape[-1], tp, vocab_size)
+        rows, own = logits.flatten(0, 1), labels.t().flatten() - first
+        lse, target = over_shards(*cross_entropy_stats(rows[:, :real], own), tp)
+        ctx.save_for_backward(logits, own, lse)
+        ctx.real, ctx.head = real, head
+        return (lse - target).view(labels.t().shape).t()
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        (logits, own, lse), head = ctx.saved_tensors, ctx.head
+        given = logits.flatten(0, 1), own, lse, grad.t().flatten(), ctx.real
+        output, inverse = head.known_scale("g", "both")
+        casts = Quantized.with_scale(cross_entropy_grad_fp8(*given, output), inverse)
+        head.record_stats("g", lambda: logits_grad_ref(*given), casts)
+        return fp8_placeholder(logits, logits.shape, casts), None, None, None, None

@@ -50,7 +50,7 @@ def cross_entropy_stats(logits: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     (of another shard) gives the logit 0. With V = 0 (a shard of padding only) the results are -inf, 0, 0.
     Raises ValueError for other shapes, types or devices.
     """
-    _check(logits, labels)
+    check_logits(logits, labels)
     if not usable(logits, "cross_entropy"):
         chunks = [
             cross_entropy_stats_ref(*chunk)
@@ -79,7 +79,7 @@ def cross_entropy_grad_(
     Autograd reports an error if these logits were saved for a backward.
     Raises ValueError for other shapes, types or devices.
     """
-    _check(logits, labels, lse, grad)
+    check_logits(logits, labels, lse, grad)
     logits, real = logits.detach(), logits.shape[1] if real is None else real
     if not 0 <= real <= logits.shape[1]:
         raise ValueError(f"real {real}: of {logits.shape[1]} columns")
@@ -105,7 +105,8 @@ def _in_rows(logits: torch.Tensor) -> bool:
     return (step == 1 or width <= 1) and (stride >= width or rows <= 1)
 
 
-def _check(logits: torch.Tensor, labels: torch.Tensor, *numbers: torch.Tensor) -> None:
+def check_logits(logits: torch.Tensor, labels: torch.Tensor, *numbers: torch.Tensor) -> None:
+    """Raise ValueError unless logits `[t, V]`, labels and numbers `[t]` fit together."""
     if logits.dim() != 2 or logits.shape[1] >= 2**30 or not logits.is_floating_point():
         raise ValueError(
             f"logits {logits.dtype} {list(logits.shape)}: must be floating, [t, V], V below 2^30"

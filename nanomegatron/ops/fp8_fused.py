@@ -1,9 +1,10 @@
-"""Norms and activations with their result in FP8, cast by the kernel that computes them.
+"""Norms, activations and the loss's gradient with their result in FP8, cast by the kernel that computes them.
 
     norm_fp8               cuda/norm_fp8.cu      the input of a block's linear layers
     gated_fp8              cuda/swiglu_fp8.cu    the input of an MLP's second layer
     gated_backward_fp8     cuda/swiglu_fp8.cu    the gradient of its first layer's output
     bias_act_fp8           cuda/gelu_fp8.cu      both of these without a gate, and the bias's gradient
+    cross_entropy_grad_fp8 cuda/cross_entropy_fp8.cu   the gradient of the logits
 
 Each is fp8_cast of the fp32 result: rounded once; a 16-bit norm or activation and then a cast round twice.
 The transposed copy is for the weight gradient, whose GEMM contracts over rows.
@@ -13,8 +14,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from nanomegatron.ops.bias import column_sums
+from nanomegatron.ops.cross_entropy import check_logits, cross_entropy_grad_ref
 from nanomegatron.ops.fp8_cast import Fp8Output, Pair
 from nanomegatron.ops.gelu import bias_act_ref
 from nanomegatron.ops.kernels import TYPES, launch_kernel, usable
@@ -149,6 +152,35 @@ def bias_act_backward_fp8(
     types = TYPES[x.dtype], TYPES[wanted.dtype], TYPES[torch.float32 if dbias is None else dbias.dtype]
     launch_kernel("gelu_fp8_backward", *tensors, rows, f, int(target is not None), act, *types)
     return pair, dbias
+
+
+def cross_entropy_grad_fp8(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    grad: torch.Tensor,
+    real: int,
+    wanted: Fp8Output,
+) -> Pair:
+    """`cross_entropy_grad_` in FP8; the logits stay. -> `[t, V]`, `[V, t]`
+
+    logits `[t, V]`, of which `real` columns count; labels, lse, grad `[t]`. Raises ValueError.
+    """
+    check_logits(logits, labels, lse, grad)
+    pair = wanted.empty(logits, *logits.shape)
+    if not usable(logits, "cross_entropy_grad_fp8"):
+        return wanted.cast(logits_grad_ref(logits, labels, lse, grad, real))
+    numbers = labels.contiguous(), *(x.float().contiguous() for x in (lse, grad))
+    sizes = len(logits), real, logits.shape[1], TYPES[logits.dtype], TYPES[wanted.dtype]
+    tensors = logits.contiguous(), *numbers, *pair, wanted.scale, wanted.amax
+    launch_kernel("cross_entropy_fp8", *tensors, *sizes)
+    return pair
+
+
+def logits_grad_ref(logits, labels, lse, grad, real: int) -> torch.Tensor:
+    """The gradient in fp32, zeros in the columns of padding. logits `[t, V]`, others `[t]` -> `[t, V]`"""
+    d = cross_entropy_grad_ref(logits[:, :real].float(), labels, lse, grad)
+    return F.pad(d, (0, logits.shape[1] - real))
 
 
 def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """FP8 matmuls, a [m, k] b [n, k]^T: torch's, for all kinds of scales, and one that adds to a weight gradient.
 
     fp8_matmul         y [m, n]          =   a_inverse * b_inverse * a b^T     E4M3 or E5M2, not both E5M2
-    add_fp8_product_   out [m, n] fp32  +=   the same                          one scale per tensor
+    add_fp8_product_   out [m, n] fp32  +=   the same, or =                    one scale per tensor
 
 Torch's FP8 matmul cannot accumulate: the reference writes a temporary as large as `out` and adds it in a
 second pass. cuda/matmul.cu has cuBLASLt accumulate in the matmul. With a tuner (ops/tuner.py) both are
@@ -70,27 +70,41 @@ def _problem(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, flags: int) -> Probl
 
 
 def add_fp8_product_(
-    out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False, tuner: Any = None
+    out: torch.Tensor,
+    a: Fp8Matrix,
+    b: Fp8Matrix,
+    overwrite: bool = False,
+    fast: bool = False,
+    tuner: Any = None,
 ) -> None:
     """out += a b^T, in place; a and b have one scale each. out: fp32 `[m, n]`, a: `[m, k]`, b: `[n, k]`
 
-    All sizes are multiples of 16. fast: accumulate with less precision, for speed. The first call for a shape
-    cannot be part of a CUDA graph. Raises ValueError for other sizes, types or devices.
+    overwrite: out = a b^T, whatever it was. All sizes are multiples of 16. fast: accumulate with less
+    precision, for speed. The first call for a shape cannot be part of a CUDA graph. Raises ValueError for
+    other sizes, types or devices.
     """
     _check(out, *a, *b)
     if not a.data.numel() or not b.data.numel():
+        if overwrite:
+            out.zero_()
         return
     if not usable(a.data, "add_fp8_product_", FORMATS) or missing():
-        add_fp8_product_ref_(out, a, b, fast)
+        add_fp8_product_ref_(out, a, b, fast, overwrite)
         return
-    problem, given = _problem(out, a, b, ADD | FAST * fast), (out, a.data, b.data, a.inverse, b.inverse)
+    problem, given = (
+        _problem(out, a, b, ADD * (not overwrite) | FAST * fast),
+        (out, a.data, b.data, a.inverse, b.inverse),
+    )
     if tuner is None or not tuner.run(problem, *given):
         matmul(problem, BY_ESTIMATE, *given)
 
 
-def add_fp8_product_ref_(out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False) -> None:
+def add_fp8_product_ref_(
+    out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False, overwrite: bool = False
+) -> None:
     """`add_fp8_product_` by torch's matmul, then an addition. out: fp32 `[m, n]`"""
-    out.add_(fp8_matmul(a, b, torch.float32, fast))
+    product = fp8_matmul(a, b, torch.float32, fast)
+    out.copy_(product) if overwrite else out.add_(product)
 
 
 def _check(out, a, a_inverse, b, b_inverse) -> None:

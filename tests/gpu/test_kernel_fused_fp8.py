@@ -20,8 +20,10 @@ from tests.test_ops_fused_fp8 import (
     check_adamw,
     check_biased,
     check_gated,
+    check_loss,
     check_norm,
     gated_case,
+    loss_case,
     near,
     norm_case,
     unaligned,
@@ -188,6 +190,17 @@ def test_gated_units_of_strange_numbers(kind, act):
     near(row[finite], y.detach()[finite].double(), wanted.scale, 1e-6)
     row, _ = gated_backward_fp8(torch.ones_like(x[:, : gate.numel()]), x, act, spec())
     assert torch.equal(row.float().isnan(), wide.grad.isnan())
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize(
+    "shape", [(256, 50304, 50257), (1008, 4096, 4096), (130, 264, 257), (5, 13, 13)], ids=str
+)
+def test_gradients_of_losses(shape, kind, outputs):
+    case = there(loss_case(*shape[:2], kind))
+    check_loss(*case, shape[2], outputs=outputs)
+    check_loss(unaligned(case[0]), *case[1:], shape[2], FORMATS[0], outputs)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
