@@ -56,7 +56,7 @@ class Paths:
     linear: Callable | None = None  # (x, weight, axis, comm) -> y, for parallel linear and output layers
     fp8: Fp8Matmuls = Fp8Matmuls()  # Fp8Linear.matmuls
     context: Callable | None = None  # SelfAttention.context, attention over the ranks of cp
-    producers: bool = False  # Norm.op and MLP.act also quantize for the FP8 layer that reads their result
+    producers: bool = False  # Norm.op, MLP.act, OutputLayer.loss also quantize for the FP8 layer behind
     moe: OverlappedMoe | None = None  # MoELayer.run
     loss: Callable | None = None  # OutputLayer.loss
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
