@@ -78,33 +78,16 @@ void cross_entropy_fp8(Address logits, Address labels, Address lse, Address grad
                        Address scale, Address amax, int64_t rows, int64_t columns, int64_t width, int type,
                        int format, Address stream) {
     if (rows * width == 0) return;
-    const Logits a{row,
-                   flip,
-                   logits,
-                   labels,
-                   lse,
-                   grad,
-                   scale,
-                   amax,
-                   rows,
-                   static_cast<int>(columns),
-                   static_cast<int>(width),
-                   type};
+    const auto counted = static_cast<int>(columns), across = static_cast<int>(width);
+    const Logits a{row, flip, logits, labels, lse, grad, scale, amax, rows, counted, across, type};
     const Tiles tiles(rows, width);
     const bool whole = whole_rows(row.value | flip.value | logits.value, rows, width, a.flip != nullptr);
-    auto run = [&](auto element, auto packs) {
-        auto launch = [&](auto constant) {
-            auto* kernel =
-                &cross_entropy_fp8_tile<decltype(constant)::value, decltype(packs)::value, decltype(element)>;
-            kernel<<<tiles.count, THREADS, 0, stream>>>(a, tiles.per_row);
-        };
-        format == E4M3 ? launch(std::integral_constant<int, E4M3>{})
-                       : launch(std::integral_constant<int, E5M2>{});
-    };
-    if (whole) {
-        with_type(type, [&](auto element) { run(element, std::true_type{}); });
-    } else {
-        run(float{}, std::false_type{});
-    }
+    with_source<0>(Source{logits, type, nullptr, 0, 0}, whole, [&](auto element, auto packs) {
+        using T = decltype(element);
+        constexpr bool WHOLE = decltype(packs)::value;
+        auto* kernel = format == E4M3 ? &cross_entropy_fp8_tile<E4M3, WHOLE, T>
+                                      : &cross_entropy_fp8_tile<E5M2, WHOLE, T>;
+        kernel<<<tiles.count, THREADS, 0, stream>>>(a, tiles.per_row);
+    });
     check_launch("cross_entropy_fp8");
 }

@@ -110,7 +110,7 @@ def test_planned_memory(tied):
 
 @pytest.mark.parametrize("real", [96, 90])
 def test_a_gradient_of_logits_that_the_loss_casts_is_the_plain_ones_but_for_rounding(real):
-    """In the step after the first of delayed scaling: losses to the bit, as fp32 rounds nothing twice."""
+    """In the second step of delayed scaling; in fp32, where the plain form rounds nothing before its cast."""
     model, found = replace(TINY["llama"], hidden_size=32), []
     for fast in (False, True):
         torch.manual_seed(1)

@@ -14,7 +14,7 @@ BUDGETS = {
     "config": 3500,
     "data": 3405,
     "debug": 1120,
-    "fast": 3114,
+    "fast": 3110,
     "faults": 1150,
     "ops": 3801,
     "plan": 1805,

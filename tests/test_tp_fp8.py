@@ -159,7 +159,9 @@ def overlapped_and_plain(mesh, name, wgrad, folder):
     return found
 
 
-@pytest.mark.parametrize("size, files", [(2, False), (4, True)], ids=["collectives", "memory"])
+@pytest.mark.parametrize(
+    "size, files", [(2, False), (4, True), (1, False)], ids=["collectives", "memory", "alone"]
+)
 @pytest.mark.parametrize("name, wgrad", [*((name, True) for name in RECIPES), ("rowwise", False)])
 def test_pieces_make_the_same(name, wgrad, size, files, tmp_path):
     """Every piece of rows with its own scales; but for rounding in sums over ranks, as many bytes sent."""

@@ -36,10 +36,9 @@ class OverlappedFp8Matmuls(Fp8Matmuls):
 
     def gather_matmul(self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, *how: Any) -> tuple[Any, Fp8Matrix]:
         """Multiply the rows of each rank as they arrive -> `[t, n]`, `[t, k]`"""
-        if axis.size == 1:
-            return super().gather_matmul(a, b, axis, *how)
+        dtype, *_ = how
+        y = torch.empty(len(a.data) * axis.size, len(b.data), dtype=dtype, device=a.data.device)
         kind, inverse = a.data.dtype, start_scale_gather(a, axis).wait()
-        y = torch.empty(len(a.data) * axis.size, len(b.data), dtype=how[0], device=a.data.device)
 
         def multiply(data: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
             fp8_matmul(part_of(data.view(kind), inverse, rows), b, *how, out=out)
@@ -49,9 +48,8 @@ class OverlappedFp8Matmuls(Fp8Matmuls):
 
     def matmul_scatter(self, a: Fp8Matrix, b: Fp8Matrix, axis: Axis, *how: Any) -> Pending:
         """Push the products of each rank's rows as they are made; the result `[t/tp, n]`"""
-        if axis.size == 1:
-            return super().matmul_scatter(a, b, axis, *how)
-        whole = torch.empty(len(a.data), len(b.data), dtype=how[0], device=a.data.device)
+        dtype, *_ = how
+        whole = torch.empty(len(a.data), len(b.data), dtype=dtype, device=a.data.device)
 
         def multiply(rows: slice, out: torch.Tensor) -> None:
             fp8_matmul(part_of(a.data[rows], a.inverse, rows), b, *how, out=out)

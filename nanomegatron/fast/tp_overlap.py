@@ -97,8 +97,6 @@ def gather_matmul(
 
     x `[n, i]` this rank's rows, weight `[i, o]` of any strides -> `[n*size, o]`, `[n*size, i]`
     """
-    if axis.size == 1:
-        return x @ weight, x
     y = x.new_empty(x.shape[0] * axis.size, weight.shape[1])
     return y, multiply_gathered(lambda part, _, out: torch.mm(part, weight, out=out), x, y, axis, peers)
 
@@ -137,8 +135,6 @@ def matmul_scatter(
 
     Raises ValueError if the rows are not divisible by the number of ranks.
     """
-    if axis.size == 1:
-        return Pending(x @ weight)
     whole = x.new_empty(x.shape[0], weight.shape[1])
     return scatter_products(lambda rows, out: torch.mm(x[rows], weight, out=out), whole, axis, peers)
 
@@ -154,6 +150,9 @@ def scatter_products(
     n, left = divmod(len(whole), axis.size)
     if left:
         raise ValueError(f"{len(whole)} rows do not divide by the {axis.size} ranks of {axis.name}; pad them")
+    if axis.size == 1:
+        multiply(slice(0, n), whole)
+        return Pending(whole)
     if memory := peers.memory(axis, whole.device, "reduce_scatter") if peers else None:
         return push_pieces(lambda rank, out: multiply(slice(rank * n, rank * n + n), out), whole, memory)
     y, half, sent = whole.new_empty(n, whole.shape[1]), (n + 1) // 2, []

@@ -26,14 +26,14 @@ def fp8_matmul(
     """a b^T, summed in fp32: a `[m, k]`, b `[n, k]` -> `[m, n]` in `dtype`.
 
     Both have scales of the same kind. fast: on a GPU accumulate less precisely, for speed (not with blocks).
-    out `[m, n]`: where to write, without a tuner. torch raises on GPUs without FP8, for blocks except on
-    Hopper, and for n or k not divisible by 16.
+    out `[m, n]`: where to write. torch raises on GPUs without FP8, for blocks except on Hopper, and for n or
+    k not divisible by 16.
     """
     m, gpu = len(a.data), a.data.is_cuda
     if tuner is not None and not a.inverse.dim() and not b.inverse.dim():
-        out = a.data.new_empty(m, len(b.data), dtype=dtype)
-        if tuner.run(_problem(out, a, b, FAST * fast), out, a.data, b.data, a.inverse, b.inverse):
-            return out
+        made = a.data.new_empty(m, len(b.data), dtype=dtype) if out is None else out
+        if tuner.run(_problem(made, a, b, FAST * fast), made, a.data, b.data, a.inverse, b.inverse):
+            return made
     rows = all(matrix.inverse.shape == (len(matrix.data), 1) for matrix in (a, b))
     blocks = a.inverse.dim() == 2 and not rows
     if blocks and not gpu:  # torch has no CPU kernel
