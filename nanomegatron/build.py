@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nanomegatron.attention import SelfAttention
-from nanomegatron.config.check_layout import graph_conflict
+from nanomegatron.config.check_layout import graph_conflict, graph_impl
 from nanomegatron.config.settings import Config
 from nanomegatron.dp import Buckets, ShardComm
 from nanomegatron.fast.cuda_graphs import GraphedSteps
@@ -29,6 +29,7 @@ from nanomegatron.fast.fp8_gather import CastUpdates, cast_state, gathered_casts
 from nanomegatron.fast.fp8_overlap import OverlappedFp8Matmuls
 from nanomegatron.fast.fp8_producers import QuantizingNorm, accepts_fp8, quantizing_activate, quantizing_loss
 from nanomegatron.fast.fused_loss import fused_linear_cross_entropy
+from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.fast.moe_dispatch import OverlappedMoe
 from nanomegatron.fast.offload import host_state
 from nanomegatron.fast.peer_access import PeerAccess
@@ -48,6 +49,8 @@ from nanomegatron.pp import Stages, execute
 from nanomegatron.schedules import placement
 from nanomegatron.tp import ColumnParallelLinear, LinearFunction, RowParallelLinear
 
+GRAPHS = {"none": None, "local": GraphedLayers, "full_iteration": GraphedSteps}  # by --cuda-graph-impl
+
 
 @dataclass(frozen=True)
 class Paths:
@@ -62,7 +65,7 @@ class Paths:
     shard_comm: Callable = ShardComm  # (axis, device, size) -> the communication of Buckets
     gathered: Callable | None = None  # (param, shards axis) -> class of what Buckets gather
     tuner: Tuner | None = None  # LinearFunction's matmuls, those of FP8 layers and of a fused loss
-    graphs: bool = False  # microbatches are launched as CUDA graphs
+    graphs: type[GraphedSteps] | None = None  # what launches CUDA graphs in place of `pp.execute`
     decoder: Callable | None = None  # Stages.decoder, for generation
     peers: PeerAccess = PeerAccess({})  # how these paths reach other GPUs' memory
 
@@ -82,11 +85,10 @@ class Paths:
             parts.append(
                 self.tuner.describe() if self.tuner else f"torch's matmuls: {tuner_unavailable(mesh.device)}"
             )
-        if mesh.device.type == "cuda" and parallel.cuda_graph_impl != "none":
-            why = graph_conflict(config, mesh.world.size)
-            eager = ["first"] * parallel.overlap_param_gather + ["last"] * parallel.overlap_grad_reduce
-            but = f" but the {' and the '.join(eager)}" if eager and mesh.world.size > 1 else ""
-            parts.append(f"no CUDA graphs: {why}" if why else f"a CUDA graph of each microbatch{but}")
+        if self.graphs:
+            parts.append(f"CUDA graphs of each {'layer' if self.graphs is GraphedLayers else 'microbatch'}")
+        elif mesh.device.type == "cuda" and parallel.cuda_graph_impl != "none":
+            parts.append(f"no CUDA graphs: {graph_conflict(config, mesh.world.size, 'local')}")
         return " | ".join(parts)
 
 
@@ -117,7 +119,7 @@ def paths_for(config: Config, mesh: Mesh, fast: bool | None = None) -> Paths:
         shard_comm=PeerShardComm(peers) if everywhere and overlaps else ShardComm,
         gathered=gathered_casts if casts else None,
         tuner=tuner,
-        graphs=wants_graphs(config, mesh),
+        graphs=GRAPHS[graph_impl(config, mesh.world.size)] if mesh.device.type == "cuda" else None,
         decoder=decoder if parallel.cuda_graph_impl != "none" else None,
         peers=peers,
     )
@@ -134,19 +136,13 @@ def tuned_linear(tuner: Tuner) -> Callable:
     return linear
 
 
-def wants_graphs(config: Config, mesh: Mesh) -> bool:
-    """Whether microbatches are launched as CUDA graphs: on a GPU, unless asked not to, where they can be."""
-    asked = config.parallel.cuda_graph_impl != "none"
-    return asked and mesh.device.type == "cuda" and not graph_conflict(config, mesh.world.size)
-
-
 def build_executor(
     config: Config, paths: Paths, stages: Stages, grads: Buckets, say: Callable[[str], None]
 ) -> Callable[..., None]:
     """Return what runs the forwards and backwards of a training step; say: takes lines for the log."""
     if not paths.graphs:
         return execute
-    return GraphedSteps(execute, grads, stages.scales, say, config.parallel.cuda_graph_warmup_steps)
+    return paths.graphs(execute, grads, stages.scales, say, config.parallel.cuda_graph_warmup_steps)
 
 
 def install(stages: Stages, paths: Paths) -> Stages:

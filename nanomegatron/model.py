@@ -21,6 +21,7 @@ Every weight has a global name, `decoder.layers.3.mlp...`, which with the seed d
 (Pre-norm decoder: GPT-2; Llama, arXiv 2302.13971)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -149,8 +150,10 @@ class GPTModel(nn.Module):
     """The decoder, or one pipeline stage of it.
 
     The last stage returns each token's loss, or without labels this tp rank's shard of the logits; a stage
-    before it returns hidden states.
+    before it returns hidden states. run_layer: the function that calls a layer, with it and its arguments.
     """
+
+    run_layer: Callable[..., tuple[torch.Tensor, Branch]] = staticmethod(TransformerLayer.__call__)
 
     def __init__(
         self,
@@ -241,7 +244,7 @@ class GPTModel(nn.Module):
             def run(x: torch.Tensor, layers: range = layers) -> torch.Tensor:
                 branch = None
                 for i in layers:
-                    x, branch = self.layers[i](x, batch, rotary.get(kinds[i]), cache, branch)
+                    x, branch = self.run_layer(self.layers[i], x, batch, rotary.get(kinds[i]), cache, branch)
                 return x if branch is None else branch.add(x)
 
             x = recomputed(run, x, spread=spread) if again else run(x)

@@ -14,6 +14,7 @@ from nanomegatron.config.check import validate
 from nanomegatron.config.cli import parse
 from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
+from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import World
 from nanomegatron.pp import execute
 from tests.spmd import run_spmd
@@ -47,15 +48,17 @@ class Recorder(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run all ops again, on the same tensors, into the same tensors."""
-        for op, args, kwargs, result in self.calls:
-            again = op(*args, **kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        """Run all ops again, on the same tensors, into the same tensors; autograd sees nothing of it."""
+        touched = {id(x): x for x in tree_leaves(self.calls) if isinstance(x, torch.Tensor)}
+        with torch.autograd._unsafe_preserve_version_counter(tuple(touched.values())):
+            for op, args, kwargs, result in self.calls:
+                again = op(*args, **kwargs)
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
 
-def graphed(run) -> GraphedSteps:
+def graphed(run, kind: type[GraphedSteps] = GraphedSteps) -> GraphedSteps:
     """Make a run's steps graphs of the recorder; a capture computes nothing, so gradients are put back."""
 
     def capture(step, pool):
@@ -69,7 +72,7 @@ def graphed(run) -> GraphedSteps:
         return recorder.replay
 
     said: list[str] = []
-    run.execute = GraphedSteps(
+    run.execute = kind(
         execute,
         run.grads,
         run.model.scales,
@@ -96,6 +99,21 @@ def trained(run, steps: int, evaluate_after: int = 0) -> list:
     return found + [param.detach().clone() for param in run.grads.params]
 
 
+LOCAL = [way for way in WAYS if "recomputed" not in way]
+
+
+@pytest.mark.parametrize("way", LOCAL)
+def test_graphs_of_layers_train_alike_to_the_bit(way, sources, tmp_path):  # noqa: F811
+    """As above; two layers, each in a first and a later microbatch."""
+    model, flags = WAYS[way]
+    argv = arguments(sources, model, flags, "--train-iters 9 --eval-iters 1 --micro-batch-size 2")
+    runs = [set_up(World(), argv, tmp_path) for _ in range(2)]
+    graphs = graphed(runs[1], GraphedLayers)
+    plain, fast = (trained(run, 8, evaluate_after=3) for run in runs)
+    assert equal(plain, fast)
+    assert len(graphs.graphs) == 2 * len(runs[1].model[0].layers) and not graphs.said
+
+
 def equal(a: list, b: list) -> bool:
     return all(
         torch.equal(torch.as_tensor(x).nan_to_num(), torch.as_tensor(y).nan_to_num()) for x, y in zip(a, b)
@@ -114,31 +132,38 @@ def test_graphs_train_alike_to_the_bit(way, sources, tmp_path):  # noqa: F811
     assert len(graphs.graphs) == 2 and not graphs.said  # a first and a later microbatch
 
 
-def train_on_two(world, argv: list[str], folder: str) -> list[str]:
-    """Two replicas, with graphs and without: equal to the bit; where a microbatch was captured."""
+def train_on_two(world, argv: list[str], folder: str, kind: type[GraphedSteps]) -> int:
+    """Two replicas, with graphs and without: equal to the bit; the number of graphs."""
     runs = [set_up(world, argv, folder) for _ in range(2)]
-    graphs, captured = graphed(runs[1]), []
-    usual = graphs.captured
-    graphs.captured = lambda chunk, step, i: (captured.append(str(i)), usual(chunk, step, i))[1]
+    graphs = graphed(runs[1], kind)
     plain, fast = (trained(run, 5, evaluate_after=3) for run in runs)
     assert equal(plain, fast) and not graphs.said
-    return captured
+    return len(graphs.graphs)
+
+
+SHARDED = "--use-distributed-optimizer"
+BOTH = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+BUCKETS = "--ddp-bucket-size 4000 --train-iters 9 --eval-iters 1 --global-batch-size"
+
+
+def test_replicas_communicate_between_steps(sources, tmp_path):  # noqa: F811
+    argv = arguments(sources, "gpt", GELU, SHARDED, BUCKETS, "8")
+    assert run_spmd(train_on_two, 2, argv, str(tmp_path), GraphedSteps) == [2, 2]
 
 
 @pytest.mark.parametrize(
-    "flags, captured",
+    "model, flags, microbatches",
     [
-        ("--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer", ["1"]),
-        ("--overlap-grad-reduce", ["0", "1"]),
-        ("--overlap-param-gather --use-distributed-optimizer", ["1"]),
-        ("--use-distributed-optimizer", ["0", "1"]),
+        ("gpt", f"{GELU} {BOTH}", 2),
+        ("gpt", f"{GELU} {SHARDED} --overlap-param-gather", 1),
+        ("llama", f"--bf16 --fp8-format hybrid --hidden-size 64 {BOTH}", 1),
     ],
-    ids=["both", "reduce", "gather", "neither"],
+    ids=["dropout", "gather", "fp8"],
 )
-def test_replicas_communicate_beside_the_first_and_last(flags, captured, sources, tmp_path):  # noqa: F811
-    argv = arguments(sources, "gpt", GELU, flags, "--ddp-bucket-size 4000 --train-iters 9 --eval-iters 1")
-    argv += ["--global-batch-size", "8"]
-    assert run_spmd(train_on_two, 2, argv, str(tmp_path)) == [captured] * 2
+def test_replicas_communicate_between_layers(model, flags, microbatches, sources, tmp_path):  # noqa: F811
+    """Every microbatch has graphs of its four layers, also those beside which ranks communicate."""
+    argv = arguments(sources, model, flags, "--micro-batch-size 2", BUCKETS, str(4 * microbatches))
+    assert run_spmd(train_on_two, 2, argv, str(tmp_path), GraphedLayers) == [4 * microbatches] * 2
 
 
 def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F811
@@ -158,6 +183,7 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
     steps(1)
     runs[1].reporter.tracer.detailed = False
     graphs.graphs.clear()
+    graphs.shapes.clear()
     graphs.missing = lambda device: 3 * gib
     steps(1)
     graphs.missing = lambda device: 1 / 0  # not asked in every step
@@ -178,12 +204,10 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
         "--reset-attention-mask": "documents",
         "--data-parallel-sharding-strategy optim_grads": "optim_grads",
         "--attention-dropout 0.1 --recompute-granularity selective": "recomputed attention dropout",
+        "--recompute-granularity full --recompute-method uniform": "",
         "--use-distributed-optimizer": "",
         "--overlap-grad-reduce": "",
-        "--overlap-grad-reduce --dp 2 --global-batch-size 4": "--overlap-grad-reduce in FP8, or where 1 ",
-        "--overlap-grad-reduce --dp 2 --global-batch-size 8": "",
-        "--overlap-param-gather --use-distributed-optimizer --dp 2 --global-batch-size 12": "",
-        "--overlap-grad-reduce --dp 2 --global-batch-size 12 --bf16 --fp8-format hybrid": "--overlap-grad",
+        "--overlap-grad-reduce --dp 2": "--overlap-grad-reduce, whose ranks",
     }.items(),
 )
 def test_a_run_that_cannot_have_graphs_says_so_before_it_starts(flags, why):

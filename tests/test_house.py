@@ -14,10 +14,10 @@ BUDGETS = {
     "config": 3500,
     "data": 3405,
     "debug": 1120,
-    "fast": 3110,
+    "fast": 3280,
     "faults": 1150,
     "ops": 3801,
-    "plan": 1805,
+    "plan": 1825,
     "report": 2450,
 }
 

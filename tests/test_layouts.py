@@ -138,7 +138,8 @@ def test_initial_weights_of_any_layout_are_one_processs(layout, model, sources, 
 def test_fast_files_are_entered_by_several():
     """Three layouts each in the fast tier; those that need GPUs' memory three host traces."""
     files = {path.stem for path in Path(fast.__file__).parent.glob("*.py")} - {"__init__"}
-    graphs = {"cuda_graphs", "decode"}  # need a GPU; by a recorder: test_cuda_graphs.py, test_decode.py
+    # Need a GPU; by a recorder: test_cuda_graphs.py, test_decode.py
+    graphs = {"cuda_graphs", "layer_graphs", "decode"}
     assert files - graphs == ENTERED.keys() | TRACED.keys()
     assert min(len(set(cases)) for cases in (*ENTERED.values(), *TRACED.values())) >= 3
     for name in (name for names in TRACED.values() for name in names):

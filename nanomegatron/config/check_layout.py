@@ -35,35 +35,38 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
         yield "--tp-comm-overlap: needs --sequence-parallel, whose gathers and scatters it overlaps"
     if parallel.distributed_backend == "nccl" and device != "cuda":
         yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
-    if parallel.cuda_graph_impl == "full_iteration" and (why := graph_conflict(config, world)):
-        yield f"--cuda-graph-impl full_iteration: not with {why}; leave it out, or use none"
+    impl = parallel.cuda_graph_impl or "none"
+    if why := graph_conflict(config, world, impl):
+        yield f"--cuda-graph-impl {impl}: not with {why}; leave it out, or use none"
     yield from _processes(parallel, world)
     yield from _sequences(config)
     yield from _pipeline(config)
     yield from _experts(config, world)
 
 
-def graph_conflict(config: Config, world: int) -> str:
-    """The setting for which no microbatch of `world` processes can be one CUDA graph; "" if some can."""
+def graph_impl(config: Config, world: int) -> str:
+    """The --cuda-graph-impl of a run that fits: as set, else the first of the three that can be."""
+    fit = [impl for impl in ("full_iteration", "local", "none") if not graph_conflict(config, world, impl)]
+    return config.parallel.cuda_graph_impl or fit[0]
+
+
+def graph_conflict(config: Config, world: int, impl: str = "full_iteration") -> str:
+    """The setting for which `world` processes can have no CUDA graphs of this kind, or ""."""
     model, data, parallel = config.model, config.data, config.parallel
     sizes = (("tensor_model", TP), ("pipeline_model", PP), ("context", CP), ("expert_model", EP))
-    for name, name_of_flag in sizes:
-        if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
-            return f"{name_of_flag} {size}, whose ranks communicate inside it"
-    names = ("overlap_param_gather", "overlap_grad_reduce") if world > 1 else ()  # in the first, in the last
-    beside = [spelled(name, True) for name in names if getattr(parallel, name)]
-    microbatches = max(1, (data.global_batch_size or 0) // (data.micro_batch_size * world))  # dp is the world
-    eager = config.precision.fp8_format or microbatches <= len(beside)
-    how = f"in FP8, or where {len(beside)} of {microbatches} microbatches communicate"
+    inside = [f"{flag} {n}" for name, flag in sizes if (n := getattr(parallel, f"{name}_parallel_size")) > 1]
+    names = ("overlap_param_gather", "overlap_grad_reduce") if world > 1 and impl != "local" else ()
+    inside += [spelled(name, True) for name in names if getattr(parallel, name)]
     found = {
+        f"{' '.join(inside)}, whose ranks communicate inside it": bool(inside),
         "--num-experts, which get different numbers of tokens": model.num_experts is not None,
         "documents of their own lengths": data.reset_attention_mask or data.variable_seq_lengths,
         "--debug-nan, which reads every result": config.run.debug_nan,
-        f"{' '.join(beside)} {how}": bool(beside and eager),
+        "recomputed layers": model.recompute_granularity == "full" and impl == "local",
         "optim_grads, which frees gradients": parallel.sharding == "optim_grads",
         "recomputed attention dropout": bool(model.attention_dropout and model.recompute_granularity),
     }
-    return next((what for what, there in found.items() if there), "")
+    return next((what for what, there in found.items() if there and impl != "none"), "")
 
 
 def _processes(parallel: ParallelConfig, world: int) -> Iterator[str]:

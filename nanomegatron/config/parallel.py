@@ -120,9 +120,8 @@ class ParallelConfig:
     )
     cuda_graph_impl: str | None = setting(
         None,
-        "launch a microbatch's kernels as one CUDA graph; default full_iteration where it can be",
-        choices="none full_iteration",
-        refused={"local": "there are no graphs of single layers; use full_iteration, or none"},
+        "launch kernels of a microbatch as one CUDA graph, or of each layer; default the first that can be",
+        choices="full_iteration local none",
         names_run=False,
     )
     cuda_graph_warmup_steps: int = setting(3, "steps before graphs are captured", at_least=1, names_run=False)

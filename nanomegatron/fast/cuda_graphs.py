@@ -16,19 +16,20 @@ afterwards. The first steps run as usual, and so does each step that a graph can
     first    the first microbatch of a step     FP8 weights are transposed, gradients may be overwritten
     later    any other                          it adds to gradients, and reads what the first has made
 
-Both kinds share one memory pool, as large as the activations of a microbatch; it stays reserved. The first
-microbatch runs as usual if dp ranks gather parameters beside its forward, the last if they reduce gradients.
+Both kinds share one memory pool, as large as the activations of a microbatch; it stays reserved. dp cannot
+communicate inside a graph: with its overlaps layers are graphs (`layer_graphs.py`).
 Gain, GPT-2 124M in FP8, 8 sequences, one H100: 19.2 ms a step, not 36.1; 64 sequences 126.3, not 128.9
-(benchmarks/results/2026-11-25-gpt2-h100-graphs.json, without: 2026-11-25-gpt2-h100-before.json); two with
-overlaps, eight microbatches in bf16: 132.9 ms, not 328.7 (2026-11-26-gpt2-dp2-graphs-h100.json).
+(benchmarks/results/2026-11-25-gpt2-h100-graphs.json, without: 2026-11-25-gpt2-h100-before.json).
 (Whole-network capture: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs)
 """
 
+import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -75,20 +76,27 @@ def copied(step: GraphStep, i: int) -> GraphStep:
 def capture_graph(run: Callable[[], None], pool: Any) -> Callable[[], None]:
     """Capture the kernels that `run` launches; return the function that launches them again."""
     graph = torch.cuda.CUDAGraph()
-    # thread_local: threads that read data may pin memory meanwhile
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        run()
+    collects = gc.isenabled()
+    gc.disable()  # a graph that is freed during a capture ends it
+    try:
+        # thread_local: threads that read data may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay
 
 
-def missing_memory(device: torch.device) -> int:
+def missing_memory(device: torch.device, activations: float = 2) -> int:
     """How many bytes are too few for graphs beside a step without them, by what the steps so far have used.
 
-    Both need memory for the activations of a microbatch, and neither can use that of the other.
+    Both need memory for the activations of a microbatch, and neither can use that of the other: for
+    `activations` times what these take.
     """
-    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    used = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2 * activations + LEFT_FREE - torch.cuda.mem_get_info(device)[0] - cached
+    return round(activations * used) + LEFT_FREE - torch.cuda.mem_get_info(device)[0] - cached
 
 
 @dataclass
@@ -98,6 +106,8 @@ class GraphedSteps:
     Raises nothing of its own: what graphs cannot do runs by `plain`, and `say` gets the reason once.
     """
 
+    what: ClassVar[str] = "forward and backward of a microbatch are launched as a CUDA graph"
+
     plain: Callable[..., None]
     grads: Buckets
     scales: Scales | None
@@ -106,14 +116,11 @@ class GraphedSteps:
     capture: Callable[[Callable[[], None], Any], Callable[[], None]] = capture_graph
     missing: Callable[[torch.device], int] = missing_memory
     seen: Counter[Hashable] = field(default_factory=Counter)  # steps of each shape
-    graphs: dict[Hashable, tuple[GraphStep, Callable[[], None]]] = field(default_factory=dict)
+    shapes: set[Hashable] = field(default_factory=set)  # those that are captured
+    graphs: dict[Hashable, Any] = field(default_factory=dict)
     too_large: dict[Hashable, str] = field(default_factory=dict)  # shapes without memory, asked once
     said: set[str] = field(default_factory=set)
     pool: Any = None
-
-    def __post_init__(self) -> None:
-        grads, several = self.grads, self.grads.world.size > 1
-        self.gathers, self.reduces = several and grads.overlap_gather, several and grads.overlap_reduce
 
     def __call__(
         self,
@@ -128,16 +135,14 @@ class GraphedSteps:
         first_scales = self.scales is not None and self.scales.without_history
         if forward_only or first_scales or not self.ready(stages, step, microbatches, tracer):
             return self.plain(stages, step, microbatches, shape, forward_only, tracer)
-        key, communicating = shape_of(step, 0), [0] * self.gathers + [microbatches - 1] * self.reduces
-        for bucket in () if self.gathers else self.grads.all:
-            bucket.wait_params()
         if self.scales is not None:
             self.scales.drop_cached_weights()  # an evaluation may have made some
+        if not self.shapes and step.total.is_cuda:
+            self.pool = torch.cuda.graph_pool_handle()
+            self.say(f"graphs  {self.what} from here on")
+        self.shapes.add(shape_of(step, 0))
         for i in range(microbatches):
-            if i in communicating:
-                step(stages[0], i).backward()
-            else:
-                self.run(stages[0], step, i, (key, i == 0))
+            self.run(stages[0], step, i)
 
     def ready(self, stages: nn.ModuleList, step: GraphStep, microbatches: int, tracer: Any) -> bool:
         """Whether graphs run this step; counts it as a warm-up if later ones of its shape could."""
@@ -161,43 +166,49 @@ class GraphedSteps:
         if hooked := next((name for name, m in stages.named_modules() if has_hooks(m)), None):
             return f"module {hooked} has a hook"
         key = shape_of(step, 0)
-        fresh = (key, not self.gathers) not in self.graphs and self.seen[key] >= self.warm_up
+        fresh = key not in self.shapes and self.seen[key] >= self.warm_up
         if fresh and key not in self.too_large and (missing := self.missing(self.grads.params[0].device)) > 0:
             self.too_large[key] = f"{missing / 2**30:.1f} GiB more memory would be needed"
         return self.too_large.get(key, "")
 
-    def run(self, chunk: nn.Module, step: GraphStep, i: int, kind: Hashable) -> None:
+    def run(self, chunk: nn.Module, step: GraphStep, i: int) -> None:
         """Run microbatch i by its graph, which is captured if there is none yet."""
+        for bucket in self.grads.all:
+            bucket.wait_params()
+        kind = shape_of(step, i), i == 0
         if kind not in self.graphs:
-            self.graphs[kind] = self.captured(chunk, step, i)
-        static, replay = self.graphs[kind]
+            static = copied(step, i)
+            self.graphs[kind] = static, self.captured(lambda: static(chunk, 0).backward())
+        static, launch = self.graphs[kind]
         torch._foreach_copy_(inputs(static, 0), inputs(step, i))
-        replay()
+        launch()
         step.total.copy_(static.total)
-        for param in self.grads.params:
-            param.bucket.first_write(param)
-            for _ in range(param.spec.uses):
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture the kernels of `run`; return what launches them and reports the gradients that they add."""
+        with recorded(self.grads) as contributions:
+            replay = self.capture(run, self.pool)
+
+        def launch() -> None:
+            replay()
+            for param in contributions:
+                param.bucket.first_write(param)
                 param.bucket.ready(param)
 
-    def captured(self, chunk: nn.Module, step: GraphStep, i: int) -> tuple[GraphStep, Callable[[], None]]:
-        """Capture microbatch i: the step on copies of its tensors, and the function that repeats it."""
-        if self.pool is None and step.total.is_cuda:
-            self.pool = torch.cuda.graph_pool_handle()
-            self.say("graphs  forward and backward of a microbatch are launched as a CUDA graph from here on")
-        static = copied(step, i)
-        with uncounted(self.grads):
-            return static, self.capture(lambda: static(chunk, 0).backward(), self.pool)
+        return launch
 
 
 @contextmanager
-def uncounted(grads: Buckets) -> Iterator[None]:
-    """Context manager: behind it, the contributions that were counted inside are not."""
-    counted = [(bucket, bucket.counts.copy(), bucket.seen) for bucket in grads.all]
-    in_flight = grads.in_flight.copy()
-    yield
-    grads.in_flight = in_flight
-    for bucket, counts, seen in counted:
-        bucket.counts, bucket.seen = counts, seen
+def recorded(grads: Buckets) -> Iterator[list[nn.Parameter]]:
+    """Context manager: contributions to gradients inside are listed, behind it, and not counted."""
+    before = [(bucket, bucket.counts, bucket.seen, bucket.microbatches) for bucket in grads.all]
+    for bucket in grads.all:
+        bucket.counts, bucket.microbatches = Counter(), math.inf  # so that none is the last
+    contributions: list[nn.Parameter] = []
+    yield contributions
+    for bucket, *counted in before:
+        contributions += bucket.counts.elements()
+        bucket.counts, bucket.seen, bucket.microbatches = counted
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -4,10 +4,12 @@
     matmuls in pieces          slots for tokens, over tp and over the ranks that share experts
     fused loss                 logits of one chunk of tokens at a time, forward and backward at once
     FP8 casts                  the optimizer makes them, so that no weights are kept in 16 bits
+    graphs of layers           what passes between layers stays reserved, for each kind of microbatch
 
 The plan assumes these paths, the default on GPUs.
 """
 
+from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.settings import Config
 from nanomegatron.plan.layer import Sizes
 
@@ -45,6 +47,18 @@ def fused_loss(sizes: Sizes, columns: int, fp32: int) -> float:
     """
     stream = sizes.model.hidden_size * (2 if sizes.h < sizes.model.hidden_size else 1)
     return columns * min(sizes.tokens, FUSED_LOSS_CHUNK) * (sizes.item + fp32) + stream * sizes.value
+
+
+def layer_graphs(sizes: Sizes, microbatches: int) -> float:
+    """Return the bytes of the residual stream that graphs of layers keep, beside the activations.
+
+    Of the first microbatch the branches and copies at both ends; of the others also sums and gradients.
+    """
+    config, layers = sizes.config, sizes.model.num_layers
+    if not sizes.machine.gpu or graph_impl(config, sizes.shards(config)[0]) != "local":
+        return 0
+    kept = layers + 4 + (3 * layers + 4) * (microbatches > 1)
+    return kept * sizes.h * sizes.value
 
 
 def optimizer_casts(config: Config, sharded: bool) -> bool:

@@ -21,9 +21,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nanomegatron.plan.cluster import Cluster
+from nanomegatron.plan.fast import optimizer_casts
 from nanomegatron.plan.layer import CPMode, Sizes
 
 LAYER_KERNELS = 16, 14, 7  # of a dense layer in F, B and W, without a graph
+LAYER_GRAPHS = 2  # of a dense layer, with graphs of layers
 EXPERT_KERNELS = 30, 24, 6  # more with experts
 CAST_KERNELS = 4, 6, 2  # more with FP8
 CAST_BYTES = 6  # read 2 and write 1 + 1 at two thirds of the bandwidth, since one copy is transposed
@@ -118,9 +120,11 @@ class LayerTimes:
                 part["matmuls"] += seconds
             if kind not in UNCAST:
                 parts[1]["other kernels"] += self._move(n * (1 if n > 2 * k else 2), CAST_BYTES / 2)
-                if kind != "delayed":  # scales of the current values: their maximum first, and weights cast
-                    parts[0]["other kernels"] += self._move(3 * k, 2) + self.cluster.move(4 * n * k)
+                if kind != "delayed":  # scales of the current values: their maximum first
+                    parts[0]["other kernels"] += self._move(3 * k, 2)
                     parts[1]["other kernels"] += self._move(3 * n, 2)
+                if not optimizer_casts(sizes.config, sizes.parallel.sharding != "no_shard"):
+                    parts[0]["other kernels"] += self.cluster.move(4 * n * k)
         return parts
 
     def _attention(self, number: int, mode: CPMode) -> list[OpTime]:

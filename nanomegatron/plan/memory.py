@@ -33,7 +33,7 @@ from typing import NamedTuple
 from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
-from nanomegatron.plan.fast import fused_loss, optimizer_casts, piece_buffers, ring_buffers
+from nanomegatron.plan.fast import fused_loss, layer_graphs, optimizer_casts, piece_buffers, ring_buffers
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer, sizes_of
 from nanomegatron.schedules import Op, most_open, placement, schedule
 
@@ -109,6 +109,7 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine, largest: 
             parts[name] = sum(number * part[name] for number, part in zip(moment, chunks) if number)
         parts["messages"] = 5 * sizes.h * sizes.value * (order.pp > 1) + ring_buffers(sizes)
         parts["room for pieces"] = piece_buffers(sizes)
+        parts["graphs"] = layer_graphs(sizes, order.microbatches)
         parts["workspaces"] = WORKSPACES * machine.gpu
     return [parts for _, parts, _ in ranks]
 

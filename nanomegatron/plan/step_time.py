@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from nanomegatron.config.check_layout import graph_conflict
+from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import flops_per_iteration, parameter_count, stage_layers
 from nanomegatron.plan.cluster import Cluster
@@ -31,6 +31,7 @@ from nanomegatron.plan.gpus import device_peak
 from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of
 from nanomegatron.plan.layer_time import (
     EXPERT_KERNELS,
+    LAYER_GRAPHS,
     LAYER_KERNELS,
     NOTHING,
     StageTime,
@@ -178,14 +179,14 @@ def least_time(order: OpOrder, costs: tuple[tuple[float, float, float], ...], me
 def launches(run: Planned, cluster: Cluster, own: list[int], microbatches: int, busy: float) -> float:
     """Return the seconds that the GPU waits for the host. own: the layers of its rank."""
     config, parallel = run.config, run.config.parallel
-    graphs = parallel.cuda_graph_impl != "none" and not graph_conflict(config, run.world)
-    beside = (parallel.overlap_param_gather + parallel.overlap_grad_reduce) * (run.world > 1)
-    eager = beside if graphs else microbatches  # the first, the last, or all
+    if (impl := graph_impl(config, run.world)) == "full_iteration":
+        return 0.0
+    of_layer = LAYER_GRAPHS if impl == "local" else sum(LAYER_KERNELS)
     sparse = sum(map(config.model.moe_layers.__getitem__, own))
-    kernels = len(own) * sum(LAYER_KERNELS) + sparse * sum(EXPERT_KERNELS) + 30
+    kernels = len(own) * of_layer + sparse * sum(EXPERT_KERNELS) + 30
     ranks = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
     waits = sparse * IDLE_KERNELS[config.model.moe_token_dispatcher_type] * (ranks > 1)
-    return eager * (cluster.launch * waits + max(0.0, kernels * cluster.launch - busy / microbatches))
+    return microbatches * (cluster.launch * waits + max(0.0, kernels * cluster.launch - busy / microbatches))
 
 
 def data_parallel(

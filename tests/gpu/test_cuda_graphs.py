@@ -1,4 +1,4 @@
-"""CUDA graphs of microbatches on a GPU, beside launching each kernel: 50 steps, equal to the bit."""
+"""CUDA graphs of microbatches, and of layers, on a GPU: 50 steps, equal to the bit to those without."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 import train
 from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
+from nanomegatron.fast.layer_graphs import GraphedLayers
 from nanomegatron.mesh import Mesh, World
 from nanomegatron.report.log import RunLog
 from tests.gpu.ranks import needs_two
@@ -27,7 +28,8 @@ WAYS = {
     "overlap, sharded": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
 
-IMPLS, OVERLAPS = ("none", "full_iteration"), ("grad-reduce", "param-gather")
+IMPLS = {"full_iteration": GraphedSteps, "local": GraphedLayers}
+CASES = [(way, impl) for way in WAYS for impl in IMPLS if impl != "local" or "recomputed" not in way]
 
 
 def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
@@ -49,15 +51,15 @@ def trained(argv: list[str], folder) -> tuple[list, list[torch.Tensor], object]:
     return found, [param.detach().clone() for param in run.grads.params], run.execute
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_graphs_train_alike_to_the_bit(way, corpus, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("way, impl", CASES)
+def test_graphs_train_alike_to_the_bit(way, impl, corpus, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     argv = [*FLAGS, *corpus, "--train-iters", "60", "--deterministic-mode", *WAYS[way].split()]
     argv += GPT.split() if way.startswith("gpt") else []
     plain, weights, _ = trained([*argv, "--cuda-graph-impl", "none"], tmp_path)
-    found, others, graphs = trained(argv, tmp_path)
-    assert isinstance(graphs, GraphedSteps) and len(graphs.graphs) == 2 and not graphs.said
+    found, others, graphs = trained([*argv, "--cuda-graph-impl", impl], tmp_path)
+    assert type(graphs) is IMPLS[impl] and graphs.graphs and not graphs.said
     differ = [i for i, (a, b) in enumerate(zip(plain, found)) if str(a) != str(b)]
     assert not differ, (differ[:5], plain[differ[0]], found[differ[0]])
     assert all(torch.equal(a, b) for a, b in zip(weights, others))
@@ -65,16 +67,27 @@ def test_graphs_train_alike_to_the_bit(way, corpus, tmp_path, monkeypatch):  # n
 
 
 @needs_two
-@pytest.mark.parametrize("overlaps", [ALL, *(ALL.replace(f"--overlap-{one}", "") for one in OVERLAPS)])
-def test_replicas_communicate_beside_the_first_and_the_last_microbatch(overlaps, tmp_path):
-    """Two GPUs, four microbatches: those that do not communicate are graphs; equal to the bit."""
-    flags = f"--bf16 --use-distributed-optimizer {overlaps} --micro-batch-size 1 --train-iters 30"
-    flags += " --deterministic-mode"
-    runs = [train_by_layout(tmp_path, impl, 2, f"{flags} --cuda-graph-impl {impl}") for impl in IMPLS]
+def test_replicas_communicate_between_graphs_of_microbatches(tmp_path):
+    """Two GPUs, four microbatches, nothing overlapped; equal to the bit."""
+    flags = "--bf16 --use-distributed-optimizer --micro-batch-size 1 --train-iters 30 --deterministic-mode"
+    assert_alike(tmp_path, flags, "full_iteration")
+
+
+@needs_two
+@pytest.mark.parametrize("precision", ["--bf16", f"{FP8} delayed", f"{FP8} tensorwise", f"{FP8} blockwise"])
+def test_replicas_communicate_between_graphs_of_layers(precision, tmp_path):
+    """Two GPUs, one microbatch, which gathers parameters and reduces gradients; equal to the bit."""
+    flags = f"{precision} --use-distributed-optimizer {ALL} --micro-batch-size 4 --train-iters 30"
+    assert_alike(tmp_path, f"{flags} --deterministic-mode", "local")
+
+
+def assert_alike(folder, flags: str, impl: str) -> None:
+    """30 steps on two GPUs without graphs and with them: the same losses and norms, and they are there."""
+    runs = [train_by_layout(folder, one, 2, f"{flags} --cuda-graph-impl {one}") for one in ("none", impl)]
     plain, graphs = ([(step["lm_loss"], step["grad_norm"]) for step in run] for run in runs)
     assert plain == graphs and len(plain) == 30
-    said = [(tmp_path / "runs" / impl / "log.txt").read_text() for impl in IMPLS]
-    assert ["launched as a CUDA graph from here on" in text for text in said] == [False, True]
+    said = [(folder / "runs" / one / "log.txt").read_text() for one in ("none", impl)]
+    assert ["launched as" in text and "from here on" in text for text in said] == [False, True]
 
 
 def test_a_hook_runs_without_a_graph(corpus, tmp_path, monkeypatch):  # noqa: F811
