@@ -160,7 +160,7 @@ def test_the_command_that_is_printed_is_the_plan(flags, world, capsys):
     "model, layouts, millions",
     [
         ("mixtral-8x7b", 900, 4.7),  # 4.4; 0.8 seconds on a quick machine
-        ("qwen3-30b-a3b", 1500, 5.4),  # 5.1; 1.6
+        pytest.param("qwen3-30b-a3b", 1500, 5.4, marks=pytest.mark.full),  # 5.1; 1.6
         ("llama3-70b", 100, 3.4),  # 3.1; 0.5
     ],
 )

@@ -36,7 +36,7 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
     if parallel.distributed_backend == "nccl" and device != "cuda":
         yield "--distributed-backend nccl: needs GPUs; leave it out for gloo"
     impl = parallel.cuda_graph_impl or "none"
-    if why := graph_conflict(config, world, impl):
+    if impl != "none" and (why := graph_conflict(config, world, impl)):
         yield f"--cuda-graph-impl {impl}: not with {why}; leave it out, or use none"
     yield from _processes(parallel, world)
     yield from _sequences(config)
@@ -46,22 +46,19 @@ def layout_errors(config: Config, world: int, device: str) -> Iterator[str]:
 
 def graph_impl(config: Config, world: int) -> str:
     """The --cuda-graph-impl of a run that fits: as set, else the first of the three that can be."""
-    fit = (impl for impl in ("full_iteration", "local", "none") if not graph_conflict(config, world, impl))
-    return config.parallel.cuda_graph_impl or next(fit)
+    fit = (impl for impl in ("full_iteration", "local") if not graph_conflict(config, world, impl))
+    return config.parallel.cuda_graph_impl or next(fit, "none")
 
 
 def graph_conflict(config: Config, world: int, impl: str = "full_iteration") -> str:
     """The setting for which `world` processes can have no CUDA graphs of this kind, or ""."""
-    if impl == "none":
-        return ""
     model, data, parallel = config.model, config.data, config.parallel
     sizes = (("tensor_model", TP), ("pipeline_model", PP), ("context", CP), ("expert_model", EP))
     inside = [f"{flag} {n}" for name, flag in sizes if (n := getattr(parallel, f"{name}_parallel_size")) > 1]
     names = ("overlap_param_gather", "overlap_grad_reduce") if world > 1 and impl != "local" else ()
     inside += [spelled(name, True) for name in names if getattr(parallel, name)]
-    if inside:
-        return f"{' '.join(inside)}, whose ranks communicate inside it"
     found = {
+        f"{' '.join(inside)}, whose ranks communicate inside it": bool(inside),
         "--num-experts, which get different numbers of tokens": model.num_experts is not None,
         "documents of their own lengths": data.reset_attention_mask or data.variable_seq_lengths,
         "--debug-nan, which reads every result": config.run.debug_nan,
