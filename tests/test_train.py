@@ -197,6 +197,8 @@ def run_and_die(world: World, argv: list[str], folder: str, step: int, number: i
 
     train.train_step, train.plot_loss = train_step, lambda *_: None
     os.chdir(folder)
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_DFL)  # under nohup the tests ignore it, and so would the run
     return train.run_rank(world, argv)
 
 

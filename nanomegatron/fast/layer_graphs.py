@@ -13,7 +13,7 @@ a whole microbatch (`cuda_graphs.py`).
 The graphs are captured in the order in which they run, and share a memory pool: what a backward frees, the
 next may use. A layer's graph reads the results of the graph before where they are; tensors from outside,
 such as the output of the embedding, are copied to where they were at the capture. What passes between layers
-stays reserved, two tensors of the residual stream per layer in the forward and two in the backward.
+stays reserved, up to two tensors of the residual stream per layer in the forward and two in the backward.
 
 Gain, GPT-2 124M on two H100 with both overlaps, 8 sequences each: 17.9 ms a step, not 36.9, and in FP8 17.6,
 not 72.5; eight microbatches 131.1 ms, not 323.8 (benchmarks/results/2026-11-27-gpt2-dp2-graphs-h100.json).
