@@ -152,6 +152,8 @@ def test_names_of_a_hub(tmp_path, monkeypatch):
         ("--virtual-pipeline-model-parallel-size 2 --pp 2", "num_virtual_stages_per_pipeline_rank", 2),
         ("--checkpoint-activations", "recompute_method", "uniform"),
         ("--distributed-backend nccl2", "distributed_backend", "nccl"),
+        ("--enable-cuda-graph", "cuda_graph_impl", "local"),
+        ("--cuda-graph-impl transformer_engine", "cuda_graph_impl", "local"),
     ],
 )
 def test_other_spellings(flags, name, value):

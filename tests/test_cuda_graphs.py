@@ -4,13 +4,16 @@ The recorder keeps the ops of a microbatch with the tensors that they read and w
 these, as a graph does its kernels: nothing that Python does besides is repeated. tests/gpu has real graphs.
 """
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from nanomegatron.config.check import validate
+from nanomegatron.config.check import resolve, validate
+from nanomegatron.config.check_layout import graph_impl
 from nanomegatron.config.cli import parse
 from nanomegatron.evaluate import evaluate
 from nanomegatron.fast.cuda_graphs import GraphedSteps
@@ -104,7 +107,7 @@ LOCAL = [way for way in WAYS if "recomputed" not in way]
 
 @pytest.mark.parametrize("way", LOCAL)
 def test_graphs_of_layers_train_alike_to_the_bit(way, sources, tmp_path):  # noqa: F811
-    """As above; two layers, each in a first and a later microbatch."""
+    """As below; every layer in a first and a later microbatch."""
     model, flags = WAYS[way]
     argv = arguments(sources, model, flags, "--train-iters 9 --eval-iters 1 --micro-batch-size 2")
     runs = [set_up(World(), argv, tmp_path) for _ in range(2)]
@@ -183,7 +186,7 @@ def test_what_graphs_cannot_do_runs_without_them(sources, tmp_path):  # noqa: F8
     steps(1)
     runs[1].reporter.tracer.detailed = False
     graphs.graphs.clear()
-    graphs.shapes.clear()
+    graphs.seen = Counter(dict.fromkeys(graphs.seen, graphs.warm_up))
     graphs.missing = lambda device: 3 * gib
     steps(1)
     graphs.missing = lambda device: 1 / 0  # not asked in every step
@@ -214,3 +217,28 @@ def test_a_run_that_cannot_have_graphs_says_so_before_it_starts(flags, why):
     parsed = parse(f"--mock-data --cuda-graph-impl full_iteration {flags}".split())
     errors = validate(parsed.config, 2 if " 2" in flags else 1)
     assert any(f"--cuda-graph-impl full_iteration: not with {why}" in e for e in errors) == bool(why), errors
+
+
+OVERLAP = "--overlap-grad-reduce --dp 2"
+AGAIN = "--recompute-granularity full --recompute-method uniform"
+
+
+@pytest.mark.parametrize(
+    "flags, impl",
+    {
+        "": "full_iteration",
+        OVERLAP: "local",
+        f"{OVERLAP} {AGAIN}": "none",
+        "--tp 2": "none",
+        "--cuda-graph-impl none": "none",
+    }.items(),
+)
+def test_the_first_form_that_can_be_is_the_default(flags, impl):
+    world = 2 if " 2" in flags else 1
+    config = resolve(parse(f"--mock-data --vocab-size 99 {flags}".split()).config, world)
+    assert graph_impl(config, world) == impl
+
+
+def test_layers_that_are_computed_again_have_no_graphs_of_their_own():
+    parsed = parse(f"--mock-data --cuda-graph-impl local {OVERLAP} {AGAIN}".split())
+    assert any("--cuda-graph-impl local: not with recomputed layers" in e for e in validate(parsed.config, 2))

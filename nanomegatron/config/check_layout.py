@@ -50,8 +50,8 @@ def graph_impl(config: Config, world: int) -> str:
     return config.parallel.cuda_graph_impl or next(fit, "none")
 
 
-def graph_conflict(config: Config, world: int, impl: str = "full_iteration") -> str:
-    """The setting for which `world` processes can have no CUDA graphs of this kind, or ""."""
+def graph_conflict(config: Config, world: int, impl: str) -> str:
+    """The setting for which `world` processes can have no CUDA graphs of this kind; "" if they can."""
     model, data, parallel = config.model, config.data, config.parallel
     sizes = (("tensor_model", TP), ("pipeline_model", PP), ("context", CP), ("expert_model", EP))
     inside = [f"{flag} {n}" for name, flag in sizes if (n := getattr(parallel, f"{name}_parallel_size")) > 1]

@@ -120,7 +120,7 @@ class ParallelConfig:
     )
     cuda_graph_impl: str | None = setting(
         None,
-        "launch kernels of a microbatch as one CUDA graph, or of each layer; default the first that can be",
+        "CUDA graphs, of a whole microbatch or of each layer (local); default the first that can be",
         choices="full_iteration local none",
         names_run=False,
     )

@@ -116,7 +116,6 @@ class GraphedSteps:
     capture: Callable[[Callable[[], None], Any], Callable[[], None]] = capture_graph
     missing: Callable[[torch.device], int] = missing_memory
     seen: Counter[Hashable] = field(default_factory=Counter)  # steps of each shape
-    shapes: set[Hashable] = field(default_factory=set)  # those that are captured
     graphs: dict[Hashable, Any] = field(default_factory=dict)
     too_large: dict[Hashable, str] = field(default_factory=dict)  # shapes without memory, asked once
     said: set[str] = field(default_factory=set)
@@ -137,10 +136,9 @@ class GraphedSteps:
             return self.plain(stages, step, microbatches, shape, forward_only, tracer)
         if self.scales is not None:
             self.scales.drop_cached_weights()  # an evaluation may have made some
-        if not self.shapes and step.total.is_cuda:
+        if self.pool is None and step.total.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
             self.say(f"graphs  {self.what} from here on")
-        self.shapes.add(shape_of(step, 0))
         for i in range(microbatches):
             self.run(stages[0], step, i)
 
@@ -166,7 +164,7 @@ class GraphedSteps:
         if hooked := next((name for name, m in stages.named_modules() if has_hooks(m)), None):
             return f"module {hooked} has a hook"
         key = shape_of(step, 0)
-        fresh = key not in self.shapes and self.seen[key] >= self.warm_up
+        fresh = self.seen[key] == self.warm_up  # this step is the first to be captured
         if fresh and key not in self.too_large and (missing := self.missing(self.grads.params[0].device)) > 0:
             self.too_large[key] = f"{missing / 2**30:.1f} GiB more memory would be needed"
         return self.too_large.get(key, "")

@@ -124,7 +124,7 @@ class LayerTimes:
                     parts[0]["other kernels"] += self._move(3 * k, 2)
                     parts[1]["other kernels"] += self._move(3 * n, 2)
                 if not optimizer_casts(sizes.config, sizes.parallel.sharding != "no_shard"):
-                    parts[0]["other kernels"] += self.cluster.move(4 * n * k)
+                    parts[0]["other kernels"] += self.cluster.move(4 * n * k)  # as if in each microbatch
         return parts
 
     def _attention(self, number: int, mode: CPMode) -> list[OpTime]:

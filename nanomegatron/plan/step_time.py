@@ -12,7 +12,7 @@
                         in each microbatch: beside its backward, REDUCTIONS buckets beside the next forward
     optimizer           34 bytes a parameter: gradient (twice), main weight, moments, weight; over the host's
                         link and memory with --optimizer-cpu-offload
-    launches            what the host needs beyond the GPU's time, without CUDA graphs; gaps behind dispatches
+    launches            what the host needs beyond the GPU's time, unless in one graph; gaps behind dispatches
 
 A pipeline of many microbatches is simulated with fewer; each further one takes the busiest rank's time.
 """
