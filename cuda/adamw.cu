@@ -240,6 +240,7 @@ template <template <int> class Main, typename G, typename M, typename V>
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     adamw_update(Flat flat, const Segment* table, int count, int64_t chunk, bool whole, Scalars scalars,
                  Hyper hyper) {
+    wait_for_previous_kernel();
     constexpr int STEP = THREADS * N;
     constexpr bool CAST = std::is_same_v<Main<N>, Cast<N>>;
     __shared__ double corrections[2];
@@ -308,6 +309,7 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS)
     sum_squares(double* __restrict__ partial, const T* __restrict__ x, const Segment* __restrict__ table,
                 int count, int64_t chunk, bool whole) {
+    wait_for_previous_kernel();
     using P = Pack<T>;
     constexpr int BATCH = 4, STEP = THREADS * P::size;
     __shared__ double shared[THREADS / 32];
@@ -343,6 +345,7 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(THREADS)
     sum_totals(double* __restrict__ out, const double* __restrict__ partial,
                const Segment* __restrict__ table, int count, int64_t blocks) {
+    wait_for_previous_kernel();
     __shared__ double shared[THREADS / 32];
     const int own = static_cast<int>(blockIdx.x);
     const int64_t first = table[own].first, last = own + 1 < count ? table[own + 1].first : blocks;
@@ -389,8 +392,8 @@ void adamw(Address main, Address params, Address grads, Address exp_avg, Address
                 auto* kernel = remainders     ? &adamw_update<Halves, G, M, V>
                                : copy == E4M3 ? &adamw_update<Cast, G, M, V>
                                               : &adamw_update<Whole, G, M, V>;
-                kernel<<<grid, THREADS, 0, stream>>>(flat, table, static_cast<int>(count), chunk, whole,
-                                                     scalars, hyper);
+                launch(kernel, grid, THREADS, 0, stream, flat, table, static_cast<int>(count), chunk, whole,
+                       scalars, hyper);
             });
         });
     });
@@ -405,10 +408,11 @@ void sums_of_squares(Address out, Address partial, Address x, Address table, int
         with_type(type, [&](auto element) {
             using T = decltype(element);
             const auto grid = static_cast<unsigned>(blocks);
-            sum_squares<T>
-                <<<grid, THREADS, 0, stream>>>(partial, x, table, segments, chunk, aligned(x.value));
+            launch(sum_squares<T>, grid, THREADS, 0, stream, partial, x, table, segments, chunk,
+                   aligned(x.value));
         });
     }
-    sum_totals<<<static_cast<unsigned>(count), THREADS, 0, stream>>>(out, partial, table, segments, blocks);
+    launch(sum_totals, static_cast<unsigned>(count), THREADS, 0, stream, out, partial, table, segments,
+           blocks);
     check_launch("sums_of_squares");
 }

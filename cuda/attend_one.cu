@@ -36,6 +36,7 @@ struct Joined {
 template <typename T, int R, int L>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     attend_one_keys(T* out, const T* q, const T* k, const T* v, T* keys, T* values, Problem a) {
+    wait_for_previous_kernel();
     using P = Pack<T>;
     constexpr int N = P::size, D = L * N, GROUPS = 32 * WARPS / L;
     __shared__ float tops[WARPS][R], sums[WARPS][R], rows[WARPS][D];
@@ -134,6 +135,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 // A block has a row of a head, a thread one of its columns.
 template <typename T>
 __global__ void attend_one_join(T* out, const float* parts, int chunks) {
+    wait_for_previous_kernel();
     const int d = blockDim.x;
     const float* part = parts + static_cast<int64_t>(blockIdx.x) * chunks * (d + 2);
     float most = LOWEST, x = 0.0f, divisor = 0.0f;
@@ -178,13 +180,13 @@ void attend_one(Address out, Address parts, Address q, Address k, Address v, Add
         using T = decltype(element);
         with_value<1, 2, 4, 8>(n / g, " query heads of a key head", [&](auto shared) {
             with_value<8, 16, 32>(d / Pack<T>::size, " packs of a head", [&](auto lanes) {
-                attend_one_keys<T, shared(), lanes()>
-                    <<<grid, 32 * WARPS, 0, stream>>>(out, q, k, v, keys, values, a);
+                launch(attend_one_keys<T, shared(), lanes()>, grid, 32 * WARPS, 0, stream, out, q, k, v, keys,
+                       values, a);
             });
         });
         if (chunks > 1) {
-            attend_one_join<T><<<static_cast<unsigned>(b * n), static_cast<unsigned>(d), 0, stream>>>(
-                out, parts, static_cast<int>(chunks));
+            launch(attend_one_join<T>, static_cast<unsigned>(b * n), static_cast<unsigned>(d), 0, stream, out,
+                   parts, static_cast<int>(chunks));
         }
     });
     check_launch("attend_one");

@@ -13,6 +13,7 @@ namespace {
 template <typename P>
 __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
     sum_rows(float* __restrict__ workspace, const P* __restrict__ x, int64_t rows, int64_t packs) {
+    wait_for_previous_kernel();
     const int64_t pack = pack_of_thread();
     float sums[P::size] = {};
     if (pack < packs) {
@@ -26,38 +27,12 @@ __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
     write_part(sums, workspace, packs * P::size);
 }
 
-// kernel<<<grid, threads, 0, stream>>>(args...); on Hopper and later its blocks take the places of those of
-// the kernel before as these end. What that one wrote is there after `wait_for_the_kernel_before`.
-template <typename... Args>
-void launch_early(void (*kernel)(Args...), dim3 grid, unsigned threads, cudaStream_t stream, Args... args) {
-#ifdef __CUDACC__
-    int device = 0, major = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.stream = stream;
-    config.attrs = &early, config.numAttrs = major >= 9;
-    cudaLaunchKernelEx(&config, kernel, args...);
-#else
-    kernel<<<grid, threads, 0, stream>>>(args...);
-#endif
-}
-
-__device__ __forceinline__ void wait_for_the_kernel_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
-#endif
-}
-
 // 32 columns a block of 32 x 32 threads.
 template <typename T>
 __global__ void __launch_bounds__(1024) add_up_parts(T* first, T* second, T* third, const float* sums,
                                                      int64_t parts, int64_t blocks, int64_t n, int add) {
+    wait_for_previous_kernel();
     __shared__ float shared[32][33];
-    wait_for_the_kernel_before();
     const int x = threadIdx.x % 32, y = threadIdx.x / 32;
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * 32;
     float sum = 0.0f;
@@ -82,8 +57,8 @@ void add_parts(Targets to, const float* sums, int64_t parts, int64_t blocks, int
     const dim3 grid(static_cast<unsigned>((n + 31) / 32), to.third.value ? 3 : to.second.value ? 2 : 1);
     with_type(type, [&](auto element) {
         using T = decltype(element);
-        launch_early<T*, T*, T*, const float*, int64_t, int64_t, int64_t, int>(
-            add_up_parts<T>, grid, 1024, stream, to.first, to.second, to.third, sums, parts, blocks, n, add);
+        launch(add_up_parts<T>, grid, 1024, 0, stream, to.first, to.second, to.third, sums, parts, blocks, n,
+               add);
     });
     check_launch("add_parts");
 }
@@ -93,8 +68,8 @@ void column_sums(Address out, Address workspace, Address x, int64_t rows, int64_
     if (n == 0) return;
     if (rows > 0) {
         with_packs(n, type, aligned(x.value), [&](auto pack, int64_t packs) {
-            sum_rows<decltype(pack)>
-                <<<over_rows(packs, parts), ROW_THREADS, 0, stream>>>(workspace, x, rows, packs);
+            launch(sum_rows<decltype(pack)>, over_rows(packs, parts), ROW_THREADS, 0, stream, workspace, x,
+                   rows, packs);
         });
         check_launch("column_sums");
     }

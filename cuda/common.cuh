@@ -114,6 +114,42 @@ __device__ __forceinline__ float over_block(float x, float* shared) {
 
 // Launches.
 
+#ifdef __CUDACC__  // else tests/cuda_on_cpu.h has it
+
+inline bool launches_dependents() {  // the GPUs of a process are alike
+    static const bool hopper = [] {
+        int device = 0, major = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        return major >= 9;
+    }();
+    return hopper;
+}
+
+// kernel<<<grid, threads, shared, stream>>>(args...), from Hopper on as a programmatic dependent launch:
+// while the kernel before ends, the blocks of this one are set up, and wait in `wait_for_previous_kernel`,
+// which must be the first statement of every kernel.
+template <typename... Parameters, typename... Args>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, cudaStream_t stream,
+            Args... args) {
+    cudaLaunchAttribute dependent{};
+    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    dependent.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared;
+    config.stream = stream, config.attrs = &dependent, config.numAttrs = launches_dependents();
+    cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+#endif
+
+// Returns when the kernels before this one have ended, and all that they wrote can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
 inline void check_launch(const char* name) {
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));

@@ -67,6 +67,7 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS, 4)
     cross_entropy_statistics(float* __restrict__ out, const T* __restrict__ logits,
                              const int64_t* __restrict__ labels, int64_t rows, int columns, int64_t stride) {
+    wait_for_previous_kernel();
     using P = Pack<T>;
     __shared__ float shared[32];
     const int thread = static_cast<int>(threadIdx.x);
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__(THREADS, 5)
     cross_entropy_gradient(T* out, const T* logits, const int64_t* labels, const float* lse,
                            const float* grad, float z, int64_t rows, int columns, int width,
                            int64_t out_stride, int64_t stride) {
+    wait_for_previous_kernel();
     using P = Pack<T>;
     constexpr int STEP = THREADS * GRAD_UNROLL;
     const int thread = static_cast<int>(threadIdx.x);
@@ -170,8 +172,8 @@ void cross_entropy_stats(Address out, Address logits, Address labels, int64_t ro
     const auto blocks = static_cast<unsigned>(rows < INT32_MAX ? rows : INT32_MAX);
     with_type(type, [&](auto element) {
         using T = decltype(element);
-        cross_entropy_statistics<T>
-            <<<blocks, THREADS, 0, stream>>>(out, logits, labels, rows, static_cast<int>(columns), stride);
+        launch(cross_entropy_statistics<T>, blocks, THREADS, 0, stream, out, logits, labels, rows,
+               static_cast<int>(columns), stride);
     });
     check_launch("cross_entropy_stats");
 }
@@ -185,9 +187,9 @@ void cross_entropy_grad(Address out, Address logits, Address labels, Address lse
         constexpr int64_t PIECE = int64_t{THREADS} * GRAD_UNROLL * BATCHES * Pack<T>::size;
         const int64_t pieces = columns < 1 ? 1 : (columns + PIECE - 1) / PIECE;
         const dim3 blocks(static_cast<unsigned>(pieces), static_cast<unsigned>(rows < 65535 ? rows : 65535));
-        cross_entropy_gradient<T><<<blocks, THREADS, 0, stream>>>(
-            out, logits, labels, lse, grad, static_cast<float>(z), rows, static_cast<int>(columns),
-            static_cast<int>(width), out_stride, stride);
+        launch(cross_entropy_gradient<T>, blocks, THREADS, 0, stream, out, logits, labels, lse, grad,
+               static_cast<float>(z), rows, static_cast<int>(columns), static_cast<int>(width), out_stride,
+               stride);
     });
     check_launch("cross_entropy_grad");
 }

@@ -30,6 +30,7 @@ struct Logits {
 template <int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3)
     cross_entropy_fp8_tile(const Logits a, unsigned per_row) {
+    wait_for_previous_kernel();
     constexpr int BATCH = 4;  // rows that are read at once
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const int64_t down = blockIdx.x / per_row * static_cast<int64_t>(TILE);
@@ -87,7 +88,7 @@ void cross_entropy_fp8(Address logits, Address labels, Address lse, Address grad
         constexpr bool WHOLE = decltype(packs)::value;
         auto* kernel = format == E4M3 ? &cross_entropy_fp8_tile<E4M3, WHOLE, T>
                                       : &cross_entropy_fp8_tile<E5M2, WHOLE, T>;
-        kernel<<<tiles.count, THREADS, 0, stream>>>(a, tiles.per_row);
+        launch(kernel, tiles.count, THREADS, 0, stream, a, tiles.per_row);
     });
     check_launch("cross_entropy_fp8");
 }

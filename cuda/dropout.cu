@@ -34,6 +34,7 @@ struct Args {
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS) bias_dropout_rows(const Args a) {
+    wait_for_previous_kernel();
     using P = Pack<T, N>;
     __shared__ uint64_t hashes[2][AT_ONCE * THREADS];
     const int team = threadIdx.x / a.group, teams = blockDim.x / a.group, tile = AT_ONCE * teams;
@@ -94,9 +95,9 @@ void launch(Args a, bool whole, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(tiles));
     const int threads = a.group * teams;
     if (whole) {
-        bias_dropout_rows<T, Pack<T>::size><<<grid, threads, 0, stream>>>(a);
+        launch(bias_dropout_rows<T, Pack<T>::size>, grid, threads, 0, stream, a);
     } else {
-        bias_dropout_rows<T, 1><<<grid, threads, 0, stream>>>(a);
+        launch(bias_dropout_rows<T, 1>, grid, threads, 0, stream, a);
     }
     check_launch("bias_dropout_add");
 }
@@ -105,6 +106,7 @@ template <typename P>
 __global__ void __launch_bounds__(ROW_THREADS, RESIDENT)
     dropout_backward_rows(P* __restrict__ dx, float* __restrict__ workspace, const P* __restrict__ grad,
                           int64_t rows, int64_t packs, const Dropout dropout) {
+    wait_for_previous_kernel();
     const int64_t pack = pack_of_thread(), step = static_cast<int64_t>(gridDim.y) * ROWS;
     const int lane = threadIdx.x % 32;
     int64_t row = static_cast<int64_t>(blockIdx.y) * ROWS + threadIdx.x / 32;
@@ -159,8 +161,8 @@ void bias_dropout_backward(Address dbias, Address dx, Address sums, Address grad
         const int64_t blocks = blocks_down(rows, packs, dx.value ? RESIDENT : BLOCKS, parts);
         if (!dx.value) return column_sums(dbias, sums, grad, rows, h, blocks, 0, type, type, stream);
         if (rows > 0) {
-            dropout_backward_rows<decltype(pack)>
-                <<<over_rows(packs, blocks), ROW_THREADS, 0, stream>>>(dx, sums, grad, rows, packs, dropout);
+            launch(dropout_backward_rows<decltype(pack)>, over_rows(packs, blocks), ROW_THREADS, 0, stream,
+                   dx, sums, grad, rows, packs, dropout);
             check_launch("bias_dropout_backward");
         }
         add_parts({dbias}, sums, parts, rows > 0 ? blocks : 0, h, false, type, stream);

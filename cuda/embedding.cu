@@ -41,6 +41,7 @@ template <typename P>
 __global__ void __launch_bounds__(THREADS)
     embedding_lookup_kernel(P* __restrict__ out, const P* __restrict__ table, const P* __restrict__ positions,
                             const Lookup to) {
+    wait_for_previous_kernel();
     const uint32_t token = blockIdx.x * blockDim.y + threadIdx.y;
     if (token >= to.s * to.b) return;
     const uint32_t i = token / to.b, j = token % to.b;
@@ -99,6 +100,7 @@ template <typename Into, typename Wide, typename P>
 __global__ void __launch_bounds__(32)
     embedding_add_kernel(Into* __restrict__ target, Wide* __restrict__ sums, const P* __restrict__ grad,
                          const Runs runs, int64_t packs) {
+    wait_for_previous_kernel();
     __shared__ int ids[PART + 2];  // from the token before the part to the one behind it
     __shared__ int64_t rows[PART];
     const uint32_t begin = blockIdx.x * PART, count = min(static_cast<uint32_t>(PART), runs.tokens - begin);
@@ -151,6 +153,7 @@ template <typename Into, typename Wide>
 __global__ void __launch_bounds__(32 * WARPS)
     embedding_join_kernel(Into* __restrict__ target, const Wide* __restrict__ sums, const Runs runs,
                           int64_t packs) {
+    wait_for_previous_kernel();
     __shared__ Wide shares[WARPS][32];
     const uint32_t begin = blockIdx.x * PART, next = begin + PART;
     const int id = runs.id(next - 1);
@@ -190,11 +193,11 @@ void add(Address target, Address sums, Address grad, const Runs& runs, int64_t p
     using Into = Pack<G, P::size>;
     using Wide = Pack<float, P::size>;
     const unsigned columns = (packs + 31) / 32, parts = (runs.tokens + PART - 1) / PART;
-    embedding_add_kernel<Into, Wide, P>
-        <<<dim3(parts, columns), 32, 0, stream>>>(target, sums, grad, runs, packs);
+    launch(embedding_add_kernel<Into, Wide, P>, dim3(parts, columns), 32, 0, stream, target, sums, grad, runs,
+           packs);
     if (parts == 1) return;
-    embedding_join_kernel<Into, Wide>
-        <<<dim3(parts - 1, columns), 32 * WARPS, 0, stream>>>(target, sums, runs, packs);
+    launch(embedding_join_kernel<Into, Wide>, dim3(parts - 1, columns), 32 * WARPS, 0, stream, target, sums,
+           runs, packs);
 }
 
 uint32_t number(int64_t tokens) {
@@ -217,7 +220,7 @@ void embedding_lookup(Address out, Address table, Address positions, Address ids
                             place_rows, place_stride, number(s), number(b), static_cast<float>(scale)};
             const dim3 threads = s * b < MANY ? dim3(THREADS) : dim3(32, THREADS / 32);
             const unsigned blocks = (number(s * b) + threads.y - 1) / threads.y;
-            embedding_lookup_kernel<P><<<blocks, threads, 0, stream>>>(out, table, positions, to);
+            launch(embedding_lookup_kernel<P>, blocks, threads, 0, stream, out, table, positions, to);
         };
         const bool whole = h % Pack<T>::size == 0 && aligned(out.value | table.value | positions.value);
         whole ? run(Pack<T>{}, h / Pack<T>::size) : run(Pack<T, 1>{}, h);

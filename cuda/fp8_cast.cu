@@ -42,6 +42,7 @@ template <int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : RESIDENT)
     fp8_line(uint8_t* __restrict__ out, const void* from, int type, const float* __restrict__ scale,
              unsigned* amax, int64_t n) {
+    wait_for_previous_kernel();
     constexpr int BATCH = UNROLL<FORMAT>;
     const float s = FORMAT == 0 ? 1.0f : *scale;
     const int64_t step = static_cast<int64_t>(gridDim.x) * THREADS * BATCH, end = WHOLE ? n / 8 * 8 : n;
@@ -148,6 +149,7 @@ constexpr int blocks_of(int scales, int bytes) {
 template <int SCALES, int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, blocks_of(SCALES, sizeof(T)))
     fp8_tiles(const Source from, const Cast to, unsigned per_row) {
+    wait_for_previous_kernel();
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const int64_t row = blockIdx.x / per_row * static_cast<int64_t>(TILE);
     const int64_t column = blockIdx.x % per_row * static_cast<int64_t>(TILE);
@@ -182,6 +184,7 @@ __global__ void __launch_bounds__(THREADS, blocks_of(SCALES, sizeof(T)))
 template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, 6)
     fp8_transposed(uint8_t* flip, const uint8_t* x, int64_t m, int64_t k, unsigned per_row) {
+    wait_for_previous_kernel();
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const int64_t row = blockIdx.x / per_row * static_cast<int64_t>(TILE);
     const int64_t column = blockIdx.x % per_row * static_cast<int64_t>(TILE);
@@ -201,7 +204,9 @@ template <int FORMAT>
 void launch_line(Address out, Address x, Address scale, Address amax, int64_t n, int type, Address stream) {
     constexpr int64_t BATCH = 8 * THREADS * UNROLL<FORMAT>;
     const unsigned blocks = blocks_for((n + BATCH - 1) / BATCH, FORMAT == 0 ? 8 : INT32_MAX / 1024);
-    auto run = [&](auto* kernel) { kernel<<<blocks, THREADS, 0, stream>>>(out, x, type, scale, amax, n); };
+    auto run = [&](auto* kernel) {
+        launch(kernel, blocks, THREADS, 0, stream, out, x, type, scale, amax, n);
+    };
     if (!aligned(x.value | out.value)) return run(fp8_line<FORMAT, false, float>);
     with_type(type, [&](auto element) { run(fp8_line<FORMAT, true, decltype(element)>); });
 }
@@ -211,7 +216,7 @@ void launch_tiles(const Source& x, const Cast& to, bool whole, Address stream) {
     const Tiles tiles(to.m, to.k);
     with_source<SCALES == TENSOR ? 0 : FORMAT>(x, whole, [&](auto element, auto packs) {
         auto* kernel = fp8_tiles<SCALES, FORMAT, decltype(packs)::value, decltype(element)>;
-        kernel<<<tiles.count, THREADS, 0, stream>>>(x, to, tiles.per_row);
+        launch(kernel, tiles.count, THREADS, 0, stream, x, to, tiles.per_row);
     });
 }
 
@@ -279,6 +284,6 @@ void fp8_transpose(Address x, Address flip, int64_t m, int64_t k, Address stream
     const Tiles tiles(m, k);
     const bool whole = whole_rows(x.value | flip.value, m, k, true);
     auto* kernel = whole ? fp8_transposed<true> : fp8_transposed<false>;
-    kernel<<<tiles.count, THREADS, 0, stream>>>(flip, x, m, k, tiles.per_row);
+    launch(kernel, tiles.count, THREADS, 0, stream, flip, x, m, k, tiles.per_row);
     check_launch("fp8_transpose");
 }

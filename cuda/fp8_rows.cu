@@ -35,6 +35,7 @@ constexpr int BATCH = 2;  // loads of one row that a thread has in flight
 
 template <int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : 6) fp8_row(const Source x, const Rows to) {
+    wait_for_previous_kernel();
     const int64_t row = blockIdx.x;
     auto over_row = [&](auto use) {
         for (int64_t c = threadIdx.x * 8ll; c < to.k; c += BATCH * THREADS * 8) {
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : 6) fp8_row(const
 template <bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 4)
     fp8_row_amaxes(const Source from, const Rows to, unsigned per_row) {
+    wait_for_previous_kernel();
     const int64_t row = blockIdx.x / per_row * static_cast<int64_t>(TILE);
     const int64_t column = blockIdx.x % per_row * static_cast<int64_t>(TILE);
     const int across = threadIdx.x % PIECES, thread = threadIdx.x;
@@ -88,6 +90,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4   ? 2
                                            : sizeof(T) == 2 ? 3
                                                             : 4)
     fp8_row_tiles(const Source from, const Rows to, unsigned per_row) {
+    wait_for_previous_kernel();
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     __shared__ float scales[2][TILE];  // of rows, of columns
     const unsigned number = gridDim.x - 1 - blockIdx.x;
@@ -132,12 +135,12 @@ void launch_rows(const Source& x, const Rows& to, bool whole, Address stream) {
         constexpr bool WHOLE = decltype(packs)::value;
         if (to.flip == nullptr) {
             if (to.m > 0x7fffffff) throw std::runtime_error("fp8_cast_rows: more than 2^31 rows");
-            fp8_row<FORMAT, WHOLE, T><<<static_cast<unsigned>(to.m), THREADS, 0, stream>>>(x, to);
+            launch(fp8_row<FORMAT, WHOLE, T>, static_cast<unsigned>(to.m), THREADS, 0, stream, x, to);
             return;
         }
         const Tiles tiles(to.m, to.k);
-        fp8_row_amaxes<WHOLE, T><<<tiles.count, THREADS, 0, stream>>>(x, to, tiles.per_row);
-        fp8_row_tiles<FORMAT, WHOLE, T><<<tiles.count, THREADS, 0, stream>>>(x, to, tiles.per_row);
+        launch(fp8_row_amaxes<WHOLE, T>, tiles.count, THREADS, 0, stream, x, to, tiles.per_row);
+        launch(fp8_row_tiles<FORMAT, WHOLE, T>, tiles.count, THREADS, 0, stream, x, to, tiles.per_row);
     });
 }
 

@@ -18,6 +18,7 @@ namespace {
 
 __global__ void fp8_scale_kernel(float* scale, float* inverse, const float* amax, int64_t n, float limit,
                                  bool power_of_two) {
+    wait_for_previous_kernel();
     const int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
     if (i >= n) return;
     scale[i] = scale_for(amax[i], limit, power_of_two, 1.0f);
@@ -28,6 +29,7 @@ __global__ void fp8_scale_kernel(float* scale, float* inverse, const float* amax
 // lower.
 __global__ void fp8_update_kernel(float* scale, float* inverse, float* history, const float* limits,
                                   int64_t n, int64_t length, bool most_recent) {
+    wait_for_previous_kernel();
     __shared__ float largest_of[32][33];
     const int64_t i = blockIdx.x * 32ll + threadIdx.x;
     const int down = threadIdx.y;
@@ -60,7 +62,7 @@ void fp8_scale(Address amax, Address scale, Address inverse, int64_t n, float li
                Address stream) {
     if (n == 0) return;
     const unsigned blocks = static_cast<unsigned>((n + THREADS - 1) / THREADS);
-    fp8_scale_kernel<<<blocks, THREADS, 0, stream>>>(scale, inverse, amax, n, limit, power_of_two != 0);
+    launch(fp8_scale_kernel, blocks, THREADS, 0, stream, scale, inverse, amax, n, limit, power_of_two != 0);
     check_launch("fp8_scale");
 }
 
@@ -68,7 +70,7 @@ void fp8_update(Address history, Address scale, Address inverse, Address limits,
                 int most_recent, Address stream) {
     if (n * length == 0) return;
     const unsigned blocks = static_cast<unsigned>((n + 31) / 32);
-    fp8_update_kernel<<<blocks, dim3(32, 32), 0, stream>>>(scale, inverse, history, limits, n, length,
-                                                           most_recent != 0);
+    launch(fp8_update_kernel, blocks, dim3(32, 32), 0, stream, scale, inverse, history, limits, n, length,
+           most_recent != 0);
     check_launch("fp8_update");
 }

@@ -28,6 +28,7 @@ template <typename Act, typename P>
 __global__ void __launch_bounds__(ROW_THREADS, 4)
     gelu_forward_rows(P* __restrict__ out, const P* __restrict__ x, const P* __restrict__ bias, int64_t rows,
                       int64_t packs) {
+    wait_for_previous_kernel();
     const int64_t pack = pack_of_thread();
     if (pack >= packs) return;
     float b[P::size] = {};
@@ -53,6 +54,7 @@ template <typename Act, typename P>
 __global__ void __launch_bounds__(ROW_THREADS, BLOCKS)
     gelu_backward_rows(P* __restrict__ dx, float* __restrict__ workspace, const P* __restrict__ grad,
                        const P* __restrict__ x, const P* __restrict__ bias, int64_t rows, int64_t packs) {
+    wait_for_previous_kernel();
     const int64_t pack = pack_of_thread();
     float b[P::size] = {}, sums[P::size] = {};
     if (pack < packs) {
@@ -88,8 +90,8 @@ void gelu_forward(Address out, Address x, Address bias, int64_t rows, int64_t f,
         const int64_t needed = (rows + ROWS * AT_ONCE - 1) / (ROWS * AT_ONCE),
                       down = needed < 65535 ? needed : 65535;
         with_act(act, [&](auto function) {
-            gelu_forward_rows<decltype(function), decltype(pack)>
-                <<<over_rows(packs, down), ROW_THREADS, 0, stream>>>(out, x, bias, rows, packs);
+            launch(gelu_forward_rows<decltype(function), decltype(pack)>, over_rows(packs, down), ROW_THREADS,
+                   0, stream, out, x, bias, rows, packs);
         });
     });
     check_launch("gelu_forward");
@@ -103,9 +105,8 @@ void gelu_backward(Address dx, Address dbias, Address workspace, Address grad, A
         const bool whole = aligned(dx.value | grad.value | x.value | bias.value);
         with_packs(f, type, whole, [&](auto pack, int64_t packs) {
             with_act(act, [&](auto function) {
-                gelu_backward_rows<decltype(function), decltype(pack)>
-                    <<<over_rows(packs, parts), ROW_THREADS, 0, stream>>>(dx, workspace, grad, x, bias, rows,
-                                                                          packs);
+                launch(gelu_backward_rows<decltype(function), decltype(pack)>, over_rows(packs, parts),
+                       ROW_THREADS, 0, stream, dx, workspace, grad, x, bias, rows, packs);
             });
         });
         check_launch("gelu_backward");

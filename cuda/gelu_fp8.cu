@@ -64,6 +64,7 @@ __device__ __forceinline__ void write_tile_sums(float (&sums)[8], float* workspa
 template <typename Act, int FORMAT, bool BACKWARD, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, BACKWARD || !std::is_same_v<T, __nv_bfloat16> ? 2 : 3)
     gelu_fp8_tile(const Biased a, const Act act, unsigned per_row) {
+    wait_for_previous_kernel();
     constexpr int BATCH = sizeof(T) == 4 && BACKWARD ? 2 : 4;  // rows that are read at once
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const int64_t down = blockIdx.x / per_row, column = blockIdx.x % per_row * static_cast<int64_t>(TILE);
@@ -118,13 +119,13 @@ void launch_tiles(const Biased& a, int act, int format, std::uintptr_t places, c
     const Tiles tiles(a.rows, a.f);
     const bool whole = whole_rows(places, a.rows, a.f, a.flip != nullptr);
     auto run = [&](auto element, auto packs, auto function) {
-        auto launch = [&](auto constant) {
+        auto with_format = [&](auto constant) {
             auto* kernel = &gelu_fp8_tile<decltype(function), decltype(constant)::value, BACKWARD,
                                           decltype(packs)::value, decltype(element)>;
-            kernel<<<tiles.count, THREADS, 0, stream>>>(a, function, tiles.per_row);
+            launch(kernel, tiles.count, THREADS, 0, stream, a, function, tiles.per_row);
         };
-        format == E4M3 ? launch(std::integral_constant<int, E4M3>{})
-                       : launch(std::integral_constant<int, E5M2>{});
+        format == E4M3 ? with_format(std::integral_constant<int, E4M3>{})
+                       : with_format(std::integral_constant<int, E5M2>{});
     };
     if (!whole) return run(float{}, std::false_type{}, AnyAct{act});
     with_type(a.type, [&](auto element) {

@@ -17,6 +17,7 @@ constexpr int WARPS = 8, DEEP = 8;  // of a block; packs that a thread loads bef
 template <typename T, typename P>
 __global__ void __launch_bounds__(32 * WARPS)
     matvec_rows(T* out, const P* weight, const P* x, int64_t m, int64_t packs) {
+    wait_for_previous_kernel();
     const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (row >= m) return;
     const P* mine = weight + row * packs;
@@ -53,8 +54,8 @@ void matvec(Address out, Address weight, Address x, int64_t m, int64_t k, int ty
         const bool whole = k % Pack<T>::size == 0 && aligned(weight.value) && aligned(x.value);
         const auto run = [&](auto pack) {
             using P = decltype(pack);
-            matvec_rows<T, P>
-                <<<static_cast<unsigned>(blocks), 32 * WARPS, 0, stream>>>(out, weight, x, m, k / P::size);
+            launch(matvec_rows<T, P>, static_cast<unsigned>(blocks), 32 * WARPS, 0, stream, out, weight, x, m,
+                   k / P::size);
         };
         whole ? run(Pack<T>{}) : run(Pack<T, 1>{});
     });

@@ -35,6 +35,7 @@ struct Parts {
 // A thread has one pack of a row. Index: of packs; divisions in 64 bits would take as long as the rest.
 template <typename Index, typename Out, typename First, typename More>
 __global__ void __launch_bounds__(THREADS) merge_packs(Out* out, const Parts parts) {
+    wait_for_previous_kernel();
     const Index at = blockIdx.x * static_cast<Index>(THREADS) + threadIdx.x;
     const Index packs = static_cast<Index>(parts.packs), heads = static_cast<Index>(parts.heads);
     if (at >= static_cast<Index>(parts.s) * heads * packs) return;
@@ -91,12 +92,12 @@ __global__ void __launch_bounds__(THREADS) merge_packs(Out* out, const Parts par
 template <typename T, int N>
 void run(Address out, const Parts& parts, int out_type, int first_type, Address stream) {
     const int64_t blocks = (parts.s * parts.heads * parts.packs + THREADS - 1) / THREADS;
-    auto launch = [&](auto o, auto f) {
+    auto with_types = [&](auto o, auto f) {
         using Index = std::conditional_t<N == 1, int64_t, uint32_t>;
-        merge_packs<Index, Pack<decltype(o), N>, Pack<decltype(f), N>, Pack<T, N>>
-            <<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(out, parts);
+        launch(merge_packs<Index, Pack<decltype(o), N>, Pack<decltype(f), N>, Pack<T, N>>,
+               static_cast<unsigned>(blocks), THREADS, 0, stream, out, parts);
     };
-    auto with_first = [&](auto o) { first_type == FP32 ? launch(o, float{}) : launch(o, T{}); };
+    auto with_first = [&](auto o) { first_type == FP32 ? with_types(o, float{}) : with_types(o, T{}); };
     out_type == FP32 ? with_first(float{}) : with_first(T{});
 }
 

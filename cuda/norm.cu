@@ -113,6 +113,7 @@ struct Weights {
 
 template <typename T, int PER, bool ADD, bool BRANCH, bool CENTRED>
 __global__ void __launch_bounds__(MOST) norm_forward_rows(const Forward a) {
+    wait_for_previous_kernel();
     using P = Pack<T>;
     __shared__ float shared[2][WARPS];
     int lane = threadIdx.x % a.group;
@@ -179,6 +180,7 @@ __global__ void __launch_bounds__(MOST) norm_forward_rows(const Forward a) {
 // Any row, by single elements: read again for each pass, from the cache as long as it fits there.
 template <typename T>
 __global__ void __launch_bounds__(PLAIN) norm_forward_plain(const Forward a) {
+    wait_for_previous_kernel();
     __shared__ float shared[2][WARPS];
     int turn = 0;
     for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
@@ -228,7 +230,7 @@ template <typename T, bool ADD, bool BRANCH>
 void launch_forward(Forward a, int64_t packs, cudaStream_t stream) {
     const Split s = packs == 0 ? Split{} : split(packs, TEAMS, 4);
     if (s.per == 0) {
-        norm_forward_plain<T><<<blocks_for(a.rows, BLOCKS), PLAIN, 0, stream>>>(a);
+        launch(norm_forward_plain<T>, blocks_for(a.rows, BLOCKS), PLAIN, 0, stream, a);
         return;
     }
     a.width = packs, a.group = s.group;
@@ -238,7 +240,7 @@ void launch_forward(Forward a, int64_t packs, cudaStream_t stream) {
         constexpr int PER = decltype(per)::value;
         auto* kernel = a.mean ? norm_forward_rows<T, PER, ADD, BRANCH, true>
                               : norm_forward_rows<T, PER, ADD, BRANCH, false>;
-        kernel<<<blocks, s.threads, 0, stream>>>(a);
+        launch(kernel, blocks, s.threads, 0, stream, a);
     };
     s.per == 2 ? run(std::integral_constant<int, 2>{}) : run(std::integral_constant<int, 4>{});
 }

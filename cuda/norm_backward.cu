@@ -234,6 +234,7 @@ struct Columns {
 
 template <typename T, int PER, bool CENTRED, bool BRANCH>
 __global__ void __launch_bounds__(threads_of(PER), blocks_of(PER)) norm_backward_rows(const Backward a) {
+    wait_for_previous_kernel();
     using P = Pack<T>;
     extern __shared__ uint4 ring[];
     __shared__ float shared[2][(CENTRED ? 2 : 1) * WARPS];
@@ -297,6 +298,7 @@ __global__ void __launch_bounds__(threads_of(PER), blocks_of(PER)) norm_backward
 // cache.
 template <typename T>
 __global__ void __launch_bounds__(PLAIN) norm_backward_plain(const Backward a) {
+    wait_for_previous_kernel();
     __shared__ float shared[2][2 * WARPS];
     float *dw = a.sums + blockIdx.x * a.width, *db = a.mean != nullptr ? dw + a.parts * a.width : nullptr;
     float* dx_bias = a.biased ? dw + (db != nullptr ? 2 : 1) * a.parts * a.width : nullptr;
@@ -355,7 +357,7 @@ void launch_backward(Backward a, const Split& s, int64_t& blocks, int stage, int
     const int64_t teams = s.threads / s.group, needed = (a.rows + teams - 1) / teams;
     const int64_t held = blocks_for(needed, resident < wanted ? resident : wanted);
     blocks = held < blocks ? held : blocks;
-    kernel<<<static_cast<unsigned>(blocks), s.threads, bytes, stream>>>(a);
+    launch(kernel, static_cast<unsigned>(blocks), s.threads, bytes, stream, a);
 }
 
 }  // namespace
@@ -402,7 +404,7 @@ void norm_backward(Address dx, Address dropped, Address dweight, Address dbias, 
         const int beside = a.biased ? s.per * s.threads * Pack<T>::size * 4 : 0;
         if (blocks == 0) return;  // no rows: the sums below are zeros
         if (s.per == 0 || stage + beside > most - 2048) {
-            norm_backward_plain<T><<<static_cast<unsigned>(blocks), PLAIN, 0, stream>>>(a);
+            launch(norm_backward_plain<T>, static_cast<unsigned>(blocks), PLAIN, 0, stream, a);
             return;
         }
         a.width = packs, a.group = s.group;

@@ -204,6 +204,7 @@ constexpr int threads_of(bool flip, bool whole) { return flip && whole ? 512 : 2
 template <int FORMAT, bool FLIP, bool WHOLE, typename T>
 __global__ void __launch_bounds__(threads_of(FLIP, WHOLE), FLIP || !WHOLE ? 1 : 3)
     norm_fp8_rows(const Norm a) {
+    wait_for_previous_kernel();
     constexpr int ROWS = FLIP ? 16 : 8, BATCH = 8 / sizeof(T);  // rows that are read at once
     extern __shared__ __align__(16) uint4 shared[];
     __shared__ float means[ROWS], rstds[ROWS];
@@ -288,7 +289,7 @@ void launch_norm(Norm a, bool whole, cudaStream_t stream) {
         const int dynamic = a.kept ? static_cast<int>(bytes) : 0;
         if (dynamic > 47 * 1024)
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
-        kernel<<<static_cast<unsigned>(blocks), threads, dynamic, stream>>>(a);
+        launch(kernel, static_cast<unsigned>(blocks), threads, dynamic, stream, a);
     };
     if (!whole) return run(norm_fp8_rows<FORMAT, FLIP, false, float>, 0);
     with_type(a.type, [&](auto element) {

@@ -32,6 +32,7 @@ constexpr int COPIES = 1024, EXPERTS = 1024, PER_WARP = COPIES / WARPS;
 
 __global__ void __launch_bounds__(THREADS)
     moe_count_kernel(const int* __restrict__ ids, int* __restrict__ work, int64_t copies, int experts) {
+    wait_for_previous_kernel();
     __shared__ int counts[EXPERTS];
     for (int e = threadIdx.x; e < experts; e += THREADS) counts[e] = 0;
     __syncthreads();
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(EXPERTS)
     moe_offset_kernel(int* __restrict__ work, int* __restrict__ offsets, int* __restrict__ counts, int blocks,
                       int experts, int multiple) {
+    wait_for_previous_kernel();
     __shared__ int ends[EXPERTS];
     const int e = threadIdx.x;
     int count = 0;
@@ -83,6 +85,7 @@ __global__ void __launch_bounds__(EXPERTS)
 __global__ void __launch_bounds__(THREADS)
     moe_place_kernel(const int* __restrict__ ids, const int* __restrict__ work, int* __restrict__ position,
                      int* __restrict__ source, int64_t copies, int experts) {
+    wait_for_previous_kernel();
     extern __shared__ int next[];  // [WARPS, experts]
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t first = blockIdx.x * static_cast<int64_t>(COPIES) + warp * PER_WARP;
@@ -154,6 +157,7 @@ __global__ void __launch_bounds__(THREADS, DOTS ? 3 : 4)
     moe_permute_kernel(const P* __restrict__ x, P* __restrict__ out, const float* __restrict__ probs,
                        const int* __restrict__ position, const P* __restrict__ z, float* __restrict__ dprobs,
                        int topk, int64_t packs) {
+    wait_for_previous_kernel();
     __shared__ float shared[32];
     x += blockIdx.x * packs;
     for (int first = 0; first < topk; first += CHUNK) {
@@ -192,6 +196,7 @@ __global__ void __launch_bounds__(THREADS, DOTS ? 3 : 4)
 template <typename P>
 __global__ void __launch_bounds__(THREADS)
     moe_padding_kernel(P* __restrict__ out, const int* __restrict__ source, int64_t rows, int64_t packs) {
+    wait_for_previous_kernel();
     const int lane = threadIdx.x % 32;
     const int64_t first = (blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / 32) * 32;
     unsigned empty = __ballot_sync(0xffffffff, first + lane < rows && source[first + lane] < 0);
@@ -210,6 +215,7 @@ __global__ void __launch_bounds__(THREADS, DOTS ? 3 : 4)
     moe_unpermute_kernel(const P* __restrict__ z, P* __restrict__ y, const float* __restrict__ probs,
                          const int* __restrict__ position, const P* __restrict__ x,
                          float* __restrict__ dprobs, int topk, int64_t packs) {
+    wait_for_previous_kernel();
     const int64_t copy = blockIdx.x * static_cast<int64_t>(topk);
     y += blockIdx.x * packs;
     for (int64_t i = threadIdx.x; i < packs; i += THREADS) {
@@ -276,12 +282,12 @@ void moe_route(Address ids, Address position, Address source, Address offsets, A
     const int count = static_cast<int>(experts);
     const unsigned blocks = grid((copies + COPIES - 1) / COPIES);
     if (rows) cudaMemsetAsync(source, 0xff, rows * sizeof(int), stream);
-    if (blocks) moe_count_kernel<<<blocks, THREADS, 0, stream>>>(ids, work, copies, count);
-    moe_offset_kernel<<<1, EXPERTS, 0, stream>>>(work, offsets, counts, static_cast<int>(blocks), count,
-                                                 static_cast<int>(multiple));
+    if (blocks) launch(moe_count_kernel, blocks, THREADS, 0, stream, ids, work, copies, count);
+    launch(moe_offset_kernel, 1, EXPERTS, 0, stream, work, offsets, counts, static_cast<int>(blocks), count,
+           static_cast<int>(multiple));
     if (blocks) {
         const size_t bytes = WARPS * experts * sizeof(int);  // 32 KB at most
-        moe_place_kernel<<<blocks, THREADS, bytes, stream>>>(ids, work, position, source, copies, count);
+        launch(moe_place_kernel, blocks, THREADS, bytes, stream, ids, work, position, source, copies, count);
     }
     check_launch("moe_route");
 }
@@ -294,11 +300,11 @@ void moe_permute(Address x, Address out, Address probs, Address position, Addres
         const int k = static_cast<int>(topk);
         if (rows) {
             const unsigned blocks = grid((rows + THREADS - 1) / THREADS);
-            moe_padding_kernel<P><<<blocks, THREADS, 0, stream>>>(out, source, rows, packs);
+            launch(moe_padding_kernel<P>, blocks, THREADS, 0, stream, out, source, rows, packs);
         }
         if (tokens * topk == 0) return;
         auto* kernel = dprobs.value ? moe_permute_kernel<true, P> : moe_permute_kernel<false, P>;
-        kernel<<<grid(tokens), THREADS, 0, stream>>>(x, out, probs, position, z, dprobs, k, packs);
+        launch(kernel, grid(tokens), THREADS, 0, stream, x, out, probs, position, z, dprobs, k, packs);
     });
     check_launch("moe_permute");
 }
@@ -309,8 +315,8 @@ void moe_unpermute(Address z, Address y, Address probs, Address position, Addres
     with_packs(z.value | y.value | x.value, h, type, [&](auto pack, int64_t packs) {
         using P = decltype(pack);
         auto* kernel = dprobs.value ? moe_unpermute_kernel<true, P> : moe_unpermute_kernel<false, P>;
-        kernel<<<grid(tokens), THREADS, 0, stream>>>(z, y, probs, position, x, dprobs, static_cast<int>(topk),
-                                                     packs);
+        launch(kernel, grid(tokens), THREADS, 0, stream, z, y, probs, position, x, dprobs,
+               static_cast<int>(topk), packs);
     });
     check_launch("moe_unpermute");
 }

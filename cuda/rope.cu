@@ -104,6 +104,7 @@ __device__ __forceinline__ const T* head_of(const Problem& a, int64_t s, int64_t
 // A block has blockDim.y tokens; threadIdx.x counts lanes within heads, and heads.
 template <typename T, int N, bool INTERLEAVED>
 __global__ void __launch_bounds__(THREADS, 2) rope_turn_heads(T* out, Problem a) {
+    wait_for_previous_kernel();
     using P = Pack<T, N>;
     const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (token >= a.tokens) return;
@@ -153,9 +154,9 @@ void launch_turn(T* out, Problem& a, bool interleaved, cudaStream_t stream) {
     const dim3 block(a.lanes * columns, THREADS / (a.lanes * columns));
     const unsigned grid = (static_cast<unsigned>(a.tokens) + block.y - 1) / block.y;
     if (interleaved) {
-        rope_turn_heads<T, N, true><<<grid, block, 0, stream>>>(out, a);
+        launch(rope_turn_heads<T, N, true>, grid, block, 0, stream, out, a);
     } else {
-        rope_turn_heads<T, N, false><<<grid, block, 0, stream>>>(out, a);
+        launch(rope_turn_heads<T, N, false>, grid, block, 0, stream, out, a);
     }
 }
 

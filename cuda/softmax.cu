@@ -73,6 +73,7 @@ struct Share {
 template <typename P, int K, bool MASKED>
 __global__ void __launch_bounds__(MAX_THREADS)
     softmax_forward_resident(P* out, float* lse, const P* x, Problem a) {
+    wait_for_previous_kernel();
     constexpr int N = P::size;
     __shared__ float shared[2][32];
     for_rows(a, [&](const Row& row) {
@@ -118,6 +119,7 @@ __global__ void __launch_bounds__(MAX_THREADS)
 template <typename P, int K, bool MASKED>
 __global__ void __launch_bounds__(MAX_THREADS)
     softmax_backward_resident(P* dx, const P* grad, const P* y, Problem a) {
+    wait_for_previous_kernel();
     constexpr int N = P::size;
     __shared__ float shared[32];
     for_rows(a, [&](const Row& row) {
@@ -221,9 +223,9 @@ void softmax_forward(Address out, Address lse, Address x, float scale, int64_t b
     with_rows<FORWARD, FORWARD>(a, type, whole, [&](auto pack, auto k, auto masked, dim3 grid, dim3 block) {
         using P = decltype(pack);
         if constexpr (k() == 0) {
-            softmax_forward_online<P, masked()><<<grid, block, 0, stream>>>(out, lse, x, a);
+            launch(softmax_forward_online<P, masked()>, grid, block, 0, stream, out, lse, x, a);
         } else {
-            softmax_forward_resident<P, k(), masked()><<<grid, block, 0, stream>>>(out, lse, x, a);
+            launch(softmax_forward_resident<P, k(), masked()>, grid, block, 0, stream, out, lse, x, a);
         }
     });
     check_launch("softmax_forward");
@@ -239,9 +241,9 @@ void softmax_backward(Address dx, Address grad, Address y, float scale, int64_t 
         a, type, whole, [&](auto pack, auto k, auto masked, dim3 grid, dim3 block) {
             using P = decltype(pack);
             if constexpr (k() == 0) {
-                softmax_backward_online<P, masked()><<<grid, block, 0, stream>>>(dx, grad, y, a);
+                launch(softmax_backward_online<P, masked()>, grid, block, 0, stream, dx, grad, y, a);
             } else {
-                softmax_backward_resident<P, k(), masked()><<<grid, block, 0, stream>>>(dx, grad, y, a);
+                launch(softmax_backward_resident<P, k(), masked()>, grid, block, 0, stream, dx, grad, y, a);
             }
         });
     check_launch("softmax_backward");

@@ -28,6 +28,7 @@ __device__ __forceinline__ void for_packs(int begin, int end, Load load, Body bo
 template <typename P, bool MASKED>
 __global__ void __launch_bounds__(ONLINE_THREADS)
     softmax_forward_online(P* out, float* lse, const P* x, Problem a) {
+    wait_for_previous_kernel();
     constexpr int N = P::size;
     __shared__ float shared[32];
     for_rows(a, [&](const Row& row) {
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(ONLINE_THREADS)
 template <typename P, bool MASKED>
 __global__ void __launch_bounds__(ONLINE_THREADS)
     softmax_backward_online(P* dx, const P* grad, const P* y, Problem a) {
+    wait_for_previous_kernel();
     constexpr int N = P::size;
     __shared__ float shared[32];
     for_rows(a, [&](const Row& row) {

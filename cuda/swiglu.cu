@@ -39,6 +39,7 @@ struct Gelu {
 template <typename Act, typename P>
 __global__ void __launch_bounds__(THREADS)
     gated_forward(P* __restrict__ out, const P* __restrict__ x, int64_t rows, int64_t packs) {
+    wait_for_previous_kernel();
     const int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
     if (i >= packs) return;
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -57,6 +58,7 @@ template <typename Act, typename P>
 __global__ void __launch_bounds__(THREADS)
     gated_backward(P* __restrict__ dx, const P* __restrict__ grad, const P* __restrict__ x, int64_t rows,
                    int64_t packs) {
+    wait_for_previous_kernel();
     const int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
     if (i >= packs) return;
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -104,8 +106,8 @@ void swiglu_forward(Address out, Address x, int64_t rows, int64_t f, int gated, 
     if (rows * f == 0) return;
     const bool whole = aligned(out.value) && aligned(x.value);
     with_packs(f, gated, type, whole, [&](auto act, auto pack, int64_t packs) {
-        gated_forward<decltype(act), decltype(pack)>
-            <<<grid(rows, packs), THREADS, 0, stream>>>(out, x, rows, packs);
+        launch(gated_forward<decltype(act), decltype(pack)>, grid(rows, packs), THREADS, 0, stream, out, x,
+               rows, packs);
     });
     check_launch("swiglu_forward");
 }
@@ -115,8 +117,8 @@ void swiglu_backward(Address dx, Address grad, Address x, int64_t rows, int64_t 
     if (rows * f == 0) return;
     const bool whole = aligned(dx.value) && aligned(grad.value) && aligned(x.value);
     with_packs(f, gated, type, whole, [&](auto act, auto pack, int64_t packs) {
-        gated_backward<decltype(act), decltype(pack)>
-            <<<grid(rows, packs), THREADS, 0, stream>>>(dx, grad, x, rows, packs);
+        launch(gated_backward<decltype(act), decltype(pack)>, grid(rows, packs), THREADS, 0, stream, dx, grad,
+               x, rows, packs);
     });
     check_launch("swiglu_backward");
 }

@@ -65,6 +65,7 @@ __device__ __forceinline__ void note_largest(unsigned* amax, unsigned largest) {
 template <int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3)
     gated_fp8_forward(const Gated a, unsigned per_row) {
+    wait_for_previous_kernel();
     constexpr int BATCH = 4;  // rows that are read at once
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const Place at(per_row);
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3)
 
 template <int FORMAT, bool WHOLE, typename T>
 __global__ void __launch_bounds__(THREADS, 2) gated_fp8_backward(const Gated a, unsigned per_row) {
+    wait_for_previous_kernel();
     constexpr int BATCH = 8 / sizeof(T);
     __shared__ __align__(16) uint2 tile[TILE * PIECES];
     const Place at(per_row);
@@ -170,7 +172,7 @@ void swiglu_fp8_forward(Address x, Address row, Address flip, Address scale, Add
         a, format, whole, [&](auto constant, auto whole_, auto element, unsigned per_row, unsigned blocks) {
             auto* kernel =
                 &gated_fp8_forward<decltype(constant)::value, decltype(whole_)::value, decltype(element)>;
-            kernel<<<blocks, THREADS, 0, stream>>>(a, per_row);
+            launch(kernel, blocks, THREADS, 0, stream, a, per_row);
         });
     check_launch("swiglu_fp8_forward");
 }
@@ -184,7 +186,7 @@ void swiglu_fp8_backward(Address grad, Address x, Address row, Address flip, Add
         a, format, whole, [&](auto constant, auto whole_, auto element, unsigned per_row, unsigned blocks) {
             auto* kernel =
                 &gated_fp8_backward<decltype(constant)::value, decltype(whole_)::value, decltype(element)>;
-            kernel<<<blocks, THREADS, 0, stream>>>(a, per_row);
+            launch(kernel, blocks, THREADS, 0, stream, a, per_row);
         });
     check_launch("swiglu_fp8_backward");
 }

@@ -189,7 +189,6 @@ void launch(dim3 grid, dim3 block, std::size_t shared, Kernel kernel) {
     backward = !backward;
 }
 
-inline dim3 size(dim3 n) { return n; }
 inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 
 template <typename T>
@@ -198,6 +197,13 @@ T* shared_memory() {
 }
 
 }  // namespace emulated
+
+// As common.cuh has it.
+template <typename... Parameters, typename... Args>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, std::size_t shared, cudaStream_t,
+            Args... args) {
+    emulated::launch(grid, threads, shared, [&] { kernel(args...); });
+}
 
 inline void __syncthreads() { emulated::meet(emulated::block_meeting, emulated::live); }
 inline void __syncwarp(unsigned = 0xffffffff) { emulated::meet_warp(); }

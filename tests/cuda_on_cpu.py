@@ -1,7 +1,7 @@
 """The kernels of cuda/ compiled for the CPU, so that their arithmetic and indices are tested where no GPU is.
 
-The sources are taken as they are, but for the two things that are no C++: `kernel<<<grid, block, shared,
-stream>>>(arguments)` becomes a call of the emulator (cuda_on_cpu.h), `extern __shared__` a pointer it gives.
+The sources are taken as they are, but for what is no C++: assembly, and `extern __shared__`, which becomes a
+pointer that the emulator (cuda_on_cpu.h) gives. The emulator has its own `launch`.
 """
 
 import fcntl
@@ -44,48 +44,7 @@ def as_cpp(text: str) -> str:
     for assembly, plain in ASSEMBLY:
         text = re.sub(assembly, plain, text)
     shared = r"extern __shared__ (?:alignas\(\d+\) |__align__\(\d+\) )?(\w[\w:]*) (\w+)\[\];"
-    text = re.sub(shared, r"\1* \2 = emulated::shared_memory<\1>();", text)
-    while (at := text.find("<<<")) >= 0:
-        begin = _name_begins(text, at)
-        middle = text.index(">>>", at)
-        opened = text.index("(", middle)
-        end = _closing(text, opened)
-        grid, block, *more = _split(text[at + 3 : middle])
-        shared_bytes = more[0] if more else "0"
-        call = f"[&] {{ {text[begin:at]}({text[opened + 1 : end]}); }}"
-        new = f"emulated::launch(emulated::size({grid}), emulated::size({block}), {shared_bytes}, {call})"
-        text = text[:begin] + new + text[end + 1 :]
-    return text
-
-
-def _name_begins(text: str, at: int) -> int:
-    """Of the kernel, with its template arguments if any, that ends before `at`."""
-    at, depth = len(text[:at].rstrip()), 0
-    while depth or text[at - 1] == ">":
-        at -= 1
-        depth += (text[at] == ">") - (text[at] == "<")
-    return at - len(re.search(r"[\w:]*$", text[:at])[0])
-
-
-def _closing(text: str, opened: int) -> int:
-    depth = 0
-    for i in range(opened, len(text)):
-        depth += (text[i] in "([{") - (text[i] in ")]}")
-        if depth == 0:
-            return i
-    raise ValueError("a bracket is not closed")
-
-
-def _split(text: str) -> list[str]:
-    """At commas outside brackets."""
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
+    return re.sub(shared, r"\1* \2 = emulated::shared_memory<\1>();", text)
 
 
 @functools.cache

@@ -114,6 +114,14 @@ def test_no_kernel_spills(kernels, arch):
     assert not spilled, "\n".join(spilled)
 
 
+def test_kernels_wait_for_the_one_before():
+    """All launches let a kernel begin before the one before it has ended: common.cuh's `launch`."""
+    sources = "".join(path.read_text() for path in sorted((ROOT / "cuda").glob("*.cu*")))
+    first = re.findall(r"^__global__ [^{]*\{\s*([^;]*;)", sources, re.M)
+    assert len(first) > 40 and set(first) == {"wait_for_previous_kernel();"}
+    assert not re.findall(r"^[^/\n]*<<<", sources, re.M)
+
+
 BINDINGS = """#include <Python.h>
 int one();
 PyMODINIT_FUNC PyInit__kernels() {

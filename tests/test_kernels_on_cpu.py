@@ -39,17 +39,6 @@ def run_here(monkeypatch):
     cuda_on_cpu.run_here(monkeypatch, FILES, *MODULES)
 
 
-def test_sources_are_translated_whole():
-    code = (
-        "{\n    // one, two\n    g<A<int>, B><<<dim3(1, h(2)), 3, 4, s>>>(a, b[(1)]);\n    k<<<1, 2>>>();\n}"
-        "if (n < 2) a::k<A<b()>>\n  <<<1, 2>>>();"
-    )
-    text = cuda_on_cpu.as_cpp(code)
-    assert "emulated::size(dim3(1, h(2))), emulated::size( 3),  4, [&] { g<A<int>, B>(a, b[(1)]); });" in text
-    assert "emulated::size(1), emulated::size( 2), 0, [&] { k(); });" in text and "<<<" not in text
-    assert "if (n < 2) emulated::launch(" in text
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", [ops_mlp.SILU, ops_mlp.GELU])
 @pytest.mark.parametrize("shape", [(5, 2, 128), (3, 26), (40, 1040), (300, 80), (2, 9000), (0, 16), (1, 2)])
