@@ -5,7 +5,7 @@
 // The naive loop:  for i, j:  out[i][j] += a_inverse * b_inverse * sum over l of a[i][l] * b[l][j]
 //     y = x W^T, dx = dy W, dW += dy^T x       of a linear layer, in bf16 or fp16; dW also in fp32
 //     the same in FP8                          E4M3 or E5M2, not both E5M2; a row-major, b transposed; y, dx
-//                                              in 16 bits, dW in fp32: torch's FP8 matmul only writes
+//                                              in 16 bits, dW also in fp32: torch's FP8 matmul only writes
 // To add moves 8 bytes an element of an fp32 out; a matmul into a temporary and a sum of the two move 16.
 //
 // Host code alone: the matmul is cuBLASLt's, out of the library that torch has loaded. Building needs neither
@@ -193,7 +193,7 @@ std::vector<Algorithm> find(const Plan& plan, const Problem& p) {
     prefer(ALIGNMENT_B, static_cast<uint32_t>(p.a_alignment));
     prefer(ALIGNMENT_C, static_cast<uint32_t>(p.out_alignment));
     prefer(ALIGNMENT_D, static_cast<uint32_t>(p.out_alignment));
-    if (p.listed) prefer(REDUCTIONS, REDUCE_IN_FP32);
+    if (p.listed || p.out_type != FP32) prefer(REDUCTIONS, REDUCE_IN_FP32);
     Found found[MOST_CANDIDATES] = {};
     int count = 0;
     Status status = library().find(plan.handle, plan.description, plan.b, plan.a, plan.out, plan.out,

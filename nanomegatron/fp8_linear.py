@@ -161,7 +161,7 @@ def add_weight_grad(
     """Add dW = g x^T to `main_grad`, in the matmul if possible. g `[o, t]`, x `[i, t]` -> `[o, i]`, None"""
     bucket = getattr(weight, "bucket", None)
     dtype = weight.dtype if bucket is None else bucket.buckets.grad_dtype
-    if bucket is None or dtype != torch.float32 or g.inverse.dim():
+    if bucket is None or g.inverse.dim():
         return accumulate_grad(weight, lambda: fp8_matmul(g, x, dtype))
     target, overwrite = grad_to_write(weight)
     add_fp8_product_(target, g, x, tuner=tuner, overwrite=overwrite)

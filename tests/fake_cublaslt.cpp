@@ -212,8 +212,14 @@ int cublasLtMatmul(void* handle, void* description, const float* alpha, const vo
                 const auto in_b = how.transpose_b ? l * columns + j : j * k + l;
                 sum += get(a, in_a, a_layout->type) * get(b, in_b, b_layout->type);
             }
-            const double before = *beta == 0.0f ? 0.0 : *beta * get(c, j * rows + i, d_layout->type);
-            put(d, j * rows + i, d_layout->type, scale * sum + before);
+            const auto place = j * rows + i;
+            const double before = *beta == 0.0f ? 0.0 : *beta * get(c, place, d_layout->type);
+            double product = scale * sum;
+            if (how.scale_a && d_layout->type == R_16BF) {  // of FP8, seen on an H100: rounded, then added
+                put(d, place, R_16BF, product);
+                product = get(d, place, R_16BF);
+            }
+            put(d, place, d_layout->type, product + before);
         }
     }
     ++matmuls;

@@ -61,6 +61,23 @@ def test_products_are_added(shape, pair, fast):
     check(case(shape, pair), fast)
 
 
+def check_bf16(device: torch.device) -> None:
+    """Into bf16, which has few of these numbers: the product is rounded, then its sum with `out`."""
+    for pair in PAIRS:
+        given = case((48, 32, 144), pair, device)
+        given[0], given[2] = given[0].bfloat16(), given[2] * 7
+        before, product = given[0].clone(), wanted(torch.zeros_like(given[0]), *given[1:])
+        assert (product != product.bfloat16()).any()
+        add(*given)
+        assert torch.equal(given[0], before + product.bfloat16())
+        add(*given, overwrite=True)
+        assert torch.equal(given[0], product.bfloat16())
+
+
+def test_sums_in_bf16():
+    check_bf16(CPU)
+
+
 def test_any_numbers():
     a, b = (torch.randn(rows, 256).to(dtype) for rows, dtype in ((32, E5M2), (48, E4M3)))
     given = torch.randn(32, 48), a, torch.tensor(0.013), b, torch.tensor(1.7)
@@ -94,7 +111,7 @@ def test_what_is_refused():
             add(**(dict(zip(names, given)) | others))
 
     refuses("float32 .= torch.float8_e5m2 x torch.float8_e5m2: must be fp32", a=a.to(E5M2), b=b.to(E5M2))
-    refuses("bfloat16 .= torch.float8_e4m3fn", out=out.bfloat16())
+    refuses("float16 .= torch.float8_e4m3fn", out=out.half())
     refuses("x torch.float32: must be", b=b.float())
     refuses(r"\[32, 16\], \[32, 48\], \[48, 16\]\]: must be \[m, n\]", b=b.t().contiguous())
     refuses(r"\[16, 32\], \[32, 48\]", out=out.t().contiguous())
@@ -147,6 +164,7 @@ def test_the_library_is_asked_for_the_same(module, pair, fast):
     for shape in SHAPES:
         check(case(shape, pair), fast)
     assert made("matmuls") == before + 3 * len(SHAPES) and made("handles") == 1
+    check_bf16(CPU)
 
 
 @emulated

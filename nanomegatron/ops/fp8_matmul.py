@@ -1,7 +1,7 @@
 """FP8 matmuls, a [m, k] b [n, k]^T: torch's, for all kinds of scales, and one that adds to a weight gradient.
 
     fp8_matmul         y [m, n]          =   a_inverse * b_inverse * a b^T     E4M3 or E5M2, not both E5M2
-    add_fp8_product_   out [m, n] fp32  +=   the same, or =                    one scale per tensor
+    add_fp8_product_   out [m, n]       +=   the same, or =                    one scale per tensor
 
 Torch's FP8 matmul cannot accumulate: the reference writes a temporary as large as `out` and adds it in a
 second pass. cuda/matmul.cu has cuBLASLt accumulate in the matmul. With a tuner (ops/tuner.py) both are
@@ -77,11 +77,11 @@ def add_fp8_product_(
     fast: bool = False,
     tuner: Any = None,
 ) -> None:
-    """out += a b^T, in place; a and b have one scale each. out: fp32 `[m, n]`, a: `[m, k]`, b: `[n, k]`
+    """out += a b^T, in place; a and b have one scale each. out: `[m, n]`, a: `[m, k]`, b: `[n, k]`
 
-    overwrite: out = a b^T, whatever it was. All sizes are multiples of 16. fast: accumulate with less
-    precision, for speed. The first call for a shape cannot be part of a CUDA graph. Raises ValueError for
-    other sizes, types or devices.
+    out is fp32 or bf16, as what a product is rounded before it is added. overwrite: out = a b^T, whatever it
+    was. All sizes are multiples of 16. fast: accumulate with less precision, for speed. The first call for a
+    shape cannot be part of a CUDA graph. Raises ValueError for other sizes, types or devices.
     """
     _check(out, *a, *b)
     if not a.data.numel() or not b.data.numel():
@@ -91,10 +91,8 @@ def add_fp8_product_(
     if not usable(a.data, "add_fp8_product_", FORMATS) or missing():
         add_fp8_product_ref_(out, a, b, fast, overwrite)
         return
-    problem, given = (
-        _problem(out, a, b, ADD * (not overwrite) | FAST * fast),
-        (out, a.data, b.data, a.inverse, b.inverse),
-    )
+    problem = _problem(out, a, b, ADD * (not overwrite) | FAST * fast)
+    given = out, a.data, b.data, a.inverse, b.inverse
     if tuner is None or not tuner.run(problem, *given):
         matmul(problem, BY_ESTIMATE, *given)
 
@@ -102,16 +100,18 @@ def add_fp8_product_(
 def add_fp8_product_ref_(
     out: torch.Tensor, a: Fp8Matrix, b: Fp8Matrix, fast: bool = False, overwrite: bool = False
 ) -> None:
-    """`add_fp8_product_` by torch's matmul, then an addition. out: fp32 `[m, n]`"""
-    product = fp8_matmul(a, b, torch.float32, fast)
+    """`add_fp8_product_` by torch's matmul, then an addition. out: `[m, n]`"""
+    product = fp8_matmul(a, b, out.dtype, fast)
     out.copy_(product) if overwrite else out.add_(product)
 
 
 def _check(out, a, a_inverse, b, b_inverse) -> None:
     """Raise ValueError for types, sizes or devices that the matmul does not take."""
     types = {a.dtype, b.dtype}
-    if out.dtype != torch.float32 or not types <= set(FORMATS) or types == {torch.float8_e5m2}:
-        raise ValueError(f"{out.dtype} += {a.dtype} x {b.dtype}: must be fp32 += E4M3 x E4M3, or x E5M2")
+    wide = out.dtype in (torch.float32, torch.bfloat16)
+    if not wide or not types <= set(FORMATS) or types == {torch.float8_e5m2}:
+        given = f"{out.dtype} += {a.dtype} x {b.dtype}"
+        raise ValueError(f"{given}: must be fp32 or bf16 += E4M3 x E4M3, or x E5M2")
     shapes = [list(x.shape) for x in (out, a, b)]
     fits = a.dim() == b.dim() == 2 and shapes[0] == [len(a), len(b)] and a.shape[1] == b.shape[1]
     if not fits or any(size % ALIGN for shape in shapes for size in shape):

@@ -9,7 +9,16 @@ from nanomegatron.ops.fp8_cast import FORMATS, fp8_cast, fp8_limit, fp8_scale
 from nanomegatron.ops.fp8_matmul import add_fp8_product_ref_
 from nanomegatron.ops.kernels import kernels_unavailable, launch_kernel, without_kernels
 from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, BY_ESTIMATE, WORKSPACE, missing, workspace
-from tests.test_ops_fp8_matmul import PAIRS, SHAPES, add, case, check, shifted, wanted
+from tests.test_ops_fp8_matmul import (
+    PAIRS,
+    SHAPES,
+    add,
+    case,
+    check,
+    check_bf16,
+    shifted,
+    wanted,
+)
 
 GPU = torch.device("cuda")
 E4M3, E5M2 = FORMATS
@@ -57,6 +66,10 @@ def test_any_numbers(pair):
     add(other, *given[1:], function=add_fp8_product_ref_)
     found, theirs = ((x - exact).norm() / exact.norm() for x in (out, other))
     assert found < 2e-3 and found < 3 * theirs + 1e-6, (found, theirs)
+
+
+def test_sums_in_bf16():
+    check_bf16(GPU)
 
 
 def test_what_is_no_number_gets_there():
