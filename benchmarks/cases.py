@@ -23,6 +23,7 @@ from tools.gpu_gate import COMMON, FP8, LLAMA, QWEN, ZERO1
 
 PEERS, STAGES, EXPERTS, GPT2 = (f"benchmarks/peers{name}.py" for name in ("", "_pipeline", "_moe", "_gpt2"))
 HEAD = "--fp8-output-proj"
+LEAN = "--grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 FUSED = "--cross-entropy-loss-fusion"
 FLOPS = "--pipeline-split flops"
@@ -46,12 +47,27 @@ PRECISIONS: dict[str, Row] = {
     "fp8 delayed, head too": f"{FP8} {HEAD}",
     "torchao tensorwise": ("", f"{PEERS} torchao-tensorwise"),
     "torchao rowwise": ("", f"{PEERS} torchao-rowwise"),
+    "lean bf16": LEAN,  # gradients and moments in 16 bits
+    "lean bf16, tuned matmuls": f"{LEAN} --gemm-autotune",
+    "lean fp8": f"{LEAN} {FP8}",
+    "lean fp8, tuned matmuls": f"{LEAN} {FP8} --gemm-autotune",
+    "lean fp8, head too": f"{LEAN} {FP8} {HEAD}",
 }
 SMALL_MODEL: dict[str, Row] = {
     "bf16": "",
+    "tuned matmuls": "--gemm-autotune",
     "compile": ("", f"{GPT2} compile"),
     "reduce-overhead": ("", f"{GPT2} reduce-overhead"),
     "fp8": FP8,
+    "fp8, tuned matmuls": f"{FP8} --gemm-autotune",
+}
+BILLION: dict[str, Row] = {
+    "bf16": "",
+    "fp8": FP8,
+    "fp8, head too": f"{FP8} {HEAD}",
+    "lean bf16": LEAN,
+    "lean fp8": f"{LEAN} {FP8}",
+    "lean fp8, head too": f"{LEAN} {FP8} {HEAD}",
 }
 ONE_BILLION = f"{COMMON} --config llama3-8b --bf16 --num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 "
 ONE_BILLION += "--seq-length 4096 --micro-batch-size 4 --global-batch-size 4"  # the shape of Llama-3.2-1B
@@ -294,7 +310,7 @@ ONE_GPU = Case("one gpu", f"{LLAMA} --micro-batch-size 1 --global-batch-size 2")
 PARTS: dict[str, Callable[[int], list[Case]]] = {
     "one": lambda n: slices(ONE, 3),
     "gpt2": lambda n: gpt2(),
-    "1b": lambda n: cases({"bf16": "", "fp8": FP8, "fp8, head too": f"{FP8} {HEAD}"}, ONE_BILLION),
+    "1b": lambda n: cases(BILLION, ONE_BILLION),
     "fp8": lambda n: slices(PRECISIONS, 8),
     "tp": tensor,
     "dp": data,

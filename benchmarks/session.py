@@ -10,15 +10,17 @@ samples counts.
                                       ^-----^     meet: an all-reduce of the ranks; the slowest rank counts
 
 GB/s and TFLOP/s are of what the case must move or compute at least, so a form that moves more shows; shares
-are of the bandwidth of a 1 GiB copy and of the dense bf16 peak. `error` is of the first call's results: the
-largest difference to what is expected, relative to the largest expected value. A form that fails is left
-out; the JSON, written after each case, says why. `factor`: the time of a form over the first form's.
+are of the bandwidth of a 1 GiB copy and of the dense bf16 peak, `share_of_size` is of a copy of as many bytes
+as the case moves: few bytes are copied at a lower rate. `error` is of the first call's results: the largest
+difference to what is expected, relative to the largest expected value. A form that fails is left out; the
+JSON, written after each case, says why. `factor`: the time of a form over the first form's.
 """
 
 import argparse
 import datetime
 import functools
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -90,6 +92,7 @@ class Session:
         if self.cuda:
             self.result |= dict(nccl=torch.cuda.nccl.version(), cudnn=torch.backends.cudnn.version())
         self.result |= dict(peak_flops=self.peak, cases={})
+        self.copies: dict[int, float] = {}
 
     def run(self, cases: Iterable[Case]) -> None:
         """Those whose names begin as the command line says. Raises SystemExit for a name of none."""
@@ -210,6 +213,7 @@ class Session:
         if case.bytes:
             row["gb_per_s"] = case.bytes / row["ms"] / 1e6
             row |= {"share": 1e9 * row["gb_per_s"] / self.bandwidth} if self.cuda else {}
+            row |= {"share_of_size": self.copy_ms(int(case.bytes)) / row["ms"]} if self.cuda else {}
         if case.flops:
             row["tflops"] = case.flops / row["ms"] / 1e9
             row |= {"share": 1e12 * row["tflops"] / self.peak} if self.peak else {}
@@ -223,6 +227,23 @@ class Session:
         ms, _ = self.times({"copy": Run(lambda: y.copy_(x))})["copy"]
         self.result["copy_bytes_per_s"] = 2 * x.numel() / statistics.median(ms) * 1e3
         return self.result["copy_bytes_per_s"]
+
+    def copy_ms(self, moved: int) -> float:
+        """Milliseconds of a copy whose reads and writes are `moved` bytes, other ones in every call."""
+        half = max(1, moved // 2)
+        if half > 2**30:
+            return 1e3 * moved / self.bandwidth
+        if half not in self.copies:
+            x = torch.empty(2, max(2, 2**30 // half), half, dtype=torch.uint8, device=self.device)
+            turn = itertools.cycle(range(x.shape[1]))
+
+            def copy() -> None:
+                i = next(turn)
+                x[0, i].copy_(x[1, i])
+
+            ms, _ = self.times({"copy": Run(copy)})["copy"]
+            self.copies[half] = statistics.median(ms)
+        return self.copies[half]
 
     def over_ranks(self, numbers: list[float]) -> torch.Tensor:
         """Every rank's, `[ranks, n]` fp64."""
