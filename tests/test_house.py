@@ -17,7 +17,7 @@ BUDGETS = {
     "fast": 3280,
     "faults": 1150,
     "ops": 3801,
-    "plan": 1825,
+    "plan": 1827,
     "report": 2450,
 }
 

@@ -10,8 +10,8 @@
                         overlap flags all but a bucket of each runs beside the last backward and the first
                         forward, whose kernels then take CONTENTION of that time longer. optim_grads reduces
                         in each microbatch: beside its backward, REDUCTIONS buckets beside the next forward
-    optimizer           34 bytes a parameter: gradient (twice), main weight, moments, weight; over the host's
-                        link and memory with --optimizer-cpu-offload
+    optimizer           34 bytes a parameter: gradient (twice), main weight, moments, weight, less where these
+                        are in bf16; over the host's link and memory with --optimizer-cpu-offload
     launches            what the host needs beyond the GPU's time, unless in one graph; gaps behind dispatches
 
 A pipeline of many microbatches is simulated with fewer; each further one takes the busiest rank's time.
@@ -224,4 +224,6 @@ def optimizer(config: Config, cluster: Cluster, sizes: Sizes, params: tuple[int,
     own = params[0] / shards[0] + params[1] / shards[1]
     there = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
     on_host = own * there * (6 / cluster.host_link + STEP_BYTES / cluster.host_bandwidth)
-    return cluster.move(STEP_BYTES * own * (1 - there)) + on_host
+    twice = offload.exp_avg_dtype, offload.exp_avg_sq_dtype, config.grad_dtype_name  # each moved twice
+    moved = STEP_BYTES - 4 * sum(kind.startswith("bf") for kind in twice)
+    return cluster.move(moved * own * (1 - there)) + on_host
