@@ -9,7 +9,7 @@
     dynamic     documents of all lengths: fixed and dynamic context parallelism (long_tail.py)
     ep          mixtures of experts, beside transformers under FSDP2
     offload     all of Llama-3-8B on one GPU, the optimizer's state in host memory
-    *-losses    the losses of whole runs, from several seeds: FP8 recipes, and experts beside dense layers
+    *-losses    the losses of whole runs, several seeds: FP8, state in 16 bits, experts beside dense layers
 
 The number at the end of a name is that of the microbatches of a step. `one gpu` is eight layers of the same
 model on a GPU by itself, the speed that could be reached at most.
@@ -52,6 +52,12 @@ PRECISIONS: dict[str, Row] = {
     "lean fp8": f"{LEAN} {FP8}",
     "lean fp8, tuned matmuls": f"{LEAN} {FP8} --gemm-autotune",
     "lean fp8, head too": f"{LEAN} {FP8} {HEAD}",
+}
+STATES: dict[str, Row] = {  # of AdamW; a share of 0.001 is less than a moment in bf16 can change by
+    "bf16": "",
+    "lean bf16": LEAN,
+    "bf16, beta2 0.999": "--adam-beta2 0.999",
+    "lean bf16, beta2 0.999": f"{LEAN} --adam-beta2 0.999",
 }
 SMALL_MODEL: dict[str, Row] = {
     "bf16": "",
@@ -152,6 +158,7 @@ LOSSES = {  # flags of all runs: --hidden-size 256 because blocks of FP8 are of 
     "--global-batch-size 16 --lr-warmup-fraction 0.1 --eval-iters 10",
     "fp8-head-losses": f"{WEIGHTS_ONLY} --config gpt2-124m --bf16 --micro-batch-size 16 --train-iters 1200 "
     "--global-batch-size 16 --lr-warmup-fraction 0.1 --eval-iters 10",
+    "lean-losses": f"{WEIGHTS_ONLY} --config tiny-cpu --device cpu --bf16",
     "moe-losses": f"{WEIGHTS_ONLY} --device cpu",
 }
 
@@ -174,6 +181,7 @@ SMALL = {  # flags behind those of a part's cases, with --small
     "fp8-losses": TINY_LOSSES,
     "fp8-losses-125m": f"{TINY_LOSSES} --device cpu",
     "fp8-head-losses": f"{TINY_LOSSES} --device cpu",
+    "lean-losses": TINY_LOSSES,
     "moe-losses": f"{TINY_LOSSES} --num-layers 2 --hidden-size 64 --ffn-hidden-size 512",
 }
 
@@ -302,7 +310,8 @@ def whole_runs(part: str) -> list[Case]:
     """Runs of some hundred steps; their curves are kept."""
     heads = ["bf16", "fp8 delayed", "fp8 delayed, head too"]
     recipes = heads if part == "fp8-head-losses" else [k for k in PRECISIONS if k[:3] in ("bf1", "fp8")]
-    table = ROUTERS if part == "moe-losses" else {k: PRECISIONS[k] for k in recipes}
+    other = {"moe-losses": ROUTERS, "lean-losses": STATES}
+    table = other.get(part) or {k: PRECISIONS[k] for k in recipes}
     return [case._replace(like="") for case in cases(table, LOSSES[part], warm=0, timed=0)]
 
 
