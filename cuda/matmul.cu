@@ -47,7 +47,7 @@ enum Preference {
     ALIGNMENT_D
 };
 constexpr int COMPUTE_32F = 68, TRANSPOSE = 1, NOT_SUPPORTED = 15;
-constexpr uint32_t REDUCE_IN_FP32 = 2;  // partial sums of a matmul split along k
+constexpr uint32_t REDUCE_IN_FP32 = 2;  // partial sums of a matmul split along k: never in 16 bits
 constexpr int BY_ESTIMATE = -1, MOST_CANDIDATES = 16;
 
 // Of a call; as in ops/matmul.py.

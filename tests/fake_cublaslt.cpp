@@ -121,8 +121,8 @@ static bool takes(const Description& how, const Layout& a, const Layout& b, cons
     return types && scales && outs && how.transpose_a == 1 && how.transpose_b == 0;
 }
 
-// An algorithm is what it was chosen for: alignments, bytes of workspace, fast or not; and its number. A list
-// may not hold any that sum in less than fp32.
+// An algorithm is what it was chosen for: alignments, bytes of workspace, fast or not; and its number. Neither a
+// list nor one for a result in 16 bits may sum in less than fp32.
 int cublasLtMatmulAlgoGetHeuristic(void* handle, void* description, void* a_layout, void* b_layout, void* c,
                                    void* d, void* preference, int wanted, Result* found, int* count) {
     const auto& a = *static_cast<Layout*>(a_layout);
@@ -135,7 +135,8 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* description, void* a_layo
     const auto [rows, a_k] = how.transpose_a ? std::pair(a.columns, a.rows) : std::pair(a.rows, a.columns);
     const auto [columns, b_k] = how.transpose_b ? std::pair(b.rows, b.columns) : std::pair(b.columns, b.rows);
     const bool shapes = a_k == b_k && rows == out.rows && columns == out.columns;
-    if (handle != &handles || c != d || !shapes || (wanted > 1 && p.reductions != 2)) return INVALID_VALUE;
+    const bool sums = p.reductions == 2 || (wanted == 1 && out.type == R_32F);
+    if (handle != &handles || c != d || !shapes || !sums) return INVALID_VALUE;
     for (const Layout& each : {a, b, out}) {
         if (each.stride != static_cast<std::int64_t>(each.rows)) return INVALID_VALUE;
     }

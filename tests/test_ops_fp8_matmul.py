@@ -8,13 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from nanomegatron import fp8_linear
+from nanomegatron.config.settings import ParallelConfig
+from nanomegatron.dp import Buckets
 from nanomegatron.ops import fp8_matmul as ops_fp8_matmul
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Matrix
 from nanomegatron.ops.fp8_matmul import add_fp8_product_
 from nanomegatron.ops.matmul import ADD, B_TRANSPOSED, BY_ESTIMATE, WORKSPACE, missing
+from nanomegatron.param import replica, stacked
 from tests import cuda_on_cpu, fake_cublaslt
+from tests.checkpoints import ALONE
 from tests.fake_cublaslt import FILES, made
 
 CPU = torch.device("cpu")
@@ -76,6 +82,22 @@ def check_bf16(device: torch.device) -> None:
 
 def test_sums_in_bf16():
     check_bf16(CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_adds_to_gradients_of_either_type(dtype, monkeypatch):
+    """Two microbatches, of which the first overwrites; no product is made to be added afterwards."""
+    monkeypatch.setattr(fp8_linear, "fp8_matmul", None)
+    weight = nn.Parameter(torch.zeros(32, 48, dtype=torch.bfloat16))
+    weight.spec = stacked([replica("weight", (32, 48), ALONE.dp)])
+    buckets = Buckets(nn.ParameterList([weight]), ParallelConfig(), ALONE, dtype)
+    buckets.zero(2)
+    weight.main_grad.fill_(torch.nan)  # of the step before
+    _, g, g_inverse, x, x_inverse = case((32, 48, 144), PAIRS[2])
+    for _ in range(2):
+        assert fp8_linear.add_weight_grad(weight, Fp8Matrix(g, g_inverse), Fp8Matrix(x, x_inverse)) is None
+    product = wanted(torch.zeros(32, 48), g, g_inverse, x, x_inverse).to(dtype)
+    assert weight.main_grad.dtype == dtype and torch.equal(weight.main_grad, product + product)
 
 
 def test_any_numbers():
