@@ -13,13 +13,12 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -31,7 +30,6 @@ from nanomegatron.data.indexed_dataset import best_dtype, publish
 from nanomegatron.data.reading import DocumentBlock, InputPlace, Line, Row
 from nanomegatron.data.tokenizer import Tokenizer, tokenizer_from_spec
 from nanomegatron.data.vocabulary import EOD, byte_alphabet, import_extra, write_ranks
-from nanomegatron.data.words import insert_lists
 
 CHUNKS_PER_WORKER = 4
 
@@ -44,29 +42,11 @@ class Encoded(NamedTuple):
     text_bytes: np.ndarray
 
 
-def encode_batch(
-    tokenizer: Tokenizer, texts: Sequence[str], special: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encode texts -> all ids, and how many each text has; at once if the tokenizer can.
-
-    special: special tokens in a text are those tokens, as Megatron's tokenizers have it.
-    """
-    if special and (names := getattr(tokenizer, "special_tokens", None)):
-        holds = re.compile("|".join(map(re.escape, names))).search
-        found = {i: tokenizer.encode_special(text) for i, text in enumerate(texts) if holds(text)}
-        ids, lengths = encode_batch(tokenizer, ["" if i in found else text for i, text in enumerate(texts)])
-        return insert_lists(ids, lengths, found)
-    if many := getattr(tokenizer, "encode_many", None):
-        return many(texts)
-    ids = [tokenizer.encode(text) for text in texts]
-    return np.array([*itertools.chain.from_iterable(ids)], np.int64), np.array([*map(len, ids)], np.int64)
-
-
 class Portable:
     """A tokenizer that a spawned worker rebuilds once from its spec, and a forked one has already."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
-        """special: see `encode_batch`."""
+        """special: special tokens in a text are those tokens."""
         self.tokenizer, self.special = tokenizer, special
         self._key = json.dumps(tokenizer.spec), tokenizer.fingerprint, special
         _portables()[self._key] = self
@@ -125,7 +105,7 @@ def _columns(
     result, tokenizer = [], portable.tokenizer
     for k in range(len(keys)):
         texts = [texts[k] for _, texts in documents]
-        ids, lengths = encode_batch(tokenizer, texts, portable.special)
+        ids, lengths = tokenizer.encode_many(texts, portable.special)
         ids = ids.astype(best_dtype(tokenizer.vocab_size))
         if append_eod:
             ends = np.cumsum(lengths)[lengths > 0]

@@ -31,21 +31,27 @@ from nanomegatron.data.vocabulary import (
     byte_alphabet,
     check_ids,
     existing_file,
+    joined_ids,
     read_megatron_ranks,
     read_ranks,
     read_table,
     sha256_of,
 )
-from nanomegatron.data.words import GPT2_CUTS, GPT4_CUTS, LLAMA3_PATTERN, MEGATRON_PATTERNS, WordEncoder
 
 # GPT-2's: contractions, words, numbers, punctuation, space. `++` does not backtrack, so that a megabyte of
 # one letter needs no megabyte of stack.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# How words are cut where they are looked up: by a pattern, or the name of one of tiktoken's own.
-CUTS = {GPT2_PATTERN: GPT2_CUTS, LLAMA3_PATTERN: GPT4_CUTS} | dict.fromkeys(
-    MEGATRON_PATTERNS.values(), GPT4_CUTS
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CUTS |= dict.fromkeys(("cl100k_base", "o200k_base", "o200k_harmony"), GPT4_CUTS)
+# Megatron's two patterns for its JSON vocabularies: Mistral's tekken uses v2.
+MEGATRON_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 MEGATRON_SPECIAL = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()  # then <SPECIAL_7> and so on
 
 
@@ -59,6 +65,12 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; special tokens in it are encoded as ordinary text."""
+
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Encode texts -> all ids, and how many each text has.
+
+        special: special tokens in a text are those tokens, as Megatron's tokenizers have it.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -75,8 +87,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_many(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode texts -> all ids, and how many each text has."""
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
         raw = [text.encode() for text in texts]
         return np.frombuffer(b"".join(raw), np.uint8), np.array([*map(len, raw)], np.int64)
 
@@ -108,6 +119,9 @@ class NullTokenizer:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"id {i} is outside 0..{self.vocab_size - 1}; raise --vocab-size")
         return ids
+
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        return joined_ids(map(self.encode, texts))
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(i) for i in ids)
@@ -185,10 +199,6 @@ class TikTokenizer:
     def _use(self, encoding: tiktoken.Encoding, eod: int, spec: dict, pattern: str = "") -> None:
         """Set the encoding. A named one's pattern is not in the fingerprint: tiktoken may rewrite it."""
         self._encoding, self.eod, self.spec = encoding, eod, spec
-        self.special_tokens = sorted(encoding._special_tokens, key=len, reverse=True)
-        self._end = encoding.decode_single_token_bytes(eod).decode()
-        cuts = CUTS.get(encoding._pat_str) or CUTS.get(spec.get("model"))
-        self.encode_many = WordEncoder(cuts, self._encode_each) if cuts else None
         self.vocab_size = encoding.n_vocab
         ranks = sorted(encoding._mergeable_ranks.items(), key=itemgetter(1))
         special = sorted(encoding._special_tokens.items())
@@ -206,20 +216,8 @@ class TikTokenizer:
         """The same, but special tokens in it are those tokens."""
         return self._call(self._encoding.encode, text, allowed_special="all")
 
-    def _encode_each(self, texts: list[str]) -> list[list[int]]:
-        """The ids of many short texts by one call, with a special token between them."""
-        if len(texts) == 1:
-            return [self.encode(texts[0])]
-        joined = self._end.join([*texts, ""])
-        if joined.count(self._end) != len(texts):  # a text holds that token
-            return [self.encode(text) for text in texts]
-        special = dict(allowed_special={self._end}, disallowed_special=())
-        try:
-            ids = self._call(self._encoding.encode_to_numpy, joined, **special)
-        except UnicodeEncodeError:  # half of a surrogate pair, which `encode` replaces
-            return [self.encode(text) for text in texts]
-        ends, ids = np.flatnonzero(ids == self.eod).tolist(), ids.tolist()
-        return [ids[begin + 1 : end] for begin, end in zip([-1, *ends], ends)]
+    def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        return joined_ids(map(self.encode_special if special else self.encode, texts))
 
     @staticmethod
     def _call(function: Callable, *arguments: Any, **options: Any) -> Any:

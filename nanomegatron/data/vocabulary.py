@@ -6,9 +6,12 @@ import hashlib
 import importlib
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 EOD = "<|endoftext|>"
 MOST_IDS = 2**31  # the limit of Megatron's .bin files
@@ -103,6 +106,13 @@ def check_ids(path: Path, *tables: Any) -> None:
             if number in owner:
                 raise ValueError(f"{path}: {token!r:.60} and {owner[number]!r:.60} have the same id {number}")
             owner[number] = token
+
+
+def joined_ids(lists: Iterable[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return all ids, and how many there are in each list."""
+    lists = list(lists)
+    counts = np.array([*map(len, lists)], np.int64)
+    return np.fromiter(chain.from_iterable(lists), np.int64, counts.sum()), counts
 
 
 def import_extra(name: str, user: str) -> ModuleType:
