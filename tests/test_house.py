@@ -11,7 +11,7 @@ BUDGETS = {
     "": 6427,
     "checkpoint": 4540,
     "commands": 1712,
-    "config": 3500,
+    "config": 3576,
     "data": 3405,
     "debug": 1120,
     "fast": 3280,

@@ -5,10 +5,11 @@
            v                                   |
     {"num_layers": 32, "swiglu": True, ...}    Config
 
-`settings_of` reads the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
-(rope_parameters, dtype), fills in a family's defaults for missing keys, and refuses what this model does
-not compute; dropout, which only training uses, is left to the run's flags. `to_hf` writes the
-config.json of the first family that, read back, gives the same model.
+`settings_of` reads the keys that transformers reads for a family (hf_families.toml declares them), with its
+defaults for missing ones, in the spellings of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
+(rope_parameters, dtype), and refuses what this model does not compute. What transformers does not read counts
+for nothing; dropout, which only training uses, is left to the run's flags. `to_hf` writes the config.json of
+the first family that, read back, gives the same model.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ from nanomegatron.config.rules import declared
 from nanomegatron.config.settings import Config, TransformerConfig
 
 HF_TABLES = tomllib.loads((Path(__file__).parent / "hf_families.toml").read_text())
-FAMILIES, YARN, LLAMA3 = HF_TABLES["families"], HF_TABLES["yarn"], HF_TABLES["llama3"]
+YARN, LLAMA3 = HF_TABLES["yarn"], HF_TABLES["llama3"]
+ROPE_NAMES = {"rope_type", "type", "rope_theta"}
 HF_DTYPES = {"float32": {}, "bfloat16": {"bf16": True}, "float16": {"fp16": True}}
 # Prefixes of the settings that only training uses, besides the resumable ones.
 TRAINING = """
@@ -33,10 +35,19 @@ moe_router_force moe_token moe_expert_capacity
 _SETTINGS = {s.name: s for _, s, _ in declared(Config())}
 
 
-def family_table(family: str, table: str) -> dict[str, Any]:
-    """Return a family's table settings, keys or left_out, with the entries of the family that it is like."""
-    entry = FAMILIES[family]
-    return FAMILIES.get(entry.get("like"), {}).get(table, {}) | entry.get(table, {})
+def _merged(entry: dict[str, Any]) -> dict[str, Any]:
+    """A family's tables, with those of what it is like."""
+    found = _merged((HF_TABLES["bases"] | HF_TABLES["families"])[entry["like"]]) if "like" in entry else {}
+    for name, value in entry.items():
+        if isinstance(value, dict):
+            value = found.get(name, {}) | value
+        elif name == "nullable":
+            value = found.get(name, []) + value
+        found[name] = value
+    return found
+
+
+FAMILIES = {name: _merged(entry) for name, entry in HF_TABLES["families"].items()}
 
 
 def is_hf_folder(path: str | Path) -> bool:
@@ -62,12 +73,12 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     family, errors = hf.get("model_type"), []
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type = {family!r:.80}: here are {', '.join(FAMILIES)}")
-    hf, settings = family_table(family, "left_out") | _flat(hf, family), family_table(family, "settings")
-    read = {key.rstrip("?") for key in family_table(family, "keys").values()}
-    for key, values in (HF_TABLES["only"] | family_table(family, "only")).items():
-        if (value := hf.get(key)) is not None and value not in values and key not in read:
-            errors.append(f"{key} = {value!r:.80}: here is {' or '.join(map(repr, values)) or None}")
-    for name, key in family_table(family, "keys").items():
+    hf, settings = _heeded(hf, family), dict(FAMILIES[family].get("settings", {}))
+    for key, values in FAMILIES[family]["only"].items():
+        nothing = hf.get(key) is None and (not values or False in values)
+        if key in hf and hf[key] not in values and not nothing:
+            errors.append(f"{key} = {hf[key]!r:.80}: here is {' or '.join(map(repr, values)) or None}")
+    for name, key in FAMILIES[family]["keys"].items():
         value, kind = hf.get(key.rstrip("?")), _SETTINGS[name].type
         kind = float if kind == float | None else kind
         if value is not None and _positive(value, kind):
@@ -84,23 +95,60 @@ def settings_of(hf: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _flat(hf: dict, family: str) -> dict[str, Any]:
-    """What transformers 5 writes otherwise, under the keys of 4: experts, and what is in rope_parameters."""
-    if family.endswith("moe") and "num_local_experts" in hf:
-        hf = {"num_experts": hf["num_local_experts"]} | hf
-    rope = hf.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return hf
-    full, local = rope.get("full_attention"), rope.get("sliding_attention") or {}
-    if isinstance(full, dict) and isinstance(local, dict):
-        if local.get("rope_type", "default") != "default":
-            raise ValueError(f"sliding_attention {local}: here with rope_type = 'default'")
-        theta = local.get("rope_theta", hf.get("rope_local_base_freq"))
-        hf, rope = hf | {"rope_local_base_freq": theta} if theta else hf, full
-    rope = dict(rope)
-    if share := rope.pop("partial_rotary_factor", None):
-        hf = hf | {"partial_rotary_factor": share}
-    return hf | {"rope_parameters": rope}
+def _heeded(hf: dict, family: str) -> dict[str, Any]:
+    """What transformers reads of a config.json, with its defaults, and what it makes of the keys of RoPE."""
+    entry = FAMILIES[family]
+    hf = hf | {key: hf[other] for other, key in entry.get("aliases", {}).items() if other in hf}
+    defaults = dict.fromkeys(entry["nullable"]) | entry["left_out"]
+    read = {*defaults, *entry["only"], *(key.rstrip("?") for key in entry["keys"].values())}
+    hf = defaults | {key: value for key, value in hf.items() if key in read}
+    return _with_one_rope(hf, family) if "rope_parameters" in read else hf
+
+
+def _with_one_rope(hf: dict, family: str) -> dict[str, Any]:
+    """The keys of RoPE as one table under "rope", by the precedence of transformers.
+
+    rope_scaling, if it is set, counts instead of rope_parameters (of Gemma 3: over its full_attention), and
+    what is beside them only for what they leave out; but the trained length beside them counts first.
+    """
+    tables = {key: hf[key] or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{key} = {table!r:.80}: must be a table")
+    rope = tables["rope_scaling"] or tables["rope_parameters"]
+    trained = hf["original_max_position_embeddings"]
+    if family == "gemma3_text":
+        rope, local = _rope_of_gemma3(**tables)
+        hf = hf | {"rope_local_base_freq": local.get("rope_theta", hf["rope_local_base_freq"])}
+        trained = None
+    rope = {"rope_theta": hf["rope_theta"], "rope_type": rope.get("type", "default")} | rope
+    rope.pop("type", None)
+    share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
+    if share not in (None, 1) and "rotary_percent" not in FAMILIES[family]["keys"]:
+        raise ValueError(f"partial_rotary_factor = {share!r:.80}: here is 1.0")
+    if trained is not None:
+        rope["original_max_position_embeddings"] = trained
+    rope.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
+    return hf | {"partial_rotary_factor": share, "rope": rope}
+
+
+def _rope_of_gemma3(rope_scaling: dict, rope_parameters: dict) -> tuple[dict, dict]:
+    """The tables of its layers without and with a window. Raises ValueError."""
+    names = ("full_attention", "sliding_attention")
+    if strange := rope_parameters.keys() - set(names):
+        raise ValueError(
+            f"rope_parameters with {', '.join(sorted(strange))}: here with {' and '.join(names)}"
+        )
+    default = {"rope_type": "default"}
+    full, local = (default if rope_parameters.get(n) is None else rope_parameters[n] for n in names)
+    if not isinstance(full, dict) or not isinstance(local, dict):
+        raise ValueError(f"rope_parameters = {rope_parameters!r:.80}: must be tables")
+    if local.get("rope_type", local.get("type", "default")) != "default" or local.keys() - ROPE_NAMES:
+        raise ValueError(f"sliding_attention {local}: here with rope_type = 'default'")
+    full = full | rope_scaling
+    if not full.get("truncate", True):
+        raise ValueError(f"full_attention with truncate = {full['truncate']!r:.80}: here is True")
+    return full, local
 
 
 def _positive(value: Any, kind: Any) -> bool:
@@ -110,15 +158,16 @@ def _positive(value: Any, kind: Any) -> bool:
 
 def _plain(hf: dict, family: str) -> dict[str, Any]:
     """The settings of precision, activation, tied weights, biases (Llama: in all linear layers or none)."""
-    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    key = "torch_dtype" if hf["dtype"] is None else "dtype"
+    dtype = str(hf[key] or "float32").removeprefix("torch.")
     if dtype not in HF_DTYPES:
-        raise ValueError(f"dtype = {dtype!r}: here are {', '.join(HF_DTYPES)}")
+        raise ValueError(f"{key} = {dtype!r}: here are {', '.join(HF_DTYPES)}")
     biases = {key: bool(hf.get(key)) for key in ("attention_bias", "mlp_bias")}
     both = FAMILIES[family].get("biases", False)
     if any(biases.values()) and not (all(biases.values()) and both):
         given = ", ".join(f"{key} = {value}" for key, value in biases.items())
         raise ValueError(f"{given}: here is a {family} without{' either or with both' * both}")
-    settings = HF_DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings")}
+    settings = HF_DTYPES[dtype] | {"untie_embeddings_and_output_weights": not hf["tie_word_embeddings"]}
     if family.startswith("gemma"):
         if not _positive(width := hf["query_pre_attn_scalar"], float):
             raise ValueError(f"query_pre_attn_scalar = {width!r:.80}: must be a number above 0")
@@ -131,21 +180,20 @@ def _plain(hf: dict, family: str) -> dict[str, Any]:
 
 
 def _rope(hf: dict, family: str) -> dict[str, Any]:
-    """The rotary settings: rope_parameters of transformers 5, or else rope_scaling and rope_theta of 4."""
-    if family == "gpt2":
+    """The rotary settings."""
+    if "rope" not in hf:
         return {}
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    base = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
-    kind = rope.pop("type", "default")
-    kind = rope.pop("rope_type", kind)
-    if kind not in HF_TABLES["rope"]:
-        raise ValueError(f"rope_type = {kind!r}: here are {', '.join(HF_TABLES['rope'])}")
-    if "original_max_position_embeddings" in HF_TABLES["rope"][kind]:
-        rope.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    rope = dict(hf["rope"])
+    base, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    kinds = FAMILIES[family].get("rope", list(HF_TABLES["rope"]))
+    if not _positive(base, float):
+        raise ValueError(f"rope_theta = {base!r:.80}: must be a number above 0")
+    if kind not in kinds:
+        raise ValueError(f"rope_type = {kind!r}: here are {', '.join(kinds)}")
     if kind != "default" and not _positive(rope.get("factor"), float):
         raise ValueError(f"rope_type = {kind!r}, factor = {rope.get('factor')!r}: must be above 0")
-    rope = {key: value for key, value in rope.items() if value is not None}
-    if strange := rope.keys() - HF_TABLES["rope"][kind]:
+    known = {*HF_TABLES["rope"][kind], "original_max_position_embeddings"}
+    if strange := {key for key, value in rope.items() if value is not None} - known:
         raise ValueError(f"rope_type = {kind!r} with {', '.join(sorted(strange))}: here without")
     settings = {"position_embedding_type": "rope", "rotary_base": float(base)}
     if family == "smollm3":
@@ -164,7 +212,9 @@ def _without_rope(hf: dict) -> dict[str, Any]:
     layers, every = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
     if not _positive(every, int):
         raise ValueError(f"no_rope_layer_interval = {every!r:.80}: must be a number above 0")
-    rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    rotated = hf["no_rope_layers"]
+    if rotated is None:
+        rotated = [int((i + 1) % every != 0) for i in range(layers)]
     if len(rotated) < layers or not set(rotated) <= {0, 1}:
         raise ValueError(f"no_rope_layers = {rotated!r:.80}: here are 1 and 0, one a layer")
     rotated = rotated[:layers]
@@ -173,12 +223,16 @@ def _without_rope(hf: dict) -> dict[str, Any]:
 
 def _yarn(rope: dict) -> dict[str, Any]:
     weights = ("mscale", "mscale_all_dim")  # only both together count
-    if not all(rope.get(key) for key in weights):
-        rope = {key: value for key, value in rope.items() if key not in weights}
+    unset = {key for key in ("beta_fast", "beta_slow") if not rope.get(key)}  # 0 too
+    unset |= set(weights) if not all(rope.get(key) for key in weights) else set()
     defaults = {key: _SETTINGS[name].default for key, name in YARN.items()}
-    values = defaults | rope
+    values = defaults | {key: value for key, value in rope.items() if key not in unset}
+    length = values["original_max_position_embeddings"]
+    if not _positive(length, int):
+        raise ValueError(f"original_max_position_embeddings = {length!r:.80}: must be a number above 0")
     up, down = (1 + 0.1 * values[key] * math.log(max(values["factor"], 1)) for key in weights)
-    if not math.isclose(given := rope.get("attention_factor", up / down), up / down, rel_tol=1e-6):
+    given = rope.get("attention_factor")
+    if given is not None and not math.isclose(given, up / down, rel_tol=1e-6):
         raise ValueError(f"attention_factor = {given}: here is {up / down} for factor {values['factor']}")
     settings = {name: type(defaults[key])(values[key]) for key, name in YARN.items()}
     return settings | {"position_embedding_type": "yarn"}
@@ -187,33 +241,52 @@ def _yarn(rope: dict) -> dict[str, Any]:
 def _windows(hf: dict, family: str) -> dict[str, Any]:
     """The sliding window and its layers. Hugging Face's width counts the query's own key, ours does not."""
     layers, kinds = hf.get("num_hidden_layers", 0), hf.get("layer_types")
-    window, every = FAMILIES[family].get("window"), hf.get("sliding_window_pattern", 0)
-    on = window == "always" or (window == "switch" and hf.get("use_sliding_window"))
-    width = hf.get("sliding_window") if on else None
-    first = 0 if family == "qwen3_moe" else hf.get("max_window_layers", 0)
-    windowed = [width is not None and i >= first for i in range(layers)]
-    if every:
-        windowed = [(i + 1) % every != 0 for i in range(layers)]
-    if kinds is not None or (family == "qwen2_moe" and width is not None):
+    window, chosen = FAMILIES[family].get("window"), FAMILIES[family].get("layer_types")
+    on = window == "always" or (window == "switch" and hf["use_sliding_window"])
+    width = hf["sliding_window"] if on else None
+    windowed = [False] * layers
+    if width is not None or family.startswith("gemma"):
+        windowed = _usual_windows(hf, family, layers)
+    if kinds is not None:
         known = {"full_attention": False, "sliding_attention": True}
-        asked = [known.get(kind) for kind in kinds or ()]
-        fixed = not FAMILIES[family].get("layer_types")
-        if None in asked or len(asked) != layers or (fixed and asked != windowed):
+        asked = [known.get(kind) for kind in kinds]
+        if None in asked or len(asked) != layers or (not chosen and asked != windowed):
             raise ValueError(f"layer_types = {kinds!r:.80}: here are {' and '.join(known)}, one a layer")
         windowed = asked
     if not any(windowed):
-        return {"rotary_base_local": None} if every else {}
+        return {"rotary_base_local": None} if "rope_local_base_freq" in hf else {}
     if not _positive(width, int):
-        raise ValueError(f"sliding_window = {width!r}: must be a number above 0")
+        asks = "layer_types with sliding_attention and " if kinds is not None else ""
+        raise ValueError(f"{asks}sliding_window = {width!r:.80}: must be a number above 0")
     pattern = {} if all(windowed) else {"window_attn_skip_freq": _pattern(windowed)}
     return {"window_size": (width - 1, 0)} | pattern
 
 
+def _usual_windows(hf: dict, family: str, layers: int) -> list[bool]:
+    """Whether each layer has the window where layer_types does not say it."""
+    bound = hf.get("max_window_layers", 0)
+    if not _positive(bound, int) and bound != 0:
+        raise ValueError(f"max_window_layers = {bound!r:.80}: must be a number, 0 or more")
+    if family == "qwen2_moe":
+        return [i % 2 == 0 and i < bound for i in range(layers)]
+    if family.startswith("gemma"):
+        every = hf.get("sliding_window_pattern", 2)
+        if not _positive(every, int):
+            raise ValueError(f"sliding_window_pattern = {every!r:.80}: must be a number above 0")
+        return [(i + 1) % every != 0 for i in range(layers)]
+    return [i >= bound for i in range(layers)]
+
+
 def _experts(hf: dict, family: str) -> dict[str, Any]:
     """Which layers have experts, and whether the weights of those chosen sum to 1, as Mixtral's do."""
-    if "num_experts" not in family_table(family, "keys"):
+    if "num_experts" not in FAMILIES[family]["keys"]:
         return {}
-    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step") or 1
+    dense, step = hf.get("mlp_only_layers"), hf.get("decoder_sparse_step", 1)
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list):
+        raise ValueError(f"mlp_only_layers = {dense!r:.80}: must be a list of layers")
+    if not _positive(step, int):
+        raise ValueError(f"decoder_sparse_step = {step!r:.80}: must be a number above 0")
     on = [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
     settings = {} if all(on) else {"moe_layer_freq": _pattern(on)}
     return settings | {"moe_router_pre_softmax": not hf.get("norm_topk_prob", True)}
@@ -234,9 +307,11 @@ def to_hf(config: Config, eod: int | None = None) -> dict[str, Any]:
     tokens = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     for family in FAMILIES:
         hf = _written(config, family) | tokens
-        keys = family_table(family, "keys").items()
+        keys = FAMILIES[family]["keys"].items()
         if any(hf[key] is None for name, key in keys if name.startswith(("num_experts", "moe"))):
             continue  # a family with experts, or shared ones
+        if hf.get("rope_scaling") and "rope" in FAMILIES[family]:
+            continue  # a family whose RoPE cannot be scaled
         settings = settings_of(hf)
         fields = {f.name for f in dataclasses.fields(TransformerConfig)} & settings.keys()
         found = effective(TransformerConfig(**{name: settings[name] for name in fields}))
@@ -255,12 +330,12 @@ def _written(config: Config, family: str) -> dict[str, Any]:
     values["rotary_base_local"] = values["rotary_base_local"] or model.rotary_base
     hf = {"architectures": [FAMILIES[family]["class"]], "model_type": family}
     hf["torch_dtype"] = config.dtype_name
-    hf |= {key.rstrip("?"): values[name] for name, key in family_table(family, "keys").items()}
+    hf |= {key.rstrip("?"): values[name] for name, key in FAMILIES[family]["keys"].items()}
     hf["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family == "gpt2":
         gelu = "gelu_new" if model.tanh_gelu else "gelu"
         return hf | {"activation_function": "relu2" if model.squared_relu else gelu}
-    only = HF_TABLES["only"] | family_table(family, "only")
+    only = FAMILIES[family]["only"]
     hf |= {key: only[key][0] for key in ("hidden_act", "hidden_activation") if key in only}
     hf |= {"rope_theta": model.rotary_base, "rope_scaling": None}
     if family.startswith("gemma"):
