@@ -2,10 +2,13 @@
 
     samples before a step   0 ... warmup ... decay        learning rate: up from `warmup_init`, then down
 
-The schedules count samples, as Megatron's do: a step's learning rate follows from the samples before it.
+The schedules count samples, as Megatron's do: a step's learning rate follows from the samples before it. A
+length in iterations is that of the samples of these iterations, also while batches still grow, where Megatron
+takes lengths in samples only.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,14 +30,26 @@ class Schedule:
     wsd_decay: int = 0
 
     @staticmethod
-    def from_config(config: OptimizerConfig, length: int, global_batch_size: int) -> "Schedule":
-        """The schedule of a run of `length` samples; an iteration counts for `global_batch_size` of them."""
-        decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * global_batch_size or length
+    def from_config(config: OptimizerConfig, length: int, samples_before: Sequence[int]) -> "Schedule":
+        """The schedule of a run of `length` samples; samples_before: each iteration, and after the last."""
+
+        def samples(iterations: int) -> int:
+            beyond = iterations - (len(samples_before) - 1)
+            if beyond <= 0:
+                return samples_before[iterations]
+            full_batch = samples_before[-1] - samples_before[-2]
+            return samples_before[-1] + beyond * full_batch
+
+        decay = config.lr_decay_samples or length
+        wsd = config.lr_wsd_decay_samples or 0
+        if config.lr_decay_iters:
+            decay = samples(config.lr_decay_iters)
+        if config.lr_wsd_decay_iters:
+            end = config.lr_decay_iters or len(samples_before) - 1
+            wsd = decay - samples(end - config.lr_wsd_decay_iters)
+        warmup = config.lr_warmup_samples or samples(config.lr_warmup_iters)
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * decay
-        else:
-            warmup = config.lr_warmup_samples or config.lr_warmup_iters * global_batch_size
-        wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * global_batch_size
         shape = (config.lr_decay_style, config.lr, config.min_lr, config.lr_warmup_init)
         return Schedule(*shape, warmup, decay, config.lr_wsd_decay_style, wsd)
 
@@ -79,21 +94,22 @@ def weight_decay_at(config: OptimizerConfig, samples: int, length: int) -> float
     return config.start_weight_decay + share * (config.end_weight_decay - config.start_weight_decay)
 
 
-def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
-    """Return learning rates, those of the vocabulary's weights, and weight decays: one value for each step.
+def schedules(config: Config, samples_before: list[int]) -> list[Callable[[int], float]]:
+    """Return learning rate, that of the vocabulary's weights, and weight decay, by the samples before a step.
 
-    samples_before: the samples before each step of the run and one step more. Lengths in iterations are
-    converted to samples with the full batch size, even during batch size ramp-up, as in Megatron.
+    samples_before: the samples before each step of the run, and after its last one.
     """
-    optimizer, batch, before = config.optimizer, config.data.global_batch_size, samples_before
-    length = config.run.train_samples or (len(before) - 1) * batch
-    schedule = Schedule.from_config(optimizer, length, batch)
-    rates = vocabulary = [schedule.at(n) for n in before]
+    optimizer, length = config.optimizer, config.run.train_samples or samples_before[-1]
+    schedule = vocabulary = Schedule.from_config(optimizer, length, samples_before)
     if optimizer.decoupled_lr is not None:
         low = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
-        decoupled = replace(schedule, lr=optimizer.decoupled_lr, min_lr=low)
-        vocabulary = [decoupled.at(n) for n in before]
-    return [rates, vocabulary, [weight_decay_at(optimizer, n, length) for n in before]]
+        vocabulary = replace(schedule, lr=optimizer.decoupled_lr, min_lr=low)
+    return [schedule.at, vocabulary.at, lambda samples: weight_decay_at(optimizer, samples, length)]
+
+
+def step_values(config: Config, samples_before: list[int]) -> list[list[float]]:
+    """Return the values of `schedules` for each step, and for one step more."""
+    return [[at(samples) for samples in samples_before] for at in schedules(config, samples_before)]
 
 
 class LossScaler:

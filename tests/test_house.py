@@ -8,7 +8,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6427,
+    "": 6442,
     "checkpoint": 4540,
     "commands": 1712,
     "config": 3576,

@@ -57,12 +57,15 @@ def test_schedule_is_megatrons(style, wsd_style):
 
 
 def test_schedule_lengths_are_counted_in_samples():
+    table = [*range(0, 808, 8)]
+
     def of(**settings):
-        found = Schedule.from_config(OptimizerConfig(**settings), length=800, global_batch_size=8)
+        found = Schedule.from_config(OptimizerConfig(**settings), length=800, samples_before=table)
         return found.warmup, found.decay, found.wsd_decay
 
     assert of() == (0, 800, 0)
     assert of(lr_warmup_iters=5, lr_decay_iters=50, lr_wsd_decay_iters=10) == (40, 400, 80)
+    assert of(lr_decay_iters=120) == (0, 960, 0)  # the run ends before the decay does
     assert of(lr_warmup_samples=5, lr_decay_samples=50, lr_wsd_decay_samples=10) == (5, 50, 10)
     assert of(lr_warmup_fraction=0.1) == (80, 800, 0)
     assert of(lr_warmup_fraction=0.1, lr_decay_samples=55) == (5.5, 55, 0)  # Megatron keeps the fraction

@@ -45,13 +45,14 @@ def test_values_are_megatrons(case, style):
     if style != "constant":
         more = more | dict(start_weight_decay=0.01, end_weight_decay=0.1)
     unit = "samples" if run.train_samples else "iters"
+    # By iterations batches are 4 4 4 4 8 8 12 12 16 ...: 3 have 12 samples, 25 have 328, 30 have 408.
     settings = {f"lr_warmup_{unit}": 3, f"lr_decay_{unit}": 290 if unit == "samples" else 25}
     more = dict(lr=1e-3, min_lr=1e-5, weight_decay_incr_style=style) | settings | more
     opt = OptimizerConfig(**more)
     table = samples_before(Config(data=data, run=run), 1)
     values = step_values(Config(optimizer=opt, data=data, run=run), table)
 
-    each = 1 if unit == "samples" else 16
+    warmup, decay, length = (3, 290, 300) if unit == "samples" else (12, 328, 408)
     groups: list[dict] = [{}, {}]
     if opt.decoupled_lr:
         groups[1]["max_lr"] = opt.decoupled_lr
@@ -62,12 +63,12 @@ def test_values_are_megatrons(case, style):
         init_lr=0.0,
         max_lr=opt.lr,
         min_lr=opt.min_lr,
-        lr_warmup_steps=3 * each if opt.lr_warmup_fraction is None else 0.144 * 400,  # 57.6
-        lr_decay_steps=290 if each == 1 else 25 * 16,
+        lr_warmup_steps=warmup if opt.lr_warmup_fraction is None else 0.144 * decay,
+        lr_decay_steps=decay,
         lr_decay_style="cosine",
         start_wd=opt.weight_decay if opt.start_weight_decay is None else opt.start_weight_decay,
         end_wd=opt.weight_decay if opt.end_weight_decay is None else opt.end_weight_decay,
-        wd_incr_steps=run.train_samples or 30 * 16,
+        wd_incr_steps=length,
         wd_incr_style=style,
     )
     for i, step in enumerate(zip(*values, strict=True)):
@@ -76,6 +77,21 @@ def test_values_are_megatrons(case, style):
         theirs.step(0 if i + 1 == len(table) else table[i + 1] - table[i])
     assert len(values[0]) == len(table)  # that of the step after the last one is logged
     assert (len(set(values[2])) == 1) == (style == "constant")
+
+
+@pytest.mark.parametrize("style, wsd", [("linear", None), ("cosine", None), ("WSD", 3)])
+@pytest.mark.parametrize("data", [RAMP, DataConfig(step_batch_size_schedule="0:4 1K:16", seq_length=32)])
+def test_iterations_of_growing_batches(data, style, wsd):
+    """5 of 34 iterations warm up, WSD decays in the last 3; both rates and weight decay reach their end."""
+    lengths = dict(lr_warmup_iters=5, lr_decay_style=style, lr_wsd_decay_iters=wsd)
+    ramp = dict(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.5)
+    opt = OptimizerConfig(lr=1e-3, min_lr=1e-5, **lengths, **ramp)
+    config = Config(optimizer=opt, data=data, run=RunConfig(train_iters=34))
+    rates, _, decays = step_values(config, samples_before(config, 1))
+    assert len(rates) == 35 and rates.index(max(rates)) == 5
+    assert rates[5] == 1e-3 and rates[-1] == pytest.approx(1e-5)
+    assert decays[0] == 0.0 and decays[-1] == 0.5
+    assert rates.count(1e-3) == (27 if wsd else 1)
 
 
 def parameters(config: OptimizerConfig, values: list[list[float]], dtype=torch.float32):

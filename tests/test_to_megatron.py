@@ -159,3 +159,10 @@ def test_the_tables_name_settings():
     kinds = next(s for _, s, _ in declared(Config()) if s.name == "tokenizer_type").metadata["choices"]
     assert {*known["own-tokenizers"]} <= {*kinds}
     assert script(config_of(f"{SMALL} --mock-data --vocab-size 9", 1)).count("pretrain_gpt.py") == 1
+
+
+def test_a_ramp_counted_in_iterations_is_none_of_megatrons():
+    flags = f"{SMALL} --mock-data --vocab-size 100 --global-batch-size 8 --rampup-batch-size 4 4 16"
+    for length, said in (("--train-iters 9", True), ("--train-samples 64", False)):
+        (line,) = [line for line in command(config_of(f"{flags} {length}", 1))[1] if "--rampup" in line]
+        assert ("only in runs of --train-samples there" in line) == said

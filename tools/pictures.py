@@ -33,7 +33,8 @@ def loss_run(folder: Path) -> None:
     results = json.loads((RESULTS / "2026-11-24-make-train.json").read_text())
     config = parse(["--config", "tiny-cpu"]).config
     losses, batch = results["lm_loss"], config.data.global_batch_size
-    rates = Schedule.from_config(config.optimizer, batch * len(losses), batch)
+    before = [batch * i for i in range(len(losses) + 1)]
+    rates = Schedule.from_config(config.optimizer, before[-1], before)
     write_lines(
         folder / "metrics.jsonl",
         (dict(iteration=i + 1, lm_loss=loss, lr=rates.at(i * batch)) for i, loss in enumerate(losses)),

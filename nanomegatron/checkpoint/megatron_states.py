@@ -41,9 +41,9 @@ def lacking(config: Config, state: dict[str, Any], kinds: set[str]) -> str:
 
 def common_states(config: Config, state: dict[str, Any]) -> dict[str, Any]:
     """Return what common.pt has of an optimizer. state: what a checkpoint of ours says."""
-    optimizer, batch, table = config.optimizer, config.data.global_batch_size, samples_before(config, 1)
-    length = config.run.train_samples or (len(table) - 1) * batch
-    schedule = Schedule.from_config(optimizer, length, batch)
+    optimizer, table = config.optimizer, samples_before(config, 1)
+    length = config.run.train_samples or table[-1]
+    schedule = Schedule.from_config(optimizer, length, table)
     steps = state["optimizer"]["good_steps"]
     samples = table[min(steps, len(table) - 1)]
     rates = {"max_lr": schedule.lr, "min_lr": schedule.min_lr}

@@ -146,7 +146,8 @@ def _translated(name: str, value: Any, config: Config) -> tuple[list[str], str]:
         case "ckpt_format" if value == "sharded":
             return [], ""
         case "rampup_batch_size":
-            return words, "ignored since core 0.19, which has --step-batch-size-schedule"
+            counted = "" if config.run.train_samples else "only in runs of --train-samples there, and "
+            return words, f"{counted}ignored since core 0.19, which has --step-batch-size-schedule"
     if key in known["own"]:
         return [], "no flag of Megatron-LM"
     return ["--" + known["renamed"].get(words[0][2:], words[0][2:]), *words[1:]], ""
