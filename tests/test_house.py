@@ -9,9 +9,9 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6442,
-    "checkpoint": 4540,
+    "checkpoint": 4573,
     "commands": 1712,
-    "config": 3576,
+    "config": 3581,
     "data": 3405,
     "debug": 1120,
     "fast": 3280,

@@ -23,7 +23,7 @@ from nanomegatron.checkpoint.hf import folder_tokenizer, keep_source_files, load
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.checkpoint.saver import Saver
-from nanomegatron.checkpoint.source import LoadSource, find_source, model_changes
+from nanomegatron.checkpoint.source import LoadSource, find_source, model_changes, value_changes
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.comm import all_gather_text
 from nanomegatron.config.check_model import hub_hint
@@ -162,6 +162,8 @@ def load_checkpoint(run: Run) -> None:
         log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
     if states:
         run.optimizer.load_scalars(loaded.state["optimizer"])
+        where = (run.samples_before, run.iteration, loaded.state["optimizer"]["good_steps"])
+        log_notes(run, value_changes(loaded.config_toml, run.config, *where))
     elif run.optimizer:
         run.optimizer.reset_main()
         lr, left = float(run.optimizer.values[0, 0]), run.config.run.train_iters - run.iteration

@@ -68,6 +68,11 @@ def _steps(schedule: str, seq_length: int) -> list[tuple[int, int]]:
     return found
 
 
+def batch_size_at(data: DataConfig, consumed: int) -> int:
+    """The batch size of the iteration that follows `consumed` samples; data: resolved."""
+    return [size for start, size in stages(data, 1) if start <= consumed][-1]
+
+
 def samples_before(config: Config, dp_size: int) -> list[int]:
     """Samples consumed before each iteration of the run, and after its last: train_iters + 1 numbers.
 
