@@ -269,6 +269,8 @@ def train(run: Run) -> int:
     run.optimizer.cast_weights()
     if config.debug_nan:
         stop_at_nan(run.model, run.grads, run.mesh)
+    if run.evaluated < run.iteration < config.train_iters and due(config.eval_interval, run.iteration):
+        evaluate(run)  # it was due when a signal stopped the run
     step = train_step
     if run.config.faults.rerun_mode == "validate_results":
         step = functools.partial(validated_step, train_step=train_step)
@@ -290,10 +292,11 @@ def train(run: Run) -> int:
             if due(config.eval_interval, run.iteration) and run.iteration < config.train_iters:
                 evaluate(run)
             save_if_due(run)
-            if run.iteration == config.train_iters:
+            if run.stop or run.iteration == config.train_iters:
                 run.flush_report()
             if run.health.spike is not None:
                 roll_back(run)
+                run.stop = run.stop if run.preempted else ""  # its step is due again
             collect(run.iteration)
     run.flush_report()
     run.profile.close()
@@ -362,14 +365,15 @@ def train_step(run: Run) -> StepReport:
 
 
 def finish(run: Run) -> int:
-    """Evaluate, log a sample, draw the pictures, print the next command; return the exit code."""
+    """Evaluate at the end of training, log a sample and pictures, print the next command -> the exit code."""
     config, log = run.config, run.log
     if run.stop and not run.preempted:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")
     if energy := run.reporter.energy.summary():
         log.line(f"energy  {energy}")
-    for split in ("validation", "test"):
-        evaluate(run, split)
+    if not run.stop or run.iteration == config.run.train_iters:
+        evaluate(run, "validation")
+        evaluate(run, "test")
     if run.preempted:
         text = f"stopped by {run.stop} after step {run.iteration}; the same command resumes from there"
         return preempted(log, text, iteration=run.iteration)

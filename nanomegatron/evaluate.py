@@ -18,7 +18,8 @@ from nanomegatron.step import empty_unused_memory, forward_microbatch, step_batc
 def evaluate(run: Run, split: str = "validation") -> None:
     """Log the mean loss over the first --eval-iters global batches of held-out data, the same every time.
 
-    After a signal on any rank it returns before the next batch and logs no loss; the caller ends the run.
+    After a signal on any rank it returns before the next batch and logs no loss; the caller ends the run, and
+    the one that resumes evaluates first.
     """
     run.flush_report()
     config, which = run.config, ("train", "validation", "test").index(split)
@@ -48,6 +49,7 @@ def evaluate(run: Run, split: str = "validation") -> None:
     loss, length = loss / max(tokens, 1), run.datasets[which].bytes_per_token()
     bpb = None if length is None else bits_per_byte(loss, 1, length)
     run.log.evaluation(run.iteration, split, loss, bpb, run.consumed_samples)
+    run.evaluated = run.iteration
 
 
 def evaluate_only(run: Run) -> int:

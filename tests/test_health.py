@@ -273,7 +273,7 @@ def test_a_spike_is_skipped_or_only_named(corpus, tmp_path):  # noqa: F811
     assert [s["lm_loss"].hex() for s in again] == [s["lm_loss"].hex() for s in steps]
 
 
-def test_a_rollback_is_a_run_that_never_read_those_samples(corpus, tmp_path):  # noqa: F811
+def test_a_rollback_is_a_run_that_never_read_those_samples(corpus, tmp_path, full):  # noqa: F811
     """From the save of step 16: losses after it are those of --iterations-to-skip, to the bit."""
     argv = arguments(corpus, SPIKE)
     codes, _ = outcome(tmp_path / "back", [*argv, "--on-spike", "rollback"], 2, {21: (0, 1e4)}, once=True)
@@ -286,6 +286,12 @@ def test_a_rollback_is_a_run_that_never_read_those_samples(corpus, tmp_path):  #
         (s["iteration"], s["lm_loss"].hex()) for s in never
     ]
     assert "rolled back to step 16" in (tmp_path / "back/runs/test/log.txt").read_text()
+    if full:  # a spike in the step that ends the run
+        stop = [*argv, "--on-spike", "rollback", "--exit-interval", "21"]
+        assert outcome(tmp_path / "stop", stop, 2, {21: (0, 1e4)}, once=True)[0] == [0, 0]
+        assert outcome(tmp_path / "stop", stop[:-2], 2, {})[0] == [0, 0]
+        stop = read_jsonl(tmp_path / "stop/runs/test/metrics.jsonl")
+        assert [s["lm_loss"].hex() for s in stop] == [s["lm_loss"].hex() for s in never]
     codes, status = outcome(
         tmp_path / "none",
         arguments(corpus, SPIKE, "--on-spike rollback --save-interval 50"),

@@ -8,8 +8,8 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6442,
-    "checkpoint": 4573,
+    "": 6446,
+    "checkpoint": 4575,
     "commands": 1712,
     "config": 3581,
     "data": 3405,

@@ -67,6 +67,31 @@ def test_a_signal_ends_an_evaluation(corpus, tmp_path):  # noqa: F811
     assert not (tmp_path / "runs/test/evals.jsonl").exists()
 
 
+def test_stopped_runs_have_the_evaluations_of_others(corpus, tmp_path, full):  # noqa: F811
+    """By a signal at a step that has one, in an evaluation, by --exit-interval at a step with and without."""
+    (tmp_path / "whole").mkdir()
+    argv = arguments(corpus, f"{FOUR} --eval-interval 2 --eval-iters 2 --micro-batch-size 4")
+    argv += ["--split", "80,10,10"]
+    output_of(tmp_path / "whole", argv, train.DONE)
+    whole = read_jsonl(tmp_path / "whole/runs/test/evals.jsonl")
+    assert [(e["iteration"], e["split"]) for e in whole] == [
+        (2, "validation"),
+        (4, "validation"),
+        (4, "test"),
+    ]
+    for where in ("train_step", "3", *["forward_microbatch", "2"] * full):
+        folder = tmp_path / where
+        folder.mkdir()
+        if where.isdecimal():
+            output_of(folder, [*argv, "--exit-interval", where], train.DONE)
+        else:
+            codes, status = signals(folder, argv, where, ranks=1)
+            assert (codes, status["iteration"]) == ([train.PREEMPTED], 2)
+            assert not (folder / "runs/test/evals.jsonl").exists()
+        output_of(folder, argv, train.DONE)
+        assert read_jsonl(folder / "runs/test/evals.jsonl") == whole, where
+
+
 @pytest.mark.parametrize("where", ["choose_tokenizer of 1", "load_checkpoint of 01"])
 def test_a_signal_before_the_first_step(where, corpus, tmp_path):  # noqa: F811
     codes, status = signals(tmp_path, arguments(corpus, FOUR), where)

@@ -97,6 +97,7 @@ def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> No
         "circumstances": environment_info(run),
         "health": run.health.state(),
         "skipped_iterations": sorted(run.skipped_iterations),
+        "evaluated": run.evaluated,
     }
     run.saver.save(run.iteration, pieces, state, to_toml(run.config), persistent, last)
 
@@ -225,6 +226,7 @@ def restore_progress(run: Run, root: str, state: dict) -> None:
     """
     run.iteration, run.skipped_samples = state.get("iteration", 0), state.get("skipped_samples", 0)
     run.skipped_iterations = set(state.get("skipped_iterations", ()))
+    run.evaluated = state.get("evaluated", run.iteration)
     if run.health:
         run.health.load(state.get("health", []))
     done = run.iteration >= len(run.samples_before) or run.config.run.eval_only
