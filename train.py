@@ -52,6 +52,7 @@ from nanomegatron.faults.health import Health
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
+from nanomegatron.faults.streak import Streak
 from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.flops import parameter_count
 from nanomegatron.generate import show_sample
@@ -236,7 +237,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     if not config.run.eval_only:
         grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
         reporter = Reporter(config, mesh, log, model, grads)
-        health = Health(config.faults, mesh, log, optimizer)
+        health = Health(config.faults, mesh, log, optimizer, Streak(log, config))
+        health.streak.resume(mesh)
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     known = data_identity(datasets) if mesh.rank == 0 else {}
     run = Run(*parts, before, asked, profile, reporter, health, signals, known)
@@ -375,7 +377,10 @@ def finish(run: Run) -> int:
         evaluate(run, "validation")
         evaluate(run, "test")
     if run.preempted:
-        text = f"stopped by {run.stop} after step {run.iteration}; the same command resumes from there"
+        where = "resumes from there"
+        if run.saver.saved < run.iteration:
+            where = f"resumes from step {run.saver.saved}: nothing is saved while steps are not finite"
+        text = f"stopped by {run.stop} after step {run.iteration}; the same command {where}"
         return preempted(log, text, iteration=run.iteration)
     prompt, held_out = None, run.datasets[1] or run.datasets[0]
     if not config.data.mock_data:

@@ -231,6 +231,11 @@ class Optimizer:
         largest = torch._foreach_norm(flat, math.inf)  # NaN if there is one
         return ~torch.stack([x.to(self.values.device, torch.float32) for x in largest]).isfinite().all()
 
+    def grad_norm(self) -> torch.Tensor:
+        """Norm of the summed gradients, as `step` finds it -> `[]`. All-reduces one number over all ranks."""
+        total = (self._over_parts(self._grads()) * self.counted).sum()
+        return (self._norm(total) / self.scaler.scale).float()
+
     def params_norm(self) -> torch.Tensor:
         """L2 norm of all parameters, each counted once -> `[]`. All-reduces one number over all ranks."""
         return self._norm((self._over_parts([shard.main for shard in self.shards]) * self.counted).sum())

@@ -40,7 +40,9 @@ checkpoint/ report/
 faults/
 build
 run
-generate step checkpoint.resume
+generate step
+faults.alive
+checkpoint.resume
 evaluate faults.recovery debug/
 preprocess
 train convert setup commands/

@@ -31,6 +31,8 @@ from nanomegatron.config.cli import ConfigError, from_toml, to_toml
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_progress
 from nanomegatron.data.identity import data_changes
+from nanomegatron.faults.alive import why_dead
+from nanomegatron.faults.health import BadSteps
 from nanomegatron.run import Run, due
 
 
@@ -58,7 +60,11 @@ def save_if_due(run: Run) -> None:
 
 
 def save_last(run: Run) -> None:
-    """Save the last iteration if it is not saved yet; all of it is published then. Raises SaveError."""
+    """Save the last iteration if it is not saved yet; all of it is published then. Raises SaveError.
+
+    Raises BadSteps, on all ranks, if the run ends in bad steps, unless a signal has ended it: then the steps
+    since the last save are left to the next start, which continues the count of bad steps.
+    """
     run.saver.finish()
     if run.saver.saved < run.iteration:
         save_checkpoint(run, last=True)
@@ -75,7 +81,8 @@ def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> No
     """Save everything that the next run needs to continue to the bit; waits for the step in flight.
 
     With --async-save it is only begun. Arguments: as for `Saver.save`. A spike that a rollback undoes is not
-    saved. Raises BadSteps, on all ranks, if a tensor is not finite: such a checkpoint is never published.
+    saved, nor is anything while steps are bad or weights are dead (faults/alive.py): a warning says so.
+    Raises BadSteps, on all ranks, if a tensor is not finite, or if the last save of a run would be left out.
     """
     run.grads.wait_params()
     pieces = saved_pieces(run)
@@ -84,6 +91,15 @@ def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> No
     if run.health.spike is not None and not last:
         return
     run.health.check_pieces(*finite, run.iteration)
+    health = run.health
+    bad, why = health.streak.now, ""
+    if bad or (why := why_dead(run)):
+        text = f"{health.bad_steps()}. {health.advice()}" if bad else why
+        if last and not run.preempted:
+            raise BadSteps(f"step {run.iteration}, the last, is not saved: {text}")
+        if run.mesh.rank == 0:
+            run.log.warn(f"step {run.iteration} is not saved: {health.bad_steps() if bad else why}")
+        return
     state = {
         "iteration": run.iteration,
         "consumed_samples": run.consumed_samples,

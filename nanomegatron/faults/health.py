@@ -2,8 +2,9 @@
 
     step                                   the device           the host, one step later
     loss, norm, states finite, no spike    updates              -
-    not finite                             changes nothing      names tensor, rank, samples; after
-                                                                --max-skipped-steps in a row: exit code 16
+    not finite                             changes nothing      names tensor, rank, samples; nothing is saved
+                                                                then; after --max-skipped-steps in a row,
+                                                                restarts included: exit code 16
     weights or moments not finite          changes nothing      the same at once: no later step can be good
     spike, --on-spike warn                 updates              a warning
     spike, --on-spike skip                 changes nothing      a warning; its samples count as skipped
@@ -26,6 +27,7 @@ import torch
 from nanomegatron.checkpoint.files import Piece
 from nanomegatron.comm import all_gather_text
 from nanomegatron.config.faults import FaultConfig
+from nanomegatron.faults.streak import Streak
 from nanomegatron.mesh import Mesh
 from nanomegatron.optim import FLOAT_MAX, Optimizer
 from nanomegatron.report.log import RunLog
@@ -34,6 +36,8 @@ from nanomegatron.report.writers import too_large
 
 LAG = 2
 FEWEST = 32  # steps before which nothing is a spike
+NOT_SAVED = "Neither it nor a step after it was saved"
+FIX = "give a lower --lr, or --iterations-to-skip for bad samples"
 AGAIN = "the same command resumes from the last save, or starts again"
 FLOOR = {"loss": 0.02, "gradient norm": 0.1}  # least deviation, as a share of the median
 
@@ -52,11 +56,19 @@ class MachineFault(Exception):
 class Health:
     """Judges the numbers of each step on the host; `limits` are what the device judges the next step by."""
 
-    def __init__(self, config: FaultConfig, mesh: Mesh, log: RunLog, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        config: FaultConfig,
+        mesh: Mesh,
+        log: RunLog,
+        optimizer: Optimizer,
+        streak: Streak | None = None,
+    ) -> None:
+        """streak: the bad steps before this start of the run; None: none, and none are kept."""
         self.config, self.optimizer = config, optimizer
         self.mesh, self.log = mesh, log
+        self.streak = streak or Streak()
         self.window: list[tuple[int, float, float]] = []  # iteration, loss, gradient norm of finite steps
-        self.bad_in_a_row, self.first_bad = 0, ""
         self.spike: int | None = None  # the iteration of the last spike that is not dealt with
         self.lifted = False  # the next step is no spike, whatever its numbers: it is run again
 
@@ -102,7 +114,7 @@ class Health:
         if not step.finite:
             self._not_finite(step, which)
             return
-        self.bad_in_a_row = 0
+        self.streak.end(batch.iteration)
         spike = self._spike(step)
         if spike and self.mesh.rank == 0:
             done = "the update was done" if step.good else "the update was skipped"
@@ -120,17 +132,24 @@ class Health:
         text = f"{which}: loss {step.loss}, gradient norm {step.grad_norm}; {culprit}"
         if self.mesh.rank == 0:
             overflow = f"{which}: {too_large(step.loss_scale)}" if searching and not in_states else ""
-            self.log.warn(overflow or f"{text}; the step changed nothing")
-        if not self.bad_in_a_row:
-            self.first_bad = text
-        self.bad_in_a_row += not searching
-        last = f"{self.bad_in_a_row} steps in a row were not finite (--max-skipped-steps)"
-        fix = "give a lower --lr, or --iterations-to-skip for bad samples"
+            self.log.warn(overflow or f"{text}; its update was skipped")
+        if not searching or in_states:
+            self.streak.add(step.batch.iteration, text)
         if in_states:
             last = "weights or Adam moments are not finite, so no later step can be good"
-            fix = AGAIN
-        if in_states or self.bad_in_a_row >= self.config.max_skipped_steps:
-            raise BadSteps(f"{last}. The first was {self.first_bad}. No such step was saved: {fix}")
+            raise BadSteps(f"{last}. The first was {self.streak.text}. {NOT_SAVED}: {AGAIN}")
+        if self.streak.now and self.streak.count >= self.config.max_skipped_steps:
+            raise BadSteps(f"{self.bad_steps()} (--max-skipped-steps). {self.advice()}")
+
+    def bad_steps(self) -> str:
+        """Say how many steps in a row were bad."""
+        count, earlier = self.streak.count, self.streak.earlier
+        before = f", {earlier} of them before this start of the run" * (earlier > 0)
+        return f"{count} step{'s' * (count > 1)} in a row {'were' if count > 1 else 'was'} not finite{before}"
+
+    def advice(self) -> str:
+        """Say which bad step was the first, and what to do."""
+        return f"The first was {self.streak.text}. {NOT_SAVED}: {FIX}"
 
     def first_not_finite(self, step: StepNumbers) -> tuple[str, bool]:
         """Name the first non-finite tensor of all ranks, and whether it is a weight or a moment.
@@ -177,6 +196,11 @@ class Health:
         if found := list(filter(None, all_gather_text(text, self.mesh.world, self.mesh.device))):
             raise BadSteps(f"step {iteration} was not saved: {found[0]} is not finite; {AGAIN}")
 
+    @property
+    def last_good(self) -> int:
+        """The last iteration that was finite, of those that count for spikes; 0: none."""
+        return self.window[-1][0] if self.window else 0
+
     def state(self) -> list:
         """What a checkpoint keeps."""
         return [list(values) for values in self.window]
@@ -184,4 +208,4 @@ class Health:
     def load(self, saved: list) -> None:
         """Restore `state()`."""
         self.window = [(int(i), float(loss), float(norm)) for i, loss, norm in saved]
-        self.bad_in_a_row, self.first_bad, self.spike = 0, "", None
+        self.spike = None

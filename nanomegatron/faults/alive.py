@@ -1,0 +1,62 @@
+"""Whether weights are alive: a checkpoint of finite but dead ones is never published.
+
+    step 11     loss 3.9, an update with a far too high --lr: weights of 1e36, all finite
+    save        step 11 once more, with the new weights and without an update: loss nan, so nothing is saved
+
+An update is judged only by the step that follows, and the backward may overflow where the loss is finite. So
+before a save the last good step is repeated: its numbers were finite with the weights before. Afterwards all
+is as it was, to the bit. It takes the time of a step without the update.
+"""
+
+import math
+
+import torch
+
+from nanomegatron import comm
+from nanomegatron.run import Run
+from nanomegatron.step import forward_step, step_batches, token_count
+
+
+def why_dead(run: Run) -> str:
+    """Return what is wrong with the weights; "" if they are alive. All ranks call this; the host waits."""
+    finished = run.health.last_good or run.iteration
+    repeated = min(max(finished, 1), len(run.samples_before) - 1)
+    loss, norm = repeat_step(run, repeated)
+    if math.isfinite(loss) and math.isfinite(norm):
+        return ""
+    what = f"with its weights, which are finite, step {repeated} has loss {loss}, gradient norm {norm}"
+    return f"{what}: an update has made them unusable (see --lr, --clip-grad)"
+
+
+def repeat_step(run: Run, iteration: int) -> tuple[float, float]:
+    """Return loss and gradient norm of an iteration's samples with the weights as they are; no update.
+
+    The loss scale of fp16 is the smallest, with which healthy gradients do not overflow. Communicates as a
+    step does.
+    """
+    now, scaler, scales = run.iteration, run.optimizer.scaler, run.model.scales
+    scale = scaler.scale
+    fp8 = {} if scales is None else scales.state()
+    run.iteration = iteration - 1
+    if scaler.dynamic:
+        scaler.scale = torch.full_like(scale, scaler.minimum)
+    batch = run.next_batch()
+    microbatches = list(step_batches(run, run.loaders[0], batch.first, batch.size))
+    run.mesh.traffic.start_step(launching=run.mesh.device.type == "cuda")
+    run.grads.zero(len(microbatches))
+    total = torch.zeros((), device=run.mesh.device)
+    step = forward_step(run, microbatches, token_count(run, microbatches), total)
+    data = run.config.data
+    shape = run.model.shape(data.seq_length // run.mesh.cp.size, data.micro_batch_size)
+    run.execute(run.model, step, len(microbatches), shape)
+    run.grads.grad_sync()
+    loss = comm.all_reduce_(total if run.model.is_loss_rank else torch.zeros_like(total), run.mesh.world)
+    numbers = torch.stack((loss, run.optimizer.grad_norm()))
+    loss, norm = comm.read(numbers, run.mesh.world)
+    run.mesh.traffic.end_step()
+    run.iteration, scaler.scale = now, scale
+    if scales is not None:
+        scales.discard_step()
+        scales.load(fp8)
+        run.optimizer.cast_weights()
+    return loss, norm
