@@ -49,6 +49,7 @@ from nanomegatron.evaluate import evaluate, evaluate_only
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, report_failure
 from nanomegatron.faults.garbage import manual_gc
 from nanomegatron.faults.health import Health
+from nanomegatron.faults.history import check_history
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
@@ -208,6 +209,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     profile = Profile(config.run, mesh, log)  # before anything takes memory
     deterministic = config.precision.deterministic_mode or mesh.device.type == "cpu"
     torch.set_deterministic_debug_mode("error" if deterministic else "default")  # imports no compiler
+    if not config.run.eval_only:
+        check_history(config, mesh, log)
     config = with_saved_schedule(config, mesh)
     data, before = config.data, samples_before(config, mesh.dp.size)
     tokenizer = choose_tokenizer(data)
@@ -237,8 +240,7 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     if not config.run.eval_only:
         grads, optimizer = build_optimizer(model, config, mesh, step_values(config, before), paths)
         reporter = Reporter(config, mesh, log, model, grads)
-        health = Health(config.faults, mesh, log, optimizer, Streak(log, config))
-        health.streak.resume(mesh)
+        health = Health(config.faults, mesh, log, optimizer, Streak(config, mesh, log))
     parts = (config, mesh, log, tokenizer, datasets, loaders, model, grads, optimizer)
     known = data_identity(datasets) if mesh.rank == 0 else {}
     run = Run(*parts, before, asked, profile, reporter, health, signals, known)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from nanomegatron.checkpoint import folder as checkpoint_folder
-from nanomegatron.checkpoint.checkpoint import latest, save
+from nanomegatron.checkpoint.checkpoint import SaveError, latest, load, save
 from nanomegatron.checkpoint.folder import LATEST, NON_PERSISTENT, Retention, folders
+from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.launch import launch
 from nanomegatron.mesh import World
-from tests.checkpoints import ALONE, cuts, die_at, expect_newest
+from tests.checkpoints import ALONE, cuts, die_at, expect_newest, save_alone
 
 
 def saved_with(root: Path, step: int, keep: Retention) -> list[str]:
@@ -64,7 +65,10 @@ def test_one_that_is_not_persistent_replaces_the_one_before(tmp_path):
 
 
 def test_what_is_no_checkpoint_of_the_run_stays(tmp_path):
-    """Links and what they point to, other names, and later iterations, of a run that began again before."""
+    """Links and what they point to, other names, and later iterations, of a run that began again before.
+
+    A link is none of the last two: the folder of step 2 stays for it until two others are there.
+    """
     root, outside = tmp_path / "ckpt", tmp_path / "outside"
     saved_with(outside, 3, Retention())
     for step in (1, 2, 7):
@@ -74,11 +78,38 @@ def test_what_is_no_checkpoint_of_the_run_stays(tmp_path):
     for name in others:
         shutil.copytree(root / "iter_0000001", root / name)
     before = sorted(path.name for path in outside.rglob("*"))
-    for step in (4, 5, 6):
+    for step, left in ((4, [2, 3, 4, 7]), (5, [3, 4, 5, 7]), (6, [3, 5, 6, 7])):
         assert saved_with(root, step, Retention(2)) == []
-    assert sorted(folders(root)) == [5, 6, 7]
+        assert sorted(folders(root)) == left
     assert all((root / name).is_dir() for name in others) and (root / "iter_0000003").is_symlink()
     assert sorted(path.name for path in outside.rglob("*")) == before
+
+
+def test_a_link_is_loaded_from_and_never_replaced(tmp_path):
+    """To a folder on another disk; if the newest leads to nothing, or to damage, nothing else is loaded."""
+    root = tmp_path / "ckpt"
+    for step in (10, 20):
+        save_alone(root, step)
+    link, target = root / "iter_0000020", tmp_path / "disk/iter_0000020"
+    target.parent.mkdir()
+    os.rename(link, target)
+    link.symlink_to(target)
+    assert latest(root) == 20 and expect_newest(root, 20) == []
+    with pytest.raises(SaveError, match="iter_0000020 is a symbolic link, which is not replaced"):
+        save_alone(root, 20)
+    assert os.readlink(link) == str(target) and expect_newest(root, 20) == []
+    manifest = target / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text("{}")
+    with pytest.raises(CheckpointError, match="iter_0000020, a symbolic link, leads to .* damaged"):
+        load(root, cuts(None), ALONE)
+    manifest.write_text(text)
+    os.rename(target, tmp_path / "unmounted")
+    for look in (lambda: latest(root), lambda: load(root, cuts(None), ALONE)):
+        with pytest.raises(CheckpointError, match="iter_0000020 is a symbolic link to .* not there: mount"):
+            look()
+    save_alone(root, 30)  # an older one does not matter
+    assert expect_newest(root, 30) == [] and link.is_symlink()
 
 
 def test_a_damaged_one_is_none_of_the_last(tmp_path):

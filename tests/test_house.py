@@ -8,14 +8,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6446,
-    "checkpoint": 4575,
+    "": 6450,
+    "checkpoint": 4620,
     "commands": 1712,
-    "config": 3581,
+    "config": 3584,
     "data": 3405,
     "debug": 1120,
     "fast": 3280,
-    "faults": 1150,
+    "faults": 1400,
     "ops": 3801,
     "plan": 1827,
     "report": 2450,

@@ -20,6 +20,7 @@ from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
 SIX = "--train-iters 6 --lr-warmup-iters 0 --save-interval 2 --eval-iters 0"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SAYS_WHERE = ("async-save", "save =", "run-name")
 BIASES = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 
@@ -50,7 +51,7 @@ def parts_of(root: Path) -> dict[str, bytes]:
         if path.name == "manifest.json":
             manifest = json.loads(text)
             lines = manifest["config"].splitlines()
-            manifest["config"] = [line for line in lines if not line.startswith(("async-save", "save ="))]
+            manifest["config"] = [line for line in lines if not line.startswith(SAYS_WHERE)]
             text = json.dumps(manifest).encode()
         if path.suffix != ".sha256":
             found[f"{path.parent.name}/{path.name}"] = text
@@ -63,9 +64,10 @@ CASES = {"sharded": SHARDED, "biases of routers": f"--num-experts 4 --moe-router
 @pytest.mark.parametrize("case", fast_ones(CASES, "biases of routers"))
 def test_training_beside_a_save_changes_nothing(case, corpus, tmp_path):  # noqa: F811
     """Checkpoints of every second step, to the byte, and the losses."""
-    losses, folder = [], tmp_path / "runs/test"
+    losses = []
     for kind in ("async", "no-async"):
-        argv = arguments(corpus, SIX, CASES[case], f"--{kind}-save --save {kind}")
+        argv = arguments(corpus, SIX, CASES[case], f"--{kind}-save --save {kind} --run-name {kind}")
+        folder = tmp_path / "runs" / kind
         assert run_spmd(run_ranks, 2, argv, str(tmp_path), "") == [train.DONE] * 2
         losses.append([step["lm_loss"] for step in read_jsonl(folder / "metrics.jsonl")])
         status = json.loads((folder / "status.json").read_text())
@@ -73,7 +75,7 @@ def test_training_beside_a_save_changes_nothing(case, corpus, tmp_path):  # noqa
     files = parts_of(tmp_path / "async")
     assert files == parts_of(tmp_path / "no-async") and len(files) == 3 * 3
     assert losses[0] == losses[1] and len(losses[0]) == 6
-    text = (folder / "log.txt").read_text()
+    text = (tmp_path / "runs/async/log.txt").read_text()
     assert [text.count(f"saved   async, step {step}\n") for step in (2, 4, 6)] == [1, 1, 1]
 
 

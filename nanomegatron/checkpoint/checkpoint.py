@@ -167,13 +167,15 @@ def not_saved(root: Path, iteration: int, errors: Iterable[str], need: int) -> s
 
 
 def latest(root: str | Path) -> int | None:
-    """Return the newest iteration published in root, by the names of the folders; None if there is none."""
-    return max(folders(Path(root)), default=None)
+    """Return `newest_folder`: the newest iteration published in root; None if there is none."""
+    return folder.newest_folder(Path(root))
 
 
 def latest_for_all(root: str | Path, mesh: Mesh) -> int:
-    """Return `latest` as rank 0 sees it, -1 for None. Broadcasts a number over world."""
-    seen = latest(root)
+    """Return `latest` as rank 0 sees it, -1 for None. Communicates over world. Raises CheckpointError."""
+    seen, errors = on_all_ranks(mesh, latest if mesh.world.rank == 0 else None, root)
+    if errors:
+        raise CheckpointError(errors[0])
     return int(broadcast_(torch.tensor(-1 if seen is None else seen, device=mesh.device), mesh.world))
 
 
@@ -251,6 +253,8 @@ def _newest_intact(
     seen, errors = on_all_ranks(mesh, folders if mesh.world.rank == 0 else None, root)
     if errors:
         raise CheckpointError(f"{root}: {errors[0]}")
+    if step is None:
+        latest_for_all(root, mesh)  # raises if the newest is not there
     names = json.dumps({i: path.name for i, path in (seen or {}).items()})
     names = all_gather_text(names, mesh.world, mesh.device)[0]
     found = {int(i): name for i, name in json.loads(names).items()}
@@ -267,6 +271,9 @@ def _newest_intact(
         if any(error.endswith(UPDATE) for error in errors):
             raise CheckpointError("\n  ".join([f"{path} cannot be read:", *errors]))
         bad += errors
+        if path.is_symlink():
+            what = f"{path}, a symbolic link, leads to a checkpoint that is damaged"
+            raise CheckpointError("\n  ".join([f"{what}; restore it, or remove the link:", *errors]))
     if bad:
         raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *bad]))
     return root, None, []

@@ -10,6 +10,9 @@ A published folder is never written to. Saving an iteration again replaces it: t
 iter_0000120.old, which is used after a kill between the two renames, and removed afterwards. A folder that
 holds a file `non_persistent` is replaced by the next such folder (--non-persistent-save-interval).
 
+A symbolic link in place of a folder is loaded from, but never replaced or removed, and counts as none of the
+last ones. If the newest one points to nothing, such as a disk that is not mounted, nothing is loaded.
+
 No torch here: the process that writes checkpoints (checkpoint/writer.py) starts without it.
 """
 
@@ -95,7 +98,10 @@ def publish_folder(
     persistent: bool = True,
     format: dict | None = None,
 ) -> None:
-    """Merge the ranks' parts of the manifest, then give the folder its final name. format: of Manifest."""
+    """Merge the ranks' parts of the manifest, then give the folder its final name. format: of Manifest.
+
+    Raises CheckpointError if a symbolic link has this name.
+    """
     indices = [index_path(temporary, rank) for rank in range(ranks)]
     write_manifest(temporary, Manifest(iteration, state, config, *merge(indices), format or {}))
     if not persistent:
@@ -105,7 +111,9 @@ def publish_folder(
     sync_folder(temporary)
     root = temporary.parent
     final, aside = temporary.with_suffix(""), temporary.with_suffix(".old")
-    if final.exists() or final.is_symlink():
+    if final.is_symlink():
+        raise CheckpointError(f"{final} is a symbolic link, which is not replaced: remove it")
+    if final.exists():
         _remove(aside)
         os.rename(final, aside)
     os.rename(temporary, final)
@@ -164,7 +172,7 @@ def superseded(root: Path, iteration: int, keep: Retention) -> list[Path]:
     last = keep.keep_last or (2 if keep.interval else None)
     kept, replaced, result = int(keep.persistent), not keep.persistent, []
     for i, path in sorted(folders(root).items(), reverse=True):
-        if i >= iteration:  # later ones are of a run that began again before them
+        if i >= iteration or path.is_symlink():  # later ones are of a run that began again before them
             continue
         if (path / NON_PERSISTENT).is_file():
             drop, replaced = replaced, True
@@ -200,9 +208,23 @@ def folders(root: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()) if root.is_dir() else []:  # "iter_0000120" before "iter_0000120.old"
         match = PUBLISHED.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
+        if match and path.is_dir():
             found.setdefault(int(match[1]), path)
     return found
+
+
+def newest_folder(root: Path) -> int | None:
+    """Return the newest iteration in `folders`; None if there is none.
+
+    Raises CheckpointError if a newer one is a symbolic link to nothing.
+    """
+    newest = max(folders(root), default=None)
+    for path in root.iterdir() if root.is_dir() else ():
+        match = PUBLISHED.fullmatch(path.name)
+        if match and path.is_symlink() and not path.exists() and int(match[1]) > (newest or -1):
+            target = f"{path} is a symbolic link to {os.readlink(path)}, which is not there"
+            raise CheckpointError(f"{target}: mount or restore that, or remove the link")
+    return newest
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -195,7 +195,8 @@ def load_checkpoint(run: Run) -> None:
     changed = [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
     if changed and not only_weights:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
-    run.log.status("running", iteration=run.iteration, checkpoint=root)
+    if not run.config.run.eval_only:
+        run.log.status("running", iteration=run.iteration, checkpoint=root)
 
 
 def check_model(run: Run, source: LoadSource, saved: str) -> None:

@@ -254,6 +254,9 @@ class CheckpointConfig:
         refused=dict.fromkeys(("torch_dcp", "fsdp_dtensor"), "of parameters sharded over dp; use sharded"),
     )
     ckpt_step: int | None = setting(None, "load this iteration instead of the newest", at_least=0)
+    exit_on_missing_checkpoint: bool = setting(
+        True, "exit with code 3 where the run's records know of checkpoints and --save has none"
+    )
     finetune: bool = setting(False, "load only the weights, start at iteration 0", needs="--load")
     no_load_optim: bool = setting(False, "do not load the optimizer state", needs="--load")
     moe_use_upcycling: bool = moe(False, "copy --load's dense MLP to each expert", needs=("--load", "--save"))

@@ -22,20 +22,27 @@ FILE = "bad_steps.json"
 
 
 class Streak:
-    """A row of bad steps: their count, the first one's iteration and text. log: None keeps no file."""
+    """A row of bad steps: their count, the first one's iteration and text."""
 
-    def __init__(self, log: RunLog | None = None, config: Config | None = None) -> None:
+    def __init__(
+        self, config: Config | None = None, mesh: Mesh | None = None, log: RunLog | None = None
+    ) -> None:
+        """Continue the row of the file, if there is one, of the same settings. No arguments: keep no file.
+
+        Gathers a text over world.
+        """
         self.count = 0
         self.first = 0  # iteration
         self.text = ""  # what is said of the first
         self.earlier = 0  # of `count`, before this start of the run
         self.now = False  # the last step was bad
         self.log = log if log and log.is_main else None
-        self.path = Path(config.checkpoint.save) / FILE if config else None
-        self.settings = hashlib.sha256(to_toml(config).encode()).hexdigest()[:16] if config else ""
+        if config:
+            self.path = Path(config.checkpoint.save) / FILE
+            self.settings = hashlib.sha256(to_toml(config).encode()).hexdigest()[:16]
+            self._resume(mesh)
 
-    def resume(self, mesh: Mesh) -> None:
-        """Read the file, if it is of the same settings. Gathers a text over world."""
+    def _resume(self, mesh: Mesh) -> None:
         text = ""
         if self.log:
             with self.log.attempt(str(self.path)):
@@ -47,8 +54,10 @@ class Streak:
                 self.text = str(kept["text"])
                 self.first = int(kept["first"])
                 self.count = self.earlier = int(kept["count"])
-        except (ValueError, TypeError, KeyError, AttributeError):  # damaged: as if it were not there
-            self.count = self.first = self.earlier = 0
+        except (ValueError, TypeError, KeyError, AttributeError):
+            pass  # damaged: as if it were not there
+        if text and not self.count:
+            self._keep()
         if self.count and self.log:
             found = f"{self.path}: {self.count} in a row, from step {self.first} on, were not finite"
             self.log.line(f"note    {found}; the count continues (other settings begin a new one)")

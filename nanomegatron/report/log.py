@@ -11,9 +11,8 @@
               experts.jsonl  one per step of --moe-per-layer-logging: layer/kind, kinds of ExpertLoad there
               status.json    one of STATES, exit code, last checkpoint, the cause
 
-Only rank 0 writes numbers, in any layout. Other ranks warn on the console under their own name, and the first
-that fails writes it to status.json. A resumed run drops the steps after its checkpoint from the .jsonl files
-before it appends to them, so that each is one clean series.
+Only rank 0 writes numbers. Other ranks warn under their own name, the first that fails writes status.json. A
+resumed run drops the steps after its checkpoint from the .jsonl files. `before`: status.json at the start.
 
 Training does not depend on these records: if a file or the console cannot be written (a full disk, a closed
 pipe), or a picture cannot be drawn, `attempt` warns once and later writes are tried again. An incomplete line
@@ -96,7 +95,8 @@ class RunLog:
         self._facts: dict[str, Any] = dict(exit_code=None, iteration=None, message="", checkpoint=None)
         with self.attempt(str(self.folder)):
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.status("running")
+        self.before = read_status(self.folder / "status.json", self.warn) if self.is_main else {}
+        self.status("running", **{key: self.before.get(key) for key in ("iteration", "checkpoint")})
 
     def begin(self, iteration: int, train_iters: int) -> None:
         """Open the series after `iteration` (0: new run); records of later iterations are dropped."""

@@ -104,7 +104,11 @@ def read_jsonl(path: str | Path, warn: Callable[[str], None] = warnings.warn) ->
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically: readers, also after a crash, see the old or the new file."""
+    """Write `text` to `path` atomically: readers, also after a crash, see the old or the new file.
+
+    A symbolic link stays: what it points to is written.
+    """
+    path = path.resolve()
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
