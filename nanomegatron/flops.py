@@ -80,7 +80,8 @@ def parameter_count(
     moe, dense, shared = 0, mlp(model.ffn_size), model.moe_shared_expert_intermediate_size
     if model.num_experts:
         moe = expert_parameters(model, model.num_experts if experts is None else experts)
-        moe += h * model.num_experts + (mlp(shared) + h * model.moe_shared_expert_gate if shared else 0)
+        moe += (h + biases) * model.num_experts
+        moe += mlp(shared) + h * model.moe_shared_expert_gate if shared else 0
     sparse, which = model.moe_layers, range(model.num_layers) if layers is None else layers
     total = sum(layer + (moe if sparse[i] else dense) for i in which)
     tables = first + last if model.untie_embeddings_and_output_weights else first or last

@@ -1,6 +1,6 @@
 """The router: chooses the experts of each token and their weights, and keeps the experts' load balanced.
 
-    x [t, h] -> logits [t, E] -> ids of the k best, probs [t, k] -> id -1 for copies over capacity
+    x [t, h] -> logits x W^T + b [t, E] -> ids of the k best, probs [t, k] -> id -1 for copies over capacity
 
     scores                              the best by               probs of the chosen
     softmax                             logits                    softmax of their k logits         Mixtral
@@ -9,8 +9,9 @@
     any, load balancing by sinkhorn     a table that gives each   softmax(logits) as they are,
                                         expert the same load      sigmoid for k = 1
 
-A copy is one token for one of its k experts. Sinkhorn's table covers a microbatch on one replica: the tokens
-of all tp and cp ranks, so it does not depend on the layout. (Megatron's covers the tokens of one rank.)
+A copy is one token for one of its k experts. b is there where linear layers have biases; that of DeepSeek's
+choice is another one. Sinkhorn's table covers a microbatch on one replica: the tokens of all tp and cp ranks,
+so it does not depend on the layout. (Megatron's covers the tokens of one rank.)
 
 Losses, each with a weight; microbatches are weighted by their tokens. P_e is expert e's mean score over a
 microbatch's tokens on tp and cp, f_e its share of these tokens' k choices (the f_e sum to 1)
@@ -256,6 +257,10 @@ class Router(nn.Module):
         self.tokens_axis = mesh.tp if config.sequence_parallel else Axis.single("tp")
         part = replica(f"{init.name}.weight", (experts, h), mesh.tp, partial=config.sequence_parallel)
         self.weight = new_parameter(ParamSpec((part,), (experts, h), writes_grad=True), init)
+        self.bias = None
+        if not config.disable_bias_linear:  # drawn like the weight, as Megatron does
+            part = replica(f"{init.name}.bias", (experts,), mesh.tp, partial=config.sequence_parallel)
+            self.bias = new_parameter(ParamSpec((part,), (experts,), decay=False), init)
         self.losses = loss_weights(config)
         bias = torch.zeros(experts, device=init.device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
@@ -318,6 +323,8 @@ class Router(nn.Module):
             x = jitter(x, config.moe_input_jitter_eps)
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype, x.dtype)
         logits = GateFunction.apply(x, self.weight, dtype).float()
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         if config.moe_router_force_load_balancing and batch.dropout_seed is not None:
             logits = logits + (jitter(torch.ones_like(logits), 1.0) - logits).detach()
         return logits
@@ -353,7 +360,7 @@ class Router(nn.Module):
 def move_expert_biases(routers: list[Router], counts: torch.Tensor) -> None:
     """Raise the biases of experts with fewer copies than the mean in the last step; lower those with more.
 
-    counts `[routers, E]`: copies on all ranks.
+    counts `[routers, E]`: copies on all ranks, but for those that were dropped.
     """
     if routers:
         biases = [router.expert_bias for router in routers]

@@ -37,8 +37,9 @@ MODELS = {  # 257 tokens: not divisible by any tp
     "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
     "sinkhorn": f"{ROPE} --num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3 "
     "--moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 1e-3 --micro-batch-size 2",
-    "groups": f"{ROPE} --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-pre-softmax "
-    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-input-jitter-eps 0.02 --micro-batch-size 2 "
+    "groups": f"{ROPE} --num-experts 8 --moe-ffn-hidden-size 24 --no-disable-bias-linear "
+    "--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 2 --micro-batch-size 2 "
+    "--moe-input-jitter-eps 0.02 "
     "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.02 0.01",
     "window": f"{ROPE} --num-query-groups 2 --window-size 9 0 --window-attn-skip-freq 3",
     "olmo": f"{ROPE} --num-query-groups 2 --norm-placement post --qk-layernorm --qk-layernorm-all-heads "
@@ -211,6 +212,7 @@ NAMED = [
     ("cp2ep2fp", "moe-documents"),
     ("dp2ep2rafp", "moe-documents"),
     ("cp2", "sinkhorn"),
+    ("tp2spep2et", "groups"),
     ("tp4sprsfp", "olmo"),
     ("cp2fp", "gemma"),
     ("tp2cp2a2asprs", "softcap"),

@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS["qwen"] = MODELS["llama"] | {"add_qkv_bias": True, "qk_layernorm": True, "kv_channels": 12}
 MODELS["mixtral"] = MODELS["llama"] | {"num_experts": 4}
+MODELS["gpt-moe"] = MODELS["gpt"] | {"num_experts": 4}
 MODELS["qwen-moe"] = MODELS["mixtral"] | {
     "num_layers": 3,
     "moe_layer_freq": "[0,1,1]",

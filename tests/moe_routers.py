@@ -26,7 +26,7 @@ def megatron():
 def settings(topk=2, **given):
     names = {name if hasattr(TransformerConfig, name) else f"moe_{name}": v for name, v in given.items()}
     shape = dict(num_layers=2, hidden_size=H, num_attention_heads=2, num_experts=E, moe_router_topk=topk)
-    return TransformerConfig(**shape | names)
+    return TransformerConfig(**shape | {"disable_bias_linear": True} | names)
 
 
 def router_of(config, axes=None, weight=None, **init):

@@ -8,10 +8,10 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6450,
+    "": 6457,
     "checkpoint": 4620,
-    "commands": 1712,
-    "config": 3584,
+    "commands": 1716,
+    "config": 3594,
     "data": 3405,
     "debug": 1120,
     "fast": 3280,
