@@ -348,7 +348,7 @@ def train_step(run: Run) -> StepReport:
     if expert_load:
         table = extras["experts"] = expert_load.end(batch.tokens)
         if run.config.model.moe_router_enable_expert_bias:
-            move_expert_biases(expert_load.routers, expert_load.own_tokens(table))
+            move_expert_biases(expert_load.routers, expert_load.own_kept_tokens(table))
     if counts_casts:
         extras["fp8"] = fp8_stats.end()
     with timers("optimizer"):

@@ -111,11 +111,20 @@ def saved(name: str, folder: str, args: dict | None = None, seed: int = 1) -> to
 
 
 def loaded(name: str, folder: str, seed: int = 2) -> torch.Tensor | None:
-    """Load a folder into a model with other weights, and return its logits."""
+    """Load a folder into a model with other weights, and return its logits.
+
+    Nothing is left over in the folder, which Megatron would not say, but what it has under two names or
+    beside a model.
+    """
     from megatron.core import dist_checkpointing
 
     model = build(name, seed)
-    state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    wanted = {"model": model.sharded_state_dict()}
+    state, left, missing = dist_checkpointing.load(wanted, str(folder), strict="return_all")
+    beside = ("optimizer.", "chained_", "_extra_state", "layernorm.", "layer_norm_")
+    left = [key for key in left if not any(word in key for word in beside)]
+    if left or missing:
+        raise ValueError(f"not in the model: {left}, not in the folder: {missing}")
     model.load_state_dict(state["model"])
     return logits(model)
 
@@ -275,5 +284,33 @@ def saved_legacy_states(
     return wrapped_steps(ddp, optimizer, 0 if simple else 3)
 
 
+def routed(config: dict, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """Megatron's router in a training step of one microbatch: its choice, gradients, and the moved bias.
+
+    tensors: x `[s, b, h]`, weight `[E, h]`, the gradient of the probs `[s * b, E]`, perhaps bias and
+    expert_bias `[E]`. config: of its TransformerConfig.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    given = TransformerConfig(**config, params_dtype=dtype, perform_initialization=False)
+    router = TopKRouter(config=given, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    names = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
+    router.load_state_dict({name: value for name, value in tensors.items() if name in names})
+    x = tensors["x"].clone().requires_grad_()
+    probs, chosen = router(x)
+    (probs * tensors["grad"]).sum().backward()
+    found = {"probs": probs.detach(), "chosen": chosen, "x.grad": x.grad}
+    found |= {f"{name}.grad": param.grad for name, param in router.named_parameters()}
+    if router.expert_bias is not None:
+        moved = get_updated_expert_bias(
+            router.local_tokens_per_expert, router.expert_bias, given.moe_router_bias_update_rate
+        )
+        found |= {"expert_bias": moved}
+    return found
+
+
 CALLS = {"train": trained, "legacy": saved_legacy, "save": saved, "load": loaded, "resume": resumed}
-CALLS["legacy-states"] = saved_legacy_states
+CALLS |= {"legacy-states": saved_legacy_states, "route": routed}

@@ -83,6 +83,7 @@ E 4 TYPE none COEFF 0.1 | 1 | COEFF 0.1: none has no loss; give 0, or aux_loss
 E 4 TYPE sinkhorn COEFF 0.1 | 1 | COEFF 0.1: sinkhorn has no loss
 E 4 TYPE sinkhorn CAPACITY 1.0 | 1 | CAPACITY 1.0: not with TYPE sinkhorn
 E 4 TYPE sinkhorn aux_loss COEFF 0 0 | 1 | TYPE sinkhorn aux_loss: sinkhorn is not with others
+E 4 TYPE aux_loss aux_loss COEFF 1 2 | 1 | TYPE aux_loss aux_loss: one of them twice
 E 4 --moe-z-loss-coeff -1 | 1 | --moe-z-loss-coeff -1.0: must be at least 0
 E 4 --moe-input-jitter-eps 1 | 1 | --moe-input-jitter-eps 1.0: must be at least 0 and less than 1
 E 4 --moe-router-dtype bf16 | 1 | --moe-router-dtype bf16: must be one of fp32, fp64

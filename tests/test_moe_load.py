@@ -46,7 +46,7 @@ def test_table_is_the_sum_over_all_ranks(mesh):
     model = routers(mesh, own)
     load = ExpertLoad(model, CONFIG, mesh)
     table = load.end(6)
-    move_expert_biases(load.routers, load.own_tokens(table))
+    move_expert_biases(load.routers, load.own_kept_tokens(table))
     ranks = range(4)  # of the first stage
     for row, layer in zip(table, LAYERS, strict=True):
         tokens = [sum(rank + e + 10 * layer for rank in ranks) for e in range(4)]

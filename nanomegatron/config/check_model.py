@@ -116,6 +116,8 @@ def _balance(model: TransformerConfig) -> Iterator[str]:
             yield f"--moe-aux-loss-coeff {weight}: {name} has no loss; give 0, or aux_loss"
     if "sinkhorn" in types and {*types} != {"sinkhorn"}:
         yield f"{words}: sinkhorn is not with others; give one"
+    elif len({*types}) < len(types):
+        yield f"{words}: one of them twice; give each once, with one weight"
 
 
 def _upcycling(model: TransformerConfig, save: str | None, load: str | None) -> Iterator[str]:

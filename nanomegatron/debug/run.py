@@ -112,7 +112,7 @@ def record_step(run: Run, recorder: Recorder) -> None:
     run.grads.grad_sync()
     recorder.add_gradients()
     if load and run.config.model.moe_router_enable_expert_bias:
-        move_expert_biases(load.routers, load.own_tokens(load.end(batch.tokens)))
+        move_expert_biases(load.routers, load.own_kept_tokens(load.end(batch.tokens)))
     recorder.inside = ["optimizer"]
     local = loss if run.model.is_loss_rank else torch.zeros_like(loss)
     if run.model.scales is not None:

@@ -142,9 +142,11 @@ class ExpertLoad:
             table.index_copy_(0, self.rows, mine)
         return all_reduce_(table, mesh.world)
 
-    def own_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """Select from the table of `end` the tokens per expert of this rank's routers -> `[routers, E]`"""
-        return table[:, : self.config.num_experts].index_select(0, self.rows)
+    def own_kept_tokens(self, table: torch.Tensor) -> torch.Tensor:
+        """Of the table of `end`: what this rank's routers sent to each expert, and kept -> `[routers, E]`"""
+        experts = self.config.num_experts
+        tokens, dropped = table[:, :experts], table[:, experts : 2 * experts]
+        return (tokens - dropped).index_select(0, self.rows)
 
     def numbers(self, row: list[float]) -> dict[str, float]:
         """Return for a layer: tokens of the busiest expert over the mean, share of dropped tokens, losses."""
