@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanomegatron.checkpoint.checkpoint import save
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron import open_megatron
-from nanomegatron.config.cli import build_config
+from nanomegatron.config.cli import build_config, to_toml
 from nanomegatron.config.hf import effective
 from nanomegatron.config.megatron_args import args_of_settings, megatron_settings, settings_of_args
+from tests.checkpoints import ALONE
 from tests.megatron_models import MODELS, VOCAB
-from tests.test_megatron_checkpoint import run, saved_with_states, settings
+from tests.test_megatron_checkpoint import model_of, pieces_of, run, saved_with_states, settings
 
 
 def test_args_that_are_not_ours(tmp_path):
@@ -77,3 +79,33 @@ def test_a_misfit_is_listed_once(tmp_path):
     _, *lines = str(error.value).splitlines()
     names = [line.split(":")[0].rpartition("decoder.")[2] for line in lines]
     assert len(names) == len({*names}) and {"linear_fc1" in n or "linear_fc2" in n for n in names} == {True}
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"norm_placement": "both"}, "--norm-placement both"),
+        (
+            {"num_experts": 4, "moe_shared_expert_intermediate_size": 24},
+            "--moe-shared-expert-intermediate-size 24 without --disable-bias-linear",
+        ),
+    ],
+)
+def test_a_model_that_megatron_has_not_is_not_written(tmp_path, capsys, monkeypatch, more, message):
+    """Of the first its loader would leave out norms without a word; the second it does not build."""
+    monkeypatch.setitem(MODELS, "other", MODELS["gpt"] | more)
+    config = to_toml(build_config(settings("other")))
+    state = {"iteration": 3, "consumed_samples": 0}
+    save(tmp_path / "ours", 3, pieces_of(model_of("other")), state, config, ALONE)
+    assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "theirs") == 2
+    assert f"Megatron-LM has no model of {message}; give another --target" in capsys.readouterr().err
+    assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_builds_no_shared_experts_with_biases():
+    experts = pytest.importorskip("megatron.core.transformer.moe.shared_experts")
+    sizes = dict(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2)
+    config = experts.TransformerConfig(**sizes, moe_shared_expert_intermediate_size=8)
+    with pytest.raises(AssertionError, match="bias is not supported in the shared experts"):
+        experts.SharedExpertMLP(config, None, gate=False)

@@ -110,6 +110,18 @@ def test_what_megatron_lacks_is_said():
     assert sum("is to be added" in line for line in lacking) == 2
 
 
+def test_what_stops_megatron_is_said():
+    """Its own asserts: in SharedExpertMLP, and on the layout in TransformerConfig."""
+    experts = "--num-experts 4 --moe-shared-expert-intermediate-size 8 --tp 2 --sp"
+    flags = f"{SMALL} {experts} --mock-data --vocab-size 99 --tokenizer-type NullTokenizer"
+    _, lacking = command(config_of(flags, 2))
+    shared = "--moe-shared-expert-intermediate-size 8 without --disable-bias-linear"
+    assert f"{shared}: Megatron-LM stops" in lacking
+    assert "--expert-tensor-parallel-size 2: Megatron-LM has biases of experts only with 1" in lacking
+    _, lacking = command(config_of(f"{flags} --disable-bias-linear", 2))
+    assert not [line for line in lacking if "Megatron-LM" in line]
+
+
 def test_a_run_is_printed_as_a_script(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = f"{SMALL} --tp 2 --train-data-path a/b --tokenizer-type ByteTokenizer --num-query-groups 2"

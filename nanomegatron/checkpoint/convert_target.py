@@ -38,9 +38,9 @@ WEIGHTS_ONLY |= {"optimizer": {}, "circumstances": {}}
 
 
 def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
-    """Write weights and optimizer states as torch_dist of Megatron-LM; yields notes."""
+    """Write weights and optimizer states as torch_dist of Megatron-LM; yields notes. Raises ValueError."""
     if lacking := only_here(source.config):
-        yield f"Megatron-LM has no flags for a model of {', '.join(lacking)}"
+        raise ValueError(f"Megatron-LM has no model of {', '.join(lacking)}; give another --target")
     tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
     about = source.config, source.vocab_size, source.iteration
     yield from write_megatron(folder, *about, tensors, source.state)

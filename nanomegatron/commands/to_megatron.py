@@ -17,7 +17,7 @@ from typing import Any
 from nanomegatron.config.check import resolve
 from nanomegatron.config.cli import MEGATRON_DEFAULTS, OF_ONE_RUN, from_toml
 from nanomegatron.config.help import did_you_mean
-from nanomegatron.config.megatron import megatron_flags
+from nanomegatron.config.megatron import megatron_flags, refused_together
 from nanomegatron.config.rules import Rules, declared, flag, holds, items, spelled, values_of
 from nanomegatron.config.settings import Config
 from nanomegatron.data.gpt_dataset import tokenizer_of_data
@@ -87,7 +87,12 @@ def command(config: Config) -> tuple[list[list[str]], list[str]]:
         words, why = _translated(name, value, config)
         flags += [words] * bool(words)
         lacking += [f"{spelled(name, value)}: {why}"] * bool(why)
-    data = config.data
+    lacking += [f"{words}: Megatron-LM stops" for words in refused_together(config)]
+    data, model, parallel = config.data, config.model, config.parallel
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if model.num_experts and not model.disable_bias_linear and etp > 1:
+        why = "Megatron-LM has biases of experts only with 1"
+        lacking.append(f"{spelled('expert_tensor_parallel_size', etp)}: {why}")
     if data.tokenizer_type is None and data.vocab_size is None:
         lacking.append("--tokenizer-type: the one that made the data (its .json says which) is to be added")
     elif data.tokenizer_type in (None, "NullTokenizer"):

@@ -17,10 +17,18 @@ def megatron_flags() -> dict[str, Any]:
 
 
 def only_here(config: Config) -> list[str]:
-    """Return the flags of a model that Megatron-LM does not have."""
+    """Return the flags of a model that Megatron-LM does not have, or not together."""
     model = [(s, value) for part, s, value in declared(config) if part == "model" and value != s.default]
     own = megatron_flags()["own"]
-    return [spelled(s.name, value) for s, value in model if s.name.replace("_", "-") in own]
+    found = [spelled(s.name, value) for s, value in model if s.name.replace("_", "-") in own]
+    return found + refused_together(config)
+
+
+def refused_together(config: Config) -> list[str]:
+    """Return the flags of a model that stop Megatron-LM together, though it has each."""
+    model, name = config.model, "moe_shared_expert_intermediate_size"
+    width = getattr(model, name) if model.num_experts and not model.disable_bias_linear else None
+    return [f"{spelled(name, width)} without --disable-bias-linear"] if width else []
 
 
 def answer(known: dict[str, Any], word: str, name: str, arguments: list[str]) -> tuple[str, str]:
