@@ -22,6 +22,7 @@ from nanomegatron.ops import cross_entropy
 from nanomegatron.ops.attention import choose_backend
 from nanomegatron.param import Init
 from nanomegatron.plan import fast as plan_fast
+from nanomegatron.plan import gradients as plan_gradients
 from nanomegatron.plan import memory as plan_memory
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes
 from nanomegatron.plan.memory import describe_memory, memory
@@ -61,6 +62,7 @@ def test_numbers_are_those_of_the_code_that_allocates():
     assert cross_entropy.CHUNK_TOKENS == plan_memory.LOSS_CHUNK
     assert FusedLossFunction.chunk == plan_fast.FUSED_LOSS_CHUNK
     assert ring.ROUND == plan_fast.RING_ROUND
+    assert dp.IN_FLIGHT == plan_gradients.REDUCTIONS
     assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
 
 
@@ -135,7 +137,7 @@ def bytes_kept(model: TransformerConfig, s: int, b: int, dtype: torch.dtype, tp=
     if scales is not None:
         quantize_layers(built, scales, range(model.num_layers))
     loss = fused_linear_cross_entropy if model.cross_entropy_loss_fusion else None
-    moe = OverlappedMoe(None) if model.num_experts else None
+    moe = OverlappedMoe(None) if model.moe_shared_expert_overlap else None  # as build.paths_for on a CPU
     install(Stages([built]), Paths(producers=True, loss=loss, moe=moe))
     parameters = {p.untyped_storage().data_ptr() for p in built.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}

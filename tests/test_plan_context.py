@@ -96,7 +96,7 @@ def test_the_keys_of_many_ranks_are_more_than_an_mlp(types, cp):
     mlp, attention = 2 * 2 * 14336, in_flight(run) - 4 * 2 * 14336  # the input of fc2 is gone
     assert (attention > mlp) == (types == "allgather")
     assert parts["backward of a layer"] == 2048 * max(mlp, attention)
-    assert parts["messages"] == 5 * 2048 * 2 * 4096 + handed_on(2048, cp) * (types == "p2p")
+    assert parts["messages"] == 3 * 2048 * 2 * 4096 + handed_on(2048, cp) * (types == "p2p")
 
 
 def test_packs_of_documents():

@@ -38,6 +38,7 @@ MODELS = {
     "moe": dict(recompute_granularity="selective", recompute_modules=("moe",)) | SHARED,
     "jitter": dict(moe_input_jitter_eps=0.1),
     "relu": dict(swiglu=False, squared_relu=True),
+    "overlapped": SHARED | dict(moe_shared_expert_overlap=True),
 }
 
 

@@ -17,7 +17,8 @@ FFN. Sequence parallelism divides the rows marked * by tp.
     MLP                4f or 2f    SwiGLU: gate and up, silu(gate) without the kernel, product; GELU: before
                                    and after; one f less if `mlp_act` is recomputed, none with `mlp`
     experts            c(2h + 4f)  for c copies of a token, with the f of one expert: inputs, as in an MLP,
-                                   outputs; none with `moe`
+                                   outputs; none with `moe`. Without the kernel fp32 outputs; in the plain
+                                   dispatch of a CPU those of all choices of the tokens at hand, here or not
     router *           k, E        two int64 for each choice, fp32 for each expert
     dropout masks *    2h          with --hidden-dropout
     statistics         fp32        1 or 2 per norm, log-sum-exp of each head
@@ -30,6 +31,7 @@ The load of experts is assumed to be even: an etp rank has the k copies of the t
 the capacity, and in FP8 16 rows of padding for each of its experts. Shared experts count as an MLP.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -38,6 +40,7 @@ from typing import NamedTuple
 from nanomegatron.config.settings import Config
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per value, by torch's name of the type
+TABLES = 18  # bytes of a choice in a plain dispatch beside the router's: an int64 index, masks, fp32 probs
 ONE_STAGE = dict(pipeline_model_parallel_size=1, num_virtual_stages_per_pipeline_rank=None)
 ONE_STAGE |= dict(pipeline_schedule=None, pipeline_split="even", data_parallel_size=None)
 
@@ -86,6 +89,7 @@ class Sizes:
         capacity = capacity if model.moe_pad_expert_input_to_capacity else min(capacity, 1.0)
         padding = precision.fp8_multiple * self.local_experts * self.fp8_experts / self.tokens
         self.copies = model.moe_router_topk * capacity * self.etp / config.sequence_cut + padding
+        self.grad_item = ITEMSIZE[config.grad_dtype_name]  # bytes of a gradient of a weight
         self.value = self.item * self.tokens  # bytes of one value of each token of a microbatch
 
     def shards(self, config: Config) -> tuple[int, int]:
@@ -97,6 +101,29 @@ class Sizes:
         """Return the inner features of a layer's MLP; moe: of its shared experts."""
         model = self.model
         return (model.moe_shared_expert_intermediate_size or 0 if moe else model.ffn_size) // self.tp
+
+    @property
+    def plain_dispatch(self) -> bool:
+        """Whether moe.py itself dispatches tokens, and without a kernel, as build.paths_for chooses."""
+        model, parallel = self.model, self.parallel
+        overlaps = parallel.overlap_moe_expert_parallel_comm or model.moe_shared_expert_overlap
+        fast = parallel.fast_paths or (parallel.fast_paths is None and (self.machine.gpu or overlaps))
+        return not fast and not (self.machine.kernels and model.moe_permute_fusion)
+
+    @property
+    def choices_at_hand(self) -> float:
+        """Choices of experts, for each token of this rank, of all tokens that a plain dispatch brings here.
+
+        An all-gather brings all tokens, an all-to-all those with an expert on this ep rank.
+        """
+        model, ep = self.model, self.parallel.expert_model_parallel_size
+        k, experts, tokens = model.moe_router_topk, model.num_experts, ep
+        if model.moe_token_dispatcher_type == "alltoall" and ep * self.etp > 1:
+            elsewhere = math.comb(experts - self.local_experts, k) / math.comb(experts, k)
+            tokens = ep * (1 - elsewhere)
+            if model.moe_pad_expert_input_to_capacity:
+                tokens = min(k * model.moe_expert_capacity_factor, ep)
+        return k * tokens * self.etp / self.config.sequence_cut
 
     @property
     def backend(self) -> str:
@@ -210,10 +237,13 @@ def _saved_by_experts(sizes: Sizes) -> float:
     alltoall = model.moe_token_dispatcher_type == "alltoall"
     swaps = alltoall and sizes.parallel.expert_model_parallel_size > 1
     output = 4 if swaps and not (sizes.machine.kernels and model.moe_permute_fusion) else item
-    copy = (read + output) * model.hidden_size + _feature(sizes, read, "moe_act") * sizes.expert_ffn
+    outputs = output * sizes.copies * model.hidden_size
+    if sizes.plain_dispatch:
+        outputs = (4 * model.hidden_size + TABLES) * sizes.choices_at_hand
+    copy = read * model.hidden_size + _feature(sizes, read, "moe_act") * sizes.expert_ffn
     inputs = item * (model.moe_shared_expert_gate + bool(model.moe_input_jitter_eps))
     router = 16 * model.moe_router_topk + 4 * (model.num_experts or 0)
-    return sizes.copies * copy + router / sizes.config.sequence_cut + inputs * sizes.h
+    return sizes.copies * copy + outputs + router / sizes.config.sequence_cut + inputs * sizes.h
 
 
 def attention_in_flight(sizes: Sizes) -> float:

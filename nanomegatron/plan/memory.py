@@ -18,9 +18,12 @@ of 2022: arXiv:2205.05198, section 4.)
 
 Pipeline ranks differ in their layers, in having the first or the last stage, and in the microbatches in
 flight. So the plan walks through each rank's ops (`schedules.py`): F adds the activations of its chunk, B or
-BW frees them; the tensors of a deferred weight gradient are held from B to W. Five messages are counted: one
-in flight from and one to each of two neighbours, and one in use. `plan/fast.py` adds the fast paths' buffers.
-Not counted is torch's own memory: about 0.3 GiB per process on a CPU, more on a GPU.
+BW frees them; the tensors of a deferred weight gradient are held from B to W. Of messages are counted: one in
+flight from and one to each neighbour, and one in use. `plan/fast.py` adds the fast paths' buffers, and
+`plan/gradients.py` what gradients take beside these states: of two moments of a step the larger one counts.
+
+Counted is what torch's allocator gives out, not the memory of torch itself (about 0.3 GiB per process on a
+CPU, more on a GPU) and of libraries (gloo 2 MiB, oneDNN's bf16 matmuls copies of weights).
 A prediction within 3 % of what is allocated is enough: finer details are left out.
 """
 
@@ -34,6 +37,7 @@ from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
 from nanomegatron.plan.fast import fused_loss, layer_graphs, optimizer_casts, piece_buffers, ring_buffers
+from nanomegatron.plan.gradients import Group, copies_in_backward, in_the_end, pooled_gradients
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer, sizes_of
 from nanomegatron.schedules import Op, most_open, placement, schedule
 
@@ -41,11 +45,11 @@ from nanomegatron.schedules import Op, most_open, placement, schedule
 LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
 WORKSPACES = 2**27  # bytes of cuBLAS, of sums and of numbers for the log, on a GPU
 SETTLED = 4  # microbatches for each pipeline rank after which a schedule needs no more memory
+UPDATE = "reduction, update"  # what gradients take beside the states: plan/gradients.py
 KEPT, DEFERRED, FORWARD, BACKWARD, ENDING = range(5)  # the parts of ChunkMemory
 # What an op does in turn: one microbatch more or fewer holds a part; 0: the op itself needs it for a while.
 HOLDS = {"F": ((KEPT, 1), (FORWARD, 0)), "BW": ((BACKWARD, 0), (KEPT, -1)), "W": ((DEFERRED, -1),)}
 HOLDS["B"] = (*HOLDS["BW"], (DEFERRED, 1), (ENDING, 0))
-REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
 
 
 class OpOrder(NamedTuple):
@@ -95,23 +99,33 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine, largest: 
     vocab = padded_vocab_size(vocab_size, config.data.make_vocab_size_divisible_by, sizes.tp)
     layers, order = stage_layers(config, vocab), pipeline_order(config, SETTLED)
     kinds = tuple(StageChunk(len(each), i == 0, i == len(layers) - 1) for i, each in enumerate(layers))
-    chunks = [part for kind in sorted(set(kinds)) for part in chunk_memory(sizes, kind, vocab // sizes.tp)]
+    columns, defers = vocab // sizes.tp, order.name.startswith("zb")
+    chunks = [part for kind in sorted(set(kinds)) for part in chunk_memory(sizes, kind, columns, defers)]
     fp8, totals = config.precision.fp8_layers(model.num_layers), [*map(_total, chunks)]
     alike = tuple((moe, layer in fp8) for layer, moe in enumerate(model.moe_layers)) if largest else ()
     ranks = []
     for own, ends, moments in peak_moments(order, kinds, alike):
-        parts = states(config, sizes, vocab, own, ends)
+        parts, divided = states(config, sizes, vocab, own, ends), groups(config, sizes, vocab, own, ends)
         size, moment = max((sum(map(operator.mul, moment, totals)), moment) for moment in moments)
-        ranks.append((_total(parts) + size, parts, moment))
+        pool = pooled_gradients(config, sizes, divided, own, columns * ends[1])
+        copies = copies_in_backward(config, sizes, divided, order.microbatches)
+        ending = in_the_end(config, sizes, divided, largest_part(sizes, columns * max(ends)))
+        if ending > size + pool + copies:  # when no activations are left
+            size, moment, pool, copies = 0, (0,) * len(totals), 0, ending
+        if not config.run.eval_only:
+            parts |= {"gradients": parts["gradients"] + pool, UPDATE: copies}
+        neighbours = 2 - sum(ends) * (order.chunks == 1)
+        messages = (1 + 2 * neighbours) * sizes.h * sizes.value * (order.pp > 1) + ring_buffers(sizes)
+        ranks.append((_total(parts) + size + messages, parts, moment, messages))
     ranks = [max(ranks, key=operator.itemgetter(0))] if largest else ranks
-    for _, parts, moment in ranks:
+    for _, parts, moment, messages in ranks:
         for name in ("activations", "logits and loss", "backward of a layer", "deferred weight gradients"):
             parts[name] = sum(number * part[name] for number, part in zip(moment, chunks) if number)
-        parts["messages"] = 5 * sizes.h * sizes.value * (order.pp > 1) + ring_buffers(sizes)
+        parts["messages"] = messages
         parts["room for pieces"] = piece_buffers(sizes)
         parts["graphs"] = layer_graphs(sizes, order.microbatches)
         parts["workspaces"] = WORKSPACES * machine.gpu
-    return [parts for _, parts, _ in ranks]
+    return [parts for _, parts, *_ in ranks]
 
 
 def chunks_kept(config: Config) -> list[int]:
@@ -130,33 +144,33 @@ def describe_memory(*ranks: dict[str, float]) -> str:
 
 def states(config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tuple) -> dict[str, float]:
     """Return the bytes by part of a rank's states. ends: whether it has the first stage, the last."""
+    tied = not config.model.untie_embeddings_and_output_weights
+    head = sizes.fp8_head * ends[1] * tied * vocab // sizes.tp * config.model.hidden_size
+    dense, experts = (_states(config, group) for group in groups(config, sizes, vocab, layers, ends))
+    dense["FP8 weights"] += 2 * head  # beside the 16-bit ones, which the embedding reads
+    return {name: size + experts[name] for name, size in dense.items()}
+
+
+def largest_part(sizes: Sizes, rows: int) -> int:
+    """Return the elements of the largest part of a parameter. rows: of the vocabulary, on this rank."""
+    widths = (sizes.ffn(moe) for moe in {*sizes.model.moe_layers})
+    experts = sizes.expert_ffn * any(sizes.model.moe_layers)
+    return max(rows, sizes.n, experts, *widths) * sizes.model.hidden_size
+
+
+def groups(config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tuple) -> list[Group]:
+    """Return the dense parameters of a rank and those of its experts."""
     model, tp = config.model, sizes.tp
     fp8 = [layer for layer in layers if layer in config.precision.fp8_layers(model.num_layers)]
     widths = [tp * sizes.ffn(model.moe_layers[layer]) for layer in fp8]
     matrices = sum(layer_matmul_parameters(model, tp, width) for width in widths)
+    if model.untie_embeddings_and_output_weights:
+        matrices += sizes.fp8_head * ends[1] * vocab // tp * model.hidden_size
     replicas, edp = sizes.shards(config)
     params = parameter_count(model, vocab, tp, layers, *ends, experts=0)
-    head = vocab // tp * model.hidden_size * ends[1] * config.precision.fp8_output_proj
-    if model.untie_embeddings_and_output_weights:
-        matrices, head = matrices + head, 0
-    dense = _states(config, params, matrices, replicas)
-    dense["FP8 weights"] += 2 * head  # beside the 16-bit ones, which the embedding reads
     fp8_experts = expert_weights(sizes, fp8) if sizes.fp8_experts else 0
-    experts = _states(config, expert_weights(sizes, layers), fp8_experts, edp)
-    if config.parallel.sharding == "optim_grads" and not config.run.eval_only:
-        in_use = max(whole_gradients(config, sizes, layers), vocab // tp * model.hidden_size * ends[1])
-        dense["gradients"] += min(in_use, params) * ITEMSIZE[config.grad_dtype_name]
-    return {name: size + experts[name] for name, size in dense.items()}
-
-
-def whole_gradients(config: Config, sizes: Sizes, layers: list[int]) -> int:
-    """Return the elements of the buckets in use in a layer's backward, with `optim_grads`."""
-    model, parallel = config.model, config.parallel
-    buckets = parallel.bucket_size(sizes.shards(config)[0]) * (2 + REDUCTIONS * parallel.overlap_grad_reduce)
-    widths = {sizes.tp * sizes.ffn(model.moe_layers[layer]) for layer in layers}
-    largest = max((layer_matmul_parameters(model, sizes.tp, width) for width in widths), default=0)
-    experts = expert_parameters(model, sizes.local_experts, sizes.etp) if model.num_experts else 0
-    return max(buckets, largest + experts)
+    dense = Group(params, replicas, matrices)
+    return [dense, Group(expert_weights(sizes, layers), edp, fp8_experts)]
 
 
 def expert_weights(sizes: Sizes, layers: list[int]) -> int:
@@ -165,8 +179,9 @@ def expert_weights(sizes: Sizes, layers: list[int]) -> int:
     return sum(sparse[layer] for layer in layers) * expert_parameters(model, sizes.local_experts, sizes.etp)
 
 
-def _states(config: Config, params: int, fp8: int, ranks: int) -> dict[str, float]:
-    """The same for `params` parameters sharded over `ranks` ranks, `fp8` of them in FP8."""
+def _states(config: Config, group: Group) -> dict[str, float]:
+    """The same for one group of parameters."""
+    params, ranks, fp8 = group
     parallel, optimizer = config.parallel, config.optimizer
     item = ITEMSIZE[config.dtype_name]
     shared = ranks if parallel.sharding != "no_shard" else 1
@@ -216,10 +231,13 @@ def peak_moments(order: OpOrder, kinds: tuple[StageChunk, ...], alike: tuple = (
 
 
 @lru_cache(maxsize=4096)
-def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
-    """Return the bytes that a microbatch takes in a chunk. columns: of the logits on a rank."""
+def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int, defers: bool = False) -> ChunkMemory:
+    """Return the bytes that a microbatch takes in a chunk.
+
+    columns: of the logits on a rank; defers: weight gradients are made in W, not in B.
+    """
     model, value = sizes.model, sizes.value
-    layer, inside = _layer_backward(sizes)
+    layer, inside = _layer_backward(sizes, defers)
     inside *= chunk.layers > 0
     recomputed = max((len(run) for run, again in model.segments(chunk.layers) if again), default=0)
     group = min(recomputed or 1, chunk.layers)  # the layers first or last in the chunk's backward
@@ -236,7 +254,9 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
     elif chunk.last:
         logits = value * columns
         casts = 2 * sizes.tokens * sizes.fp8_head  # of the gradient of the logits
-        loss = columns * max(fp32 * min(sizes.tokens, LOSS_CHUNK), casts)
+        chunk_copies = fp32 * min(sizes.tokens, LOSS_CHUNK)
+        product = value * sizes.h + product_copies(sizes, columns, model.hidden_size)
+        loss = max(columns * chunk_copies, columns * casts, product * (not sizes.machine.gpu and not defers))
         if sizes.config.sequence_cut > 1:  # the last norm's output, gathered; its gradient before the scatter
             loss += 2 * value * model.hidden_size
         freed_loss += logits + loss
@@ -250,10 +270,11 @@ def chunk_memory(sizes: Sizes, chunk: StageChunk, columns: int) -> ChunkMemory:
     )
 
 
-def _layer_backward(sizes: Sizes) -> tuple[float, float]:
+def _layer_backward(sizes: Sizes, defers: bool) -> tuple[float, float]:
     """Return the bytes that a layer keeps of a microbatch, and the most that gradients inside it take.
 
-    The latter are those of an MLP, or those of attention less the activations that the MLP has freed.
+    defers: but those of weights. The latter are those of an MLP, or those of attention less the activations
+    that the MLP has freed.
     """
     saved, model, mlp = saved_by_layer(sizes), sizes.model, 0.0
     for moe in {*model.moe_layers}:
@@ -262,7 +283,28 @@ def _layer_backward(sizes: Sizes) -> tuple[float, float]:
         freed += sizes.expert_input * routed * (not model.recomputes("moe_act"))
         mlp = max(mlp, sizes.item * (ffn + routed) * (3 if model.gated else 2) - freed)
     attention = attention_in_flight(sizes) - saved["MLP"] - saved["experts"]
-    return sizes.tokens * _total(saved), sizes.tokens * max(mlp, attention)
+    inside = sizes.tokens * max(mlp, attention)
+    if not (defers or sizes.machine.gpu):
+        inside = max(inside, _weight_gradients(sizes, saved["MLP"]))
+    return sizes.tokens * _total(saved), inside
+
+
+def _weight_gradients(sizes: Sizes, saved: float) -> float:
+    """Return the most bytes that an MLP's weight gradients take on a CPU. saved: bytes a token of an MLP."""
+    h, f, item = sizes.model.hidden_size, max(map(sizes.ffn, sizes.model.moe_layers)), sizes.item
+    outputs = f * (2 if sizes.model.gated else 1)
+    fc2 = sizes.tokens * item * f + product_copies(sizes, h, f)
+    fc1 = sizes.tokens * (item * (outputs + h) - saved) + product_copies(sizes, outputs, h)
+    return max(fc1, fc2)
+
+
+def product_copies(sizes: Sizes, rows: int, columns: int) -> float:
+    """Return the bytes that a weight gradient takes on a CPU before it is added, as param.add_product does.
+
+    The product, and its factors in fp32 if they are to be added to fp32 sums.
+    """
+    wide = max(sizes.item, sizes.grad_item)
+    return wide * (rows * columns + (wide > sizes.item) * sizes.tokens * (rows + columns))
 
 
 def activations(sizes: Sizes, chunk: StageChunk) -> float:

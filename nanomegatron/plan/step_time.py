@@ -28,6 +28,7 @@ from nanomegatron.flops import flops_per_iteration, parameter_count, stage_layer
 from nanomegatron.plan.cluster import Cluster
 from nanomegatron.plan.fast import optimizer_casts
 from nanomegatron.plan.gpus import device_peak
+from nanomegatron.plan.gradients import REDUCTIONS
 from nanomegatron.plan.layer import ITEMSIZE, Sizes, sizes_of
 from nanomegatron.plan.layer_time import (
     EXPERT_KERNELS,
@@ -38,7 +39,7 @@ from nanomegatron.plan.layer_time import (
     layer_times,
     stage_time,
 )
-from nanomegatron.plan.memory import REDUCTIONS, OpOrder, expert_weights, known_schedule, pipeline_order
+from nanomegatron.plan.memory import OpOrder, expert_weights, known_schedule, pipeline_order
 from nanomegatron.plan.room import Planned
 from nanomegatron.schedules import Timeline, simulate
 
