@@ -32,7 +32,7 @@ from nanomegatron.data.indexed_dataset import file_lock, publish
 from nanomegatron.data.output import DatasetOutput
 from nanomegatron.data.reading import InputPlace, blocks, chunks, documents, input_files, kind, size_of
 from nanomegatron.data.text import Portable, encode, in_order, train_tokenizer
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
 from nanomegatron.data.verify import verify_pair
 
 TOKENIZER_TYPES = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
@@ -140,6 +140,11 @@ def add_tokenizer(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="of Megatron's JSON vocabulary (v2)")
     p.add_argument("--tiktoken-num-special-tokens", type=int, help="special tokens before it (1000)")
     p.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_true",
+        help="no special tokens around a text, such as <s>; else those of HuggingFaceTokenizer's file",
+    )
+    p.add_argument(
         "--parse-special-tokens",
         action="store_true",
         help="special tokens in a text are those tokens, as in Megatron-LM; else they are text",
@@ -172,6 +177,8 @@ def preprocess_arguments(arguments: argparse.Namespace) -> list[str]:
     model = a.tokenizer_model, a.vocab_file, a.merge_file
     tiktoken = a.tiktoken_pattern, a.tiktoken_num_special_tokens
     tokenizer = build_tokenizer(a.tokenizer_type, *model, a.vocab_size, a.null_tokenizer_eod_id, *tiktoken)
+    if a.tokenizer_hf_no_include_special_tokens:
+        tokenizer = with_special_tokens(tokenizer, False)
     keys, files = tuple(a.json_keys), input_files(a.input)
     if plain := [f for f in files if kind(f) == ".txt" and keys != ("text",)]:
         raise ValueError(
@@ -214,6 +221,8 @@ def tokenize(
     allow, and if there is no token at all; then no file of these names has changed.
     """
     facts = {"append_eod": append_eod} | ({"parse_special_tokens": True} if options.special else {})
+    around = {"prefix_ids": [*tokenizer.prefix_ids], "suffix_ids": [*tokenizer.suffix_ids]}
+    facts |= {name: ids for name, ids in around.items() if ids}
     work = functools.partial(
         encode, portable=Portable(tokenizer, options.special), keys=keys, append_eod=append_eod
     )

@@ -25,7 +25,7 @@ import torch
 from nanomegatron import comm
 from nanomegatron.batch import Batch
 from nanomegatron.config.sampling import Sampling
-from nanomegatron.data.tokenizer import Tokenizer
+from nanomegatron.data.tokenizer import Tokenizer, prompt_ids
 from nanomegatron.mesh import Mesh
 from nanomegatron.model import GPTModel
 from nanomegatron.ops.attention import core_attention
@@ -175,7 +175,7 @@ def prompts_of(tokenizer: Tokenizer, dataset: Any, length: int) -> list[str]:
     """Return two prompts of at most `length` tokens: the first line of text in each of its first samples."""
     prompts = []
     for i in range(min(len(dataset), 20)):
-        ids = dataset[i][:length].tolist()
+        ids = [token for token in dataset[i][:length].tolist() if token not in tokenizer.prefix_ids]
         text = tokenizer.decode(ids[: ids.index(tokenizer.eod)] if tokenizer.eod in ids else ids)
         prompts += [line.rstrip() for line in text.splitlines() if line.strip()][:1]
     return prompts[:2]
@@ -193,7 +193,7 @@ def show_sample(
     limit = model.config.max_position_embeddings
     with log.attempt("sample"):
         prompts = prompts_of(tokenizer, dataset, min(32, limit // 2))
-        ids = [tokenizer.encode(prompt) for prompt in prompts]
+        ids = [prompt_ids(tokenizer, tokenizer.encode(prompt)) for prompt in prompts]
     fit = ids and all(0 < len(prompt) < limit for prompt in ids)
     if comm.any_rank(not fit, mesh.world, mesh.device):
         return None
@@ -203,6 +203,7 @@ def show_sample(
         texts = generate(model, ids, length, Sampling(temperature=0.6, top_k=40, seed=seed))
     with log.attempt("sample"):
         for text in texts:
+            text = text[len(tokenizer.prefix_ids) :]
             known = [token for token in text if token < tokenizer.vocab_size]  # the model may have more ids
             log.line("sample  " + tokenizer.decode(known).replace("\n", "\n        "))
     return prompts[0]

@@ -10,9 +10,9 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 BUDGETS = {
     "": 6457,
     "checkpoint": 4620,
-    "commands": 1716,
-    "config": 3594,
-    "data": 3405,
+    "commands": 1738,
+    "config": 3597,
+    "data": 3100,
     "debug": 1120,
     "fast": 3280,
     "faults": 1400,

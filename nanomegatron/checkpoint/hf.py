@@ -27,7 +27,7 @@ from nanomegatron.checkpoint.upcycle import dense_source
 from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.model import TransformerConfig
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
 
@@ -265,7 +265,8 @@ def folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """
     for kind, files in TOKENIZER_FILES.items():
         if all((folder / name).is_file() for name in files.values()):
-            return build_tokenizer(kind, **{key: str(folder / name) for key, name in files.items()})
+            paths = {key: str(folder / name) for key, name in files.items()}
+            return with_special_tokens(build_tokenizer(kind, **paths), True)
     return build_tokenizer("NullTokenizer", vocab_size=vocab_size)
 
 

@@ -27,7 +27,14 @@ from nanomegatron.config.cli import build_config, from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
+from nanomegatron.data.tokenizer import (
+    Tokenizer,
+    around_a_prompt,
+    build_tokenizer,
+    prompt_ids,
+    tokenizer_from_spec,
+    with_special_tokens,
+)
 from nanomegatron.fast.decode import decoder, linear, plain_reason
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, NO_CHECKPOINT
 from nanomegatron.generate import generate, stream
@@ -66,10 +73,15 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         given = build_tokenizer(args.tokenizer_type, *flags) if args.tokenizer_type else None
         model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say, given)
         args.sampling = args.sampling._replace(eod=tokenizer.eod)
-        args.encode = getattr(tokenizer, "encode_special" if args.parse_special_tokens else "encode", None)
-        if args.encode is None:
+        if args.tokenizer_hf_no_include_special_tokens:
+            tokenizer = with_special_tokens(tokenizer, False)
+        encode = getattr(tokenizer, "encode_special" if args.parse_special_tokens else "encode", None)
+        if encode is None:
             kind = tokenizer.spec["type"]
             raise ValueError(f"--parse-special-tokens: {kind} has none in a text; leave it out")
+        args.encode = lambda prompt: prompt_ids(tokenizer, encode(prompt))
+        for note in around_a_prompt(tokenizer):
+            say(note)
         if args.prompt:
             batch(model, tokenizer, args, mesh.rank == 0)
         else:
@@ -81,6 +93,11 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         code = INTERRUPTED
     Mesh.close()
     return code
+
+
+def hidden_ids(tokenizer: Tokenizer, prompt: str) -> int:
+    """How many ids before the text are not shown: the tokenizer's, or what replaced an empty prompt."""
+    return len(tokenizer.prefix_ids) or int(not prompt)
 
 
 def load_model(
@@ -169,8 +186,8 @@ def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: b
     texts = generate(model, ids, args.max_new_tokens, args.sampling)
     took = time.perf_counter() - start
     if show:
-        # An empty prompt was replaced by the end-of-document token, which is not part of the text.
-        shown = (tokenizer.decode(text[not prompt :]) for text, prompt in zip(texts, prompts, strict=True))
+        each = zip(texts, prompts, strict=True)
+        shown = (tokenizer.decode(text[hidden_ids(tokenizer, prompt) :]) for text, prompt in each)
         print("\n---\n".join(shown))
         new = sum(map(len, texts)) - sum(map(len, ids))
         why = f" (without CUDA graphs: {why})" if (why := plain_reason(model)) else ""
@@ -191,7 +208,7 @@ def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> N
         for _ in range(args.num_samples):
             steps = stream(model, [ids], args.max_new_tokens, args.sampling._replace(seed=next(seeds)))
             try:
-                for piece in pieces_of_text(tokenizer, ids, int(not prompt), steps):
+                for piece in pieces_of_text(tokenizer, ids, hidden_ids(tokenizer, prompt), steps):
                     print(piece, end="", flush=True)
             except ValueError as error:
                 print(f"generate: {error}", file=sys.stderr)

@@ -44,6 +44,11 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
         add(flag, metavar="FILE", help="of --tokenizer-type")
     add("--vocab-size", type=int, help="of --tokenizer-type, where its file does not say it")
+    add(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_true",
+        help="no special tokens around a prompt, such as <s> before it",
+    )
     add("--parse-special-tokens", action="store_true", help="special tokens in a prompt are not text")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute")
     args = parser.parse_args(argv)

@@ -66,6 +66,7 @@ def with_tokenizer(config: Config) -> Config:
     except (OSError, ValueError):
         return config
     values = {SPEC_NAMES.get(name, name): value for name, value in spec.items()}
+    values.pop("include_special_tokens", None)  # Megatron's default
     values["vocab_size"] = data.vocab_size or values.get("vocab_size")
     return replace(config, data=replace(data, **values))
 

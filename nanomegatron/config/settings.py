@@ -45,7 +45,7 @@ DELAYED, CURRENT = "--fp8-recipe delayed", "--fp8-recipe tensorwise or rowwise o
 VARYING = dict.fromkeys(("linear", "cosine"), ("--start-weight-decay", "--end-weight-decay"))
 VARIES, OFFLOAD = "--weight-decay-incr-style linear or cosine", "--optimizer-cpu-offload"
 FP32_MOMENTS = f"{OFFLOAD}, which keeps moments in fp32"
-TIKTOKEN = "--tokenizer-type TikTokenizer"
+TIKTOKEN, HUGGING_FACE = "--tokenizer-type TikTokenizer", "--tokenizer-type HuggingFaceTokenizer"
 TOKENIZER, PRECISION_AWARE = "--tokenizer-type", "--use-precision-aware-optimizer"
 fp8 = functools.partial(setting, part_of="--fp8-format")
 moment = functools.partial(setting, choices="fp32 bf16", needs=PRECISION_AWARE, excludes=FP32_MOMENTS)
@@ -233,6 +233,9 @@ class DataConfig:
     )
     tiktoken_num_special_tokens: int | None = setting(
         None, "number of special tokens in Megatron's JSON vocabulary; default 1000", needs=TIKTOKEN
+    )
+    tokenizer_hf_no_include_special_tokens: bool = setting(
+        False, "no special tokens such as <s> around a text; default as the data", needs=HUGGING_FACE
     )
     null_tokenizer_eod_id: int | None = setting(None, "end-of-document id; default the last", above=-math.inf)
     make_vocab_size_divisible_by: int = setting(

@@ -38,7 +38,7 @@ from nanomegatron.data.cache import cached_arrays
 from nanomegatron.data.indexed_dataset import IndexedDataset
 from nanomegatron.data.packed_dataset import DocumentDataset
 from nanomegatron.data.samples import Samples
-from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec
+from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_spec, with_special_tokens
 
 _SPLITS = ("train", "valid", "test")
 
@@ -298,12 +298,26 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
 
     Raises ValueError if neither is known.
     """
-    if data.tokenizer_type or data.mock_data:
-        kind = data.tokenizer_type or "NullTokenizer"
-        files = data.tokenizer_model, data.vocab_file, data.merge_file
-        tiktoken = data.tiktoken_pattern, data.tiktoken_num_special_tokens
-        return build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id, *tiktoken)
-    return tokenizer_from_spec(*tokenizer_of_data(data))
+    if not data.tokenizer_type and not data.mock_data:
+        return tokenizer_from_spec(*tokenizer_of_data(data))
+    kind = data.tokenizer_type or "NullTokenizer"
+    files = data.tokenizer_model, data.vocab_file, data.merge_file
+    tiktoken = data.tiktoken_pattern, data.tiktoken_num_special_tokens
+    tokenizer = build_tokenizer(kind, *files, data.vocab_size, data.null_tokenizer_eod_id, *tiktoken)
+    if kind == "HuggingFaceTokenizer":
+        with_special_tokens(tokenizer, _special_tokens_around(data))
+    return tokenizer
+
+
+def _special_tokens_around(data: DataConfig) -> bool:
+    """Whether special tokens are put around a text: as the flag says, or the data have it, or by default."""
+    if data.tokenizer_hf_no_include_special_tokens:
+        return False
+    try:
+        spec, _ = tokenizer_of_data(data)
+    except (OSError, ValueError):  # no data, which is said when they are opened, or made elsewhere
+        return True
+    return spec.get("include_special_tokens", False)
 
 
 def tokenizer_of_data(data: DataConfig) -> tuple[dict[str, Any], Path]:

@@ -1,6 +1,7 @@
 """Tokenizers that a library runs: Hugging Face's tokenizer.json, SentencePiece's tokenizer.model.
 
-The library gets every text whole, many in one call.
+The library gets every text whole, many in one call. It may put special tokens around a text, such as the <s>
+of Llama 2: `prefix_ids` and `suffix_ids`, if `include_special_tokens` says so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,10 @@ _HF_EODS = (EOD, "<|end_of_text|>", "</s>", "<\uff5cend\u2581of\u2581sentence\uf
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, run by the tokenizers library; no code from a model repository is executed."""
+    """A tokenizer.json, run by the tokenizers library; no code from a model repository is executed.
+
+    With the special tokens that its post-processor puts around a text, as in transformers and Megatron.
+    """
 
     def __init__(self, model: str) -> None:
         library = import_extra("tokenizers", "HuggingFaceTokenizer")
@@ -42,6 +46,20 @@ class HuggingFaceTokenizer:
         self.eod = self._find_eod(path, vocab)
         self.spec = {"type": "HuggingFaceTokenizer", "model": str(path.absolute())}
         self.fingerprint = sha256_of("HuggingFace", data, self.eod)
+        found = self._tokenizer.encode("x".join(["", *list(vocab)[:50]]))  # any text that has a token
+        self._added = [i for i, special in zip(found.ids, found.special_tokens_mask) if special]
+        self._before = [*found.special_tokens_mask, 0].index(0)  # are before the text, the others behind
+        self.include_special_tokens(True)
+
+    def include_special_tokens(self, include: bool) -> None:
+        """Put those of the post-processor around each text, or leave them out."""
+        self._add = include and bool(self._added)
+        self.prefix_ids = self._added[: self._before] if self._add else []
+        self.suffix_ids = self._added[self._before :] if self._add else []
+        self.left_out_ids = [] if self._add else self._added
+        self.spec.pop("include_special_tokens", None)
+        if self._add:
+            self.spec["include_special_tokens"] = True
 
     @staticmethod
     def _find_eod(path: Path, vocab: dict[str, int]) -> int:
@@ -62,7 +80,7 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises ValueError if it has half of a surrogate pair."""
         text.encode()
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(text, add_special_tokens=self._add).ids
 
     def encode_special(self, text: str) -> list[int]:
         """The same, but special tokens in it are those tokens."""
@@ -78,7 +96,7 @@ class HuggingFaceTokenizer:
             text.encode()
         self._tokenizer.encode_special_tokens = not special
         try:
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._add)
         finally:
             self._tokenizer.encode_special_tokens = True
         return joined_ids(encoding.ids for encoding in found)
@@ -88,7 +106,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece tokenizer.model; </s> ends a document."""
+    """A SentencePiece tokenizer.model; </s> ends a document. As in Megatron nothing is put around a text."""
 
     def __init__(self, model: str) -> None:
         library = import_extra("sentencepiece", "SentencePieceTokenizer")
@@ -103,17 +121,29 @@ class SentencePieceTokenizer:
             raise ValueError(f"{path}: the model has no </s>; train it with an eos_id")
         self.spec = {"type": "SentencePieceTokenizer", "model": str(path.absolute())}
         self.fingerprint = sha256_of("SentencePiece", data)
+        self._config = path.with_name("tokenizer_config.json")
+        self.include_special_tokens(False)
+
+    def include_special_tokens(self, include: bool) -> None:
+        """Put those around each text that the tokenizer_config.json beside the model asks for, or none."""
+        asked = read_table(self._config) if include and self._config.is_file() else {}
+        self.prefix_ids = [self._processor.bos_id()] if asked.get("add_bos_token") is True else []
+        self.suffix_ids = [self.eod] if asked.get("add_eos_token") is True else []
+        self._add = {"add_bos": bool(self.prefix_ids), "add_eos": bool(self.suffix_ids)}
+        self.spec.pop("include_special_tokens", None)
+        if self.prefix_ids or self.suffix_ids:
+            self.spec["include_special_tokens"] = True
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises ValueError if it has half of a surrogate pair."""
         text.encode()
-        return self._processor.encode(text)
+        return self._processor.encode(text, **self._add)
 
     def encode_many(self, texts: Sequence[str], special: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts -> all ids, and how many each text has; special tokens are text either way."""
         for text in texts:
             text.encode()
-        return joined_ids(self._processor.encode(list(texts), num_threads=1) if texts else [])
+        return joined_ids(self._processor.encode(list(texts), num_threads=1, **self._add) if texts else [])
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode(list(ids))

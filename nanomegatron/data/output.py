@@ -27,7 +27,7 @@ from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype,
 from nanomegatron.data.reading import InputPlace
 from nanomegatron.data.samples import marks
 from nanomegatron.data.text import Encoded
-from nanomegatron.data.tokenizer import Tokenizer
+from nanomegatron.data.tokenizer import Tokenizer, ends_of_text, named_ids
 
 SHARD_BYTES = 1 << 27  # of text
 
@@ -36,7 +36,7 @@ class DatasetOutput:
     """Builds the data sets of a run; `place` is where reading resumes behind what they hold."""
 
     def __init__(
-        self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], facts: dict[str, bool]
+        self, prefix: str | Path, tokenizer: Tokenizer, keys: tuple[str, ...], facts: dict[str, Any]
     ):
         """facts: what the .json says of how the ids were made."""
         self.prefix, self.tokenizer = str(prefix), tokenizer
@@ -179,11 +179,19 @@ class DatasetOutput:
             shutil.rmtree(self._unfinished)
         seconds = time.monotonic() - self._start
         left_out = [f"{self.prefix}.skipped: {len(self.skipped)} lines left out"] * bool(self.skipped)
+        ends = self._ends()
         return left_out + [
             f"{b.prefix}: {b.documents:,} documents ({b.documents - b.sequences:,} empty), "
-            f"{b.tokens:,} tokens, {size[-1] / b.tokens:.2f} bytes a token, {seconds:.1f} s"
+            f"{b.tokens:,} tokens, {size[-1] / b.tokens:.2f} bytes a token, {seconds:.1f} s{ends}"
             for b, size in zip(self.builders, before)
         ]
+
+    def _ends(self) -> str:
+        """What the tokenizer puts around each document, for the report; "" if nothing."""
+        text = ends_of_text(self.tokenizer)
+        if self.tokenizer.suffix_ids and self._facts.get("append_eod"):
+            text += f", then {named_ids(self.tokenizer, [self.tokenizer.eod])} of --append-eod"
+        return f"; each document {text}" if text else ""
 
     def _sidecar(self, builder: IndexedDatasetBuilder, text_bytes: np.ndarray) -> dict[str, Any]:
         """Return the contents of the .json. text_bytes: bytes of text before each sequence, and in all."""

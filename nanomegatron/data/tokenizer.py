@@ -9,14 +9,15 @@
     SentencePieceTokenizer   tokenizer.model of Llama 2, Mistral 7B               (sentencepiece library)
 
 Special tokens inside a text are encoded as ordinary text: a document cannot end itself. `spec` is JSON from
-which the tokenizer can be rebuilt; equal `fingerprint`s mean equal ids. Data and checkpoints store both.
+which the tokenizer can be rebuilt; equal `fingerprint`s mean equal ids of a text. Data and checkpoints store
+both. `spec` also says whether the library's special tokens are put around a text (<s> of Llama 2 before it).
 
 Byte pair encoding (arXiv:1508.07909) in tiktoken: a pattern splits the text into words; within a word the
 neighbours whose concatenation has the lowest rank are merged repeatedly. The rank of a token is its id, so a
 list of byte strings in order is the whole model.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
@@ -61,7 +62,9 @@ class Tokenizer(Protocol):
     vocab_size: int  # all ids are below it
     eod: int  # the id that ends a document
     spec: dict  # the argument of `tokenizer_from_spec`; file names are absolute
-    fingerprint: str  # SHA-256 of everything that defines the ids
+    fingerprint: str  # SHA-256 of everything that defines the ids of the text itself
+    prefix_ids: Sequence[int]  # that `encode` puts before each text, such as <s>
+    suffix_ids: Sequence[int]  # and behind it
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; special tokens in it are encoded as ordinary text."""
@@ -78,6 +81,8 @@ class Tokenizer(Protocol):
 
 class ByteTokenizer:
     """One id per byte of UTF-8, and 256 for <|endoftext|>."""
+
+    prefix_ids = suffix_ids = ()
 
     def __init__(self) -> None:
         self.vocab_size, self.eod = 257, 256
@@ -97,6 +102,8 @@ class ByteTokenizer:
 
 class NullTokenizer:
     """Text is decimal ids separated by blanks; `eod` ends a document (None: the last id)."""
+
+    prefix_ids = suffix_ids = ()
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
         last = vocab_size - 1
@@ -137,6 +144,8 @@ class TikTokenizer:
     A model FILE.json is Megatron's JSON vocabulary: ids are `special` special tokens, of which </s> ends a
     document, then the file's tokens up to `vocab_size`. pattern: a key of MEGATRON_PATTERNS.
     """
+
+    prefix_ids = suffix_ids = ()
 
     def __init__(
         self,
@@ -322,15 +331,56 @@ def build_tokenizer(
 
 
 def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokenizer:
-    """Rebuild the tokenizer of a dataset or checkpoint; missing files are searched in `beside` and hf/."""
+    """Rebuild the tokenizer of a dataset or checkpoint; missing files are searched in `beside` and hf/.
+
+    Without "include_special_tokens" there are none around a text: earlier versions put none there.
+    """
     kinds = dict.fromkeys(("type", "model", "vocab_file", "merge_file", "pattern"), str)
-    kinds |= dict.fromkeys(("vocab_size", "eod", "special"), int)
+    kinds |= dict.fromkeys(("vocab_size", "eod", "special"), int) | {"include_special_tokens": bool}
     if "type" not in spec or any(type(value) is not kinds.get(name) for name, value in spec.items()):
         raise ValueError(f"{spec}: not the description of a tokenizer; give --tokenizer-type")
-    found = dict(spec)
+    found = {"include_special_tokens": False} | spec
     for name, value in spec.items():
         is_file = name.endswith("file") or (name == "model" and Path(value).is_absolute())
         if is_file and beside and not Path(value).exists():
             moved = (Path(beside) / folder / Path(value).name for folder in ("", "hf"))
             found[name] = next((str(path) for path in moved if path.exists()), value)
-    return build_tokenizer(found.pop("type"), **found)
+    include = found.pop("include_special_tokens")
+    tokenizer = with_special_tokens(build_tokenizer(found.pop("type"), **found), include)
+    if include and not (tokenizer.prefix_ids or tokenizer.suffix_ids):
+        raise ValueError(f"{spec}: its files put no special tokens around a text now, other than before")
+    return tokenizer
+
+
+def with_special_tokens(tokenizer: Tokenizer, include: bool) -> Tokenizer:
+    """Return the tokenizer, which puts its library's special tokens around a text, or does not."""
+    if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
+        tokenizer.include_special_tokens(include)
+    return tokenizer
+
+
+def prompt_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """The ids of a text as the beginning of a longer one: without those that are put behind it."""
+    return ids[: len(ids) - len(tokenizer.suffix_ids)]
+
+
+def ends_of_text(tokenizer: Tokenizer) -> str:
+    """What is put around a text: 'begins with <s> (id 1) and ends with </s> (id 2)'; "" if nothing is."""
+    ends = ("begins with", tokenizer.prefix_ids), ("ends with", tokenizer.suffix_ids)
+    return " and ".join(f"{verb} {named_ids(tokenizer, ids)}" for verb, ids in ends if ids)
+
+
+def around_a_prompt(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield what is said of the special tokens that the tokenizer's library puts around a text."""
+    if tokenizer.prefix_ids:
+        yield f"each prompt begins with {named_ids(tokenizer, tokenizer.prefix_ids)}"
+    if tokenizer.suffix_ids:
+        ends = named_ids(tokenizer, tokenizer.suffix_ids)
+        yield f"prompts are without {ends}, which the tokenizer puts behind a text: it is not at its end"
+    if left_out := getattr(tokenizer, "left_out_ids", ()):
+        yield f"prompts are without {named_ids(tokenizer, left_out)}, as asked for, or as in the model's data"
+
+
+def named_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """'<s> (id 1)'; 'id 1' where the library shows no text for it."""
+    return ", ".join(f"{text} (id {i})" if (text := tokenizer.decode([i])) else f"id {i}" for i in ids)
