@@ -97,7 +97,7 @@ def sample(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
 def generate(
     model: Stages, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling
 ) -> list[list[int]]:
-    """Return each prompt with its continuation, up to `max_new_tokens`, the longest sequence, or `eod`.
+    """Return each prompt with its continuation, up to `max_new_tokens`, the longest sequence, or a stop.
 
     Every rank of tp, pp and ep calls this with the same arguments and gets the same tokens. Raises ValueError
     for an empty prompt and for one longer than the model's sequences.
@@ -127,7 +127,7 @@ def stream(
     columns = [prompt[:start] for prompt in prompts]  # the tokens of the next forward
     fast = model.decoder and model.decoder(model, max(ends))
     if fast and sampling.temperature == 0:
-        yield from fast.greedy(prompts, ends, sampling.eod)
+        yield from fast.greedy(prompts, ends, sampling.stops)
         return
     forward = fast or partial(next_logits, model, cache=KVCache(max(ends)))
     for position in range(start, max(ends)):
@@ -135,7 +135,7 @@ def stream(
         rows = [i for i, prompt in enumerate(prompts) if len(prompt) <= position < ends[i]]
         chosen = sample(logits[rows], sampling, [generators[i] for i in rows]).tolist() if rows else []
         step = dict(zip(rows, chosen, strict=True))
-        for i in [i for i, token in step.items() if token == sampling.eod]:
+        for i in [i for i, token in step.items() if token in sampling.stops]:
             ends[i] = 0
             del step[i]
         yield step

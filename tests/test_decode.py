@@ -92,12 +92,13 @@ def test_an_end_of_text_is_seen_one_step_late():
     made = graphed(model)
     free = generate(plain, PROMPTS, 20, Sampling(temperature=0))
     for prompts in (PROMPTS, PROMPTS[:1]):
-        for eod in {free[0][len(PROMPTS[0]) + 4], *free[2][len(PROMPTS[2]) :]}:
-            how = Sampling(temperature=0, eod=eod)
-            assert list(stream(model, prompts, 20, how)) == list(stream(plain, prompts, 20, how)), eod
-    steps = list(stream(plain, PROMPTS[:1], 20, Sampling(temperature=0, eod=free[0][len(PROMPTS[0])])))
-    assert steps == [{}]
-    list(stream(model, PROMPTS[:1], 20, Sampling(temperature=0, eod=free[0][len(PROMPTS[0])])))
+        ends = {free[0][len(PROMPTS[0]) + 4], *free[2][len(PROMPTS[2]) :]}
+        for stops in [*({end} for end in ends), {free[0][len(PROMPTS[0]) + 4], free[2][len(PROMPTS[2]) + 2]}]:
+            how = Sampling(temperature=0, stops=stops)
+            assert list(stream(model, prompts, 20, how)) == list(stream(plain, prompts, 20, how)), stops
+    first = Sampling(temperature=0, stops={free[0][len(PROMPTS[0])]})
+    assert list(stream(plain, PROMPTS[:1], 20, first)) == [{}]
+    list(stream(model, PROMPTS[:1], 20, first))
     assert made[-1].position == len(PROMPTS[0]) + 1  # the step in flight, and no other
 
 

@@ -113,18 +113,18 @@ def test_random_numbers_are_left_alone(model):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_eod_stops_one_text_only(model):
+def test_a_stop_ends_one_text_only(model):
     free = generate(model, PROMPTS, 20, Sampling(temperature=0))
-    eod = free[0][len(PROMPTS[0]) + 4]
+    eod, other = free[0][len(PROMPTS[0]) + 4], free[2][len(PROMPTS[2]) + 2]
 
     def cut(text: list[int], prompt: list[int]) -> list[int]:
         new = text[len(prompt) :]
-        return prompt + (new[: new.index(eod)] if eod in new else new)
+        return prompt + new[: min([new.index(stop) for stop in (eod, other) if stop in new], default=None)]
 
-    stopped = generate(model, PROMPTS, 20, Sampling(temperature=0, eod=eod))
+    stopped = generate(model, PROMPTS, 20, Sampling(temperature=0, stops={eod, other}))
     assert stopped == [cut(text, prompt) for text, prompt in zip(free, PROMPTS)]
     assert len(stopped[0]) < len(free[0])
-    assert generate(model, [[eod, 1]], 1, Sampling(temperature=0, eod=eod))[0][:2] == [eod, 1], (
+    assert generate(model, [[eod, 1]], 1, Sampling(temperature=0, stops={eod}))[0][:2] == [eod, 1], (
         "in a prompt it is a token"
     )
 
@@ -288,7 +288,7 @@ def test_load_model_refuses_another_tokenizer(tmp_path):
 def continued(model: Stages, prompts: list[str], tokens: int = 20, **settings) -> list[str]:
     """What the program must print for the prompts."""
     tokenizer = ByteTokenizer()
-    settings = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "eod": tokenizer.eod} | settings
+    settings = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "stops": {tokenizer.eod}} | settings
     ids = [tokenizer.encode(p) or [tokenizer.eod] for p in prompts]
     texts = generate(model, ids, tokens, Sampling(**settings))
     return [tokenizer.decode(t[not p :]) for t, p in zip(texts, prompts)]
@@ -334,7 +334,7 @@ def test_a_tokenizer_by_flags_and_special_tokens(trained, tmp_path, monkeypatch,
     prompt, tokenizer = "<|endoftext|>ab", ByteTokenizer()
     for more, ids in ((), [*prompt.encode()]), (("--parse-special-tokens",), [256, 97, 98]):
         words = ["--load", root, "--max-new-tokens", 9, *flags, *more]
-        made = generate(models[20], [ids], 9, Sampling(0.8, 40, 0.95, eod=tokenizer.eod))
+        made = generate(models[20], [ids], 9, Sampling(0.8, 40, 0.95, stops={tokenizer.eod}))
         for given in dict(stdin=f"{prompt}\n"), {}:
             found = run_main(monkeypatch, capsys, *words, *[] if given else ["--prompt", prompt], **given)
             assert found[:2] == (0, tokenizer.decode(made[0]) + "\n")

@@ -270,6 +270,37 @@ def folder_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     return build_tokenizer("NullTokenizer", vocab_size=vocab_size)
 
 
+def stops_of(root: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's own, and those that a Hugging Face model's files name.
+
+    The files are in its folder, or what a checkpoint that came from it has kept. A NullTokenizer stands for
+    one that is not known: its own token counts only where no file names any. Raises ValueError.
+    """
+    named = stop_ids(root if is_hf_folder(root) else Path(root) / "hf")
+    unknown = tokenizer.spec["type"] == "NullTokenizer"
+    return named if named and unknown else named | {tokenizer.eod}
+
+
+def stop_ids(folder: str | Path) -> frozenset[int]:
+    """The tokens that end a text, as transformers' generate has it: eos_token_id, a number or a list.
+
+    That of generation_config.json counts, or of config.json where the folder has no such file. Raises
+    ValueError.
+    """
+    paths = [Path(folder) / name for name in ("generation_config.json", "config.json")]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return frozenset()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{path}: not a table in JSON ({error})") from None
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise ValueError(f"{path}: eos_token_id = {found!r:.80}: must be a token's number, or a list of them")
+    return frozenset(ids)
+
+
 def model_parts(config: TransformerConfig, vocab_size: int) -> list[Part]:
     """Return the parts of all parameters of a whole model, built without memory for weights."""
     model = GPTModel(

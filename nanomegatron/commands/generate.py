@@ -20,7 +20,7 @@ import torch
 
 from nanomegatron.build import Paths, build, install
 from nanomegatron.checkpoint.checkpoint import load, module_states, state_pieces, training_pieces
-from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights
+from nanomegatron.checkpoint.hf import folder_tokenizer, load_weights, stops_of
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.config.cli import build_config, from_toml
@@ -72,7 +72,7 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
         flags = args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size
         given = build_tokenizer(args.tokenizer_type, *flags) if args.tokenizer_type else None
         model, tokenizer, _ = load_model(args.load, mesh, args.ckpt_step, say, given)
-        args.sampling = args.sampling._replace(eod=tokenizer.eod)
+        args.sampling = args.sampling._replace(stops=stops_of(args.load, tokenizer))
         if args.tokenizer_hf_no_include_special_tokens:
             tokenizer = with_special_tokens(tokenizer, False)
         encode = getattr(tokenizer, "encode_special" if args.parse_special_tokens else "encode", None)

@@ -10,7 +10,7 @@ class Sampling(NamedTuple):
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     seed: int = 0  # of the first prompt; prompt i uses seed + i
-    eod: int | None = None  # ends a text
+    stops: frozenset[int] = frozenset()  # each ends a text
 
     def check(self) -> "Sampling":
         """Return self. Raises ValueError for a setting out of range."""

@@ -166,10 +166,12 @@ class Decoder:
         self.logits.copy_(chunk(Batch(tokens, positions), cache=self.cache)[-1])
         self.model.train(training)
 
-    def greedy(self, prompts: list[list[int]], ends: list[int], eod: int | None) -> Iterator[dict[int, int]]:
+    def greedy(
+        self, prompts: list[list[int]], ends: list[int], stops: frozenset[int]
+    ) -> Iterator[dict[int, int]]:
         """Yield {prompt's index: likeliest token} a step, as `generate.stream` does.
 
-        ends: the length at which each text ends; eod: the token that ends one before.
+        ends: the length at which each text ends; stops: the tokens that end one before.
         """
         device, ends, counts = self.model.device, list(ends), [len(prompt) for prompt in prompts]
         start, longest, last = min(counts), max(counts), max(ends)
@@ -186,7 +188,7 @@ class Decoder:
             if before is None:
                 continue
             found = {i: token for i, token in enumerate(before()) if counts[i] < position <= ends[i]}
-            for i in [i for i, token in found.items() if token == eod]:
+            for i in [i for i, token in found.items() if token in stops]:
                 ends[i] = 0
                 del found[i]
             yield found

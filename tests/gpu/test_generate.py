@@ -91,11 +91,11 @@ def test_same_tokens_in_fp32(family, sampling):
     model.decoder = None
     plain = list(stream(model, PROMPTS, 80, sampling))
     eod = plain[12][2]
-    ended = list(stream(model, PROMPTS, 80, sampling._replace(eod=eod)))
+    ended = list(stream(model, PROMPTS, 80, sampling._replace(stops={eod})))
     for make in (lambda m, length: Decoder(m, length, BLOCK), decoder):
         model.decoder = make
         assert list(stream(model, PROMPTS, 80, sampling)) == plain
-        assert list(stream(model, PROMPTS, 80, sampling._replace(eod=eod))) == ended
+        assert list(stream(model, PROMPTS, 80, sampling._replace(stops={eod}))) == ended
 
 
 def test_a_text_again_and_again():
