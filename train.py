@@ -10,7 +10,7 @@
                                                      train_step: batches, forward, backward, sync, update
 
 Exit codes: 0 done, 1 a failure with a traceback, 2 bad configuration or data, 3 no usable checkpoint, 4 save
-failed, 16 stopped by bad steps, 17 faulty machine, 75 pre-empted and saved. torchrun turns every failure into
+failed, 16 bad steps at the end, 17 faulty machine, 75 pre-empted and saved. torchrun turns every failure into
 1, so the code is also written to runs/NAME/status.json. One run at a time writes into a folder, which all
 machines must see (faults/lock.py).
 

@@ -13,7 +13,7 @@ NO_STATS = {"report_stats": "statistics of repeated steps are not kept; use vali
 class FaultConfig:
     """Bad steps: how they are recognized, and what follows."""
 
-    max_skipped_steps: int = fault(10, "end the run after this many non-finite steps in a row (exit code 16)")
+    max_skipped_steps: int = fault(10, "exit code 16 after N non-finite steps in a row, restarts included")
     check_states_interval: int = fault(
         10, "check weights and Adam moments every N steps; 0: only before a save", at_least=0
     )

@@ -1,4 +1,7 @@
-"""Rows S1 to S3: files of a checkpoint are damaged, cut, missing or foreign; nothing wrong is ever loaded."""
+"""Rows S1 to S3: files of a checkpoint are damaged, cut, missing or foreign; nothing wrong is ever loaded.
+
+Row N5: an update makes weights that are finite and dead; they are never saved.
+"""
 
 import hashlib
 import json
@@ -13,9 +16,9 @@ import torch
 from nanomegatron.checkpoint.checkpoint import load
 from nanomegatron.checkpoint.manifest import FORMAT_VERSION
 from nanomegatron.config.settings import ParallelConfig
-from nanomegatron.faults.exit import NO_CHECKPOINT
+from nanomegatron.faults.exit import BAD_STEPS, NO_CHECKPOINT
 from nanomegatron.mesh import Mesh, World
-from tests.faults.runs import CKPT, EVERY, FIVE, RUN, STEPS, Place, iterations, newest, tail
+from tests.faults.runs import ALIVE, CKPT, EVERY, FIVE, RUN, STEPS, Place, iterations, newest, status, tail
 
 LAST, BEFORE = STEPS, STEPS - EVERY
 WHOLE_RUNS = 20  # of this number of flipped bits one is put before a whole run, the others before a load
@@ -144,6 +147,26 @@ def s3(place: Place, seed: int) -> str:
     assert not missing, f"it does not say {missing}: {tail(job.text())}"
     assert not job.records(), "it has trained"
     return what
+
+
+DEADLY = "--train-iters 60 --lr 1e38 --clip-grad 0 --save-interval 5 --keep-last-k 2"
+
+
+def n5(place: Place, seed: int) -> str:
+    """From step 12 on every step is bad, in four starts by torchrun: nothing is published or removed."""
+    case, layout = f"N5-{seed}", FIVE[seed % 5]
+    folder = finished(place, case, layout)
+    before = {path: path.read_bytes() for path in sorted((folder / CKPT).glob("iter_*/*"))}
+    job = place.start(case, layout, DEADLY, how="torchrun")
+    assert job.wait(2 * ALIVE) != 0, f"exit code 0: {tail(job.text())}"
+    facts = status(folder)
+    assert (facts["state"], facts["exit_code"], facts["iteration"]) == ("failed", BAD_STEPS, LAST + 2), facts
+    assert "13 steps in a row were not finite, 12 of them before" in facts["message"], facts
+    after = {path: path.read_bytes() for path in sorted((folder / CKPT).glob("iter_*/*"))}
+    assert before == after, f"checkpoints have changed: {iterations(folder)}"
+    place.rerun(case, layout, "--train-iters 12")
+    assert all(float(record["lm_loss"]) < 7 for record in job.records()), "losses of dead weights"
+    return layout
 
 
 def rewrite_manifest(folder: Path) -> None:

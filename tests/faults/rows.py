@@ -193,6 +193,12 @@ ROWS = (
         "tests/test_old_runs.py",
     ),
     by_tests(
+        "S8",
+        "folders of checkpoints are missing, moved, renamed, links; the run's records know of them",
+        "exit code 3, what knows of them and what is missing; links are followed and stay",
+        "tests/test_run_history.py",
+    ),
+    by_tests(
         "X1",
         "each of 12 layouts loads what each other one has saved: 132 pairs; 20 in bf16",
         "weights and moments equal; the next loss to 1e-6",
@@ -259,6 +265,14 @@ ROWS = (
         "a bit of a weight flips on one of the replicas",
         "the rank is named in the next comparison; nothing saved",
         "tests/test_run_replicas.py",
+    ),
+    Row(
+        "N5",
+        "an update makes weights that are finite and dead; `torchrun --max-restarts 3`, `--keep-last-k 2`",
+        "no checkpoint published or removed; exit code 16; with a sane rate the run continues",
+        1,
+        5,
+        damage.n5,
     ),
     by_tests(
         "I1",
