@@ -4,9 +4,10 @@
 //     d [rows, width] = grad[r] (exp(x[r][c] - lse[r]) - (c == label[r]))        0 behind `columns`
 //     row [rows, width] = fp8(d * scale), flip [width, rows] = row^T, amax = max(amax, |d|)
 //
-// d is fp32: it is rounded once. A label outside 0..columns-1 belongs to another rank.
+// d is rounded to the type of x first, then to FP8, as by cross_entropy.cu and fp8_cast.cu. A label outside
+// 0..columns-1 belongs to another rank.
 //
-// The naive loop, in fp32:  for r, c:  d = grad[r] * (exp(x[r][c] - lse[r]) - (c == label[r]))
+// The naive loop, in fp32:  for r, c:  d = grad[r] * (exp(x[r][c] - lse[r]) - (c == label[r])), rounded
 //                           row[r][c] = flip[c][r] = fp8(d * scale);  amax = max(amax, |d|)
 //
 // Bytes in 16 bits a logit: 3, or 4 with both outputs (two read). A gradient in 16 bits and its cast: 8.
@@ -60,10 +61,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3)
             for (int i = 0; i < 8; ++i) {
                 const float share = __expf(x[b][i] - lse) - (i == here ? 1.0f : 0.0f);
                 d[i] = inside && place + i < a.columns ? grad * share : 0.0f;
-                largest = max(largest, bits_of(d[i]));
             }
-            q[begin + b] = make_uint2(four<FORMAT>(d[0] * s, d[1] * s, d[2] * s, d[3] * s),
-                                      four<FORMAT>(d[4] * s, d[5] * s, d[6] * s, d[7] * s));
+            q[begin + b] = cast_eight<FORMAT>(rounded<WHOLE, T>(d, a.type), s, largest);
             if (!a.row || !inside || place >= a.width) continue;
             store_bytes<WHOLE>(a.row + r * a.width + place, q[begin + b], a.width - place);
         }

@@ -133,6 +133,36 @@ __device__ __forceinline__ uint2 load_bytes(const uint8_t* from, int64_t count) 
     return make_uint2(words[0], words[1]);
 }
 
+template <typename T>
+__device__ __forceinline__ unsigned two_of(float low, float high) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return *reinterpret_cast<const unsigned*>(&pair);
+    } else {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return *reinterpret_cast<const unsigned*>(&pair);
+    }
+}
+
+// To the type that a tensor has: T, or where that is only float for all, the one that is named. A kernel that
+// makes FP8 rounds what it has computed first, as another kernel would have stored it.
+template <bool WHOLE, typename T>
+__device__ __forceinline__ Eight<T> rounded(const float (&y)[8], int type) {
+    Eight<T> eight;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if constexpr (sizeof(T) == 4) {
+            const float x = WHOLE || type == FP32 ? y[i]
+                            : type == BF16        ? to_float(from_float<__nv_bfloat16>(y[i]))
+                                                  : to_float(from_float<__half>(y[i]));
+            eight.words[i] = __float_as_uint(x);
+        } else if (i % 2 == 0) {
+            eight.words[i / 2] = two_of<T>(y[i], y[i + 1]);
+        }
+    }
+    return eight;
+}
+
 struct Source {  // a matrix; of FP8 with an inverse for 128 neighbours of a row, `down` and `across` apart
     const void* data;
     int type;
@@ -173,6 +203,14 @@ template <int FORMAT, typename T>
 __device__ __forceinline__ uint2 cast_eight(const Eight<T>& x, float s) {
     return make_uint2(four<FORMAT>(x[0] * s, x[1] * s, x[2] * s, x[3] * s),
                       four<FORMAT>(x[4] * s, x[5] * s, x[6] * s, x[7] * s));
+}
+
+// And raises `largest` to their maximum.
+template <int FORMAT, typename T>
+__device__ __forceinline__ uint2 cast_eight(const Eight<T>& x, float s, unsigned& largest) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = max(largest, bits_of(x[i]));
+    return cast_eight<FORMAT>(x, s);
 }
 
 // Tiles.

@@ -5,9 +5,9 @@
 //     forward    row [rows, f] = fp8(y * scale), flip [f, rows] = row^T, amax = max(amax, |y|)
 //     backward   the same of dx
 //
-// y and dx are fp32: they are rounded once, and db adds them as they are.
+// y and dx are rounded to the type of x first, then to FP8, as by gelu.cu and fp8_cast.cu; db adds dx in fp32.
 //
-// The naive loop, in fp32:  for r, c:  y = act(x[r][c] + b[c])
+// The naive loop, in fp32:  for r, c:  y = act(x[r][c] + b[c]), rounded
 //                           row[r][c] = flip[c][r] = fp8(y * scale);  amax = max(amax, |y|)
 //
 // Bytes in 16 bits a value: forward 3, or 4 with both outputs (two read); backward 5 or 6 (four read), and
@@ -98,10 +98,8 @@ __global__ void __launch_bounds__(THREADS, BACKWARD || !std::is_same_v<T, __nv_b
                 }
                 if (r >= a.rows) y[i] = 0.0f;  // act(b) is not
                 sums[i] += y[i];
-                largest = max(largest, bits_of(y[i]));
             }
-            q[begin + b] = make_uint2(four<FORMAT>(y[0] * s, y[1] * s, y[2] * s, y[3] * s),
-                                      four<FORMAT>(y[4] * s, y[5] * s, y[6] * s, y[7] * s));
+            q[begin + b] = cast_eight<FORMAT>(rounded<WHOLE, T>(y, a.type), s, largest);
             if (!a.row || r >= a.rows || place >= a.f) continue;
             store_bytes<WHOLE>(a.row + r * a.f + place, q[begin + b], a.f - place);
         }

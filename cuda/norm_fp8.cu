@@ -5,10 +5,10 @@
 //     v = x, or total = x + residual rounded to their type        y = norm of v, weight and bias
 //     row [rows, h] = fp8(y * scale)        flip [h, rows] = row^T        amax = max(amax, |y|)
 //
-// y is fp32: it is rounded once, to FP8, and once more to the type of x where `out` is wanted as well.
+// y is rounded to the type of x first, then to FP8: what norm.cu and fp8_cast.cu give one after the other.
 //
 // The naive loop, in fp32:  for r:  mean[r], rstd[r] of v[r];  for c:
-//                           y = (v[r][c] - mean[r]) rstd[r] w[c] + b[c]
+//                           y = (v[r][c] - mean[r]) rstd[r] w[c] + b[c], rounded
 //                           row[r][c] = flip[c][r] = fp8(y * scale);  amax = max(amax, |y|)
 //
 // Bytes in 16 bits a value: 3 for one of the two, 4 for both (two read; one more in rows above WIDE), 4 more
@@ -39,33 +39,6 @@ struct Norm {
     int type, weight_type;
     bool kept;  // in shared memory
 };
-
-template <typename T>
-__device__ __forceinline__ unsigned two_of(float low, float high) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        return __bfloat16_as_ushort(from_float<T>(low)) | __bfloat16_as_ushort(from_float<T>(high)) << 16;
-    } else {
-        return __half_as_ushort(from_float<T>(low)) | __half_as_ushort(from_float<T>(high)) << 16;
-    }
-}
-
-// To the type that x has: T, or where that is only float for all, the one that is named.
-template <bool WHOLE, typename T>
-__device__ __forceinline__ Eight<T> rounded(const float (&y)[8], int type) {
-    Eight<T> eight;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if constexpr (sizeof(T) == 4) {
-            const float x = WHOLE || type == FP32 ? y[i]
-                            : type == BF16        ? to_float(from_float<__nv_bfloat16>(y[i]))
-                                                  : to_float(from_float<__half>(y[i]));
-            eight.words[i] = __float_as_uint(x);
-        } else if (i % 2 == 0) {
-            eight.words[i / 2] = two_of<T>(y[i], y[i + 1]);
-        }
-    }
-    return eight;
-}
 
 template <bool WHOLE, typename T>
 __device__ __forceinline__ void store_eight(void* to, int type, int64_t at, int64_t inside,
@@ -253,14 +226,15 @@ __global__ void __launch_bounds__(threads_of(FLIP, WHOLE), FLIP || !WHOLE ? 1 : 
                 float y[8];
 #pragma unroll
                 for (int k = 0; k < 8; ++k) {
-                    y[k] = (x[i][k] - means[r]) * rstds[r] * w[k] + b[k];
-                    if (WHOLE || c + k < a.h) largest = max(largest, bits_of(y[k]));
+                    const float v = (x[i][k] - means[r]) * rstds[r] * w[k] + b[k];
+                    y[k] = WHOLE || c + k < a.h ? v : 0.0f;
                 }
-                low[r] = four<FORMAT>(y[0] * s, y[1] * s, y[2] * s, y[3] * s);
-                high[r] = four<FORMAT>(y[4] * s, y[5] * s, y[6] * s, y[7] * s);
+                const Eight<T> out = rounded<WHOLE, T>(y, a.type);
+                const uint2 q = cast_eight<FORMAT>(out, s, largest);
+                low[r] = q.x, high[r] = q.y;
                 const int64_t at = (first + r) * a.h + c;
-                if (a.row) store_bytes<WHOLE>(a.row + at, make_uint2(low[r], high[r]), a.h - c);
-                if (a.out) store_eight<WHOLE>(a.out, a.type, at, a.h - c, rounded<WHOLE, T>(y, a.type));
+                if (a.row) store_bytes<WHOLE>(a.row + at, q, a.h - c);
+                if (a.out) store_eight<WHOLE>(a.out, a.type, at, a.h - c, out);
             }
         }
         if constexpr (FLIP) {

@@ -6,9 +6,9 @@
 //     forward    row [rows, f] = fp8(y * scale), flip [f, rows] = row^T, amax = max(amax, |y|)
 //     backward   row [rows, 2f] = fp8(dx * scale), flip [2f, rows] = row^T, amax = max(amax, |dx|)
 //
-// y and dx are fp32: they are rounded once.
+// y and dx are rounded to the type of x first, then to FP8, as by swiglu.cu and fp8_cast.cu.
 //
-// The naive loop, in fp32:  for r, c:  y = act(x[r][c]) * x[r][f + c]
+// The naive loop, in fp32:  for r, c:  y = act(x[r][c]) * x[r][f + c], rounded
 //                           row[r][c] = flip[c][r] = fp8(y * scale);  amax = max(amax, |y|)
 //
 // Bytes in 16 bits a value of y: forward 5, or 6 with both outputs (four read); backward 8 or 10 (six read).
@@ -49,14 +49,6 @@ struct Place {
     }
 };
 
-template <int FORMAT>
-__device__ __forceinline__ uint2 cast_floats(const float (&y)[8], float s, unsigned& largest) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest = max(largest, bits_of(y[i]));
-    return make_uint2(four<FORMAT>(y[0] * s, y[1] * s, y[2] * s, y[3] * s),
-                      four<FORMAT>(y[4] * s, y[5] * s, y[6] * s, y[7] * s));
-}
-
 __device__ __forceinline__ void note_largest(unsigned* amax, unsigned largest) {
     if (amax == nullptr) return;
     raise_to(amax, largest_of_block(largest));
@@ -88,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : 3)
             float y[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) y[i] = gate[b][i] * gate_of(gate[b][i], a.gelu) * up[b][i];
-            q[begin + b] = cast_floats<FORMAT>(y, s, largest);
+            q[begin + b] = cast_eight<FORMAT>(rounded<WHOLE, T>(y, a.type), s, largest);
             if (!a.row || r >= a.rows || at.place >= a.f) continue;
             store_bytes<WHOLE>(a.row + r * a.f + at.place, q[begin + b], a.f - at.place);
         }
@@ -128,8 +120,8 @@ __global__ void __launch_bounds__(THREADS, 2) gated_fp8_backward(const Gated a, 
                 d[i] = grad[b][i] * up[b][i] * (open + value * (1.0f - open) * rise);
                 u[i] = grad[b][i] * value;
             }
-            dgate[begin + b] = cast_floats<FORMAT>(d, s, largest);
-            dup[begin + b] = cast_floats<FORMAT>(u, s, largest);
+            dgate[begin + b] = cast_eight<FORMAT>(rounded<WHOLE, T>(d, a.type), s, largest);
+            dup[begin + b] = cast_eight<FORMAT>(rounded<WHOLE, T>(u, a.type), s, largest);
             if (!a.row || r >= a.rows || at.place >= a.f) continue;
             uint8_t* to = a.row + 2 * r * a.f + at.place;
             store_bytes<WHOLE>(to, dgate[begin + b], a.f - at.place);

@@ -82,6 +82,17 @@ def test_the_same_as_layers_that_quantize_themselves(recipe, model):
         near(got, expected)
 
 
+@pytest.mark.parametrize("model", MODELS, ids=["llama", "gpt2", "squared relu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_amaxes_and_scales_are_those_of_layers_that_quantize_themselves(recipe, model):
+    """To the bit, in bf16: what a fused cast sees, rounded to FP8 and kept as amax, is what another would."""
+    fused, its = layer_of(recipe, torch.bfloat16, **model)
+    plain, own = layer_of(recipe, torch.bfloat16, early=False, **model)
+    for got, expected in zip(steps(fused, its), steps(plain, own), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert torch.equal(its.history, own.history) and torch.equal(its.scale, own.scale)
+
+
 @pytest.mark.parametrize("modules", ["layernorm", "mlp_act", "mlp", "layernorm mlp_act", "layernorm mlp"])
 @pytest.mark.parametrize("model", MODELS[:2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("recipe", RECIPES)

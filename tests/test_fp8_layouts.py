@@ -14,11 +14,6 @@ from tests.test_layouts_resume import SHORT, resumed
 from tests.training import arguments, check_entered, compare, train_on_a_rank
 
 
-def in_form_of(layout: str) -> list[str]:
-    """For one process: the fast paths, if the layout takes them, round elsewhere than the plain forms."""
-    return ["--fast-paths"] * layout.endswith("fp")
-
-
 def losses(run: dict, key: str = "lm_loss") -> list[float]:
     return [step[key] for step in run["steps"]]
 
@@ -49,7 +44,7 @@ def test_schedules_and_recomputation_change_no_bit(recipe, layout, alone, source
     size, flags = flags_of(layout)
     argv = arguments(sources, "llama", flags, fp8(recipe))
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
-    assert losses(ranks[0]) == losses(alone("llama", fp8(recipe), *in_form_of(layout)))
+    assert losses(ranks[0]) == losses(alone("llama", fp8(recipe)))
     if not full:
         golden.check(layout, "llama", recipe, ranks)
         check_entered(layout, "llama", recipe, ranks)
@@ -74,7 +69,7 @@ def test_layouts_stay_near_one_process(recipe, layout, alone, sources, full, tmp
     size, flags = flags_of(layout)
     argv = arguments(sources, "llama", flags, fp8(recipe))
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
-    expected = alone("llama", fp8(recipe), *in_form_of(layout))
+    expected = alone("llama", fp8(recipe))
     np.testing.assert_allclose(losses(ranks[0]), losses(expected), rtol=1e-2)
     assert all(rank["alike"] for rank in ranks)
     compare([piece for rank in ranks for piece in rank["gradients"]], expected["gradients"], 0.15)
@@ -100,7 +95,7 @@ def test_other_models_to_the_bit(model, recipe, layout, more, alone, sources, tm
     settings = f"{fp8(recipe)} {more}"
     argv = arguments(sources, model, flags, settings)
     ranks = run_spmd(train_on_a_rank, size, argv, str(tmp_path), timeout=120)
-    assert losses(ranks[0]) == losses(alone(model, settings, *in_form_of(layout)))
+    assert losses(ranks[0]) == losses(alone(model, settings))
     check_entered(layout, model, recipe, ranks)
 
 

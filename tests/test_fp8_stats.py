@@ -207,9 +207,9 @@ def told_by_one(sources, tmp_path_factory) -> dict[str, list[float]]:
 FULL = [pytest.param(layout, marks=pytest.mark.full) for layout in ("pp2v2rc", "dp2z1", "tp2pp2")]
 
 
-@pytest.mark.parametrize("layout", ["pp2zbv", "tp2sp", *FULL])
+@pytest.mark.parametrize("layout", ["pp2zbvfp", "tp2sp", *FULL])
 def test_layouts_tell_the_same(layout, told_by_one, sources, tmp_path):
-    """Pipelines to the bit; where additions or sizes of microbatches differ, nearly."""
+    """Pipelines, and fast paths in place of plain forms, to the bit; where additions or sizes of microbatches differ, nearly."""
     expected = told_by_one
     found = in_columns(run_of(sources, tmp_path, layout, fp8("delayed"), "--log-fp8-stats 2")[1])
     if layout.startswith("pp"):

@@ -8,6 +8,7 @@ import torch
 from nanomegatron.ops import adamw as ops_adamw
 from nanomegatron.ops import fp8_fused as ops_fused_fp8
 from nanomegatron.ops.adamw import FlatState, Segments, adamw_flat_, cast_flat_
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_
 from nanomegatron.ops.fp8_cast import FORMATS, Fp8Output, fp8_cast_ref
 from nanomegatron.ops.fp8_fused import (
     bias_act_backward_fp8,
@@ -17,9 +18,9 @@ from nanomegatron.ops.fp8_fused import (
     gated_fp8,
     norm_fp8,
 )
-from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act_ref
-from nanomegatron.ops.norm import norm_ref
-from nanomegatron.ops.swiglu import GELU, SILU, gated_ref
+from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act, bias_act_ref
+from nanomegatron.ops.norm import add_norm, norm_ref
+from nanomegatron.ops.swiglu import GELU, SILU, gated, gated_ref
 from tests import cuda_on_cpu
 
 E4M3, E5M2 = FORMATS
@@ -31,29 +32,41 @@ def wanted(dtype=E4M3, outputs="both", scale=37.5, amax=0.0, device="cpu") -> Fp
     return Fp8Output(dtype, torch.tensor(scale, device=device), torch.tensor(amax, device=device), outputs)
 
 
-def near(found: torch.Tensor | None, exact: torch.Tensor, scale: torch.Tensor, slack: float = 1e-5) -> None:
-    """Between the casts of the exact result a little lower and a little higher; NaN where that is."""
+def near(
+    found: torch.Tensor | None,
+    exact: torch.Tensor,
+    scale: torch.Tensor,
+    kind: torch.dtype,
+    slack: float = 1e-5,
+) -> None:
+    """Between the casts of the exact result a little lower and a little higher; NaN where that is.
+
+    kind: of the op without FP8, to which the result is rounded first.
+    """
     if found is None or not exact.numel():
         assert found is None or found.shape == exact.shape
         return
     off = slack * (exact.abs() + exact.abs().nan_to_num(0, 0, 0).amax())
-    low, high = (fp8_cast_ref((exact + side).float(), scale, found.dtype).float() for side in (-off, off))
+    low, high = (fp8_cast_ref((exact + side).to(kind), scale, found.dtype).float() for side in (-off, off))
     nan = exact.isnan()
     assert found.shape == exact.shape and found.is_contiguous()
     assert torch.equal(found.float().isnan(), nan)
     assert ((low <= found.float()) & (found.float() <= high) | nan | exact.isinf()).all()
 
 
-def both(pair, exact, spec: Fp8Output) -> None:
-    """Both outputs and the amax; exact is float64."""
+def both(pair, exact, spec: Fp8Output, kind: torch.dtype) -> None:
+    """Both outputs and the amax, which is of the values rounded to `kind`; exact is float64."""
     row, flip = pair
     assert (row is None) == (spec.outputs == "columnwise") and (flip is None) == (spec.outputs == "rowwise")
-    near(row, exact, spec.scale)
-    near(flip, exact.t(), spec.scale)
+    near(row, exact, spec.scale, kind)
+    near(flip, exact.t(), spec.scale, kind)
     if row is not None and flip is not None:
         assert torch.equal(row.view(torch.uint8).t(), flip.view(torch.uint8))
-    largest = exact.abs().max().float() if exact.numel() else torch.zeros(())
-    torch.testing.assert_close(spec.amax.view(()).cpu(), largest.cpu(), rtol=2e-5, atol=0, equal_nan=True)
+    largest = exact.abs().max().cpu() if exact.numel() else torch.zeros(())
+    amax = spec.amax.view(()).cpu()
+    low, high = (largest * (1 + side) for side in (-2e-5, 2e-5))
+    assert low.to(kind) <= amax <= high.to(kind) or amax.isnan() and largest.isnan()
+    assert amax.isnan() or torch.equal(amax.to(kind).float(), amax)
 
 
 def norm_case(rows, h, dtype, biased, add, wide=False):
@@ -69,7 +82,7 @@ def check_norm(case, from_one: bool, spec: Fp8Output, also: bool) -> None:
     assert (got.total is None) if residual is None else torch.equal(got.total, total)
     v = total.double().view(-1, weight.numel())
     exact = norm_ref(v, weight.double(), None if bias is None else bias.double(), EPS, from_one)
-    both((got.rowwise, got.columnwise), exact, spec)
+    both((got.rowwise, got.columnwise), exact, spec, x.dtype)
     mean = v.mean(-1) if bias is not None else None
     assert (got.mean is None) == (mean is None)
     if mean is not None:
@@ -88,9 +101,9 @@ def check_gated(x, grad, act: int, dtype=E4M3, outputs="both", scale=37.5) -> No
     wide = x.double().flatten(0, -2).requires_grad_()
     y = gated_ref(wide, act)
     specs = [wanted(dtype, outputs, scale, device=x.device) for _ in range(2)]
-    both(gated_fp8(x, act, specs[0]), y.detach(), specs[0])
+    both(gated_fp8(x, act, specs[0]), y.detach(), specs[0], x.dtype)
     (dx,) = torch.autograd.grad(y, wide, grad.double().flatten(0, -2))
-    both(gated_backward_fp8(grad, x, act, specs[1]), dx, specs[1])
+    both(gated_backward_fp8(grad, x, act, specs[1]), dx, specs[1], x.dtype)
 
 
 def check_biased(x, bias, grad, act: int, dtype=E4M3, outputs="both", scale=37.5) -> None:
@@ -99,10 +112,10 @@ def check_biased(x, bias, grad, act: int, dtype=E4M3, outputs="both", scale=37.5
     wide = (wide if bias is None else wide + bias.double()).requires_grad_()
     y = bias_act_ref(wide, act=act)
     specs = [wanted(dtype, outputs, scale, device=x.device) for _ in range(2)]
-    both(bias_act_fp8(x, bias, act, specs[0]), y.detach(), specs[0])
+    both(bias_act_fp8(x, bias, act, specs[0]), y.detach(), specs[0], x.dtype)
     (dx,) = torch.autograd.grad(y, wide, grad.double().flatten(0, -2))
     pair, dbias = bias_act_backward_fp8(grad, x, bias, act, specs[1])
-    both(pair, dx, specs[1])
+    both(pair, dx, specs[1], x.dtype)
     if bias is None:
         assert dbias is None
         return
@@ -120,7 +133,7 @@ def check_loss(logits, labels, lse, grad, real: int, dtype=E5M2, outputs="both",
     exact -= (labels[:, None] == torch.arange(logits.shape[1], device=logits.device)).double()
     exact *= grad.double()[:, None]
     exact[:, real:] = 0
-    both(cross_entropy_grad_fp8(logits, labels, lse, grad, real, spec), exact, spec)
+    both(cross_entropy_grad_fp8(logits, labels, lse, grad, real, spec), exact, spec, logits.dtype)
     assert torch.equal(logits, before)
 
 
@@ -195,26 +208,60 @@ def check_copy(s: FlatState, segments: Segments, before: list[torch.Tensor]) -> 
 RANGES = [(0, 5, 2), (5, 8200, 0), (8201, 8202, 3), (8210, 8210, 0), (8215, 25000, 3)]
 
 
-def test_references_round_once():
-    """Where a norm in bf16 and a cast of it would round twice: 1.0 + 2^-4 + 2^-10 is above the half."""
-    x = torch.tensor([[1.0, 1.0]])
-    weight = torch.tensor([1.0625 + 2**-10, 1.0])
-    got = norm_fp8(x, None, weight, None, 0.0, False, wanted(scale=1.0), also=True)
-    assert got.rowwise.float().tolist() == [[1.125, 1.0]] and got.out.tolist() == [[1.0625 + 2**-10, 1.0]]
-    assert fp8_cast_ref(got.out.bfloat16(), torch.tensor(1.0), E4M3).float()[0, 0] == 1.0
+@pytest.mark.parametrize("kind, expected", [(torch.float32, 1.125), (torch.bfloat16, 1.0)])
+def test_a_norm_is_rounded_to_its_type_before_fp8(kind, expected):
+    """1.0625 + 2^-10 is above the half of FP8's 1 and 1.125, in bf16 it is the half, which goes to even."""
+    x, weight = torch.tensor([[1.0, 1.0]], dtype=kind), torch.tensor([1.0625 + 2**-10, 1.0])
+    for spec in (wanted(scale=1.0), wanted(E5M2, scale=64.0)):
+        got = norm_fp8(x, None, weight, None, 0.0, False, spec, also=True)
+        assert spec.amax == got.out.max().float() == (1.0625 if kind == torch.bfloat16 else 1.0625 + 2**-10)
+    got = norm_fp8(x, None, weight, None, 0.0, False, wanted(scale=1.0))
+    assert got.rowwise.float().tolist() == [[expected, 1.0]]
 
 
 @pytest.mark.parametrize("outputs", ["rowwise", "columnwise", "both"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_references(dtype, outputs):
+def test_references(outputs):
     for biased, add in ((False, True), (True, False)):
-        check_norm(norm_case(6, 24, dtype, biased, add, wide=add), add, wanted(outputs=outputs), biased)
+        case = norm_case(6, 24, torch.float32, biased, add, wide=add)
+        check_norm(case, add, wanted(outputs=outputs), biased)
     for act in (SILU, GELU):
-        check_gated(*gated_case((3, 2, 20), dtype), act, E5M2, outputs)
-    check_loss(*loss_case(6, 20, dtype), 17, E5M2, outputs)
+        check_gated(*gated_case((3, 2, 20), torch.float32), act, E5M2, outputs)
+    check_loss(*loss_case(6, 20, torch.float32), 17, E5M2, outputs)
     for act in (TANH, EXACT, SQUARED_RELU):
         x, bias, grad = biased_case((3, 2, 20), torch.float32)
         check_biased(x, bias if act else None, grad, act, E5M2, outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references_are_casts_of_the_ops_without_fp8(dtype):
+    """To the bit, with their amax: values, and gradients as autograd makes them."""
+
+    def same(pair, spec: Fp8Output, plain: torch.Tensor) -> None:
+        expected = wanted(E5M2)
+        row, flip = expected.cast(plain.detach().flatten(0, -2))
+        for found, right in zip((*pair, spec.amax), (row, flip, expected.amax), strict=True):
+            assert torch.equal(found.float(), right.float())
+
+    x, residual, weight, bias = norm_case(6, 24, dtype, True, True)
+    got = norm_fp8(x, residual, weight, bias, EPS, False, spec := wanted(E5M2))
+    same((got.rowwise, got.columnwise), spec, add_norm(x, residual, weight, bias, EPS)[0])
+    for act in (SILU, GELU):
+        x, grad = gated_case((3, 2, 20), dtype)
+        y = gated(x.requires_grad_(), act)
+        same(gated_fp8(x, act, spec := wanted(E5M2)), spec, y)
+        dx = torch.autograd.grad(y, x, grad)[0]
+        same(gated_backward_fp8(grad, x, act, spec := wanted(E5M2)), spec, dx)
+    for act in (TANH, EXACT, SQUARED_RELU):
+        x, bias, grad = (t.requires_grad_() for t in biased_case((3, 2, 20), dtype))
+        y = bias_act(x, bias, act=act)
+        same(bias_act_fp8(x, bias, act, spec := wanted(E5M2)), spec, y)
+        dx, db = torch.autograd.grad(y, (x, bias), grad)
+        pair, dbias = bias_act_backward_fp8(grad, x, bias, act, spec := wanted(E5M2))
+        same(pair, spec, dx)
+        assert torch.equal(dbias, db)
+    logits, labels, lse, grad = loss_case(6, 20, dtype)
+    pair = cross_entropy_grad_fp8(logits, labels, lse, grad, 17, spec := wanted(E5M2))
+    same(pair, spec, cross_entropy_grad_(logits, labels, lse, grad, 17))
 
 
 def test_no_rows_and_no_amax():
@@ -332,6 +379,7 @@ def test_gated_kernel_of_strange_numbers(emulated, act):
             found[0][~expected.isnan()],
             expected[~expected.isnan()].double().clamp(-1e30, 1e30),
             torch.tensor(37.5),
+            torch.float32,
         )
 
 

@@ -13,8 +13,8 @@ type without memory, whose `source` has the FP8 copies; its elements are one exp
 does not go unnoticed. For the backward a linear layer saves the transposed FP8 copy, half the bytes of bf16.
 
 With delayed scaling the scales are known before: casts are fused into the norm, the activation, its backward
-and that of the loss. Their results are rounded once, from fp32; the plain form rounds to 16 bits first. With
-the other recipes the results are equal to the bit.
+and that of the loss. These round to 16 bits first, as the plain form does: FP8 values and the amaxes in the
+history are those of the plain form, under every recipe.
 
 Gain: of the tensors that linear layers read, half the memory for the backward, and no pass for the cast: on
 an H200 sum, norm and cast take 124 us in one kernel, SwiGLU and cast 173 us at 96 % of a copy's bandwidth

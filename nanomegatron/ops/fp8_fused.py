@@ -6,8 +6,9 @@
     bias_act_fp8           cuda/gelu_fp8.cu      both of these without a gate, and the bias's gradient
     cross_entropy_grad_fp8 cuda/cross_entropy_fp8.cu   the gradient of the logits
 
-Each is fp8_cast of the fp32 result: rounded once; a 16-bit norm or activation and then a cast round twice.
-The transposed copy is for the weight gradient, whose GEMM contracts over rows.
+Each is fp8_cast of what the op without FP8 gives, in the type of x, so that values and amaxes are the same
+whether a cast is fused or not. (Transformer Engine's kernels of delayed scaling cast the fp32 value, its newer
+ones round first, too.) The transposed copy is for the weight gradient, whose GEMM contracts over rows.
 """
 
 import math
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanomegatron.ops.bias import column_sums
+from nanomegatron.ops.bias import add_bias, column_sums
 from nanomegatron.ops.cross_entropy import check_logits, cross_entropy_grad_ref
 from nanomegatron.ops.fp8_cast import Fp8Output, Pair
 from nanomegatron.ops.gelu import bias_act_ref
@@ -75,10 +76,10 @@ def norm_fp8_ref(x, residual, weight, bias, eps, from_one, wanted, also=False) -
     """`norm_fp8` in plain torch: specification and oracle."""
     total = None if residual is None else x + residual
     wide = (x if total is None else total).float().reshape(-1, weight.numel())
-    y = norm_ref(wide, weight, bias, eps, from_one)
+    y = norm_ref(x if total is None else total, weight, bias, eps, from_one)
     mean = None if bias is None else wide.mean(dim=-1)
     rstd = ((wide if mean is None else wide - mean[:, None]).square().mean(dim=-1) + eps).rsqrt()
-    return Normed(*wanted.cast(y), y.to(x.dtype).view(x.shape) if also else None, total, rstd, mean)
+    return Normed(*wanted.cast(y.view(wide.shape)), y if also else None, total, rstd, mean)
 
 
 def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
@@ -86,7 +87,7 @@ def gated_fp8(x: torch.Tensor, act: int, wanted: Fp8Output) -> Pair:
     rows, f = _halved(x)
     pair = wanted.empty(x, rows, f)
     if not usable(x, "gated_fp8"):
-        return wanted.cast(gated_ref(x.float().reshape(rows, 2 * f), act))
+        return wanted.cast(gated_ref(x.reshape(rows, 2 * f), act))
     tensors = x.contiguous(), *pair, wanted.scale, wanted.amax
     launch_kernel("swiglu_fp8_forward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
@@ -104,8 +105,7 @@ def gated_backward_fp8(grad: torch.Tensor, x: torch.Tensor, act: int, wanted: Fp
     if grad.shape != (*x.shape[:-1], f) or grad.dtype != x.dtype or grad.device != x.device:
         raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}, halved")
     if not usable(x, "gated_backward_fp8"):
-        grad, x = grad.float().reshape(rows, f), x.float().reshape(rows, 2 * f)
-        return wanted.cast(gated_backward_ref(grad, x, act))
+        return wanted.cast(gated_backward_ref(grad.reshape(rows, f), x.reshape(rows, 2 * f), act))
     tensors = grad.contiguous(), x.contiguous(), *pair, wanted.scale, wanted.amax
     launch_kernel("swiglu_fp8_backward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
@@ -116,7 +116,7 @@ def bias_act_fp8(x: torch.Tensor, bias: torch.Tensor | None, act: int, wanted: F
     rows, f = math.prod(x.shape[:-1]), x.shape[-1]
     pair = wanted.empty(x, rows, f)
     if not usable(x, "bias_act_fp8"):
-        return wanted.cast(bias_act_ref(_biased(x, bias), act=act))
+        return wanted.cast(bias_act_ref(x.reshape(rows, f), bias, act=act))
     tensors = x.contiguous(), bias, *pair, wanted.scale, wanted.amax
     launch_kernel("gelu_fp8_forward", *tensors, rows, f, act, TYPES[x.dtype], TYPES[wanted.dtype])
     return pair
@@ -140,9 +140,9 @@ def bias_act_backward_fp8(
     if (grad.shape, grad.dtype, grad.device) != (x.shape, x.dtype, x.device):
         raise ValueError(f"a gradient {grad.dtype} {list(grad.shape)} of {x.dtype} {list(x.shape)}")
     if not usable(x, "bias_act_backward_fp8"):
+        at = add_bias(x, bias).detach().requires_grad_()
         with torch.enable_grad():
-            at = _biased(x, bias).requires_grad_()
-            dx = torch.autograd.grad(bias_act_ref(at, act=act), at, grad.float().reshape(rows, f))[0]
+            dx = torch.autograd.grad(bias_act_ref(at, act=act), at, grad)[0].view(rows, f)
         return wanted.cast(dx), None if bias is None else column_sums(dx, target)
     dbias, sums = None, None
     if bias is not None:
@@ -178,15 +178,9 @@ def cross_entropy_grad_fp8(
 
 
 def logits_grad_ref(logits, labels, lse, grad, real: int) -> torch.Tensor:
-    """The gradient in fp32, zeros in the columns of padding. logits `[t, V]`, others `[t]` -> `[t, V]`"""
-    d = cross_entropy_grad_ref(logits[:, :real].float(), labels, lse, grad)
+    """The gradient, zeros in the columns of padding. logits `[t, V]`, others `[t]` -> `[t, V]`"""
+    d = cross_entropy_grad_ref(logits[:, :real], labels, lse, grad)
     return F.pad(d, (0, logits.shape[1] - real))
-
-
-def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x + bias as fp32 `[rows, f]`, detached."""
-    x = x.detach().float().flatten(0, -2)
-    return x if bias is None else x + bias.detach().float()
 
 
 def _halved(x: torch.Tensor) -> tuple[int, int]:
