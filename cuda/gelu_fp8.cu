@@ -5,7 +5,7 @@
 //     forward    row [rows, f] = fp8(y * scale), flip [f, rows] = row^T, amax = max(amax, |y|)
 //     backward   the same of dx
 //
-// y and dx are rounded to the type of x first, then to FP8, as by gelu.cu and fp8_cast.cu; db adds dx in fp32.
+// y and dx are rounded to the type of x first, then to FP8, as by gelu.cu and fp8_cast.cu; db adds fp32.
 //
 // The naive loop, in fp32:  for r, c:  y = act(x[r][c] + b[c]), rounded
 //                           row[r][c] = flip[c][r] = fp8(y * scale);  amax = max(amax, |y|)

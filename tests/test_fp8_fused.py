@@ -13,9 +13,32 @@ from nanomegatron.fp8 import RECIPES, Recipe, Scales
 from nanomegatron.fp8_linear import use_fp8
 from nanomegatron.mesh import Axis
 from nanomegatron.model import TransformerLayer
+from nanomegatron.ops.cross_entropy import cross_entropy_grad_
+from nanomegatron.ops.fp8_cast import Fp8Output
+from nanomegatron.ops.fp8_fused import (
+    bias_act_backward_fp8,
+    bias_act_fp8,
+    cross_entropy_grad_fp8,
+    gated_backward_fp8,
+    gated_fp8,
+    norm_fp8,
+)
+from nanomegatron.ops.gelu import EXACT, SQUARED_RELU, TANH, bias_act
+from nanomegatron.ops.norm import add_norm
+from nanomegatron.ops.swiglu import GELU, SILU, gated
 from nanomegatron.param import Init
 from nanomegatron.recompute import source_of
 from nanomegatron.tp import LinearFunction
+from tests.test_ops_fused_fp8 import (
+    DTYPES,
+    E5M2,
+    EPS,
+    biased_case,
+    gated_case,
+    loss_case,
+    norm_case,
+    wanted,
+)
 
 CPU = torch.device("cpu")
 
@@ -129,3 +152,35 @@ def test_reading_a_placeholder_gives_nan():
     x = fp8_placeholder(torch.zeros(2, 3), (2, 3), "copies")
     assert x.isnan().all() and x.untyped_storage().nbytes() == 4 and source_of(x).casts == "copies"
     assert source_of(torch.zeros(1)).casts is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references_are_casts_of_the_ops_without_fp8(dtype):
+    """To the bit, with their amax: values, and gradients as autograd makes them."""
+
+    def same(pair, spec: Fp8Output, plain: torch.Tensor) -> None:
+        expected = wanted(E5M2)
+        row, flip = expected.cast(plain.detach().flatten(0, -2))
+        for found, right in zip((*pair, spec.amax), (row, flip, expected.amax), strict=True):
+            assert torch.equal(found.float(), right.float())
+
+    x, residual, weight, bias = norm_case(6, 24, dtype, True, True)
+    got = norm_fp8(x, residual, weight, bias, EPS, False, spec := wanted(E5M2))
+    same((got.rowwise, got.columnwise), spec, add_norm(x, residual, weight, bias, EPS)[0])
+    for act in (SILU, GELU):
+        x, grad = gated_case((3, 2, 20), dtype)
+        y = gated(x.requires_grad_(), act)
+        same(gated_fp8(x, act, spec := wanted(E5M2)), spec, y)
+        dx = torch.autograd.grad(y, x, grad)[0]
+        same(gated_backward_fp8(grad, x, act, spec := wanted(E5M2)), spec, dx)
+    for act in (TANH, EXACT, SQUARED_RELU):
+        x, bias, grad = (t.requires_grad_() for t in biased_case((3, 2, 20), dtype))
+        y = bias_act(x, bias, act=act)
+        same(bias_act_fp8(x, bias, act, spec := wanted(E5M2)), spec, y)
+        dx, db = torch.autograd.grad(y, (x, bias), grad)
+        pair, dbias = bias_act_backward_fp8(grad, x, bias, act, spec := wanted(E5M2))
+        same(pair, spec, dx)
+        assert torch.equal(dbias, db)
+    logits, labels, lse, grad = loss_case(6, 20, dtype)
+    pair = cross_entropy_grad_fp8(logits, labels, lse, grad, 17, spec := wanted(E5M2))
+    same(pair, spec, cross_entropy_grad_(logits, labels, lse, grad, 17))

@@ -209,7 +209,7 @@ FULL = [pytest.param(layout, marks=pytest.mark.full) for layout in ("pp2v2rc", "
 
 @pytest.mark.parametrize("layout", ["pp2zbvfp", "tp2sp", *FULL])
 def test_layouts_tell_the_same(layout, told_by_one, sources, tmp_path):
-    """Pipelines, and fast paths in place of plain forms, to the bit; where additions or sizes of microbatches differ, nearly."""
+    """Pipelines and fast paths to the bit; where additions or sizes of microbatches differ, nearly."""
     expected = told_by_one
     found = in_columns(run_of(sources, tmp_path, layout, fp8("delayed"), "--log-fp8-stats 2")[1])
     if layout.startswith("pp"):

@@ -6,9 +6,9 @@
     bias_act_fp8           cuda/gelu_fp8.cu      both of these without a gate, and the bias's gradient
     cross_entropy_grad_fp8 cuda/cross_entropy_fp8.cu   the gradient of the logits
 
-Each is fp8_cast of what the op without FP8 gives, in the type of x, so that values and amaxes are the same
-whether a cast is fused or not. (Transformer Engine's kernels of delayed scaling cast the fp32 value, its newer
-ones round first, too.) The transposed copy is for the weight gradient, whose GEMM contracts over rows.
+Each is fp8_cast of what the op without FP8 gives, in the type of x: values and amaxes are the same whether a
+cast is fused or not. (Of Transformer Engine's kernels those of delayed scaling cast the fp32 value, those of
+mxfp8 round first, too.) The transposed copy is for the weight gradient, whose GEMM contracts over rows.
 """
 
 import math
