@@ -86,16 +86,16 @@ def test_logits_are_those_of_the_plain_form(family, dtype, bound, b):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(0.5, 20, 0.95, 3)], ids=["0", "0.5"])
 def test_same_tokens_in_fp32(family, sampling):
-    """Prompts of unequal length, step by step, and with an end of text that one of them meets."""
+    """Prompts of unequal length, step by step, and with two tokens that end one of them each."""
     model = build(family, torch.float32)
     model.decoder = None
     plain = list(stream(model, PROMPTS, 80, sampling))
-    eod = plain[12][2]
-    ended = list(stream(model, PROMPTS, 80, sampling._replace(stops={eod})))
+    stops = {plain[12][2], plain[20][0]}
+    ended = list(stream(model, PROMPTS, 80, sampling._replace(stops=stops)))
     for make in (lambda m, length: Decoder(m, length, BLOCK), decoder):
         model.decoder = make
         assert list(stream(model, PROMPTS, 80, sampling)) == plain
-        assert list(stream(model, PROMPTS, 80, sampling._replace(stops={eod}))) == ended
+        assert list(stream(model, PROMPTS, 80, sampling._replace(stops=stops))) == ended
 
 
 def test_a_text_again_and_again():
