@@ -8,10 +8,10 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6457,
-    "checkpoint": 4650,
-    "commands": 1738,
-    "config": 3673,
+    "": 6464,
+    "checkpoint": 4664,
+    "commands": 1742,
+    "config": 3683,
     "data": 3100,
     "debug": 1120,
     "fast": 3280,

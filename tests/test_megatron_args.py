@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanomegatron.checkpoint.checkpoint import save
+from nanomegatron.checkpoint.checkpoint import load, save
 from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron import open_megatron
 from nanomegatron.config.cli import build_config, to_toml
@@ -109,3 +109,19 @@ def test_megatron_builds_no_shared_experts_with_biases():
     config = experts.TransformerConfig(**sizes, moe_shared_expert_intermediate_size=8)
     with pytest.raises(AssertionError, match="bias is not supported in the shared experts"):
         experts.SharedExpertMLP(config, None, gate=False)
+
+
+def test_a_checkpoint_from_before_routers_had_biases(tmp_path, capsys):
+    """It is loaded with biases of zero, which change nothing; Megatron wants them, and is written none."""
+    state, config = {"iteration": 3, "consumed_samples": 0}, to_toml(build_config(settings("gpt-moe")))
+    pieces = [piece for piece in pieces_of(model_of("gpt-moe")) if not piece.key.endswith("router.bias")]
+    save(tmp_path / "ours", 3, pieces, state, config, ALONE)
+    model = model_of("gpt-moe")
+    biases = [param for param in model.parameters() if param.spec.name.endswith("router.bias")]
+    assert len(biases) == 2
+    assert all(bias.any() for bias in biases)
+    (note,) = load(tmp_path / "ours", pieces_of(model), ALONE).notes
+    assert "is from before routers had biases: they start from zero" in note
+    assert not any(bias.any() for bias in biases)
+    assert run("nanomegatron", "megatron-core", tmp_path / "ours", tmp_path / "theirs") == 2
+    assert "lacks decoder.layers.0.mlp.router.bias; save it again" in capsys.readouterr().err

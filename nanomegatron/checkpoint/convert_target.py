@@ -20,6 +20,7 @@ from nanomegatron.checkpoint.files import host_bytes
 from nanomegatron.checkpoint.folder import make_folder, publish_folder
 from nanomegatron.checkpoint.hf import HEADER, TOKENIZER_FILES, WEIGHTS, Folder, folder_tokenizer, places
 from nanomegatron.checkpoint.manifest import CheckpointError
+from nanomegatron.checkpoint.megatron import our_tensors
 from nanomegatron.checkpoint.megatron_write import write_megatron
 from nanomegatron.checkpoint.streams import (
     Stream,
@@ -41,6 +42,8 @@ def write_theirs(source: SourceModel, folder: Path) -> Iterator[str]:
     """Write weights and optimizer states as torch_dist of Megatron-LM; yields notes. Raises ValueError."""
     if lacking := only_here(source.config):
         raise ValueError(f"Megatron-LM has no model of {', '.join(lacking)}; give another --target")
+    if missing := sorted(our_tensors(source.config.model, source.vocab_size).keys() - source.tensors.keys()):
+        raise ValueError(f"{source.root} lacks {missing[0]}; save it again: train.py --load it --finetune")
     tensors = {f"model/{name}": stream for name, stream in source.tensors.items()} | source.states
     about = source.config, source.vocab_size, source.iteration
     yield from write_megatron(folder, *about, tensors, source.state)
