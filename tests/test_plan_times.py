@@ -17,6 +17,7 @@ from tests.plan_rows import Row, rows
 from tools import planner_page
 
 TIME, MEMORY = 0.10, 0.03  # relative
+PRECISION_AWARE = "--use-precision-aware-optimizer"
 
 
 def ids(row: Row) -> str:
@@ -70,6 +71,45 @@ def test_optim_grads_reduces_in_every_microbatch(overlap):
     beside = reduction if overlap else 0.0  # all of it: a backward of 8 B parameters takes longer
     assert hidden == pytest.approx(7 * beside)
     assert exposed == pytest.approx(7 * (writes + reduction - beside * (1 - CONTENTION)))
+
+
+def seconds_of(flags: str, part: str, world: int) -> float:
+    """Seconds of a part of Llama-3-8B's step on H100s."""
+    words = f"--config llama3-8b --vocab-size 128256 --micro-batch-size 1 --global-batch-size 8 {flags}"
+    run = Planned(resolve(parse(words.split()).config, world), 128256, Machine(), world)
+    return step_time(run, load_cluster("h100")).parts[part]
+
+
+def test_sums_in_shards_are_fp32_whatever_gradients_are():
+    """AdamW reads them twice; without optim_grads they have the type of the gradients, 2 bytes less."""
+    seconds = {
+        (strategy, grads): seconds_of(
+            f"--data-parallel-sharding-strategy {strategy} --main-grads-dtype {grads} {PRECISION_AWARE}",
+            "optimizer",
+            8,
+        )
+        for strategy in ("optim", "optim_grads")
+        for grads in ("fp32", "bf16")
+    }
+    assert seconds["optim_grads", "bf16"] == seconds["optim_grads", "fp32"] == seconds["optim", "fp32"]
+    less = load_cluster("h100").move(2 * 2 * 8030261248 / 8)
+    assert seconds["optim", "fp32"] - seconds["optim", "bf16"] == pytest.approx(less)
+
+
+def test_fp8_layers_gather_bytes():
+    """Under sequence parallelism; of two gathers that are not hidden and two reduce-scatters, in 64 pairs."""
+    h100, tp = load_cluster("h100"), "--tp 8 --sequence-parallel"
+    bf16, fp8 = (
+        seconds_of(f"{tp} {more}", "tp communication", 8)
+        for more in ("", "--fp8-format hybrid --fp8-recipe delayed")
+    )
+    values = 8192 * 4096
+    saved = 2 * (h100.collective(2 * values, 8) - h100.collective(values, 8))
+    assert bf16 - fp8 == pytest.approx(8 * 64 * saved)
+    plain = "--tp 8 --fp8-format hybrid --fp8-recipe delayed"
+    assert seconds_of(plain, "tp communication", 8) == pytest.approx(
+        seconds_of("--tp 8", "tp communication", 8)
+    )
 
 
 @pytest.mark.parametrize("name, gpu", [("H100", "H100"), ("h200", "H200"), ("NVIDIA H100 80GB HBM3", "H100")])

@@ -145,7 +145,7 @@ class LayerTimes:
         forward["other kernels"] += self._move(4 * sizes.h + rotated)
         backward["other kernels"] += self._move(4 * sizes.h + rotated + 3 * sizes.n)
         ops = [OpTime(forward, Counter()), OpTime(backward, Counter()), OpTime(weight, Counter())]
-        return self._with_cp(self._with_tp(ops), mode, seconds)
+        return self._with_cp(self._with_tp(ops, kind), mode, seconds)
 
     def _mlp(self, number: int, moe: bool) -> list[OpTime]:
         sizes, model, kind = self.sizes, self.sizes.model, self._kind(number)
@@ -156,7 +156,7 @@ class LayerTimes:
         backward["other kernels"] += self._move(4 * sizes.h + (5 if gated else 3) * f)
         ops = [OpTime(part, Counter()) for part in (forward, backward, weight)]
         if f:
-            ops = self._with_tp(ops)
+            ops = self._with_tp(ops, kind)
         return [a + b for a, b in zip(ops, self._experts(), strict=True)] if moe else ops
 
     def _experts(self) -> list[OpTime]:
@@ -184,15 +184,20 @@ class LayerTimes:
             part["ep communication"] = seconds
         return [OpTime(part, Counter()) for part in parts]
 
-    def _with_tp(self, ops: list[OpTime]) -> list[OpTime]:
-        """The same with the communication of a pair of column- and row-parallel layers."""
+    def _with_tp(self, ops: list[OpTime], kind: str) -> list[OpTime]:
+        """The same with the communication of a pair of column- and row-parallel layers.
+
+        With sequence parallelism FP8 layers gather bytes: rows of x, and of the gradient.
+        """
         sizes, tp = self.sizes, self.sizes.tp
         if tp == 1:
             return ops
-        size, cut = sizes.tokens * sizes.model.hidden_size * sizes.item, sizes.config.sequence_cut > 1
-        once = self.cluster.collective(size, tp)
-        exposed = [2 * once, once if cut else 0.0]  # an all-reduce is two of these
-        hidden = [0.0, 2 * once]
+        values, cut = sizes.tokens * sizes.model.hidden_size, sizes.config.sequence_cut > 1
+        once = self.cluster.collective(values * sizes.item, tp)  # an all-reduce is two of these
+        gather = self.cluster.collective(values, tp) if cut and kind not in UNCAST else once
+        again = gather if sizes.input < sizes.item else once
+        exposed = [gather + once, gather if cut else 0.0]
+        hidden = [0.0, again + once]
         if sizes.parallel.tp_comm_overlap:
             hidden = [h + e * (1 - OVERLAPPED) for h, e in zip(hidden, exposed, strict=True)]
             exposed = [e * OVERLAPPED for e in exposed]
@@ -225,15 +230,16 @@ class LayerTimes:
         """F, B and W of embedding, last norm, output layer and loss. columns: of the logits on a rank."""
         sizes, hidden = self.sizes, self.sizes.model.hidden_size
         parts = [Counter(), Counter(), Counter()]
+        kind = self.fp8 if sizes.fp8_head else self.kind
         if last:
-            parts = self._dense([(columns, hidden)], self.fp8 if sizes.fp8_head else self.kind)
+            parts = self._dense([(columns, hidden)], kind)
             parts[0]["other kernels"] += self._move(columns + 3 * sizes.h)
             parts[1]["other kernels"] += self._move(2 * columns + 4 * sizes.h)
         if first:
             parts[0]["other kernels"] += self._move(2 * sizes.h)
             parts[2]["other kernels"] += self._move(6 * sizes.h)
         ops = [OpTime(part, Counter()) for part in parts]
-        return tuple(self._with_tp(ops)) if last else tuple(ops)
+        return tuple(self._with_tp(ops, kind)) if last else tuple(ops)
 
 
 layer_times = lru_cache(maxsize=1024)(LayerTimes)  # the same for all pipelines and replicas: `sizes_of`

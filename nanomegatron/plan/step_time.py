@@ -225,6 +225,7 @@ def optimizer(config: Config, cluster: Cluster, sizes: Sizes, params: tuple[int,
     own = params[0] / shards[0] + params[1] / shards[1]
     there = offload.optimizer_offload_fraction * offload.optimizer_cpu_offload
     on_host = own * there * (6 / cluster.host_link + STEP_BYTES / cluster.host_bandwidth)
-    twice = offload.exp_avg_dtype, offload.exp_avg_sq_dtype, config.grad_dtype_name  # each moved twice
+    grad = "fp32" if parallel.sharding == "optim_grads" else config.grad_dtype_name  # sums in shards are fp32
+    twice = offload.exp_avg_dtype, offload.exp_avg_sq_dtype, grad  # each moved twice
     moved = STEP_BYTES - 4 * sum(kind.startswith("bf") for kind in twice)
     return cluster.move(moved * own * (1 - there)) + on_host
