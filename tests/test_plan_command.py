@@ -11,9 +11,9 @@ from nanomegatron.commands.plan import known_gpu, main
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import parse
 from nanomegatron.config.rules import values_of
-from nanomegatron.plan.layer import Machine
+from nanomegatron.plan.layer import Machine, Sizes
 from nanomegatron.plan.memory import memory_of_ranks
-from nanomegatron.plan.room import CHANGES, Planned, check_room, memory_table, remedies
+from nanomegatron.plan.room import CHANGES, Planned, check_room, left_out, memory_table, remedies
 
 GIB = 2**30
 LLAMA = "--config llama3-8b --global-batch-size 128"
@@ -105,6 +105,23 @@ def test_a_table_has_the_first_the_largest_and_the_last_of_many_ranks():
     assert "pp 7" in next(memory_table(ranks[:8])) and "pp" not in next(memory_table(ranks[:1]))
 
 
+def test_the_table_says_what_it_leaves_out():
+    """Mixtral, an expert a rank: 2 copies for each token of a rank, at most one for each token of all 8."""
+    run = planned("--config mixtral-8x7b --vocab-size 32000 --ep 8 --moe-token-dispatcher-type alltoall", 8)
+    dense, sparse = planned(LLAMA, 8), [*left_out(run)]
+    assert [*left_out(dense)] == ["  left out: torch's own memory and CUDA's and NCCL's"]
+    copy = 2 * (2 * 4096 + 3 * 14336)  # bytes of rows, outputs, gate and up, product
+    sizes = Sizes(run.config, run.machine), Sizes(run.busiest.config, run.machine)
+    assert [x.copies for x in sizes] == [2, 8]
+    more = run.busiest.need - run.need
+    in_backward = 2 * 2 * 14336  # of the layer whose gradients are in flight, less what it frees
+    assert more == 6 * 4096 * (32 * copy + in_backward)
+    assert f"{more / GIB:.2f} GiB more" in sparse[1] and len(sparse) == 2
+    capacity = "--moe-expert-capacity-factor 1.25"
+    dropping = planned(f"--config mixtral-8x7b --vocab-size 32000 --ep 8 {capacity}", 8)
+    assert Sizes(dropping.busiest.config, run.machine).copies == 2 * 1.25
+
+
 # The command.
 
 
@@ -114,7 +131,7 @@ def test_a_run_that_fits_and_one_that_does_not(capsys):
     need = planned(" ".join(flags).replace("--gpus 4", ""), 4).need / GIB
     assert main([*flags, "--gpu-memory", f"{need / 0.9 + 0.1}"]) == 0
     fits = capsys.readouterr().out
-    assert "fits    90% of" in fits and "with" not in fits.split("together")[1]
+    assert "fits    90% of" in fits and "needed" not in fits.split("together")[1]
     assert "8.03 B params" in fits and "tp1 pp4 dp1 cp1 ep1" in fits
     bubble = 3 / 32  # of 1f1b: (stages - 1) / microbatches
     assert f"bubble {bubble:.1%}" in fits

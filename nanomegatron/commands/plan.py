@@ -31,7 +31,7 @@ from nanomegatron.plan.draw import draw_bars, text_bars
 from nanomegatron.plan.gpus import PEAKS
 from nanomegatron.plan.layer import Machine
 from nanomegatron.plan.memory import known_schedule, memory_of_ranks, pipeline_order
-from nanomegatron.plan.room import Planned, memory_table, remedies
+from nanomegatron.plan.room import Planned, left_out, memory_table, remedies
 from nanomegatron.plan.search import (
     COMPLEXITY,
     FILLED,
@@ -82,7 +82,8 @@ def main(argv: list[str]) -> int:
         print("nanomegatron plan:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
         return 2
     show(*(f"note    {note}" for note in parsed.notes), *facts(run, parsed.preset))
-    show(*memory_table(memory_of_ranks(*run[:3])), *(simulated(run, cluster) if cluster else ()))
+    show(*memory_table(memory_of_ranks(*run[:3])), *left_out(run))
+    show(*(simulated(run, cluster) if cluster else ()))
     return verdict(run, card, gib)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from nanomegatron.config.check import resolve, validate
@@ -43,6 +44,18 @@ class Planned(NamedTuple):
         each = [sum(parts.values()) for parts in memory_of_ranks(*self[:3])]
         return max(*each, sum(each) / len(each) * self.shared)
 
+    @property
+    def busiest(self) -> "Planned":
+        """The run if all tokens choose the experts of one ep rank: as if all were padded to its load."""
+        model, parallel = self.config.model, self.config.parallel
+        if not model.num_experts or model.moe_pad_expert_input_to_capacity:
+            return self
+        ep, k = parallel.expert_model_parallel_size, model.moe_router_topk
+        load = min(k, model.num_experts // ep) * ep / k
+        load = min(load, model.moe_expert_capacity_factor or load)  # the rest is dropped
+        load = dict(moe_expert_capacity_factor=load, moe_pad_expert_input_to_capacity=True)
+        return self._replace(config=replace(self.config, model=replace(model, **load)))
+
     def changed(self, flags: str) -> "Planned":
         """Return the run with one of CHANGES, on more GPUs if need be; itself if they conflict."""
         config = build_config(values_of(self.config) | {"data_parallel_size": None} | CHANGES[flags])
@@ -58,7 +71,8 @@ def check_room(run: Planned, room: float) -> str:
     if run.need <= room:
         return ""
     text = f"memory: about {run.need / 2**30:.2f} GiB are needed, and this machine has {room / 2**30:.2f}"
-    text = "\n".join([text, *memory_table(memory_of_ranks(*run[:3])), *remedies(run, room)])
+    table = memory_table(memory_of_ranks(*run[:3]))
+    text = "\n".join([text, *table, *left_out(run), *remedies(run, room)])
     if run.need > 2 * room:  # which no inaccuracy of the plan explains
         raise ValueError(text)
     return text
@@ -73,6 +87,15 @@ def memory_table(ranks: list[dict[str, float]]) -> Iterator[str]:
     for part in columns[0][1]:
         if max(parts[part] for _, parts in columns) >= max(totals) / 200:
             yield f"  {part:<25}" + "".join(f"{parts[part] / 2**30:>9.2f}" for _, parts in columns)
+
+
+def left_out(run: Planned) -> Iterator[str]:
+    """Yield the lines below the table: what it does not have, and what experts take at most."""
+    own = "CUDA's and NCCL's" if run.machine.gpu else "its libraries', 0.3 GiB a process"
+    yield f"  left out: torch's own memory and {own}"
+    if more := run.busiest.need - run.need:
+        most = f"up to {more / 2**30:.2f} GiB more, if all tokens choose those of one rank"
+        yield f"  experts evenly loaded; {most}"
 
 
 def remedies(run: Planned, room: float) -> Iterator[str]:
