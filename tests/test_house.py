@@ -17,7 +17,7 @@ BUDGETS = {
     "fast": 3280,
     "faults": 1400,
     "ops": 3801,
-    "plan": 1827,
+    "plan": 2032,
     "report": 2450,
 }
 

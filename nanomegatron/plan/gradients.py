@@ -20,7 +20,7 @@ from nanomegatron.plan.layer import Sizes
 REDUCTIONS = 2  # of buckets in flight, with --overlap-grad-reduce: dp.IN_FLIGHT
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """Parameters of a rank that the same ranks share: the dense ones, or those of experts."""
 
     params: int
@@ -36,62 +36,56 @@ class Group(NamedTuple):
         return self.params
 
 
-def pooled_gradients(
-    config: Config, sizes: Sizes, groups: list[Group], layers: list[int], rows: int
-) -> float:
-    """Return the bytes of the buckets in use in a layer's backward, with `optim_grads`.
+def in_backward(
+    config: Config, sizes: Sizes, groups: list[ParamGroup], layers: list[int], rows: int, microbatches: int
+) -> tuple[float, float]:
+    """Return the bytes of the buckets in use in a layer's backward, with `optim_grads`, and of gloo's copies.
 
-    layers: the rank's; rows: of its output layer, with whose gradient a backward begins.
+    layers: the rank's; rows: of its output layer, with whose gradient a backward begins. (Without overlap
+    that is behind the loss, whose temporaries are gone then: this much too much.) Copies: with overlap the
+    last buckets of the microbatch before are in flight when a backward begins; a group's only bucket is
+    reduced when no activations are left.
     """
     model, parallel = config.model, config.parallel
-    if parallel.sharding != "optim_grads" or config.run.eval_only:
-        return 0.0
+    if parallel.sharding != "optim_grads":
+        return 0.0, 0.0
     buckets = parallel.bucket_size(sizes.shards(config)[0]) * (2 + REDUCTIONS * parallel.overlap_grad_reduce)
     widths = {sizes.tp * sizes.ffn(model.moe_layers[layer]) for layer in layers}
     largest = max((layer_matmul_parameters(model, sizes.tp, width) for width in widths), default=0)
     experts = expert_parameters(model, sizes.local_experts, sizes.etp) if model.num_experts else 0
     in_use = max(buckets, largest + experts, rows * model.hidden_size)
-    return min(in_use, sum(group.params for group in groups)) * sizes.grad_item
-
-
-def copies_in_backward(config: Config, sizes: Sizes, groups: list[Group], microbatches: int) -> float:
-    """Return the bytes of gloo's copies when a backward begins, with `optim_grads`.
-
-    With overlap the last buckets of the microbatch before are in flight. A bucket that has all gradients is
-    reduced when no activations are left: `in_the_end`.
-    """
-    if config.parallel.sharding != "optim_grads" or not _copies(config, sizes):
-        return 0.0
+    pool = min(in_use, sum(group.params for group in groups)) * sizes.grad_item
     several = any(group.params > group.bucket(config) for group in groups)
-    if not (several or (config.parallel.overlap_grad_reduce and microbatches > 1)):
-        return 0.0
-    return _in_flight(config, groups) * sizes.grad_item
+    copied = _copies(config, sizes) and (several or (parallel.overlap_grad_reduce and microbatches > 1))
+    return pool, _in_flight(config, groups) * sizes.grad_item * copied
 
 
-def in_the_end(config: Config, sizes: Sizes, groups: list[Group], largest: int) -> float:
+def in_the_end(config: Config, sizes: Sizes, groups: list[ParamGroup], rows: int) -> float:
     """Return the most bytes beside the states behind the last backward: of sums, norm, update or gathers.
 
-    largest: elements of the largest part of a parameter.
+    rows: of the vocabulary, on this rank.
     """
-    parallel, optimizer = config.parallel, config.optimizer
-    copies, pooled = _copies(config, sizes), parallel.sharding == "optim_grads"
-    if config.run.eval_only:
+    optimizer, sharding = config.optimizer, config.parallel.sharding
+    if sizes.machine.gpu and sizes.machine.kernels:
         return 0.0
-    params = sum(group.params for group in groups)
-    summed = 2 * _in_flight(config, groups) if pooled else params  # or all buckets at once
-    gathers = params * sizes.item * copies
-    if sizes.machine.kernels:
-        return max(summed * sizes.grad_item * copies, gathers)
-    shards = [group.ranks if parallel.sharding != "no_shard" else 1 for group in groups]
+    params, copies = sum(group.params for group in groups), _copies(config, sizes)
+    summed = 2 * _in_flight(config, groups) if sharding == "optim_grads" else params  # or all buckets at once
+    ranks = [group.ranks if sharding != "no_shard" else 1 for group in groups]
     cast = sum(kind == "bf16" for kind in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
-    cast += sizes.grad_item < 4 and not pooled  # the sums in shards are fp32
-    updates = [
-        group.bucket(config) * (4 * cast / ranks - sizes.item * copies)
-        for group, ranks in zip(groups, shards, strict=True)
-    ]
-    most = max(group.params / ranks for group, ranks in zip(groups, shards, strict=True))
-    norm = 8 * min(largest, most) * (not sizes.machine.gpu)
-    return max(summed * sizes.grad_item * copies, norm, gathers + max(0, *updates))
+    cast += sizes.grad_item < 4 and sharding != "optim_grads"  # whose sums in shards are fp32
+    updates, largest = [0.0], 0.0
+    for group, shards in zip(groups, ranks, strict=True):
+        updates.append(group.bucket(config) * (4 * cast / shards - sizes.item * copies))
+        largest = max(largest, group.params / shards)
+    norm = 8 * min(largest, _largest_part(sizes, rows)) * (not sizes.machine.gpu)
+    return max(summed * sizes.grad_item * copies, norm, params * sizes.item * copies + max(updates))
+
+
+def _largest_part(sizes: Sizes, rows: int) -> int:
+    """Return the elements of the largest part of a parameter."""
+    widths = (sizes.ffn(moe) for moe in {*sizes.model.moe_layers})
+    experts = sizes.expert_ffn * any(sizes.model.moe_layers)
+    return max(rows, sizes.n, experts, *widths) * sizes.model.hidden_size
 
 
 def _copies(config: Config, sizes: Sizes) -> bool:
@@ -99,7 +93,7 @@ def _copies(config: Config, sizes: Sizes) -> bool:
     return not sizes.machine.gpu and config.parallel.sharding != "no_shard" and max(sizes.shards(config)) > 1
 
 
-def _in_flight(config: Config, groups: list[Group]) -> int:
+def _in_flight(config: Config, groups: list[ParamGroup]) -> int:
     """Return the elements of the reductions in flight at most, with `optim_grads`."""
     number = REDUCTIONS if config.parallel.overlap_grad_reduce else 1
     buckets = []

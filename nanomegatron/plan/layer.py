@@ -40,7 +40,9 @@ from typing import NamedTuple
 from nanomegatron.config.settings import Config
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per value, by torch's name of the type
-TABLES = 18  # bytes of a choice in a plain dispatch beside the router's: an int64 index, masks, fp32 probs
+CHOICE_TABLES = (
+    18  # bytes of a choice in a plain dispatch beside the router's: an int64 index, masks, fp32 probs
+)
 ONE_STAGE = dict(pipeline_model_parallel_size=1, num_virtual_stages_per_pipeline_rank=None)
 ONE_STAGE |= dict(pipeline_schedule=None, pipeline_split="even", data_parallel_size=None)
 
@@ -239,7 +241,7 @@ def _saved_by_experts(sizes: Sizes) -> float:
     output = 4 if swaps and not (sizes.machine.kernels and model.moe_permute_fusion) else item
     outputs = output * sizes.copies * model.hidden_size
     if sizes.plain_dispatch:
-        outputs = (4 * model.hidden_size + TABLES) * sizes.choices_at_hand
+        outputs = (4 * model.hidden_size + CHOICE_TABLES) * sizes.choices_at_hand
     copy = read * model.hidden_size + _feature(sizes, read, "moe_act") * sizes.expert_ffn
     inputs = item * (model.moe_shared_expert_gate + bool(model.moe_input_jitter_eps))
     router = 16 * model.moe_router_topk + 4 * (model.num_experts or 0)

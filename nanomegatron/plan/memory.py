@@ -37,7 +37,7 @@ from nanomegatron.config.batch import stages as batch_stages
 from nanomegatron.config.settings import Config, padded_vocab_size
 from nanomegatron.flops import expert_parameters, layer_matmul_parameters, parameter_count, stage_layers
 from nanomegatron.plan.fast import fused_loss, layer_graphs, optimizer_casts, piece_buffers, ring_buffers
-from nanomegatron.plan.gradients import Group, copies_in_backward, in_the_end, pooled_gradients
+from nanomegatron.plan.gradients import ParamGroup, in_backward, in_the_end
 from nanomegatron.plan.layer import ITEMSIZE, Machine, Sizes, attention_in_flight, saved_by_layer, sizes_of
 from nanomegatron.schedules import Op, most_open, placement, schedule
 
@@ -45,7 +45,6 @@ from nanomegatron.schedules import Op, most_open, placement, schedule
 LOSS_CHUNK = 2048  # tokens whose logits are in fp32 at a time: ops.cross_entropy.CHUNK_TOKENS
 WORKSPACES = 2**27  # bytes of cuBLAS, of sums and of numbers for the log, on a GPU
 SETTLED = 4  # microbatches for each pipeline rank after which a schedule needs no more memory
-UPDATE = "reduction, update"  # what gradients take beside the states: plan/gradients.py
 KEPT, DEFERRED, FORWARD, BACKWARD, ENDING = range(5)  # the parts of ChunkMemory
 # What an op does in turn: one microbatch more or fewer holds a part; 0: the op itself needs it for a while.
 HOLDS = {"F": ((KEPT, 1), (FORWARD, 0)), "BW": ((BACKWARD, 0), (KEPT, -1)), "W": ((DEFERRED, -1),)}
@@ -105,27 +104,29 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine, largest: 
     alike = tuple((moe, layer in fp8) for layer, moe in enumerate(model.moe_layers)) if largest else ()
     ranks = []
     for own, ends, moments in peak_moments(order, kinds, alike):
-        parts, divided = states(config, sizes, vocab, own, ends), groups(config, sizes, vocab, own, ends)
+        divided = param_groups(config, sizes, vocab, own, ends)
+        parts = states(config, sizes, vocab, divided, ends)
         size, moment = max((sum(map(operator.mul, moment, totals)), moment) for moment in moments)
-        pool = pooled_gradients(config, sizes, divided, own, columns * ends[1])
-        copies = copies_in_backward(config, sizes, divided, order.microbatches)
-        ending = in_the_end(config, sizes, divided, largest_part(sizes, columns * max(ends)))
-        if ending > size + pool + copies:  # when no activations are left
-            size, moment, pool, copies = 0, (0,) * len(totals), 0, ending
         if not config.run.eval_only:
-            parts |= {"gradients": parts["gradients"] + pool, UPDATE: copies}
+            pool, copies = in_backward(config, sizes, divided, own, columns * ends[1], order.microbatches)
+            ending = in_the_end(config, sizes, divided, columns * max(ends))
+            if ending > size + pool + copies:  # when no activations are left
+                size, moment = 0, (0,) * len(totals)
+                pool, copies = 0, ending
+            parts["gradients"] += pool
+            parts["reduction, update"] = copies
         neighbours = 2 - sum(ends) * (order.chunks == 1)
-        messages = (1 + 2 * neighbours) * sizes.h * sizes.value * (order.pp > 1) + ring_buffers(sizes)
-        ranks.append((_total(parts) + size + messages, parts, moment, messages))
+        messages = (1 + 2 * neighbours) * sizes.h * sizes.value * (order.pp > 1)
+        parts["messages"] = messages + ring_buffers(sizes)
+        ranks.append((_total(parts) + size, parts, moment))
     ranks = [max(ranks, key=operator.itemgetter(0))] if largest else ranks
-    for _, parts, moment, messages in ranks:
+    for _, parts, moment in ranks:
         for name in ("activations", "logits and loss", "backward of a layer", "deferred weight gradients"):
             parts[name] = sum(number * part[name] for number, part in zip(moment, chunks) if number)
-        parts["messages"] = messages
         parts["room for pieces"] = piece_buffers(sizes)
         parts["graphs"] = layer_graphs(sizes, order.microbatches)
         parts["workspaces"] = WORKSPACES * machine.gpu
-    return [parts for _, parts, *_ in ranks]
+    return [parts for _, parts, _ in ranks]
 
 
 def chunks_kept(config: Config) -> list[int]:
@@ -142,35 +143,31 @@ def describe_memory(*ranks: dict[str, float]) -> str:
     return f"predicted peak {which} {total / 2**30:.2f} GiB ({', '.join(shares)})"
 
 
-def states(config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tuple) -> dict[str, float]:
+def states(
+    config: Config, sizes: Sizes, vocab: int, groups: list[ParamGroup], ends: tuple
+) -> dict[str, float]:
     """Return the bytes by part of a rank's states. ends: whether it has the first stage, the last."""
-    tied = not config.model.untie_embeddings_and_output_weights
-    head = sizes.fp8_head * ends[1] * tied * vocab // sizes.tp * config.model.hidden_size
-    dense, experts = (_states(config, group) for group in groups(config, sizes, vocab, layers, ends))
-    dense["FP8 weights"] += 2 * head  # beside the 16-bit ones, which the embedding reads
+    dense, experts = (_states(config, group) for group in groups)
+    if not config.model.untie_embeddings_and_output_weights:  # the embedding reads the 16-bit ones
+        dense["FP8 weights"] += 2 * sizes.fp8_head * ends[1] * (vocab // sizes.tp) * config.model.hidden_size
     return {name: size + experts[name] for name, size in dense.items()}
 
 
-def largest_part(sizes: Sizes, rows: int) -> int:
-    """Return the elements of the largest part of a parameter. rows: of the vocabulary, on this rank."""
-    widths = (sizes.ffn(moe) for moe in {*sizes.model.moe_layers})
-    experts = sizes.expert_ffn * any(sizes.model.moe_layers)
-    return max(rows, sizes.n, experts, *widths) * sizes.model.hidden_size
-
-
-def groups(config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tuple) -> list[Group]:
+def param_groups(
+    config: Config, sizes: Sizes, vocab: int, layers: list[int], ends: tuple
+) -> list[ParamGroup]:
     """Return the dense parameters of a rank and those of its experts."""
     model, tp = config.model, sizes.tp
     fp8 = [layer for layer in layers if layer in config.precision.fp8_layers(model.num_layers)]
     widths = [tp * sizes.ffn(model.moe_layers[layer]) for layer in fp8]
     matrices = sum(layer_matmul_parameters(model, tp, width) for width in widths)
     if model.untie_embeddings_and_output_weights:
-        matrices += sizes.fp8_head * ends[1] * vocab // tp * model.hidden_size
+        matrices += sizes.fp8_head * ends[1] * (vocab // tp) * model.hidden_size
     replicas, edp = sizes.shards(config)
     params = parameter_count(model, vocab, tp, layers, *ends, experts=0)
     fp8_experts = expert_weights(sizes, fp8) if sizes.fp8_experts else 0
-    dense = Group(params, replicas, matrices)
-    return [dense, Group(expert_weights(sizes, layers), edp, fp8_experts)]
+    dense = ParamGroup(params, replicas, matrices)
+    return [dense, ParamGroup(expert_weights(sizes, layers), edp, fp8_experts)]
 
 
 def expert_weights(sizes: Sizes, layers: list[int]) -> int:
@@ -179,7 +176,7 @@ def expert_weights(sizes: Sizes, layers: list[int]) -> int:
     return sum(sparse[layer] for layer in layers) * expert_parameters(model, sizes.local_experts, sizes.etp)
 
 
-def _states(config: Config, group: Group) -> dict[str, float]:
+def _states(config: Config, group: ParamGroup) -> dict[str, float]:
     """The same for one group of parameters."""
     params, ranks, fp8 = group
     parallel, optimizer = config.parallel, config.optimizer
