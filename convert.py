@@ -33,6 +33,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from nanomegatron.config.user_files import escaped
+
 LAYOUT_FLAGS = [
     f"--{end}{kind}-parallel-size" for end in ("target-", "") for kind in ("tensor", "pipeline", "expert")
 ]
@@ -87,7 +89,7 @@ def size(text: str) -> int:
 
 def refused(error: Exception) -> int:
     """Print an error; returns its exit code."""
-    print(f"convert.py: {error}", file=sys.stderr)
+    print(escaped(f"convert.py: {error}"), file=sys.stderr)
     return 2
 
 
@@ -142,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     if args.layout:
         notes.append("the flags of a layout are needless: any layout loads what is written")
-    print("\n".join([f"{target} is written", *notes]))
+    print(escaped("\n".join([f"{target} is written", *notes])))
     return 0
 
 

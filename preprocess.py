@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanomegatron.config.settings import DataConfig
+from nanomegatron.config.user_files import escaped
 from nanomegatron.data.indexed_dataset import file_lock, publish
 from nanomegatron.data.output import DatasetOutput
 from nanomegatron.data.reading import InputPlace, blocks, chunks, documents, input_files, kind, size_of
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             for report in preprocess_arguments(arguments):
                 print(report)
     except (ValueError, OSError) as error:
-        print(f"preprocess.py: {error}", file=sys.stderr)
+        print(escaped(f"preprocess.py: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("preprocess.py: interrupted", file=sys.stderr)
@@ -158,7 +159,7 @@ def verify_data(prefixes: list[str]) -> int:
         damage, text = verify_pair(prefix, os.cpu_count() or 1, lambda line: print(line, file=sys.stderr))
         print(f"{prefix}: {text}")
         for line in damage:
-            print(f"preprocess.py: {line}", file=sys.stderr)
+            print(escaped(f"preprocess.py: {line}"), file=sys.stderr)
         damaged += bool(damage)
     return 2 if damaged else 0
 

@@ -47,7 +47,7 @@ class Run:
     iteration: int = 0  # the last finished one
     skipped_samples: int = 0  # not read, or of a spike without an update
     skipped_iterations: set[int] = field(default_factory=set)  # by rollbacks, not by --iterations-to-skip
-    evaluated: int = 0  # the step of the last complete evaluation; a signal may have put one off
+    evaluated: int = 0  # the step of the last complete evaluation; a signal may have deferred one
     rollbacks: Counter[int] = field(default_factory=Counter)  # to each checkpoint, by iteration
     pending: StepReport | None = None  # of the last step, launched and not yet reported
     stop: str = ""  # why the run ends early; "": it does not

@@ -222,7 +222,7 @@ def test_a_flag_puts_away_the_other_ways_of_a_file(tmp_path):
 
 def test_a_resolved_run_can_be_read_again():
     config = resolve(
-        parse(f"{SHAPE} --mock-data --vocab-size 9 --train-samples 8 --run-name a\r\x7f".split(" ")).config, 1
+        parse(f"{SHAPE} --mock-data --vocab-size 9 --train-samples 8 --save a\r\x7f".split(" ")).config, 1
     )
     assert from_toml(to_toml(config)) == config and validate(config, 1) == []
 

@@ -244,7 +244,7 @@ def test_bad_input_leaves_nothing_behind(tmp_path, capsys):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
     refused(theirs, out, "nanomegatron", "model.layers.2.input_layernorm.weight: missing")
     config.write_text("{")
-    refused(theirs, out, "nanomegatron", "config.json: Expecting")
+    refused(theirs, out, "nanomegatron", "config.json: not JSON (Expecting")
     weights = theirs / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     refused(theirs, out, "nanomegatron", "config.json")

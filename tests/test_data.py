@@ -312,7 +312,8 @@ def test_errors_before_the_first_step(tmp_path, monkeypatch, settings, sidecar, 
 
 
 def test_sidecar_of_other_data(tmp_path):
-    write(tmp_path / "d", [[1, 2]], sidecar={"tokens": 2})
+    about = {"tokens": 2, "fingerprint": "", "max_token": 2, "tokenizer": {"type": "ByteTokenizer"}}
+    write(tmp_path / "d", [[1, 2]], sidecar=about)
     assert IndexedDataset(tmp_path / "d").sidecar()["tokens"] == 2
     old = json.loads((tmp_path / "d.json").read_text())
     write(tmp_path / "d", [[1, 2, 3]])

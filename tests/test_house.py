@@ -8,15 +8,15 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6464,
-    "checkpoint": 4664,
-    "commands": 1742,
-    "config": 3683,
-    "data": 3100,
+    "": 6483,
+    "checkpoint": 4700,
+    "commands": 1755,
+    "config": 3813,
+    "data": 3161,
     "debug": 1120,
     "fast": 3280,
-    "faults": 1400,
-    "ops": 3801,
+    "faults": 1402,
+    "ops": 3802,
     "plan": 2032,
     "report": 2450,
 }

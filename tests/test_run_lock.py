@@ -89,14 +89,15 @@ def test_a_lock_or_settings_that_cannot_be_read(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="is in use by"):
             lock(tmp_path, "--run-name test", wait=False)
 
-    def denied(path):
+    def denied(path, **_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "is_file", denied)
-    with pytest.raises(ConfigError, match="config.toml: .*Permission denied"):
-        settings_in(tmp_path)
     warnings = []
-    assert read_status(tmp_path / "status.json", warnings.append) == {} and "Permission" in warnings[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", denied)
+        with pytest.raises(ConfigError, match="config.toml: .*Permission denied"):
+            settings_in(tmp_path)
+        assert read_status(tmp_path / "status.json", warnings.append) == {} and "Permission" in warnings[0]
 
 
 def test_a_folder_that_cannot_be(corpus, tmp_path):  # noqa: F811

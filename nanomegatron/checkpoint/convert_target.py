@@ -32,6 +32,7 @@ from nanomegatron.checkpoint.streams import (
 from nanomegatron.config.cli import build_config, to_toml
 from nanomegatron.config.hf import effective, settings_of, to_hf
 from nanomegatron.config.megatron import only_here
+from nanomegatron.config.user_files import read_json
 from nanomegatron.data.tokenizer import build_tokenizer, tokenizer_from_spec
 
 WEIGHTS_ONLY = dict.fromkeys(("iteration", "consumed_samples", "skipped_samples"), 0)
@@ -183,7 +184,7 @@ def new_files(source: SourceModel) -> tuple[dict[str, bytes], list[str]]:
     not_kept = (HEADER, ".index.json")
     kept = {p.name: p for p in (source.root / "hf").glob("*") if not p.name.endswith(not_kept)}
     if theirs := kept.pop("config.json", None):
-        table = same_model(json.loads(theirs.read_text()), table)
+        table = same_model(read_json(theirs), table)
     data = {name: path.read_bytes() for name, path in (files | kept).items()}
     return data | {"config.json": (json.dumps(table, indent=2) + "\n").encode()}, notes
 

@@ -12,7 +12,6 @@ do, head by head; Phi-3 has q, k and v one after the other in one tensor, and ga
 memory-mapped: a rank that copies its slice of a tensor reads only that slice.
 """
 
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -27,6 +26,7 @@ from nanomegatron.checkpoint.upcycle import dense_source
 from nanomegatron.config.cli import flag
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.model import TransformerConfig
+from nanomegatron.config.user_files import read_json
 from nanomegatron.data.tokenizer import Tokenizer, build_tokenizer, with_special_tokens
 from nanomegatron.model import GPTModel
 from nanomegatron.param import Init, Part
@@ -232,7 +232,7 @@ def weight_files(folder: Path) -> list[str]:
         return ["model.safetensors"]
     if index.is_file():
         try:
-            return sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
+            return sorted({Path(name).name for name in read_json(index)["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: not an index of safetensors files ({error!r})") from None
     if len(names) == 1:
@@ -291,10 +291,7 @@ def stop_ids(folder: str | Path) -> frozenset[int]:
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         return frozenset()
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise ValueError(f"{path}: not a table in JSON ({error})") from None
+    found = read_json(path).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(type(token) is not int or token < 0 for token in ids):
         raise ValueError(f"{path}: eos_token_id = {found!r:.80}: must be a token's number, or a list of them")

@@ -17,6 +17,7 @@ from nanomegatron.config.cli import OF_ONE_RUN, build_config, from_toml
 from nanomegatron.config.help import did_you_mean
 from nanomegatron.config.rules import values_of
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import escaped, read_text
 from nanomegatron.report.schedule_draw import canvas
 from nanomegatron.report.writers import read_jsonl, replace_file
 
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
         runs = [read_run(word) for word in dict.fromkeys(args.runs)]
         tables, (words, largest) = [fact_table(runs), settings_table(runs)], differences(runs)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-        print("\n\n".join([*(aligned(table, width) for table in tables), *words]))
+        print("\n\n".join([*(aligned(table, width) for table in tables), *map(escaped, words)]))
         curves = [run.curve() for run in runs]
         if args.html:
             tables.append(evaluation_table(runs))
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         raise  # for verbs.py
     except (ImportError, OSError, ValueError) as error:
-        print(f"compare: {error}", file=sys.stderr)
+        print(escaped(f"compare: {error}"), file=sys.stderr)
         if args.picture or not isinstance(error, ImportError):
             return 2
     if args.rtol is not None and not largest <= args.rtol:
@@ -88,11 +89,11 @@ def read_run(word: str) -> RecordedRun:
         hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
         raise ValueError(f"{word}: no run, neither runs/{word} nor {word} has a config.toml{hint}")
     try:
-        config = from_toml((folders[0] / "config.toml").read_text(encoding="utf-8"))
+        config = from_toml(read_text(folders[0] / "config.toml"))
         steps, evals = (read_jsonl(folders[0] / f"{kind}.jsonl") for kind in ("metrics", "evals"))
         for record in steps + evals:
             record |= {"lm_loss": float(record["lm_loss"]), "split": str(record.get("split"))}
-            record["tokens"] = (record.get("consumed_samples") or 0) * config.data.seq_length
+            record["tokens"] = int(record.get("consumed_samples") or 0) * config.data.seq_length
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{word}: damaged settings or records ({error}); leave this run out") from None
     name = folders[0].resolve().name if folders[0].is_symlink() else word  # what runs/latest points to

@@ -18,6 +18,7 @@ import torch
 from nanomegatron.config.cli import parse
 from nanomegatron.config.hf import is_hf_folder
 from nanomegatron.config.rules import flag
+from nanomegatron.config.user_files import escaped
 from nanomegatron.debug.layouts import flags_of
 from nanomegatron.debug.run import Layout, checked, compare_layouts
 
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> int:
         a, b = (layout_run(word, flags, 1 if folder else args.steps) for word in (args.a, args.b))
         found = compare_layouts(a, b, folder)
     except (ValueError, RuntimeError) as error:
-        print("nanomegatron debug:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
+        errors = getattr(error, "messages", [str(error)])
+        print("nanomegatron debug:", *map(escaped, errors), sep="\n  ", file=sys.stderr)
         return 2
     what = f"transformers of {folder}, the first step" if folder else f"{args.a}, {args.steps} steps"
     print(f"{args.b} and {what}:")

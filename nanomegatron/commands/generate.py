@@ -27,6 +27,7 @@ from nanomegatron.config.cli import build_config, from_toml
 from nanomegatron.config.hf import is_hf_folder, read_folder
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.settings import Config, ParallelConfig, padded_vocab_size
+from nanomegatron.config.user_files import escaped
 from nanomegatron.data.tokenizer import (
     Tokenizer,
     around_a_prompt,
@@ -60,7 +61,7 @@ def generate_on_rank(world: World, args: argparse.Namespace) -> int:
 
     def say(text: str) -> None:
         if world.rank == 0:
-            print(f"generate: {text}", file=sys.stderr)
+            print(escaped(f"generate: {text}"), file=sys.stderr)
 
     code = DONE
     try:
@@ -188,11 +189,16 @@ def batch(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace, show: b
     if show:
         each = zip(texts, prompts, strict=True)
         shown = (tokenizer.decode(text[hidden_ids(tokenizer, prompt) :]) for text, prompt in each)
-        print("\n---\n".join(shown))
+        print("\n---\n".join(map(readable, shown)))
         new = sum(map(len, texts)) - sum(map(len, ids))
         why = f" (without CUDA graphs: {why})" if (why := plain_reason(model)) else ""
         note = f"generate: {new} tokens in {took:.1f} s, {new / took:.0f} tokens/s{why}"
         print(note, file=sys.stderr)
+
+
+def readable(text: str) -> str:
+    """Return a text as a terminal may have it, without control characters; other readers get it as it is."""
+    return escaped(text) if sys.stdout.isatty() else text
 
 
 def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
@@ -209,9 +215,9 @@ def interact(model: Stages, tokenizer: Tokenizer, args: argparse.Namespace) -> N
             steps = stream(model, [ids], args.max_new_tokens, args.sampling._replace(seed=next(seeds)))
             try:
                 for piece in pieces_of_text(tokenizer, ids, hidden_ids(tokenizer, prompt), steps):
-                    print(piece, end="", flush=True)
+                    print(readable(piece), end="", flush=True)
             except ValueError as error:
-                print(f"generate: {error}", file=sys.stderr)
+                print(escaped(f"generate: {error}"), file=sys.stderr)
             print()
 
 

@@ -2,11 +2,11 @@
 
 import argparse
 import importlib
-from pathlib import Path
 
 from nanomegatron.config.early import processes_of_torchrun
 from nanomegatron.config.sampling import Sampling
 from nanomegatron.config.settings import DataConfig
+from nanomegatron.config.user_files import read_text
 
 TOKENIZER_FLAGS = DataConfig.__dataclass_fields__["tokenizer_type"].metadata["choices"]
 
@@ -66,7 +66,7 @@ def parse_args(argv: list[str], world_size: int = 1) -> argparse.Namespace:
         for flag in ("tokenizer_model", "vocab_file", "merge_file"):
             if not args.tokenizer_type and (file := getattr(args, flag)):
                 raise ValueError(f"--{flag.replace('_', '-')} {file}: give --tokenizer-type as well")
-        args.prompt += [Path(name).read_text(encoding="utf-8") for name in args.prompt_file]
+        args.prompt += [read_text(name) for name in args.prompt_file]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not args.prompt and args.nproc > 1:

@@ -25,6 +25,7 @@ from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse
 from nanomegatron.config.rules import spelled
 from nanomegatron.config.settings import DataConfig
+from nanomegatron.config.user_files import escaped
 from nanomegatron.flops import parameter_count
 from nanomegatron.plan.cluster import Cluster, load_cluster
 from nanomegatron.plan.draw import draw_bars, text_bars
@@ -79,7 +80,8 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         raise  # for verbs.py
     except (ValueError, OSError, ImportError) as error:
-        print("nanomegatron plan:", *getattr(error, "messages", [error]), sep="\n  ", file=sys.stderr)
+        errors = getattr(error, "messages", [str(error)])
+        print("nanomegatron plan:", *map(escaped, errors), sep="\n  ", file=sys.stderr)
         return 2
     show(*(f"note    {note}" for note in parsed.notes), *facts(run, parsed.preset))
     show(*memory_table(memory_of_ranks(*run[:3])), *left_out(run))

@@ -6,11 +6,11 @@ import math
 import shutil
 import sys
 import time
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanomegatron.config.user_files import escaped, parse_toml, read_text
 from nanomegatron.data.indexed_dataset import lock_file
 from nanomegatron.report.log import read_status
 
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
         if path.is_dir() and not (path.is_symlink() and path.name == "latest"):
             try:
                 rows.append(run_row(path, newest))
-            except (OSError, ValueError) as error:
-                print(f"! {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+            except (OSError, ValueError, TypeError) as error:
+                print(escaped(f"! {path}: {getattr(error, 'strerror', None) or error}"), file=sys.stderr)
     print(run_table(rows) if rows else f"no runs in {folder}")
     return 0
 
@@ -46,11 +46,11 @@ def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:
     step, held_out = last_record(folder / "metrics.jsonl"), last_record(folder / "evals.jsonl", "validation")
     losses = [number(record.get("lm_loss"), ".4f") for record in (step, held_out)]
     try:
-        length = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("train-iters", "-")
+        length = parse_toml(read_text(folder / "config.toml")).get("train-iters", "-")
     except FileNotFoundError:  # it has failed before it could begin
         length = "-"
     except ValueError as error:
-        print(f"! {folder / 'config.toml'}: damaged ({error})", file=sys.stderr)
+        print(escaped(f"! {folder / 'config.toml'}: damaged ({error})"), file=sys.stderr)
         length = "-"
     cells = [folder.name + " *" * (folder.resolve() == newest), state_of(folder)]
     return time.time() - max(times), [*cells, f"{step.get('iteration', 0)}/{length}", *losses]
@@ -58,7 +58,7 @@ def run_row(folder: Path, newest: Path) -> tuple[float, list[str]]:
 
 def state_of(folder: Path) -> str:
     """Return the state in status.json, or "died" if it says running and no process holds the run's lock."""
-    facts = read_status(folder / "status.json", lambda text: print(f"! {text}", file=sys.stderr))
+    facts = read_status(folder / "status.json", lambda text: print(escaped(f"! {text}"), file=sys.stderr))
     state = str(facts.get("state", "-"))
     with suppress(OSError):  # another user's file, or no locks here: status.json may be right
         if state == "running" and not (folder / "run.lock").is_file():
@@ -74,7 +74,7 @@ def last_record(path: Path, split: str | None = None) -> dict[str, Any]:
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL))
         for line in reversed(file.read().splitlines()):
-            with suppress(ValueError, AttributeError):
+            with suppress(ValueError, AttributeError, RecursionError):
                 record = json.loads(line)
                 if record.get("split") == split:
                     return record
@@ -98,6 +98,7 @@ def number(value: Any, form: str) -> str:
 
 def aligned(table: list[list[str]], width: float = math.inf) -> str:
     """Return a table as text, names to the left; columns beyond the width follow below, with the names."""
+    table = [[escaped(cell, keep="") for cell in row] for row in table]
     widths, fit = [max(map(len, column)) for column in zip(*table, strict=True)], 2
     while fit < len(widths) and widths[0] + sum(2 + w for w in widths[1 : fit + 1]) <= width:
         fit += 1

@@ -20,6 +20,7 @@ from nanomegatron.config.help import did_you_mean
 from nanomegatron.config.megatron import megatron_flags, refused_together
 from nanomegatron.config.rules import Rules, declared, flag, holds, items, spelled, values_of
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import escaped, read_text
 from nanomegatron.data.gpt_dataset import tokenizer_of_data
 
 GPUS = 8  # of a machine
@@ -49,9 +50,9 @@ def main(argv: list[str]) -> int:
         if not (found := [path for path in paths if path.is_file()]):
             hint = did_you_mean(word, [path.parent.name for path in Path("runs").glob("*/config.toml")])
             raise ValueError(f"no run, neither runs/{word} nor {word} has a config.toml{hint}")
-        print(script(with_tokenizer(from_toml(found[0].read_text(encoding="utf-8")))))
+        print(script(with_tokenizer(from_toml(read_text(found[0])))))
     except (OSError, ValueError) as error:
-        print(f"to-megatron: {word}: {error}", file=sys.stderr)
+        print(escaped(f"to-megatron: {word}: {error}"), file=sys.stderr)
         return 2
     return 0
 

@@ -104,7 +104,9 @@ def schedule_errors(config: Config) -> Iterator[str]:
 def record_errors(config: Config, world: int, device: str) -> Iterator[str]:
     """Yield the errors in a run's names, packages, files and steps, and in what it does about bad steps."""
     run = config.run
-    if run.run_name is not None and len(run.run_name.encode()) > 200:
+    if run.run_name is not None and not run.run_name.isprintable():
+        yield f"--run-name {run.run_name!r}: must have no control characters, nor other unprintable ones"
+    elif run.run_name is not None and len(run.run_name.encode()) > 200:
         yield f"--run-name {run.run_name[:40]}...: must have at most 200 bytes"
     elif run.run_name == "latest":
         yield "--run-name latest: runs/latest is a link to the newest run; give another name"

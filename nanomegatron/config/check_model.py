@@ -16,6 +16,7 @@ from nanomegatron.config.check_layout import ETP, TP, length_unit, multiple, nea
 from nanomegatron.config.model import SHARED, TransformerConfig, layer_pattern
 from nanomegatron.config.rules import flag, spelled
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import read_text
 
 
 def model_errors(config: Config, device: str) -> Iterator[str]:
@@ -206,10 +207,16 @@ def data_errors(config: Config) -> Iterator[str]:
     for name in ("data_path", *per_split):
         yield from _blend(flag(name), getattr(data, name))
     if path := data.data_args_path:
-        words = Path(path).read_text().split() if Path(path).is_file() else None
+        words, wrong = [], "has no data path in it"
+        try:
+            words = read_text(path).split()
+        except FileNotFoundError:
+            wrong = "no such file"
+        except ValueError as error:
+            wrong = str(error).removeprefix(f"{path}: ")
         if not words:
-            yield f"--data-args-path {path}: {'no such file' if words is None else 'has no data path in it'}"
-        yield from _blend(f"--data-args-path {path}:", words or ())
+            yield f"--data-args-path {path}: {wrong}"
+        yield from _blend(f"--data-args-path {path}:", words)
     weights = [_number(word) for word in data.split.split(",")]
     if len(weights) > 3 or not all(0 <= weight < math.inf for weight in weights) or not weights[0]:
         yield f"--split {data.split}: must be up to three numbers, the first greater than 0, such as 99,1,0"

@@ -12,7 +12,6 @@ silently ignored.
 import dataclasses
 import json
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from nanomegatron.config.megatron import answer, megatron_flags, missing_compani
 from nanomegatron.config.megatron_args import megatron_folder, megatron_settings
 from nanomegatron.config.rules import brought, declared, flag, spelled
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import MOST_VOCABULARY, parse_toml, read_json, read_text
 
 DEFAULT_PRESET = "tiny-cpu"
 MOST_BASES = 20  # files that extend each other in a row
@@ -135,9 +135,9 @@ def saved_settings(load: str | None) -> dict[str, Any]:
     Layout, records and what only makes a run faster are not among them.
     """
     try:
-        step = int((Path(load or "") / "latest_checkpointed_iteration.txt").read_text())
-        manifest = json.loads((Path(load) / f"iter_{step:07}" / "manifest.json").read_text(encoding="utf-8"))
-        saved = tomllib.loads(manifest["config"])
+        step = int(read_text(Path(load or "") / "latest_checkpointed_iteration.txt"))
+        manifest = read_json(Path(load) / f"iter_{step:07}" / "manifest.json", MOST_VOCABULARY)
+        saved = parse_toml(manifest["config"])
     except (OSError, ValueError, TypeError, KeyError):
         return {}  # loading it says what is wrong
     decide = set(OF_ANY_LAYOUT.split())
@@ -321,16 +321,15 @@ def read_toml(path: Path, named: str, seen: tuple[Path, ...]) -> dict[str, Any]:
     if len(seen) == MOST_BASES:
         raise ValueError(f"{seen[0]}: extends more than {MOST_BASES} files in a row")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
     except FileNotFoundError:
         names = sorted(p.stem for p in PRESETS.glob("*.toml"))
         hint = did_you_mean(path.name.removesuffix(".toml"), names) or ";"
         raise ValueError(f"{named}: no such file or preset{hint} presets are {', '.join(names)}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        toml = isinstance(error, tomllib.TOMLDecodeError)
-        why = f"{error}; a line of TOML is `name = value`, with text in quotes" if toml else why
-        raise ValueError(f"{path}: {why}") from None
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; a line of TOML is `name = value`, with text in quotes") from None
 
 
 def convert(setting: dataclasses.Field, words: list[str]) -> Any:
@@ -392,7 +391,7 @@ def _toml(value: Any) -> str:
 def from_toml(text: str) -> Config:
     """Return the Config that `to_toml` wrote. Raises ConfigError."""
     reader = _Reader()
-    reader.read_table(tomllib.loads(text), "config")
+    reader.read_table(parse_toml(text), "config")
     if reader.errors:
         raise ConfigError(reader.errors)
     return build_config(reader.values)

@@ -7,6 +7,7 @@ import sys
 from nanomegatron.config.check import resolve, validate
 from nanomegatron.config.cli import ConfigError, Parsed, parse, to_toml
 from nanomegatron.config.help import help_text
+from nanomegatron.config.user_files import escaped
 
 
 def early_answer(argv: list[str]) -> int | None:
@@ -53,4 +54,4 @@ def print_errors(error: ValueError) -> None:
     """Print one line for each error to stderr."""
     messages = getattr(error, "messages", [str(error)])
     title = f"train.py: {len(messages)} error{'s' * (len(messages) > 1)}, nothing was started"
-    print(title, *messages, sep="\n  ", file=sys.stderr)
+    print(title, *map(escaped, messages), sep="\n  ", file=sys.stderr)

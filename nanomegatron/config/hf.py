@@ -14,7 +14,6 @@ the first family that, read back, gives the same model.
 
 import dataclasses
 import itertools
-import json
 import math
 import tomllib
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from nanomegatron.config.rules import declared
 from nanomegatron.config.settings import Config, TransformerConfig
+from nanomegatron.config.user_files import read_json
 
 HF_TABLES = tomllib.loads((Path(__file__).parent / "hf_families.toml").read_text())
 YARN, LLAMA3 = HF_TABLES["yarn"], HF_TABLES["llama3"]
@@ -60,11 +60,11 @@ def read_folder(folder: str | Path) -> tuple[str, dict[str, Any]]:
     """Read a folder's config.json -> its family, our settings. Raises ValueError."""
     path = Path(folder) / "config.json"
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        settings = settings_of(table if isinstance(table, dict) else {})
-    except (OSError, ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError("\n".join(f"{path}: {line}" for line in why.splitlines())) from None
+        table = read_json(path)
+        settings = settings_of(table)
+    except (OSError, ValueError) as error:
+        lines = [line.removeprefix(f"{path}: ") for line in str(error).splitlines()]
+        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from None
     return table["model_type"], settings
 
 

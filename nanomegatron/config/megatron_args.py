@@ -35,7 +35,8 @@ def megatron_folder(root: str | Path, step: int | None = None) -> Path | None:
     if step is not None:
         names = [f"iter_{step:07d}"]
     elif (root / TRACKER).is_file():
-        text = (root / TRACKER).read_text(errors="replace").strip()[:20]
+        with open(root / TRACKER, "rb") as file:
+            text = file.read(20).decode(errors="replace").strip()
         names = [f"iter_{int(text):07d}" if text.isdecimal() else "release"]
     for folder in [root / name for name in names] or [root]:
         distributed = (folder / "metadata.json").is_file() and (folder / ".metadata").is_file()

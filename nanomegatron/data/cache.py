@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from nanomegatron.config.user_files import read_json
 from nanomegatron.data.indexed_dataset import file_hash, file_lock, publish
 
 
@@ -48,7 +49,7 @@ def cached_arrays(
 def _load(files: list[Path], record: Path) -> tuple[np.ndarray, ...] | None:
     """Return the mapped arrays; None if one is missing or differs from its SHA-256."""
     try:
-        if json.loads(record.read_text())["sha256"] != [file_hash(path) for path in files]:
+        if read_json(record)["sha256"] != [file_hash(path) for path in files]:
             return None
         return tuple(np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray) for path in files)
     except (OSError, ValueError, KeyError, TypeError):

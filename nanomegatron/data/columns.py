@@ -8,12 +8,13 @@ A document is a row; the keys are names of columns of strings. pyarrow reads the
 """
 
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from nanomegatron.config.user_files import read_json
 
 COLUMN_FILES = (".parquet", ".arrow")
 
@@ -73,7 +74,7 @@ def _saved(folder: Path) -> list[str]:
     """The files that the state.json of save_to_disk names."""
     path = folder / "state.json"
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path)
         files = [str(folder / Path(entry["filename"]).name) for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not of a data set that save_to_disk wrote ({error!r})") from None

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from nanomegatron.config.settings import DataConfig
+from nanomegatron.config.user_files import escaped, read_text
 from nanomegatron.data.blended_dataset import Blend, BlendedDataset, parse_blend
 from nanomegatron.data.cache import cached_arrays
 from nanomegatron.data.indexed_dataset import IndexedDataset
@@ -280,8 +281,8 @@ def _blends(data: DataConfig) -> list[Blend]:
     if data.data_args_path:
         flag = f"--data-args-path {data.data_args_path}"
         try:
-            words = Path(data.data_args_path).read_text().split()
-        except (OSError, UnicodeDecodeError) as error:
+            words = read_text(data.data_args_path).split()
+        except (OSError, ValueError) as error:
             raise ValueError(f"{flag}: cannot be read ({error})") from None
         if data.data_path or not words:
             raise ValueError(f"{flag}: the file holds what --data-path would say; give one of the two")
@@ -299,7 +300,12 @@ def choose_tokenizer(data: DataConfig) -> Tokenizer:
     Raises ValueError if neither is known.
     """
     if not data.tokenizer_type and not data.mock_data:
-        return tokenizer_from_spec(*tokenizer_of_data(data))
+        spec, folder = tokenizer_of_data(data)
+        try:
+            return tokenizer_from_spec(spec, folder)
+        except ValueError as error:
+            why = escaped(str(error), keep="")
+            raise ValueError(f"{_first_prefix(data)}.json: the tokenizer that made the data: {why}") from None
     kind = data.tokenizer_type or "NullTokenizer"
     files = data.tokenizer_model, data.vocab_file, data.merge_file
     tiktoken = data.tiktoken_pattern, data.tiktoken_num_special_tokens
@@ -320,9 +326,13 @@ def _special_tokens_around(data: DataConfig) -> bool:
     return spec.get("include_special_tokens", False)
 
 
+def _first_prefix(data: DataConfig) -> str:
+    return next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
+
+
 def tokenizer_of_data(data: DataConfig) -> tuple[dict[str, Any], Path]:
     """Return the description of the tokenizer that made the data, and its folder. Raises ValueError."""
-    prefix = next(blend.prefixes[0] for blend in _blends(data) if blend.prefixes)
+    prefix = _first_prefix(data)
     sidecar = IndexedDataset(prefix).sidecar()
     if sidecar is None:
         raise ValueError(f"{prefix}.json does not say which tokenizer made the data: give --tokenizer-type")
@@ -336,14 +346,17 @@ def _open(path: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[IndexedDat
     cache = Path(data.data_cache_path) if data.data_cache_path else Path(path).parent / "cache"
     sidecar = indexed.sidecar()
     if sidecar and sidecar["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(
-            f"{path}: made with {sidecar['tokenizer']}, which gives other ids than {tokenizer.spec}; "
-            "leave --tokenizer-type away to use the data's, or run preprocess.py again"
-        )
+        fix = "leave --tokenizer-type away to use the data's, or run preprocess.py again"
+        if sidecar["tokenizer"] == tokenizer.spec:
+            raise ValueError(f"{path}.json: {tokenizer.spec} gave other ids when it was written; {fix}")
+        made = f"{str(sidecar['tokenizer']):.200}, which gives other ids than {tokenizer.spec}"
+        raise ValueError(f"{path}: made with {made}; {fix}")
     low, high = (0, sidecar["max_token"]) if sidecar else _scanned_range(indexed, cache)
     if low < 0 or high >= tokenizer.vocab_size:
+        said_by = f"{path}.json" if sidecar else path
+        token = f"{low if low < 0 else high}"
         raise ValueError(
-            f"{path}: holds token {low if low < 0 else high}; the vocabulary of {tokenizer.spec['type']} is "
+            f"{said_by}: holds token {token:.40}; the vocabulary of {tokenizer.spec['type']} is "
             f"0..{tokenizer.vocab_size - 1}: use the tokenizer that the data was made with"
         )
     return indexed, cache

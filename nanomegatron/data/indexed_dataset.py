@@ -29,6 +29,8 @@ from typing import IO
 
 import numpy as np
 
+from nanomegatron.data.sidecar import read_sidecar
+
 try:
     import fcntl
 except ImportError:  # only on Unix
@@ -314,14 +316,10 @@ class IndexedDataset:
     def sidecar(self) -> dict | None:
         """Read PREFIX.json; None if it does not exist. Raises ValueError if it was written for other data."""
         path = Path(self.prefix + ".json")
-        if not path.is_file():
+        if not path.exists():
             return None
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            belongs = found["idx_sha256"] == self.identity
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: not written by preprocess.py ({error!r}); remove it") from None
-        if not belongs:
+        found = read_sidecar(path)
+        if found["idx_sha256"] != self.identity:
             raise ValueError(f"{path}: written for other data than {self.prefix}.idx, or that is damaged")
         return found
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from nanomegatron.config.user_files import read_json
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder, best_dtype, publish
 from nanomegatron.data.reading import InputPlace
 from nanomegatron.data.samples import marks
@@ -123,8 +124,8 @@ class DatasetOutput:
                 temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
             return
         try:
-            earlier = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
+            earlier = read_json(path)
+        except ValueError:
             raise ValueError(f"{path}: damaged; remove {path.parent} to begin again") from None
         for name in [*facts, *earlier]:
             if (old := earlier.get(name)) != (new := facts.get(name)):

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from nanomegatron.data.sidecar import text_bytes_before
+
 
 class Samples:
     """Base class of datasets of samples."""
@@ -33,13 +35,13 @@ class Samples:
         text, whole = self.indexed.sidecar(), (0, len(self.indexed))
         if not text or ("text_bytes_before" not in text and tuple(self.sequences) != whole):
             return None
-        before = [*map(int, text.get("text_bytes_before", f"0 {text['text_bytes']}").split())]
-        if len(before) > whole[1] + 1:  # written for other data
+        before = text_bytes_before(f"{self.indexed.prefix}.json", text)
+        if not 1 < len(before) <= whole[1] + 1:  # unknown, or written for other data
             return None
         tokens = np.concatenate(([0], self.indexed.sequence_lengths)).cumsum(dtype=np.int64)
         ends = tokens[list(self.sequences)]
         places = tokens[marks(whole[1], len(before) - 1)]
-        return float(np.diff(np.interp(ends, places, before))[0] / np.diff(ends)[0])
+        return float(np.diff(np.interp(ends, places, before))[0] / np.diff(ends)[0]) or None
 
 
 def marks(count: int, parts: int = 1000) -> np.ndarray:

@@ -338,7 +338,7 @@ def tokenizer_from_spec(spec: dict, beside: str | Path | None = None) -> Tokeniz
     kinds = dict.fromkeys(("type", "model", "vocab_file", "merge_file", "pattern"), str)
     kinds |= dict.fromkeys(("vocab_size", "eod", "special"), int) | {"include_special_tokens": bool}
     if "type" not in spec or any(type(value) is not kinds.get(name) for name, value in spec.items()):
-        raise ValueError(f"{spec}: not the description of a tokenizer; give --tokenizer-type")
+        raise ValueError(f"{str(spec):.200}: not the description of a tokenizer; give --tokenizer-type")
     found = {"include_special_tokens": False} | spec
     for name, value in spec.items():
         is_file = name.endswith("file") or (name == "model" and Path(value).is_absolute())

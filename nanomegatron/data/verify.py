@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from nanomegatron.config.user_files import check_fields
 from nanomegatron.data.indexed_dataset import IndexedDataset
 
 PIECE = 1 << 20  # bytes that a thread reads at a time
@@ -27,7 +28,7 @@ def verify_pair(prefix: str, threads: int, report: Callable[[str], object]) -> t
         if facts is None or "bin_sha256" not in facts:
             return [], f"index and sizes are right; no hashes of tokens in {prefix}.json, they are unchecked"
         damage = _damaged_blocks(prefix, facts, threads, report)
-    except (ValueError, LookupError, TypeError) as error:
+    except ValueError as error:
         return [str(error)], "damaged"
     size = os.path.getsize(f"{prefix}.bin") / 1e6
     return damage, "damaged" if damage else f"whole, {size:,.1f} MB in {time.monotonic() - start:.1f} s"
@@ -37,7 +38,8 @@ def _damaged_blocks(
     prefix: str, facts: dict[str, Any], threads: int, report: Callable[[str], object]
 ) -> list[str]:
     """Hash all blocks of PREFIX.bin in threads -> a line for each stretch of blocks that differ."""
-    path, block, hashes = f"{prefix}.bin", max(1, int(facts["bin_block_bytes"])), facts["bin_sha256"].split()
+    check_fields(f"{prefix}.json", facts, {"bin_block_bytes": int, "bin_sha256": str})
+    path, block, hashes = f"{prefix}.bin", max(1, facts["bin_block_bytes"]), facts["bin_sha256"].split()
     size, shown, bad = os.path.getsize(path), time.monotonic(), []
     starts = range(0, size, block)
     if len(hashes) != len(starts):

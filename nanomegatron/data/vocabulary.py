@@ -4,7 +4,6 @@ import base64
 import binascii
 import hashlib
 import importlib
-import json
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -13,6 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from nanomegatron.config.user_files import (
+    MOST_VOCABULARY,
+    check_file,
+    read_bytes,
+    read_json,
+    read_json_value,
+)
+
 EOD = "<|endoftext|>"
 MOST_IDS = 2**31  # the limit of Megatron's .bin files
 
@@ -20,7 +27,7 @@ MOST_IDS = 2**31  # the limit of Megatron's .bin files
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Read a tiktoken rank file -> {token: rank}. Raises ValueError with the invalid line."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path, MOST_VOCABULARY).splitlines(), 1):
         if line.strip():
             try:
                 word, rank = line.split()
@@ -42,7 +49,7 @@ def read_megatron_ranks(path: Path, most: int, offset: int) -> dict[bytes, int]:
     The file is a list of {"rank": 0, "token_bytes": "AA==", "token_str": "..."}, the 256 bytes first, like
     "vocab" in Mistral's tekken.json. Raises ValueError with the invalid entry.
     """
-    entries = _json(path)
+    entries = read_json_value(path, MOST_VOCABULARY)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: must be a JSON list of tokens, not a {type(entries).__name__}")
     ranks: dict[bytes, int] = {}
@@ -78,20 +85,10 @@ def byte_alphabet() -> dict[str, int]:
 
 def read_table(path: Path, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """Read a JSON object that has only these keys (None: any). Raises ValueError."""
-    table = _json(path)
-    if not isinstance(table, dict):
-        raise ValueError(f"{path}: must be a JSON object, not a {type(table).__name__}")
+    table = read_json(path, MOST_VOCABULARY)
     if unknown := sorted(table.keys() - keys) if keys is not None else []:
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; it may have {', '.join(sorted(keys))}")
     return table
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path}: not JSON ({why})") from None
 
 
 def check_ids(path: Path, *tables: Any) -> None:
@@ -124,9 +121,13 @@ def import_extra(name: str, user: str) -> ModuleType:
 
 
 def existing_file(name: str, flag: str) -> Path:
-    """Return the path of a file that a flag names. Raises ValueError."""
-    if not Path(name).is_file():
-        raise ValueError(f"{flag} {name}: no such file")
+    """Return the path of a regular file that a flag names. Raises ValueError."""
+    try:
+        check_file(name, MOST_VOCABULARY)
+    except FileNotFoundError:
+        raise ValueError(f"{flag} {name}: no such file") from None
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
     return Path(name)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from nanomegatron import launch
 from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.config.cli import ConfigError
+from nanomegatron.config.user_files import escaped
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import lock
 from nanomegatron.faults.signals import PREEMPTED
@@ -67,7 +68,7 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
     code, path = codes[rank], folder / "status.json"
     if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
         return
-    facts = read_status(path, lambda text: print(text, file=sys.stderr))
+    facts = read_status(path, lambda text: print(escaped(text), file=sys.stderr))
     said = facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER)
     what = seen_by_launcher(rank, code, running)
     if said and str(facts.get("time")) >= began:  # else it is of an earlier run
@@ -79,7 +80,7 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
         with suppress(ConfigError, OSError), lock(folder, wait=False):  # not if another run holds the folder
             facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
             write_status(path, facts)
-    print(f"train.py: {what}", file=sys.stderr)
+    print(escaped(f"train.py: {what}"), file=sys.stderr)
 
 
 def seen_by_launcher(rank: int, code: int, running: list[int]) -> str:

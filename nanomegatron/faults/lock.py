@@ -21,6 +21,7 @@ import torch
 from nanomegatron.comm import all_gather_text, all_reduce
 from nanomegatron.config.cli import ConfigError, from_toml
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import read_text
 from nanomegatron.data.indexed_dataset import lock_file
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.writers import timestamp
@@ -36,7 +37,7 @@ def settings_in(folder: Path) -> Config | None:
     try:
         if not path.is_file():
             return None
-        config = from_toml(path.read_text(encoding="utf-8"))
+        config = from_toml(read_text(path))
         if None in (config.model.num_layers, config.run.train_iters):  # of the first and the last part
             raise ValueError("it is cut short")
     except (OSError, ValueError) as error:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from nanomegatron.config.parallel import ParallelConfig
+from nanomegatron.config.user_files import read_json
 from nanomegatron.ops import kernels as ops_kernels
 from nanomegatron.ops.fp8_cast import FORMATS
 from nanomegatron.ops.kernels import kernels_unavailable, usable
@@ -234,7 +235,7 @@ def read_times(path: Path) -> tuple[dict[str, dict[str, Tuned]], str]:
     try:
         entries = {
             str(owner): {str(problem): _checked(Tuned(**one)) for problem, one in own.items()}
-            for owner, own in json.loads(path.read_text()).items()
+            for owner, own in read_json(path).items()
         }
     except FileNotFoundError:
         return {}, ""

@@ -12,11 +12,11 @@ presets/clusters/*.toml, or one that `nanomegatron plan --calibrate` has written
 """
 
 import math
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanomegatron.config.user_files import parse_toml, read_text
 from nanomegatron.plan.gpus import PEAKS
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "presets/clusters"
@@ -102,8 +102,8 @@ def load_cluster(name_or_path: str) -> Cluster:
     if not path.is_file():
         raise ValueError(f"cluster {name_or_path}: must be a TOML file or one of {', '.join(known)}")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-        if wrong := [*wrong_values(values, tomllib.loads((CLUSTERS / "a100.toml").read_text("utf-8")))]:
+        values = parse_toml(read_text(path))
+        if wrong := [*wrong_values(values, parse_toml(read_text(CLUSTERS / "a100.toml")))]:
             raise ValueError("; ".join(wrong))
         return read_cluster(path.stem, values)
     except (KeyError, TypeError, ValueError) as error:

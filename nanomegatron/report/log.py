@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanomegatron.config.settings import Config
+from nanomegatron.config.user_files import escaped, read_json
 from nanomegatron.report.energy import megatron_parts
 from nanomegatron.report.writers import (
     EXPERT_TAGS,
@@ -150,6 +151,7 @@ class RunLog:
         self._file(text)
 
     def _console(self, text: str) -> None:
+        text = escaped(text)
         with self.attempt("console"):
             if self._bar is not None:
                 self._bar.write(text, file=self.stream)
@@ -159,7 +161,7 @@ class RunLog:
 
     def _file(self, text: str) -> None:
         with self.attempt(str(self._text.path)):
-            self._text.write(text)
+            self._text.write(escaped(text))
 
     def replace(self, name: str, text: str) -> None:
         """Replace a file in the run's folder; an error is only a warning."""
@@ -302,15 +304,13 @@ class RunLog:
 def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
     """Read a status.json; {} if there is none, or, with a warning, if it is damaged."""
     try:
-        if not path.is_file():
-            return {}
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(facts, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        warn(f"{path}: damaged ({error}); read as if it were not there, and written again at the next change")
+        return read_json(path)
+    except FileNotFoundError:
         return {}
-    return facts
+    except ValueError as error:
+        why = str(error).removeprefix(f"{path}: ")
+        warn(f"{path}: damaged ({why}); read as if it were not there, and written again at the next change")
+        return {}
 
 
 def write_status(path: Path, facts: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def read_jsonl(path: str | Path, warn: Callable[[str], None] = warnings.warn) ->
     for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             record = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and isinstance(record.get("iteration"), int | float):
             records.append(record)
