@@ -208,8 +208,16 @@ __device__ __forceinline__ uint2 cast_eight(const Eight<T>& x, float s) {
 // And raises `largest` to their maximum.
 template <int FORMAT, typename T>
 __device__ __forceinline__ uint2 cast_eight(const Eight<T>& x, float s, unsigned& largest) {
+    if constexpr (sizeof(T) == 2) {  // of two at once, as integers
+        unsigned both = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) largest = max(largest, bits_of(x[i]));
+        for (int i = 0; i < 4; ++i) both = __vmaxu2(both, x.words[i] & 0x7fff7fffu);
+        const Eight<T> one = {{max(both >> 16, both & 0xffffu)}};
+        largest = max(largest, bits_of(one[0]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = max(largest, bits_of(x[i]));
+    }
     return cast_eight<FORMAT>(x, s);
 }
 

@@ -306,6 +306,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     }
     return result;
 }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffffu, b & 0xffffu);
+}
 template <typename T, typename Combine>
 T over_lanes(T value, Combine combine) {
     for (int step = 16; step > 0; step /= 2) value = combine(value, __shfl_xor_sync(0xffffffff, value, step));
