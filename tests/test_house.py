@@ -8,10 +8,10 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6483,
-    "checkpoint": 4700,
-    "commands": 1755,
-    "config": 3813,
+    "": 6490,
+    "checkpoint": 4714,
+    "commands": 1759,
+    "config": 3823,
     "data": 3161,
     "debug": 1120,
     "fast": 3280,
