@@ -135,3 +135,22 @@ def test_a_load_reads_no_more_than_its_slices(tmp_path, monkeypatch):
     assert torch.equal(target, whole[:, 3:5])
     assert CountingFile.read == [64, 64]
     assert read_manifest(tmp_path / "iter_0000001").files[0].bytes > 900
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
+    """By its path, as a file; also among very many that are damaged, which are one line."""
+    pieces = [Piece("model/w", (3,), (0,), torch.arange(3.0))]
+    for step in (1, 2):
+        save(tmp_path, step, pieces, {}, "", ALONE)
+    for path in (tmp_path / "iter_0000002/rank_00000.safetensors", tmp_path / "iter_0000002/manifest.json"):
+        path.unlink()
+        path.mkdir()
+        (note,) = load(tmp_path, pieces, ALONE).notes
+        assert f"damaged checkpoint: {path} is not a plain file; loading iteration 1 instead" in note
+    for step in range(3, 1500):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    (note,) = load(tmp_path, pieces, ALONE).notes
+    assert note.count("iter_") == 3 and "iter_0001499" in note and "; and 1495 more; loading" in note
+    with pytest.raises(CheckpointError, match="and 1489 more$"):
+        (tmp_path / "iter_0000001/manifest.json").unlink()
+        load(tmp_path, pieces, ALONE)

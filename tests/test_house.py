@@ -9,8 +9,8 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6490,
-    "checkpoint": 4714,
-    "commands": 1759,
+    "checkpoint": 4717,
+    "commands": 1761,
     "config": 3823,
     "data": 3161,
     "debug": 1120,

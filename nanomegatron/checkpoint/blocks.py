@@ -33,11 +33,10 @@ def open_file(path: Path) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path}: {os.strerror(error.errno)}") from None
-    file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise CheckpointError(f"{path} is not a plain file")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 # Writing.

@@ -279,7 +279,8 @@ def _newest_intact(
         if not errors:
             lost = max(found) - iteration
             fell_back = f"loading iteration {iteration} instead: {lost} iterations are lost"
-            return path, manifest, [f"damaged checkpoint: {error}; {fell_back}" for error in bad]
+            few = "; ".join(some(bad, 3))
+            return path, manifest, [f"damaged checkpoint: {few}; {fell_back}"] * bool(bad)
         if any(error.endswith(UPDATE) for error in errors):
             raise CheckpointError("\n  ".join([f"{path} cannot be read:", *errors]))
         bad += errors
@@ -287,7 +288,7 @@ def _newest_intact(
             what = f"{path}, a symbolic link, leads to a checkpoint that is damaged"
             raise CheckpointError("\n  ".join([f"{what}; restore it, or remove the link:", *errors]))
     if bad:
-        raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *bad]))
+        raise CheckpointError("\n  ".join([f"no usable checkpoint in {root}; tried", *some(bad)]))
     return root, None, []
 
 

@@ -24,6 +24,7 @@ from nanomegatron.checkpoint.manifest import CheckpointError
 from nanomegatron.checkpoint.megatron_load import load_megatron, open_on_all_ranks
 from nanomegatron.checkpoint.saver import Saver
 from nanomegatron.checkpoint.source import LoadSource, find_source, model_changes, value_changes
+from nanomegatron.checkpoint.strictness import some
 from nanomegatron.checkpoint.upcycle import dense_pieces, divide_outputs
 from nanomegatron.comm import all_gather_text
 from nanomegatron.config.check_model import hub_hint
@@ -229,7 +230,8 @@ def check_data(run: Run, root: str, state: dict, resumes: bool) -> None:
 
 
 def warn_once(run: Run, notes: list[str]) -> None:
-    """Warn of each note, on other ranks of those that rank 0 does not have; gathers a text over world."""
+    """Warn of ten notes, on other ranks of those that rank 0 does not have; gathers a text over world."""
+    notes = some(notes)
     first = all_gather_text("\n".join(notes), run.mesh.world, run.mesh.device)[0]
     for note in notes:
         if run.mesh.rank == 0 or note not in first:

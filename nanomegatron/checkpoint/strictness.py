@@ -53,6 +53,6 @@ def fit(
     return [piece for piece in pieces if piece.key in saved], main, notes
 
 
-def some(names: list[str]) -> list[str]:
-    """The first ten, and how many more there are."""
-    return names[:LISTED] + [f"and {len(names) - LISTED} more"] * (len(names) > LISTED)
+def some(names: list[str], most: int = LISTED) -> list[str]:
+    """The first of many, and how many more there are."""
+    return names[:most] + [f"and {len(names) - most} more"] * (len(names) > most)

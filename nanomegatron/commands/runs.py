@@ -16,6 +16,7 @@ from nanomegatron.report.log import read_status
 
 RECORDS = ("status.json", "metrics.jsonl", "evals.jsonl", "config.toml")  # a run has one of them
 TAIL = 2**16  # bytes at the end of a .jsonl file, enough for its last record
+SKIPPED = 10  # folders without a run that are named
 AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -27,13 +28,15 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         print(f"runs: {folder}: no such folder; give the one that training wrote runs to", file=sys.stderr)
         return 2
-    rows, newest = [], (folder / "latest").resolve()
+    rows, newest, others = [], (folder / "latest").resolve(), []
     for path in folder.iterdir():
         if path.is_dir() and not (path.is_symlink() and path.name == "latest"):
             try:
                 rows.append(run_row(path, newest))
             except (OSError, ValueError, TypeError) as error:
-                print(escaped(f"! {path}: {getattr(error, 'strerror', None) or error}"), file=sys.stderr)
+                others.append(escaped(f"! {path}: {getattr(error, 'strerror', None) or error}"))
+    more = [f"! and {len(others) - SKIPPED} more"] * (len(others) > SKIPPED)
+    print(*sorted(others)[:SKIPPED], *more, sep="\n", end="\n" * bool(others), file=sys.stderr)
     print(run_table(rows) if rows else f"no runs in {folder}")
     return 0
 
