@@ -17,7 +17,7 @@ BUDGETS = {
     "fast": 3280,
     "faults": 1402,
     "ops": 3802,
-    "plan": 2032,
+    "plan": 2240,
     "report": 2450,
 }
 

@@ -54,9 +54,12 @@ def in_backward(
     largest = max((layer_matmul_parameters(model, sizes.tp, width) for width in widths), default=0)
     experts = expert_parameters(model, sizes.local_experts, sizes.etp) if model.num_experts else 0
     in_use = max(buckets, largest + experts, rows * model.hidden_size)
-    pool = min(in_use, sum(group.params for group in groups)) * sizes.grad_item
+    dense, sparse = groups
+    pool = min(in_use, dense.params + sparse.params) * sizes.grad_item
+    if sizes.machine.gpu or not _copies(config, sizes):
+        return pool, 0.0
     several = any(group.params > group.bucket(config) for group in groups)
-    copied = _copies(config, sizes) and (several or (parallel.overlap_grad_reduce and microbatches > 1))
+    copied = several or (parallel.overlap_grad_reduce and microbatches > 1)
     return pool, _in_flight(config, groups) * sizes.grad_item * copied
 
 

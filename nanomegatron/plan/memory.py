@@ -109,20 +109,20 @@ def memory_of_ranks(config: Config, vocab_size: int, machine: Machine, largest: 
         size, moment = max((sum(map(operator.mul, moment, totals)), moment) for moment in moments)
         if not config.run.eval_only:
             pool, copies = in_backward(config, sizes, divided, own, columns * ends[1], order.microbatches)
-            ending = in_the_end(config, sizes, divided, columns * max(ends))
+            ending = in_the_end(config, sizes, divided, columns * (ends[0] or ends[1]))
             if ending > size + pool + copies:  # when no activations are left
                 size, moment = 0, (0,) * len(totals)
                 pool, copies = 0, ending
             parts["gradients"] += pool
             parts["reduction, update"] = copies
-        neighbours = 2 - sum(ends) * (order.chunks == 1)
-        messages = (1 + 2 * neighbours) * sizes.h * sizes.value * (order.pp > 1)
-        parts["messages"] = messages + ring_buffers(sizes)
+        neighbours = 2 - (ends[0] + ends[1]) * (order.chunks == 1)
+        parts["messages"] = (1 + 2 * neighbours) * sizes.h * sizes.value * (order.pp > 1)
         ranks.append((_total(parts) + size, parts, moment))
     ranks = [max(ranks, key=operator.itemgetter(0))] if largest else ranks
     for _, parts, moment in ranks:
         for name in ("activations", "logits and loss", "backward of a layer", "deferred weight gradients"):
             parts[name] = sum(number * part[name] for number, part in zip(moment, chunks) if number)
+        parts["messages"] += ring_buffers(sizes)
         parts["room for pieces"] = piece_buffers(sizes)
         parts["graphs"] = layer_graphs(sizes, order.microbatches)
         parts["workspaces"] = WORKSPACES * machine.gpu
