@@ -21,11 +21,14 @@ An error in a log, the sample or a picture does not end the run (RunLog.attempt 
 import functools
 import os
 import shlex
+import signal
 import sys
 from dataclasses import replace
 
 from nanomegatron.config.early import early_answer, print_errors
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the import of torch would swallow a KeyboardInterrupt
 if __name__ == "__main__" and (answered := early_answer(sys.argv[1:])) is not None:
     sys.exit(answered)  # without the time to import torch
 
@@ -57,7 +60,7 @@ from nanomegatron.faults.streak import Streak
 from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.flops import parameter_count
 from nanomegatron.generate import show_sample
-from nanomegatron.launch import launch
+from nanomegatron.launch import hold_signals, launch
 from nanomegatron.lr_schedule import step_values
 from nanomegatron.mesh import Mesh, World, pick_device
 from nanomegatron.param import Init
@@ -114,7 +117,7 @@ def main(argv: list[str]) -> int:
     if (nproc := config.run.nproc or 1) == 1 or world.size > 1:
         return run_rank(world, argv)
     blame = functools.partial(name_culprit, config.run.folder, timestamp())
-    codes = launch(run_rank, nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED))
+    codes = launch(run_rank, nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED), hold=True)
     named = (code for code in SAID if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
@@ -176,16 +179,18 @@ def run_rank(world: World, argv: list[str]) -> int:
             torch.cuda.set_device(device)
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
         locks = claim(config, mesh, parsed.notes)
+        hold_signals()  # from before status.json says "running" until there are handlers
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
-        locks.enter_context(Watchdog(config, mesh, log, world.agent))
-        comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
+        signals = Signals(log, config.run.exit_on_preemption_file)
     except ValueError as error:
         if world.rank == 0:
             print_errors(error)
         return BAD_CONFIG
     run = None
     try:
-        run = set_up(parsed, config, mesh, log, Signals(log, config.run.exit_on_preemption_file))
+        locks.enter_context(Watchdog(config, mesh, log, world.agent))
+        comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
+        run = set_up(parsed, config, mesh, log, signals)
         log.mark_latest()
         code = evaluate_only(run) if config.run.eval_only else train(run)
         for loader in filter(None, run.loaders):
@@ -206,6 +211,7 @@ def run_rank(world: World, argv: list[str]) -> int:
 
 def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Signals = UNHEARD) -> Run:
     """Build tokenizer, data, model, optimizer; load the newest checkpoint. Raises Preempted on a signal."""
+    signals.check(mesh)
     profile = Profile(config.run, mesh, log)  # before anything takes memory
     deterministic = config.precision.deterministic_mode or mesh.device.type == "cpu"
     torch.set_deterministic_debug_mode("error" if deterministic else "default")  # imports no compiler

@@ -1,32 +1,40 @@
 """Start the ranks of one machine, for `--nproc` and for the tests; on a cluster torchrun does it.
 
-    launcher  -->  fork server (has imported torch, has run no operation)  -->  rank 0, rank 1, ...
+    launcher  -->  fork server (has imported the program, has run no operation)  -->  rank 0, rank 1, ...
 
 Ranks come from a fork server, so one starts in milliseconds, and no thread pool is ever forked: a rank forked
 from a process that has computed with threads hangs. They rendezvous through a file in a temporary folder and
 communicate over the loopback interface. If one fails the others are stopped, and none outlives the launcher.
 If the system has no fork, each rank is a new interpreter, which takes seconds.
+
+A signal is never lost. Before there are ranks it ends the launcher; from then on the launcher notes it and
+passes it on. The fork server blocks signals, and so do its ranks at first: a signal that comes
+before a rank has its handlers waits in the kernel, and is delivered when the rank unblocks it.
 """
 
-import importlib
+import importlib.util
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanomegatron.mesh import World
 
-GRACE = 10.0  # seconds that the other ranks have to exit once one has failed
+GRACE = 10.0  # seconds that ranks have to exit once one has failed, or after a second signal
+ECHO = 1.0  # seconds in which two signals count as one: from the launcher, and to the process group
+UNSEEN = 255  # exit code of a rank whose own one is not known: the fork server was killed
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -38,44 +46,47 @@ def launch(
     threads: int | None = None,
     blame: Callable[[int, list[int], list[int]], None] | None = None,
     fine: tuple[int, ...] = (0,),
+    hold: bool = False,
 ) -> list[int]:
     """Run `worker(world, *args)` in nproc processes of this machine and return their exit codes.
 
     `worker` is a module-level function that returns an exit code. GRACE seconds after a rank fails the others
     are killed; after `timeout` seconds all are. Signals of PASSED_ON are passed on to them: they get one that
-    is sent to the process group, as Ctrl-C is, twice. Each computes with `threads` threads (its share of the
-    cores). If a rank has failed, `blame(rank, codes, running)` gets the first one, all exit codes, and the
-    ranks that had to be killed; codes in `fine` are no failure.
+    is sent to the process group, as Ctrl-C is, twice. GRACE seconds after a second one those that are left
+    are killed. hold: a rank gets no signal until the worker calls `take_signals`. Each computes with
+    `threads` threads (its share of the cores). If a rank has failed, `blame(rank, codes, running)` gets the
+    first one, all exit codes, and the ranks that had to be killed; codes in `fine` are no failure.
     """
-    heard = passed_on()
-    context = _context()
+    worker = _by_real_name(worker)
+    context = _context(worker)
     threads = threads or max(1, (os.cpu_count() or 1) // nproc)
-    with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder:
+    heard = passed_on()
+    with tempfile.TemporaryDirectory(prefix="nanomegatron-") as folder, _noted(heard) as notes:
         places = [World(rank, nproc, rank, f"file://{folder}/store") for rank in range(nproc)]
         ranks = [
-            context.Process(target=_run_rank, args=(worker, place, threads, heard, args), name=f"rank{i}")
+            context.Process(
+                target=_run_rank, args=(worker, place, threads, heard, hold, args), name=f"rank{i}"
+            )
             for i, place in enumerate(places)
         ]
-        for process in ranks:
-            process.start()
-
-        def pass_on(number: int, _: Any) -> None:
-            for process in ranks:
-                if process.is_alive():
-                    with suppress(ProcessLookupError):  # it has just ended
-                        os.kill(process.pid, number)
-
         try:
-            with _handlers(dict.fromkeys(heard, pass_on)):
-                first = _wait(ranks, timeout, fine)
-                running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            with _blocked(), _without_main(worker):
+                for process in ranks:
+                    process.start()
+            first = _wait(ranks, timeout, fine, notes)
+            running = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            if first is None and running:
+                first = running[0]
         finally:
-            for process in ranks:  # all at once, or the last would still report that the first went away
+            begun = [process for process in ranks if process.pid is not None]
+            for process in begun:  # all at once, or the last would still report that the first went away
                 if process.is_alive():
                     process.kill()
-            for process in ranks:
+            for process in begun:
                 process.join()
     codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.close()  # a rank that still lives, since the fork server was killed, ends by that
     if blame and first is not None:
         blame(first, codes, running)
     return codes
@@ -86,28 +97,127 @@ def passed_on() -> list[int]:
     return [n for n in PASSED_ON if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
-def _context() -> multiprocessing.context.BaseContext:
-    """Return the multiprocessing context: a fork server, or spawn if the system has no fork.
+def hold_signals() -> None:
+    """Hold back the signals of PASSED_ON until `take_signals`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
-    The server ignores signals that the whole process group gets: it reports to the launcher how ranks end,
-    and without it the launcher would take all of them for dead.
+
+def take_signals() -> None:
+    """Let in the signals that this process has held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+
+
+def start_fork_server(preload: list[str]) -> None:
+    """Start the process that ranks are forked from, if there is none; it imports these modules.
+
+    It blocks signals that the whole process group gets: it reports to the launcher how ranks end, and without
+    it they would all seem dead. Raises ImportError if the system has none.
+    """
+    server = importlib.import_module("multiprocessing.forkserver")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    with _blocked():
+        resource_tracker.ensure_running()  # by itself: it unblocks some signals afterwards
+    with _blocked():
+        server.ensure_running()
+
+
+def _context(worker: Callable[..., int]) -> multiprocessing.context.BaseContext:
+    """Return the multiprocessing context: a fork server that is ready, or spawn if the system has no fork.
+
+    The server imports the worker's module, and with it all that ranks need.
     """
     try:
         context = multiprocessing.get_context("forkserver")
-        server = importlib.import_module("multiprocessing.forkserver")
+        with _chdir_to_sources(worker):
+            start_fork_server(["nanomegatron.launch", worker.__module__])
     except (ValueError, ImportError):
+        with _blocked():
+            resource_tracker.ensure_running()
         return multiprocessing.get_context("spawn")
-    context.set_forkserver_preload(["__main__", "torch", "nanomegatron.launch"])
-    with _handlers(dict.fromkeys(PASSED_ON, signal.SIG_IGN)):
-        server.ensure_running()
+    ready = context.Process(target=int)  # a signal before it has started ends the launcher
+    with _without_main(worker):
+        ready.start()
+    ready.join()
     return context
+
+
+def _by_real_name(worker: Callable[..., int]) -> Callable[..., int]:
+    """Return a worker of `__main__`, the program that was started, as a function of the module in its file.
+
+    The fork server imports that by its name; `__main__` would run in every rank.
+    """
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if worker.__module__ != "__main__" or file is None:
+        return worker
+    name = Path(file).resolve().stem
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve():
+        return worker
+    return getattr(importlib.import_module(name), worker.__name__)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Hold back the signals of PASSED_ON inside; a process that is started there does so from its start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _chdir_to_sources(worker: Callable[..., int]) -> Iterator[None]:
+    """Go where the worker's module is imported from: the fork server finds modules in its own folder only."""
+    file = getattr(sys.modules.get(worker.__module__), "__file__", None)
+    if file is None or not _is_main_thread():
+        yield
+        return
+    with chdir(Path(file).resolve().parents[worker.__module__.count(".")]):
+        yield
+
+
+@contextmanager
+def _without_main(worker: Callable[..., int]) -> Iterator[None]:
+    """Let what starts inside not run the file of `__main__` again, unless the worker is of that."""
+    main = sys.modules["__main__"]
+    if worker.__module__ != "__main__" and _is_main_thread():
+        sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def _noted(numbers: list[int]) -> Iterator[list[int]]:
+    """Note these signals inside: yields a list with a file descriptor that has a byte for each; or empty.
+
+    Empty outside the main thread. What a handler does may come amid anything; a byte is read when it suits.
+    """
+    if not _is_main_thread():
+        yield []
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        with _handlers(dict.fromkeys(numbers, lambda *_: None)):
+            yield [reader]
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 @contextmanager
 def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
-    """Install these signal handlers inside; does nothing outside the main thread."""
-    main = threading.current_thread() is threading.main_thread()
-    old = {number: signal.signal(number, handler) for number, handler in handlers.items() if main}
+    """Install these signal handlers inside; for the main thread."""
+    old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
@@ -115,37 +225,54 @@ def _handlers(handlers: dict[int, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_rank(worker: Callable[..., int], place: World, threads: int, heard: list[int], args: tuple) -> None:
+def _run_rank(
+    worker: Callable[..., int], place: World, threads: int, heard: list[int], hold: bool, args: tuple
+) -> None:
     def interrupt(*_: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes from the launcher, too
         raise KeyboardInterrupt
 
-    for number in heard:  # the server ignores them
+    for number in heard:
         signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
+    if not hold:
+        take_signals()
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
 
     def leave_with_parent() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)  # the launcher was killed: no rank may live on and write into the run's folder
+        connection.wait([parent.sentinel])  # until the launcher was killed, or the fork server
+        threading.Timer(1.0, os._exit, (1,)).start()  # no rank may live on and write into the run's folder
+        for say in place.last_words:
+            say()
+        os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
     sys.exit(worker(place, *args))
 
 
-def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...]) -> int | None:
-    """Return when all ranks have ended, GRACE seconds after one has failed, or at the timeout.
+def _wait(ranks: list, timeout: float | None, fine: tuple[int, ...], notes: list[int]) -> int | None:
+    """Pass on noted signals until all ranks have ended, GRACE seconds after a failure, or at the timeout.
 
-    Returns the rank that failed first, or None. Of several at once it is one that a signal killed: the others
-    may have failed because they lost it.
+    notes: as `_noted` yields it. Returns the rank that failed first, or None. Of several at once it is one
+    that a signal killed: the others may have failed because they lost it.
     """
     end, first = time.monotonic() + (timeout or math.inf), None
+    asked = math.inf  # when the first signal came
     while True:
-        alive = [process.sentinel for process in ranks if process.is_alive()]
+        alive = [process for process in ranks if process.is_alive()]
         failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, *fine)]
         if first is None and failed:  # before the wait: it may have failed already
             first = min(failed, key=lambda rank: (ranks[rank].exitcode > 0, rank))
             end = min(end, time.monotonic() + GRACE)
         left = max(0.0, end - time.monotonic())
-        if not alive or not multiprocessing.connection.wait(alive, None if left == math.inf else left):
+        waited = [*notes, *(process.sentinel for process in alive)]
+        if not alive or not (ready := connection.wait(waited, None if left == math.inf else left)):
             return first
+        noted = os.read(notes[0], 512) if notes and notes[0] in ready else b""
+        for number in filter(PASSED_ON.__contains__, noted):
+            asked = min(asked, time.monotonic())
+            if time.monotonic() - asked > ECHO:
+                end = min(end, time.monotonic() + GRACE)
+            for process in alive:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, number)

@@ -151,6 +151,7 @@ class World:
     local_rank: int = 0
     rendezvous: str = ""  # "", "env://" (torchrun) or "file:///..." (one machine, no open port)
     agent: int = 0  # process number of torchrun, which this one must not outlive; 0: not started by it
+    last_words: list[Callable[[], Any]] = field(default_factory=list, compare=False)  # if --nproc's is lost
 
     @staticmethod
     def from_environment() -> "World":

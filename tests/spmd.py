@@ -22,8 +22,6 @@ import fcntl
 import functools
 import importlib
 import inspect
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import tempfile
 import time
@@ -35,6 +33,7 @@ from typing import Any
 
 import torch
 
+from nanomegatron import launch as mesh_launch
 from nanomegatron.config.settings import ParallelConfig
 from nanomegatron.launch import launch
 from nanomegatron.mesh import Mesh, World
@@ -98,8 +97,7 @@ def one_at_a_time() -> Iterator[None]:
 
 def start_fork_server() -> None:
     """Start the process that ranks fork from, with the slow imports done; it lives as long as the tests."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    multiprocessing.forkserver.ensure_running()
+    mesh_launch.start_fork_server(PRELOAD)
 
 
 def _rank(

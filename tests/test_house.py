@@ -8,14 +8,14 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6490,
-    "checkpoint": 4717,
-    "commands": 1761,
+    "": 6619,
+    "checkpoint": 4720,
+    "commands": 1763,
     "config": 3823,
     "data": 3161,
     "debug": 1120,
     "fast": 3280,
-    "faults": 1402,
+    "faults": 1404,
     "ops": 3802,
     "plan": 2240,
     "report": 2450,

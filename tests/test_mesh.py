@@ -200,10 +200,10 @@ def test_first_failure_stops_the_other_ranks(early, monkeypatch):
     """Also if it has ended before the launcher looks."""
     wait = mesh_launch._wait
 
-    def wait_briefly(ranks, timeout, fine):
+    def wait_briefly(ranks, *more):
         if early:
             ranks[1].join()
-        return wait(ranks, timeout, fine)
+        return wait(ranks, *more)
 
     monkeypatch.setattr(mesh_launch, "_wait", wait_briefly)
     monkeypatch.setattr(mesh_launch, "GRACE", 0.3)

@@ -9,9 +9,11 @@ A file that appears (--exit-on-preemption-file) does the same; rank 0 looks for 
 is sent with what every step all-reduces, and a save begins with a collective of its own, so a rank that has
 lost a peer, and gets torchrun's SIGTERM for that, saves nothing: its next collective fails.
 
-Signals are counted once the run's folders are locked and its log is open; before, a signal ends the rank. A
-second one, ECHO seconds or more after the first, ends the process at once, by the signal itself, and
-status.json says so. Inside a collective it has to wait, since Python runs its handler only afterwards.
+Signals are counted once the run's folders are locked and its log is open. One that comes before ends the
+process, but a rank of `--nproc` holds it back and counts it then (launch.py). A second one, ECHO seconds or
+more after the first, ends the process at once, by the signal itself, and status.json says so. Inside a
+collective it has to wait, since Python runs its handler only afterwards; the launcher of `--nproc` waits
+GRACE seconds.
 """
 
 import signal
@@ -20,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.comm import any_rank
-from nanomegatron.launch import passed_on
+from nanomegatron.launch import ECHO, passed_on, take_signals
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
 
 PREEMPTED = 75  # exit code
-ECHO = 1.0  # seconds in which two signals count as one: from the launcher, and to the process group
 
 
 class Preempted(Exception):
@@ -67,6 +68,7 @@ class Signals:
 
     @property
     def asked(self) -> bool:
+        take_signals()
         """Whether this rank has to stop the run: it got a signal, or the file is there."""
         return self.count > 0 or (self.file is not None and self.file.exists())
 
