@@ -188,7 +188,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         return BAD_CONFIG
     run = None
     try:
-        locks.enter_context(Watchdog(config, mesh, log, world.agent))
+        locks.enter_context(Watchdog(config, mesh, log, world))
         comm.barrier(mesh.world)  # status.json says that the run has begun before a rank reports a failure
         run = set_up(parsed, config, mesh, log, signals)
         log.mark_latest()

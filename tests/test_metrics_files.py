@@ -3,13 +3,15 @@
 import io
 import json
 import resource
+import subprocess
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl
 from tests.test_metrics import config, record, started
 
@@ -79,3 +81,33 @@ def test_nothing_that_a_run_writes_is_needed(tmp_path, monkeypatch):
         and first.startswith("! console: ")
         and len(read_jsonl(log.folder / "metrics.jsonl")) == 1
     )
+
+
+def test_a_full_disk_does_not_keep_the_end_of_a_run_secret(tmp_path):
+    """status.json is written over where there is no room for a new one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("mounts are not permitted here")
+    try:
+        log = started(disk / "run")
+        with suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        log.status("failed", exit_code=4, message="no room: " + "x" * 9000)
+        log.status("failed", exit_code=1, message="a second failure")
+        status = read_status(disk / "run/status.json", pytest.fail)
+        assert status["state"] == "failed" and status["exit_code"] == 4
+        assert status["message"].startswith("no room: xxx") and len(status["message"]) == 512
+        log.close()
+        log.stream = io.StringIO()
+        log.status("running")
+        assert "No space left" not in log.stream.getvalue()
+        (disk / "filler").unlink()
+        stream = io.StringIO()
+        RunLog(disk / "run", config(), stream=stream).close()
+        assert "the run before wrote no end" in stream.getvalue()
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 import train
 from nanomegatron import launch as mesh_launch
 from nanomegatron.faults.exit import name_culprit
+from nanomegatron.faults.lock import lock
 from nanomegatron.launch import launch
 from nanomegatron.mesh import World
 from nanomegatron.report import log as metrics_log
-from nanomegatron.report.log import write_status
+from nanomegatron.report.status import write_status
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 
 
@@ -97,6 +99,26 @@ def test_what_an_earlier_run_said_is_not_repeated(tmp_path, capsys):
     write_status(path, hang)
     name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", 0, [1, -9], [1])
     assert capsys.readouterr().err == f"train.py: rank 1 failed first: a hang, reported above and in {path}\n"
+
+
+@pytest.mark.parametrize(
+    "codes, running, said",
+    [
+        ([255, 255], [], "the process that starts the ranks was killed (out of memory? see dmesg)"),
+        ([-9, -9], [0, 1], "a second signal came; ranks 0 1 still ran 10 s later and had to be stopped"),
+        ([0, 255], [], "the process that starts the ranks"),
+    ],
+    ids=["fork server", "second signal", "fork server, late"],
+)
+def test_an_end_that_no_rank_has_written_down(codes, running, said, tmp_path, capsys):
+    """The launcher does, as soon as the folder is free: rank 0 may still be leaving."""
+    write_status(tmp_path / "status.json", dict(state="running", iteration=4))
+    leaving = lock(tmp_path)
+    threading.Timer(0.2, leaving.close).start()
+    name_culprit(tmp_path, "2001-01-01T00:00:00+00:00", codes.index(max(codes, key=abs)), codes, running)
+    facts = json.loads((tmp_path / "status.json").read_text())
+    assert facts["state"] == "failed" and facts["exit_code"] == 1 and facts["iteration"] == 4
+    assert said in facts["message"] and f"train.py: {facts['message']}\n" == capsys.readouterr().err
 
 
 def fail_in_set_up(world: World, argv: list[str], folder: str, error: type) -> int:

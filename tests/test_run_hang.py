@@ -173,12 +173,12 @@ from pathlib import Path
 from nanomegatron.config.settings import Config
 from nanomegatron.faults.watchdog import Watchdog
 from nanomegatron.mesh import Mesh, World
-from types import SimpleNamespace
+from nanomegatron.report.log import RunLog
 
 if not (child := os.fork()):
     os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_RESTART_COUNT="0")
-    log = SimpleNamespace(folder=Path("."), warn=lambda text: Path("said").write_text(text))
-    with Watchdog(Config(), Mesh(), log, World.from_environment().agent):
+    log = RunLog(".", Config(), stream=open("said", "w"))
+    with Watchdog(Config(), Mesh(), log, World.from_environment()):
         Path("watched").touch()
         time.sleep(60)
 while not Path("watched").exists():
@@ -198,6 +198,7 @@ def test_a_rank_does_not_outlive_torchruns_agent(tmp_path, monkeypatch):
         time.sleep(0.05)
     assert not Path(f"/proc/{rank}/exe").exists()
     assert "torchrun was killed" in (tmp_path / "said").read_text()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 
 def test_what_counts_as_standing_still(monkeypatch):

@@ -33,7 +33,7 @@ from nanomegatron.data.verify import verify_pair
 from nanomegatron.data.vocabulary import byte_alphabet, write_ranks
 from nanomegatron.faults.lock import settings_in
 from nanomegatron.mesh import World
-from nanomegatron.report.log import read_status
+from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl
 from tests.checkpoints import ALONE, save_alone, sign
 from tests.megatron_data import random_documents, write

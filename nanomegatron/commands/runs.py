@@ -12,7 +12,7 @@ from typing import Any
 
 from nanomegatron.config.user_files import escaped, parse_toml, read_text
 from nanomegatron.data.indexed_dataset import lock_file
-from nanomegatron.report.log import read_status
+from nanomegatron.report.status import read_status
 
 RECORDS = ("status.json", "metrics.jsonl", "evals.jsonl", "config.toml")  # a run has one of them
 TAIL = 2**16  # bytes at the end of a .jsonl file, enough for its last record

@@ -19,7 +19,8 @@ from nanomegatron.config.user_files import escaped
 from nanomegatron.faults.health import BadSteps, MachineFault
 from nanomegatron.faults.lock import lock
 from nanomegatron.faults.signals import PREEMPTED
-from nanomegatron.report.log import HANG, LOST_PEER, RunLog, read_status, write_status
+from nanomegatron.report.log import HANG, LOST_PEER, RunLog
+from nanomegatron.report.status import read_status, write_status
 
 DONE, BAD_CONFIG = 0, 2
 NO_CHECKPOINT, SAVE_FAILED = 3, 4
@@ -68,23 +69,41 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
     code, path = codes[rank], folder / "status.json"
     if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
         return
+    what, said = seen_by_launcher(rank, code, running), said_by_rank(path, began)
+    if not said and code not in SAID and path.exists():
+        with suppress(ConfigError, OSError), lock(folder):  # not if another run holds the folder
+            said = said_by_rank(path, began)  # by rank 0, which has just left
+            if not said:
+                facts = read_status(path, lambda _: None)
+                facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
+                write_status(path, facts)
+    print(escaped(f"train.py: {said or what}"), file=sys.stderr)
+
+
+def said_by_rank(path: Path, began: str) -> str:
+    """Return what the rank that failed first has written to status.json; "" of a lost peer, or if none has.
+
+    began: what is older is of an earlier run.
+    """
     facts = read_status(path, lambda text: print(escaped(text), file=sys.stderr))
-    said = facts.get("state") == "failed" and not str(facts.get("message")).startswith(LOST_PEER)
-    what = seen_by_launcher(rank, code, running)
-    if said and str(facts.get("time")) >= began:  # else it is of an earlier run
-        message = str(facts["message"])
-        if message.startswith(HANG):  # it is long, and a rank has just printed it
-            message = f"{HANG}, reported above and in {path}"
-        what = f"{facts['rank']} failed first: {message}"
-    elif facts and code not in SAID:
-        with suppress(ConfigError, OSError), lock(folder, wait=False):  # not if another run holds the folder
-            facts |= dict(state="failed", exit_code=1, message=what, rank=f"rank {rank}")
-            write_status(path, facts)
-    print(escaped(f"train.py: {what}"), file=sys.stderr)
+    message = str(facts.get("message"))
+    if facts.get("state") != "failed" or message.startswith(LOST_PEER) or str(facts.get("time")) < began:
+        return ""
+    if message.startswith(HANG):  # it is long, and a rank has just printed it
+        message = f"{HANG}, reported above and in {path}"
+    return f"{facts['rank']} failed first: {message}"
 
 
 def seen_by_launcher(rank: int, code: int, running: list[int]) -> str:
     """Describe how the rank that failed first ended, and which ranks still ran then, if any."""
+    others = f"rank{'s' * (len(running) > 1)} {' '.join(map(str, running))} still ran"
+    late = f"{launch.GRACE:.0f} s later and had to be stopped"
+    if rank in running:
+        return f"a second signal came; {others} {late}"
+    if code == launch.UNSEEN:
+        return (
+            "the process that starts the ranks was killed (out of memory? see dmesg), and they ended with it"
+        )
     if code < 0:
         signals = {number.value: number.name for number in signal.Signals}
         hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""
@@ -93,7 +112,4 @@ def seen_by_launcher(rank: int, code: int, running: list[int]) -> str:
         ended = f"rank {rank} was the first to end, with exit code {code}"
     if not running:
         return f"{ended}; what other ranks say of a lost peer follows from it"
-    others = (
-        f"rank{'s' * (len(running) > 1)} {' '.join(map(str, running))} still ran {launch.GRACE:.0f} s later"
-    )
-    return f"{ended}; {others} and had to be stopped: look there for a hang"
+    return f"{ended}; {others} {late}: look there for a hang"

@@ -32,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.config.settings import Config
-from nanomegatron.mesh import Mesh, Traffic
+from nanomegatron.mesh import Mesh, Traffic, World
 from nanomegatron.report.log import HANG, RunLog
 
 SHARE = 0.9  # of torch's timeout of collectives: the default of T
 SILENT = 10  # times T: without a step and without a communication
+LAST_WORD = 0.3  # seconds in which rank 0 has its say before it sees that the others leave
 LATE = 1.5  # seconds in which the report must be done
 MOST = 8  # ranks, or groups of them, that a message lists
 Beat = dict[str, Any]  # n, host, place, call (kind, size, number, axis key) or None, waits, numbers by key
@@ -68,18 +69,20 @@ class Standstill:
 class Watchdog:
     """Watches this rank from `with` to its end. A single process is watched only if T is given."""
 
-    def __init__(self, config: Config, mesh: Mesh, log: RunLog, agent: int = 0) -> None:
-        """agent: of torchrun, as in `World`; the process ends soon after it, as those of --nproc do."""
+    def __init__(self, config: Config, mesh: Mesh, log: RunLog, world: World | None = None) -> None:
+        """world: its launcher; the process ends with it, and status.json says so."""
         asked, minutes = config.run.hang_timeout_secs, config.parallel.distributed_timeout_minutes
         self.mesh, self.log = mesh, log
-        self.agent = agent
+        self.agent = world.agent if world else 0
+        if world:
+            world.last_words.append(lambda: self.orphaned("the launcher, or its fork server,"))
         self.standstill = lambda: Standstill(mesh.traffic, asked, 60 * minutes)
         self.limit, self.tick = self.standstill().limit, self.standstill().tick
         self.wanted = mesh.world.size > 1 or asked is not None
         self.store = mesh.connect_store() if self.wanted else None
         self.host, self.beats = socket.gethostname(), 0
         self.closed, self.ending = threading.Event(), threading.Lock()
-        works = (self.watch, self.guard) if self.wanted else (self.guard,) if agent else ()
+        works = (self.watch, self.guard) if self.wanted else (self.guard,) if self.agent else ()
         self.threads = [threading.Thread(target=work, daemon=True) for work in works]
 
     def __enter__(self) -> "Watchdog":
@@ -115,10 +118,20 @@ class Watchdog:
         standstill = self.standstill()
         while not self.closed.wait(min(self.tick, 1.0)):
             if self.agent and os.getppid() != self.agent:
-                self.log.warn("torchrun was killed: this process ends, too")
+                threading.Timer(1.0, os._exit, (1,)).start()  # whatever else blocks
+                self.orphaned("torchrun")
                 os._exit(1)
             if self.wanted and (standstill.share() - 1) * self.limit >= LATE:
                 self.end(lambda: self.report({}, {}))
+
+    def orphaned(self, parent: str) -> None:
+        """Log that the parent was killed; rank 0, which holds the folder's lock, puts it into status.json."""
+        text = f"{parent} was killed (out of memory? see dmesg): this process ends, too"
+        if self.mesh.rank:
+            time.sleep(LAST_WORD)
+        elif not self.closed.is_set():
+            self.log.status("failed", exit_code=1, message=text)
+        self.log.warn(text)
 
     # Heartbeats
 

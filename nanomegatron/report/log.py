@@ -20,7 +20,6 @@ is left as it is, on its own line, and is no record.
 """
 
 import datetime
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -29,8 +28,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanomegatron.config.settings import Config
-from nanomegatron.config.user_files import escaped, read_json
+from nanomegatron.config.user_files import escaped
 from nanomegatron.report.energy import megatron_parts
+from nanomegatron.report.status import read_status, write_status
 from nanomegatron.report.writers import (
     EXPERT_TAGS,
     JsonLines,
@@ -38,7 +38,6 @@ from nanomegatron.report.writers import (
     duration,
     missing_extras,
     overflow,
-    plain,
     progress,
     progress_bar,
     replace_file,
@@ -46,7 +45,6 @@ from nanomegatron.report.writers import (
     scalar_writers,
     spare_exit,
     step_scalars,
-    timestamp,
 )
 
 KEYS = """
@@ -97,6 +95,10 @@ class RunLog:
         with self.attempt(str(self.folder)):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.before = read_status(self.folder / "status.json", self.warn) if self.is_main else {}
+        if self.before.get("state") == "running":
+            self.line(
+                "note    the run before wrote no end: it was killed with its launcher, or the disk was full"
+            )
         self.status("running", **{key: self.before.get(key) for key in ("iteration", "checkpoint")})
 
     def begin(self, iteration: int, train_iters: int) -> None:
@@ -299,23 +301,6 @@ class RunLog:
                     thing.close()
         self._bar, self._series, self._writers = None, [], []
         spare_exit(self.stream, sys.stderr)
-
-
-def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Read a status.json; {} if there is none, or, with a warning, if it is damaged."""
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        why = str(error).removeprefix(f"{path}: ")
-        warn(f"{path}: damaged ({why}); read as if it were not there, and written again at the next change")
-        return {}
-
-
-def write_status(path: Path, facts: dict[str, Any]) -> None:
-    """Write a status.json with these facts and the time."""
-    replace_file(path, json.dumps(plain(facts | {"time": timestamp()}), indent=1) + "\n")
 
 
 # Lines
