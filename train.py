@@ -181,7 +181,7 @@ def run_rank(world: World, argv: list[str]) -> int:
         locks = claim(config, mesh, parsed.notes)
         hold_signals()  # from before status.json says "running" until there are handlers
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
-        signals = Signals(log, config.run.exit_on_preemption_file)
+        signals = Signals(log, config.run.exit_on_preemption_file, locks)
     except ValueError as error:
         if world.rank == 0:
             print_errors(error)
@@ -377,6 +377,7 @@ def train_step(run: Run) -> StepReport:
 def finish(run: Run) -> int:
     """Evaluate at the end of training, log a sample and pictures, print the next command -> the exit code."""
     config, log = run.config, run.log
+    run.signals.check_folders(run.mesh)
     if run.stop and not run.preempted:
         log.line(f"stopped by {run.stop} after step {run.iteration} of {config.run.train_iters}")
     if energy := run.reporter.energy.summary():

@@ -59,6 +59,7 @@ def evaluate_only(run: Run) -> int:
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:
+        run.signals.check_folders(run.mesh)
         return preempted(run.log, f"stopped by {run.stop}; the same command starts again")
     run.log.status("done", exit_code=DONE, iteration=run.iteration)
     return DONE

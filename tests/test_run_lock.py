@@ -14,9 +14,11 @@ import pytest
 import train
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.faults import lock as run_lock
+from nanomegatron.faults.exit import SAVE_FAILED
 from nanomegatron.faults.lock import LOCK, lock, settings_in
+from nanomegatron.launch import launch
 from nanomegatron.mesh import World
-from nanomegatron.report.log import read_status
+from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl
 from tests.spmd import run_spmd
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
@@ -137,3 +139,77 @@ def test_damaged_files_are_named(corpus, tmp_path):  # noqa: F811
     assert (folder / "config.toml").read_text() == whole.replace(
         "train-iters = 3", "train-iters = 4"
     ).replace("lr-decay-iters = 3", "lr-decay-iters = 4")
+
+
+def held_in(folder: Path, number: int = 7) -> run_lock.Held:
+    return run_lock.Held("--run-name test", folder, lock(folder, "--run-name test", number), number)
+
+
+def test_what_has_become_of_a_folder(tmp_path, monkeypatch):
+    """Removed, moved, another run's; but not where the file system has other numbers, or does not answer."""
+    held = held_in(tmp_path / "run")
+    assert held.lost() == ""
+    stat = os.stat
+
+    def away(error: int):
+        def fails(path, **how):
+            raise OSError(error, os.strerror(error))
+
+        return fails
+
+    for error in (errno.ESTALE, errno.EACCES, errno.EIO, errno.ETIMEDOUT):
+        monkeypatch.setattr(Path, "stat", away(error))
+        assert held.lost() == ""
+    monkeypatch.setattr(Path, "stat", lambda path, **how: stat(tmp_path))  # another number of the file
+    assert held.lost() == ""
+    monkeypatch.undo()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert held.lost() == f"was moved to {tmp_path / 'moved'}" and held.moved_to() == tmp_path / "moved"
+    (tmp_path / "copy").rename(tmp_path / "run")
+    assert held.lost() == ""
+    held_in(tmp_path / "run", 8)
+    assert held.lost().startswith(f"is used by pid {os.getpid()} on ")
+    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "moved")
+    assert held.lost() == "was removed or moved" and held.moved_to() is None
+
+
+def lose_folder(world: World, argv: list[str], folder: str, how: str) -> int:
+    """A rank of a run whose folder is lost as its third step begins."""
+    os.chdir(folder)
+    usual = train.train_step
+
+    def train_step(run):
+        if run.iteration == 2 and world.rank == 0:
+            if how == "removed":
+                shutil.rmtree("runs/test")
+            else:
+                os.rename("runs/test", "moved")
+            if how == "taken":
+                run.log.taken = lock(Path("runs/test"), "--run-name test", 5)
+                Path("runs/test/status.json").write_text("of the other run")
+        return usual(run)
+
+    train.train_step, train.plot_loss = train_step, lambda *_: None
+    if world.rank == 0:
+        os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 1)
+    return train.run_rank(world, argv)
+
+
+@pytest.mark.parametrize("how, save", [("removed", []), ("moved", []), ("taken", ["--save", "saved"])])
+def test_a_run_whose_folder_is_lost_stops(how, save, corpus, tmp_path):  # noqa: F811
+    """At once, and writes nothing at its path; what still has a place is saved."""
+    argv = [*arguments(corpus, "--train-iters 40 --lr-warmup-iters 0 --eval-iters 0"), *save]
+    codes = launch(lose_folder, 2, (argv, str(tmp_path), how), timeout=60, threads=1)
+    assert codes == [SAVE_FAILED] * 2
+    said = (tmp_path / "said").read_text()
+    what = {"removed": "was removed or moved", "moved": f"was moved to {tmp_path / 'moved'}"}
+    assert f"--run-name test: {tmp_path / 'runs/test'} {what.get(how, 'is used by pid')}" in said
+    left = {path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert left == ({LOCK, "status.json"} if how == "taken" else set())
+    if how == "moved":
+        assert read_status(tmp_path / "moved/status.json", print)["exit_code"] == SAVE_FAILED
+    if how == "taken":
+        assert (tmp_path / "runs/test/status.json").read_text() == "of the other run"
+        assert len(list((tmp_path / "saved").glob("iter_*"))) == 1

@@ -83,8 +83,10 @@ def save_checkpoint(run: Run, persistent: bool = True, last: bool = False) -> No
 
     With --async-save it is only begun. Arguments: as for `Saver.save`. A spike that a rollback undoes is not
     saved, nor is anything while steps are bad or weights are dead (faults/alive.py): a warning says so.
-    Raises BadSteps, on all ranks, if a tensor is not finite, or if the last save of a run would be left out.
+    Raises BadSteps, on all ranks, if a tensor is not finite, or if the last save of a run would be left out,
+    and FolderLost if --save was removed or moved.
     """
+    run.signals.check_folders(run.mesh, "--save")
     run.grads.wait_params()
     pieces = saved_pieces(run)
     finite = run.health.finite(pieces)  # launched behind the step in flight

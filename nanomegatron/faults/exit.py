@@ -17,7 +17,7 @@ from nanomegatron.checkpoint.checkpoint import CheckpointError, SaveError
 from nanomegatron.config.cli import ConfigError
 from nanomegatron.config.user_files import escaped
 from nanomegatron.faults.health import BadSteps, MachineFault
-from nanomegatron.faults.lock import lock
+from nanomegatron.faults.lock import FolderLost, lock
 from nanomegatron.faults.signals import PREEMPTED
 from nanomegatron.report.log import HANG, LOST_PEER, RunLog
 from nanomegatron.report.status import read_status, write_status
@@ -26,6 +26,7 @@ DONE, BAD_CONFIG = 0, 2
 NO_CHECKPOINT, SAVE_FAILED = 3, 4
 BAD_STEPS, FAULTY_MACHINE = 16, 17
 CODES = {ConfigError: BAD_CONFIG, CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
+CODES |= {FolderLost: SAVE_FAILED}
 CODES |= {BadSteps: BAD_STEPS, MachineFault: FAULTY_MACHINE}
 SAID = tuple(CODES.values())  # the rank has printed its message
 LOST = (
@@ -40,6 +41,8 @@ def report_failure(log: RunLog, error: BaseException, begun: bool) -> int:
     """
     kinds = CODES if begun else CODES | {ValueError: BAD_CONFIG}
     code = next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
+    if isinstance(error, FolderLost) and not log.is_main:
+        log.leave(None)
     if code != 1:
         first = log.status("failed", exit_code=code, message=str(error))
         if log.is_main:

@@ -6,13 +6,17 @@
 Rank 0 locks the files (flock) before anything is written. The kernel unlocks them when the process ends,
 however it ends (on NFS, if its machine is lost, when the lease expires); the files stay. Every rank then
 checks that the files hold the number of this run.
+
+A folder that is removed or moved takes its lock along, and another run could begin at its path. So rank 0
+compares the file at the path with its own at each check for signals (signals.py), and before each save.
 """
 
 import os
 import secrets
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -29,6 +33,7 @@ from nanomegatron.report.writers import timestamp
 LOCK = "run.lock"
 DYING = 5.0  # seconds for a killed predecessor to release its lock
 STALE = 60.0  # seconds for which NFS may remember that a file was not there
+SECOND_LOOK = 0.5  # seconds after which a folder that seems lost is checked again
 
 
 def settings_in(folder: Path) -> Config | None:
@@ -46,7 +51,68 @@ def settings_in(folder: Path) -> Config | None:
     return config
 
 
-def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
+class FolderLost(Exception):
+    """Raised on all ranks: a folder of this run was removed or moved."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A locked folder. name: its flag; number: of this run."""
+
+    name: str
+    folder: Path
+    file: TextIO
+    number: int
+
+    def lost(self) -> str:
+        """Say what has become of the folder; "" if it is there, or if the file system does not say."""
+        path = self.folder / LOCK
+        try:
+            found = path.stat()
+            with suppress(OSError):
+                if os.path.samestat(found, os.fstat(self.file.fileno())):
+                    return ""
+            owner, _, number = path.read_text(encoding="utf-8", errors="replace").partition(", run ")
+            if number.strip() == str(self.number):
+                return ""
+            return f"is used by {owner.strip() or 'another run'}"
+        except (FileNotFoundError, NotADirectoryError):
+            return f"was moved to {now}" if (now := self.moved_to()) else "was removed or moved"
+        except OSError:
+            return ""
+
+    def moved_to(self) -> Path | None:
+        """Return where the folder is now, if the system (Linux) says it and it is still there."""
+        with suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{self.file.fileno()}"))
+            if os.path.samestat(path.stat(), os.fstat(self.file.fileno())):
+                return path.parent
+        return None
+
+
+class Locks(ExitStack):
+    """The folders that rank 0 has locked, until it is closed; `held` is empty on other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Held] = []
+
+    def lost(self) -> list[Held]:
+        """Return the folders that are lost; checks twice before it says so."""
+        lost = [each for each in self.held if each.lost()]
+        if lost:
+            time.sleep(SECOND_LOOK)
+        return [each for each in lost if each.lost()]
+
+    def run_folder(self) -> Path | None:
+        """Return where the run folder is now; None if it is gone, or was not locked."""
+        for each in self.held:
+            if each.name.startswith("--run-name"):
+                return each.moved_to() if each.lost() else each.folder
+        return None
+
+
+def claim(config: Config, mesh: Mesh, notes: list[str]) -> Locks:
     """Lock the run folder and the --save folder until the result is closed. notes: gets lines for the log.
 
     --eval-only does not lock the second. If the run folder cannot be written, the run continues without its
@@ -58,7 +124,7 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
     saves = not config.run.eval_only
     folders = [(f"--run-name {config.run.run_name}", folder), (f"--save {save}", save)]
     wanted = not saves or save.resolve() != folder.resolve(), saves
-    locks, errors = ExitStack(), []
+    locks, errors = Locks(), []
     number, held = 0, [0, 0]
     if mesh.rank == 0:
         number = 1 + secrets.randbits(32)
@@ -66,7 +132,8 @@ def claim(config: Config, mesh: Mesh, notes: list[str]) -> ExitStack:
             if not wanted[i]:
                 continue
             try:
-                locks.enter_context(lock(path, name, number, notes))
+                file = locks.enter_context(lock(path, name, number, notes))
+                locks.held.append(Held(name, path.absolute(), file, number))
                 held[i] = 1
             except ConfigError as error:
                 errors += error.messages

@@ -5,9 +5,10 @@
     evaluation    before each global batch          stop it, save if needed           75
     a save        after it, as in training          finish the save                   75
 
-A file that appears (--exit-on-preemption-file) does the same; rank 0 looks for it at these checks. The flag
-is sent with what every step all-reduces, and a save begins with a collective of its own, so a rank that has
-lost a peer, and gets torchrun's SIGTERM for that, saves nothing: its next collective fails.
+A file that appears (--exit-on-preemption-file) does the same, and so does a folder of the run that is lost
+(lock.py), but its exit code is 4, and nothing is saved there. Rank 0 looks at these checks. The flag is sent
+with what every step all-reduces, and a save begins with a collective of its own, so a rank that has lost a
+peer, and gets torchrun's SIGTERM for that, saves nothing: its next collective fails.
 
 Signals are counted once the run's folders are locked and its log is open. One that comes before ends the
 process, but a rank of `--nproc` holds it back and counts it then (launch.py). A second one, ECHO seconds or
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nanomegatron.comm import any_rank
+from nanomegatron.faults.lock import FolderLost, Held, Locks
 from nanomegatron.launch import ECHO, passed_on, take_signals
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
@@ -41,11 +43,14 @@ def preempted(log: RunLog, text: str, **facts: Any) -> int:
 
 
 class Signals:
-    """Counts signals of PASSED_ON that this rank receives; on rank 0 looks for the preemption file, too."""
+    """Counts signals of PASSED_ON that this rank receives; on rank 0 looks for file and folders, too."""
 
-    def __init__(self, log: RunLog | None = None, file: str | None = None) -> None:
+    def __init__(
+        self, log: RunLog | None = None, file: str | None = None, locks: Locks | None = None
+    ) -> None:
         """Install the handlers if there is a log; the second signal writes its status there."""
         self.count, self.first = 0, 0.0
+        self.log, self.locks = log, locks or Locks()
         self.file = Path(file) if log and log.is_main and file else None
         if log is None:
             return
@@ -65,16 +70,25 @@ class Signals:
 
         for number in passed_on():
             signal.signal(number, note)
+        take_signals()
 
     @property
     def asked(self) -> bool:
-        take_signals()
-        """Whether this rank has to stop the run: it got a signal, or the file is there."""
-        return self.count > 0 or (self.file is not None and self.file.exists())
+        """Whether this rank has to stop the run: it got a signal, the file is there, or a folder is lost."""
+        return self.count > 0 or (self.file is not None and self.file.exists()) or bool(self.lost())
+
+    def lost(self) -> list[Held]:
+        """Return the folders of the run that rank 0 has lost; its log follows the run's, or leaves it."""
+        lost = self.locks.lost()
+        if lost:
+            self.log.leave(self.locks.run_folder())
+        return lost
 
     @property
     def cause(self) -> str:
         """Why the run ends, for the log of rank 0, once any rank has asked for it."""
+        if self.lost():
+            return "the loss of a folder"
         return f"--exit-on-preemption-file {self.file}" if self.asked and not self.count else "a signal"
 
     def anywhere(self, mesh: Mesh) -> bool:
@@ -82,10 +96,19 @@ class Signals:
         return any_rank(self.asked, mesh.world, mesh.device)
 
     def check(self, mesh: Mesh) -> None:
-        """Raise Preempted on every rank if any has to stop the run. Communicates as `anywhere`."""
+        """Raise Preempted, or FolderLost, on every rank if any has to stop. Communicates as `anywhere`."""
         if self.anywhere(mesh):
+            self.check_folders(mesh)
             why = f"{self.cause} before the first step"
             raise Preempted(f"{why}: nothing to save, the same command starts again")
+
+    def check_folders(self, mesh: Mesh, flag: str = "--") -> None:
+        """Raise FolderLost on all ranks if a folder of these flags is lost. Communicates as `anywhere`."""
+        lost = self.lost()
+        if any_rank(any(each.name.startswith(flag) for each in lost), mesh.world, mesh.device):
+            what = "; ".join(f"{each.name}: {each.folder} {each.lost()}" for each in lost)
+            fix = "put it back and the same command resumes from the last save, or give another --run-name"
+            raise FolderLost(f"{what}; nothing more is written there; {fix}")
 
 
 UNHEARD = Signals()  # for a run without handlers

@@ -84,6 +84,7 @@ class RunLog:
         self.train_iters = 0
         self._text = Lines(self.folder / ("log.txt" if self.is_main else f"log.{rank}.txt"))
         self._failed: set[str] = set()
+        self._gone = False  # the folder, by `leave`
         self._series: list[JsonLines] = []
         kinds = ("evals", "fp8", "experts")
         self._beside = {kind: JsonLines(self.folder / f"{kind}.jsonl") for kind in kinds}
@@ -107,6 +108,9 @@ class RunLog:
         if not self.is_main:
             return
         extra = self.config.run.metrics_jsonl
+        if extra:
+            with self.attempt(str(Path(extra).parent)):
+                Path(extra).parent.mkdir(parents=True, exist_ok=True)
         paths = [self.folder / "metrics.jsonl"] + ([Path(extra)] if extra else [])
         self._series = [JsonLines(path) for path in dict.fromkeys(path.absolute() for path in paths)]
         self.rewind(iteration)
@@ -162,6 +166,8 @@ class RunLog:
                 self.stream.flush()
 
     def _file(self, text: str) -> None:
+        if self._gone:
+            return
         with self.attempt(str(self._text.path)):
             self._text.write(escaped(text))
 
@@ -186,6 +192,10 @@ class RunLog:
         if self.is_main:
             with self.attempt(str(link)):
                 replace_link(link, self.folder.name)
+
+    def leave(self, folder: Path | None) -> None:
+        """The run's folder was moved to this one; None: it is gone, write no more files at its path."""
+        self.folder, self._gone = folder or self.folder, folder is None
 
     # Numbers
 
@@ -280,7 +290,7 @@ class RunLog:
         if state not in STATES:
             raise ValueError(f"run state {state!r} is not one of {', '.join(STATES)}")
         path = self.folder / "status.json"
-        if state != "failed" and not self.is_main:
+        if self._gone or (state != "failed" and not self.is_main):
             return False
         if state == "failed":
             before = read_status(path, self.warn)

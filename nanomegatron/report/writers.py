@@ -31,7 +31,6 @@ class Lines:
     def write(self, text: str) -> None:
         """Append a line, unbuffered. Raises OSError if that fails; a later call may succeed."""
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
             self._cut = self.path.is_file() and not (self.path.read_bytes() or b"\n").endswith(b"\n")
         data = ("\n" * self._cut + text + "\n").encode(errors="replace")
