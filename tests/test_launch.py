@@ -121,15 +121,10 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
     return found if len(found) == 2 else []
 
 
-ALSO = [
-    pytest.param(where, number, marks=pytest.mark.full)
-    for where in ("rank", "launcher", "group")
-    for number in (signal.SIGTERM, signal.SIGINT)
-][1:]
-
-
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
-@pytest.mark.parametrize("where, number", [("rank", signal.SIGTERM), *ALSO])
+@pytest.mark.parametrize("where", ["rank", "launcher", "group"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_moment_in_which_ranks_begin(where, number, corpus, tmp_path):  # noqa: F811
     """The run ends before its first step, and says so."""
     argv = arguments(corpus, "--train-iters 8 --nproc 2")

@@ -31,6 +31,7 @@ from safetensors.numpy import load_file
 
 import train
 from nanomegatron.data.indexed_dataset import IndexedDatasetBuilder
+from nanomegatron.launch import start_fork_server, take_signals
 from tests.faults.hooks import Hooks, rank_of_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,14 +87,10 @@ class Reference(NamedTuple):
 
 def start_server() -> None:
     """Start the process from which launchers and ranks are forked, if there is none."""
-    server = multiprocessing.forkserver
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as launch.py has it
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(ROOT)  # the server imports from this checkout
-    server.ensure_running()
+    start_fork_server(PRELOAD)
     os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
-    signal.signal(signal.SIGTERM, before)
 
 
 def launcher(argv: list[str], folder: str, hooks: Hooks, address: str) -> None:
@@ -101,7 +98,7 @@ def launcher(argv: list[str], folder: str, hooks: Hooks, address: str) -> None:
     server = multiprocessing.forkserver  # the ranks come from the same server as this process
     server.ensure_running = server._forkserver.ensure_running = lambda: None
     server._forkserver._forkserver_address = address
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    take_signals()  # unlike a rank, it has nothing to hold them back for
     os.chdir(folder)
     out = os.open("out.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(out, 1), os.dup2(out, 2)
