@@ -8,17 +8,17 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
-    "": 6619,
-    "checkpoint": 4720,
+    "": 6588,
+    "checkpoint": 4671,
     "commands": 1763,
-    "config": 3823,
-    "data": 3161,
+    "config": 3721,
+    "data": 3142,
     "debug": 1120,
     "fast": 3280,
-    "faults": 1578,
+    "faults": 1526,
     "ops": 3802,
-    "plan": 2240,
-    "report": 2531,
+    "plan": 2035,
+    "report": 2497,
 }
 
 # Imports run strictly from lower to higher: a module may import those of the lines above its own, and in a

@@ -142,8 +142,7 @@ def all_pieces(run: Run, states: dict) -> tuple[list[Piece], dict[str, torch.Ten
 def load_checkpoint(run: Run) -> None:
     """Resume from the folder that `find_source` chooses: a checkpoint, or a Hugging Face folder.
 
-    Raises CheckpointError if --load names a folder without a checkpoint, unless it is --save's: then a new
-    run begins there.
+    Raises CheckpointError if --load names a folder without a checkpoint, unless that is --save's, too.
     """
     config, source = run.config.checkpoint, find_source(run.config, run.mesh)
     root, only_weights = source.root, source.only_weights
@@ -182,14 +181,16 @@ def load_checkpoint(run: Run) -> None:
         log_notes(run, divide_outputs(run.model.parameters(), run.config.model))
     if states:
         run.optimizer.load_scalars(loaded.state["optimizer"])
-        where = (run.samples_before, run.iteration, loaded.state["optimizer"]["good_steps"])
-        log_notes(run, value_changes(loaded.config_toml, run.config, *where))
+        good_steps = loaded.state["optimizer"]["good_steps"]
+        changes = value_changes(loaded.config_toml, run.config, run.samples_before, run.iteration, good_steps)
+        log_notes(run, changes)
     elif run.optimizer:
         run.optimizer.reset_main()
         lr, left = float(run.optimizer.values[0, 0]), run.config.run.train_iters - run.iteration
         what = f"the schedule begins again, step {run.iteration + 1} has the rate of step 1, {lr:g}"
         how = f"--lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
-        log_notes(run, [f"--no-load-optim: {what}; {how}"] * (0 < left < run.config.run.train_iters))
+        if 0 < left < run.config.run.train_iters:
+            log_notes(run, [f"--no-load-optim: {what}; {how}"])
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights

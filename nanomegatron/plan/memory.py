@@ -147,7 +147,7 @@ def states(
     config: Config, sizes: Sizes, vocab: int, groups: list[ParamGroup], ends: tuple
 ) -> dict[str, float]:
     """Return the bytes by part of a rank's states. ends: whether it has the first stage, the last."""
-    dense, experts = (_states(config, group) for group in groups)
+    dense, experts = _states(config, groups[0]), _states(config, groups[1])
     if not config.model.untie_embeddings_and_output_weights:  # the embedding reads the 16-bit ones
         dense["FP8 weights"] += 2 * sizes.fp8_head * ends[1] * (vocab // sizes.tp) * config.model.hidden_size
     return {name: size + experts[name] for name, size in dense.items()}
