@@ -7,11 +7,11 @@
 the dataset, of our loader by threads, of torch's DataLoader by processes, as Megatron reads. Microbatches
 have 8192 tokens.
 
-`preprocess`: MB of text a second of the tokenizer's library by itself, one thread, once; of preprocess.py;
-and of a loop document by document, of the kind of Megatron's tools/preprocess_data.py: pool.imap over lines
+`preprocess`: CPU seconds of the tokenizer's library by itself, one thread, once; seconds of preprocess.py and
+of a loop document by document, of the kind of Megatron's tools/preprocess_data.py: pool.imap over lines
 in chunks of 32, json.loads and a tokenizer call a document, results pickled, one add_document each to
-megatron-core's IndexedDatasetBuilder. The last two are processes, start and end included; all are interleaved
---repeats times; medians, and the CPU seconds of all processes of a case. "Start" is the loop without
+megatron-core's IndexedDatasetBuilder. These two are processes, start and end included; all are interleaved
+--repeats times, and the CPU seconds of all processes of a case. "Start" is the loop without
 documents, most of it imports of torch and megatron-core. All outputs have the same bytes, or the program
 fails. --times reads the corpus several times over.
 """
@@ -24,7 +24,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -143,18 +142,18 @@ def per_document(corpora: list[str], flags: tuple[str, ...], workers: int, prefi
     with pool, contextlib.ExitStack() as stack:
         lines = chain.from_iterable(stack.enter_context(open(c, encoding="utf-8")) for c in corpora)
         for ids in pool.imap(functools.partial(encode, flags), lines, 32):
-            builder.add_document(ids, [len(ids)])
+            builder.add_document(ids, [len(ids)] if ids else [])  # as Megatron: an empty one has no sequence
         pool.close()
         pool.join()  # so that its CPU time counts
     builder.finalize(f"{prefix}_text_document.idx")
 
 
 def alone(tokenizer, texts: list[str]) -> float:
-    """Seconds for texts that are in memory already; the result is thrown away."""
-    begin = time.perf_counter()
+    """CPU seconds for texts that are in memory already; the result is thrown away."""
+    begin = time.process_time()
     for text in texts:
         tokenizer.encode(text)
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def preprocess(args: argparse.Namespace) -> dict:
@@ -167,18 +166,18 @@ def preprocess(args: argparse.Namespace) -> dict:
     seconds = {f"{case}, {workers}": [] for case, workers in [("alone", 1), ("start", 1), *cases]}
     cpu = {name: [] for name in seconds}
     with tempfile.TemporaryDirectory() as folder:
-        seconds["alone, 1"].append(alone(tokenizer_of(*args.tokenizer), texts))
+        cpu["alone, 1"].append(alone(tokenizer_of(*args.tokenizer), texts))
         for case, workers in [("start", 1), *cases * args.repeats]:
             wall, busy = child(args, case, workers, f"{folder}/data")
             seconds[f"{case}, {workers}"].append(wall)
             cpu[f"{case}, {workers}"].append(busy)
             files = [Path(f"{folder}/data_text_document.{end}").read_bytes() for end in ("bin", "idx")]
             hashes |= {hashlib.sha256(b"".join(files)).hexdigest()} if case != "start" else set()
-    if len(hashes) != 1:
-        raise ValueError("the outputs have different bytes")
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    found = dict(tokenizer=args.tokenizer[0], text_mb=megabytes, documents=len(texts), seconds=seconds)
-    return found | dict(median=median, cpu_seconds=cpu, load=os.getloadavg())
+        if len(hashes) != 1:
+            raise ValueError("the outputs have different bytes")
+        tokens = json.loads(Path(f"{folder}/data_text_document.json").read_text())["tokens"]
+    found = dict(tokenizer=args.tokenizer[0], text_mb=megabytes, documents=len(texts), tokens=tokens / 1e6)
+    return found | dict(seconds=seconds, cpu_seconds=cpu, load=os.getloadavg())
 
 
 def child(args: argparse.Namespace, case: str, workers: int, prefix: str) -> tuple[float, float]:
