@@ -58,7 +58,8 @@ def load_in_every_way(world: World, argv: list[str], folder: str, format: str) -
         ("without", "--no-save-optim --no-save-rng", WITHOUT),
     ):
         place = f"{folder}/{name}"
-        run = set_up(world, [*argv, "--save", place, "--ckpt-format", format, *more.split()], folder)
+        new = f"--save {place} --ckpt-format {format} --no-exit-on-missing-checkpoint {more}"
+        run = set_up(world, [*argv, *new.split()], folder)
         for _ in range(2):
             train.train_step(run).read()
             run.iteration += 1
@@ -180,7 +181,10 @@ def saved_and_resumed(world: World, argv: list[str], changed: list[str], flags: 
     run, place = set_up(world, [*argv, "--save", f"{folder}/one"], folder), f"{folder}/one"
     rates = {"saved": rates_of(run)}
     save_checkpoint(run)
-    for name, more in (("changed", ""), ("resumed", f"--load {place} {flags}")):
+    for name, more in (
+        ("changed", "--no-exit-on-missing-checkpoint"),
+        ("resumed", f"--load {place} {flags}"),
+    ):
         run = set_up(world, [*changed, "--save", f"{folder}/{name}", *more.split()], folder)
         rates[name] = rates_of(run)
     if "use-checkpoint" in flags and "finetune" not in flags:

@@ -171,7 +171,9 @@ def test_likeliest_equals_a_stable_sort(dtype, count):
 
 def test_speed_is_said(capsys):
     """And why there are no graphs, beside the text on stdout."""
-    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)), eod=None)
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: " ".join(map(str, ids)), eod=None, prefix_ids=(), suffix_ids=()
+    )
     args = SimpleNamespace(prompt=["1 2", "3"], num_samples=2, max_new_tokens=4, sampling=Sampling(0))
     args.encode = lambda prompt: [int(word) for word in prompt.split()]
     for show in (False, True):

@@ -9,7 +9,7 @@ from tests.test_style import PACKAGE, PROGRAMS, ROOT, SOURCES, Source, none
 # Lines of a room, all counted; "" is the core. A feature pays from its own room.
 BUDGETS = {
     "": 6588,
-    "checkpoint": 4671,
+    "checkpoint": 4677,
     "commands": 1763,
     "config": 3721,
     "data": 3142,

@@ -186,11 +186,7 @@ def load_checkpoint(run: Run) -> None:
         log_notes(run, changes)
     elif run.optimizer:
         run.optimizer.reset_main()
-        lr, left = float(run.optimizer.values[0, 0]), run.config.run.train_iters - run.iteration
-        what = f"the schedule begins again, step {run.iteration + 1} has the rate of step 1, {lr:g}"
-        how = f"--lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
-        if 0 < left < run.config.run.train_iters:
-            log_notes(run, [f"--no-load-optim: {what}; {how}"])
+        note_new_schedule(run)
     if run.model.scales is not None:
         run.model.scales.load({key.removeprefix("fp8/"): x for key, x in fp8.items()})
     how = " (weights only, each expert as the MLP)" if source.upcycling else " (weights only)" * only_weights
@@ -201,6 +197,16 @@ def load_checkpoint(run: Run) -> None:
         run.log.line(f"note    the same state and data, but not the same bits: {', '.join(changed)}")
     if not run.config.run.eval_only:
         run.log.status("running", iteration=run.iteration, checkpoint=root)
+
+
+def note_new_schedule(run: Run) -> None:
+    """Say of a run without the optimizer's states that its schedule begins again."""
+    left = run.config.run.train_iters - run.iteration
+    if 0 < left < run.config.run.train_iters:
+        lr = float(run.optimizer.values[0, 0])
+        what = f"the schedule begins again, step {run.iteration + 1} has the rate of step 1, {lr:g}"
+        how = f"--lr, --lr-warmup-iters 0 and --lr-decay-iters {left} change that"
+        log_notes(run, [f"--no-load-optim: {what}; {how}"])
 
 
 def check_model(run: Run, source: LoadSource, saved: str) -> None:
