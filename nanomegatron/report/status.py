@@ -15,11 +15,9 @@ STATUS_BLOCK = 4096  # bytes of a file that has any, on common file systems
 
 def read_status(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
     """Read a status.json; {} if there is none, or, with a warning, if it is damaged."""
-    if not path.is_file():
-        return {}
     try:
-        return read_json(path)
-    except ValueError as error:
+        return read_json(path) if path.is_file() else {}
+    except (OSError, ValueError) as error:
         why = str(error).removeprefix(f"{path}: ")
         warn(f"{path}: damaged ({why}); read as if it were not there, and written again at the next change")
         return {}
