@@ -26,8 +26,7 @@ DONE, BAD_CONFIG = 0, 2
 NO_CHECKPOINT, SAVE_FAILED = 3, 4
 BAD_STEPS, FAULTY_MACHINE = 16, 17
 CODES = {ConfigError: BAD_CONFIG, CheckpointError: NO_CHECKPOINT, SaveError: SAVE_FAILED}
-CODES |= {FolderLost: SAVE_FAILED}
-CODES |= {BadSteps: BAD_STEPS, MachineFault: FAULTY_MACHINE}
+CODES |= {FolderLost: SAVE_FAILED, BadSteps: BAD_STEPS, MachineFault: FAULTY_MACHINE}
 SAID = tuple(CODES.values())  # the rank has printed its message
 LOST = (
     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting|remote process exited|ncclRemoteError"
@@ -72,7 +71,8 @@ def name_culprit(folder: Path, began: str, rank: int, codes: list[int], running:
     code, path = codes[rank], folder / "status.json"
     if code in (DONE, PREEMPTED) or (code in SAID and code == codes[0]):
         return
-    what, said = seen_by_launcher(rank, code, running), said_by_rank(path, began)
+    what = seen_by_launcher(rank, code, running)
+    said = said_by_rank(path, began)
     if not said and code not in SAID and path.exists():
         with suppress(ConfigError, OSError), lock(folder):  # not if another run holds the folder
             said = said_by_rank(path, began)  # by rank 0, which has just left
