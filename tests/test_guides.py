@@ -104,6 +104,28 @@ def test_the_index_names_every_document():
     assert [str(page) for page in pages if f"({page})" not in index and page.name != "README.md"] == []
 
 
+def names_not_found(text: str) -> list[str]:
+    """Constants in backticks that no file named up to their step of a page defines, nor the page itself."""
+    made = set(re.findall(r"(?m)^ *([A-Z][A-Z_]{2,}) = ", text))
+    missing, source = [], ""
+    for step in re.split(r"(?m)^(?=\d\. )", text):
+        for name in re.findall(r"`(?:nanomegatron/)?([\w/]+\.(?:py|toml))`", step):
+            found = [at for at in (ROOT / name, ROOT / "nanomegatron" / name) if at.is_file()]
+            source += "".join(at.read_text(encoding="utf-8") for at in found)
+        names = set(re.findall(r"`([A-Z][A-Z_]{2,})(?:\[[^`]*)?`", step)) - made
+        missing += [x for x in sorted(names) if not re.search(rf"(?m)^[\w, ]*\b{x}\b[^=\n]*=", source)]
+    return missing
+
+
+@pytest.mark.parametrize("path", (ROOT / "docs/how-to-add").glob("*.md"), ids=lambda path: path.stem)
+def test_how_to_add_pages_name_what_is_there(path):
+    assert names_not_found(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_name_that_has_moved_is_found():
+    assert names_not_found("1. A word, in `tests/layouts.py`: `ap` in `FLAGS`, `dp2` in `NAMED`") == ["FLAGS"]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with this checkout's programs in bin/, and the embedded text, if it is prepared already."""
