@@ -4,6 +4,7 @@ A layout is a word, `tp2dp2z1sp`: `layouts.py` explains it. One process and the 
 AdamW steps from the same seed (`training.py`); some results are also those of before (`golden.py`).
 """
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,17 @@ def test_layout_trains_like_one_process(layout, model, five, alone, sources, ful
     if not five and not full:
         golden.check(layout, model, "", ranks)
         check_entered(layout, model, "", ranks)
+
+
+def test_documents_count_these_layouts():
+    fast_tier, full_tier = len(set(NAMED)), len({*NAMED, *DRAWN})
+    pages = [Path(__file__).parents[1] / name for name in ("README.md", "docs/testing.md")]
+    readme, testing = (" ".join(page.read_text(encoding="utf-8").split()) for page in pages)
+    assert f"`make test` trains {fast_tier} layouts" in readme
+    assert f"`make test-full` {full_tier}." in readme
+    assert f"with each of {fast_tier} layouts" in testing
+    assert f"takes five with {full_tier}, every one" in testing
+    assert re.findall(r"\d+ layouts", readme) == [f"{fast_tier} layouts"]
 
 
 BF16 = [
