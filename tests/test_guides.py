@@ -5,6 +5,7 @@ the programs of this checkout. A word behind it says what a block needs that a t
 cluster, network, package or files. Such a block is not run, but the flags of its trainings are checked.
 """
 
+import json
 import os
 import re
 import shlex
@@ -181,6 +182,18 @@ def test_commands_of_the_readme_run(place):
     assert len(blocks(ROOT / "README.md")) == 3
     make_train = "python train.py --config tiny-cpu --run-name python --nproc 2"
     run_blocks(ROOT / "README.md", place, "--exit-interval 4 --eval-iters 1", make_train)
+
+
+@pytest.mark.full
+def test_the_two_runs_of_the_readme_agree_to_the_end(tmp_path, place):
+    [block] = [block for block in blocks(ROOT / "README.md") if "nanomegatron compare" in block.text]
+    page = tmp_path / "pair.md"
+    page.write_text("```sh\n" + block.text[: block.text.index("nanomegatron debug")] + "```\n")
+    run_blocks(page, place, short="")
+    runs = [place / "pair" / "runs" / name / "metrics.jsonl" for name in ("one", "four")]
+    one, four = ([json.loads(line)["lm_loss"] for line in run.read_text().splitlines()] for run in runs)
+    assert len(one) == len(four) >= 40
+    assert one == pytest.approx(four, rel=1e-6)
 
 
 def test_a_command_that_fails_is_found(tmp_path, place):
