@@ -24,7 +24,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, suppress
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, reduction, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def launch(
             for i, place in enumerate(places)
         ]
         try:
-            with _blocked(), _without_main(worker):
+            with _blocked(), _without_main(worker, args):
                 for process in ranks:
                     process.start()
             first = _wait(ranks, timeout, fine, notes)
@@ -182,12 +182,16 @@ def _chdir_to_sources(worker: Callable[..., int]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_main(worker: Callable[..., int]) -> Iterator[None]:
-    """Let what starts inside not run the file of `__main__` again, unless the worker is of that."""
+def _without_main(*given: Any) -> Iterator[None]:
+    """Let what starts inside not run the file of `__main__` again, unless something given is of that file."""
     main = sys.modules["__main__"]
-    if worker.__module__ != "__main__" and _is_main_thread():
-        sys.modules["__main__"] = types.ModuleType("__main__")
     try:
+        if _is_main_thread():
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            try:
+                reduction.ForkingPickler.dumps(given)
+            except Exception:  # it is looked for in the module above
+                sys.modules["__main__"] = main
         yield
     finally:
         sys.modules["__main__"] = main

@@ -242,17 +242,17 @@ KINDS = {
     "file of settings": """
 --config nowhere.toml | --config nowhere.toml: no such file or preset; presets are
 --config torn.toml | torn.toml: Unterminated string
---config latin.toml | latin.toml: 'utf-8' codec
+--config latin.toml | latin.toml: not UTF-8 (byte 12)
 --config key.toml | key.toml: unknown key hiden-size; did you mean --hidden-size?
 --config type.toml | type.toml: hidden-size = 'big': must be a whole number
 --config extends.toml | gone.toml: no such file
---config folder | folder: [Errno 21] Is a directory
+--config folder | folder: is a folder; give a regular file
 --config deep.toml | deep.toml: nested too deeply
 --config chain0.toml | extends more than
---config deep | config.json: nested too deeply
+--config deep | config.json: not JSON (nested too deeply)
 --config huge | num_hidden_layers = 1
 --config list | model_type = ['llama']
---config number | config.json: model_type = None
+--config number | config.json: must be a JSON object, not 3
 --config list | model_type = ['llama']
 --run-name ../up
 --run-name .

@@ -121,6 +121,7 @@ def saved(world: World, argv: list[str], folder: str, save: str, until: int) -> 
     found = steps(run, until)
     train.evaluate(run, "train")
     save_checkpoint(run)
+    run.grads.wait_params()  # the step that a save repeats frees them
     return {"steps": found, "weights": weights_of(run), "scale": None, "alike": alike(run)}
 
 

@@ -80,6 +80,32 @@ if __name__ == "__main__":
 """
 
 
+RUNNER = """
+def rank(world, make):
+    return make(world.rank)
+"""
+KINDS = """
+import sys
+from functools import partial
+from runner import rank
+from nanomegatron.launch import launch
+
+def more(by, number):
+    return number + by
+
+if __name__ == "__main__":
+    sys.exit(launch(rank, 2, (partial(more, 1),), fine=(1, 2)) != [1, 2])
+"""
+
+
+def test_a_function_of_the_program_can_be_an_argument(tmp_path):
+    """As benchmarks/peers.py gives the kind of its model to ranks of another module."""
+    (tmp_path / "runner.py").write_text(RUNNER)
+    (tmp_path / "kinds.py").write_text(KINDS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "kinds.py"], cwd=tmp_path, env=environment, check=True, timeout=100)
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 

@@ -53,7 +53,8 @@ def train_and_save(world: World, argv: list[str], folder: str) -> tuple[list, fl
 
 def load_all(world: World, argv: list[str], folder: str, sources: list[str]) -> list[float]:
     """Load what each source has saved, compare it with what its ranks had -> losses of the next step"""
-    run = set_up(world, [*argv, "--save", f"{folder}/none"], folder)
+    flags = ["--save", f"{folder}/none", "--no-exit-on-missing-checkpoint"]
+    run = set_up(world, [*argv, *flags], folder)
     losses = []
     for source in sources:
         pieces = pieces_of(run)

@@ -29,8 +29,8 @@ RANKS = {
 }
 # FILE.json beside a good rank file of 257 tokens
 SIDECARS = {
-    "[]": "must be a JSON object, not a list",
-    "3": "must be a JSON object, not a int",
+    "[]": "must be a JSON object, not []",
+    "3": "must be a JSON object, not 3",
     "null": "must be a JSON object",
     "{": "not JSON",
     DEEP: "nested too deeply",

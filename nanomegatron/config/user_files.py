@@ -63,7 +63,7 @@ def read_json(path: str | Path, most: int = MOST_SETTINGS) -> dict[str, Any]:
     """Return the object in a JSON file. Raises as `check_file`."""
     found = read_json_value(path, most)
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: must be a JSON object, not a {type(found).__name__}")
+        raise ValueError(f"{path}: must be a JSON object, not {repr(found)[:40]}")
     return found
 
 
