@@ -1,6 +1,7 @@
 """`nanomegatron VERB`: the list of commands, the programs behind it, and modules that are none."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,14 @@ import pytest
 
 from nanomegatron.commands.verbs import COMMANDS, main
 from tests.test_style import PACKAGE, ROOT
+from tools.environment import write_command
 
 MOCK = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
 
 
-def run(*words: str, cwd: Path = ROOT, code: int = 0) -> str:
-    """What a Python command prints, errors included."""
-    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True)
+def run(*words: str, cwd: Path = ROOT, code: int = 0, program: str = sys.executable) -> str:
+    """What a command of Python or of another program prints, errors included."""
+    done = subprocess.run([program, *words], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -64,11 +66,29 @@ def test_programs_are_the_same_code(verb):
         assert run("-m", "nanomegatron", verb, *argv, code=code) == run(f"{verb}.py", *argv, code=code)
 
 
-def test_ranks_of_a_program_start_outside_the_checkout(tmp_path):
+@pytest.fixture
+def command(tmp_path) -> str:
+    """The program `nanomegatron` that `make train` puts into .venv/bin."""
+    write_command(tmp_path / "nanomegatron", Path(sys.executable))
+    return str(tmp_path / "nanomegatron")
+
+
+def test_processes_that_the_command_starts_can_import_it(command, capsys):
+    """Python names the program `__mp_main__` there; it must not begin again."""
+    found = runpy.run_path(command, run_name="__mp_main__")
+    assert found["main"] is main and capsys.readouterr().out == ""
+
+
+def test_ranks_of_a_program_start_outside_the_checkout(command, tmp_path, full):
     """--nproc starts ranks that import the program again."""
     flags = f"{MOCK} --nproc 2 --train-iters 2 --eval-iters 0 --run-name two --device cpu".split()
-    assert "saved" in run("-m", "nanomegatron", "train", *flags, cwd=tmp_path)
+    assert "saved" in run("train", *flags, cwd=tmp_path, program=command)
     assert (tmp_path / "runs/two/metrics.jsonl").read_text().count("\n") == 2
+    if full:
+        words = "generate --load runs/two/ckpt --prompt=1 --max-new-tokens 2 --nproc 2 --tp 2 --device cpu"
+        assert "generate: 2 tokens" in run(*words.split(), cwd=tmp_path, program=command)
+        words = f"debug {MOCK} --b tp2 --global-batch-size 2 --device cpu"
+        assert "no tensor differs by more than" in run(*words.split(), cwd=tmp_path, program=command)
 
 
 def test_a_reader_that_has_read_enough_is_no_error():

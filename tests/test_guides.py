@@ -19,7 +19,7 @@ import pytest
 
 from nanomegatron.config.check import validate
 from nanomegatron.config.cli import parse
-from tools import flags, megatron_flags
+from tools import environment, flags, megatron_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -132,7 +132,8 @@ def place(tmp_path_factory) -> Path:
     """A folder with this checkout's programs in bin/, and the embedded text, if it is prepared already."""
     folder = tmp_path_factory.mktemp("guides")
     (folder / "bin").mkdir()
-    programs = {"nanomegatron": "-m nanomegatron", "torchrun": "-m torch.distributed.run", "python": ""}
+    environment.write_command(folder / "bin" / "nanomegatron", Path(sys.executable))
+    programs = {"torchrun": "-m torch.distributed.run", "python": ""}
     for name, module in programs.items():
         program = folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')

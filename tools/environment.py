@@ -25,6 +25,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_PYTHON, MIN_TORCH = (3, 11), (2, 11)
+COMMAND = """#!{python}
+import sys
+from nanomegatron.commands.verbs import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -72,6 +78,12 @@ def add_missing(python: Path, requirement: str, *options: str) -> None:
     print(f"{name} is not here and could not be installed: what needs it is left out (pip install {name})")
 
 
+def write_command(path: Path, python: Path) -> None:
+    """Write the program `nanomegatron` as pip would: the processes that a run starts import it again."""
+    path.write_text(COMMAND.format(python=python))
+    path.chmod(0o755)
+
+
 def main() -> None:
     """Arguments: folder of the environment, then the extras of pyproject.toml to install."""
     if sys.version_info < MIN_PYTHON:
@@ -94,10 +106,7 @@ def main() -> None:
     python = home / "bin" / "python"
     site = next(home.glob("lib/python3*/site-packages"))
     (site / "nanomegatron.pth").write_text("\n".join([str(ROOT), *borrowed]) + "\n")
-    command = home / "bin" / "nanomegatron"  # as pip would make it
-    code = "import sys\nfrom nanomegatron.commands.verbs import main\nsys.exit(main())\n"
-    command.write_text(f"#!{python}\n{code}")
-    command.chmod(0o755)
+    write_command(home / "bin" / "nanomegatron", python)
 
     wanted = requirements([e for e in extras if e != "oracle"])
     alone = [r for r in requirements(extras) if r not in wanted]  # the oracle, without its dependencies
