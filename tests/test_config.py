@@ -14,11 +14,13 @@ from nanomegatron.config.cli import (
     PRESETS,
     ConfigError,
     Parsed,
+    build_config,
     from_toml,
     megatron_flags,
     parse,
     to_toml,
 )
+from nanomegatron.config.early import early_answer
 from nanomegatron.config.help import help_text
 from nanomegatron.config.run_folder import resume_conflicts
 from nanomegatron.config.settings import Config, padded_vocab_size
@@ -169,15 +171,33 @@ def test_all_errors_come_together():
     assert len(messages) == 6
 
 
-def test_missing_shape():
-    assert [m.split(":")[0] for m in errors_of("--num-layers 2")] == [
-        "--hidden-size",
-        "--num-attention-heads",
-    ]
-    parsed = read("--lr 1e-3")
-    assert (
-        parsed.preset == "tiny-cpu" and parsed.config.optimizer.lr == 1e-3 and "tiny-cpu" in parsed.notes[0]
+def test_flags_lie_over_the_default_preset():
+    """Unless they give the whole shape: then a preset changes nothing of theirs."""
+    tiny, parsed = read("--config tiny-cpu").config, read("--num-layers 2 --lr 1e-3")
+    assert parsed.preset == "tiny-cpu"
+    assert parsed.config.model == dataclasses.replace(tiny.model, num_layers=2)
+    assert parsed.config.data == tiny.data
+    assert parsed.config.optimizer == dataclasses.replace(tiny.optimizer, lr=1e-3)
+    note = (
+        "no --hidden-size and no --num-attention-heads: flags over the preset tiny-cpu; give "
+        "--hidden-size and --num-attention-heads, or --config NAME, to do without it"
     )
+    assert parsed.notes == [note]
+    parsed = read("--num-layers 2 --hidden-size 64 --swiglu")
+    assert parsed.config.model.num_attention_heads == tiny.model.num_attention_heads
+    assert "no --num-attention-heads: flags over the preset tiny-cpu; give" in parsed.notes[0]
+    parsed = read("--lr 1e-3")
+    assert parsed.preset == "tiny-cpu" and "no model is given: the preset tiny-cpu" in parsed.notes[0]
+    parsed = read("--num-layers 2 --hidden-size 64 --num-attention-heads 4")
+    assert parsed.preset is None and parsed.notes == []
+    assert parsed.config == build_config({"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4})
+
+
+def test_an_error_says_that_a_number_may_be_the_presets(capsys):
+    assert early_answer("--num-attention-heads 5".split()) == 2
+    error, note = capsys.readouterr().err.splitlines()[1:]
+    assert "--hidden-size 192" in error and "no --num-layers and no --hidden-size: flags over" in note
+    assert early_answer("--lrr 5".split()) == 2 and "preset" not in capsys.readouterr().err
 
 
 def test_spellings_and_precedence(tmp_path):

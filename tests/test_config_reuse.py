@@ -72,6 +72,12 @@ def test_a_model_on_the_command_line_comes_first(old):
     assert (config.model.num_layers, config.data.data_path, config.run.seed) == (2, (), 1234)
 
 
+def test_a_part_of_a_shape_lies_over_the_checkpoints(old):
+    config = parse(f"--load {old}/ckpt --num-layers 2".split()).config
+    assert (config.model.num_layers, config.model.hidden_size, config.run.seed) == (2, 48, 7)
+    assert config.data.data_path == ("old_text",)
+
+
 def test_a_folder_without_a_checkpoint_gives_the_default(old):
     (old / "ckpt/iter_0000055/manifest.json").write_text("{}")
     assert parse(["--load", str(old / "ckpt")]).preset == "tiny-cpu"

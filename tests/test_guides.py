@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 RUN = [*GUIDES, ROOT / "docs" / "from-megatron.md"]  # those whose commands run
 DOCUMENTS = [ROOT / "README.md", *RUN]
+PAGES = [ROOT / "README.md", *(path for path in ROOT.glob("docs/**/*.md") if path.name != "log.md")]
 NEEDS = {"gpu", "cluster", "network", "package", "files"}
 SHORT = "--train-iters 4 --eval-iters 1"  # put before a command's own flags, which therefore win
 TRAIN = re.compile(
-    r"^(?:\w+=\S+ )*(?:srun )?(?:torchrun .*?|python )?(?:nanomegatron train|train\.py)(?= |$)"
+    r"^(?:\w+=\S+ )*(?:srun )?(?:torchrun .*?|python )?(?:nanomegatron train|train\.py)(?= |$)(?!  +\w)"
 )
 LATER = (
     r"^--config \S+\.toml: no such file|: no such (file|folder)(?! or preset)|: no file |: needs the package "
@@ -49,9 +50,14 @@ def blocks(document: Path) -> list[Block]:
 
 
 def train_commands(document: Path) -> list[tuple[str, int, list[str]]]:
-    """(line, processes, arguments) of each command that trains, in any block of a document."""
+    """(line, processes, arguments) of each command that trains, in any block, fenced or indented.
+
+    What is in [brackets] may be left out, and is.
+    """
     text = document.read_text(encoding="utf-8")
-    code = "".join(re.findall(r"(?ms)^```[^\n]*\n(.*?)^```$", text)).replace("\\\n", " ")
+    parts = re.findall(r"(?ms)^```[^\n]*\n(.*?)^```$|^    ([^\n]*\n)", text)
+    code = "".join(fenced + indented for fenced, indented in parts).replace("\\\n", " ")
+    code = re.sub(r" \[.*\]", "", code)
     found = []
     for line in code.splitlines():
         if match := TRAIN.match(line.strip()):
@@ -65,10 +71,10 @@ def train_commands(document: Path) -> list[tuple[str, int, list[str]]]:
 
 
 def mistakes(processes: int, words: list[str]) -> list[str]:
-    """The errors of a command that trains, without those of LATER."""
-    parsed = parse(words)
+    """The errors of a command that trains, without those of LATER; `...` are flags that a page leaves out."""
+    parsed = parse([word for word in words if word != "..."])
     errors = list(parsed.errors)
-    if parsed.action == "train":
+    if parsed.action == "train" and "..." not in words:
         kinds = ("cuda",) if processes > 1 else ("cpu", "cuda")
         world = processes if processes > 1 else parsed.config.run.nproc or 1
         each = [validate(parsed.config, world, kind) for kind in kinds]
@@ -77,7 +83,7 @@ def mistakes(processes: int, words: list[str]) -> list[str]:
     return [error for error in known if not re.search(LATER, error)]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_commands_that_train_are_right(path):
     wrong = [f"{line}: {error}" for line, n, words in train_commands(path) for error in mistakes(n, words)]
     assert not wrong, "\n".join(wrong)
@@ -89,6 +95,8 @@ def test_a_wrong_command_is_found(tmp_path):
     [(_, processes, words)] = train_commands(page)
     assert processes == 8 and words == ["--tp", "3", "--lrr", "1"]
     assert any("--lrr" in error for error in mistakes(processes, words))
+    page.write_text("    python train.py --pp 3 [--vpp 2] \\\n       --lrr 1\n\n    train.py    a program\n")
+    assert [words for *_, words in train_commands(page)] == [["--pp", "3", "--lrr", "1"]]
     assert mistakes(8, ["--tp", "3"]) and not mistakes(8, ["--tp", "2"])
     assert not mistakes(1, ["--data-path", "made_later"]) and mistakes(1, ["--seq-length", "0"])
 
@@ -195,6 +203,18 @@ def test_the_two_runs_of_the_readme_agree_to_the_end(tmp_path, place):
     one, four = ([json.loads(line)["lm_loss"] for line in run.read_text().splitlines()] for run in runs)
     assert len(one) == len(four) >= 40
     assert one == pytest.approx(four, rel=1e-6)
+
+
+@pytest.mark.full
+def test_the_picture_of_a_pipeline_is_drawn_as_its_page_says(place, tmp_path):
+    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    words = re.search(r"^    python (train\.py --nproc 4 --pp 4 --num-layers 16 .*)$", text, re.M)[1]
+    words = words.replace("train.py", f"train --run-name here {SHORT} --mock-data --vocab-size 99")
+    command = [place / "bin" / "nanomegatron", *words.split(), "--trace-iterations", "2", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "flags over the preset tiny-cpu" in done.stdout
+    assert (tmp_path / "trace" / "iteration-2.svg").is_file()
 
 
 def test_a_command_that_fails_is_found(tmp_path, place):

@@ -11,7 +11,7 @@ BUDGETS = {
     "": 6592,
     "checkpoint": 4677,
     "commands": 1763,
-    "config": 3721,
+    "config": 3731,
     "data": 3142,
     "debug": 1120,
     "fast": 3280,

@@ -32,6 +32,10 @@ A key of a TOML file is a flag's name without the dashes in front. `--no-NAME` t
 by default or by a file. `N` is a whole number, `X` any number, `...` one or more values. _fixed_: a run
 that resumes in its folder must have the same value. Other flags of Megatron-LM's are taken with a note if
 they change nothing here, or are an error that says so ([from Megatron](from-megatron.md)).
+
+Flags lie over the file or preset of `--config`, or over the model of `--load`. Without both they lie over the
+preset `tiny-cpu`, and a note says so. They do not where they give all three of `--num-layers`,
+`--hidden-size` and `--num-attention-heads`: then what no flag gives has the default of this page.
 """
 COLUMNS = "| flag | default | what it does | rules |\n|---|---|---|---|\n"
 SIGNS = {bool: "", int: "N", float: "X", str: "VALUE"}
@@ -89,7 +93,7 @@ def rule_texts(part: str, rules: Rules) -> Iterator[str]:
     if bounds:
         yield " and ".join(bounds)
     if rules.required:
-        yield "required, or a `--config`"
+        yield "without it: that of `--config`, `--load` or `tiny-cpu`"
     if rules.count:
         yield f"{rules.count} values"
     if rules.part_of:

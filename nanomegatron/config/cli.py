@@ -3,6 +3,9 @@
     base.toml  <-  extends  --  mine.toml  <-  --config  --  flags
                                                   of several values the rightmost is used
 
+Without --config and --load the flags lie over the preset tiny-cpu, unless they give the whole shape:
+--num-layers, --hidden-size and --num-attention-heads.
+
 Flags are the fields of `settings.py`: `--hidden-size 64`, `--hidden_size=64`, `--swiglu`, `--no-swiglu`,
 `--tp 2`. Keys of a file are the same names. Megatron's other flags are known too (`config/megatron.py`):
 those that change nothing here give a note, those for features that do not exist here an error, and none is
@@ -80,6 +83,7 @@ class Parsed:
     given: frozenset[str] = frozenset()  # settings that flags have set
     own_file: bool = False  # the settings come from a file or a checkpoint, not from a preset of the package
     unread: frozenset[str] = frozenset()  # flags whose values are unknown because of errors
+    base: str = ""  # the note on the default preset below flags that give a part of a shape
 
 
 def parse(argv: list[str]) -> Parsed:
@@ -89,17 +93,21 @@ def parse(argv: list[str]) -> Parsed:
     preset, load = reader.config_file, reader.values.get("load")
     if preset is None and (preset := hf_settings(load)):
         reader.notes.append(f"the model is that of --load {load}, but for other flags")
-    model_given = any(reader.settings[name].metadata["required"] for name in reader.values)
-    from_file, saved = _Reader(), {}
-    if preset is None and not model_given and (saved := saved_settings(load)):
+    shape = [name for name, setting in reader.settings.items() if setting.metadata["required"]]
+    missing = [flag(name) for name in shape if name not in reader.values.keys() | reader.unread]
+    from_file, saved, base = _Reader(), {}, ""
+    if preset is None and missing and (saved := saved_settings(load)):
         from_file.read_table(saved, load)
         reader.notes.append(f"model, data and training are those of --load {load}, but for other flags")
     elif preset is None and load and (theirs := megatron_folder(load, reader.values.get("ckpt_step"))):
-        from_file.read_megatron(theirs, model_given)
+        from_file.read_megatron(theirs, model_given=not missing)
         saved = from_file.values
-    elif preset is None and not model_given:
+    elif preset is None and missing:
         preset = DEFAULT_PRESET
-        reader.notes.append(f"no model is given: the preset {preset} (--config names another)")
+        if len(missing) < len(shape):
+            do_without = f"give {' and '.join(missing)}, or --config NAME, to do without it"
+            base = f"no {' and no '.join(missing)}: flags over the preset {preset}; {do_without}"
+        reader.notes.append(base or f"no model is given: the preset {preset} (--config names another)")
     if preset is not None and reader.action.split()[0] != "help":
         from_file.read_file(find_preset(preset), f"--config {preset}")
     reader.notes += from_file.notes
@@ -119,7 +127,7 @@ def parse(argv: list[str]) -> Parsed:
     name = (path.parent if path.name in ("hf", "ckpt", "config.toml") else path).name.removesuffix(".toml")
     unread = frozenset(map(flag, (from_file.unread - values.keys()) | reader.unread))
     own = bool(name) and PRESETS not in path.parents
-    return Parsed(config, reader.notes, name or None, reader.action, errors, given, own, unread)
+    return Parsed(config, reader.notes, name or None, reader.action, errors, given, own, unread, base)
 
 
 def hf_settings(load: str | None) -> str | None:

@@ -29,6 +29,8 @@ def early_answer(argv: list[str]) -> int | None:
     except ValueError as error:
         if first:
             print_errors(error)
+            if parsed.base:
+                print(f"  note    {parsed.base}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has read enough, as `head` does; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
