@@ -1,13 +1,17 @@
-"""Builds the package with its programs, and `nanomegatron._kernels` where there is a CUDA compiler.
+"""Builds the package with its programs, and `nanomegatron._kernels` where torch can use it.
 
-    pip install .            for the GPU of this machine, or sm_90a (Hopper) where there is none
+    pip install .            with kernels where torch has CUDA; where torch is not there yet, with a GPU
     pip install -e .         the same, in the checkout; again after a change in cuda/
+    NANOMEGATRON_BUILD_KERNELS=1 pip install .                   with kernels, or an error; 0: without
+    python setup.py build_ext --inplace                          with kernels, in the checkout
     python setup.py build_ext --inplace --archs 80,89,90a        what a wheel is for
     python setup.py build_ext --inplace --strict                 warnings are errors
 
+They are for the GPU of this machine, or sm_90a (Hopper) where there is none.
+
 cuda/*.cu  --nvcc, side by side-->  objects  --g++-->  nanomegatron/_kernels.*.so
 
-Nothing of torch is included or linked, so the extension is built in seconds and fits any torch. nvcc is taken
+Nothing of torch is included or linked, so the extension is built without it and fits any. nvcc is taken
 from CUDA_HOME, from PATH, or from NVIDIA's pip packages, g++ from CXX if that is set. Without nvcc, with one
 older than CUDA 12.0, or with only GPUs older than sm_80 (Ampere), the package is installed without them, says
 so, and runs torch's own operations instead.
@@ -29,6 +33,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
+SWITCH = "NANOMEGATRON_BUILD_KERNELS"
 
 
 def find_cuda() -> Path | None:
@@ -46,12 +51,40 @@ def _above(nvcc: str | None) -> Path | None:
     return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
+def gpus_here() -> set[int]:
+    """Compute capabilities of the GPUs of this machine: 90 is Hopper."""
+    answer = _output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    return {int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", answer, re.M)}
+
+
 def archs_here() -> list[str]:
     """Of the GPUs here that can run the kernels, as nvcc has them ("90a"); Hopper's where there is no GPU."""
-    answer = _output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-    numbers = {int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", answer, re.M)} or {90}
+    numbers = gpus_here() or {90}
     # "a": what only this one generation has
     return [f"{number}{'a' * (number >= 90)}" for number in sorted(numbers) if number >= 80]
+
+
+def torch_has_cuda() -> bool | None:
+    """Whether the torch that is installed here has CUDA, which its version.py says; None without a torch.
+
+    pip hides installed packages from a build, but not their folder. It installs torch after the build.
+    """
+    seen = find_spec("torch")
+    folders = [Path(seen.origin).parent] if seen and seen.origin else []
+    folders.append(Path(sysconfig.get_path("purelib"), "torch"))
+    for file in (folder / "version.py" for folder in folders):
+        if file.is_file():
+            return bool(re.search(r"""^cuda\b.*=\s*['"]""", file.read_text(), re.M))
+    return None
+
+
+def unused_here() -> str | None:
+    """Why nothing here would run the kernels, or None."""
+    if torch_has_cuda() is False:
+        return "torch here has no CUDA"
+    if torch_has_cuda() is None and not gpus_here():
+        return "no GPU here, and no torch with CUDA"
+    return None
 
 
 def build_error(cuda: Path | None, archs: list[str]) -> str | None:
@@ -102,9 +135,18 @@ class BuildKernels(build_ext):
 
     def run(self) -> None:
         """Compile and link; or say why not, and remove what an earlier build left. Raises PlatformError."""
+        switch = os.environ.get(SWITCH, "")
+        if switch not in ("", "0", "1"):
+            raise PlatformError(f"{SWITCH}={switch}: must be 1, 0 or not set; 1 builds the CUDA kernels")
         self.cuda = find_cuda()
         self.codes = self.archs.replace(",", " ").split() if self.archs else archs_here()
-        if reason := build_error(self.cuda, self.codes):
+        asked = bool(switch or self.archs or "build_ext" in (self.distribution.script_args or ()))
+        reason = f"{SWITCH}=0" if switch == "0" else build_error(self.cuda, self.codes)
+        if switch == "1" and reason:
+            raise PlatformError(f"{SWITCH}=1: {reason}")
+        if not (asked or reason) and (reason := unused_here()):
+            reason += f" ({SWITCH}=1 builds them)"
+        if reason:
             print(f"{reason}: installed without CUDA kernels", file=sys.stderr)
             for ext in self.extensions:
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
@@ -123,11 +165,13 @@ class BuildKernels(build_ext):
         folder.mkdir(parents=True, exist_ok=True)
         sources = [ROOT / source for source in ext.sources]
         (folder / "build.ninja").write_text(rules(self.cuda, self.codes, sources, target, self.strict))
+        archs = ", ".join(f"sm_{arch}" for arch in self.codes)
+        print(f"compiling {len(sources)} files of cuda/ for {archs}; {SWITCH}=0 leaves them out", flush=True)
         done = subprocess.run([*ninja(), "-C", str(folder)], capture_output=True, text=True)
         (folder / "build.log").write_text(done.stdout + done.stderr)
         if done.returncode:
             raise CompileError(f"the CUDA kernels do not compile:\n{done.stdout}{done.stderr}")
-        print(f"built {target.name} for {', '.join('sm_' + arch for arch in self.codes)} with {self.cuda}")
+        print(f"built {target.name} for {archs} with {self.cuda}")
 
 
 def ninja() -> list[str]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pybind11
 import pytest
+import torch
 from setuptools import Distribution
 from setuptools.errors import PlatformError
 
@@ -146,13 +147,8 @@ for module in pkgutil.walk_packages(nanomegatron.__path__, "nanomegatron."):
 """
 
 
-@needs_nvcc
-def test_wheel_and_sdist(tmp_path):
-    """pip builds a copy of the project that has one small kernel; the sdist holds all sources.
-
-    The wheel has the programs and the presets: `nanomegatron train` works from it.
-    """
-    tree = tmp_path / "project with blanks"
+def small_project(tree: Path) -> Path:
+    """A copy of the project that has one small kernel."""
     shutil.copytree(
         ROOT / "nanomegatron",
         tree / "nanomegatron",
@@ -163,6 +159,16 @@ def test_wheel_and_sdist(tmp_path):
     (tree / "cuda").mkdir()
     (tree / "cuda/bindings.cpp").write_text(BINDINGS)
     (tree / "cuda/one.cu").write_text("__global__ void f(float* x) { *x = 1; }\nint one() { return 1; }\n")
+    return tree
+
+
+@needs_nvcc
+def test_wheel_and_sdist(tmp_path):
+    """pip builds a copy of the project that has one small kernel; the sdist holds all sources.
+
+    The wheel has the programs and the presets: `nanomegatron train` works from it.
+    """
+    tree = small_project(tmp_path / "project with blanks")
     (tree / "setup.cfg").write_text("[build_ext]\narchs = 80,90a\nstrict = true\n")
     run(tree, "-m", "pip", "wheel", *"-q --no-deps --no-build-isolation -w dist .".split())
     (wheel,) = tree.glob("dist/*.whl")
@@ -183,6 +189,22 @@ def test_wheel_and_sdist(tmp_path):
     with tarfile.open(sdist) as archive:
         packed = {Path(name).name for name in archive.getnames()}
     assert {*PROGRAMS, *(path.name for path in (ROOT / "cuda").iterdir())} <= packed
+
+
+@needs_nvcc
+@pytest.mark.full
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")
+@pytest.mark.parametrize("switch, built", [("", 0), ("0", 0), ("1", 1)])
+def test_pip_builds_no_kernels_beside_a_torch_for_cpus(monkeypatch, tmp_path, switch, built):
+    """Unless it is asked to."""
+    tree = small_project(tmp_path / "project")
+    monkeypatch.setenv(SETUP.SWITCH, switch)
+    said = run(tree, "-m", *"pip wheel -v --no-deps --no-build-isolation -w dist .".split())
+    (wheel,) = tree.glob("dist/*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert sum("/_kernels." in name for name in archive.namelist()) == built
+    assert ("compiling 2 files of cuda/ for sm_" in said) == built
+    assert ("torch here has no CUDA (NANOMEGATRON_BUILD_KERNELS=1 builds them" in said) == (switch == "")
 
 
 def run(folder: Path, *words: str) -> str:
@@ -276,6 +298,58 @@ def test_old_compilers_and_old_gpus_get_no_kernels(tmp_path):
     assert SETUP.build_error(new, ["80"]) is None
 
 
+INSTALLS = """
+pip      |          |          | no GPU | no GPU here, and no torch with CUDA (NANOMEGATRON_BUILD_KERNELS=1
+pip      |          |          | 9.0    |
+pip      |          | cpu      | 9.0    | torch here has no CUDA (NANOMEGATRON_BUILD_KERNELS=1 builds
+pip      |          | cuda     | no GPU |
+pip      | switch 1 | cpu      | no GPU |
+pip      | switch 0 | cuda     | 9.0    | NANOMEGATRON_BUILD_KERNELS=0: installed without CUDA kernels
+make     |          | cpu      | no GPU |
+make     | switch 0 | cpu      | no GPU | NANOMEGATRON_BUILD_KERNELS=0: installed without CUDA kernels
+"""
+VERSIONS = {"cpu": "cuda: Optional[str] = None\n", "cuda": "cuda: Optional[str] = '13.0'\n"}
+
+
+@pytest.mark.parametrize(
+    "case", INSTALLS.strip().splitlines(), ids=lambda case: ",".join(case.split("|")[:4]).replace(" ", "")
+)
+def test_kernels_are_built_where_torch_can_use_them(monkeypatch, tmp_path, capsys, case):
+    """And where they are asked for. pip installs torch after the build, and hides one that is there."""
+    how, switch, kind, gpus, said = (cell.strip() for cell in case.split("|"))
+    program(tmp_path / "bin/nvidia-smi", gpus)
+    (tmp_path / "torch").mkdir()
+    if kind:
+        (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\n{VERSIONS[kind]}hip = None\n")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv(SETUP.SWITCH, switch.removeprefix("switch "))
+    monkeypatch.setattr(SETUP, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(SETUP.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(SETUP, "build_error", lambda *_: None)
+    monkeypatch.setattr(SETUP.build_ext, "run", lambda command: None)
+    words = {"pip": ["bdist_wheel"], "make": ["-q", "build_ext", "--inplace"]}[how]
+    command = SETUP.BuildKernels(Distribution({"script_args": words}))
+    command.extensions = [SETUP.Extension("none", [])]
+    command.get_ext_fullpath = lambda name: str(tmp_path / name)
+    command.run()
+    printed = capsys.readouterr().err
+    assert said in printed and bool(printed) == bool(said) == (command.extensions == [])
+
+
+def test_the_torch_of_this_interpreter_is_seen():
+    assert SETUP.torch_has_cuda() == (torch.version.cuda is not None)
+
+
+@pytest.mark.parametrize(
+    "value, said", [("1", "=1: no nvcc in CUDA_HOME"), ("yes", "=yes: must be 1, 0 or not")]
+)
+def test_a_switch_that_cannot_be_obeyed_is_an_error(monkeypatch, value, said):
+    monkeypatch.setenv(SETUP.SWITCH, value)
+    monkeypatch.setattr(SETUP, "find_cuda", lambda: None)
+    with pytest.raises(PlatformError, match=f"NANOMEGATRON_BUILD_KERNELS{said}"):
+        SETUP.BuildKernels(Distribution()).run()
+
+
 @pytest.mark.parametrize("where", ["--build-lib={}/lib", "--inplace"])
 def test_without_a_compiler_the_package_is_installed_and_says_so(where, tmp_path):
     """Called from another folder; an extension that an earlier build left must go."""
@@ -288,7 +362,7 @@ def test_without_a_compiler_the_package_is_installed_and_says_so(where, tmp_path
     shutil.copy(ROOT / "setup.py", tmp_path)
     script = "import setup; setup.find_cuda = lambda: None; setup.main()"
     command = [sys.executable, "-c", script, "-q", "build_ext", where.format(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": ":".join([str(tmp_path), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": ":".join([str(tmp_path), *sys.path]), SETUP.SWITCH: ""}
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "installed without CUDA kernels" in done.stderr, done.stderr
     assert not list(tmp_path.glob("**/*.so"))
@@ -299,5 +373,6 @@ def test_a_missing_build_tool_is_named(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)  # as if not installed
     monkeypatch.setattr(SETUP.shutil, "which", lambda name: None)
     monkeypatch.setattr(SETUP, "build_error", lambda *_: None)
+    monkeypatch.setenv(SETUP.SWITCH, "1")
     with pytest.raises(PlatformError, match="pip install pybind11 ninja"):
         SETUP.BuildKernels(Distribution()).run()
