@@ -211,17 +211,30 @@ def test_limits_are_median_and_robust_deviations():
     health = health_of(values, spike_window=40, spike_deviations=5.0)
     for iteration in (40, 50, 61, 62):
         recent = values[: iteration - LAG][-40:]
-        for n, limit in enumerate(health.limits(iteration)):
+        for n, (limit, multiple) in enumerate(zip(health.limits(iteration), (1.2, 4.0), strict=True)):
             column = [pair[n] for pair in recent]
             middle = float(np.median(column))
             deviation = 1.4826 * float(np.median(np.abs(np.array(column) - middle)))
-            assert limit == pytest.approx(middle + 5 * deviation, rel=1e-12)
+            assert limit == pytest.approx(max(middle + 5 * deviation, multiple * middle), rel=1e-12)
     assert health.limits(FEWEST + LAG - 1) == (FLOAT_MAX, FLOAT_MAX)
     constant = health_of([(2.0, 1.0)] * 50, spike_deviations=5.0)
-    assert constant.limits(52) == pytest.approx((2.2, 1.5))  # a floor: deviations of nothing are no spike
+    assert constant.limits(52) == pytest.approx((2.4, 4.0))  # deviations of nothing are no spike
     half = health_of([(2.0, 1.0)] * 70 + [(90.0, 80.0)] * 58)
     assert half.limits(130)[0] < 3  # unmoved by spikes that fill less than half of the window
     assert statistics.median([1, 2]) == 1.5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_skewed_norms_of_a_calm_run_are_no_spikes(seed):
+    """Gradient norms of small batches are skewed: now and then one is 2.4 times the median; 10 times is one."""
+    random = np.random.RandomState(seed)
+    norms = 0.7 * np.exp(random.normal(0.0, 0.1, 600))
+    norms[random.choice(np.arange(200, 600), 8)] = 2.4 * 0.7
+    for at in np.flatnonzero(norms > 2 * 0.7):
+        health = health_of([])
+        health.window = [(i, 2.0, float(norms[i])) for i in range(at - 130, at)]
+        most_loss, most_norm = health.limits(at)
+        assert norms[at] < most_norm < 10 * 0.7 and 2.3 < most_loss < 3
 
 
 LOSSES = [("warn", 1, ""), ("skip", 1, ""), ("skip", 2, "--use-distributed-optimizer"), ("skip", 2, "--pp 2")]
@@ -305,7 +318,7 @@ def test_no_spike_in_clean_runs(corpus, tmp_path, full):  # noqa: F811
     """N3's control: 20 seeds of 200 steps in the full tier, one of 100 in the fast one.
 
     At the rate of the other tests, 3e-3, training is not calm: in 7 of these 20 runs the gradient norm jumps,
-    to 17 at most, and 11 steps are named; at 1e-3 it jumps in 12 of them, to 80. No loss is named.
+    to 17 at most; at 1e-3 it jumps in 12 of them, to 80. No loss is named.
     """
     for seed in range(20 if full else 1):
         flags = (

@@ -12,9 +12,10 @@
 
 A spike is a loss or a gradient norm that exceeds the median of the last --spike-window steps by more than
 --spike-deviations robust deviations: 1.4826 times the median distance from the median (for normal numbers the
-standard deviation), and at least FLOOR of the median. Up to half of the window may be spikes: that does not
-move a median far. The limits of a step follow from the steps up to LAG before it, whose numbers the host has
-when it launches the step; so they do not depend on when the host waits, and a resumed run has the same.
+standard deviation). It is also at least MULTIPLE times the median: gradient norms are skewed, and in a calm
+run the largest of some hundred is often twice the median. Up to half of the window may be spikes: that does
+not move a median far. The limits of a step follow from the steps up to LAG before it, whose numbers the host
+has when it launches the step; so they do not depend on when the host waits, and a resumed run has the same.
 """
 
 import math
@@ -39,7 +40,7 @@ FEWEST = 32  # steps before which nothing is a spike
 NOT_SAVED = "Neither it nor a step after it was saved"
 FIX = "give a lower --lr, or --iterations-to-skip for bad samples"
 AGAIN = "the same command resumes from the last save, or starts again"
-FLOOR = {"loss": 0.02, "gradient norm": 0.1}  # least deviation, as a share of the median
+MULTIPLE = {"loss": 1.2, "gradient norm": 4.0}  # of the median; below that nothing is a spike
 
 
 class BadSteps(Exception):
@@ -92,19 +93,19 @@ class Health:
         if len(before) < min(FEWEST, self.config.spike_window):
             return FLOAT_MAX, FLOAT_MAX
         columns = zip(*before[-self.config.spike_window :], strict=True)
-        return tuple(self._limit(x, floor) for x, floor in zip(columns, FLOOR.values(), strict=True))
+        return tuple(self._limit(x, least) for x, least in zip(columns, MULTIPLE.values(), strict=True))
 
-    def _limit(self, values: Sequence[float], floor: float) -> float:
+    def _limit(self, values: Sequence[float], multiple: float) -> float:
         middle = statistics.median(values)
         distance = statistics.median(abs(x - middle) for x in values)
-        return middle + self.config.spike_deviations * max(1.4826 * distance, floor * abs(middle))
+        return max(middle + self.config.spike_deviations * 1.4826 * distance, multiple * middle)
 
     def suspicious(self, step: StepNumbers) -> bool:
         """Whether a step is not finite or a spike."""
         return not step.finite or bool(self._spike(step))
 
     def _spike(self, step: StepNumbers) -> str:
-        pairs = zip(FLOOR, (step.loss, step.grad_norm), self.limits(step.batch.iteration), strict=True)
+        pairs = zip(MULTIPLE, (step.loss, step.grad_norm), self.limits(step.batch.iteration), strict=True)
         return " and ".join(f"{name} {x:.6g} is above {top:.6g}" for name, x, top in pairs if x > top)
 
     def judge(self, step: StepNumbers) -> None:
@@ -118,8 +119,8 @@ class Health:
         spike = self._spike(step)
         if spike and self.mesh.rank == 0:
             done = "the update was done" if step.good else "the update was skipped"
-            window = f"the median of {self.config.spike_window} steps plus {self.config.spike_deviations:g}"
-            self.log.warn(f"{which}: a spike: {spike}, {window} robust deviations; {done}")
+            usual = f"the limit after the last {self.config.spike_window} steps"
+            self.log.warn(f"{which}: a spike: {spike}, {usual} (--spike-deviations); {done}")
         if spike and not step.good:
             self.spike = batch.iteration
         self.window.append((batch.iteration, step.loss, step.grad_norm))
