@@ -30,6 +30,8 @@ py := $(VENV)/bin/python
 gpus = $(if $(wildcard /dev/nvidia[0-9]*),$(shell $(py) -c 'import torch; print(torch.cuda.device_count())'),0)
 # Those that `make train` uses: a power of two, at most 8, which its batch divides by.
 train_gpus = $(shell found=$(gpus); for n in 8 4 2 1; do [ $$found -lt $$n ] || { echo $$n; break; }; done)
+# A run that Ctrl-C has stopped and saved is no error.
+for_make := $(py) tools/train_for_make.py
 TEST_FLAGS ?= -n 2 --dist worksteal
 
 .PHONY: help train test test-full gpu-test sanitize mutations faults goldens gpu-gate gpu-gate-many kernels lint clean
@@ -53,10 +55,10 @@ kernels: $(VENV)/.kernels
 
 train: $(VENV)/.train $(if $(wildcard /dev/nvidia[0-9]*),$(VENV)/.kernels)
 	@gpus=$(train_gpus); if [ "$$gpus" ]; then \
-		exec $(py) -m torch.distributed.run --standalone --nproc-per-node $$gpus \
+		exec $(for_make) $(py) -m torch.distributed.run --standalone --nproc-per-node $$gpus \
 			train.py $(or $(TRAIN_FLAGS),--config demo-gpu) $(ARGS); \
 	else \
-		exec $(py) train.py $(or $(TRAIN_FLAGS),--config tiny-cpu --run-name python) --nproc 2 $(ARGS); \
+		exec $(for_make) $(py) train.py $(or $(TRAIN_FLAGS),--config tiny-cpu --run-name python) --nproc 2 $(ARGS); \
 	fi
 
 test: $(VENV)/.test

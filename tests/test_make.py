@@ -1,0 +1,62 @@
+"""`make train` ends as the training does: stopped and saved is no error, and signals reach the run."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_style import ROOT
+
+# In place of .venv/bin/python: `train.py` here only waits for a signal, and ends with the given exit code.
+PYTHON = """#!/bin/sh
+[ "$1" = train.py ] || exec {python} "$@"
+trap 'echo saved; exit {code}' INT TERM
+touch {begun}
+for i in $(seq 200); do sleep 0.05; done
+"""
+
+
+def make_train(folder: Path, code: int, number: int, group: bool) -> subprocess.CompletedProcess:
+    """`make train` of this checkout, which gets a signal once the training runs: it alone, or all processes."""
+    begun, python = folder / "begun", folder / "bin/python"
+    python.parent.mkdir()
+    for name in (".train", ".kernels"):  # the environment is ready
+        (folder / name).touch()
+    facts = dict(python=shlex.quote(sys.executable), code=code, begun=shlex.quote(str(begun)))
+    python.write_text(PYTHON.format(**facts))
+    python.chmod(0o755)
+    command = ["make", "train", f"VENV={folder}", "train_gpus="]
+    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=kept,
+    ) as process:
+        end = time.monotonic() + 30
+        while not begun.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        (os.killpg if group else os.kill)(process.pid, number)
+        out, err = process.communicate(timeout=30)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("number, group", ((signal.SIGINT, True), (signal.SIGTERM, False)), ids=str)
+def test_a_run_that_is_stopped_and_saved_is_no_error_of_make(number, group, tmp_path):
+    """Ctrl-C, which all processes get, and SIGTERM, which make alone gets and passes on."""
+    done = make_train(tmp_path, 75, number, group)
+    assert done.stdout == "saved\n" and "Error" not in done.stderr, done.stdout + done.stderr
+    assert done.returncode in (0, -number)
+
+
+def test_a_failure_is_an_error_of_make(tmp_path):
+    done = make_train(tmp_path, 4, signal.SIGINT, group=True)
+    assert "Error 4" in done.stderr and done.returncode in (2, -signal.SIGINT)
