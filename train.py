@@ -52,9 +52,10 @@ from nanomegatron.evaluate import evaluate, evaluate_only
 from nanomegatron.faults.exit import BAD_CONFIG, DONE, SAID, name_culprit, report_failure
 from nanomegatron.faults.garbage import manual_gc
 from nanomegatron.faults.health import Health
-from nanomegatron.faults.history import check_history
+from nanomegatron.faults.history import check_history, is_done
 from nanomegatron.faults.lock import claim, settings_in
 from nanomegatron.faults.recovery import roll_back, validated_step
+from nanomegatron.faults.refused import REFUSED, absent_folders, remove_new_folders
 from nanomegatron.faults.signals import PREEMPTED, UNHEARD, Preempted, Signals, preempted
 from nanomegatron.faults.streak import Streak
 from nanomegatron.faults.watchdog import Watchdog
@@ -114,10 +115,18 @@ def main(argv: list[str]) -> int:
         if world.rank == 0:
             print_errors(error)
         return BAD_CONFIG
-    if (nproc := config.run.nproc or 1) == 1 or world.size > 1:
-        return run_rank(world, argv)
+    absent = [] if world.rendezvous else absent_folders(config)  # torchrun's scripts read status.json
+    alone = (config.run.nproc or 1) == 1 or world.size > 1
+    code = run_rank(world, argv) if alone else launch_ranks(config, argv)
+    if code in REFUSED:
+        remove_new_folders(config, absent)
+    return code
+
+
+def launch_ranks(config: Config, argv: list[str]) -> int:
+    """Run in --nproc processes of this machine; return the exit code of the run."""
     blame = functools.partial(name_culprit, config.run.folder, timestamp())
-    codes = launch(run_rank, nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED), hold=True)
+    codes = launch(run_rank, config.run.nproc, (argv,), blame=blame, fine=(DONE, PREEMPTED), hold=True)
     named = (code for code in SAID if code in codes)
     return next(named, 1 if set(codes) - {DONE, PREEMPTED} else max(codes))
 
@@ -178,6 +187,9 @@ def run_rank(world: World, argv: list[str]) -> int:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         mesh = Mesh.build(config.parallel, world, device, config.model.num_kv_heads)
+        if is_done(config, mesh):
+            Mesh.close()
+            return DONE
         locks = claim(config, mesh, parsed.notes)
         hold_signals()  # from before status.json says "running" until there are handlers
         log = RunLog(config.run.folder, config, mesh.rank, mesh.label)
@@ -231,6 +243,8 @@ def set_up(parsed: Parsed, config: Config, mesh: Mesh, log: RunLog, signals: Sig
     asked = data_samples(config, mesh, log.warn, 0 if config.run.eval_only else before[-1])
     wanted = (asked[-1], held_out, held_out)
     datasets = build_datasets(data, wanted, config.run.seed, tokenizer, asked[:-1])
+    if config.run.eval_only and not any(datasets[1:]):
+        raise ConfigError(["--eval-only: no validation and no test data; see --split and --valid-data-path"])
     signals.check(mesh)
     padded = padded_vocab_size(vocab_size, data.make_vocab_size_divisible_by, mesh.tp.size)
     notes = [*parsed.notes, *run_notes(config), *check_memory(config, mesh, vocab_size)]
@@ -390,21 +404,28 @@ def finish(run: Run) -> int:
         if run.saver.saved < run.iteration:
             where = f"resumes from step {run.saver.saved}: nothing is saved while steps are not finite"
         text = f"stopped by {run.stop} after step {run.iteration}; the same command {where}"
-        return preempted(log, text, iteration=run.iteration)
+        code = preempted(log, text, iteration=run.iteration)
+        draw_pictures(run)  # the run is saved and its state is written, should a second signal come now
+        return code
     prompt, held_out = None, run.datasets[1] or run.datasets[0]
     if not config.data.mock_data:
         prompt = show_sample(run.model, run.tokenizer, held_out, config.run.seed, run.mesh, log)
-    pictures = {"loss.png": plot_loss}
-    if config.run.moe_per_layer_logging:
+    draw_pictures(run)
+    words = ["--load", config.checkpoint.save, *(["--prompt", prompt] if prompt else ())]
+    log.line(f"next    nanomegatron generate {shlex.join(words)}")
+    log.status("stopped" if run.stop else "done", exit_code=DONE, iteration=run.iteration)
+    return DONE
+
+
+def draw_pictures(run: Run) -> None:
+    """Draw the run's pictures and log where they are; rank 0 only."""
+    log, pictures = run.log, {"loss.png": plot_loss}
+    if run.config.run.moe_per_layer_logging:
         pictures["experts.png"] = plot_experts
     for name, draw in pictures.items() if run.mesh.rank == 0 else ():
         with log.attempt(name):
             if picture := draw(log.folder, log.line):
                 log.line(f"picture {picture}")
-    words = ["--load", config.checkpoint.save, *(["--prompt", prompt] if prompt else ())]
-    log.line(f"next    nanomegatron generate {shlex.join(words)}")
-    log.status("stopped" if run.stop else "done", exit_code=DONE, iteration=run.iteration)
-    return DONE
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import torch
 
 from nanomegatron import comm
 from nanomegatron.batch import Batch
-from nanomegatron.config.cli import ConfigError
 from nanomegatron.faults.exit import DONE
 from nanomegatron.faults.signals import preempted
 from nanomegatron.flops import bits_per_byte
@@ -54,8 +53,6 @@ def evaluate(run: Run, split: str = "validation") -> None:
 
 def evaluate_only(run: Run) -> int:
     """--eval-only: evaluate the loaded model on validation and test data; return the exit code."""
-    if not any(run.datasets[1:]):
-        raise ConfigError(["--eval-only: no validation and no test data; see --split and --valid-data-path"])
     for split in ("validation", "test"):
         evaluate(run, split)
     if run.preempted:

@@ -226,7 +226,7 @@ def test_limits_are_median_and_robust_deviations():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_skewed_norms_of_a_calm_run_are_no_spikes(seed):
-    """Gradient norms of small batches are skewed: now and then one is 2.4 times the median; 10 times is one."""
+    """Of small batches now and then one is 2.4 times the median; one of ten times is a spike."""
     random = np.random.RandomState(seed)
     norms = 0.7 * np.exp(random.normal(0.0, 0.1, 600))
     norms[random.choice(np.arange(200, 600), 8)] = 2.4 * 0.7

@@ -22,7 +22,7 @@ for i in $(seq 200); do sleep 0.05; done
 
 
 def make_train(folder: Path, code: int, number: int, group: bool) -> subprocess.CompletedProcess:
-    """`make train` of this checkout, which gets a signal once the training runs: it alone, or all processes."""
+    """`make train` of this checkout; gets a signal once the training runs: make alone, or all processes."""
     begun, python = folder / "begun", folder / "bin/python"
     python.parent.mkdir()
     for name in (".train", ".kernels"):  # the environment is ready

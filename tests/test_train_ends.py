@@ -39,7 +39,7 @@ def signalled(world: World, argv: list[str], folder: str, where: str, times: int
         return usual(*args, **kwargs)
 
     setattr(module, name, gets_it)
-    train.plot_loss = train.show_sample = lambda *_: None
+    train.plot_loss, train.show_sample = lambda *_: Path("drawn"), lambda *_: None
     return train.run_rank(world, argv)
 
 
@@ -105,6 +105,7 @@ def test_a_second_signal_leaves_at_once_and_says_so(corpus, tmp_path):  # noqa: 
     """But one that reaches it twice at the same time, by the launcher and as one of a group, is one."""
     codes, status = signals(tmp_path, arguments(corpus, FOUR), "train_step", ranks=1, times=2)
     assert (codes, status["state"], status["iteration"]) == ([train.PREEMPTED], "preempted", 2)
+    assert (tmp_path / "runs/test/log.txt").read_text().endswith("\npicture drawn\n")  # also of such a run
     codes, status = signals(tmp_path, arguments(corpus, FOUR), "train_step", ranks=1, times=2, echo=0.0)
     assert codes == [-signal.SIGINT]
     assert (status["state"], status["exit_code"]) == ("failed", 130) and "SIGINT" in status["message"]

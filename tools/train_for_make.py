@@ -1,4 +1,4 @@
-"""Run a training for `make`, to which every exit code but 0 is an error: a run that was stopped and saved is none.
+"""Run a training for `make`, to which a run that was stopped and saved is no error, as exit code 75 would be.
 
     python tools/train_for_make.py COMMAND ...    the exit code of the command; 0 for 75, pre-empted and saved
 

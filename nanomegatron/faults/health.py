@@ -12,7 +12,7 @@
 
 A spike is a loss or a gradient norm that exceeds the median of the last --spike-window steps by more than
 --spike-deviations robust deviations: 1.4826 times the median distance from the median (for normal numbers the
-standard deviation). It is also at least MULTIPLE times the median: gradient norms are skewed, and in a calm
+standard deviation). It is also at least LEAST_SPIKE times the median: gradient norms are skewed, and in a calm
 run the largest of some hundred is often twice the median. Up to half of the window may be spikes: that does
 not move a median far. The limits of a step follow from the steps up to LAG before it, whose numbers the host
 has when it launches the step; so they do not depend on when the host waits, and a resumed run has the same.
@@ -40,7 +40,7 @@ FEWEST = 32  # steps before which nothing is a spike
 NOT_SAVED = "Neither it nor a step after it was saved"
 FIX = "give a lower --lr, or --iterations-to-skip for bad samples"
 AGAIN = "the same command resumes from the last save, or starts again"
-MULTIPLE = {"loss": 1.2, "gradient norm": 4.0}  # of the median; below that nothing is a spike
+LEAST_SPIKE = {"loss": 1.2, "gradient norm": 4.0}  # of the median; below that nothing is a spike
 
 
 class BadSteps(Exception):
@@ -93,7 +93,7 @@ class Health:
         if len(before) < min(FEWEST, self.config.spike_window):
             return FLOAT_MAX, FLOAT_MAX
         columns = zip(*before[-self.config.spike_window :], strict=True)
-        return tuple(self._limit(x, least) for x, least in zip(columns, MULTIPLE.values(), strict=True))
+        return tuple(self._limit(x, least) for x, least in zip(columns, LEAST_SPIKE.values(), strict=True))
 
     def _limit(self, values: Sequence[float], multiple: float) -> float:
         middle = statistics.median(values)
@@ -105,7 +105,7 @@ class Health:
         return not step.finite or bool(self._spike(step))
 
     def _spike(self, step: StepNumbers) -> str:
-        pairs = zip(MULTIPLE, (step.loss, step.grad_norm), self.limits(step.batch.iteration), strict=True)
+        pairs = zip(LEAST_SPIKE, (step.loss, step.grad_norm), self.limits(step.batch.iteration), strict=True)
         return " and ".join(f"{name} {x:.6g} is above {top:.6g}" for name, x, top in pairs if x > top)
 
     def judge(self, step: StepNumbers) -> None:

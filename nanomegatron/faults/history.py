@@ -8,6 +8,7 @@ A disk that is not mounted, and folders that were moved or renamed, look like a 
 before its first save has steps in metrics.jsonl and no checkpoint in status.json: it does begin again.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from nanomegatron.checkpoint.checkpoint import latest, on_all_ranks
@@ -17,6 +18,7 @@ from nanomegatron.comm import all_gather_text
 from nanomegatron.config.settings import Config
 from nanomegatron.mesh import Mesh
 from nanomegatron.report.log import RunLog
+from nanomegatron.report.status import read_status
 from nanomegatron.report.writers import read_jsonl
 
 
@@ -36,6 +38,25 @@ def check_history(config: Config, mesh: Mesh, log: RunLog) -> None:
     if text and log.is_main:
         log.warn(f"{text}; --no-exit-on-missing-checkpoint: the run begins at step 1")
         log.status("running", iteration=0, checkpoint=None)
+
+
+def is_done(config: Config, mesh: Mesh) -> bool:
+    """Whether the run in this folder has trained all steps, evaluated and saved; if so, says how to go on.
+
+    Then nothing is built, loaded or evaluated again. Gathers a text over world.
+    """
+    save, text = Path(config.checkpoint.save), ""
+    if mesh.rank == 0 and not config.run.eval_only and config.checkpoint.ckpt_step is None:
+        facts = read_status(config.run.folder / "status.json", lambda _: None)
+        step = facts.get("iteration") if facts.get("state") == "done" else None
+        with suppress(CheckpointError, OSError):  # the start that follows says it
+            if step is not None and step == latest(save) and step >= config.run.train_iters:
+                what = f"all {step} steps of {config.run.folder} are saved in {save}"
+                text = f"done    {what}: nothing left to train"
+    if text and mesh.rank == 0:
+        how = "note    a larger --train-iters goes further, another --run-name begins from step 1"
+        print(text, how, f"next    nanomegatron generate --load {save}", sep="\n", flush=True)
+    return any(all_gather_text(text, mesh.world, mesh.device))
 
 
 def _compare(config: Config, log: RunLog) -> str:

@@ -1,0 +1,109 @@
+"""A start that is refused leaves no new folder; one of a run that is done leaves it as it is, and says so."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import train
+from nanomegatron.faults.exit import NO_CHECKPOINT
+from nanomegatron.faults.lock import lock
+from nanomegatron.faults.refused import absent_folders, remove_new_folders
+from nanomegatron.report.status import write_status
+from tests.test_run_history import RUN, place, six  # noqa: F401 (fixtures)
+from tests.test_train import arguments, corpus, finished, output_of, start  # noqa: F401 (a fixture)
+
+SIX = "--train-iters 6 --save-interval 2 --lr-warmup-iters 0 --lr-decay-iters 40"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+REFUSED = {
+    "--vocab-size 99": (
+        train.BAD_CONFIG,
+        "--vocab-size 99: the tokenizer has 257 tokens; give at least that",
+    ),
+    "--load empty": (NO_CHECKPOINT, "--load empty: no checkpoint there"),
+    "--eval-only --split 1,0,0": (train.BAD_CONFIG, "--eval-only: no validation and no test data"),
+    "--save file/ckpt": (train.BAD_CONFIG, "--save file/ckpt: cannot write"),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_refused_start_leaves_no_new_folder(flags, corpus, tmp_path):  # noqa: F811
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    code, message = REFUSED[flags]
+    for more in [""] if "--save" in flags else ["", "--save elsewhere/ckpt"]:
+        said = output_of(tmp_path, arguments(corpus, "--train-iters 9", flags, more), code)
+        assert message in said
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
+
+
+@pytest.mark.full
+def test_nor_do_its_ranks(corpus, tmp_path):  # noqa: F811
+    argv = arguments(corpus, "--train-iters 9 --vocab-size 99 --nproc 2")
+    assert "give at least that" in finished(start(tmp_path, argv), train.BAD_CONFIG)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_refused_start_changes_no_folder_that_was_there(corpus, place):  # noqa: F811
+    """Records of the run go on: status.json has the new end, which scripts read."""
+    before = contents(place)
+    said = output_of(place, arguments(corpus, SIX, "--train-iters 8 --vocab-size 99"), train.BAD_CONFIG)
+    assert "--vocab-size 99: the run in this folder has None" in said and contents(place) == before
+    output_of(place, arguments(corpus, SIX, "--train-iters 8 --load empty --ckpt-step 3"), train.BAD_CONFIG)
+    after = contents(place)
+    changed = {name for name in before if before[name] != after[name]}
+    assert before.keys() == after.keys() and changed <= {
+        f"{RUN}/{n}" for n in ("run.lock", "log.txt", "status.json")
+    } | {f"{RUN}/ckpt/run.lock"}
+    assert json.loads(after[f"{RUN}/status.json"])["exit_code"] == train.BAD_CONFIG
+
+
+@pytest.mark.parametrize("what", ("in use", "has failed", "has steps", "has a file of the user"))
+def test_folders_of_another_start_stay(what, tmp_path, monkeypatch):
+    """One that came while this one looked: whatever this one ends with."""
+    monkeypatch.chdir(tmp_path)
+    config = train.parse(["--run-name", "run", "--save", "runs/run/ckpt"]).config
+    absent = absent_folders(config)
+    folder = tmp_path / "runs/run"
+    assert absent == [folder / "ckpt", folder, tmp_path / "runs"]
+    (folder / "ckpt").mkdir(parents=True)
+    (folder / "log.txt").write_text("the other")
+    held = lock(folder) if what == "in use" else None
+    if what == "has failed":
+        write_status(folder / "status.json", dict(state="failed", exit_code=1))
+    elif what != "in use":
+        (folder / ("metrics.jsonl" if what == "has steps" else "notes")).write_text("{}\n")
+    remove_new_folders(config, absent)
+    assert folder.is_dir() and (folder / "log.txt").exists() == (what != "has a file of the user")
+    if held:
+        held.close()
+        remove_new_folders(config, absent)
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_is_done_says_so_at_once(corpus, tmp_path):  # noqa: F811
+    """And how to go on: nothing is built or evaluated again, and no file changes."""
+    argv = arguments(corpus, SIX)
+    assert "validation at step 6" in output_of(tmp_path, argv, train.DONE)
+    before = contents(tmp_path)
+    for ranks in (1, 2):
+        batch = ["--micro-batch-size", str(4 // ranks)]
+        said = output_of(tmp_path, [*argv, *batch], train.DONE, ranks)
+        assert said.splitlines() == [
+            "done    all 6 steps of runs/test are saved in runs/test/ckpt: nothing left to train",
+            "note    a larger --train-iters goes further, another --run-name begins from step 1",
+            "next    nanomegatron generate --load runs/test/ckpt",
+        ]
+        assert contents(tmp_path) == before
+    status = json.loads(before[f"{RUN}/status.json"])
+    write_status(tmp_path / RUN / "status.json", status | dict(state="preempted"))  # in its last evaluation
+    assert "validation at step 6" in output_of(tmp_path, argv, train.DONE)
+    shutil.rmtree(tmp_path / RUN / "ckpt/iter_0000006")
+    assert "resumed runs/test/ckpt, step 4" in output_of(tmp_path, argv, train.DONE)
+    assert "resumed runs/test/ckpt, step 6" in output_of(tmp_path, [*argv, "--train-iters", "7"], train.DONE)
