@@ -166,3 +166,36 @@ def test_what_may_change_when_a_run_goes_on():
     for flags in ("--global-batch-size 4 --rampup-batch-size 1 1 9", "--step-batch-size-schedule 0:4,1K:8"):
         assert any("the run in this folder has" in m for m in resume_conflicts(config(""), config(flags)))
         assert name(flags) != name("")
+
+
+# flags behind SHAPE | global batches in an evaluation
+EVALUATED = """
+--train-iters 20 | 2
+--train-iters 4 | 1
+--train-iters 600 | 60
+--train-iters 5000 | 100
+--train-samples 64 --global-batch-size 2 | 3
+ | 100
+--train-iters 20 --eval-iters 100 | 100
+--train-iters 20 --eval-iters 0 | 0
+--train-iters 20 --megatron-defaults | 100
+--train-iters 20 --eval-only --load x | 100
+--train-iters 20 --eval-only --load x --eval-iters 7 | 7
+"""
+
+
+@pytest.mark.parametrize("row", EVALUATED.strip("\n").splitlines())
+def test_an_evaluation_is_in_proportion_to_the_run(row):
+    """Unless a flag says how long: then Megatron's meaning. A batch costs a third of a step: no backward."""
+    flags, batches = row.split("|")
+    parsed = parse(f"{SHAPE} --mock-data --vocab-size 100 {flags}".split())
+    assert not [*parsed.errors, *validate(parsed.config, 1)]
+    assert resolve(parsed.config, 1).run.eval_iters == int(batches)
+
+
+def test_the_evaluations_of_a_demo_are_shorter_than_its_training():
+    """Of the default preset, however short: one at the end on each of two data sets, and those in between."""
+    for iters in (5, 20, 600):
+        run = resolve(parse(["--train-iters", str(iters)]).config, 1).run
+        times = 2 + (iters - 1) // run.eval_interval
+        assert times * run.eval_iters / 3 < iters / 5

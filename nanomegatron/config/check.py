@@ -20,6 +20,8 @@ from nanomegatron.config.parallel import ParallelConfig
 from nanomegatron.config.rules import beyond_limits, broken_rules, flag, spelled
 from nanomegatron.config.settings import MOST_ITERS, Config
 
+MOST_EVALUATED = 100  # global batches in an evaluation, by default: Megatron's number
+
 
 def validate(config: Config, world_size: int, device_type: str = "cpu", gpu: tuple = ()) -> list[str]:
     """Return a message for each error in a run of `world_size` processes; gpu: its compute capability."""
@@ -147,6 +149,7 @@ def resolve(config: Config, world_size: int) -> Config:
     dp = world_size // config.parallel.ranks_per_replica
     _, batch = stages(data, dp)[-1]
     iters = run.train_iters or len(samples_before(config, dp)) - 1
+    held_out = MOST_EVALUATED if run.eval_only else min(MOST_EVALUATED, max(1, iters // 10))
     return replace(
         config,
         model=replace(
@@ -159,7 +162,9 @@ def resolve(config: Config, world_size: int) -> Config:
         ),
         parallel=resolve_parallel(config, dp),
         data=replace(data, global_batch_size=batch),
-        run=replace(run, train_iters=iters),
+        run=replace(
+            run, train_iters=iters, eval_iters=held_out if run.eval_iters is None else run.eval_iters
+        ),
     )
 
 

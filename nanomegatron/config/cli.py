@@ -60,6 +60,7 @@ MEGATRON_DEFAULTS = {
     "lr_decay_style": "linear",
     "dataloader_type": "single",
     "split": "969,30,1",
+    "eval_iters": 100,
 }
 
 

@@ -189,7 +189,7 @@ def _is_set(option: str, values: dict[str, Any]) -> bool:
         return values[_name(name).removeprefix("no_")] is False
     value = values[_name(name)]
     if wanted.startswith("greater than "):
-        return value > float(wanted.removeprefix("greater than "))
+        return value is None or value > float(wanted.removeprefix("greater than "))  # None: it will follow
     if wanted:
         return any(str(item) in wanted.split(" or ") for item in items(value))
     return value is not None and value is not False and value != ()

@@ -318,8 +318,11 @@ class RunConfig:
     )
     train_samples: int | None = setting(None, "sequences to train, instead of --train-iters", names_run=True)
     eval_interval: int = common(1000, "iterations between evaluations")
-    eval_iters: int = common(
-        100, "global batches in an evaluation; 0 for none", at_least=0, at_most=MOST_ITERS
+    eval_iters: int | None = common(
+        None,
+        "global batches in an evaluation, 0 for none; default a tenth of --train-iters, but 1 to 100",
+        at_least=0,
+        at_most=MOST_ITERS,
     )
     exit_interval: int | None = setting(None, "save and exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = setting(None, "save and exit after this time in minutes")

@@ -12,8 +12,8 @@
 
 A spike is a loss or a gradient norm that exceeds the median of the last --spike-window steps by more than
 --spike-deviations robust deviations: 1.4826 times the median distance from the median (for normal numbers the
-standard deviation). It is also at least LEAST_SPIKE times the median: gradient norms are skewed, and in a calm
-run the largest of some hundred is often twice the median. Up to half of the window may be spikes: that does
+standard deviation). It is also at least LEAST_SPIKE times the median: gradient norms are skewed, in a calm
+run the largest of some hundred is two or three times it. Up to half of the window may be spikes: that does
 not move a median far. The limits of a step follow from the steps up to LAG before it, whose numbers the host
 has when it launches the step; so they do not depend on when the host waits, and a resumed run has the same.
 """
