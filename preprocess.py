@@ -231,14 +231,15 @@ def tokenize(
         if resumed := output.place != InputPlace():
             print(f"--resume: {output.documents:,} documents are there and right", file=sys.stderr)
         with Progress(sum(map(size_of, files)), options.log_interval, resumed) as progress:
-            pieces = chunks(blocks(files, keys, progress.read, output.place))
-            for encoded, bad, place in in_order(work, pieces, workers):
+            pieces = chunks(blocks(files, keys, output.place))
+            for encoded, bad, place, read in in_order(work, pieces, workers):
                 most = options.skip_bad_lines
                 if len(bad) > (room := max(0, most - len(output.skipped))):
                     allowed = f" (line {most + 1} that is bad)" if most else ""
                     raise ValueError(f"{bad[room]}{allowed}; --skip-bad-lines N leaves out up to N")
                 output.add(encoded, bad, place)
-                progress.wrote(output.documents, output.tokens)
+                progress.wrote(output.documents, output.tokens, read)
+            progress.end()
         return output.finish()
 
 
@@ -248,8 +249,8 @@ class Progress:
     def __init__(self, total_bytes: int, interval: int | None, resumed: bool = False) -> None:
         """total_bytes: 0 if unknown. resumed: what is read first was tokenized by an earlier run."""
         self.total, self.interval = total_bytes, interval
-        self.first = None if resumed else 0
-        self.bytes = self.documents = self.shown_documents = 0
+        self.first = None if resumed else 0  # bytes that an earlier run has read
+        self.documents = self.tokens = self.bytes = self.shown_documents = 0
         self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
 
@@ -260,23 +261,29 @@ class Progress:
         if self.terminal and self.shown > self.start:
             print(file=sys.stderr)
 
-    def read(self, count: int) -> None:
-        self.bytes, self.first = count, count if self.first is None else self.first
-
-    def wrote(self, documents: int, tokens: int) -> None:
-        """Show the progress, if it is due."""
-        now = time.monotonic()
-        due = now - self.shown >= (0.2 if self.terminal else 5)
+    def wrote(self, documents: int, tokens: int, read: int) -> None:
+        """Show the progress, if it is due. documents, tokens: written; read: bytes of input that had them."""
+        self.documents, self.tokens, self.bytes = documents, tokens, read
+        self.first = read if self.first is None else self.first
+        due = time.monotonic() - self.shown >= (0.2 if self.terminal else 5)
         if self.interval:
             due = documents - self.shown_documents >= self.interval
-        if not due:
-            return
-        self.shown, self.shown_documents = now, documents
-        seconds = max(now - self.start, 1e-9)
+        if due:
+            self._show()
+
+    def end(self) -> None:
+        """All is written: the last line says so, if there was one before."""
+        self.bytes = self.total or self.bytes
+        if self.shown > self.start and (self.terminal or self.documents > self.shown_documents):
+            self._show()
+
+    def _show(self) -> None:
+        self.shown, self.shown_documents = time.monotonic(), self.documents
+        seconds = max(self.shown - self.start, 1e-9)
         done = self.bytes - (self.first or 0)
         text = (
-            f"{documents:,} documents, {documents / seconds:,.0f}/s | {done / seconds / 1e6:.1f} MB/s "
-            f"| {tokens / seconds / 1e6:.2f} M tokens/s"
+            f"{self.documents:,} documents, {self.documents / seconds:,.0f}/s "
+            f"| {done / seconds / 1e6:.1f} MB/s | {self.tokens / seconds / 1e6:.2f} M tokens/s"
         )
         if self.total:
             left = round(seconds * (self.total - self.bytes) / max(done, 1))

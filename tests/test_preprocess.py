@@ -6,6 +6,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -322,6 +323,23 @@ def test_progress_of_a_pipe(tmp_path, capsys):
     out = capsys.readouterr()
     assert "100 documents (0 empty), 2,500,000 tokens, 1.00 bytes a token" in out.out
     assert len(out.err.splitlines()) >= 3 and "\r" not in out.err and "ETA 0:" in out.err
+
+
+@pytest.mark.parametrize("workers, packed", [(1, ""), (2, ""), (1, ".gz")])
+def test_progress_is_that_of_what_is_written(workers, packed, tmp_path, capsys):
+    """The share of the input grows with the documents, and the last line has all of both."""
+    source, texts = tmp_path / f"in.jsonl{packed}", [f"{i} " + "word " * 5000 for i in range(175)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    source.write_bytes(gzip.compress(lines, 0) if packed else lines)
+    flags = ["--workers", workers, "--log-interval", 15]
+    assert run("--input", source, "--output-prefix", tmp_path / "x", *BYTES, *flags) == 0
+    shown = [
+        re.match(r"([\d,]+) documents, .*\| +(\d+)% \|", line)
+        for line in capsys.readouterr().err.splitlines()
+    ]
+    found = [(int(line[1]), int(line[2])) for line in shown]
+    assert len(found) > 5 and found[-1] == (175, 100)
+    assert all(abs(documents / 175 - share / 100) < 0.03 for documents, share in found), found
 
 
 def test_train_tokenizer(tmp_path, capsys):

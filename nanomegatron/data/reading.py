@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -87,6 +87,7 @@ class DocumentBlock(NamedTuple):
     raw: bytes
     rows: list[Row]
     after: InputPlace
+    read: int  # bytes of all files up to its end, as they are on the disk; an estimate if they are packed
 
     def documents(self) -> Iterator[Line | Row]:
         """Yield its documents, without blank lines."""
@@ -169,26 +170,24 @@ def unpacked(path: str, raw: BinaryIO) -> BinaryIO:
 def blocks(
     files: list[str],
     keys: tuple[str, ...] = ("text",),
-    on_bytes: Callable[[int], None] = lambda count: None,
     start: InputPlace = InputPlace(),  # noqa: B008 (a constant)
 ) -> Iterator[DocumentBlock]:
-    """Yield all files from `start` on in blocks of about CHUNK_BYTES; `on_bytes` gets the bytes read."""
+    """Yield all files from `start` on in blocks of about CHUNK_BYTES."""
     done = sum(size_of(path) for path in files[: start.file])
     for index in range(start.file, len(files)):
         path, begin = files[index], start if index == start.file else InputPlace(index)
         size = size_of(path)
         if kind(path) in COLUMN_FILES:
             for rows, share in column_rows(path, keys, begin.number, CHUNK_BYTES):
-                yield DocumentBlock(path, 0, b"", rows, InputPlace(index, rows[-1].number + 1))
-                on_bytes(done + int(share * size))
+                after = InputPlace(index, rows[-1].number + 1)
+                yield DocumentBlock(path, 0, b"", rows, after, done + int(share * size))
         else:
-            yield from _text_blocks(path, begin, lambda count: on_bytes(done + count))  # noqa: B023
+            yield from _text_blocks(path, begin, done)
         done += size
-        on_bytes(done)
 
 
-def _text_blocks(path: str, begin: InputPlace, on_bytes: Callable[[int], None]) -> Iterator[DocumentBlock]:
-    """Yield the blocks of a file of text from a place on."""
+def _text_blocks(path: str, begin: InputPlace, done: int) -> Iterator[DocumentBlock]:
+    """Yield the blocks of a file of text from a place on; done: bytes of the files before it."""
     index, number, byte = begin
     stdin = path == "-"
     name = "standard input" if stdin else path
@@ -202,13 +201,15 @@ def _text_blocks(path: str, begin: InputPlace, on_bytes: Callable[[int], None]) 
             if kind(path) == ".txt":
                 if not byte:
                     data = file.read()
-                    yield DocumentBlock(path, 0, data, [], InputPlace(index, 1, len(data) or 1))
+                    yield DocumentBlock(
+                        path, 0, data, [], InputPlace(index, 1, len(data) or 1), done + raw.tell()
+                    )
                 return
             while data := file.read(CHUNK_BYTES):
                 data += file.readline()  # up to the end of its last line
                 first, number, byte = number, number + data.count(b"\n"), byte + len(data)
-                yield DocumentBlock(name, first, data, [], InputPlace(index, number, byte))
-                on_bytes(byte if stdin else raw.tell())
+                read = done + (byte if stdin else raw.tell())
+                yield DocumentBlock(name, first, data, [], InputPlace(index, number, byte), read)
         except (gzip.BadGzipFile, EOFError, zlib.error, *_zstd_errors()) as error:
             raise ValueError(f"{path}: damaged behind line {number - 1} ({error})") from None
 

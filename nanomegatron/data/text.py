@@ -72,19 +72,21 @@ def _again(spec: str, fingerprint: str, special: bool) -> Portable:
 
 def encode(
     chunk: list[DocumentBlock], portable: Portable, keys: tuple[str, ...], append_eod: bool
-) -> tuple[list[Encoded], list[str], InputPlace]:
+) -> tuple[list[Encoded], list[str], InputPlace, int]:
     """Tokenize a chunk, in a worker -> its valid documents under each key, errors for the others, its end.
+
+    The end is the place behind it, and the bytes read up to there.
 
     As in Megatron an empty document stays empty, without an end-of-document token.
     """
-    good, bad, end = [], [], chunk[-1].after
+    good, bad, end = [], [], (chunk[-1].after, chunk[-1].read)
     for line in itertools.chain.from_iterable(block.documents() for block in chunk):
         try:
             good.append((line, line.texts(keys)))
         except ValueError as error:
             bad.append(str(error))
     try:
-        return _columns(portable, good, keys, append_eod), bad, end
+        return _columns(portable, good, keys, append_eod), bad, *end
     except ValueError:  # the tokenizer refuses some texts: try one at a time to find which
         for document in list(good):
             try:
@@ -92,7 +94,7 @@ def encode(
             except ValueError as error:
                 bad.append(f"{document[0]}: {error}")
                 good.remove(document)
-        return _columns(portable, good, keys, append_eod), bad, end
+        return _columns(portable, good, keys, append_eod), bad, *end
 
 
 def _columns(
